@@ -1,0 +1,158 @@
+"""What crosses module borders: plain pytrees of arrays, `None` for what is absent.
+
+Axes: `B` requests, `K` most draft tokens per request and step, `S` slots of a
+draft cache, `V` target vocabulary, `V_d` draft vocabulary, `L` token buffer.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+__all__ = ["Draft", "Drafter", "Model", "Sample", "Stream", "Verification"]
+
+
+class Draft(NamedTuple):
+    """What a drafter hands to verification; it travels in a decode loop's state.
+
+    Attributes:
+      token_ids: i32[B, K]. A -1 means that nothing is drafted from there on.
+      logits: [S, K, V_d] in bf16, f16 or f32, raw draft logits, with S = B unless
+        `rows` is given. None means one-hot drafts everywhere.
+      temperature: f32[B], what the tokens were drawn at. None is the request's own
+        temperature; 0 is chosen rather than drawn: q is one-hot, logits unread.
+      logprobs: f32[B, K], log q(token) at that temperature and cutoff. Computed
+        when None.
+      logsumexp: f32[B, K], of the kept logits over that temperature. Computed when
+        None.
+      cutoff: f32[B, K], q is zero on logits below it. None keeps every logit.
+      num_tokens: i32[B]. None is K; 0 is no drafts; -1 is an inactive request, of
+        which nothing is read and for which nothing is emitted.
+      rows: i32[B], request b's logits are `logits[rows[b]]`, so that reordering a
+        batch moves no logits. None is b.
+    """
+
+    token_ids: jax.Array
+    logits: jax.Array | None = None
+    temperature: jax.Array | None = None
+    logprobs: jax.Array | None = None
+    logsumexp: jax.Array | None = None
+    cutoff: jax.Array | None = None
+    num_tokens: jax.Array | None = None
+    rows: jax.Array | None = None
+
+
+class Sample(NamedTuple):
+    """One token per row and its statistics.
+
+    Attributes:
+      token_ids: i32[B], -1 where the row or its temperature is invalid.
+      logprobs: f32[B], log-probability of the token at the row's temperature and
+        cutoff (at temperature 1 for greedy rows).
+      logsumexp: f32[B], of the kept logits over the temperature.
+    """
+
+    token_ids: jax.Array
+    logprobs: jax.Array
+    logsumexp: jax.Array
+
+
+class Verification(NamedTuple):
+    """The outcome of one speculative step.
+
+    Attributes:
+      token_ids: i32[B, K + 1], the emitted tokens, padded with -1.
+      num_accepted: i32[B], drafted tokens kept.
+      num_emitted: i32[B], `num_accepted` and the recovered or bonus token; without
+        that token where a target row that had to decide was not finite.
+      logprobs: f32[B, K + 1], log p of each emitted token (greedy requests at
+        temperature 1), 0 at padding.
+    """
+
+    token_ids: jax.Array
+    num_accepted: jax.Array
+    num_emitted: jax.Array
+    logprobs: jax.Array
+
+
+class Stream:
+    """Names the independent noise streams of one position.
+
+    Sharing noise between a draft and the residual that replaces it biases the
+    output, so every purpose has a stream of its own.
+
+    Example:
+      >>> Stream.TARGET, Stream.accept(0), Stream.draft(0), Stream.accept(1)
+      (0, 1, 2, 3)
+    """
+
+    TARGET = 0
+
+    @staticmethod
+    def accept(index: Any) -> Any:
+        """Stream of the coin that judges drafted token `index` (int or i32) of a step."""
+        return 2 * index + 1
+
+    @staticmethod
+    def draft(index: Any) -> Any:
+        """Stream from which drafted token `index` (int or i32) of a step is drawn."""
+        return 2 * index + 2
+
+
+class InitCache(Protocol):
+    """`init_cache(batch_size, max_length) -> cache`."""
+
+    def __call__(self, batch_size: int, max_length: int) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model as the decode loop sees it: parameters and pure functions.
+
+    A pytree whose leaves are the parameters, so that they are arguments of every
+    compiled function and never constants; the functions are static, and two models
+    made of the same functions share one compilation.
+
+    Attributes:
+      params: a pytree of arrays.
+      init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position.
+      apply: `(params, token_ids[B, L], positions[B, L], cache) ->
+        (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
+        token sees the cached slots up to and including its own position, so that
+        rewinding after a rejection is nothing but a smaller length.
+      logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
+        a prefill computes those of the last row only.
+    """
+
+    params: Any
+    init_cache: InitCache
+    apply: Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+    logits: Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """What proposes tokens: parameters and two pure functions, like `Model`.
+
+    Attributes:
+      params: a pytree of arrays, possibly empty.
+      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`, having seen
+        every committed token but, at most, the last two.
+      propose: `(params, state, token_ids[B, L], hidden[B, E], *, keys, positions[B],
+        num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds
+        what is committed, `positions` the lengths, that is the absolute position of
+        the first drafted token; `hidden` is the target's hidden state that decided
+        the last committed token; `num_tokens` the most tokens each request may
+        draft, -1 for an inactive one; `config` the static `SpeculativeConfig`.
+    """
+
+    params: Any
+    init: Callable[..., Any]
+    propose: Callable[..., tuple[Draft, Any]]
+
+
+jax.tree_util.register_dataclass(
+    Model, data_fields=["params"], meta_fields=["init_cache", "apply", "logits"]
+)
+jax.tree_util.register_dataclass(Drafter, data_fields=["params"], meta_fields=["init", "propose"])
