@@ -1,0 +1,208 @@
+"""What a decode loop is told about speculation, checked when it is written down."""
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import schedules
+
+__all__ = ["SpeculativeConfig"]
+
+_MOST_SPECULATIVE_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeConfig:
+    r"""How a decode loop drafts and verifies. Hashable, so that it can be a static argument.
+
+    A synthetic acceptance is asked for in exactly one of three ways: `synthetic_acceptance_rate`,
+    `synthetic_acceptance_rates` or `synthetic_acceptance_length`; the other verification methods
+    refuse all three.
+
+    Attributes:
+      num_speculative_tokens: draft tokens K per step, 1 to 32.
+      rejection_sample_method: "standard" keeps the target's law; "synthetic" accepts at given
+        rates whatever the models say, for measuring what an acceptance is worth.
+      draft_sample_method: "probabilistic" draws drafts at the request's temperature and carries
+        their logits to verification; "greedy" takes the likeliest tokens, verified as one-hot.
+      synthetic_acceptance_rate: in [0, 1], mean of the unconditional rates, by geometric decay.
+      synthetic_acceptance_rates: K unconditional rates in [0, 1], non-increasing.
+      synthetic_acceptance_length: in [1, K + 1], mean tokens per step, with the least variance.
+      use_fp64_gumbel: noise in float64, which needs `jax_enable_x64`.
+
+    Raises:
+      ValueError: if a value is outside the ranges above, in a sentence that names it.
+
+    Example:
+      >>> config = SpeculativeConfig(
+      ...     num_speculative_tokens=3,
+      ...     rejection_sample_method="synthetic",
+      ...     synthetic_acceptance_length=2.5,
+      ... )
+      >>> config.conditional_rates()
+      Array([1. , 0.5, 0. ], dtype=float32)
+      >>> SpeculativeConfig(draft_sample_method="gumbel")
+      Traceback (most recent call last):
+      ValueError: draft_sample_method is 'gumbel'; the name of that is "probabilistic" here.
+    """
+
+    num_speculative_tokens: int = 4
+    rejection_sample_method: str = "standard"
+    draft_sample_method: str = "probabilistic"
+    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    synthetic_acceptance_length: float | None = None
+    use_fp64_gumbel: bool = False
+
+    def __post_init__(self) -> None:
+        self._set("num_speculative_tokens", _num_tokens(self.num_speculative_tokens))
+        _check_rejection_sample_method(self.rejection_sample_method)
+        _check_draft_sample_method(self.draft_sample_method)
+        if not isinstance(self.use_fp64_gumbel, bool):
+            raise ValueError(
+                f"use_fp64_gumbel is {self.use_fp64_gumbel!r}; it needs to be True or False."
+            )
+        self._check_synthetic_form()
+        if self.synthetic_acceptance_rate is not None:
+            rate = _number("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0, 1)
+            self._set("synthetic_acceptance_rate", rate)
+        if self.synthetic_acceptance_rates is not None:
+            rates = _rates(self.synthetic_acceptance_rates, self.num_speculative_tokens)
+            self._set("synthetic_acceptance_rates", rates)
+        if self.synthetic_acceptance_length is not None:
+            longest = self.num_speculative_tokens + 1
+            length = _number(
+                "synthetic_acceptance_length", self.synthetic_acceptance_length, 1, longest
+            )
+            self._set("synthetic_acceptance_length", length)
+
+    def conditional_rates(self) -> jax.Array | None:
+        """f32[K] for `conditional_rates=` of a verification; None unless "synthetic"."""
+        if self.synthetic_acceptance_rate is not None:
+            return schedules.geometric_rates(
+                self.synthetic_acceptance_rate, self.num_speculative_tokens
+            )
+        if self.synthetic_acceptance_rates is not None:
+            return schedules.conditional_rates(
+                np.array(self.synthetic_acceptance_rates, np.float32)
+            )
+        if self.synthetic_acceptance_length is not None:
+            return schedules.rates_for_length(
+                self.synthetic_acceptance_length, self.num_speculative_tokens
+            )
+        return None
+
+    @property
+    def noise_dtype(self) -> type[jnp.float32] | type[jnp.float64]:
+        """Float type of the noise, for `noise_dtype=` of samplers and verification."""
+        return jnp.float64 if self.use_fp64_gumbel else jnp.float32
+
+    def compile_key(self) -> "SpeculativeConfig":
+        """This config without its synthetic numbers: what a compiled function may depend on.
+
+        Every synthetic config of equal K, method and noise has the same key. Taken as the static
+        argument, with `conditional_rates()` as data beside it, a change of rates never recompiles.
+        """
+        return dataclasses.replace(
+            self,
+            synthetic_acceptance_rate=0.0 if self.rejection_sample_method == "synthetic" else None,
+            synthetic_acceptance_rates=None,
+            synthetic_acceptance_length=None,
+        )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_synthetic_form(self) -> None:
+        names = (
+            "synthetic_acceptance_rate",
+            "synthetic_acceptance_rates",
+            "synthetic_acceptance_length",
+        )
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.rejection_sample_method != "synthetic" and given:
+            raise ValueError(
+                f"{given[0]} is given, but rejection_sample_method is "
+                f'{self.rejection_sample_method!r}; it needs to be "synthetic" for that, because '
+                "every other method accepts by the models' own probabilities."
+            )
+        if self.rejection_sample_method == "synthetic" and len(given) != 1:
+            came = " and ".join(given) if given else "none of them"
+            raise ValueError(
+                'rejection_sample_method "synthetic" needs exactly one of '
+                f"{', '.join(names)}; {came} came."
+            )
+
+
+def _num_tokens(value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= _MOST_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"num_speculative_tokens is {value!r}; it needs to be an integer from 1 to "
+            f"{_MOST_SPECULATIVE_TOKENS}."
+        )
+    return number
+
+
+def _check_rejection_sample_method(method: Any) -> None:
+    if method in ("block", "coupled"):
+        raise ValueError(
+            f"rejection_sample_method is {method!r}, which is not built yet; this version verifies "
+            'by "standard" or "synthetic".'
+        )
+    if method not in ("standard", "synthetic"):
+        raise ValueError(
+            f'rejection_sample_method is {method!r}; it needs to be "standard" or "synthetic".'
+        )
+
+
+def _check_draft_sample_method(method: Any) -> None:
+    if method == "gumbel":
+        raise ValueError(
+            "draft_sample_method is 'gumbel'; the name of that is \"probabilistic\" here."
+        )
+    if method not in ("greedy", "probabilistic"):
+        raise ValueError(
+            f'draft_sample_method is {method!r}; it needs to be "greedy" or "probabilistic".'
+        )
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not low <= number <= high:
+        raise ValueError(f"{name} is {value!r}; it needs to be a number in [{low}, {high}].")
+    return number
+
+
+def _rates(values: Any, size: int) -> tuple[float, ...]:
+    name = "synthetic_acceptance_rates"
+    try:
+        values = tuple(values)
+    except TypeError:
+        raise ValueError(
+            f"{name} is {values!r}; it needs to be {size} rates, one for each draft token."
+        ) from None
+    if len(values) != size:
+        raise ValueError(
+            f"{name} has {len(values)} rates for {size} draft tokens; it needs one for each."
+        )
+    rates = tuple(_number(f"{name}[{index}]", value, 0, 1) for index, value in enumerate(values))
+    for index in range(1, size):
+        if rates[index] > rates[index - 1]:
+            raise ValueError(
+                f"{name} rises from {rates[index - 1]} at position {index - 1} to {rates[index]}; "
+                "it needs to be non-increasing, because a position counts only when all before "
+                "it are accepted."
+            )
+    return rates
