@@ -1,0 +1,129 @@
+"""What speculation achieved: counters for a loop's carry and the rates they give."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.typing import Verification
+
+__all__ = ["Metrics", "init_metrics", "update_metrics"]
+
+
+class Metrics(NamedTuple):
+    """Counts per request; rates over all requests, 0 where nothing was counted.
+
+    Attributes:
+      num_steps: i32[B], verification steps in which the request was active.
+      num_emitted: i32[B], tokens emitted in them.
+      num_drafted: i32[B, K], steps that drafted a token at each position.
+      num_accepted: i32[B, K], steps that accepted it.
+    """
+
+    num_steps: jax.Array
+    num_emitted: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
+
+    @property
+    def mean_acceptance_length(self) -> jax.Array:
+        """f32[], tokens emitted per step."""
+        return _ratio(self.num_emitted.sum(), self.num_steps.sum())
+
+    @property
+    def draft_acceptance_rate(self) -> jax.Array:
+        """f32[], accepted draft tokens per drafted token."""
+        return _ratio(self.num_accepted.sum(), self.num_drafted.sum())
+
+    @property
+    def acceptance_rates(self) -> jax.Array:
+        """f32[K], unconditional: of the tokens drafted at each position, the part accepted.
+
+        A position is accepted only when all before it are, so these do not increase as long
+        as every step drafts equally many tokens.
+        """
+        requests = tuple(range(self.num_drafted.ndim - 1))
+        return _ratio(self.num_accepted.sum(requests), self.num_drafted.sum(requests))
+
+
+def init_metrics(batch_size: int, K: int) -> Metrics:
+    """Metrics of nothing yet.
+
+    Args:
+      batch_size: number of requests B.
+      K: most draft tokens per request and step; 0 counts plain decoding.
+
+    Returns:
+      Zeros, i32[B] and i32[B, K].
+
+    Example:
+      >>> float(init_metrics(batch_size=2, K=3).mean_acceptance_length)
+      0.0
+    """
+    return Metrics(
+        num_steps=jnp.zeros(batch_size, jnp.int32),
+        num_emitted=jnp.zeros(batch_size, jnp.int32),
+        num_drafted=jnp.zeros((batch_size, K), jnp.int32),
+        num_accepted=jnp.zeros((batch_size, K), jnp.int32),
+    )
+
+
+def update_metrics(
+    metrics: Metrics, draft_num_tokens: jax.Array, verification: Verification
+) -> Metrics:
+    """Adds one step to the counts.
+
+    Args:
+      metrics: the counts so far.
+      draft_num_tokens: i32[B] in [-1, K], the tokens drafted for each request. 0 is a step
+        without drafts; -1 an inactive request, which adds nothing.
+      verification: the outcome of that step.
+
+    Returns:
+      The counts with that step in them.
+
+    Raises:
+      ValueError: if the batch sizes of the arguments differ.
+
+    Example:
+      >>> outcome = specjax.Verification(
+      ...     token_ids=jnp.array([[5, 7, -1], [-1, -1, -1]]),
+      ...     num_accepted=jnp.array([1, 0]),
+      ...     num_emitted=jnp.array([2, 0]),
+      ...     logprobs=jnp.zeros((2, 3)),
+      ... )
+      >>> metrics = update_metrics(init_metrics(2, K=2), jnp.array([2, -1]), outcome)
+      >>> float(metrics.mean_acceptance_length), float(metrics.draft_acceptance_rate)
+      (2.0, 0.5)
+      >>> metrics.acceptance_rates
+      Array([1., 0.], dtype=float32)
+    """
+    for name, counts in [
+        ("draft_num_tokens", draft_num_tokens),
+        ("verification.num_accepted", verification.num_accepted),
+        ("verification.num_emitted", verification.num_emitted),
+    ]:
+        if counts.shape != metrics.num_steps.shape:
+            raise ValueError(
+                f"{name} has shape {counts.shape}; it needs shape {metrics.num_steps.shape}, one "
+                "count for each request of metrics."
+            )
+    active = draft_num_tokens >= 0
+    num_accepted = jnp.where(active, verification.num_accepted, 0)
+    return Metrics(
+        num_steps=metrics.num_steps + active.astype(jnp.int32),
+        num_emitted=metrics.num_emitted + jnp.where(active, verification.num_emitted, 0),
+        num_drafted=metrics.num_drafted + _reached(draft_num_tokens, metrics.num_drafted),
+        num_accepted=metrics.num_accepted + _reached(num_accepted, metrics.num_accepted),
+    )
+
+
+def _reached(count: jax.Array, like: jax.Array) -> jax.Array:
+    """1 at the first `count` positions of the last axis of `like`, 0 behind them."""
+    positions = jax.lax.broadcasted_iota(jnp.int32, (1,) * count.ndim + like.shape[-1:], count.ndim)
+    return (positions < count[..., None]).astype(jnp.int32)
+
+
+def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    quotient = numerator.astype(jnp.float32) / jnp.maximum(denominator, 1).astype(jnp.float32)
+    return jnp.where(denominator > 0, quotient, 0)
