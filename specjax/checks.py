@@ -1,0 +1,177 @@
+"""Refusals at the door: one sentence that says what came, what is needed and why."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.typing import Draft
+
+__all__ = [
+    "check_cumulative",
+    "check_draft",
+    "check_implementation",
+    "check_keys",
+    "check_logits",
+    "check_noise_dtype",
+    "check_shape",
+    "read_array",
+    "read_optional",
+]
+
+IMPLEMENTATIONS = (None, "xla", "triton", "interpret")
+_LOGIT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def read_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
+    """An argument as an array of `dtype` and of one of `shapes`, or a `ValueError`.
+
+    Python and NumPy numbers become arrays here, on the host and of a fixed dtype, so
+    that 1, 1.0 and np.float64(1) share one compilation.
+    """
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    wanted = jnp.dtype(dtype)
+    kinds = "iu" if wanted.kind == "i" else "iuf"
+    if jnp.dtype(value.dtype).kind not in kinds and value.dtype != jnp.bfloat16:
+        noun = "integers" if wanted.kind == "i" else "numbers"
+        raise ValueError(f"{name} has dtype {value.dtype}; it needs {noun} ({wanted}).")
+    check_shape(name, value, *shapes)
+    return value if value.dtype == wanted else value.astype(wanted)
+
+
+def check_shape(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
+    """Refuses an array whose shape is none of `shapes`."""
+    if value.shape not in shapes:
+        wanted = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{name} has shape {value.shape}; it needs {wanted}.")
+
+
+def read_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
+    """`read_array`, or None for None."""
+    return None if value is None else read_array(name, value, dtype, *shapes)
+
+
+def check_logits(name: str, logits: Any, form: str, leading: int | None = None) -> None:
+    """Refuses logits that have not the axes of `form`, `leading` first, or the dtype."""
+    if logits.ndim != len(form.split(",")):
+        raise ValueError(f"{name} has shape {logits.shape}; it needs {form}.")
+    if leading is not None and logits.shape[0] != leading:
+        raise ValueError(
+            f"{name} has shape {logits.shape}; it needs {form} with a leading axis of {leading}."
+        )
+    if str(logits.dtype) not in _LOGIT_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {logits.dtype}; logits are bfloat16, float16 or float32."
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{name} has an empty vocabulary axis: shape {logits.shape}.")
+
+
+def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
+    """Refuses a draft whose arrays do not fit together.
+
+    Args:
+      draft: what came.
+      ragged_batch_size: None for the padded form, whose token arrays are [B, K]; B for
+        the ragged one, whose token arrays are [N].
+
+    Returns:
+      The draft, its small arrays in their dtypes.
+    """
+    form, rank = ("[B, K]", 2) if ragged_batch_size is None else ("[N]", 1)
+    ids = draft.token_ids
+    if ids.ndim != rank:
+        raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
+    size = ids.shape[0] if ragged_batch_size is None else ragged_batch_size
+    if draft.logits is None:
+        for name in ("logprobs", "logsumexp", "cutoff", "rows"):
+            if getattr(draft, name) is not None:
+                raise ValueError(
+                    f"draft.{name} is given without draft.logits; drafts without logits are "
+                    "one-hot and have no statistics."
+                )
+    else:
+        check_logits("draft.logits", draft.logits, "[S, K, V]" if rank == 2 else "[S, V]")
+        leading = ids.shape[:1] if draft.rows is None else draft.logits.shape[:1]
+        if draft.logits.shape[:-1] != leading + ids.shape[1:]:
+            raise ValueError(
+                f"draft.logits has shape {draft.logits.shape} for token_ids {ids.shape}; it needs "
+                f"{leading + ids.shape[1:]} and the vocabulary: one row per drafted token."
+            )
+    i32, f32, shape = jnp.int32, jnp.float32, ids.shape
+    return Draft(
+        token_ids=read_array("draft.token_ids", ids, i32, shape),
+        logits=draft.logits,
+        temperature=read_optional("draft.temperature", draft.temperature, f32, (size,)),
+        logprobs=read_optional("draft.logprobs", draft.logprobs, f32, shape),
+        logsumexp=read_optional("draft.logsumexp", draft.logsumexp, f32, shape),
+        cutoff=read_optional("draft.cutoff", draft.cutoff, f32, shape),
+        num_tokens=read_optional("draft.num_tokens", draft.num_tokens, i32, (size,)),
+        rows=read_optional("draft.rows", draft.rows, i32, shape[:1]),
+    )
+
+
+def check_cumulative(cu_num_draft_tokens: Any, max_draft_tokens: Any) -> int:
+    """The batch size of a ragged call, or a refusal."""
+    if cu_num_draft_tokens.ndim != 1 or cu_num_draft_tokens.shape[0] < 1:
+        raise ValueError(
+            f"cu_num_draft_tokens has shape {cu_num_draft_tokens.shape}; it needs [B + 1], the "
+            "cumulative counts from 0."
+        )
+    if not isinstance(max_draft_tokens, int) or max_draft_tokens < 0:
+        raise ValueError(
+            f"max_draft_tokens is {max_draft_tokens!r}; it needs a Python int >= 0, the most "
+            "drafted tokens of any request, because it is the width of the result."
+        )
+    return cu_num_draft_tokens.shape[0] - 1
+
+
+def check_keys(keys: Any, batch_size: int) -> Any:
+    """Refuses everything but typed threefry keys of shape () or [B]."""
+    cure = "make typed threefry keys with jax.random.key(seed) or jax.vmap(jax.random.key)(seeds)"
+    dtype = getattr(keys, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        came = f"dtype {dtype}" if dtype is not None else type(keys).__name__
+        raise ValueError(f"keys has {came}, which is no typed key; {cure}.")
+    if str(jax.random.key_impl(keys)) != "threefry2x32":
+        raise ValueError(
+            f"keys are of the kind {jax.random.key_impl(keys)}; noise by address is defined for "
+            f"threefry2x32; {cure}(..., impl='threefry2x32')."
+        )
+    if keys.shape not in ((), (batch_size,)):
+        raise ValueError(
+            f"keys has shape {keys.shape}; it needs ({batch_size},), one key per request, or () "
+            "for one key that every request folds its row index into."
+        )
+    return keys
+
+
+def check_noise_dtype(noise_dtype: Any) -> Any:
+    """The noise dtype as a `jnp.dtype`: float32, or float64 where x64 is on."""
+    dtype = jnp.dtype(noise_dtype)
+    if dtype == jnp.float32:
+        return dtype
+    if dtype != jnp.float64:
+        raise ValueError(f"noise_dtype is {dtype}; it is float32 or float64.")
+    if not jax.config.jax_enable_x64:
+        raise ValueError(
+            "noise_dtype=float64 needs 64-bit types, which are off; turn them on with "
+            "jax.config.update('jax_enable_x64', True) or the environment variable "
+            "JAX_ENABLE_X64=1."
+        )
+    return dtype
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Refuses an implementation that has no such name, or is not built."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {implementation!r}; it is None, 'xla', 'triton' or 'interpret'."
+        )
+    if implementation in ("triton", "interpret"):
+        raise ValueError(
+            f"implementation={implementation!r} names the Pallas Triton kernels, which this "
+            "version of specjax does not have; use None or 'xla'."
+        )

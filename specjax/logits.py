@@ -1,0 +1,38 @@
+"""What happens to logits before they are a law: for now, the temperature.
+
+Temperature is data. It is applied once, inside the passes that reduce a row, and
+logits are never divided by it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["MIN_TEMPERATURE", "Scaling", "read_temperature"]
+
+# Below this a request is greedy, as in vLLM.
+MIN_TEMPERATURE = 1e-5
+
+
+class Scaling(NamedTuple):
+    """A temperature, read.
+
+    Attributes:
+      scale: f32, one over the temperature; 1 for greedy and invalid requests.
+      greedy: bool, the temperature is below `MIN_TEMPERATURE`.
+      valid: bool, the temperature is neither negative nor NaN nor infinite.
+    """
+
+    scale: jax.Array
+    greedy: jax.Array
+    valid: jax.Array
+
+
+def read_temperature(temperature: jax.Array) -> Scaling:
+    """Splits f32 temperatures of any shape into what the rules ask of them."""
+    valid = (temperature >= 0) & jnp.isfinite(temperature)
+    greedy = valid & (temperature < jnp.float32(MIN_TEMPERATURE))
+    random = valid & ~greedy
+    scale = jnp.float32(1) / jnp.where(random, temperature, jnp.float32(1))
+    return Scaling(scale, greedy, valid)

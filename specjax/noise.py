@@ -1,0 +1,169 @@
+"""Noise by address: a word is a function of (key, position, stream, index) alone.
+
+`address = fold_in(fold_in(key, position), stream)` names one draw; the words at an
+address are those of `jax.random.bits` there, computed by a threefry of our own so
+that kernels and plain JAX share it. A word becomes a uniform in (0, 1) and a uniform
+becomes a Gumbel, in float32 or, by choice, in float64.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "SAMPLING_BLOCK",
+    "Words",
+    "address",
+    "fold_in",
+    "gumbel",
+    "gumbel_from_uniform",
+    "key_words",
+    "random_bits",
+    "threefry2x32",
+    "uniform",
+    "uniform_from_bits",
+]
+
+# Tokens per block of two-level sampling; part of the contract: another value draws
+# other tokens. It divides the vocabularies of Llama, Qwen and Gemma 2.
+SAMPLING_BLOCK = 128
+
+Words = tuple[jax.Array, jax.Array]
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def threefry2x32(key: Words, count: Words) -> Words:
+    """Threefry-2x32 with 20 rounds, the hash behind `jax.random`'s default keys.
+
+    Args:
+      key: two u32 arrays.
+      count: two u32 arrays that broadcast against the key's.
+
+    Returns:
+      Two u32 arrays of the broadcast shape.
+
+    References:
+      Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
+    x0 = count[0] + schedule[0]
+    x1 = count[1] + schedule[1]
+    for i in range(5):
+        for rotation in _ROTATIONS[i % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << jnp.uint32(rotation)) | (x1 >> jnp.uint32(32 - rotation))
+            x1 = x0 ^ x1
+        x0 = x0 + schedule[(i + 1) % 3]
+        x1 = x1 + schedule[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x0, x1
+
+
+def key_words(keys: jax.Array) -> Words:
+    """The two u32 words of typed threefry keys, of the keys' shape."""
+    data = jax.random.key_data(keys)
+    return data[..., 0], data[..., 1]
+
+
+def fold_in(key: Words, data: Any) -> Words:
+    """`jax.random.fold_in` on words.
+
+    Args:
+      key: two u32 arrays.
+      data: an int or an integer array of the key's shape.
+
+    Returns:
+      Two u32 arrays of the key's shape.
+    """
+    word = jnp.asarray(data).astype(jnp.uint32)
+    word = jnp.broadcast_to(word, key[0].shape)
+    return threefry2x32(key, (jnp.zeros_like(word), word))
+
+
+def address(key: Words, position: Any, stream: Any) -> Words:
+    """Names one draw: `fold_in(fold_in(key, position), stream)`.
+
+    Args:
+      key: the request's two u32 words.
+      position: i32, the absolute position of the token the draw decides.
+      stream: int or i32, one of `specjax.Stream`.
+
+    Returns:
+      Two u32 arrays of the key's shape.
+    """
+    return fold_in(fold_in(key, position), stream)
+
+
+def random_bits(at: Words, index: jax.Array, dtype: Any = jnp.uint32) -> jax.Array:
+    """Word `index` of `jax.random.bits` at an address, whatever the length asked for.
+
+    Args:
+      at: two u32 arrays, broadcast against `index`.
+      index: u32, the place of the word.
+      dtype: uint32 or uint64.
+
+    Returns:
+      Words of `dtype`, of the broadcast shape.
+    """
+    # jax.random.bits in its partitionable form hashes the 64-bit index of each word.
+    high, low = threefry2x32(at, (jnp.zeros_like(index), index))
+    if dtype == jnp.uint32:
+        return high ^ low
+    return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
+
+
+def uniform_from_bits(bits: jax.Array) -> jax.Array:
+    r"""A uniform strictly inside (0, 1): f32 from 32 bits, f64 from 64 bits.
+
+    .. math:: u_{32} = \min((b + 1/2)\, 2^{-32}, 1 - 2^{-24}) \qquad
+              u_{64} = \min((\lfloor b / 2^{11} \rfloor + 1/2)\, 2^{-53}, 1 - 2^{-53})
+
+    The clamp keeps the Gumbel of the largest word finite.
+    """
+    if bits.dtype == jnp.uint32:
+        u = (bits.astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-32)
+        return jnp.minimum(u, jnp.float32(1 - 2.0**-24))
+    r = (bits >> jnp.uint64(11)).astype(jnp.float64)
+    u = (r + jnp.float64(0.5)) * jnp.float64(2.0**-53)
+    return jnp.minimum(u, jnp.float64(1 - 2.0**-53))
+
+
+def gumbel_from_uniform(u: jax.Array) -> jax.Array:
+    """A standard Gumbel, `-log(-log1p(-u))`.
+
+    The small end of u, where floats are dense, is the large end of the Gumbel, so
+    that the tail which decides rare tokens has full resolution.
+    """
+    return -jnp.log(-jnp.log1p(-u))
+
+
+def uniform(at: Words, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Uniforms at an address: the coin of `Stream.accept(i)` is index 0.
+
+    Args:
+      at: two u32 arrays, broadcast against `index`.
+      index: u32.
+      dtype: float32 or float64.
+
+    Returns:
+      Array of `dtype`, in (0, 1).
+    """
+    bits = jnp.uint64 if dtype == jnp.float64 else jnp.uint32
+    return uniform_from_bits(random_bits(at, index, bits))
+
+
+def gumbel(at: Words, level: int, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Gumbels of one level of two-level sampling at an address.
+
+    Args:
+      at: two u32 arrays of a shape that broadcasts against `index`.
+      level: 0 for tokens, 1 for blocks of `SAMPLING_BLOCK` tokens.
+      index: u32, the absolute vocabulary id at level 0, the block's index at level 1.
+      dtype: float32 or float64.
+
+    Returns:
+      Array of `dtype`, finite.
+    """
+    return gumbel_from_uniform(uniform(fold_in(at, level), index, dtype))

@@ -1,0 +1,50 @@
+r"""What is left of the target once the draft is spent: :math:`\max(p - q, 0)`."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.logsumexp import split_blocks
+
+__all__ = ["block_residual_weights", "residual_logprobs", "residual_probs"]
+
+
+def residual_probs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
+    """Unnormalised residual `max(p - q, 0)`, elementwise.
+
+    Args:
+      target_logprobs: f32, log p.
+      draft_logprobs: f32, log q; -inf where the draft puts no mass. +inf leaves no
+        residual: that is how the token of a one-hot draft is removed.
+
+    Returns:
+      f32 >= 0.
+    """
+    left = jnp.exp(target_logprobs) - jnp.exp(draft_logprobs)
+    return jnp.where(draft_logprobs < target_logprobs, left, jnp.float32(0))
+
+
+def residual_logprobs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
+    """Log of `residual_probs`: -inf where nothing is left, log p itself where q = 0.
+
+    The log of the very numbers that are summed into the masses of blocks, so that a
+    block chosen for its mass always holds a token.
+    """
+    left = jnp.log(residual_probs(target_logprobs, draft_logprobs))
+    return jnp.where(draft_logprobs == -jnp.inf, target_logprobs, left)
+
+
+def block_residual_weights(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
+    """Log-mass of the residual in every block, -inf where nothing is left.
+
+    Args:
+      target_logprobs: f32[V].
+      draft_logprobs: f32[V].
+
+    Returns:
+      f32[ceil(V / SAMPLING_BLOCK)].
+    """
+    body, tail = split_blocks(residual_probs(target_logprobs, draft_logprobs))
+    masses = jnp.sum(body, axis=-1)
+    if tail is not None:
+        masses = jnp.concatenate([masses, jnp.sum(tail, axis=-1)], axis=-1)
+    return jnp.log(masses)
