@@ -29,7 +29,7 @@ FLOORS = (
     ("sampling", "metrics"),
     ("acceptance", "residual", "request", "recovery", "ragged", "pallas/tiles"),
     VERIFICATION,
-    ("api", "config", "drafts", "drafters"),
+    ("dispatch", "api", "config", "drafts", "drafters"),
     ("decode",),
     ("__init__",),
     ("engine",),
