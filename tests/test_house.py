@@ -29,7 +29,7 @@ FLOORS = (
     ("sampling", "metrics"),
     ("acceptance", "residual", "request", "recovery", "ragged", "pallas/tiles"),
     VERIFICATION,
-    ("dispatch", "api", "config", "drafts", "drafters"),
+    ("dispatch", "api", "config", "commit", "drafts", "drafters"),
     ("decode",),
     ("__init__",),
     ("engine",),
