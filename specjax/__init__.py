@@ -1,4 +1,67 @@
-"""specjax: speculative-decoding verification in JAX."""
+"""Speculative-decoding verification in JAX: exact, batched, jitted.
+
+Verification: `rejection_sample`, `rejection_sample_ragged`, `gumbel_sample`.
+Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
+Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`.
+Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
+"""
 
 from specjax.api import gumbel_sample, rejection_sample, rejection_sample_ragged
-from specjax.typing import Draft, Sample, Stream, Verification
+from specjax.tokens import commit, unpad
+from specjax.config import SpeculativeConfig
+from specjax.decode import DecodeState, Generation, Settings, StepInfo, generate, init, step
+from specjax.drafters import model_drafter, ngram_drafter
+from specjax.drafts import draft_from_probs, gather_drafts, propose
+from specjax.metrics import Metrics, init_metrics, update_metrics
+from specjax.schedules import (
+    conditional_rates,
+    expected_acceptance_length,
+    geometric_rates,
+    rates_for_length,
+)
+from specjax.typing import (
+    Draft,
+    Drafter,
+    Finish,
+    Model,
+    Origin,
+    Sample,
+    Stream,
+    Verification,
+)
+
+__all__ = [
+    "DecodeState",
+    "Draft",
+    "Drafter",
+    "Finish",
+    "Generation",
+    "Metrics",
+    "Model",
+    "Origin",
+    "Sample",
+    "Settings",
+    "SpeculativeConfig",
+    "StepInfo",
+    "Stream",
+    "Verification",
+    "commit",
+    "conditional_rates",
+    "draft_from_probs",
+    "expected_acceptance_length",
+    "gather_drafts",
+    "generate",
+    "geometric_rates",
+    "gumbel_sample",
+    "init",
+    "init_metrics",
+    "model_drafter",
+    "ngram_drafter",
+    "propose",
+    "rates_for_length",
+    "rejection_sample",
+    "rejection_sample_ragged",
+    "step",
+    "unpad",
+    "update_metrics",
+]

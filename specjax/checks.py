@@ -15,6 +15,7 @@ __all__ = [
     "check_keys",
     "check_logits",
     "check_noise_dtype",
+    "check_prompt",
     "check_shape",
     "read_array",
     "read_optional",
@@ -146,6 +147,31 @@ def check_keys(keys: Any, batch_size: int) -> Any:
             "for one key that every request folds its row index into."
         )
     return keys
+
+
+def check_prompt(token_ids: Any, lengths: Any, max_new_tokens: Any) -> tuple[jax.Array, jax.Array]:
+    """Prompts as i32[B, L] and i32[B], or a refusal."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens!r}; it needs a Python int >= 1, because it sizes "
+            "the buffers."
+        )
+    token_ids, lengths = jnp.asarray(token_ids), jnp.asarray(lengths)
+    if token_ids.ndim != 2 or token_ids.shape[1] == 0:
+        raise ValueError(
+            f"prompt_token_ids has shape {token_ids.shape}; it needs [B, L] with L >= 1."
+        )
+    ids = read_array("prompt_token_ids", token_ids, jnp.int32, token_ids.shape)
+    lengths = read_array("prompt_lengths", lengths, jnp.int32, token_ids.shape[:1])
+    if not isinstance(lengths, jax.core.Tracer):
+        low, high = int(jnp.min(lengths, initial=1)), int(jnp.max(lengths, initial=1))
+        if low < 1 or high > token_ids.shape[1]:
+            raise ValueError(
+                f"prompt_lengths runs from {low} to {high}; each needs to be between 1 and "
+                f"{token_ids.shape[1]}, the width of prompt_token_ids: an empty prompt gives the "
+                "model nothing to continue."
+            )
+    return ids, lengths
 
 
 def check_noise_dtype(noise_dtype: Any) -> Any:

@@ -15,15 +15,17 @@ def vary_like(tree: Any, *like: Any) -> Any:
     A loop's first carry must have the type of its later ones; inside `shard_map` that
     type says over which axes a value differs, which constants do not say.
     """
-    axes: set[str] = set()
-    for leaf in jax.tree.leaves(like):
-        axes |= set(getattr(jax.typeof(leaf), "vma", ()))
+    axes: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves(like)))
 
     def mark(leaf: Any) -> Any:
-        missing = tuple(sorted(axes - set(getattr(jax.typeof(leaf), "vma", ()))))
+        missing = tuple(sorted(axes - _varying(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(mark, tree) if axes else tree
+    return jax.tree.map(mark, tree)
+
+
+def _varying(leaf: Any) -> frozenset[str]:
+    return jax.typeof(leaf).manual_axis_type.varying
 
 
 def _batch_axes(array: jax.Array) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-__all__ = ["Draft", "Drafter", "Model", "Sample", "Stream", "Verification"]
+__all__ = ["Draft", "Drafter", "Finish", "Model", "Origin", "Sample", "Stream", "Verification"]
 
 
 class Draft(NamedTuple):
@@ -74,6 +74,22 @@ class Verification(NamedTuple):
     num_accepted: jax.Array
     num_emitted: jax.Array
     logprobs: jax.Array
+
+
+class Finish:
+    """Why a request ended; 0 while it goes on."""
+
+    LENGTH = 1
+    END_OF_SEQUENCE = 2
+    INVALID = 3
+
+
+class Origin:
+    """Where a token came from; 0 is the prompt."""
+
+    ACCEPTED = 1
+    RECOVERED = 2
+    BONUS = 3
 
 
 class Stream:
