@@ -174,6 +174,25 @@ def output_law(target, draft, num_tokens, *, token_ids=None, ratio=1.0, rates=No
     return law
 
 
+def steps_law(target, draft, num_tokens, length, *, ratio=1.0):
+    """Exact law of the first `length` tokens of repeated steps, as `{tuple: probability}`."""
+    law = {}
+
+    def descend(prefix, mass):
+        step = output_law(
+            lambda x: target(prefix + x), lambda x: draft(prefix + x), num_tokens, ratio=ratio
+        )
+        for tokens, share in step.items():
+            full = prefix + tokens
+            if len(full) < length:
+                descend(full, mass * share)
+            else:
+                law[full[:length]] = law.get(full[:length], 0.0) + mass * share
+
+    descend((), 1.0)
+    return law
+
+
 def joint_law(target, length):
     """Exact law of the first `length` tokens of plain sampling, as `{tuple: probability}`."""
     law = {(): 1.0}

@@ -40,6 +40,13 @@ def test_one_step_is_lossless_by_enumeration():
         assert continued[tokens] == pytest.approx(mass, abs=1e-15)
 
 
+def test_repeated_steps_are_lossless_by_enumeration():
+    p, q = random_rows(np.random.default_rng(4), 2, 3, 3)
+    law = oracle.steps_law(lambda x: p[sum(x) % 3], lambda x: q[sum(x) % 3], 2, 3)
+    exact = oracle.joint_law(lambda x: p[sum(x) % 3], 3)
+    assert law == pytest.approx(exact, abs=1e-15)
+
+
 def test_an_inflated_ratio_is_not_lossless():
     rng = np.random.default_rng(2)
     p, q = random_rows(rng, 2, 5)
