@@ -1,0 +1,186 @@
+"""Folders: what is written is read back, and a bad one is refused in a sentence."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.flax import load_file, save_file
+
+from specjax.models import (
+    TransformerConfig,
+    build,
+    load,
+    load_config,
+    load_tokenizer,
+    pretrained_folder,
+    save,
+)
+
+CONFIG = TransformerConfig(
+    vocab_size=48,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    bos_token_id=0,
+    eos_token_ids=(0, 5),
+)
+
+
+def tokenizer():
+    return tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save(tmp_path / "model", build(CONFIG).params, CONFIG, tokenizer(), dtype="float32")
+    return tmp_path / "model"
+
+
+def edit_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_is_read_back_bit_for_bit(tmp_path, tied):
+    config = TransformerConfig(32, 16, 24, 2, 4, 1, 4, tie_word_embeddings=tied)
+    model = build(config, seed=1)
+    save(tmp_path, model.params, config, tokenizer(), dtype="float32")
+    again, found = load(tmp_path, "float32")
+    assert found == config
+    assert (again.init_cache, again.apply, again.logits) == tuple(
+        getattr(model, name) for name in ("init_cache", "apply", "logits")
+    )
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    assert load_tokenizer(tmp_path).encode("ab").ids == [0, 1]
+
+
+def test_the_layout_is_that_of_hugging_face(folder):
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["model.layers.1.self_attn.k_proj.weight"].shape == (12, 24)
+    assert tensors["model.layers.0.mlp.down_proj.weight"].shape == (24, 40)
+    assert "lm_head.weight" not in tensors
+    x = jax.random.normal(jax.random.key(0), (24,))
+    qkv = x @ build(CONFIG).params["layers"][0]["attention"]["qkv"]
+    key = tensors["model.layers.0.self_attn.k_proj.weight"] @ x
+    np.testing.assert_allclose(qkv[24:36], key, atol=1e-6)
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields["model_type"] == "llama"
+    assert fields["eos_token_id"] == [0, 5]
+
+
+def llama(tensors, token_ids):
+    """Logits of one sequence in NumPy float64, straight from Hugging Face's tensors."""
+    weights = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
+    length, size, group = len(token_ids), CONFIG.head_dim, 2
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG.rms_norm_eps) * weights[name]
+
+    def heads(x, name):
+        return (x @ weights[name].T).reshape(length, -1, size).transpose(1, 0, 2)
+
+    angles = np.arange(length)[:, None] * CONFIG.rope_theta ** (-np.arange(0, size, 2) / size)
+    cos, sin = (np.tile(f(angles), 2) for f in (np.cos, np.sin))
+
+    def rotate(x):
+        return x * cos + np.concatenate([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+
+    x = weights["model.embed_tokens.weight"][token_ids]
+    for number in range(CONFIG.num_hidden_layers):
+        layer = f"model.layers.{number}."
+        y = norm(x, layer + "input_layernorm.weight")
+        q, k, v = (heads(y, f"{layer}self_attn.{n}_proj.weight") for n in "qkv")
+        k, v = (np.repeat(a, group, axis=0) for a in (rotate(k), v))
+        scores = rotate(q) @ k.transpose(0, 2, 1) / np.sqrt(size)
+        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        y = (shares / shares.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(length, -1)
+        x = x + y @ weights[layer + "self_attn.o_proj.weight"].T
+        y = norm(x, layer + "post_attention_layernorm.weight")
+        gate, up = (y @ weights[f"{layer}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[layer + "mlp.down_proj.weight"].T
+    return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
+
+
+def test_a_folder_means_what_it_means_to_llama(tmp_path):
+    params = jax.tree.map(lambda a: a * 8, build(CONFIG, seed=2).params)
+    save(tmp_path, params, CONFIG, tokenizer(), dtype="float32")
+    model, _ = load(tmp_path, "float32")
+    token_ids = np.array([3, 40, 7, 7, 21, 0, 11])
+    positions = jnp.arange(7)[None]
+    hidden, _ = model.apply(
+        model.params, jnp.array(token_ids)[None], positions, model.init_cache(1, 7)
+    )
+    expected = llama(load_file(tmp_path / "model.safetensors"), token_ids)
+    np.testing.assert_allclose(
+        model.logits(model.params, hidden)[0], expected, rtol=2e-4, atol=2e-4 * expected.std()
+    )
+
+
+def test_a_checkpoint_is_bfloat16_and_read_as_asked(tmp_path):
+    save(tmp_path, build(CONFIG).params, CONFIG, tokenizer())
+    assert load_config(tmp_path).dtype == "bfloat16"
+    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    for asked, given in ((None, default), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        model, config = load(tmp_path, asked)
+        assert config.dtype == given
+        assert model.params["embedding"].dtype == jnp.dtype(given)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"has no {name}"):
+        load_tokenizer(folder) if name == "tokenizer.json" else load(folder)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_of_garbage_is_refused(folder, name):
+    (folder / name).write_bytes(b"garbage, not a file of this kind")
+    with pytest.raises(ValueError, match=name):
+        load_tokenizer(folder) if name == "tokenizer.json" else load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; it needs to be 'llama'"),
+        ({"hidden_size": None}, "hidden_size None; it needs to be a positive integer"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rotary embeddings by 'llama3'"),
+        ({"attention_bias": True}, "attention_bias True; it needs to be False"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; it needs to be 'silu'"),
+        ({"vocab_size": 49}, r"embed_tokens.weight with shape \(48, 24\).*\(49, 24\)"),
+        ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
+        ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(folder, fields, sentence):
+    edit_config(folder, **fields)
+    with pytest.raises(ValueError, match=sentence):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight"):
+        load(folder)
+
+
+def test_a_pair_has_two_roles():
+    assert pretrained_folder("target").name == "target"
+    with pytest.raises(ValueError, match="'target' or 'draft'"):
+        pretrained_folder("judge")

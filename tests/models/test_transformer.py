@@ -1,0 +1,134 @@
+"""The decoder: what goes through the cache is what a whole forward gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models import TransformerConfig, build, causal_hidden
+
+CONFIG = TransformerConfig(
+    vocab_size=48,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+LENGTH, SLOTS = 10, 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = build(CONFIG, seed=3)
+    # Larger weights than at the start of a training, so that attention is not uniform.
+    return dataclasses.replace(made, params=jax.tree.map(lambda a: a * 8, made.params))
+
+
+@pytest.fixture(scope="module")
+def token_ids():
+    return jax.random.randint(jax.random.key(1), (2, LENGTH), 0, CONFIG.vocab_size, jnp.int32)
+
+
+def span(start, stop, batch=2):
+    return jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32)[None], (batch, stop - start))
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+
+
+def run(model, token_ids, positions, cache=None):
+    cache = model.init_cache(token_ids.shape[0], SLOTS) if cache is None else cache
+    return model.apply(model.params, token_ids, positions, cache)
+
+
+def test_the_forward_for_training_is_the_forward_through_the_cache(model, token_ids):
+    hidden, _ = run(model, token_ids, span(0, LENGTH))
+    close(causal_hidden(CONFIG, model.params, token_ids), hidden)
+
+
+@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 5), (7, 3)])
+def test_tokens_fed_in_pieces_give_what_they_give_at_once(model, token_ids, pieces):
+    whole, _ = run(model, token_ids, span(0, LENGTH))
+    cache, start, found = None, 0, []
+    for size in pieces:
+        stop = start + size
+        hidden, cache = run(model, token_ids[:, start:stop], span(start, stop), cache)
+        found.append(hidden)
+        start = stop
+    close(jnp.concatenate(found, axis=1), whole)
+
+
+def test_a_ragged_batch_gives_what_each_request_gives_alone(model, token_ids):
+    lengths = jnp.array([LENGTH, 4])
+    positions = jnp.where(span(0, LENGTH) < lengths[:, None], span(0, LENGTH), -1)
+    hidden, cache = run(model, token_ids, positions)
+    alone, own = run(model, token_ids[1:, :4], span(0, 4, 1))
+    close(hidden[1, :4], alone[0])
+    for together, single in zip(jax.tree.leaves(cache), jax.tree.leaves(own), strict=True):
+        close(together[1], single[0])
+
+
+def test_a_request_does_not_depend_on_where_padding_stands(model, token_ids):
+    padded = jnp.insert(token_ids, jnp.array([0, 3]), 7, axis=1)
+    positions = jnp.insert(span(0, LENGTH), jnp.array([0, 3]), -1, axis=1)
+    hidden, _ = run(model, padded, positions)
+    whole, _ = run(model, token_ids, span(0, LENGTH))
+    close(hidden[:, -1], whole[:, -1])
+
+
+def test_padding_writes_nothing_and_gives_finite_numbers(model, token_ids):
+    _, cache = run(model, token_ids, span(0, LENGTH))
+    hidden, after = run(model, token_ids[:, :3], jnp.full((2, 3), -1, jnp.int32), cache)
+    assert jnp.isfinite(hidden).all()
+    jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+
+def test_a_rewind_leaves_no_trace(model, token_ids):
+    _, cache = run(model, token_ids, span(0, LENGTH))
+    other = (token_ids[:, 5:8] + 1) % CONFIG.vocab_size
+    rewound, _ = run(model, other, span(5, 8), cache)
+    fresh, _ = run(model, jnp.concatenate([token_ids[:, :5], other], axis=1), span(0, 8))
+    logits = model.logits(model.params, rewound)
+    close(logits, model.logits(model.params, fresh[:, 5:]))
+    assert logits.shape == (2, 3, CONFIG.vocab_size)
+
+
+def test_positions_change_what_is_said(model, token_ids):
+    here, _ = run(model, token_ids, span(0, LENGTH))
+    other_order, _ = run(model, token_ids[:, ::-1], span(0, LENGTH)[:, ::-1])
+    close(other_order[:, ::-1], here)
+    exchanged, _ = run(model, token_ids[:, ::-1], span(0, LENGTH))
+    assert jnp.abs(here[:, -1] - exchanged[:, 0]).max() > 1e-2
+
+
+def test_models_of_equal_configurations_share_one_compilation():
+    traces = []
+
+    @jax.jit
+    def step(model, token_ids, positions, cache):
+        traces.append(1)
+        return model.apply(model.params, token_ids, positions, cache)
+
+    ids = jnp.zeros((1, 1), jnp.int32)
+    for seed in (0, 1):
+        model = build(dataclasses.replace(CONFIG), seed=seed)
+        step(model, ids, ids, model.init_cache(1, 4))
+    assert len(traces) == 1
+
+
+def test_the_cache_may_be_bfloat16():
+    model = build(dataclasses.replace(CONFIG, dtype="bfloat16"))
+    hidden, cache = run(model, jnp.ones((1, 3), jnp.int32), span(0, 3, 1))
+    assert {a.dtype for a in jax.tree.leaves((hidden, cache))} == {jnp.dtype("bfloat16")}
+
+
+def test_heads_that_cannot_share_keys_are_refused():
+    with pytest.raises(ValueError, match="multiple of num_key_value_heads"):
+        dataclasses.replace(CONFIG, num_key_value_heads=3)
+    with pytest.raises(ValueError, match="head_dim is 5; rotary embeddings need it even"):
+        dataclasses.replace(CONFIG, head_dim=5)
