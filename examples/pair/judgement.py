@@ -1,0 +1,72 @@
+"""How good the pair is on text neither has seen: bits per byte, and the share both agree on."""
+
+import functools
+import lzma
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pair.tokens import windows
+from pair.training import Recipe, logits_of
+from specjax.models import TransformerConfig
+
+Side = tuple[TransformerConfig, Any]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _judge(
+    target: TransformerConfig,
+    draft: TransformerConfig,
+    recipe: Recipe,
+    params: Any,
+    ids: jax.Array,
+    judged: jax.Array,
+) -> jax.Array:
+    p = jax.nn.log_softmax(logits_of(target, params[0], ids[:, :-1], recipe))
+    q = jax.nn.log_softmax(logits_of(draft, params[1], ids[:, :-1], recipe))
+
+    def surprise(logprobs: jax.Array) -> jax.Array:
+        chosen = jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(jnp.where(judged, chosen, 0.0))
+
+    overlap = jnp.sum(jnp.minimum(jnp.exp(p), jnp.exp(q)), axis=-1)
+    agreed = jnp.where(judged, overlap, 0.0).sum()
+    return jnp.stack([surprise(p), surprise(q), agreed, judged.sum().astype(jnp.float32)])
+
+
+def judge(
+    target: Side, draft: Side, rows: list[np.ndarray], texts: list[bytes], recipe: Recipe
+) -> dict[str, float]:
+    """Bits per byte of both models and of `xz -9`, and the mean of sum min(p, q).
+
+    Args:
+      target: configuration and parameters.
+      draft: configuration and parameters.
+      rows: the held-out texts' tokens.
+      texts: the same texts, in bytes.
+      recipe: gives length, batch and dtype.
+    """
+    ids, judged = windows(rows, recipe.length)
+    sums = np.zeros(4)
+    size = max(1, recipe.batch // 4)
+    for start in range(0, len(ids), size):
+        piece, mask = ids[start : start + size], judged[start : start + size]
+        missing = size - len(piece)
+        piece = np.pad(piece, ((0, missing), (0, 0)))
+        mask = np.pad(mask, ((0, missing), (0, 0)))
+        sums += np.asarray(
+            _judge(target[0], draft[0], recipe, (target[1], draft[1]), piece, mask), np.float64
+        )
+    size_in_bytes = sum(map(len, texts))
+    packed = len(lzma.compress(b"".join(texts), preset=9))
+    return {
+        "target_bits_per_byte": sums[0] / np.log(2) / size_in_bytes,
+        "draft_bits_per_byte": sums[1] / np.log(2) / size_in_bytes,
+        "xz_bits_per_byte": 8 * packed / size_in_bytes,
+        "acceptance": sums[2] / sums[3],
+        "heldout_files": float(len(texts)),
+        "heldout_bytes": float(size_in_bytes),
+        "heldout_tokens": sums[3],
+    }
