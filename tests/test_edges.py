@@ -319,8 +319,9 @@ def check_no_masked_token_at(word, monkeypatch, verify, vocab_size=None):
     for b, tokens in enumerate(emitted(ours)):
         sampled = tokens if case["bonus_token_ids"][b] < 0 else tokens[:-1]
         for i, x in enumerate(sampled):
-            assert case["target_logits"][b, i, x] > -np.inf
-            assert case["target_logits"][b, i, x] >= case["cutoff"][b, i]
+            logit = case["target_logits"][b, i, x]
+            assert logit > -np.inf, "a masked token"
+            assert logit >= case["cutoff"][b, i], "a token below the cutoff"
 
 
 def test_masked_and_cut_tokens_are_never_emitted(implementation):

@@ -215,7 +215,7 @@ def check_acceptance(rig, name="alike", n=50_000):
     assert np.all(np.abs(np.cumprod(one_hot) - kept) > 10 * tolerance)
     num_accepted = np.asarray(one_step(rig, setting, n).num_accepted)
     measured = np.mean(num_accepted[:, None] > np.arange(len(rates)), axis=0)
-    assert np.all(np.abs(measured - kept) < tolerance), (measured, kept)
+    assert np.all(np.abs(measured - kept) < tolerance), f"kept at {measured}, not at {kept}"
 
 
 def check_synthetic_rates(rig, n=50_000):
@@ -226,7 +226,7 @@ def check_synthetic_rates(rig, n=50_000):
     step = one_step(rig, setting, n, conditional_rates=conditional)
     measured = np.mean(np.asarray(step.num_accepted)[:, None] > np.arange(2), axis=0)
     tolerance = stats.norm.isf(ALPHA) * np.sqrt(rates * (1 - rates) / n)
-    assert np.all(np.abs(measured - rates) < tolerance), (measured, rates)
+    assert np.all(np.abs(measured - rates) < tolerance), f"kept at {measured}, not at {rates}"
 
 
 def acceptance_probability(accept, target_logprobs, draft_logprobs):
