@@ -1,0 +1,103 @@
+"""Makes the README's table of CPU figures from the JSON that the benchmark wrote.
+
+python benchmarks/table.py                      # prints it
+python benchmarks/table.py --readme README.md   # puts it between the two markers there
+"""
+
+import argparse
+import json
+import pathlib
+import re
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+BEGIN, END = "<!-- cpu table: begin -->", "<!-- cpu table: end -->"
+
+
+def _milliseconds(timing: dict[str, Any]) -> str:
+    low, high = timing["quartiles_ms"]
+    return f"{timing['median_ms']:.1f} ({low:.1f} to {high:.1f})"
+
+
+def cpu_table(result: dict[str, Any]) -> str:
+    """The table, with the inputs above it and its birthplace below, as markdown."""
+    where, inputs, timings = result["environment"], result["inputs"], result["timings"]
+    ratio = {entry["name"]: entry["ratio"] for entry in result["ratios"]}
+    small, large = inputs["V"]
+
+    def row(call: str, timing: str, beside: str) -> str:
+        return f"| {call} | {_milliseconds(timings[timing])} | {beside} |"
+
+    rows = [
+        row("`jax.nn.logsumexp` over the target rows", "logsumexp", ""),
+        row(
+            "`rejection_sample`",
+            "rejection_sample",
+            f"{ratio['rejection_sample over logsumexp']:.2f} of that logsumexp",
+        ),
+        row(
+            "the obvious JAX: `log_softmax` of both, gather, `categorical` of the residual",
+            "obvious",
+            f"{ratio['obvious JAX over rejection_sample']:.1f} times `rejection_sample`",
+        ),
+        row("`gumbel_sample`, one row per request", "gumbel_sample", ""),
+        row(
+            "`jax.random.categorical`, the same rows",
+            "categorical",
+            f"{ratio['jax.random.categorical over gumbel_sample']:.1f} times `gumbel_sample`",
+        ),
+        row(
+            f"`rejection_sample`, V = {large}",
+            f"rejection_sample@{large}",
+            f"{ratio['rejection_sample, per element']:.2f} per element of V = {small}",
+        ),
+        row(
+            f"`gumbel_sample`, V = {large}",
+            f"gumbel_sample@{large}",
+            f"{ratio['gumbel_sample, per element']:.2f} per element of V = {small}",
+        ),
+    ]
+    lines = [
+        f"B = {inputs['B']}, K = {inputs['K']}, V = {small}, {inputs['dtype']}, temperature "
+        f"{inputs['temperature']}, drafts d = 3 N(0, 1) against targets d + N(0, 1), statistics "
+        f"carried: a mean acceptance of {inputs['mean_acceptance']:.2f}, "
+        f"{inputs['mean_tokens_per_step']:.2f} tokens per step.",
+        "",
+        "| call | ms, median (quartiles) | beside |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"{where['device']}, {where['cores']} cores, jax {where['jax']}, Python "
+        f"{where['python']}, {where['date']}: `{where['command']}`",
+    ]
+    return "\n".join(lines)
+
+
+def put_between_markers(text: str, table: str) -> str:
+    """`text` with what stands between the markers replaced by the table.
+
+    Raises:
+      ValueError: if the two markers are not there, once each and in order.
+    """
+    between = re.compile(f"({re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.DOTALL)
+    if len(between.findall(text)) != 1:
+        raise ValueError(f"The document needs the lines {BEGIN} and {END}, once each, in order.")
+    return between.sub(lambda match: f"{match[1]}{table}\n", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder of the JSON")
+    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    args = parser.parse_args()
+    path = args.results / "cpu_verify.json"
+    table = cpu_table(json.loads(path.read_text(encoding="utf-8")))
+    if args.readme is None:
+        print(table)
+        return
+    text = args.readme.read_text(encoding="utf-8")
+    args.readme.write_text(put_between_markers(text, table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
