@@ -7,9 +7,8 @@ Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`
 """
 
 from specjax.api import gumbel_sample, rejection_sample, rejection_sample_ragged
-from specjax.tokens import commit, unpad
 from specjax.config import SpeculativeConfig
-from specjax.decode import DecodeState, Generation, Settings, StepInfo, generate, init, step
+from specjax.decode import generate, init, step
 from specjax.drafters import model_drafter, ngram_drafter
 from specjax.drafts import draft_from_probs, gather_drafts, propose
 from specjax.metrics import Metrics, init_metrics, update_metrics
@@ -19,6 +18,8 @@ from specjax.schedules import (
     geometric_rates,
     rates_for_length,
 )
+from specjax.state import DecodeState, Generation, Settings, StepInfo
+from specjax.tokens import commit, unpad
 from specjax.typing import (
     Draft,
     Drafter,

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 __all__ = ["accept_greedy", "accept_random", "accept_synthetic", "num_usable"]
 
 
-def num_usable(token_ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
+def num_usable(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
     """Drafted tokens of each request up to the first -1.
 
     Args:
       token_ids: i32[..., K].
-      num_tokens: i32[...], clipped to [-1, K]; -1 is an inactive request and stays.
+      num_tokens: i32[...], clipped to [-1, K]; -1 is an inactive request and stays. None is K.
 
     Returns:
       i32[...] in [-1, K].
@@ -19,7 +19,7 @@ def num_usable(token_ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
     k = token_ids.shape[-1]
     places = jnp.where(token_ids == -1, jnp.arange(k, dtype=jnp.int32), jnp.int32(k))
     first = jnp.min(places, axis=-1, initial=k)
-    return jnp.minimum(jnp.clip(num_tokens, -1, k), first)
+    return first if num_tokens is None else jnp.minimum(jnp.clip(num_tokens, -1, k), first)
 
 
 def accept_random(

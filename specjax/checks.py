@@ -21,7 +21,7 @@ __all__ = [
     "read_optional",
 ]
 
-IMPLEMENTATIONS = (None, "xla", "triton", "interpret")
+_IMPLEMENTATIONS = (None, "xla", "triton", "interpret")
 _LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -181,7 +181,7 @@ def check_noise_dtype(noise_dtype: Any) -> Any:
         return dtype
     if dtype != jnp.float64:
         raise ValueError(f"noise_dtype is {dtype}; it is float32 or float64.")
-    if not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise ValueError(
             "noise_dtype=float64 needs 64-bit types, which are off; turn them on with "
             "jax.config.update('jax_enable_x64', True) or the environment variable "
@@ -192,7 +192,7 @@ def check_noise_dtype(noise_dtype: Any) -> Any:
 
 def check_implementation(implementation: str | None) -> None:
     """Refuses an implementation that has no such name, or is not built."""
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
             f"implementation is {implementation!r}; it is None, 'xla', 'triton' or 'interpret'."
         )

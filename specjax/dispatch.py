@@ -30,7 +30,7 @@ class Options(NamedTuple):
         """Each option once per request: [B], rates [B, K]."""
         rates = self.conditional_rates
         return PerRequest(
-            key=request_keys(self.keys, size),
+            key=_request_keys(self.keys, size),
             position=jnp.broadcast_to(self.positions, (size,)),
             temperature=jnp.broadcast_to(self.temperature, (size,)),
             rates=None if rates is None else jnp.broadcast_to(rates, (size, k)),
@@ -38,7 +38,7 @@ class Options(NamedTuple):
         )
 
 
-def request_keys(keys: jax.Array, size: int) -> Any:
+def _request_keys(keys: jax.Array, size: int) -> Any:
     """Key words u32[B] of each request; a single key folds in the row index."""
     words = key_words(keys)
     if keys.shape:
@@ -62,11 +62,11 @@ def run_gumbel_sample(
     size = logits.shape[0]
     each = [jnp.broadcast_to(x, (size,)) for x in (positions, stream, temperature)]
 
-    def sample(rows: Any, _: Any) -> Sample:
-        return jax.vmap(lambda row: sample_row(*row, noise_dtype))(rows)
+    def sample(batch: Any, _: Any) -> Sample:
+        return jax.vmap(functools.partial(sample_row, noise_dtype=noise_dtype))(*batch)
 
-    rows = (logits, request_keys(keys, size), *each, cutoff)
-    return map_batch_shards(sample, logits, rows, ())
+    batch = (logits, _request_keys(keys, size), *each, cutoff)
+    return map_batch_shards(sample, logits, batch, ())
 
 
 @functools.partial(jax.jit, static_argnames="noise_dtype")

@@ -24,6 +24,18 @@ def model_drafter(model: Model) -> Drafter:
 
     Returns:
       A `Drafter` whose state is the model's cache.
+
+    Example:
+      >>> model = specjax.Model(  # a Markov chain on two tokens
+      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
+      ...     init_cache=lambda batch_size, max_length: (),
+      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
+      ...     logits=lambda params, hidden: params[hidden[..., 0]])
+      >>> output = specjax.generate(
+      ...     model, specjax.model_drafter(model), [[0]], [1], keys=jax.random.key(0),
+      ...     max_new_tokens=9)
+      >>> float(output.metrics.draft_acceptance_rate)  # a model accepts itself
+      1.0
     """
     functions = _model_functions(model.init_cache, model.apply, model.logits)
     return Drafter(model.params, *functions)
@@ -98,6 +110,14 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
 
     Raises:
       ValueError: if the range is empty or begins below 1.
+
+    Example:
+      >>> draft, _ = specjax.ngram_drafter().propose(
+      ...     (), (), jnp.array([[5, 6, 7, 5, 6, -1]]), None, keys=None,
+      ...     positions=jnp.array([5]), num_tokens=jnp.array([2]), temperature=None,
+      ...     config=specjax.SpeculativeConfig(num_speculative_tokens=2))
+      >>> draft.token_ids.tolist(), draft.num_tokens.tolist()
+      ([[7, 5]], [2])
 
     References:
       Saxena, 2023, "Prompt lookup decoding".

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.acceptance import num_usable
 from specjax.api import gumbel_sample
 from specjax.checks import check_shape, read_array
 from specjax.typing import Draft, Stream
 
 __all__ = ["draft_from_probs", "gather_drafts", "propose"]
 
-StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+_StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:
@@ -43,7 +44,7 @@ def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:
 
 
 def propose(
-    step_fn: StepFn,
+    step_fn: _StepFn,
     carry: Any,
     token_ids: jax.Array,
     *,
@@ -161,7 +162,7 @@ def gather_drafts(
       >>> draft.token_ids.tolist(), draft.num_tokens.tolist()
       ([[9, 4], [5, 6]], [1, 2])
     """
-    slots, k = cache.token_ids.shape
+    slots = cache.token_ids.shape[0]
     check_shape("cached_request_ids", cached_request_ids, (slots,))
     check_shape("num_tokens", num_tokens, request_ids.shape)
     same = (request_ids[:, None] == cached_request_ids[None]) & (cached_request_ids >= 0)[None]
@@ -171,8 +172,7 @@ def gather_drafts(
     def take(values: jax.Array | None) -> jax.Array | None:
         return None if values is None else values[slot]
 
-    full = jnp.full((slots,), k, jnp.int32)
-    held = take(full if cache.num_tokens is None else cache.num_tokens)
+    held = num_usable(cache.token_ids, cache.num_tokens)[slot]
     usable = jnp.where(found, jnp.clip(num_tokens, 0, jnp.maximum(held, 0)), 0)
     rows = slot if cache.rows is None else cache.rows[slot]
     return Draft(

@@ -25,17 +25,25 @@ __all__ = [
 
 
 class BlockPartials(NamedTuple):
-    """Attributes: `max` f32[..., N], largest kept raw logit; `sum` f32[..., N] of
-    `exp((x - max) * scale)`; both for each of N blocks."""
+    """What is kept of each of N blocks.
+
+    Attributes:
+      max: f32[..., N], largest kept raw logit.
+      sum: f32[..., N], of `exp((x - max) * scale)`.
+    """
 
     max: jax.Array
     sum: jax.Array
 
 
 class RowStatistics(NamedTuple):
-    """Attributes: `max` f32[...], largest kept raw logit; `log_sum` f32[...], log of
-    the sum of `exp((x - max) * scale)`; `finite` bool[...], whether the row is a law:
-    no NaN, no +inf, not -inf everywhere."""
+    """What is kept of a row.
+
+    Attributes:
+      max: f32[...], largest kept raw logit.
+      log_sum: f32[...], log of the sum of `exp((x - max) * scale)`.
+      finite: bool[...], whether the row is a law: no NaN, no +inf, not -inf everywhere.
+    """
 
     max: jax.Array
     log_sum: jax.Array
@@ -86,8 +94,11 @@ def block_partials(
     body, tail = split_blocks(logits)
     partials = reduce(body)
     if tail is not None:
-        join = lambda a, b: jnp.concatenate([a, b], axis=-1)
-        partials = jax.tree.map(join, partials, reduce(tail))
+        last = reduce(tail)
+        partials = BlockPartials(
+            jnp.concatenate([partials.max, last.max], axis=-1),
+            jnp.concatenate([partials.sum, last.sum], axis=-1),
+        )
     # Without the barrier XLA turns the max of block maxima into another pass over the row.
     return jax.lax.optimization_barrier(partials)
 

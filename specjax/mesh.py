@@ -30,11 +30,10 @@ def _varying(leaf: Any) -> frozenset[str]:
 
 def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
     """The mesh and the explicit mesh axes of the leading axis; None where there are none."""
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
+    sharding: Any = jax.typeof(array).sharding
+    mesh, spec = sharding.mesh, sharding.spec
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None, None
-    spec = sharding.spec
     return mesh, spec[0] if len(spec) else None
 
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from specjax.typing import Verification
@@ -127,3 +128,6 @@ def _reached(count: jax.Array, like: jax.Array) -> jax.Array:
 def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     quotient = numerator.astype(jnp.float32) / jnp.maximum(denominator, 1).astype(jnp.float32)
     return jnp.where(denominator > 0, quotient, 0)
+
+
+jax.export.register_namedtuple_serialization(Metrics, serialized_name="specjax.Metrics")

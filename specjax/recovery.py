@@ -25,13 +25,13 @@ class Ending(NamedTuple):
     """Where the kept drafts end, and what is known of that row.
 
     Attributes:
-      index: i32, number of kept drafts: the deciding row's place among the request's.
+      num_kept: i32, number of kept drafts: the deciding row's place among the request's.
       partials: of the deciding target row.
       row: statistics of the deciding target row.
       drafted: the rejected token; of no meaning when every draft was kept.
     """
 
-    index: jax.Array
+    num_kept: jax.Array
     partials: BlockPartials
     row: RowStatistics
     drafted: DraftedToken
@@ -53,9 +53,9 @@ def next_token(
       Its id i32[] and its log-probability under the target f32[].
     """
     scaling = read_temperature(request.temperature)
-    logits, cutoff = take_row(target, request.target_row + ending.index)
+    logits, cutoff = take_row(target, request.target_row + ending.num_kept)
     drafted = ending.drafted
-    rejected = ending.index < request.num_tokens
+    rejected = ending.num_kept < request.num_tokens
     whole = block_weights(ending.partials, ending.row, scaling.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def next_token(
         logprobs = target_logprobs(index)
         return jnp.where(empty, logprobs, residual_logprobs(logprobs, draft_logprobs(index)))
 
-    at = address(request.key, request.position + ending.index, Stream.TARGET)
+    at = address(request.key, request.position + ending.num_kept, Stream.TARGET)
     drawn_token = perturbed_token(jnp.where(empty, whole, weights), token_weights, at, noise_dtype)
     best_token = argmax_token(logits, ending.partials, cutoff)
     token = jnp.where(scaling.greedy, best_token, drawn_token)
@@ -103,7 +103,7 @@ def _drawn_residual(
     draft_logits: jax.Array,
 ) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Log-masses of the blocks of `max(p - q, 0)`, lazily, and log q by token id."""
-    i = jnp.minimum(ending.index, request.token_ids.shape[0] - 1)
+    i = jnp.minimum(ending.num_kept, request.token_ids.shape[0] - 1)
     row, cutoff = draft_row(request, draft_logits, i)
     scale = read_temperature(request.draft_temperature).scale
 

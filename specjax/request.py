@@ -83,7 +83,6 @@ class Request(NamedTuple):
         """
         size, k = draft.token_ids.shape
         token_ids = draft.token_ids.astype(jnp.int32)
-        num_tokens = jnp.int32(k) if draft.num_tokens is None else draft.num_tokens
         first = jnp.arange(size, dtype=jnp.int32)
         row = first if draft.rows is None else draft.rows
         return cls(
@@ -91,7 +90,7 @@ class Request(NamedTuple):
             target_row=first * num_target_rows,
             draft_rows=row[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None],
             token_ids=token_ids,
-            num_tokens=num_usable(token_ids, jnp.broadcast_to(num_tokens, (size,))),
+            num_tokens=num_usable(token_ids, draft.num_tokens),
             draft_temperature=options.temperature
             if draft.temperature is None
             else draft.temperature,

@@ -34,7 +34,7 @@ __all__ = [
     "two_level_token",
 ]
 
-TokenWeights = Callable[[jax.Array], jax.Array]
+_TokenWeights = Callable[[jax.Array], jax.Array]
 
 
 def take_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
@@ -58,7 +58,7 @@ def token_logprobs(logits: jax.Array, row: RowStatistics, scale: jax.Array) -> j
     return (logits - row.max) * scale - row.log_sum
 
 
-def first_argmax(scores: jax.Array) -> jax.Array:
+def _first_argmax(scores: jax.Array) -> jax.Array:
     """Index i32[] of the largest of scores f[N], the lowest of equals; 0 if none is a number.
 
     A max and a masked min of the index: both vectorise, an argmax does not.
@@ -72,7 +72,7 @@ def first_argmax(scores: jax.Array) -> jax.Array:
 
 
 def two_level_token(
-    block_scores: jax.Array, token_scores: TokenWeights
+    block_scores: jax.Array, token_scores: _TokenWeights
 ) -> tuple[jax.Array, jax.Array]:
     """The best token of the best block; ties go to the lowest id.
 
@@ -84,9 +84,9 @@ def two_level_token(
     Returns:
       The block and the token, i32[].
     """
-    block = first_argmax(block_scores)
+    block = _first_argmax(block_scores)
     index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
-    return block, index[first_argmax(token_scores(index))]
+    return block, index[_first_argmax(token_scores(index))]
 
 
 def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | None) -> jax.Array:
@@ -95,7 +95,7 @@ def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | No
 
 
 def perturbed_token(
-    weights: jax.Array, token_weights: TokenWeights, at: Words, noise_dtype: Any
+    weights: jax.Array, token_weights: _TokenWeights, at: Words, noise_dtype: Any
 ) -> jax.Array:
     """Draws a token by two-level Gumbel-max.
 

@@ -6,9 +6,10 @@ draft cache, `V` target vocabulary, `V_d` draft vocabulary, `L` token buffer.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
+import jax.export
 
 __all__ = ["Draft", "Drafter", "Finish", "Model", "Origin", "Sample", "Stream", "Verification"]
 
@@ -116,12 +117,6 @@ class Stream:
         return 2 * index + 2
 
 
-class InitCache(Protocol):
-    """`init_cache(batch_size, max_length) -> cache`."""
-
-    def __call__(self, batch_size: int, max_length: int) -> Any: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A language model as the decode loop sees it: parameters and pure functions.
@@ -142,7 +137,7 @@ class Model:
     """
 
     params: Any
-    init_cache: InitCache
+    init_cache: Callable[[int, int], Any]
     apply: Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
     logits: Callable[[Any, jax.Array], jax.Array]
 
@@ -168,6 +163,8 @@ class Drafter:
     propose: Callable[..., tuple[Draft, Any]]
 
 
+for _kind in (Draft, Sample, Verification):
+    jax.export.register_namedtuple_serialization(_kind, serialized_name=f"specjax.{_kind.__name__}")
 jax.tree_util.register_dataclass(
     Model, data_fields=["params"], meta_fields=["init_cache", "apply", "logits"]
 )

@@ -28,7 +28,7 @@ from specjax.typing import Stream, Verification
 __all__ = ["verify_batch", "verify_request"]
 
 
-class Walk(NamedTuple):
+class _Walk(NamedTuple):
     """A walk along the drafted tokens: where it stands and whether it goes on."""
 
     ending: Ending
@@ -50,8 +50,8 @@ def verify_request(
     Returns:
       `Verification` without a batch axis.
     """
-    walk = _walk(request, target, draft_logits, noise_dtype)
-    num_kept = walk.ending.index
+    walk = _follow(request, target, draft_logits, noise_dtype)
+    num_kept = walk.ending.num_kept
     token, logprob = next_token(request, walk.ending, target, draft_logits, noise_dtype)
     active = _is_active(request)
     emits = active & walk.ending.row.finite
@@ -80,18 +80,18 @@ def _is_active(request: Request) -> jax.Array:
 
 
 def _logprob(request: Request, ending: Ending, target: Rows, token_id: jax.Array) -> jax.Array:
-    logits, cutoff = take_row(target, request.target_row + ending.index)
+    logits, cutoff = take_row(target, request.target_row + ending.num_kept)
     scale = read_temperature(request.temperature).scale
     return token_logprobs(take_logits(logits, token_id, cutoff), ending.row, scale)
 
 
-def _walk(request: Request, target: Rows, draft_logits: jax.Array | None, dtype: Any) -> Walk:
+def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtype: Any) -> _Walk:
     """Reads target rows in order until a drafted token is not kept, or none is left."""
     k = request.token_ids.shape[0]
     scale = read_temperature(request.temperature).scale
 
-    def step(walk: Walk) -> Walk:
-        index = walk.ending.index
+    def step(walk: _Walk) -> _Walk:
+        index = walk.ending.num_kept
         i = jnp.minimum(index, k - 1)
         logits, cutoff = take_row(target, request.target_row + index)
         partials = block_partials(logits, scale, cutoff)
@@ -103,17 +103,17 @@ def _walk(request: Request, target: Rows, draft_logits: jax.Array | None, dtype:
         kept &= (index < request.num_tokens) & row.finite
         logprobs = walk.logprobs.at[i].set(jnp.where(kept, logprob, walk.logprobs[i]))
         ending = Ending(index + kept.astype(jnp.int32), partials, row, drafted)
-        return vary_like(Walk(ending, kept, logprobs), walk)
+        return vary_like(_Walk(ending, kept, logprobs), walk)
 
     blocks = jnp.full((-(-target.logits.shape[1] // SAMPLING_BLOCK),), -jnp.inf, jnp.float32)
     zero = jnp.float32(0)
     nothing = Ending(
-        index=jnp.int32(0),
+        num_kept=jnp.int32(0),
         partials=BlockPartials(blocks, jnp.zeros_like(blocks)),
         row=RowStatistics(zero, zero, jnp.bool_(False)),
         drafted=DraftedToken(jnp.int32(-1), zero, zero, jnp.bool_(True)),
     )
-    start = Walk(nothing, _is_active(request), jnp.zeros((k,), jnp.float32))
+    start = _Walk(nothing, _is_active(request), jnp.zeros((k,), jnp.float32))
     start = vary_like(start, request, target, draft_logits)
     return jax.lax.while_loop(lambda walk: walk.going, step, start)
 
