@@ -1,0 +1,347 @@
+"""The `specjax` command, through `main` and once as a process."""
+
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tokenizers
+
+from specjax.cli import main
+from specjax.models import TransformerConfig, build, save
+from specjax.session import TextStream
+
+pytestmark = pytest.mark.lenient
+
+ROOT = pathlib.Path(__file__).parent.parent
+TARGET = TransformerConfig(
+    vocab_size=260,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=128,
+    eos_token_ids=(0,),
+)
+PROMPT = "a bé🙂 ab ab"
+SHORT = ["--max-new-tokens", "20", "--num-speculative-tokens", "2"]
+
+
+def byte_tokenizer(vocab_size=260):
+    """Every byte is a token of its own, but for a few merges."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["ab ab ac ac"], trainer)
+    return tokenizer
+
+
+def write(folder, config, seed, scale=12.0):
+    # Larger weights than at the start of a training, so that texts are not one token repeated.
+    params = jax.tree.map(
+        lambda a: a * jnp.asarray(scale, a.dtype), build(config, seed=seed).params
+    )
+    save(folder, params, config, byte_tokenizer(config.vocab_size), dtype="float32")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    # Of one configuration, so that every drafter that is a model shares its compilations.
+    return write(folder / "target", TARGET, 0), write(folder / "draft", TARGET, 1)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(tmp_path, monkeypatch):
+    for name in ("NO_COLOR", "TERM", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+def run_json(capsys, pair, *options):
+    target, draft = pair
+    drafting = () if "--draft" in options else ("--draft", draft)
+    assert (
+        main(["generate", PROMPT, "--target", target, *drafting, "--json", *SHORT, *options]) == 0
+    )
+    captured = capsys.readouterr()
+    assert not captured.err
+    return json.loads(captured.out)
+
+
+def stream(pair, *options):
+    target, draft = pair
+    return main(["generate", PROMPT, "--target", target, "--draft", draft, *SHORT, *options])
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# What comes out ----------------------------------------------------------------------------------
+
+
+def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
+    options = ("--temperature", "0", "--no-baseline")
+    drafts = ("none", "ngram", pair[1], pair[0])
+    texts = [run_json(capsys, pair, "--draft", draft, *options) for draft in drafts]
+    assert len({text["text"] for text in texts}) == 1
+    assert len({tuple(text["token_ids"]) for text in texts}) == 1
+    assert texts[-1]["metrics"]["draft_acceptance_rate"] == 1.0
+    assert texts[0]["metrics"]["mean_acceptance_length"] == 1.0
+    assert len(set(texts[0]["token_ids"])) > 3
+
+
+def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
+    found = run_json(capsys, pair)
+    ids, metrics, timings = found["token_ids"], found["metrics"], found["timings"]
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode(PROMPT).ids
+    assert PROMPT + found["text"] == tokenizer.decode(prompt + ids)
+    assert found["num_prompt_tokens"] == len(prompt)
+    assert found["finish"] == ("end_of_sequence" if ids[-1] == 0 else "length")
+    # The first token comes of the prompt alone, and is in no step.
+    assert len(ids) - 1 <= metrics["num_emitted"] <= len(ids) + 1
+    drafted, accepted = metrics["num_drafted"], metrics["num_accepted"]
+    assert metrics["num_emitted"] == metrics["num_steps"] + sum(accepted)
+    assert metrics["mean_acceptance_length"] == pytest.approx(
+        metrics["num_emitted"] / metrics["num_steps"]
+    )
+    assert metrics["draft_acceptance_rate"] == pytest.approx(sum(accepted) / sum(drafted))
+    assert metrics["acceptance_rates"] == pytest.approx(
+        [a / d for a, d in zip(accepted, drafted, strict=True)]
+    )
+    assert timings["tokens_per_second"] * timings["seconds"] == pytest.approx(len(ids))
+    assert timings["speedup"] == pytest.approx(
+        timings["tokens_per_second"] / timings["plain_tokens_per_second"]
+    )
+    assert timings["compile_seconds"] > 0
+
+
+def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
+    one, again, other = (
+        run_json(capsys, pair, "--no-baseline", "--temperature", "1", "--seed", seed)["token_ids"]
+        for seed in ("5", "5", "6")
+    )
+    assert one == again != other
+
+
+def test_synthetic_acceptance_is_what_was_asked_for(capsys, pair):
+    options = ["--rejection-sample-method", "synthetic", "--no-baseline"]
+    for asked in (["--synthetic-acceptance-rates", "1,0"], ["--synthetic-acceptance-length", "2"]):
+        found = run_json(capsys, pair, *options, *asked)
+        assert found["metrics"]["acceptance_rates"] == [1.0, 0.0]
+
+
+def test_noise_in_float64_leaves_the_process_as_it_was(capsys, pair):
+    found = run_json(capsys, pair, "--use-fp64-gumbel", "--no-baseline", "--draft", "none")
+    assert found["token_ids"]
+    assert not jax.config.jax_enable_x64
+
+
+def test_piped_output_is_the_text_alone(capsys, pair, monkeypatch):
+    found = run_json(capsys, pair)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert stream(pair) == 0
+    captured = capsys.readouterr()
+    assert captured.out == found["text"] + "\n" * (not found["text"].endswith("\n"))
+    assert "\x1b" not in captured.out + captured.err
+    assert "times as fast" in captured.err
+    assert "position 2" in captured.err
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_shows_origins_in_colour_unless_told_not_to(pair, monkeypatch, no_color):
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert stream(pair, "--no-baseline") == 0
+    shown = terminal.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert ("\x1b" in shown) is not no_color
+    assert ("accepted draft" in shown) is not no_color
+    assert "\x1b" not in plain
+    assert PROMPT in plain
+    assert "tokens per step" in plain
+
+
+def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPT.encode())
+    options = ["--target", pair[0], "--draft", pair[1], "--json", "--no-baseline", *SHORT]
+    expected = run_json(capsys, pair, "--no-baseline")["token_ids"]
+    for arguments in (["--prompt-file", str(file)], ["-"], []):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+        assert main(["generate", *arguments, *options]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+
+
+def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "specjax", "generate", "-", "--target", pair[0]]
+        + ["--no-baseline", *SHORT],
+        input=PROMPT.encode(),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith(b"\n")
+    assert b"tokens/s" in run.stderr
+
+
+# Text from tokens --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["é", "a🙂b", " x  y\n", "ab\ufffdc", "👩‍👩‍👧", "한국"])
+def test_a_stream_never_tears_a_character(text):
+    tokenizer = byte_tokenizer()
+    context = tokenizer.encode("ab ").ids
+    reader = TextStream(tokenizer, context)
+    pieces = [reader.feed(token) for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) + reader.flush() == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_text_are_held_until_it_is_certain(pair):
+    tokenizer = byte_tokenizer()
+    emoji = tokenizer.encode("🙂").ids
+    ids = [*emoji[:2], *tokenizer.encode("ab").ids, *emoji[:3], 0]
+    reader = TextStream(tokenizer, [])
+    pieces = [reader.feed(token) for token in ids]
+    assert pieces[:2] == ["", ""]
+    assert "".join(pieces) + reader.flush() == tokenizer.decode(ids)
+
+
+def test_a_decoder_that_strips_the_first_space_keeps_the_others():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁to": 0, "▁be": 1}, "▁to"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    reader = TextStream(tokenizer, [0])
+    assert [reader.feed(1), reader.feed(0), reader.feed(1)] == [" be", " to", " be"]
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def refusal(capsys, *arguments):
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.startswith("specjax: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+SYNTHETIC = ["--rejection-sample-method", "synthetic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1.5"], "acceptance-rate is 1.5;.*0, 1]"),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "-0.1"], "acceptance-rate is -0.1"),
+        (["x", *SYNTHETIC], 'method "synthetic" needs exactly one of --synthetic-acc'),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rates", "1,x"], "commas between"),
+        (["x", "--synthetic-acceptance-rate", "0.5"], "-rate is given, but --rejection-sample-m"),
+        (
+            ["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1", "--draft", "none"],
+            "nothing to acc",
+        ),
+        (["x", "--num-speculative-tokens", "0"], "--num-speculative-tokens is 0"),
+        (["x", "--draft-sample-method", "gumbel"], '"probabilistic"'),
+        (["x", "--temperature", "-1"], "--temperature is -1.0"),
+        (["x", "--temperature", "nan"], "--temperature is nan"),
+        (["x", "--temperature", "warm"], "invalid float value"),
+        (["x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["x", "--seed", "-1"], "--seed is -1"),
+        (["x", "--sead", "1"], "unrecognized arguments: --sead"),
+        (["x", "--prompt-file", "y"], "one of them"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),
+        (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),
+        ([""], "the prompt is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(capsys, arguments, sentence):
+    assert re.search(sentence, refusal(capsys, *arguments))
+
+
+def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "the prompt is empty" in refusal(capsys, "-", "--target", pair[0])
+    monkeypatch.setattr(sys, "stdin", FakeTerminal())
+    assert "no prompt came" in refusal(capsys, "--target", pair[0])
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in refusal(capsys, "--prompt-file", str(tmp_path / "bytes"))
+    long = refusal(capsys, "x" * 100, "--target", pair[0], "--max-new-tokens", "29")
+    assert "has 100 tokens and --max-new-tokens is 29" in long
+    assert "room for 128" in long
+
+
+def test_a_draft_of_another_vocabulary_is_refused(capsys, pair, tmp_path):
+    write(tmp_path / "larger", dataclasses.replace(TARGET, vocab_size=261), 0)
+    other = refusal(capsys, "x", "--target", pair[0], "--draft", str(tmp_path / "larger"))
+    assert "different vocabularies (261 and 260 tokens)" in other
+    renamed = pathlib.Path(write(tmp_path / "renamed", TARGET, 0)) / "tokenizer.json"
+    renamed.write_text(renamed.read_text().replace("<|end|>", "<|stop|>"))
+    assert "different vocabularies" in refusal(
+        capsys, "x", "--target", pair[0], "--draft", str(renamed.parent)
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, b"", b"no such thing", b"{}"])
+def test_a_bad_folder_is_refused(capsys, tmp_path, name, content):
+    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    assert str(folder) in refusal(capsys, "x", "--target", str(folder), "--draft", "none")
+
+
+def test_without_the_extra_the_sentence_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    assert "flax is missing; pip install 'specjax[flax]'" in refusal(capsys, "x")
+
+
+def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_path, monkeypatch):
+    broken = write(tmp_path / "broken", TARGET, 0, scale=float("nan"))
+    assert main(["generate", "x", "--target", broken, "--draft", "none", "--json", *SHORT]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["finish"] == "invalid_logits"
+    assert captured.err == "specjax: the target's logits turned invalid.\n"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specjax.cli._prepare", interrupt)
+    assert main(["generate", "x"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_version_and_help_are_printed(capsys):
+    for option in ("--version", "--help"):
+        with pytest.raises(SystemExit, match="0"):
+            main([option])
+        assert capsys.readouterr().out
