@@ -119,7 +119,8 @@ def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
     weights = jnp.exp((partials.max - shift[..., None]) * scale[..., None])
     total = jnp.sum(partials.sum * weights, axis=-1)
     finite = jnp.isfinite(total) & jnp.isfinite(m)
-    return RowStatistics(m, jnp.log(total), finite)
+    # Behind the barrier every use sees the same bits: p == q is then exact.
+    return jax.lax.optimization_barrier(RowStatistics(m, jnp.log(total), finite))
 
 
 def row_logsumexp(row: RowStatistics, scale: jax.Array) -> jax.Array:

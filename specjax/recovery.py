@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.logits import read_temperature
-from specjax.logsumexp import BlockPartials, RowStatistics, block_weights, keep
+from specjax.logsumexp import BlockPartials, RowStatistics, block_weights, keep, row_logsumexp
 from specjax.noise import SAMPLING_BLOCK, address
 from specjax.request import DraftedToken, Request, Rows, draft_row, take_row
 from specjax.residual import block_residual_weights, residual_logprobs
@@ -19,6 +19,10 @@ from specjax.sampling import argmax_token, perturbed_token, take_logits, token_l
 from specjax.typing import Stream
 
 __all__ = ["Ending", "next_token"]
+
+# A residual of less mass than this times 1 + |logsumexp| of both rows is what rounding leaves of
+# p == q. Such a rejection is as improbable as the mass is small, unless it is synthetic.
+_ROUNDING = 2.0**-22
 
 
 class Ending(NamedTuple):
@@ -72,18 +76,20 @@ def next_token(
 
     if draft_logits is None:
         weights, draft_logprobs = without_token(), one_hot_logprobs
+        rounding = jnp.float32(0)
     else:
         drawn = rejected & ~drafted.one_hot & ~scaling.greedy
         masses, drawn_logprobs = _drawn_residual(
             request, ending, Rows(logits, cutoff), draft_logits
         )
         weights = jax.lax.cond(drawn, masses, without_token)
+        size = jnp.abs(row_logsumexp(ending.row, scaling.scale)) + jnp.abs(drafted.logsumexp)
+        rounding = jnp.where(drawn, jnp.float32(_ROUNDING) * (1 + size), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(drawn, drawn_logprobs(index), one_hot_logprobs(index))
 
-    # Nothing is left where p == q up to rounding, or after some synthetic rejections.
-    empty = jnp.max(weights) == -jnp.inf
+    empty = jnp.sum(jnp.exp(weights)) <= rounding
 
     def token_weights(index: jax.Array) -> jax.Array:
         logprobs = target_logprobs(index)

@@ -9,7 +9,7 @@ from specjax.acceptance import num_usable
 from specjax.logits import read_temperature
 from specjax.logsumexp import block_partials, row_logsumexp, row_statistics
 from specjax.noise import Words
-from specjax.sampling import take_logits
+from specjax.sampling import take_logits, token_logprobs
 from specjax.typing import Draft
 
 __all__ = [
@@ -135,14 +135,16 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
         return DraftedToken(token_id, zero, zero, jnp.bool_(True))
     logits, cutoff = draft_row(request, draft_logits, i)
     scaling = read_temperature(request.draft_temperature)
+    logit = take_logits(logits, token_id, cutoff)
     if request.draft_logsumexp is None:
-        partials = block_partials(logits, scaling.scale, cutoff)
-        logsumexp = row_logsumexp(row_statistics(partials, scaling.scale), scaling.scale)
+        row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+        logsumexp = row_logsumexp(row, scaling.scale)
+        # The target's own formula, so that equal rows give equal log-probabilities.
+        logprob = token_logprobs(logit, row, scaling.scale)
     else:
         logsumexp = request.draft_logsumexp[i]
-    if request.draft_logprobs is None:
-        logprob = take_logits(logits, token_id, cutoff) * scaling.scale - logsumexp
-    else:
+        logprob = logit * scaling.scale - logsumexp
+    if request.draft_logprobs is not None:
         logprob = request.draft_logprobs[i]
     lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
     one_hot = scaling.greedy | ~scaling.valid | lawless
