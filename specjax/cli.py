@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import re
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -25,7 +26,6 @@ __all__ = ["main"]
 
 _EXTRA = ("flax", "safetensors", "tokenizers", "rich")
 _CONFIG = dataclasses.fields(SpeculativeConfig)
-_SEEDS = 2**32
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,16 +42,11 @@ def _numbers(text: str) -> tuple[float, ...]:
         ) from None
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("specjax")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"specjax {_version()}")
+    found = importlib.metadata.distributions(name="specjax")
+    version = next((one.version for one in found), "(not installed)")
+    parser.add_argument("--version", action="version", version=f"specjax {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "generate",
@@ -118,8 +113,8 @@ def _check(options: argparse.Namespace) -> SpeculativeConfig:
         raise ValueError(f"--temperature is {options.temperature}; it needs to be finite and >= 0.")
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; it needs to be >= 1.")
-    if not 0 <= options.seed < _SEEDS:
-        raise ValueError(f"--seed is {options.seed}; it needs to be in [0, {_SEEDS}).")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed is {options.seed}; it needs to be in [0, 2**32).")
     if options.draft == "none" and options.rejection_sample_method == "synthetic":
         raise ValueError(
             "--draft is none and --rejection-sample-method synthetic; there is nothing to accept "
@@ -260,6 +255,13 @@ def _generate(options: argparse.Namespace, job: Job, terminal: Any) -> Run:
     return run
 
 
+def _quit(*_: Any) -> NoReturn:
+    # At once: an exception that passes through a compilation can crash the process.
+    if sys.stderr.isatty():
+        os.write(2, b"\x1b[?25h\n")
+    os._exit(130)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.
 
@@ -270,6 +272,8 @@ def main(argv: list[str] | None = None) -> int:
       The exit code: 0, 1 when the target's logits turned invalid, 2 for what was refused, in
       a sentence on standard error, 130 when interrupted.
     """
+    if argv is None:
+        signal.signal(signal.SIGINT, _quit)
     try:
         with contextlib.ExitStack() as scope:
             try:
