@@ -200,9 +200,10 @@ def main() -> None:
     for scheme, values in errors.items():
         left.loglog(shares, np.maximum(values, 1e-18), label=scheme)
     left.set(xlabel="mass of all rare tokens together", ylabel="total variation")
-    left.legend(fontsize=8)
+    figure.legend(loc="outside upper center", ncols=5, fontsize=8)
     right.barh(list(times), list(times.values()))
     right.set(xlabel="ms for 8 rows", xscale="log")
+    right.xaxis.set_minor_formatter("")
     figure.savefig(args.out, dpi=120)
     print(f"wrote {args.out}")
 
