@@ -164,7 +164,8 @@ def check_prompt(token_ids: Any, lengths: Any, max_new_tokens: Any) -> tuple[jax
     ids = read_array("prompt_token_ids", token_ids, jnp.int32, token_ids.shape)
     lengths = read_array("prompt_lengths", lengths, jnp.int32, token_ids.shape[:1])
     if not isinstance(lengths, jax.core.Tracer):
-        low, high = int(jnp.min(lengths, initial=1)), int(jnp.max(lengths, initial=1))
+        known = np.asarray(lengths)
+        low, high = int(known.min(initial=1)), int(known.max(initial=1))
         if low < 1 or high > token_ids.shape[1]:
             raise ValueError(
                 f"prompt_lengths runs from {low} to {high}; each needs to be between 1 and "

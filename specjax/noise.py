@@ -6,6 +6,7 @@ that kernels and plain JAX share it. A word becomes a uniform in (0, 1) and a un
 becomes a Gumbel, in float32 or, by choice, in float64.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
+@functools.partial(jax.jit, inline=True)  # traced once per shape: every draw hashes four times
 def threefry2x32(key: Words, count: Words) -> Words:
     """Threefry-2x32 with 20 rounds, the hash behind `jax.random`'s default keys.
 

@@ -21,6 +21,7 @@ from test_verify import (
 
 import specjax
 from specjax import Stream, noise
+from specjax.acceptance import accept_random
 
 EVERYONE = np.arange(BATCH)
 MODES = ["random", "greedy", "one-hot", "synthetic"]
@@ -538,11 +539,19 @@ def test_equal_models_accept_everything(implementation):
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), K)
 
 
-def test_equal_models_accept_everything_even_at_the_largest_coin(monkeypatch, implementation):
-    """The logarithm of the ratio is exactly 0 where p == q; in a shape no other test traces."""
+def test_equal_probabilities_are_accepted_even_at_the_largest_coin():
+    """log u + log q < log p would round, and reject some of these."""
+    logprobs = -jnp.exp(jnp.linspace(-8, 5, 4000, dtype=jnp.float32))
+    coin = noise.uniform_from_bits(jnp.full((), 2**32 - 1, jnp.uint32))
+    assert np.all(accept_random(coin, logprobs, logprobs))
+    assert not np.all(jnp.log(coin) + logprobs < logprobs)
+
+
+def test_equal_models_accept_everything_but_for_rounding(monkeypatch, implementation):
+    """Coins within 2^-17 of 1: two compilations of one formula differ by less than that."""
 
     def constant(at, index, dtype=jnp.uint32):
-        return jnp.full(jnp.broadcast_shapes(at[0].shape, index.shape), 2**32 - 1, dtype)
+        return jnp.full(jnp.broadcast_shapes(at[0].shape, index.shape), 2**32 - 2**15, dtype)
 
     monkeypatch.setattr(noise, "random_bits", constant)
     case = equal_case(44, BATCH, K, 305)

@@ -1,0 +1,309 @@
+"""The decode loop: speculation changes the time, not the text."""
+
+import bigrams
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import Finish, Origin, SpeculativeConfig, generate
+from specjax.loop import run_generate
+
+V = 4
+TARGET, DRAFT = bigrams.pair(V, seed=1)
+PROMPTS = [[1, 2, 3], [3], [0, 1], [2, 2, 2, 0, 1]]
+DRAFTERS = {
+    "model": specjax.model_drafter(bigrams.model(DRAFT)),
+    "ngram": specjax.ngram_drafter(),
+}
+
+
+def run(drafter, rows=PROMPTS, *, k=3, max_new_tokens=24, target=TARGET, key_seed=0, **options):
+    ids, lengths = bigrams.prompts(rows)
+    options.setdefault("keys", bigrams.keys(len(rows), key_seed))
+    method = options.pop("draft_sample_method", "probabilistic")
+    config = options.pop(
+        "config", SpeculativeConfig(num_speculative_tokens=k, draft_sample_method=method)
+    )
+    return generate(
+        bigrams.model(target),
+        drafter,
+        ids,
+        lengths,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        **options,
+    )
+
+
+def texts(output):
+    ids, lengths = np.asarray(output.token_ids), np.asarray(output.lengths)
+    return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_speculation_is_plain_greedy_decoding(drafter, method):
+    plain = run(None, temperature=0.0)
+    spoken = run(DRAFTERS[drafter], temperature=0.0, draft_sample_method=method)
+    assert texts(spoken) == texts(plain)
+    np.testing.assert_allclose(spoken.logprobs, plain.logprobs, rtol=1e-5)
+    for row, text in zip(PROMPTS, texts(plain), strict=True):
+        past = [0, *row]
+        while len(past) - 1 < len(text):
+            past.append(int(np.argmax(TARGET[past[-2], past[-1]])))
+        assert text == past[1:]
+
+
+def test_plain_decoding_is_gumbel_sample_token_by_token():
+    output = run(None, temperature=0.9, max_new_tokens=6)
+    keys = bigrams.keys(len(PROMPTS))
+    for b, row in enumerate(PROMPTS):
+        past = [0, *row]
+        for _ in range(6):
+            sample = specjax.gumbel_sample(
+                jnp.asarray(TARGET[past[-2], past[-1]], jnp.float32)[None],
+                keys=keys[b : b + 1],
+                positions=len(past) - 1,
+                stream=specjax.Stream.TARGET,
+                temperature=0.9,
+            )
+            past.append(int(sample.token_ids[0]))
+        assert texts(output)[b] == past[1:]
+
+
+def chi_square(counts, law):
+    """Standardised chi-square of counts against a law: about N(0, 1) if the law is right."""
+    expected = law * counts.sum()
+    assert expected.min() > 2
+    df = law.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
+    size, num_tokens, prompt = 60_000, 4, [1, 2]
+    table = TARGET[:3, :3, :3]
+    proposer = specjax.model_drafter(bigrams.model(DRAFT[:3, :3, :3]))
+    output = run(
+        proposer if drafter == "model" else DRAFTERS["ngram"],
+        [prompt] * size,
+        k=k,
+        max_new_tokens=num_tokens,
+        target=table,
+        temperature=0.8,
+    )
+    new = np.asarray(output.token_ids)[:, len(prompt) : len(prompt) + num_tokens]
+    counts = np.zeros((3,) * num_tokens)
+    np.add.at(counts, tuple(new.T), 1)
+    law = bigrams.law(table, prompt, num_tokens, temperature=0.8)
+    z = chi_square(counts, law)
+    assert abs(z) < 5, z
+    # A token 10 % too likely at every position would stand far out at this size.
+    wrong = law * 1.1 ** (np.indices(law.shape) == 0).sum(0)
+    wrong /= wrong.sum()
+    assert size * ((wrong - law) ** 2 / law).sum() / np.sqrt(2 * law.size - 2) > 20
+
+
+def test_acceptance_per_position_is_the_mean_overlap_of_the_laws():
+    """q arrives: a lost q stays lossless and shows here alone."""
+    size, k, prompt = 40_000, 2, [1, 2]
+    output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=1 + k + 1, temperature=1.0)
+    p, q = bigrams.probs(TARGET), bigrams.probs(DRAFT)
+    overlap = np.minimum(p, q).sum(-1)
+    first = p[1, 2]
+    by_first = overlap[2]
+    accepted_0 = (first * by_first).sum()
+    kept = np.minimum(p, q)[2]
+    accepted_1 = sum(first[a] * kept[a, b] * overlap[a, b] for a in range(V) for b in range(V))
+    metrics = output.metrics
+    # The first speculative step of each request: later ones have fewer drafts left.
+    num_first = np.asarray(metrics.num_drafted)[:, 1]
+    np.testing.assert_array_equal(num_first, 1)
+    second = np.asarray(metrics.num_accepted)[:, 1].mean()
+    assert abs(second - accepted_1) < 4.5 * np.sqrt(accepted_1 * (1 - accepted_1) / size)
+    # Without q the first position would be accepted with probability sum p q, far below.
+    first_rate = (np.asarray(output.origins)[:, len(prompt) + 1] == Origin.ACCEPTED).mean()
+    assert abs(first_rate - accepted_0) < 4.5 * np.sqrt(accepted_0 * (1 - accepted_0) / size)
+    assert (first[:, None] * (p * q)[2]).sum() < accepted_0 - 0.1
+
+
+def test_a_model_drafting_for_itself_is_accepted_over_256_tokens():
+    itself = specjax.model_drafter(bigrams.model(TARGET))
+    output = run(itself, k=4, max_new_tokens=256, temperature=jnp.array([1.0, 0.3, 2.0, 0.0]))
+    assert float(output.metrics.draft_acceptance_rate) > 0.999
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_tokens_do_not_depend_on_batch_order_or_company(drafter):
+    proposer = DRAFTERS.get(drafter)
+    temperature = np.array([0.0, 1.0, 0.7, 1.5], np.float32)
+    keys = bigrams.keys(4)
+    together = texts(run(proposer, temperature=temperature, keys=keys))
+    order = np.array([2, 0, 3, 1])
+    turned = run(
+        proposer, [PROMPTS[i] for i in order], temperature=temperature[order], keys=keys[order]
+    )
+    assert texts(turned) == [together[i] for i in order]
+    for b, row in enumerate(PROMPTS):
+        alone = run(proposer, [row], temperature=temperature[b : b + 1], keys=keys[b : b + 1])
+        assert texts(alone) == together[b : b + 1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_finished_request_changes_nobody_else(drafter):
+    proposer = DRAFTERS[drafter]
+    free = run(proposer)
+    ended = run(proposer, eos_token_ids=(3, 0))
+    for whole, cut, reason, row in zip(
+        texts(free), texts(ended), np.asarray(ended.finish), PROMPTS, strict=True
+    ):
+        new = whole[len(row) :]
+        ends = [i for i, token in enumerate(new) if token in (3, 0)]
+        assert ends, "the case must end somewhere"
+        assert cut == row + new[: ends[0] + 1]
+        assert reason == Finish.END_OF_SEQUENCE
+    np.testing.assert_array_equal(free.finish, Finish.LENGTH)
+    np.testing.assert_array_equal(free.lengths, [len(row) + 24 for row in PROMPTS])
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_invalid_logits_end_a_request_with_that_reason(drafter):
+    table = TARGET.copy()
+    table[:, 3] = np.nan
+    output = run(DRAFTERS.get(drafter), [[1, 2], [0, 1]], target=table)
+    for text, reason in zip(texts(output), np.asarray(output.finish), strict=True):
+        assert reason == Finish.INVALID
+        assert text[-1] == 3
+        assert 3 not in text[:-1]
+
+
+def test_an_invalid_temperature_emits_nothing():
+    output = run(DRAFTERS["model"], temperature=jnp.array([1.0, -1.0, np.nan, np.inf]))
+    assert texts(output)[1:] == PROMPTS[1:]
+    np.testing.assert_array_equal(output.finish, [Finish.LENGTH] + [Finish.INVALID] * 3)
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_streaming_gives_the_tokens_of_generate(drafter):
+    proposer, model = DRAFTERS.get(drafter), bigrams.model(TARGET)
+    config = SpeculativeConfig(num_speculative_tokens=3)
+    ids, lengths = bigrams.prompts(PROMPTS)
+    keys = bigrams.keys(4)
+    whole = run(proposer, keys=keys)
+    state = specjax.init(model, proposer, ids, lengths, keys=keys, config=config, max_new_tokens=24)
+    emitted = np.ones(4, np.int64)
+    while np.any(state.finish == 0):
+        before = np.asarray(state.lengths)
+        state, info = specjax.step(model, proposer, state, config=config)
+        grown = np.asarray(state.lengths) - before
+        assert np.all(grown <= np.asarray(info.verification.num_emitted))
+        emitted += grown
+    for name in ("token_ids", "lengths", "logprobs", "origins", "finish"):
+        chex.assert_trees_all_equal(getattr(state, name), getattr(whole, name))
+    np.testing.assert_array_equal(emitted, 24)
+
+
+def test_origins_and_metrics_tell_the_same_story():
+    output = run(DRAFTERS["model"], max_new_tokens=40)
+    origins = np.asarray(output.origins)
+    for b, row in enumerate(PROMPTS):
+        assert not origins[b, : len(row)].any()
+        assert origins[b, len(row)] == Origin.BONUS
+        assert origins[b, len(row) : len(row) + 40].all()
+    accepted = (origins == Origin.ACCEPTED).sum(1)
+    metrics = output.metrics
+    np.testing.assert_array_equal(accepted, np.asarray(metrics.num_accepted).sum(1))
+    np.testing.assert_array_equal(metrics.num_emitted, 39)
+    np.testing.assert_array_equal(metrics.num_steps, 39 - accepted)
+
+
+def test_the_logprobs_are_those_of_the_target():
+    output = run(DRAFTERS["model"], temperature=0.6)
+    p = bigrams.probs(TARGET, 0.6)
+    for b, row in enumerate(PROMPTS):
+        past = [0, *texts(output)[b]]
+        for i in range(len(row), len(past) - 1):
+            want = np.log(p[past[i - 1], past[i], past[i + 1]])
+            assert abs(float(output.logprobs[b, i]) - want) < 1e-5
+
+
+def test_synthetic_acceptance_has_the_length_asked_for():
+    config = SpeculativeConfig(
+        num_speculative_tokens=4,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=2.5,
+    )
+    output = run(DRAFTERS["model"], [[1, 2]] * 64, max_new_tokens=400, config=config)
+    steps = float(np.asarray(output.metrics.num_steps).sum())
+    # A step emits 2 or 3 tokens, half and half: standard deviation 1 / 2.
+    assert abs(float(output.metrics.mean_acceptance_length) - 2.5) < 5 * 0.5 / np.sqrt(steps) + 0.01
+
+
+def test_values_never_recompile():
+    ids, lengths = bigrams.prompts(PROMPTS)
+    drafter = DRAFTERS["model"]
+
+    def call(seed, temperature, eos, rate, table=TARGET):
+        generate(
+            bigrams.model(table),
+            drafter,
+            (ids + seed) % V,
+            lengths,
+            keys=bigrams.keys(4, seed),
+            temperature=temperature,
+            eos_token_ids=(eos,),
+            max_new_tokens=9,
+            config=SpeculativeConfig(
+                num_speculative_tokens=2,
+                rejection_sample_method="synthetic",
+                synthetic_acceptance_rate=rate,
+            ),
+        )
+
+    call(0, 1.0, 3, 0.5)
+    compiled = run_generate._cache_size()
+    call(1, 0.3, 1, 0.7)
+    call(2, 2, 2, 0.1, DRAFT)
+    assert run_generate._cache_size() == compiled
+
+
+def test_parameters_are_arguments_and_not_constants():
+    ids, lengths = bigrams.prompts(PROMPTS)
+
+    def call(target, drafter):
+        return generate(
+            target, drafter, ids, lengths, keys=bigrams.keys(4), max_new_tokens=5
+        ).token_ids
+
+    jaxpr = jax.make_jaxpr(call)(bigrams.model(TARGET), DRAFTERS["model"])
+    assert all(np.size(const) < TARGET.size for const in jaxpr.consts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"rows": [[]]}, "an empty prompt gives"),
+        ({"keys": jnp.zeros((4, 2), jnp.uint32)}, "jax.random.key"),
+        ({"temperature": np.zeros(3)}, "temperature has shape"),
+    ],
+)
+def test_a_wrong_call_is_refused_in_a_sentence(change, words):
+    with pytest.raises(ValueError, match=words):
+        run(DRAFTERS["model"], change.pop("rows", PROMPTS), **change)
+
+
+def test_an_empty_prompt_among_others_is_refused():
+    with pytest.raises(ValueError, match="empty prompt"):
+        generate(
+            bigrams.model(TARGET),
+            None,
+            jnp.ones((2, 3), jnp.int32),
+            jnp.array([3, 0]),
+            keys=jax.random.key(0),
+            max_new_tokens=2,
+        )
