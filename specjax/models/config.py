@@ -1,7 +1,8 @@
 """The configuration of a Llama-family decoder, and its Hugging Face `config.json`."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 __all__ = ["TransformerConfig"]
 
@@ -12,6 +13,7 @@ _NEEDED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+_AS_THEY_ARE = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,25 +73,28 @@ class TransformerConfig:
           source: how a refusal names it.
 
         Raises:
-          ValueError: on a field that is missing, or that asks for what is not built here.
+          ValueError: on a field that is missing, of another type than it needs, or that asks
+            for what is not built here.
         """
         _refuse_unsupported(fields, source)
-        heads = fields["num_attention_heads"]
-        rope = fields.get("rope_parameters") or {}
-        eos = fields.get("eos_token_id")
-        dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-        return cls(
-            **{name: fields[name] for name in _NEEDED},
-            num_key_value_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-            rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-            rope_theta=float(fields.get("rope_theta") or rope.get("rope_theta", 10000.0)),
-            tie_word_embeddings=fields.get("tie_word_embeddings", False),
-            max_position_embeddings=fields.get("max_position_embeddings", 2048),
-            bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            dtype=dtype,
-        )
+        read = {name: _read(name, fields, source) for name in _FIELDS}
+        heads, eos = read["num_attention_heads"], read["eos_token_id"]
+        rope = (read["rope_parameters"] or {}) | fields
+        try:
+            return cls(
+                **{name: read[name] for name in (*_NEEDED, *_AS_THEY_ARE)},
+                num_key_value_heads=read["num_key_value_heads"] or heads,
+                head_dim=read["head_dim"] or max(1, read["hidden_size"] // heads),
+                rope_theta=float(_read("rope_theta", rope, source)),
+                eos_token_ids=tuple(eos)
+                if isinstance(eos, list)
+                else ()
+                if eos is None
+                else (eos,),
+                dtype=read["dtype"] or read["torch_dtype"] or "float32",
+            )
+        except ValueError as error:
+            raise ValueError(f"{source} does not fit together: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the Hugging Face `config.json` that `from_dict` reads back."""
@@ -113,19 +118,75 @@ def _refuse_unsupported(fields: dict[str, Any], source: str) -> None:
         raise ValueError(
             f"{source} has model_type {kind!r}; it needs to be 'llama', the family built here."
         )
-    for name in _NEEDED:
-        value = fields.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{source} has {name} {value!r}; it needs to be a positive integer.")
-    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    rope = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope != "default":
-        raise ValueError(
-            f"{source} scales its rotary embeddings by {rope!r}; only unscaled ones are built here."
-        )
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = _read(name, fields, source) or {}
+        unscaled = "default" if scaling.keys() <= {"rope_theta"} else None
+        rope = scaling.get("rope_type", scaling.get("type", unscaled))
+        if rope != "default":
+            raise ValueError(
+                f"{source} has {name} that scales the rotary embeddings by {rope!r}; only unscaled "
+                "ones are built here."
+            )
     wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for name, value in wanted.items():
         if fields.get(name, value) != value:
             raise ValueError(
                 f"{source} has {name} {fields[name]!r}; it needs to be {value!r}, the Llama layer."
             )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_ids(value: Any) -> bool:
+    return all(map(_is_id, value)) if isinstance(value, list) else value is None or _is_id(value)
+
+
+def _is_scale(value: Any) -> bool:
+    # Strictly inside float32, which also turns away the NaN and Infinity of Python's JSON.
+    return type(value) in (int, float) and 0 < value < 2.0**127
+
+
+class _Field(NamedTuple):
+    """What a field may hold, in code and in words, and what its absence means."""
+
+    fits: Callable[[Any], bool]
+    needed: str
+    default: Any = None
+
+
+_SIZE = _Field(_is_size, "a positive integer")
+_SIZE_OR_NULL = _Field(lambda v: v is None or _is_size(v), "a positive integer or null")
+_OBJECT = _Field(lambda v: v is None or isinstance(v, dict), "an object or null")
+_DTYPE = _Field(
+    lambda v: v in (None, "bfloat16", "float16", "float32"),
+    "'bfloat16', 'float16', 'float32' or null",
+)
+_FIELDS = {
+    **dict.fromkeys(_NEEDED, _SIZE),
+    "num_key_value_heads": _SIZE_OR_NULL,
+    "head_dim": _SIZE_OR_NULL,
+    "max_position_embeddings": _SIZE._replace(default=2048),
+    "rms_norm_eps": _Field(_is_scale, "a positive number", 1e-6),
+    "rope_theta": _Field(_is_scale, "a positive number", 10000.0),
+    "rope_scaling": _OBJECT,
+    "rope_parameters": _OBJECT,
+    "tie_word_embeddings": _Field(lambda v: isinstance(v, bool), "true or false", False),
+    "bos_token_id": _Field(lambda v: v is None or _is_id(v), "a token id or null"),
+    "eos_token_id": _Field(_is_ids, "a token id, a list of them or null"),
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+}
+
+
+def _read(name: str, fields: dict[str, Any], source: str) -> Any:
+    field = _FIELDS[name]
+    value = fields.get(name, field.default)
+    if not field.fits(value):
+        raise ValueError(f"{source} has {name} {value!r}; it needs to be {field.needed}.")
+    return value

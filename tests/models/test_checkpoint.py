@@ -1,6 +1,8 @@
 """Folders: what is written is read back, and a bad one is refused in a sentence."""
 
+import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +172,124 @@ def test_a_configuration_that_does_not_fit_is_refused(folder, fields, sentence):
     edit_config(folder, **fields)
     with pytest.raises(ValueError, match=sentence):
         load(folder)
+
+
+SIZE = "a positive integer"
+NULL = "a positive integer or null"
+NUMBER = "a positive number"
+IDS = "a token id, a list of them or null"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("vocab_size", "48", SIZE),
+        ("vocab_size", True, SIZE),
+        ("hidden_size", 24.0, SIZE),
+        ("num_hidden_layers", [2], SIZE),
+        ("num_attention_heads", 0, SIZE),
+        ("num_key_value_heads", "2", NULL),
+        ("num_key_value_heads", 0, NULL),
+        ("num_key_value_heads", -2, NULL),
+        ("head_dim", "a", NULL),
+        ("head_dim", 6.5, NULL),
+        ("head_dim", 0, NULL),
+        ("max_position_embeddings", None, SIZE),
+        ("max_position_embeddings", "1024", SIZE),
+        ("rms_norm_eps", "x", NUMBER),
+        ("rms_norm_eps", None, NUMBER),
+        ("rms_norm_eps", float("nan"), NUMBER),
+        ("rope_theta", "10000", NUMBER),
+        ("rope_theta", 0, NUMBER),
+        ("rope_theta", float("inf"), NUMBER),
+        ("rope_theta", 10**400, NUMBER),
+        ("rope_theta", [1e4], NUMBER),
+        ("rope_scaling", [1], "an object or null"),
+        ("rope_scaling", "linear", "an object or null"),
+        ("rope_parameters", 1, "an object or null"),
+        ("tie_word_embeddings", "false", "true or false"),
+        ("tie_word_embeddings", None, "true or false"),
+        ("bos_token_id", "x", "a token id or null"),
+        ("bos_token_id", [0], "a token id or null"),
+        ("eos_token_id", "x", IDS),
+        ("eos_token_id", [0, "x"], IDS),
+        ("eos_token_id", [[0]], IDS),
+        ("eos_token_id", -1, IDS),
+        ("eos_token_id", True, IDS),
+        ("torch_dtype", "int9", "'bfloat16', 'float16', 'float32' or null"),
+        ("torch_dtype", ["float32"], "'bfloat16', 'float16', 'float32' or null"),
+        ("dtype", "", "'bfloat16', 'float16', 'float32' or null"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_by_name_and_file(folder, name, value, needed):
+    edit_config(folder, **{name: value})
+    sentence = f"{folder / 'config.json'} has {name} {value!r}; it needs to be {needed}."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it needs to be a multiple"),
+        ({"head_dim": 5}, "head_dim is 5; rotary embeddings need it even"),
+        ({"head_dim": None, "num_attention_heads": 48}, "head_dim is 1; rotary"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused_by_file(folder, fields, sentence):
+    edit_config(folder, **fields)
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        load_config(folder)
+    assert str(refusal.value).startswith(f"{folder / 'config.json'} does not fit together: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "kind"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling", "'linear'"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling", "None"),
+        ({"rope_scaling": {"rope_type": ["default"]}}, "rope_scaling", r"\['default'\]"),
+        (
+            {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "yarn"}},
+            "rope_parameters",
+            "'yarn'",
+        ),
+    ],
+)
+def test_scaled_rotary_embeddings_are_refused_wherever_they_are_asked_for(
+    folder, fields, name, kind
+):
+    edit_config(folder, **fields)
+    with pytest.raises(ValueError, match=f"{name} that scales the rotary embeddings by {kind}"):
+        load_config(folder)
+
+
+def test_absent_and_null_fields_mean_what_they_mean_to_hugging_face(folder):
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    for name in (
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "torch_dtype",
+        "rope_scaling",
+    ):
+        del fields[name]
+    path.write_text(json.dumps(fields))
+    expected = TransformerConfig(48, 24, 40, 2, 4, 4, 6, 1e-6, 10000.0, False, 2048, None, ())
+    assert load_config(folder) == expected
+    names = ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "torch_dtype")
+    edit_config(folder, **dict.fromkeys(names))
+    assert load_config(folder) == expected
+    edit_config(
+        folder, rope_parameters={"rope_theta": 500, "rope_type": "default"}, dtype="float16"
+    )
+    assert load_config(folder) == dataclasses.replace(expected, rope_theta=500.0, dtype="float16")
 
 
 def test_a_missing_tensor_is_named(folder):
