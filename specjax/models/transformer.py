@@ -8,7 +8,7 @@ query heads per key-value head, `D` head dimension, `V` vocabulary.
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ __all__ = [
     "functions",
 ]
 
+_Kernel = Literal["xla", "cudnn"] | None
 _MASKED = -1e30  # Finite: a padding token sees no slot and must still give finite numbers.
 
 
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(y, [self.heads, self.heads + self.groups], axis=2)
         return _rotate(q, rotation), _rotate(k, rotation), v
 
-    def causal(self, x: jax.Array, rotation: Any, implementation: str | None) -> jax.Array:
+    def causal(self, x: jax.Array, rotation: Any, implementation: _Kernel) -> jax.Array:
         """[B, T, E] of whole sequences, each token seeing those before it."""
         q, k, v = self._project(x, rotation)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
@@ -130,7 +131,7 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config, rngs)
 
-    def causal(self, x: jax.Array, rotation: Any, implementation: str | None) -> jax.Array:
+    def causal(self, x: jax.Array, rotation: Any, implementation: _Kernel) -> jax.Array:
         """The residual stream [B, T, E] of whole sequences after this layer."""
         x = x + self.attention.causal(self.attention_norm(x), rotation, implementation)
         return x + self.mlp(self.mlp_norm(x))
@@ -171,7 +172,7 @@ class Transformer(nnx.Module):
             written.append(entry)
         return self.norm(x), tuple(written)
 
-    def causal(self, token_ids: jax.Array, implementation: str | None = None) -> jax.Array:
+    def causal(self, token_ids: jax.Array, implementation: _Kernel = None) -> jax.Array:
         """Hidden states [B, T, E] of whole sequences, without a cache, for training."""
         # A product: the gradient of a lookup adds colliding rows, in low precision and any order.
         table = self.embedding[...]
@@ -224,7 +225,7 @@ def causal_hidden(
     config: TransformerConfig,
     params: Any,
     token_ids: jax.Array,
-    implementation: str | None = None,
+    implementation: _Kernel = None,
 ) -> jax.Array:
     """Hidden states [B, T, E] of whole sequences at positions 0 to T - 1, for training.
 
