@@ -7,7 +7,7 @@ PIP = $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 .PHONY: demo test lint wheel clean
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/specjax generate "def fibonacci(n):" --max-new-tokens 128
+	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)
