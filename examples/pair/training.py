@@ -115,9 +115,10 @@ def _steps_within(minutes: float, run: Callable[..., Any], state: Any, *args: An
     return max(1, calls) * losses.size
 
 
-def _save(path: pathlib.Path, content: Any) -> None:
+def _save(path: pathlib.Path, content: dict[str, Any]) -> None:
+    content = content | {"state": jax.tree.map(np.asarray, content["state"])}
     spare = path.with_suffix(".new")
-    spare.write_bytes(pickle.dumps(jax.tree.map(np.asarray, content)))
+    spare.write_bytes(pickle.dumps(content))
     spare.replace(path)
 
 
