@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.mesh import map_batch_shards
-from specjax.noise import fold_in, key_words
+from specjax.noise import addresses, fold_in_rows, key_words
 from specjax.ragged import ragged_requests
 from specjax.request import PerRequest, Request, Rows
 from specjax.sampling import sample_row
@@ -40,11 +40,7 @@ class Options(NamedTuple):
 
 def _request_keys(keys: jax.Array, size: int) -> Any:
     """Key words u32[B] of each request; a single key folds in the row index."""
-    words = key_words(keys)
-    if keys.shape:
-        return words
-    each = (jnp.broadcast_to(words[0], (size,)), jnp.broadcast_to(words[1], (size,)))
-    return fold_in(each, jnp.arange(size, dtype=jnp.uint32))
+    return key_words(keys if keys.shape else fold_in_rows(keys, size))
 
 
 @functools.partial(jax.jit, static_argnames="noise_dtype")
@@ -63,7 +59,10 @@ def run_gumbel_sample(
     each = [jnp.broadcast_to(x, (size,)) for x in (positions, stream, temperature)]
 
     def sample(batch: Any, _: Any) -> Sample:
-        return jax.vmap(functools.partial(sample_row, noise_dtype=noise_dtype))(*batch)
+        logits, key, position, stream, temperature, cutoff = batch
+        at = addresses(key, position, stream)
+        one = functools.partial(sample_row, noise_dtype=noise_dtype)
+        return jax.vmap(one)(logits, at, temperature, cutoff)
 
     batch = (logits, _request_keys(keys, size), *each, cutoff)
     return map_batch_shards(sample, logits, batch, ())

@@ -17,6 +17,7 @@ from specjax.acceptance import num_usable
 from specjax.api import rejection_sample
 from specjax.config import SpeculativeConfig
 from specjax.metrics import init_metrics, update_metrics
+from specjax.noise import fold_in_rows
 from specjax.state import DecodeState, Generation, Settings, StepInfo
 from specjax.tokens import append, commit
 from specjax.typing import Draft, Drafter, Model, Origin
@@ -38,7 +39,7 @@ def run_init(
     """`init` on checked arguments."""
     size, longest = prompt.shape
     settings = settings._replace(
-        keys=_request_keys(settings.keys, size),
+        keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
         temperature=jnp.broadcast_to(settings.temperature, (size,)),
     )
     place = jnp.arange(longest, dtype=jnp.int32)[None]
@@ -153,13 +154,6 @@ def _propose(
         config=config,
     )
     return state._replace(draft=draft, drafter_state=drafter_state)
-
-
-def _request_keys(keys: jax.Array, size: int) -> jax.Array:
-    """One key per request, whichever came: a single one folds in each row index."""
-    if keys.shape:
-        return keys
-    return jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(size, dtype=jnp.uint32))
 
 
 def _take_place(values: jax.Array, index: jax.Array) -> jax.Array:

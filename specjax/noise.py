@@ -16,7 +16,9 @@ __all__ = [
     "SAMPLING_BLOCK",
     "Words",
     "address",
+    "addresses",
     "fold_in",
+    "fold_in_rows",
     "gumbel",
     "gumbel_from_uniform",
     "key_words",
@@ -96,6 +98,32 @@ def address(key: Words, position: Any, stream: Any) -> Words:
       Two u32 arrays of the key's shape.
     """
     return fold_in(fold_in(key, position), stream)
+
+
+def addresses(key: Words, positions: jax.Array, streams: jax.Array) -> Words:
+    """`address` of a whole batch, by `jax.random`.
+
+    Its hash is a loop on a CPU: the unrolled one, chained in arrays, compiles for seconds.
+
+    Args:
+      key: two u32[B].
+      positions: i32[B].
+      streams: i32[B].
+
+    Returns:
+      Two u32[B].
+    """
+
+    def one(words: jax.Array, position: jax.Array, stream: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(key, position), stream)
+
+    return key_words(jax.vmap(one)(jnp.stack(key, axis=-1), positions, streams))
+
+
+def fold_in_rows(key: jax.Array, size: int) -> jax.Array:
+    """Typed keys [size]: a single key with each row's index folded in."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(size, dtype=jnp.uint32))
 
 
 def random_bits(at: Words, index: jax.Array, dtype: Any = jnp.uint32) -> jax.Array:

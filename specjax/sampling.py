@@ -22,7 +22,7 @@ from specjax.logsumexp import (
     row_logsumexp,
     row_statistics,
 )
-from specjax.noise import SAMPLING_BLOCK, Words, address, gumbel
+from specjax.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.typing import Sample
 
 __all__ = [
@@ -121,14 +121,12 @@ def perturbed_token(
 
 def sample_row(
     logits: jax.Array,
-    key: Words,
-    position: jax.Array,
-    stream: jax.Array,
+    at: Words,
     temperature: jax.Array,
     cutoff: jax.Array | None,
     noise_dtype: Any,
 ) -> Sample:
-    """`gumbel_sample` for one row of logits [V]; every other argument is a scalar."""
+    """`gumbel_sample` for one row of logits [V] at its address."""
     scaling = read_temperature(temperature)
     partials = block_partials(logits, scaling.scale, cutoff)
     row = row_statistics(partials, scaling.scale)
@@ -137,7 +135,7 @@ def sample_row(
         return token_logprobs(take_logits(logits, index, cutoff), row, scaling.scale)
 
     weights = block_weights(partials, row, scaling.scale)
-    drawn = perturbed_token(weights, token_weights, address(key, position, stream), noise_dtype)
+    drawn = perturbed_token(weights, token_weights, at, noise_dtype)
     token = jnp.where(scaling.greedy, argmax_token(logits, partials, cutoff), drawn)
     valid = scaling.valid & row.finite
     return Sample(
