@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import (
+    as_array,
+    check_count,
     check_cumulative,
     check_draft,
     check_implementation,
@@ -14,6 +16,7 @@ from specjax.checks import (
     check_noise_dtype,
     read_array,
     read_optional,
+    read_rates,
 )
 from specjax.dispatch import (
     Options,
@@ -77,6 +80,7 @@ def gumbel_sample(
       logsumexp, independent of which token attains it.
     """
     check_implementation(implementation)
+    logits = as_array("logits", logits)
     check_logits("logits", logits, "[B, V]")
     size = logits.shape[0]
     each = ((), (size,))
@@ -116,7 +120,8 @@ def rejection_sample(
       draft: `Draft` with token arrays [B, K], K >= 0, logits [S, K, V_d].
       target_logits: [B, K + 1, V], bf16, f16 or f32, raw. Row i decides drafted token i,
         the row after the last drafted token the bonus.
-      keys: typed threefry keys, [B] or (). With () each request folds in its index.
+      keys: typed threefry keys, [B] or (). With () each request folds in its index; inside
+        `shard_map` pass [B], because every shard counts its requests from 0.
       positions: i32, [B] or scalar: row i decides the token at absolute position
         ``positions + i``. Either a fixed key per request and true positions, or a fresh
         key per call and positions 0.
@@ -125,7 +130,8 @@ def rejection_sample(
       cutoff: f32, [B, K + 1], target logits below it are left out. None keeps all.
       conditional_rates: f32, [K] or [B, K] in [0, 1], makes the call synthetic: token i is
         kept with this probability whatever p and q say. See `geometric_rates`.
-      bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled.
+      bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
+        log-probability is -inf where the bonus row is no law.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
       implementation: None chooses at lowering; "xla" is plain JAX.
 
@@ -150,6 +156,7 @@ def rejection_sample(
     check_implementation(implementation)
     draft = check_draft(draft)
     size, k = draft.token_ids.shape
+    target_logits = as_array("target_logits", target_logits)
     check_logits("target_logits", target_logits, "[B, K + 1, V]", size)
     if target_logits.shape[1] != k + 1:
         raise ValueError(
@@ -219,7 +226,10 @@ def rejection_sample_ragged(
       (2, 3)
     """
     check_implementation(implementation)
-    size = check_cumulative(cu_num_draft_tokens, max_draft_tokens)
+    size = check_cumulative(cu_num_draft_tokens)
+    why = "the most drafted tokens of any request, because it is the width of the result"
+    max_draft_tokens = check_count("max_draft_tokens", max_draft_tokens, 0, why)
+    target_logits = as_array("target_logits", target_logits)
     draft = check_draft(draft, ragged_batch_size=size)
     num_drafted = draft.token_ids.shape[0]
     check_logits("target_logits", target_logits, "[N + B, V]", num_drafted + size)
@@ -256,8 +266,6 @@ def _read_options(
         keys=check_keys(keys, size),
         positions=read_array("positions", positions, jnp.int32, *each),
         temperature=read_array("temperature", temperature, jnp.float32, *each),
-        conditional_rates=read_optional(
-            "conditional_rates", conditional_rates, jnp.float32, (k,), (size, k)
-        ),
+        conditional_rates=read_rates(conditional_rates, size, k),
         bonus_token_ids=read_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )

@@ -1,5 +1,6 @@
 """Refusals at the door: one sentence that says what came, what is needed and why."""
 
+import operator
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 from specjax.typing import Draft
 
 __all__ = [
+    "as_array",
+    "check_count",
     "check_cumulative",
     "check_draft",
     "check_implementation",
@@ -18,7 +21,9 @@ __all__ = [
     "check_prompt",
     "check_shape",
     "read_array",
+    "read_ids",
     "read_optional",
+    "read_rates",
 ]
 
 _IMPLEMENTATIONS = (None, "xla", "triton", "interpret")
@@ -31,15 +36,46 @@ def read_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> A
     Python and NumPy numbers become arrays here, on the host and of a fixed dtype, so
     that 1, 1.0 and np.float64(1) share one compilation.
     """
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
+    value = as_array(name, value)
     wanted = jnp.dtype(dtype)
-    kinds = "iu" if wanted.kind == "i" else "iuf"
-    if jnp.dtype(value.dtype).kind not in kinds and value.dtype != jnp.bfloat16:
+    allowed = (jnp.integer,) if wanted.kind == "i" else (jnp.integer, jnp.floating)
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in allowed):
         noun = "integers" if wanted.kind == "i" else "numbers"
         raise ValueError(f"{name} has dtype {value.dtype}; it needs {noun} ({wanted}).")
     check_shape(name, value, *shapes)
+    if wanted.kind == "i":
+        value = _narrow(name, value, wanted)
+    if getattr(value, "weak_type", False):
+        return jax.lax.convert_element_type(value, wanted)
     return value if value.dtype == wanted else value.astype(wanted)
+
+
+def as_array(name: str, value: Any) -> Any:
+    """An argument with a shape and a dtype: itself, or a list of numbers made an array."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"{name} is no array: {error}") from None
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is {type(value).__name__}; it needs an array of numbers.")
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _narrow(name: str, value: Any, wanted: Any) -> Any:
+    """Integers inside the range of `wanted`: never wrapped, refused where they are known."""
+    limits = jnp.iinfo(wanted)
+    given = jnp.iinfo(value.dtype)
+    if given.min >= limits.min and given.max <= limits.max:
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        if value.size and (value.min() < limits.min or value.max() > limits.max):
+            raise ValueError(f"{name} holds integers outside the range of {wanted}.")
+        return value
+    # A traced id beyond the range becomes the largest, which no vocabulary holds.
+    low = value.dtype.type(max(limits.min, given.min))
+    return jnp.clip(value, low, value.dtype.type(limits.max))
 
 
 def check_shape(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
@@ -49,9 +85,35 @@ def check_shape(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {value.shape}; it needs {wanted}.")
 
 
+def check_count(name: str, value: Any, least: int, why: str) -> int:
+    """A Python int of at least `least`; `why` says what it is needed for."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool) or count < least:
+        raise ValueError(f"{name} is {value!r}; it needs a Python int >= {least}, {why}.")
+    return count
+
+
 def read_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
     """`read_array`, or None for None."""
     return None if value is None else read_array(name, value, dtype, *shapes)
+
+
+def read_ids(name: str, value: Any) -> jax.Array:
+    """Token ids given as one int, several, or none: i32[E]."""
+    ids = as_array(name, [] if value is None else value)
+    ids = ids.astype(np.int32) if ids.size == 0 else read_array(name, ids, jnp.int32, ids.shape)
+    return jnp.asarray(ids).reshape(-1)
+
+
+def read_rates(rates: Any, size: int, k: int) -> Any:
+    """Conditional acceptance rates f32[K] or f32[B, K]; those known here lie in [0, 1]."""
+    rates = read_optional("conditional_rates", rates, jnp.float32, (k,), (size, k))
+    if isinstance(rates, np.ndarray) and not np.all((rates >= 0) & (rates <= 1)):
+        raise ValueError("conditional_rates holds numbers outside [0, 1]; each is a probability.")
+    return rates
 
 
 def check_logits(name: str, logits: Any, form: str, leading: int | None = None) -> None:
@@ -81,8 +143,12 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
     Returns:
       The draft, its small arrays in their dtypes.
     """
+    if not isinstance(draft, Draft):
+        raise ValueError(f"draft is {type(draft).__name__}; it needs a specjax.Draft.")
     form, rank = ("[B, K]", 2) if ragged_batch_size is None else ("[N]", 1)
-    ids = draft.token_ids
+    ids = as_array("draft.token_ids", draft.token_ids)
+    if draft.logits is not None:
+        draft = draft._replace(logits=as_array("draft.logits", draft.logits))
     if ids.ndim != rank:
         raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
     size = ids.shape[0] if ragged_batch_size is None else ragged_batch_size
@@ -99,7 +165,8 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
         if draft.logits.shape[:-1] != leading + ids.shape[1:]:
             raise ValueError(
                 f"draft.logits has shape {draft.logits.shape} for token_ids {ids.shape}; it needs "
-                f"{leading + ids.shape[1:]} and the vocabulary: one row per drafted token."
+                f"{leading + ids.shape[1:]} and the vocabulary, one row per drafted token, or "
+                "draft.rows, which says where each request's rows lie."
             )
     i32, f32, shape = jnp.int32, jnp.float32, ids.shape
     return Draft(
@@ -114,24 +181,23 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
     )
 
 
-def check_cumulative(cu_num_draft_tokens: Any, max_draft_tokens: Any) -> int:
+def check_cumulative(cu_num_draft_tokens: Any) -> int:
     """The batch size of a ragged call, or a refusal."""
+    cu_num_draft_tokens = as_array("cu_num_draft_tokens", cu_num_draft_tokens)
     if cu_num_draft_tokens.ndim != 1 or cu_num_draft_tokens.shape[0] < 1:
         raise ValueError(
             f"cu_num_draft_tokens has shape {cu_num_draft_tokens.shape}; it needs [B + 1], the "
             "cumulative counts from 0."
-        )
-    if not isinstance(max_draft_tokens, int) or max_draft_tokens < 0:
-        raise ValueError(
-            f"max_draft_tokens is {max_draft_tokens!r}; it needs a Python int >= 0, the most "
-            "drafted tokens of any request, because it is the width of the result."
         )
     return cu_num_draft_tokens.shape[0] - 1
 
 
 def check_keys(keys: Any, batch_size: int) -> Any:
     """Refuses everything but typed threefry keys of shape () or [B]."""
-    cure = "make typed threefry keys with jax.random.key(seed) or jax.vmap(jax.random.key)(seeds)"
+    cure = (
+        "make typed threefry keys with jax.random.key(seed, impl='threefry2x32'), or "
+        "jax.vmap(jax.random.key)(seeds) where that is the default"
+    )
     dtype = getattr(keys, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         came = f"dtype {dtype}" if dtype is not None else type(keys).__name__
@@ -139,7 +205,7 @@ def check_keys(keys: Any, batch_size: int) -> Any:
     if str(jax.random.key_impl(keys)) != "threefry2x32":
         raise ValueError(
             f"keys are of the kind {jax.random.key_impl(keys)}; noise by address is defined for "
-            f"threefry2x32; {cure}(..., impl='threefry2x32')."
+            f"threefry2x32; {cure}."
         )
     if keys.shape not in ((), (batch_size,)):
         raise ValueError(
@@ -149,17 +215,13 @@ def check_keys(keys: Any, batch_size: int) -> Any:
     return keys
 
 
-def check_prompt(token_ids: Any, lengths: Any, max_new_tokens: Any) -> tuple[jax.Array, jax.Array]:
+def check_prompt(token_ids: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
     """Prompts as i32[B, L] and i32[B], or a refusal."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    token_ids = as_array("prompt_token_ids", token_ids)
+    lengths = as_array("prompt_lengths", lengths)
+    if token_ids.ndim != 2 or 0 in token_ids.shape:
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens!r}; it needs a Python int >= 1, because it sizes "
-            "the buffers."
-        )
-    token_ids, lengths = jnp.asarray(token_ids), jnp.asarray(lengths)
-    if token_ids.ndim != 2 or token_ids.shape[1] == 0:
-        raise ValueError(
-            f"prompt_token_ids has shape {token_ids.shape}; it needs [B, L] with L >= 1."
+            f"prompt_token_ids has shape {token_ids.shape}; it needs [B, L] with B, L >= 1."
         )
     ids = read_array("prompt_token_ids", token_ids, jnp.int32, token_ids.shape)
     lengths = read_array("prompt_lengths", lengths, jnp.int32, token_ids.shape[:1])
@@ -172,12 +234,15 @@ def check_prompt(token_ids: Any, lengths: Any, max_new_tokens: Any) -> tuple[jax
                 f"{token_ids.shape[1]}, the width of prompt_token_ids: an empty prompt gives the "
                 "model nothing to continue."
             )
-    return ids, lengths
+    return jnp.asarray(ids), jnp.asarray(lengths)
 
 
 def check_noise_dtype(noise_dtype: Any) -> Any:
     """The noise dtype as a `jnp.dtype`: float32, or float64 where x64 is on."""
-    dtype = jnp.dtype(noise_dtype)
+    try:
+        dtype = jnp.dtype(noise_dtype)
+    except TypeError:
+        raise ValueError(f"noise_dtype is {noise_dtype!r}; it is float32 or float64.") from None
     if dtype == jnp.float32:
         return dtype
     if dtype != jnp.float64:

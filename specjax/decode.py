@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import check_keys, check_prompt, read_array
+from specjax.checks import check_count, check_keys, check_prompt, read_array, read_ids
 from specjax.config import SpeculativeConfig
 from specjax.loop import run_generate, run_init, run_step
 from specjax.state import DecodeState, Generation, Settings, StepInfo
@@ -59,6 +59,7 @@ def init(
       ([[0, 1, -1, -1]], [2])
     """
     arguments = _read_arguments(
+        target,
         drafter,
         prompt_token_ids,
         prompt_lengths,
@@ -119,8 +120,9 @@ def generate(
 ) -> Generation:
     """Generates with speculation; the output follows the target's law exactly.
 
-    A request's tokens depend on its key, prompt and temperature alone, and with
-    temperature 0 they are those of plain greedy decoding.
+    A request's tokens are a function of its own key, prompt and temperature, of the models,
+    `config` and `max_new_tokens`, never of the other requests. With temperature 0 they are
+    those of plain greedy decoding, whatever drafts.
 
     Args:
       target: the model whose law the output follows.
@@ -153,6 +155,7 @@ def generate(
       [[0, 1, 0, 1, 0, 1]]
     """
     arguments = _read_arguments(
+        target,
         drafter,
         prompt_token_ids,
         prompt_lengths,
@@ -166,6 +169,7 @@ def generate(
 
 
 def _read_arguments(
+    target: Model,
     drafter: Drafter | None,
     prompt_token_ids: Any,
     prompt_lengths: Any,
@@ -177,14 +181,17 @@ def _read_arguments(
 ) -> dict[str, Any]:
     """The checked arguments of `run_init`."""
     config = SpeculativeConfig() if config is None else config
-    prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths, max_new_tokens)
+    _check_kinds(target, drafter, config)
+    why = "because it sizes the buffers"
+    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
+    prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
     size = prompt.shape[0]
     temperature = read_array("temperature", temperature, jnp.float32, (), (size,))
     settings = Settings(
         keys=check_keys(keys, size),
         temperature=temperature,
         max_lengths=lengths + max_new_tokens,
-        eos_token_ids=jnp.asarray(eos_token_ids, jnp.int32).reshape(-1),
+        eos_token_ids=read_ids("eos_token_ids", eos_token_ids),
         conditional_rates=None if drafter is None else config.conditional_rates(),
     )
     return {
@@ -194,3 +201,17 @@ def _read_arguments(
         "config": config.compile_key(),
         "room": prompt.shape[1] + max_new_tokens,
     }
+
+
+def _check_kinds(target: Any, drafter: Any, config: Any) -> None:
+    if not isinstance(target, Model):
+        raise ValueError(f"target is {type(target).__name__}; it needs a specjax.Model.")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"drafter is {type(drafter).__name__}; it needs specjax.model_drafter(model), "
+            "specjax.ngram_drafter(), a specjax.Drafter of your own, or None."
+        )
+    if not isinstance(config, SpeculativeConfig):
+        raise ValueError(
+            f"config is {type(config).__name__}; it needs a specjax.SpeculativeConfig."
+        )

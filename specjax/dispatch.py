@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.mesh import map_batch_shards
+from specjax.mesh import map_batch_shards, vary_like
 from specjax.noise import addresses, fold_in_rows, key_words
 from specjax.ragged import ragged_requests
 from specjax.request import PerRequest, Request, Rows
@@ -81,7 +81,10 @@ def run_rejection_sample(
     size, num_rows, vocab_size = target_logits.shape
 
     def verify(batch: Any, shared_logits: jax.Array | None) -> Verification:
-        draft, target_logits, cutoff, options = batch
+        # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
+        (draft, target_logits, cutoff, options), shared_logits = vary_like(
+            (batch, shared_logits), batch, shared_logits
+        )
         logits = draft.logits if shared_logits is None else shared_logits
         flat_cutoff = None if cutoff is None else cutoff.reshape(-1)
         return verify_batch(
@@ -91,6 +94,8 @@ def run_rejection_sample(
             noise_dtype,
         )
 
+    if size == 0:
+        return _nothing(num_rows)
     spread = options.spread(size, num_rows - 1)
     if num_rows == 1:
         draft, spread = _no_drafts(draft, size), spread._replace(rates=None)
@@ -115,7 +120,11 @@ def run_rejection_sample_ragged(
 ) -> Verification:
     """`rejection_sample_ragged` on checked arguments."""
     size = cu_num_draft_tokens.shape[0] - 1
+    if size == 0:
+        return _nothing(max_draft_tokens + 1)
     spread = options.spread(size, max_draft_tokens)
+    everything = (draft, target_logits, cu_num_draft_tokens, cutoff, spread)
+    draft, target_logits, cu_num_draft_tokens, cutoff, spread = vary_like(everything, everything)
     starts = cu_num_draft_tokens[:-1]
     if draft.token_ids.shape[0] and max_draft_tokens:
         requests = ragged_requests(draft, spread, cu_num_draft_tokens, max_draft_tokens)
@@ -131,6 +140,13 @@ def run_rejection_sample_ragged(
 def _no_drafts(draft: Draft, size: int) -> Draft:
     """One place per request and nothing drafted in it, for K = 0."""
     return Draft(jnp.full((size, 1), -1, jnp.int32), num_tokens=draft.num_tokens)
+
+
+def _nothing(num_rows: int) -> Verification:
+    """The verification of no requests."""
+    none = jnp.zeros((0,), jnp.int32)
+    padded = jnp.zeros((0, num_rows), jnp.int32)
+    return Verification(padded, none, none, padded.astype(jnp.float32))
 
 
 def _first_rows(done: Verification, num_rows: int) -> Verification:

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.acceptance import num_usable
 from specjax.api import gumbel_sample
-from specjax.checks import check_shape, read_array
+from specjax.checks import as_array, check_count, check_shape, read_array
+from specjax.mesh import map_batch_shards, vary_like
 from specjax.typing import Draft, Stream
 
 __all__ = ["draft_from_probs", "gather_drafts", "propose"]
@@ -34,13 +36,17 @@ def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:
       >>> draft.temperature
       Array([1.], dtype=float32)
     """
+    token_ids = read_array("token_ids", token_ids, jnp.int32, np.shape(token_ids))
+    probs = jnp.asarray(as_array("probs", probs))
     if probs.ndim != 3 or probs.shape[:2] != token_ids.shape:
         raise ValueError(
             f"probs has shape {probs.shape} for token_ids {token_ids.shape}; it needs [B, K, V], "
             "one law per drafted token."
         )
     temperature = jnp.ones(token_ids.shape[:1], jnp.float32)
-    return Draft(token_ids, logits=jnp.log(probs.astype(jnp.float32)), temperature=temperature)
+    return Draft(
+        jnp.asarray(token_ids), logits=jnp.log(probs.astype(jnp.float32)), temperature=temperature
+    )
 
 
 def propose(
@@ -56,7 +62,7 @@ def propose(
     noise_dtype: Any = jnp.float32,
     implementation: str | None = None,
 ) -> tuple[Draft, Any]:
-    """Drafts K tokens with a model, for a loop of one's own.
+    """Drafts K tokens with a model, for a loop of one's own; call it under `jax.jit`.
 
     Token i is drawn on ``Stream.draft(i)`` at position ``positions + i``; give
     `rejection_sample` the same keys and positions. The logits and statistics of every draw
@@ -96,13 +102,8 @@ def propose(
         raise ValueError(
             f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
         )
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens is {num_tokens}; a proposal needs at least 1 draft token.")
-    (size,) = token_ids.shape
-    each = ((), (size,))
-    positions = jnp.broadcast_to(read_array("positions", positions, jnp.int32, *each), (size,))
-    temperature = read_array("temperature", temperature, jnp.float32, *each)
-    temperature = jnp.broadcast_to(temperature, (size,))
+    num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
+    token_ids, positions, temperature = _read_batch(token_ids, positions, temperature)
     greedy = draft_sample_method == "greedy"
 
     def draw(i: Any, carry: Any, token_ids: jax.Array) -> tuple[Any, jax.Array, Any]:
@@ -121,18 +122,39 @@ def propose(
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *kept)
 
     carry, last, first = draw(0, carry, token_ids)
-    rows = [jnp.zeros((size, num_tokens, *x.shape[1:]), x.dtype).at[:, 0].set(x) for x in first]
+    # Every place holds the first draw until its own comes.
+    rows = [jnp.repeat(x[:, None], num_tokens, axis=1) for x in first]
 
     def body(i: jax.Array, state: Any) -> Any:
         carry, last, rows = state
         carry, last, drawn = draw(i, carry, last)
-        return carry, last, [row.at[:, i].set(x) for row, x in zip(rows, drawn, strict=True)]
+        put = jax.lax.dynamic_update_index_in_dim
+        rows = [put(row, x, i, 1) for row, x in zip(rows, drawn, strict=True)]
+        return vary_like((carry, last, rows), state)
 
-    carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, (carry, last, rows))
+    start = (carry, last, rows)
+    carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, vary_like(start, start, keys))
     if greedy:
         return Draft(rows[0]), carry
     ids, logits, logprobs, logsumexp = rows
     return Draft(ids, logits, temperature, logprobs, logsumexp), carry
+
+
+def _read_batch(
+    token_ids: Any, positions: Any, temperature: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Last tokens, positions and temperatures, each [B]."""
+    token_ids = jnp.asarray(as_array("token_ids", token_ids))
+    if token_ids.ndim != 1:
+        raise ValueError(
+            f"token_ids has shape {token_ids.shape}; it needs [B], each request's last token."
+        )
+    each = ((), token_ids.shape)
+    # Sums rather than broadcasts: they keep the sharding of the batch.
+    none = jnp.zeros_like(token_ids, jnp.int32)
+    positions = none + read_array("positions", positions, jnp.int32, *each)
+    temperature = read_array("temperature", temperature, jnp.float32, *each)
+    return token_ids, positions, none.astype(jnp.float32) + temperature
 
 
 def gather_drafts(
@@ -163,25 +185,29 @@ def gather_drafts(
       ([[9, 4], [5, 6]], [1, 2])
     """
     slots = cache.token_ids.shape[0]
+    cached_request_ids = jnp.asarray(as_array("cached_request_ids", cached_request_ids))
+    request_ids = jnp.asarray(as_array("request_ids", request_ids))
+    if request_ids.ndim != 1:
+        raise ValueError(f"request_ids has shape {request_ids.shape}; it needs [B].")
+    num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, request_ids.shape))
     check_shape("cached_request_ids", cached_request_ids, (slots,))
-    check_shape("num_tokens", num_tokens, request_ids.shape)
-    same = (request_ids[:, None] == cached_request_ids[None]) & (cached_request_ids >= 0)[None]
-    found = jnp.any(same, axis=1)
-    slot = jnp.argmax(same, axis=1).astype(jnp.int32)
+    small = cache._replace(logits=None)
 
-    def take(values: jax.Array | None) -> jax.Array | None:
-        return None if values is None else values[slot]
+    def align(batch: Any, shared: Any) -> Draft:
+        request_ids, num_tokens = batch
+        cache, cached_request_ids = shared
+        same = request_ids[:, None] == cached_request_ids[None]
+        same &= (cached_request_ids >= 0)[None]
+        slot = jnp.argmax(same, axis=1).astype(jnp.int32)
+        held = num_usable(cache.token_ids, cache.num_tokens)[slot]
+        usable = jnp.clip(num_tokens, 0, jnp.maximum(held, 0))
+        usable = jnp.where(jnp.any(same, axis=1), usable, 0)
+        taken: Draft = jax.tree.map(lambda values: values[slot], cache)
+        rows = slot if taken.rows is None else taken.rows
+        return taken._replace(num_tokens=jnp.where(num_tokens < 0, -1, usable), rows=rows)
 
-    held = num_usable(cache.token_ids, cache.num_tokens)[slot]
-    usable = jnp.where(found, jnp.clip(num_tokens, 0, jnp.maximum(held, 0)), 0)
-    rows = slot if cache.rows is None else cache.rows[slot]
-    return Draft(
-        token_ids=cache.token_ids[slot],
-        logits=cache.logits,
-        temperature=take(cache.temperature),
-        logprobs=take(cache.logprobs),
-        logsumexp=take(cache.logsumexp),
-        cutoff=take(cache.cutoff),
-        num_tokens=jnp.where(num_tokens < 0, -1, usable).astype(jnp.int32),
-        rows=None if cache.logits is None else rows,
-    )
+    shared = (small, cached_request_ids)
+    draft: Draft = map_batch_shards(align, request_ids, (request_ids, num_tokens), shared)
+    if cache.logits is None:
+        return draft._replace(rows=None)
+    return draft._replace(logits=cache.logits)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specjax.acceptance import num_usable
 from specjax.api import rejection_sample
 from specjax.config import SpeculativeConfig
+from specjax.mesh import vary_like
 from specjax.metrics import init_metrics, update_metrics
 from specjax.noise import fold_in_rows
 from specjax.state import DecodeState, Generation, Settings, StepInfo
@@ -153,7 +154,9 @@ def _propose(
         temperature=settings.temperature,
         config=config,
     )
-    return state._replace(draft=draft, drafter_state=drafter_state)
+    # Whatever the drafter says, an ended request drafts nothing and the room is kept.
+    num_tokens = jnp.minimum(num_usable(draft.token_ids, draft.num_tokens), wanted)
+    return state._replace(draft=draft._replace(num_tokens=num_tokens), drafter_state=drafter_state)
 
 
 def _take_place(values: jax.Array, index: jax.Array) -> jax.Array:
@@ -168,9 +171,10 @@ def run_generate(
     target: Model, drafter: Drafter | None, *, config: SpeculativeConfig, **prompt: Any
 ) -> Generation:
     """`generate` on checked arguments."""
+    state = run_init(target, drafter, config=config, **prompt)
     state = jax.lax.while_loop(
         lambda state: jnp.any(state.finish == 0),
-        lambda state: run_step(target, drafter, state, config=config)[0],
-        run_init(target, drafter, config=config, **prompt),
+        lambda state: vary_like(run_step(target, drafter, state, config=config)[0], state),
+        vary_like(state, state, target, drafter),
     )
     return Generation(*(getattr(state, name) for name in Generation._fields))

@@ -11,18 +11,27 @@ import jax
 import jax.numpy as jnp
 
 from specjax.logits import read_temperature
-from specjax.logsumexp import BlockPartials, RowStatistics, block_weights, keep, row_logsumexp
+from specjax.logsumexp import (
+    BlockPartials,
+    RowStatistics,
+    block_partials,
+    block_weights,
+    keep,
+    row_statistics,
+)
 from specjax.noise import SAMPLING_BLOCK, address
-from specjax.request import DraftedToken, Request, Rows, draft_row, take_row
+from specjax.request import DraftedToken, Request, Rows, draft_row, has_statistics, take_row
 from specjax.residual import block_residual_weights, residual_logprobs
 from specjax.sampling import argmax_token, perturbed_token, take_logits, token_logprobs
 from specjax.typing import Stream
 
 __all__ = ["Ending", "next_token"]
 
-# A residual of less mass than this times 1 + |logsumexp| of both rows is what rounding leaves of
-# p == q. Such a rejection is as improbable as the mass is small, unless it is synthetic.
-_ROUNDING = 2.0**-22
+# A residual of less mass than this is what rounding may leave of p == q: float32's relative step
+# of 2^-23 on log-probabilities and, if it is carried, on a logsumexp of at most _LARGE. A rejection
+# is as improbable as its residual is small, unless it is synthetic.
+_ROUNDING = 2.0**-20
+_LARGE = 128.0
 
 
 class Ending(NamedTuple):
@@ -80,11 +89,11 @@ def next_token(
     else:
         drawn = rejected & ~drafted.one_hot & ~scaling.greedy
         masses, drawn_logprobs = _drawn_residual(
-            request, ending, Rows(logits, cutoff), draft_logits
+            request, ending, Rows(logits, cutoff), draft_logits, drawn
         )
         weights = jax.lax.cond(drawn, masses, without_token)
-        size = jnp.abs(row_logsumexp(ending.row, scaling.scale)) + jnp.abs(drafted.logsumexp)
-        rounding = jnp.where(drawn, jnp.float32(_ROUNDING) * (1 + size), jnp.float32(0))
+        step = _ROUNDING * (_LARGE / 8 if has_statistics(request) else 1)
+        rounding = jnp.where(drawn, jnp.float32(step), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(drawn, drawn_logprobs(index), one_hot_logprobs(index))
@@ -107,18 +116,27 @@ def _drawn_residual(
     ending: Ending,
     target: Rows,
     draft_logits: jax.Array,
+    drawn: jax.Array,
 ) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Log-masses of the blocks of `max(p - q, 0)`, lazily, and log q by token id."""
     i = jnp.minimum(ending.num_kept, request.token_ids.shape[0] - 1)
     row, cutoff = draft_row(request, draft_logits, i)
     scale = read_temperature(request.draft_temperature).scale
+    known = ending.drafted.row
+    if has_statistics(request):
+        # A large logsumexp says q too roughly: the row it is of is read once more.
+        known = jax.lax.cond(
+            drawn & (jnp.abs(known.log_sum) > _LARGE),
+            lambda: row_statistics(block_partials(row, scale, cutoff), scale),
+            lambda: known,
+        )
 
     def logprobs(index: jax.Array) -> jax.Array:
-        return take_logits(row, index, cutoff) * scale - ending.drafted.logsumexp
+        return token_logprobs(take_logits(row, index, cutoff), known, scale)
 
     def masses() -> jax.Array:
         size = target.logits.shape[0]
-        q = keep(row[:size], cutoff) * scale - ending.drafted.logsumexp
+        q = token_logprobs(keep(row[:size], cutoff), known, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
         target_scale = read_temperature(request.temperature).scale
         p = token_logprobs(keep(target.logits, target.cutoff), ending.row, target_scale)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax.acceptance import num_usable
 from specjax.logits import read_temperature
-from specjax.logsumexp import block_partials, row_logsumexp, row_statistics
+from specjax.logsumexp import RowStatistics, block_partials, row_statistics
 from specjax.noise import Words
 from specjax.sampling import take_logits, token_logprobs
 from specjax.typing import Draft
@@ -19,6 +19,7 @@ __all__ = [
     "Rows",
     "draft_row",
     "drafted_token",
+    "has_statistics",
     "take_row",
 ]
 
@@ -101,11 +102,19 @@ class Request(NamedTuple):
 
 
 class DraftedToken(NamedTuple):
-    """A drafted token and the law it came from; `logprob` is 0 where `one_hot`."""
+    """A drafted token and the law it came from.
+
+    Attributes:
+      token_id: i32.
+      logprob: f32, log q of the token, 0 where `one_hot`.
+      row: statistics by which log q of any token follows. Of a carried logsumexp no more is
+        known than itself: it stands as `log_sum` of a row whose `max` is 0.
+      one_hot: bool.
+    """
 
     token_id: jax.Array
     logprob: jax.Array
-    logsumexp: jax.Array
+    row: RowStatistics
     one_hot: jax.Array
 
 
@@ -132,20 +141,22 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
     token_id = request.token_ids[i]
     zero = jnp.float32(0)
     if draft_logits is None:
-        return DraftedToken(token_id, zero, zero, jnp.bool_(True))
+        nothing = RowStatistics(zero, zero, jnp.bool_(False))
+        return DraftedToken(token_id, zero, nothing, jnp.bool_(True))
     logits, cutoff = draft_row(request, draft_logits, i)
     scaling = read_temperature(request.draft_temperature)
-    logit = take_logits(logits, token_id, cutoff)
-    if request.draft_logsumexp is None:
-        row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
-        logsumexp = row_logsumexp(row, scaling.scale)
-        # The target's own formula, so that equal rows give equal log-probabilities.
-        logprob = token_logprobs(logit, row, scaling.scale)
+    if request.draft_logsumexp is not None and request.draft_logprobs is not None:
+        logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
+        row = RowStatistics(zero, logsumexp, jnp.isfinite(logsumexp))
     else:
-        logsumexp = request.draft_logsumexp[i]
-        logprob = logit * scaling.scale - logsumexp
-    if request.draft_logprobs is not None:
-        logprob = request.draft_logprobs[i]
-    lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
+        row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+        # The target's own formula, so that equal rows give equal log-probabilities.
+        logprob = token_logprobs(take_logits(logits, token_id, cutoff), row, scaling.scale)
+    lawless = ~row.finite | ~(logprob < jnp.inf)
     one_hot = scaling.greedy | ~scaling.valid | lawless
-    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), logsumexp, one_hot)
+    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), row, one_hot)
+
+
+def has_statistics(request: Request) -> bool:
+    """Whether the drafts carry both statistics; with one of them the row is reduced anew."""
+    return request.draft_logprobs is not None and request.draft_logsumexp is not None

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_shape
+from specjax.checks import check_shape, read_array, read_ids
 from specjax.typing import Finish, Verification
 
 __all__ = ["append", "commit", "unpad"]
@@ -51,8 +51,8 @@ def commit(
 
     Returns:
       token_ids i32[B, L], lengths i32[B], and finish i8[B]: 0 goes on, or one of `Finish`.
-      A request that emitted nothing, for being inactive or invalid, has INVALID: a loop
-      keeps the reason by which a request ended first.
+      A request that emitted nothing, for being inactive or invalid, has INVALID, or LENGTH
+      if it is full: a loop keeps the reason by which a request ended first.
 
     Raises:
       ValueError: if the shapes do not fit together.
@@ -66,15 +66,22 @@ def commit(
       >>> tokens.tolist(), lengths.tolist(), finish.tolist()
       ([[5, 7, 2, -1, -1]], [3], [2])
     """
+    if token_ids.ndim != 2:
+        raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [B, L].")
     size, room = token_ids.shape
-    check_shape("lengths", lengths, (size,))
+    lengths = read_array("lengths", lengths, jnp.int32, (size,))
     emitted = verification.token_ids
+    check_shape("verification.token_ids", emitted, (size, *emitted.shape[1:]))
+    check_shape("verification.num_emitted", verification.num_emitted, (size,))
+    check_shape("verification.num_accepted", verification.num_accepted, (size,))
     place = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
     counts = verification.num_emitted
-    eos = jnp.asarray(eos_token_ids, jnp.int32).reshape(-1)
+    eos = read_ids("eos_token_ids", eos_token_ids)
     ends = jnp.any(emitted[..., None] == eos[None, None], axis=-1) & (place < counts[:, None])
     first_end = jnp.min(jnp.where(ends, place, emitted.shape[1]), axis=1)
-    limit = jnp.full((size,), room, jnp.int32) if max_lengths is None else max_lengths
+    limit = jnp.int32(room)
+    if max_lengths is not None:
+        limit = jnp.minimum(limit, read_array("max_lengths", max_lengths, jnp.int32, (size,)))
     counts = jnp.clip(jnp.minimum(counts, first_end + 1), 0, jnp.maximum(limit - lengths, 0))
     new_lengths = lengths + counts
     ended = [

@@ -60,7 +60,10 @@ def verify_request(
         known = (bonus >= 0) & (bonus < target.logits.shape[1])
         given = active & known & (num_kept == request.num_tokens)
         token = jnp.where(given, bonus, token)
-        logprob = jnp.where(given, _logprob(request, walk.ending, target, bonus), logprob)
+        bonus_logprob = _logprob(request, walk.ending, target, bonus)
+        # A row that is no law gives the token that was handed in no probability.
+        bonus_logprob = jnp.where(walk.ending.row.finite, bonus_logprob, -jnp.inf)
+        logprob = jnp.where(given, bonus_logprob, logprob)
         emits |= given
     place = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
     is_kept = place < num_kept
@@ -111,7 +114,9 @@ def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtyp
         num_kept=jnp.int32(0),
         partials=BlockPartials(blocks, jnp.zeros_like(blocks)),
         row=RowStatistics(zero, zero, jnp.bool_(False)),
-        drafted=DraftedToken(jnp.int32(-1), zero, zero, jnp.bool_(True)),
+        drafted=DraftedToken(
+            jnp.int32(-1), zero, RowStatistics(zero, zero, jnp.bool_(False)), jnp.bool_(True)
+        ),
     )
     start = _Walk(nothing, _is_active(request), jnp.zeros((k,), jnp.float32))
     start = vary_like(start, request, target, draft_logits)

@@ -132,7 +132,7 @@ def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
     assert timings["speedup"] == pytest.approx(
         timings["tokens_per_second"] / timings["plain_tokens_per_second"]
     )
-    assert timings["compile_seconds"] > 0
+    assert timings["compile_seconds"] >= 0  # 0 where an earlier test compiled it
 
 
 def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):

@@ -170,6 +170,20 @@ def test_a_finished_request_changes_nobody_else(drafter):
     np.testing.assert_array_equal(free.lengths, [len(row) + 24 for row in PROMPTS])
 
 
+def test_a_drafter_that_always_drafts_everything_keeps_nobody_alive():
+    """`Draft.num_tokens` None, as `propose` leaves it, is cut to what the loop wants."""
+    inner = DRAFTERS["model"]
+
+    def propose(*arguments, **options):
+        draft, state = inner.propose(*arguments, **options)
+        return draft._replace(num_tokens=None), state
+
+    careless = specjax.Drafter(inner.params, inner.init, propose)
+    ended, whole = run(inner, eos_token_ids=(3, 0)), run(careless, eos_token_ids=(3, 0))
+    assert texts(whole) == texts(ended)
+    np.testing.assert_array_equal(whole.finish, ended.finish)
+
+
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_invalid_logits_end_a_request_with_that_reason(drafter):
     table = TARGET.copy()

@@ -1,0 +1,110 @@
+"""Wrong calls are refused in a sentence, and nothing is wrapped or truncated on the way in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import Draft
+
+KEY = jax.random.key(0)
+IDS = jnp.zeros((2, 2), jnp.int32)
+ROWS = jnp.zeros((2, 3, 5))
+
+
+def sample(logits=ROWS[:, 0], **options):
+    return specjax.gumbel_sample(logits, **{"keys": KEY, "positions": 0, "stream": 0, **options})
+
+
+def verify(draft, rows=ROWS, **options):
+    return specjax.rejection_sample(draft, rows, **{"keys": KEY, "positions": 0, **options})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sample(positions=jnp.array(1.5, jnp.bfloat16)), "positions has dtype bfloat16"),
+        (lambda: sample(positions=2**40), "positions holds integers outside"),
+        (lambda: sample(noise_dtype="foo"), "noise_dtype is 'foo'"),
+        (lambda: sample(keys=jax.random.key(0, impl="rbg")), "threefry2x32"),
+        (lambda: verify(None), "draft is NoneType"),
+        (lambda: verify(Draft(np.full((2, 2), 2**32 + 1))), "draft.token_ids holds integers"),
+        (lambda: verify(Draft(IDS, jnp.zeros((3, 2, 5)))), "draft.rows"),
+        (lambda: verify(Draft(IDS, logprobs=ROWS[..., 0])), "without draft.logits"),
+        (lambda: verify(Draft(IDS), conditional_rates=[1.5, 0.1]), r"outside \[0, 1\]"),
+        (lambda: verify(Draft(IDS), conditional_rates=[np.nan, 0.1]), r"outside \[0, 1\]"),
+        (lambda: verify(Draft(IDS), implementation="triton"), "Pallas Triton"),
+        (lambda: specjax.commit(IDS, jnp.ones(3, jnp.int32), verify(Draft(IDS))), "lengths has"),
+        (
+            lambda: specjax.commit(IDS, IDS[0], verify(Draft(IDS)), eos_token_ids=(2.7,)),
+            "eos_token_ids has dtype",
+        ),
+    ],
+)
+def test_a_wrong_call_is_refused_by_name(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_lists_are_arrays():
+    ids, positions = [[1, 2], [3, 4]], [0, 4]
+    ours = verify(Draft(ids), ROWS.tolist(), positions=positions)
+    theirs = verify(Draft(jnp.array(ids)), ROWS, positions=jnp.array(positions))
+    np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+
+
+def test_a_wide_id_is_no_token_rather_than_a_wrapped_one():
+    with jax.enable_x64(True):
+        wide = jnp.full((2, 2), 2**32 + 1, jnp.int64)
+        ours = jax.jit(lambda ids: verify(Draft(ids), conditional_rates=np.ones(2)))(wide)
+    np.testing.assert_array_equal(ours.num_accepted, 0)
+
+
+def test_no_requests_give_an_empty_verification():
+    none = verify(
+        Draft(IDS[:0]), ROWS[:0], keys=jax.random.split(KEY, 0), positions=jnp.zeros(0, jnp.int32)
+    )
+    assert none.token_ids.shape == (0, 3)
+    assert none.num_emitted.shape == (0,)
+
+
+def test_rows_far_from_zero_keep_their_law():
+    """At temperature 1e-4 logits of 50 are a logsumexp of 5e5, which float32 says to 0.03."""
+    size, temperature = 40_000, 1e-4
+    p = np.log(np.array([0.6, 0.4])) * temperature + 50
+    q = np.log(np.array([0.4, 0.6])) * temperature + 50
+    p, q = (jnp.asarray(x, jnp.float32) for x in (p, q))
+    keys = jax.random.split(KEY, size)
+    drawn = sample(
+        jnp.broadcast_to(q, (size, 2)),
+        keys=keys,
+        stream=specjax.Stream.draft(0),
+        temperature=temperature,
+    )
+    weights = np.exp(np.asarray(p, np.float64) / temperature - 5e5)
+    law = weights / weights.sum()
+    carried = {"logprobs": drawn.logprobs[:, None], "logsumexp": drawn.logsumexp[:, None]}
+    for statistics in ({}, carried):
+        draft = Draft(drawn.token_ids[:, None], jnp.broadcast_to(q, (size, 1, 2)), **statistics)
+        ours = verify(draft, jnp.broadcast_to(p, (size, 2, 2)), keys=keys, temperature=temperature)
+        rate = np.mean(np.asarray(ours.token_ids)[:, 0] == 0)
+        # The fault, sampling the target where the residual is due, moves this by 0.08.
+        assert abs(rate - law[0]) < 5 * np.sqrt(law[0] * law[1] / size)
+
+
+@pytest.mark.parametrize("drafter", ["none", "own"])
+def test_shard_map_takes_the_default_temperature(drafter):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(8, 3, 40)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 40, (8, 2)), jnp.int32)
+    draft = Draft(ids) if drafter == "none" else Draft(ids, logits[:, :2] + 0.5)
+    keys = jax.random.split(KEY, 8)
+
+    def call(draft, logits, keys):
+        return verify(draft, logits, keys=keys).token_ids
+
+    mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))
+    np.testing.assert_array_equal(mapped(draft, logits, keys), call(draft, logits, keys))
