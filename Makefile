@@ -1,7 +1,8 @@
 # make demo, make test and make lint prepare their environment themselves, once, in $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_FLAGS ?= -n 2
+# A file stays on one worker: its tests share compilations.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 PIP = $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 
 .PHONY: demo test lint wheel clean
