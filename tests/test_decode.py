@@ -58,7 +58,7 @@ def test_greedy_speculation_is_plain_greedy_decoding(drafter, method):
 
 
 def test_plain_decoding_is_gumbel_sample_token_by_token():
-    output = run(None, temperature=0.9, max_new_tokens=6)
+    output = run(None, temperature=0.9)
     keys = bigrams.keys(len(PROMPTS))
     for b, row in enumerate(PROMPTS):
         past = [0, *row]
@@ -71,7 +71,7 @@ def test_plain_decoding_is_gumbel_sample_token_by_token():
                 temperature=0.9,
             )
             past.append(int(sample.token_ids[0]))
-        assert texts(output)[b] == past[1:]
+        assert texts(output)[b][: len(past) - 1] == past[1:]
 
 
 def chi_square(counts, law):
@@ -82,8 +82,7 @@ def chi_square(counts, law):
     return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
 def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
     size, num_tokens, prompt = 60_000, 4, [1, 2]
     table = TARGET[:3, :3, :3]
@@ -222,17 +221,17 @@ def test_streaming_gives_the_tokens_of_generate(drafter):
 
 
 def test_origins_and_metrics_tell_the_same_story():
-    output = run(DRAFTERS["model"], max_new_tokens=40)
+    output = run(DRAFTERS["model"])
     origins = np.asarray(output.origins)
     for b, row in enumerate(PROMPTS):
         assert not origins[b, : len(row)].any()
         assert origins[b, len(row)] == Origin.BONUS
-        assert origins[b, len(row) : len(row) + 40].all()
+        assert origins[b, len(row) : len(row) + 24].all()
     accepted = (origins == Origin.ACCEPTED).sum(1)
     metrics = output.metrics
     np.testing.assert_array_equal(accepted, np.asarray(metrics.num_accepted).sum(1))
-    np.testing.assert_array_equal(metrics.num_emitted, 39)
-    np.testing.assert_array_equal(metrics.num_steps, 39 - accepted)
+    np.testing.assert_array_equal(metrics.num_emitted, 23)
+    np.testing.assert_array_equal(metrics.num_steps, 23 - accepted)
 
 
 def test_the_logprobs_are_those_of_the_target():
