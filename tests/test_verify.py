@@ -206,7 +206,10 @@ def test_absent_fields_mean_their_defaults_and_scalars_serve_every_request(imple
     bare = {name: case[name] for name in names}
     bare |= dict(temperature=np.float32(0.8), positions=np.int32(17))
     bare = check_against_oracle(library(implementation), bare, single)
-    chex.assert_trees_all_equal(bare, full)
+    for name in ("token_ids", "num_accepted", "num_emitted"):
+        chex.assert_trees_all_equal(getattr(bare, name), getattr(full, name))
+    # Two compilations of one formula may differ in the last bit.
+    chex.assert_trees_all_close(bare.logprobs, full.logprobs, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
