@@ -5,7 +5,8 @@ logit and its sum of exponentials relative to it. From these follow the row's
 logsumexp, the masses that choose a block when sampling, and the argmax.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,20 @@ from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
     "BlockPartials",
+    "Law",
     "RowStatistics",
     "block_partials",
     "block_weights",
+    "exp_scaled",
     "keep",
+    "merge_blocks",
+    "reduce_blocks",
     "row_logsumexp",
     "row_statistics",
     "split_blocks",
 ]
+
+_LOG2_E = math.log2(math.e)
 
 
 class BlockPartials(NamedTuple):
@@ -36,17 +43,28 @@ class BlockPartials(NamedTuple):
     sum: jax.Array
 
 
+class Law(NamedTuple):
+    """What turns a raw logit x into a log-probability: `(x - anchor) * scale - log_sum`.
+
+    Attributes:
+      anchor: f32[...], a raw logit of the row near its largest, so that huge rows do not
+        overflow.
+      log_sum: f32[...], log of the sum of `exp((x - anchor) * scale)`.
+    """
+
+    anchor: jax.Array
+    log_sum: jax.Array
+
+
 class RowStatistics(NamedTuple):
     """What is kept of a row.
 
     Attributes:
-      max: f32[...], largest kept raw logit.
-      log_sum: f32[...], log of the sum of `exp((x - max) * scale)`.
-      finite: bool[...], whether the row is a law: no NaN, no +inf, not -inf everywhere.
+      law: its anchor is the largest kept raw logit.
+      finite: bool[...], whether it is a law: no NaN, no +inf, not -inf everywhere.
     """
 
-    max: jax.Array
-    log_sum: jax.Array
+    law: Law
     finite: jax.Array
 
 
@@ -68,6 +86,48 @@ def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return body, (row[..., None, edge:] if num_left else None)
 
 
+def exp_scaled(x: jax.Array, scale: Any = 1.0) -> jax.Array:
+    """`exp(x * scale)` as a power of two, which a GPU has an instruction for."""
+    return jnp.exp2(x * (scale * jnp.float32(_LOG2_E)))
+
+
+def reduce_blocks(
+    blocks: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None
+) -> BlockPartials:
+    """Partials of blocks laid out as rows.
+
+    Args:
+      blocks: [..., N], bf16, f16 or f32; -inf where a block is shorter than N.
+      scale: f32, one over the temperature, of a shape that broadcasts against [...].
+      cutoff: f32, of a shape that broadcasts against [..., N]. None keeps all.
+
+    Returns:
+      Partials f32[...].
+    """
+    x = keep(blocks, cutoff)
+    m = jnp.max(x, axis=-1)
+    # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
+    shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
+    return BlockPartials(m, jnp.sum(exp_scaled(x - shift[..., None], scale[..., None]), axis=-1))
+
+
+def merge_blocks(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+    """Merges the partials of a row, in any order to the same result but for rounding.
+
+    Args:
+      partials: f32[..., N]; max -inf and sum 0 where there is no block.
+      scale: f32[...].
+
+    Returns:
+      Statistics f32[...].
+    """
+    m = jnp.max(partials.max, axis=-1)
+    shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
+    weights = exp_scaled(partials.max - shift[..., None], scale[..., None])
+    total = jnp.sum(partials.sum * weights, axis=-1)
+    return RowStatistics(Law(m, jnp.log(total)), jnp.isfinite(total) & jnp.isfinite(m))
+
+
 def block_partials(
     logits: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None
 ) -> BlockPartials:
@@ -82,19 +142,10 @@ def block_partials(
       Partials f32[..., ceil(V / SAMPLING_BLOCK)].
     """
     c = None if cutoff is None else cutoff[..., None, None]
-    s = scale[..., None]
-
-    def reduce(blocks: jax.Array) -> BlockPartials:
-        x = keep(blocks, c)
-        m = jnp.max(x, axis=-1)
-        # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
-        shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
-        return BlockPartials(m, jnp.sum(jnp.exp((x - shift[..., None]) * s[..., None]), axis=-1))
-
     body, tail = split_blocks(logits)
-    partials = reduce(body)
+    partials = reduce_blocks(body, scale[..., None], c)
     if tail is not None:
-        last = reduce(tail)
+        last = reduce_blocks(tail, scale[..., None], c)
         partials = BlockPartials(
             jnp.concatenate([partials.max, last.max], axis=-1),
             jnp.concatenate([partials.sum, last.sum], axis=-1),
@@ -104,40 +155,25 @@ def block_partials(
 
 
 def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
-    """Merges the partials of a row, in any order to the same result but for rounding.
-
-    Args:
-      partials: f32[..., N].
-      scale: f32[...].
-
-    Returns:
-      Statistics f32[...], relative to the row's maximum, so that huge rows do not
-      overflow.
-    """
-    m = jnp.max(partials.max, axis=-1)
-    shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
-    weights = jnp.exp((partials.max - shift[..., None]) * scale[..., None])
-    total = jnp.sum(partials.sum * weights, axis=-1)
-    finite = jnp.isfinite(total) & jnp.isfinite(m)
-    # Behind the barrier every use sees the same bits: p == q is then exact.
-    return jax.lax.optimization_barrier(RowStatistics(m, jnp.log(total), finite))
+    """`merge_blocks`, behind a barrier: every use sees the same bits, so p == q is exact."""
+    return jax.lax.optimization_barrier(merge_blocks(partials, scale))
 
 
-def row_logsumexp(row: RowStatistics, scale: jax.Array) -> jax.Array:
+def row_logsumexp(law: Law, scale: jax.Array) -> jax.Array:
     """f32[...], the logsumexp of the kept logits times `scale`."""
-    return row.max * scale + row.log_sum
+    return law.anchor * scale + law.log_sum
 
 
-def block_weights(partials: BlockPartials, row: RowStatistics, scale: jax.Array) -> jax.Array:
+def block_weights(partials: BlockPartials, law: Law, scale: jax.Array) -> jax.Array:
     """Log-probability of each block, f32[..., N], -inf for an empty one.
 
     Args:
       partials: f32[..., N].
-      row: the statistics of the row the blocks belong to.
+      law: f32[...], of the row the blocks belong to.
       scale: f32[...].
 
     Returns:
       f32[..., N].
     """
-    relative = (partials.max - row.max[..., None]) * scale[..., None] - row.log_sum[..., None]
+    relative = (partials.max - law.anchor[..., None]) * scale[..., None] - law.log_sum[..., None]
     return relative + jnp.log(partials.sum)

@@ -11,16 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.logits import read_temperature
-from specjax.logsumexp import (
-    BlockPartials,
-    RowStatistics,
-    block_partials,
-    block_weights,
-    keep,
-    row_statistics,
-)
+from specjax.logsumexp import BlockPartials, RowStatistics, block_weights, keep
 from specjax.noise import SAMPLING_BLOCK, address
-from specjax.request import DraftedToken, Request, Rows, draft_row, has_statistics, take_row
+from specjax.request import DraftedToken, Request, Rows, draft_row, take_row
 from specjax.residual import block_residual_weights, residual_logprobs
 from specjax.sampling import argmax_token, perturbed_token, take_logits, token_logprobs
 from specjax.typing import Stream
@@ -28,10 +21,9 @@ from specjax.typing import Stream
 __all__ = ["Ending", "next_token"]
 
 # A residual of less mass than this is what rounding may leave of p == q: float32's relative step
-# of 2^-23 on log-probabilities and, if it is carried, on a logsumexp of at most _LARGE. A rejection
-# is as improbable as its residual is small, unless it is synthetic.
-_ROUNDING = 2.0**-20
-_LARGE = 128.0
+# of 2^-23 on both log-probabilities. A rejection is as improbable as its residual is small, unless
+# it is synthetic.
+_ROUNDING = 2.0**-18
 
 
 class Ending(NamedTuple):
@@ -69,10 +61,10 @@ def next_token(
     logits, cutoff = take_row(target, request.target_row + ending.num_kept)
     drafted = ending.drafted
     rejected = ending.num_kept < request.num_tokens
-    whole = block_weights(ending.partials, ending.row, scaling.scale)
+    whole = block_weights(ending.partials, ending.row.law, scaling.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
-        return token_logprobs(take_logits(logits, index, cutoff), ending.row, scaling.scale)
+        return token_logprobs(take_logits(logits, index, cutoff), ending.row.law, scaling.scale)
 
     def one_hot_logprobs(index: jax.Array) -> jax.Array:
         return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
@@ -92,8 +84,7 @@ def next_token(
             request, ending, Rows(logits, cutoff), draft_logits, drawn
         )
         weights = jax.lax.cond(drawn, masses, without_token)
-        step = _ROUNDING * (_LARGE / 8 if has_statistics(request) else 1)
-        rounding = jnp.where(drawn, jnp.float32(step), jnp.float32(0))
+        rounding = jnp.where(drawn, jnp.float32(_ROUNDING), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(drawn, drawn_logprobs(index), one_hot_logprobs(index))
@@ -121,25 +112,18 @@ def _drawn_residual(
     """Log-masses of the blocks of `max(p - q, 0)`, lazily, and log q by token id."""
     i = jnp.minimum(ending.num_kept, request.token_ids.shape[0] - 1)
     row, cutoff = draft_row(request, draft_logits, i)
+    law = ending.drafted.law
     scale = read_temperature(request.draft_temperature).scale
-    known = ending.drafted.row
-    if has_statistics(request):
-        # A large logsumexp says q too roughly: the row it is of is read once more.
-        known = jax.lax.cond(
-            drawn & (jnp.abs(known.log_sum) > _LARGE),
-            lambda: row_statistics(block_partials(row, scale, cutoff), scale),
-            lambda: known,
-        )
 
     def logprobs(index: jax.Array) -> jax.Array:
-        return token_logprobs(take_logits(row, index, cutoff), known, scale)
+        return token_logprobs(take_logits(row, index, cutoff), law, scale)
 
     def masses() -> jax.Array:
         size = target.logits.shape[0]
-        q = token_logprobs(keep(row[:size], cutoff), known, scale)
+        q = token_logprobs(keep(row[:size], cutoff), law, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
         target_scale = read_temperature(request.temperature).scale
-        p = token_logprobs(keep(target.logits, target.cutoff), ending.row, target_scale)
+        p = token_logprobs(keep(target.logits, target.cutoff), ending.row.law, target_scale)
         return block_residual_weights(p, q)
 
     return masses, logprobs

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.acceptance import num_usable
-from specjax.logits import read_temperature
-from specjax.logsumexp import RowStatistics, block_partials, row_statistics
+from specjax.logits import Scaling, read_temperature
+from specjax.logsumexp import Law, block_partials, row_logsumexp, row_statistics
 from specjax.noise import Words
 from specjax.sampling import take_logits, token_logprobs
 from specjax.typing import Draft
@@ -19,7 +19,8 @@ __all__ = [
     "Rows",
     "draft_row",
     "drafted_token",
-    "has_statistics",
+    "drawn_law",
+    "is_one_hot",
     "take_row",
 ]
 
@@ -107,14 +108,13 @@ class DraftedToken(NamedTuple):
     Attributes:
       token_id: i32.
       logprob: f32, log q of the token, 0 where `one_hot`.
-      row: statistics by which log q of any token follows. Of a carried logsumexp no more is
-        known than itself: it stands as `log_sum` of a row whose `max` is 0.
+      law: by which log q of any token follows.
       one_hot: bool.
     """
 
     token_id: jax.Array
     logprob: jax.Array
-    row: RowStatistics
+    law: Law
     one_hot: jax.Array
 
 
@@ -141,22 +141,35 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
     token_id = request.token_ids[i]
     zero = jnp.float32(0)
     if draft_logits is None:
-        nothing = RowStatistics(zero, zero, jnp.bool_(False))
-        return DraftedToken(token_id, zero, nothing, jnp.bool_(True))
+        return DraftedToken(token_id, zero, Law(zero, zero), jnp.bool_(True))
     logits, cutoff = draft_row(request, draft_logits, i)
     scaling = read_temperature(request.draft_temperature)
+    logit = take_logits(logits, token_id, cutoff)
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
-        row = RowStatistics(zero, logsumexp, jnp.isfinite(logsumexp))
     else:
         row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+        logsumexp = jnp.where(row.finite, row_logsumexp(row.law, scaling.scale), jnp.nan)
         # The target's own formula, so that equal rows give equal log-probabilities.
-        logprob = token_logprobs(take_logits(logits, token_id, cutoff), row, scaling.scale)
-    lawless = ~row.finite | ~(logprob < jnp.inf)
-    one_hot = scaling.greedy | ~scaling.valid | lawless
-    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), row, one_hot)
+        logprob = token_logprobs(logit, row.law, scaling.scale)
+    one_hot = is_one_hot(scaling, logprob, logsumexp)
+    law = drawn_law(logit, logprob, logsumexp)
+    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), law, one_hot)
 
 
-def has_statistics(request: Request) -> bool:
-    """Whether the drafts carry both statistics; with one of them the row is reduced anew."""
-    return request.draft_logprobs is not None and request.draft_logsumexp is not None
+def is_one_hot(scaling: Scaling, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
+    """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
+    lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
+    return scaling.greedy | ~scaling.valid | lawless
+
+
+def drawn_law(logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array) -> Law:
+    """The law of a draft row, from a token's raw logit and the carried statistics.
+
+    From the token itself, whose log-probability is small: a logsumexp of hundreds, as low
+    temperatures make it, is rounded in the fourth decimal. Only a token of which q is 0 leaves
+    nothing else.
+    """
+    known = jnp.isfinite(logit) & jnp.isfinite(logprob)
+    zero = jnp.float32(0)
+    return Law(jnp.where(known, logit, zero), jnp.where(known, -logprob, logsumexp))

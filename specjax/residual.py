@@ -3,7 +3,7 @@ r"""What is left of the target once the draft is spent: :math:`\max(p - q, 0)`."
 import jax
 import jax.numpy as jnp
 
-from specjax.logsumexp import split_blocks
+from specjax.logsumexp import exp_scaled, split_blocks
 
 __all__ = ["block_residual_weights", "residual_logprobs", "residual_probs"]
 
@@ -19,7 +19,7 @@ def residual_probs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax
     Returns:
       f32 >= 0.
     """
-    left = jnp.exp(target_logprobs) - jnp.exp(draft_logprobs)
+    left = exp_scaled(target_logprobs) - exp_scaled(draft_logprobs)
     return jnp.where(draft_logprobs < target_logprobs, left, jnp.float32(0))
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specjax.logits import read_temperature
 from specjax.logsumexp import (
     BlockPartials,
-    RowStatistics,
+    Law,
     block_partials,
     block_weights,
     keep,
@@ -27,6 +27,7 @@ from specjax.typing import Sample
 
 __all__ = [
     "argmax_token",
+    "first_argmax",
     "perturbed_token",
     "sample_row",
     "take_logits",
@@ -53,18 +54,16 @@ def take_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> j
     return jnp.where(inside, x, -jnp.inf)
 
 
-def token_logprobs(logits: jax.Array, row: RowStatistics, scale: jax.Array) -> jax.Array:
-    """Log-probabilities of some kept logits of a row, given the row's statistics."""
-    return (logits - row.max) * scale - row.log_sum
+def token_logprobs(logits: jax.Array, law: Law, scale: jax.Array) -> jax.Array:
+    """Log-probabilities of some kept logits of a row, given the row's law."""
+    return (logits - law.anchor) * scale - law.log_sum
 
 
-def _first_argmax(scores: jax.Array) -> jax.Array:
+def first_argmax(scores: jax.Array) -> jax.Array:
     """Index i32[] of the largest of scores f[N], the lowest of equals; 0 if none is a number.
 
     A max and a masked min of the index: both vectorise, an argmax does not.
     """
-    # The barrier keeps XLA from computing the noise in the scores once per reduction.
-    scores = jax.lax.optimization_barrier(scores)
     index = jnp.arange(scores.shape[0], dtype=jnp.int32)
     last = jnp.int32(scores.shape[0])
     first = jnp.min(jnp.where(scores == jnp.max(scores), index, last), initial=last)
@@ -84,9 +83,11 @@ def two_level_token(
     Returns:
       The block and the token, i32[].
     """
-    block = _first_argmax(block_scores)
+    # The barriers keep XLA from computing the noise in the scores once per reduction.
+    block = first_argmax(jax.lax.optimization_barrier(block_scores))
     index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
-    return block, index[_first_argmax(token_scores(index))]
+    scores = jax.lax.optimization_barrier(token_scores(index))
+    return block, index[first_argmax(scores)]
 
 
 def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | None) -> jax.Array:
@@ -132,14 +133,14 @@ def sample_row(
     row = row_statistics(partials, scaling.scale)
 
     def token_weights(index: jax.Array) -> jax.Array:
-        return token_logprobs(take_logits(logits, index, cutoff), row, scaling.scale)
+        return token_logprobs(take_logits(logits, index, cutoff), row.law, scaling.scale)
 
-    weights = block_weights(partials, row, scaling.scale)
+    weights = block_weights(partials, row.law, scaling.scale)
     drawn = perturbed_token(weights, token_weights, at, noise_dtype)
     token = jnp.where(scaling.greedy, argmax_token(logits, partials, cutoff), drawn)
     valid = scaling.valid & row.finite
     return Sample(
         token_ids=jnp.where(valid, token, jnp.int32(-1)),
         logprobs=jnp.where(valid, token_weights(token), jnp.float32(0)),
-        logsumexp=row_logsumexp(row, scaling.scale),
+        logsumexp=row_logsumexp(row.law, scaling.scale),
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from specjax.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.logits import read_temperature
-from specjax.logsumexp import BlockPartials, RowStatistics, block_partials, row_statistics
+from specjax.logsumexp import BlockPartials, Law, RowStatistics, block_partials, row_statistics
 from specjax.mesh import vary_like
 from specjax.noise import SAMPLING_BLOCK, address, uniform
 from specjax.recovery import Ending, next_token
@@ -85,7 +85,7 @@ def _is_active(request: Request) -> jax.Array:
 def _logprob(request: Request, ending: Ending, target: Rows, token_id: jax.Array) -> jax.Array:
     logits, cutoff = take_row(target, request.target_row + ending.num_kept)
     scale = read_temperature(request.temperature).scale
-    return token_logprobs(take_logits(logits, token_id, cutoff), ending.row, scale)
+    return token_logprobs(take_logits(logits, token_id, cutoff), ending.row.law, scale)
 
 
 def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtype: Any) -> _Walk:
@@ -100,7 +100,7 @@ def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtyp
         partials = block_partials(logits, scale, cutoff)
         row = row_statistics(partials, scale)
         drafted = drafted_token(request, draft_logits, i)
-        logprob = token_logprobs(take_logits(logits, drafted.token_id, cutoff), row, scale)
+        logprob = token_logprobs(take_logits(logits, drafted.token_id, cutoff), row.law, scale)
         best = argmax_token(logits, partials, cutoff)
         kept = _judge(request, i, drafted, logprob, best, logits.shape[0], dtype)
         kept &= (index < request.num_tokens) & row.finite
@@ -113,10 +113,8 @@ def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtyp
     nothing = Ending(
         num_kept=jnp.int32(0),
         partials=BlockPartials(blocks, jnp.zeros_like(blocks)),
-        row=RowStatistics(zero, zero, jnp.bool_(False)),
-        drafted=DraftedToken(
-            jnp.int32(-1), zero, RowStatistics(zero, zero, jnp.bool_(False)), jnp.bool_(True)
-        ),
+        row=RowStatistics(Law(zero, zero), jnp.bool_(False)),
+        drafted=DraftedToken(jnp.int32(-1), zero, Law(zero, zero), jnp.bool_(True)),
     )
     start = _Walk(nothing, _is_active(request), jnp.zeros((k,), jnp.float32))
     start = vary_like(start, request, target, draft_logits)
