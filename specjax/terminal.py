@@ -26,6 +26,7 @@ _NAMES = {
     Origin.BONUS: ("bonus", Style(color="cyan", bold=True)),
 }
 _BAR = 24
+_BLOCKS, _ASCII = "█░", "#."
 # A model may write what a terminal would obey.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -96,7 +97,9 @@ class Terminal:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
-        for name, value in _rows(job, run, timings):
+        # In an encoding without blocks they would be written as escapes.
+        blocks = _BLOCKS if console.encoding.startswith("utf") else _ASCII
+        for name, value in _rows(job, run, timings, blocks):
             table.add_row(name, value)
         console.print()
         console.print(table)
@@ -110,9 +113,9 @@ def _heading(job: Job) -> str:
     )
 
 
-def _rows(job: Job, run: Run, timings: Timings) -> list[tuple[str, Text]]:
+def _rows(job: Job, run: Run, timings: Timings, blocks: str) -> list[tuple[str, Text]]:
     reason = run.finish.replace("_", " ")
-    kind = "with speculation" if job.drafter is not None else "plain decoding"
+    kind = "with drafts" if job.drafter is not None else "plain decoding"
     speed = Text.assemble((f"{timings.tokens_per_second:.1f}", "bold"), f" tokens/s {kind}")
     if timings.plain_tokens_per_second is not None:
         speed.append(f", {timings.plain_tokens_per_second:.1f} without")
@@ -133,10 +136,14 @@ def _rows(job: Job, run: Run, timings: Timings) -> list[tuple[str, Text]]:
         return rows
     numbers = metrics_of(run)
     length, rate = numbers["mean_acceptance_length"], numbers["draft_acceptance_rate"]
+    if not numbers["num_drafted"][0]:
+        return [*rows, ("acceptance", Text("nothing was drafted"))]
     kept = f" tokens per step, {rate:.0%} of the drafted ones kept"
     rows.append(("acceptance", Text.assemble((f"{length:.2f}", "bold"), kept)))
     for position, part in enumerate(numbers["acceptance_rates"]):
+        if not numbers["num_drafted"][position]:
+            break
         filled = round(part * _BAR)
-        bar = Text.assemble(("█" * filled, "green"), ("░" * (_BAR - filled), "dim"))
+        bar = Text.assemble((blocks[0] * filled, "green"), (blocks[1] * (_BAR - filled), "dim"))
         rows.append((f"  position {position + 1}", bar.append(f" {part:.2f}")))
     return rows

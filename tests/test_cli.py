@@ -15,8 +15,12 @@ import pytest
 import tokenizers
 
 from specjax.cli import main
-from specjax.models import TransformerConfig, build, save
-from specjax.session import TextStream
+from specjax.config import SpeculativeConfig
+from specjax.drafters import ngram_drafter
+from specjax.metrics import Metrics
+from specjax.models import TransformerConfig, build, pretrained_folder, save
+from specjax.session import Job, Run, TextStream, Timings
+from specjax.terminal import Terminal
 
 pytestmark = pytest.mark.lenient
 
@@ -33,6 +37,7 @@ TARGET = TransformerConfig(
     eos_token_ids=(0,),
 )
 PROMPT = "a bé🙂 ab ab"
+EMBEDDED = str(pretrained_folder("draft"))
 SHORT = ["--max-new-tokens", "20", "--num-speculative-tokens", "2"]
 
 
@@ -195,6 +200,41 @@ def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_p
         assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
 
+def summary(monkeypatch, num_drafted, num_accepted):
+    """What a terminal shows of a run with such counts, without colours."""
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    counts = [
+        jnp.array([n], jnp.int32) for n in (3, 3 + sum(num_accepted), num_drafted, num_accepted)
+    ]
+    timings = Timings(1.0, 0.01, 12345.6, 0.01, 11222.3, 1.1)
+    job = Job("", None, ngram_drafter(), None, "", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    Terminal().summary(job, Run([1] * 999, "end_of_sequence", Metrics(*counts)), timings)
+    return re.sub(r" *\n", "\n", re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()))
+
+
+def test_the_summary_fits_a_terminal_of_80_columns(monkeypatch):
+    said = summary(monkeypatch, [3, 2], [2, 1])
+    assert "12345.6 tokens/s with drafts, 11222.3 without: 1.10 times as fast\n" in said
+    assert "2.00 tokens per step, 60% of the drafted ones kept\n" in said
+    assert re.search(r"position 2 +█{12}░{12} 0.50\n$", said)
+
+
+def test_positions_where_nothing_was_drafted_show_no_rate(monkeypatch):
+    said = summary(monkeypatch, [3, 0], [2, 0])
+    assert "position 1" in said
+    assert "position 2" not in said
+    assert "nothing was drafted" in summary(monkeypatch, [0, 0], [0, 0])
+
+
+def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
+    encoded = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(encoded, "ascii", write_through=True))
+    assert stream(pair, "--no-baseline") == 0
+    assert re.search(rb"position 1 +[#.]{24} [01]\.\d\d", encoded.getvalue())
+
+
 def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "specjax", "generate", "-", "--target", pair[0]]
@@ -272,13 +312,23 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--draft-sample-method", "gumbel"], '"probabilistic"'),
         (["x", "--temperature", "-1"], "--temperature is -1.0"),
         (["x", "--temperature", "nan"], "--temperature is nan"),
+        (["x", "--temperature", "inf"], "--temperature is inf"),
+        (["x", "--temperature", "1e39"], r"--temperature is 1e\+39.*finite in float32"),
         (["x", "--temperature", "warm"], "invalid float value"),
         (["x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["x", "--seed", "-1"], "--seed is -1"),
+        (["x", "--seed", str(2**32)], "--seed is 4294967296"),
+        (["x", "--max-new-tokens", "9" * 30], "room for 1024 together"),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "nan"], "acceptance-rate is nan"),
         (["x", "--sead", "1"], "unrecognized arguments: --sead"),
         (["x", "--prompt-file", "y"], "one of them"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),
+        (["--prompt-file", "/"], "/ cannot be read: Is a directory"),
         (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (["x", "--draft", "/no/such/folder"], "/no/such/folder is not a folder"),
+        # As a shell gives a variable that is not set: it must not mean the default.
+        (["x", "--target", ""], "no config.json"),
+        (["x", "--draft", ""], "no config.json"),
         ([""], "the prompt is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -301,12 +351,12 @@ def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp
 
 def test_a_draft_of_another_vocabulary_is_refused(capsys, pair, tmp_path):
     write(tmp_path / "larger", dataclasses.replace(TARGET, vocab_size=261), 0)
-    other = refusal(capsys, "x", "--target", pair[0], "--draft", str(tmp_path / "larger"))
+    other = refusal(capsys, "x", "--target", pair[0], "--draft", str(tmp_path / "larger"), *SHORT)
     assert "different vocabularies (261 and 260 tokens)" in other
     renamed = pathlib.Path(write(tmp_path / "renamed", TARGET, 0)) / "tokenizer.json"
     renamed.write_text(renamed.read_text().replace("<|end|>", "<|stop|>"))
     assert "different vocabularies" in refusal(
-        capsys, "x", "--target", pair[0], "--draft", str(renamed.parent)
+        capsys, "x", "--target", pair[0], "--draft", str(renamed.parent), *SHORT
     )
 
 
@@ -317,7 +367,24 @@ def test_a_bad_folder_is_refused(capsys, tmp_path, name, content):
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    assert str(folder) in refusal(capsys, "x", "--target", str(folder), "--draft", "none")
+    said = refusal(capsys, "x", "--target", str(folder), "--draft", "none", *SHORT)
+    assert str(folder) in said
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_is_refused(capsys, tmp_path):
+    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "[UNK]"))
+    words.save(str(folder / "tokenizer.json"))
+    said = refusal(capsys, "x", "--target", str(folder))
+    assert "tokenizer cannot read the prompt" in said
+
+
+def test_what_can_be_refused_is_refused_before_weights_are_read(capsys, pair, monkeypatch):
+    monkeypatch.setattr("specjax.models.load", None)
+    assert "room for 128" in refusal(capsys, "x" * 200, "--target", pair[0])
+    assert "different vocabularies" in refusal(
+        capsys, "x", "--target", pair[0], "--draft", EMBEDDED, *SHORT
+    )
 
 
 def test_without_the_extra_the_sentence_says_what_to_install(capsys, monkeypatch):
@@ -338,6 +405,64 @@ def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_pat
     monkeypatch.setattr("specjax.cli._prepare", interrupt)
     assert main(["generate", "x"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+class Failing(io.StringIO):
+    """Standard output that nobody reads, or a disk that is full."""
+
+    def __init__(self, error, file):
+        super().__init__()
+        self.error, self.file = error, file
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def flush(self):
+        if self.getvalue():
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (
+            OSError(28, "No space left"),
+            1,
+            "specjax: the output cannot be written: No space left.\n",
+        ),
+    ],
+)
+def test_output_that_nobody_takes_ends_without_a_traceback(
+    capsys, pair, tmp_path, monkeypatch, error, code, said
+):
+    with (tmp_path / "out").open("w") as file:
+        for options in (["--json"], []):
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", Failing(error, file))
+                assert stream(pair, "--no-baseline", *options) == code
+            assert capsys.readouterr().err == said
+
+
+def test_a_process_without_standard_streams_reads_and_writes_nothing(tmp_path):
+    run = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m specjax generate <&- >&-', sys.executable],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr == b"specjax: the prompt is empty; a model needs something to continue.\n"
+
+
+def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
+
+    monkeypatch.setattr("specjax.cli.measure", fail)
+    assert stream(pair, "--json") == 1
+    assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 
 
 def test_version_and_help_are_printed(capsys):

@@ -34,7 +34,7 @@ FLOORS = (
     ("decode",),
     ("__init__",),
     ("engine",),
-    ("session", "terminal", "cli"),
+    ("session", "terminal", "options", "cli"),
     ("__main__",),
 )
 # Beside the floors: models see nothing but the types, and only a host program sees the models.

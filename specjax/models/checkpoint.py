@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from specjax.typing import Model
 __all__ = ["load", "load_config", "load_tokenizer", "save"]
 
 _LAYER = "model.layers.{}."
+_FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 def _open(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
@@ -29,6 +31,8 @@ def _open(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
             f"{path} is not a folder; it needs to be a Hugging Face folder with config.json, "
             "model.safetensors and tokenizer.json."
         )
+    if (path / f"{name}.index.json").is_file() and not (path / name).is_file():
+        raise ValueError(f"{path} has its {name} in several files; it needs to be in one.")
     if not (path / name).is_file():
         raise ValueError(f"{path} has no {name}; a Hugging Face folder needs it to be read.")
     return path / name
@@ -46,7 +50,7 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     path = _open(folder, "config.json")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no JSON object; it needs the fields of a configuration.")
@@ -54,19 +58,24 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
-    """Reads `tokenizer.json` with the `tokenizers` library.
+    """Reads `tokenizer.json` with the `tokenizers` library; it neither truncates nor pads.
 
     Raises:
       ValueError: on a missing or unreadable file.
     """
     path = _open(folder, "tokenizer.json")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises a bare Exception.
         raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from None
+    # A training's lengths, left in the file: they would cut prompts in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors, one by one: config.json may ask for any number."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     layer = {
@@ -80,29 +89,34 @@ def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
-    shapes["model.embed_tokens.weight"] = (config.vocab_size, hidden)
-    for number in range(config.num_hidden_layers):
-        shapes |= {_LAYER.format(number) + name: shape for name, shape in layer.items()}
+    yield "model.norm.weight", (hidden,)
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    for number in range(config.num_hidden_layers):
+        yield from ((_LAYER.format(number) + name, shape) for name, shape in layer.items())
 
 
 def _read(path: pathlib.Path, config: TransformerConfig) -> dict[str, jax.Array]:
-    shapes = _shapes(config)
     try:
         with safetensors.safe_open(path, framework="flax") as file:
-            names = set(file.keys())
-            for name, shape in shapes.items():
+            names, wanted = set(file.keys()), []
+            for name, shape in _shapes(config):
                 if name not in names:
                     raise ValueError(f"{path} has no tensor {name}; config.json asks for it.")
-                found = tuple(file.get_slice(name).get_shape())
+                lies = file.get_slice(name)
+                found, dtype = tuple(lies.get_shape()), lies.get_dtype()
                 if found != shape:
                     raise ValueError(
                         f"{path} holds {name} with shape {found}; config.json makes it {shape}."
                     )
-            return {name: file.get_tensor(name).astype(config.dtype) for name in shapes}
+                if dtype not in _FLOATS:
+                    raise ValueError(
+                        f"{path} holds {name} in {dtype}; quantised weights are not read here, it "
+                        f"needs to be one of {', '.join(_FLOATS)}."
+                    )
+                wanted.append(name)
+            return {name: file.get_tensor(name).astype(config.dtype) for name in wanted}
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}).") from None
 

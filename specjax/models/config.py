@@ -13,6 +13,7 @@ _NEEDED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+_DTYPES = ("bfloat16", "float16", "float32")
 _AS_THEY_ARE = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
@@ -63,6 +64,8 @@ class TransformerConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim}; rotary embeddings need it even, they turn pairs."
             )
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it needs to be one of {_DTYPES}.")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], source: str = "config.json") -> "TransformerConfig":
@@ -136,11 +139,11 @@ def _refuse_unsupported(fields: dict[str, Any], source: str) -> None:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value < 2**31
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _is_ids(value: Any) -> bool:
@@ -160,11 +163,13 @@ class _Field(NamedTuple):
     default: Any = None
 
 
-_SIZE = _Field(_is_size, "a positive integer")
-_SIZE_OR_NULL = _Field(lambda v: v is None or _is_size(v), "a positive integer or null")
+_SIZE = _Field(_is_size, "a positive integer below 2**31")
+_SIZE_OR_NULL = _Field(
+    lambda v: v is None or _is_size(v), "a positive integer below 2**31, or null"
+)
 _OBJECT = _Field(lambda v: v is None or isinstance(v, dict), "an object or null")
 _DTYPE = _Field(
-    lambda v: v in (None, "bfloat16", "float16", "float32"),
+    lambda v: v in (None, *_DTYPES),
     "'bfloat16', 'float16', 'float32' or null",
 )
 _FIELDS = {

@@ -165,6 +165,7 @@ def test_a_file_of_garbage_is_refused(folder, name):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; it needs to be 'silu'"),
         ({"vocab_size": 49}, r"embed_tokens.weight with shape \(48, 24\).*\(49, 24\)"),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
+        ({"num_hidden_layers": 10**9}, "has no tensor model.layers.2"),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
     ],
 )
@@ -174,8 +175,8 @@ def test_a_configuration_that_does_not_fit_is_refused(folder, fields, sentence):
         load(folder)
 
 
-SIZE = "a positive integer"
-NULL = "a positive integer or null"
+SIZE = "a positive integer below 2**31"
+NULL = "a positive integer below 2**31, or null"
 NUMBER = "a positive number"
 IDS = "a token id, a list of them or null"
 
@@ -188,6 +189,7 @@ IDS = "a token id, a list of them or null"
         ("hidden_size", 24.0, SIZE),
         ("num_hidden_layers", [2], SIZE),
         ("num_attention_heads", 0, SIZE),
+        ("max_position_embeddings", 2**31, SIZE),
         ("num_key_value_heads", "2", NULL),
         ("num_key_value_heads", 0, NULL),
         ("num_key_value_heads", -2, NULL),
@@ -215,6 +217,7 @@ IDS = "a token id, a list of them or null"
         ("eos_token_id", [0, "x"], IDS),
         ("eos_token_id", [[0]], IDS),
         ("eos_token_id", -1, IDS),
+        ("eos_token_id", 2**31, IDS),
         ("eos_token_id", True, IDS),
         ("torch_dtype", "int9", "'bfloat16', 'float16', 'float32' or null"),
         ("torch_dtype", ["float32"], "'bfloat16', 'float16', 'float32' or null"),
@@ -298,6 +301,40 @@ def test_a_missing_tensor_is_named(folder):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight"):
         load(folder)
+
+
+def test_quantised_weights_are_not_read_as_numbers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(jnp.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds model\.norm\.weight in I8; quantised"):
+        load(folder)
+
+
+def test_weights_in_several_files_are_refused_as_such(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has its model\.safetensors in several files"):
+        load(folder)
+
+
+def test_a_configuration_nested_without_end_is_refused(folder):
+    (folder / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load_config(folder)
+
+
+def test_a_dtype_that_no_model_has_is_refused(folder):
+    with pytest.raises(ValueError, match="dtype is 'int8'; it needs to be one of"):
+        load(folder, "int8")
+
+
+def test_the_lengths_of_a_training_neither_cut_nor_fill_a_prompt(folder):
+    trained = tokenizer()
+    trained.enable_truncation(2)
+    trained.enable_padding(length=8)
+    trained.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder).encode("abba").ids == [0, 1, 1, 0]
 
 
 def test_a_pair_has_two_roles():
