@@ -7,125 +7,18 @@ python benchmarks/acceptance.py generate
 
 import argparse
 import functools
-import json
-import lzma
 import math
 import pathlib
-import tarfile
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import track
+from bits import report_bits
+from heldout import HELDOUT, Pair, batches, logits_of, read_pair
 
 import specjax
-from specjax.models import load, load_tokenizer, pretrained_folder
-
-HELDOUT = pretrained_folder("target").parent / "data" / "heldout.tar.xz"
-
-
-class Heldout(NamedTuple):
-    """The files and their tokens; `start` is the token a text begins with, if there is one."""
-
-    texts: list[bytes]
-    rows: list[np.ndarray]
-
-
-def read_heldout(archive: pathlib.Path, folder: pathlib.Path, start: int | None) -> Heldout:
-    """The held-out files of an archive, in the order of its record, and their tokens."""
-    with tarfile.open(archive) as files:
-        contents = {entry.name: files.extractfile(entry).read() for entry in files}
-    record = json.loads(contents.pop("record.json"))
-    names = [file["path"] for file in record["files"] if file["split"] == "heldout"]
-    texts = [contents[name] for name in names]
-    tokenizer = load_tokenizer(folder)
-    edge = [] if start is None else [start]
-    encodings = tokenizer.encode_batch([text.decode() for text in texts])
-    rows = [np.array([*edge, *encoding.ids, *edge], np.int32) for encoding in encodings]
-    return Heldout(texts, rows)
-
-
-def batches(items: Any, size: int, what: str) -> Iterable[tuple[np.ndarray, int]]:
-    """Pieces of `size` along the leading axis, the last filled up, and how many of each count."""
-    starts = range(0, len(items), size)
-    for start in track(starts, what, console=Console(stderr=True), transient=True):
-        piece = items[start : start + size]
-        missing = size - len(piece)
-        yield np.concatenate([piece, np.repeat(piece[:1], missing, axis=0)]), size - missing
-
-
-def logits_of(model: specjax.Model, token_ids: jax.Array) -> jax.Array:
-    """[B, L, V]: the logits behind each token of whole sequences."""
-    size, length = token_ids.shape
-    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (size, length))
-    hidden, _ = model.apply(model.params, token_ids, places, model.init_cache(size, length))
-    return model.logits(model.params, hidden).astype(jnp.float32)
-
-
-# Bits per byte -----------------------------------------------------------------------------------
-
-
-def windows(rows: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Windows that overlap by a quarter, i32[N, length + 1], and which of ids[:, 1:] each judges.
-
-    Every token but a text's first is judged once, with at least a quarter of a window of
-    context or all there is.
-    """
-    overlap = length // 4
-    ids, judged = [], []
-    for row in rows:
-        for start in range(0, max(1, len(row) - 1 - overlap), length - overlap):
-            piece = row[start : start + length + 1]
-            mask = np.arange(length) < len(piece) - 1
-            if start:
-                mask &= np.arange(length) >= overlap
-            ids.append(np.pad(piece, (0, length + 1 - len(piece))))
-            judged.append(mask)
-    return np.stack(ids), np.stack(judged)
-
-
-@jax.jit
-def _surprise(model: specjax.Model, ids: jax.Array, judged: jax.Array) -> jax.Array:
-    logits = logits_of(model, ids[:, :-1])
-    chosen = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
-    surprise = jax.nn.logsumexp(logits, axis=-1) - chosen
-    return jnp.sum(jnp.where(judged, surprise, 0.0), axis=1)
-
-
-def bits_per_byte(
-    model: specjax.Model, heldout: Heldout, length: int, batch: int, what: str
-) -> float:
-    """Bits the model needs for the tokens of the files, over their bytes."""
-    ids, judged = windows(heldout.rows, length)
-    both = np.concatenate([ids, judged], axis=1)
-    nats = 0.0
-    for piece, count in batches(both, batch, what):
-        surprise = _surprise(model, piece[:, : length + 1], piece[:, length + 1 :] > 0)
-        nats += float(np.asarray(surprise, np.float64)[:count].sum())
-    return nats / math.log(2) / sum(map(len, heldout.texts))
-
-
-def report_bits(pair: "Pair", args: argparse.Namespace) -> None:
-    """Held-out bits per byte of both models, and of `xz -9` on the concatenated files."""
-    length = min(args.length, *pair.longest)
-    size = sum(map(len, pair.heldout.texts))
-    packed = len(lzma.compress(b"".join(pair.heldout.texts), preset=9))
-    measured = {
-        name: bits_per_byte(model, pair.heldout, length, args.batch, name)
-        for name, model in (("target", pair.target), ("draft", pair.draft))
-    }
-    excess = 100 * (measured["draft"] / measured["target"] - 1)
-    print(f"{len(pair.heldout.texts)} held-out files, {size} bytes:\n")
-    print("| | bits per byte |\n|---|---|")
-    print(f"| target | {measured['target']:.3f} |")
-    print(f"| draft | {measured['draft']:.3f} ({excess:+.0f} %) |")
-    print(f"| `xz -9` on their concatenation | {8 * packed / size:.3f} |")
-
-
-# Acceptance --------------------------------------------------------------------------------------
+from specjax.models import pretrained_folder
 
 
 @functools.partial(jax.jit, static_argnames="first")
@@ -146,14 +39,14 @@ def overlaps(
     return jax.lax.map(at, temperatures)
 
 
-def contexts(pair: "Pair", args: argparse.Namespace) -> np.ndarray:
+def contexts(pair: Pair, args: argparse.Namespace) -> np.ndarray:
     """i32[F, context + positions]: the beginnings of the files that are long enough."""
     length = args.context + args.positions
     rows = [row[:length] for row in pair.heldout.rows if len(row) >= length]
     return np.stack(rows if args.files is None else rows[: args.files])
 
 
-def report_overlap(pair: "Pair", args: argparse.Namespace) -> None:
+def report_overlap(pair: Pair, args: argparse.Namespace) -> None:
     """Mean of sum min(p, q) on held-out text, teacher-forced, by temperature."""
     ids = contexts(pair, args)
     temperatures = jnp.asarray(args.temperatures, jnp.float32)
@@ -194,7 +87,7 @@ def step_starts(generation: specjax.Generation, limit: int) -> np.ndarray:
 
 
 def count(
-    pair: "Pair", prompts: np.ndarray, keys: jax.Array, temperature: float, args: argparse.Namespace
+    pair: Pair, prompts: np.ndarray, keys: jax.Array, temperature: float, args: argparse.Namespace
 ) -> Counted:
     """What `generate` counts on a batch of prompts, and what it should count."""
     size, context = prompts.shape
@@ -223,7 +116,7 @@ def count(
     return Counted(drafted, accepted, expected, metrics.num_steps, metrics.num_emitted)
 
 
-def report_generate(pair: "Pair", args: argparse.Namespace) -> None:
+def report_generate(pair: Pair, args: argparse.Namespace) -> None:
     """Acceptance as counted by `generate` beside sum min(p, q) at the same places."""
     prompts = contexts(pair, args)[:, : args.context]
     numbers = np.arange(len(prompts))[:, None]
@@ -257,28 +150,6 @@ def report_generate(pair: "Pair", args: argparse.Namespace) -> None:
             flush=True,
         )
     print(f"\nThe largest difference is {worst:.1f} standard errors.")
-
-
-# The command line --------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    """The models, the most tokens each was trained for, and the text."""
-
-    target: specjax.Model
-    draft: specjax.Model
-    longest: tuple[int, int]
-    heldout: Heldout
-
-
-def read_pair(args: argparse.Namespace) -> Pair:
-    """What the folders and the archive hold."""
-    target, config = load(args.target)
-    draft, draft_config = load(args.draft)
-    start = config.bos_token_id
-    heldout = read_heldout(args.heldout, args.target, start)
-    longest = (config.max_position_embeddings, draft_config.max_position_embeddings)
-    return Pair(target, draft, longest, heldout)
 
 
 def main() -> None:
