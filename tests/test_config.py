@@ -31,7 +31,7 @@ def test_what_is_not_said_is_standard_verification_of_four_drawn_drafts():
 
 
 @settings(deadline=None, max_examples=20)
-@given(rate=st.floats(0, 1))
+@given(rate=st.floats(0, 1, allow_subnormal=False, width=32))
 def test_each_synthetic_form_gives_the_rates_of_its_schedule(rate):
     np.testing.assert_array_equal(
         synthetic(synthetic_acceptance_rate=rate).conditional_rates(), geometric_rates(rate, 3)
