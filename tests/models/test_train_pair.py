@@ -1,5 +1,6 @@
 """The training of the embedded pair, in toy sizes: from the corpus to two folders that load."""
 
+import collections
 import importlib
 import itertools
 import json
@@ -7,16 +8,18 @@ import math
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from specjax.models import TransformerConfig, load, load_tokenizer
+from specjax.models import TransformerConfig, load, load_tokenizer, pretrained_folder
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 TINY = TransformerConfig(64, 16, 32, 1, 4, 2, 4)
@@ -195,3 +198,19 @@ def test_an_archive_is_read_back_and_may_hold_one_side(pair, tmp_path):
     half = corpus.read_archive(tmp_path / "heldout.tar.xz")
     assert half == ({"python/b.py": b"b = 2\n"}, whole[1])
     assert corpus.texts_of(half, "heldout") == [b"b = 2\n"]
+
+
+def test_the_card_names_the_packages_of_the_record():
+    card = EXAMPLES.parent / "MODEL_CARD.md"
+    if not card.exists():
+        pytest.skip("The card is not in a source distribution.")
+    text = card.read_text(encoding="utf-8")
+    with tarfile.open(pretrained_folder("target").parent / "data" / "heldout.tar.xz") as archive:
+        record = json.load(archive.extractfile("record.json"))
+    used = [entry["name"] for entry in record["packages"] if entry["used"]]
+    sides = collections.Counter(entry["split"] for entry in record["files"])
+    assert f"{len(used) - 1} packages" in text  # beside Python's own library
+    assert f"{sides['train']:,} files" in text
+    assert f"the {sides['heldout']} held-out files" in text
+    table = text.split("licence, as the package states it")[1].split("\n\n")[0]
+    assert [name for name in used if not re.search(rf"[ |]{name}[, ]", table)] == ["python"]
