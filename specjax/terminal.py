@@ -65,7 +65,8 @@ class Terminal:
         """What decodes, the legend, and the prompt; nothing unless on a terminal."""
         if not self._shown:
             return
-        self._out.print(_heading(job), style="dim")
+        # As Text: a folder's name may look like markup.
+        self._out.print(Text(_heading(job), "dim"))
         if _styled(sys.stdout):
             kinds = _NAMES if job.drafter is not None else (_PROMPT, Origin.BONUS)
             shown = [Text("■ " + _NAMES[kind][0], _NAMES[kind][1]) for kind in kinds]

@@ -228,6 +228,16 @@ def test_positions_where_nothing_was_drafted_show_no_rate(monkeypatch):
     assert "nothing was drafted" in summary(monkeypatch, [0, 0], [0, 0])
 
 
+def test_a_name_is_shown_as_it_is_written(monkeypatch):
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    name = "target /tmp/[b]a[/i] · draft :smile:"
+    job = Job(name, None, None, None, "x", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    Terminal().begin(job)
+    assert terminal.getvalue().startswith(name)
+
+
 def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
     encoded = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(encoded, "ascii", write_through=True))
