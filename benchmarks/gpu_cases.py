@@ -1,0 +1,249 @@
+"""What the GPU benchmarks measure: calls of the public functions, by name, at one shape."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_inputs import (
+    BYTES_PER_US,
+    Inputs,
+    Shape,
+    draw_keys,
+    draw_rows,
+    draw_sets,
+    num_sets,
+    with_tokens,
+)
+from gpu_loop import Loop, Lowered, compile_all, lower_loop, time_loop
+
+import specjax
+
+# Without it a profiled program launches kernel by kernel what it otherwise launches as a graph.
+GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
+
+
+class Options(NamedTuple):
+    """What all calls of a loop share: f32[B], f32[B, K] or None, i32[B]."""
+
+    temperature: jax.Array
+    rates: jax.Array | None
+    stream: jax.Array
+
+
+class Program(NamedTuple):
+    """One compilation; cases that differ in data alone share it.
+
+    Attributes:
+      kind: "verify", "sample", "sample with scalars" or "categorical".
+      implementation: None for the kernels, or "xla".
+      one_hot: drafts without logits.
+      synthetic: given rates.
+      noise: "float32" or "float64".
+      graphs: traced with command buffers left on.
+    """
+
+    kind: str
+    implementation: str | None = None
+    one_hot: bool = False
+    synthetic: bool = False
+    noise: str = "float32"
+    graphs: bool = False
+
+
+class Case(NamedTuple):
+    """A program and its data; `rates` are those of another case, or one number for all."""
+
+    program: str
+    temperature: float = 0.7
+    rates: str | float | None = None
+
+
+PROGRAMS = {
+    "drawn": Program("verify"),
+    "onehot": Program("verify", one_hot=True),
+    "synthetic": Program("verify", synthetic=True),
+    "gumbel_fp32": Program("sample"),
+    "gumbel_fp64": Program("sample", noise="float64"),
+    "gumbel_scalars": Program("sample with scalars"),
+    "drawn_graphs": Program("verify", graphs=True),
+    "gumbel_graphs": Program("sample", graphs=True),
+    "xla_drawn": Program("verify", "xla"),
+    "xla_gumbel": Program("sample", "xla"),
+    "categorical": Program("categorical", "xla"),
+}
+CASES = {
+    "drawn_0.7": Case("drawn"),
+    "drawn_1": Case("drawn", temperature=1.0),
+    "onehot_0.7": Case("onehot"),
+    "onehot_1": Case("onehot", temperature=1.0),
+    "greedy": Case("drawn", temperature=0.0),
+    "synthetic_as_drawn_0.7": Case("synthetic", rates="drawn_0.7"),
+    "synthetic_0.9": Case("synthetic", rates=0.9),
+    "gumbel_fp32": Case("gumbel_fp32"),
+    "gumbel_fp64": Case("gumbel_fp64"),
+    "gumbel_scalars": Case("gumbel_scalars"),
+    "drawn_0.7_graphs": Case("drawn_graphs"),
+    "gumbel_fp32_graphs": Case("gumbel_graphs"),
+    "xla_drawn_0.7": Case("xla_drawn"),
+    "xla_gumbel_fp32": Case("xla_gumbel"),
+    "categorical": Case("categorical"),
+}
+
+
+class Effort(NamedTuple):
+    """How long to measure: runs per case, calls per run, and what "the kernels" are here."""
+
+    runs: int = 7
+    calls: int = 144
+    most_sets: int = 48
+    kernels: str = "triton"
+
+
+REHEARSAL = Effort(runs=2, calls=2, most_sets=2, kernels="interpret")
+
+
+def make_call(program: Program, kernels: str) -> Callable[..., Any]:
+    """The public function of a program as `lower_loop` wants it."""
+    implementation = program.implementation or kernels
+
+    def verify(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
+        step = specjax.rejection_sample(
+            inputs.draft,
+            inputs.target_logits,
+            keys=keys,
+            positions=positions,
+            temperature=options.temperature,
+            conditional_rates=options.rates,
+            implementation=implementation,
+        )
+        return step, step.num_emitted
+
+    def sample(rows: Any, keys: Any, positions: Any, options: Options) -> Any:
+        scalars = program.kind == "sample with scalars"
+        drawn = specjax.gumbel_sample(
+            rows,
+            keys=keys,
+            positions=positions,
+            stream=specjax.Stream.TARGET if scalars else options.stream,
+            temperature=0.7 if scalars else options.temperature,
+            noise_dtype=jnp.dtype(program.noise),
+            implementation=implementation,
+        )
+        return drawn, drawn.token_ids
+
+    def categorical(rows: Any, keys: Any, positions: Any, options: Options) -> Any:
+        # No token is negative, which XLA does not know: the calls stay chained.
+        temperature = options.temperature + jnp.minimum(positions, 0).astype(jnp.float32)
+        token_ids = jax.random.categorical(keys[0], rows / temperature[:, None])
+        return token_ids, token_ids.astype(jnp.int32)
+
+    return {"verify": verify, "categorical": categorical}.get(program.kind, sample)
+
+
+class Bench:
+    """The inputs of some cases at one shape."""
+
+    def __init__(self, shape: Shape, names: list[str], effort: Effort) -> None:
+        self.shape, self.effort = shape, effort
+        self._rates: dict[str, np.ndarray] = {}
+        kinds = {PROGRAMS[CASES[name].program].kind for name in names}
+        # A call reads about three rows of each request.
+        count = num_sets(shape, 3, effort.most_sets)
+        self._logits = draw_sets(shape, count) if "verify" in kinds else []
+        count = num_sets(shape, 1, effort.most_sets)
+        self._rows = [draw_rows(seed, shape) for seed in range(count)] if kinds - {"verify"} else []
+
+    def lower(self, case: Case) -> Lowered:
+        """Lowers a case's program."""
+        program = PROGRAMS[case.program]
+        sets = self._sets(case)
+        # XLA compiles the reference anew for every call of an iteration.
+        calls = len(sets) if program.implementation else max(12, len(sets))
+        calls = min(calls, self.effort.calls)
+        wanted = self.effort.calls // (4 if program.implementation else 1)
+        iterations = max(1, math.ceil(wanted / calls))
+        arguments = self._arguments(case, sets, calls, 0)
+        x64 = jax.enable_x64(True) if program.noise == "float64" else contextlib.nullcontext()
+        with x64:
+            call = make_call(program, self.effort.kernels)
+            loop = lower_loop(call, arguments, iterations)
+        return Lowered(loop, calls, iterations, GRAPHS if program.graphs else None)
+
+    def _sets(self, case: Case) -> list[Any]:
+        program = PROGRAMS[case.program]
+        if program.kind != "verify":
+            return self._rows
+        logits = self._logits[:4] if program.implementation else self._logits
+        return with_tokens(logits, case.temperature, program.one_hot)
+
+    def _arguments(self, case: Case, sets: list[Any], calls: int, run: int) -> tuple[Any, ...]:
+        b, k = self.shape.B, self.shape.K
+        rates = None
+        if PROGRAMS[case.program].synthetic:
+            known = self._rates.get(case.rates, 0.9)
+            rates = jnp.broadcast_to(jnp.asarray(known, jnp.float32), (b, k))
+        temperature = jnp.full((b,), case.temperature, jnp.float32)
+        nowhere = jnp.zeros((b,), jnp.int32)
+        options = Options(temperature, rates, nowhere)
+        return jax.block_until_ready((sets, draw_keys(run, calls, b), nowhere, options))
+
+    def measure(self, name: str, loop: Loop) -> dict[str, Any]:
+        """Measures a case."""
+        case = CASES[name]
+        program, sets = PROGRAMS[case.program], self._sets(case)
+        runs = range(1, self.effort.runs + 1)
+        arguments = [self._arguments(case, sets, loop.calls, run) for run in runs]
+        figures, results = time_loop(loop, arguments)
+        record = {"case": name, **self.shape._asdict(), "temperature": case.temperature}
+        record |= {"implementation": program.implementation or self.effort.kernels}
+        rows = 1.0
+        if program.kind == "verify":
+            record |= acceptance([step for run in results for step in run], self.shape.K)
+            self._rates[name] = np.array(record["conditional_rates"])
+            # One row for every kept draft and one more; a drawn draft that is rejected has its
+            # own row read, and the target's again, since its normaliser was not known.
+            again = 0 if program.one_hot or case.temperature == 0 else 2
+            rows += record["mean_accepted"] + again * record["share_rejected"]
+        record["rows_that_decide"] = rows
+        record["floor_us"] = rows * self.shape.row_bytes / BYTES_PER_US
+        record["rotating_mb"] = sum(x.nbytes for x in jax.tree.leaves(sets)) / 1e6
+        return record | figures
+
+
+def measure_shape(shape: Shape, names: list[str], effort: Effort) -> Iterator[dict[str, Any]]:
+    """A record of each case, their programs compiled side by side.
+
+    What fails leaves its sentence in the record: machines are lent by the minute.
+    """
+    try:
+        bench = Bench(shape, names, effort)
+        lowered = {}
+        for case in map(CASES.get, names):
+            if case.program not in lowered:
+                lowered[case.program] = bench.lower(case)
+        loops = compile_all(lowered)
+    except (RuntimeError, ValueError) as error:
+        yield {"case": ", ".join(names), **shape._asdict(), "error": str(error)}
+        return
+    for name in names:
+        try:
+            yield bench.measure(name, loops[CASES[name].program])
+        except RuntimeError as error:
+            yield {"case": name, **shape._asdict(), "error": str(error)}
+
+
+def acceptance(steps: list[specjax.Verification], k: int) -> dict[str, Any]:
+    """What the last calls of all runs accepted: mean, share rejected, rate of each position."""
+    accepted = np.concatenate([np.asarray(step.num_accepted) for step in steps])
+    unconditional = [float((accepted > i).mean()) for i in range(k)]
+    return {
+        "mean_accepted": float(accepted.mean()),
+        "share_rejected": float((accepted < k).mean()),
+        "conditional_rates": np.asarray(
+            specjax.conditional_rates(jnp.asarray(unconditional, jnp.float32))
+        ).tolist(),
+    }

@@ -1,0 +1,95 @@
+"""The inputs of the GPU benchmarks: draft d = 3 N(0, 1), target d + N(0, 1), beyond the L2."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import specjax
+
+# What the calls of one iteration read lies beyond twice the L2 cache of an H200 (60 MB).
+ROTATING_BYTES = 120e6
+BYTES_PER_US = 4.3e6
+
+
+class Shape(NamedTuple):
+    """The size of a call."""
+
+    B: int
+    K: int
+    V: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of logits per request."""
+        return self.B * self.V * jnp.dtype(self.dtype).itemsize
+
+
+class Inputs(NamedTuple):
+    """One set of a call's arrays: logits [B, K, V] and [B, K + 1, V]."""
+
+    draft: specjax.Draft
+    target_logits: jax.Array
+
+
+def num_sets(shape: Shape, rows: float, most: int) -> int:
+    """Input sets that put `rows` rows per request and call beyond the L2, between 2 and `most`."""
+    return int(min(most, max(2, -(-ROTATING_BYTES // (rows * shape.row_bytes)))))
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def draw_logits(seed: Any, shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Draft [B, K, V] and target logits [B, K + 1, V], the bonus row from a d of its own."""
+    key_d, key_t = jax.random.split(jax.random.key(seed))
+    size = (shape.B, shape.K + 1, shape.V)
+    d = 3 * jax.random.normal(key_d, size, jnp.float32)
+    target = d + jax.random.normal(key_t, size, jnp.float32)
+    return d[:, :-1].astype(shape.dtype), target.astype(shape.dtype)
+
+
+@jax.jit
+def draw_tokens(seed: Any, draft_logits: jax.Array, temperature: Any) -> specjax.Draft:
+    """Tokens drawn from softmax(d / T), the argmax of d at T = 0, and their statistics."""
+    greedy = temperature == 0
+    x = draft_logits.astype(jnp.float32) / jnp.where(greedy, 1, temperature)
+    noise = jax.random.gumbel(jax.random.key(seed), x.shape, jnp.float32)
+    token_ids = jnp.argmax(x + jnp.where(greedy, 0, noise), axis=-1).astype(jnp.int32)
+    logsumexp = jax.nn.logsumexp(x, axis=-1)
+    drawn = jnp.take_along_axis(x, token_ids[..., None], axis=-1)[..., 0]
+    return specjax.Draft(token_ids, logprobs=drawn - logsumexp, logsumexp=logsumexp)
+
+
+def draw_sets(shape: Shape, count: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Logits of `count` input sets."""
+    return jax.block_until_ready([draw_logits(seed, shape) for seed in range(count)])
+
+
+def with_tokens(
+    logits: list[tuple[jax.Array, jax.Array]], temperature: float, one_hot: bool
+) -> list[Inputs]:
+    """Input sets whose tokens were drawn at a temperature; the logits are shared, not copied."""
+    sets = []
+    for seed, (draft_logits, target_logits) in enumerate(logits):
+        draft = draw_tokens(1000 + seed, draft_logits, jnp.float32(temperature))
+        if one_hot:
+            draft = specjax.Draft(draft.token_ids)
+        else:
+            draft = draft._replace(logits=draft_logits)
+        sets.append(Inputs(draft, target_logits))
+    return jax.block_until_ready(sets)
+
+
+@functools.partial(jax.jit, static_argnames=("calls", "size"))
+def draw_keys(seed: Any, calls: int, size: int) -> list[jax.Array]:
+    """Keys of the requests of each call: none is used twice, so that luck averages out."""
+    first = (seed * calls + jnp.arange(calls)) * size
+    return [jax.vmap(jax.random.key)(start + jnp.arange(size)) for start in first]
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def draw_rows(seed: Any, shape: Shape) -> jax.Array:
+    """Rows [B, V] to draw tokens from: 3 N(0, 1)."""
+    rows = 3 * jax.random.normal(jax.random.key(seed), (shape.B, shape.V), jnp.float32)
+    return rows.astype(shape.dtype)

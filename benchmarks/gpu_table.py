@@ -1,0 +1,184 @@
+r"""Makes the README's GPU table, and its plot, from the JSON that the GPU benchmarks wrote.
+
+python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md \
+    --plot benchmarks/results/h200.png
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
+
+# A ratio is quoted if both sides were measured on one device within this time.
+SESSION = datetime.timedelta(hours=1)
+
+# Rows of the table: what is called, our case, vLLM's.
+ROWS = (
+    ("`rejection_sample`, drawn drafts, T = 0.7", "drawn_0.7", "drawn_0.7"),
+    ("`rejection_sample`, drawn drafts, T = 1", "drawn_1", "drawn_1"),
+    ("`rejection_sample`, one-hot drafts, T = 0.7", "onehot_0.7", "onehot_0.7"),
+    ("`rejection_sample`, one-hot drafts, T = 1", "onehot_1", "onehot_1"),
+    ("`rejection_sample`, greedy", "greedy", "greedy"),
+    ("`rejection_sample`, synthetic, 0.9 per position", "synthetic_0.9", None),
+    ("`gumbel_sample`, FP32 noise", "gumbel_fp32", "gumbel_fp32"),
+    ("`gumbel_sample`, FP64 noise", "gumbel_fp64", "gumbel_fp64"),
+    ("`rejection_sample`, drawn drafts, T = 0.7, plain XLA", "xla_drawn_0.7", None),
+    ("`jax.random.categorical`", "categorical", None),
+)
+PLOTTED = ("drawn_0.7", "onehot_0.7", "greedy", "gumbel_fp32")
+LABELS = {
+    "drawn_0.7": "rejection_sample, drawn drafts",
+    "onehot_0.7": "rejection_sample, one-hot drafts",
+    "greedy": "rejection_sample, greedy",
+    "gumbel_fp32": "gumbel_sample",
+}
+
+Timings = dict[tuple[str, int], dict[str, Any]]
+
+
+def timings_of(section: dict[str, Any] | None) -> Timings:
+    """A section's records that were measured, by case and batch size."""
+    cases = section["cases"] if section else []
+    return {(x["case"], x["B"]): x for x in cases if "median_us" in x}
+
+
+def peer_of(result: dict[str, Any]) -> dict[str, Any] | None:
+    """vLLM's section, if it was measured in the session of the main one."""
+    ours, theirs = result["main"]["environment"], result.get("vllm", {}).get("environment")
+    if theirs is None or theirs["device"] != ours["device"]:
+        return None
+    dates = [datetime.datetime.fromisoformat(x["date"]) for x in (ours, theirs)]
+    return result["vllm"] if abs(dates[0] - dates[1]) <= SESSION else None
+
+
+def gpu_table(result: dict[str, Any]) -> str:
+    """The table, with the inputs above it and its birthplace below, as markdown."""
+    ours, peer = timings_of(result["main"]), peer_of(result)
+    theirs = timings_of(peer)
+    first = result["main"]["cases"][0]
+    sizes = sorted({size for _, size in ours})
+    head = " | ".join(f"B = {size}" for size in sizes)
+    beside = ", in brackets of vLLM's function in the same session" if peer else ""
+    lines = [
+        f"K = {first['K']}, V = {first['V']}, {first['dtype']} logits, drafts d = 3 N(0, 1) "
+        f"against targets d + N(0, 1), statistics carried{_accepted(ours, sizes)}. "
+        f"Microseconds per call{beside}.",
+        "",
+        f"| | {head} |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for label, case, other in ROWS:
+        cells = [_cell(ours.get((case, b)), theirs.get((other, b))) for b in sizes]
+        if any(cells):
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    floors = [f"{ours['drawn_0.7', b]['floor_us']:.1f}" for b in sizes if ("drawn_0.7", b) in ours]
+    if len(floors) == len(sizes):
+        rate = result["main"]["bytes_per_us"] / 1e6
+        lines.append(
+            f"| bytes of the rows that decide, drawn drafts, T = 0.7, at {rate:g} TB/s | "
+            f"{' | '.join(floors)} |"
+        )
+    return "\n".join([*lines, "", _birthplace(result["main"]["environment"], peer)])
+
+
+def _accepted(ours: Timings, sizes: list[int]) -> str:
+    known = [ours.get((case, sizes[-1])) for case in ("drawn_0.7", "drawn_1")]
+    if None in known:
+        return ""
+    means = [f"{x['mean_accepted']:.2f}" for x in known]
+    return (
+        f"; at B = {sizes[-1]} a mean of {means[0]} drafts is kept at T = 0.7, {means[1]} at T = 1"
+    )
+
+
+def _cell(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
+    if ours is None:
+        return ""
+    text = f"{ours['median_us']:.1f}"
+    if theirs is None:
+        return text
+    return (
+        f"{text} ({theirs['median_us']:.1f}: {theirs['median_us'] / ours['median_us']:.1f} times)"
+    )
+
+
+def _birthplace(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
+    text = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+    if peer is None:
+        return text
+    other = peer["environment"]
+    return (
+        f"{text}; {other['vllm']}, torch {other['torch']}, triton {other['triton']}: "
+        f"`{other['command']}`"
+    )
+
+
+def put_between_markers(text: str, table: str) -> str:
+    """`text` with what stands between the markers replaced by the table.
+
+    Raises:
+      ValueError: if the two markers are not there, once each and in order.
+    """
+    between = re.compile(f"({re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.DOTALL)
+    if len(between.findall(text)) != 1:
+        raise ValueError(f"The document needs the lines {BEGIN} and {END}, once each, in order.")
+    return between.sub(lambda match: f"{match[1]}{table}\n", text)
+
+
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Time against batch size: ours, vLLM's where measured in the session, and the byte floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    ours, theirs = timings_of(result["main"]), timings_of(peer_of(result))
+    sizes = sorted({size for _, size in ours})
+    figure, axes = matplotlib.pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    styles = (
+        (ours, "median_us", "o-", "{}"),
+        (theirs, "median_us", "s--", "{}, vLLM"),
+        (ours, "floor_us", ":", "{}, byte floor"),
+    )
+    for number, case in enumerate(PLOTTED):
+        for source, figure_of, style, label in styles:
+            there = [size for size in sizes if (case, size) in source]
+            if there:
+                values = [source[case, size][figure_of] for size in there]
+                name = label.format(LABELS[case])
+                axes.loglog(there, values, style, color=f"C{number}", label=name)
+    axes.set(xlabel="batch size", ylabel="microseconds per call", xticks=sizes, xticklabels=sizes)
+    axes.set_title(f"{result['main']['environment']['device']}, temperature 0.7")
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    parser.add_argument("--plot", type=pathlib.Path, help="write the plot there")
+    args = parser.parse_args()
+    result = json.loads(args.json.read_text(encoding="utf-8"))
+    table = gpu_table(result)
+    if args.plot is not None:
+        plot(result, args.plot)
+        here = args.readme.parent if args.readme else pathlib.Path.cwd()
+        link = pathlib.Path(os.path.relpath(args.plot, here)).as_posix()
+        table += f"\n\n![Time against batch size]({link})"
+    if args.readme is None:
+        print(table)
+        return
+    text = args.readme.read_text(encoding="utf-8")
+    args.readme.write_text(put_between_markers(text, table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

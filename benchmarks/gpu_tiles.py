@@ -1,0 +1,106 @@
+"""Sweeps tile sizes, warps and the path of small batches: what `tiles.py` was chosen from."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+from gpu_cases import CASES, Bench, Effort
+from gpu_inputs import Shape
+from gpu_loop import compile_all
+
+from specjax.dispatch import run_gumbel_sample, run_rejection_sample
+from specjax.pallas import resample, sample, verify
+from specjax.pallas.tiles import Tile
+
+K, V = 5, 131072
+ROW_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8), (32768, 16)]
+PAIR_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8)]
+DRAW_WARPS = [4, 16]
+AT_ONCE = 8
+
+
+class Choice(NamedTuple):
+    """What replaces the choices of `tiles.py`; None leaves one as it is.
+
+    Attributes:
+      row: logits and warps of a tile of one row.
+      pair: the same of a pair of rows.
+      draw: warps that draw a token.
+      small: whether the batch is taken as small.
+    """
+
+    row: tuple[int, int] | None = None
+    pair: tuple[int, int] | None = None
+    draw: int | None = None
+    small: bool | None = None
+
+    def __str__(self) -> str:
+        named = [f"{name}={value}" for name, value in self._asdict().items() if value is not None]
+        return " ".join(named) or "as chosen"
+
+
+def choices() -> Iterator[tuple[str, Choice]]:
+    """Cases and choices to measure at each batch size: one thing is varied at a time."""
+    yield "drawn_0.7", Choice()
+    yield "gumbel_fp32", Choice()
+    for row in ROW_TILES:
+        yield "drawn_0.7", Choice(row=row)
+        yield "gumbel_fp32", Choice(row=row)
+    for pair in PAIR_TILES:
+        yield "drawn_0.7", Choice(pair=pair)
+    for small in (True, False):
+        yield "drawn_0.7", Choice(small=small)
+    for draw in DRAW_WARPS:
+        yield "drawn_0.7", Choice(draw=draw)
+
+
+@contextlib.contextmanager
+def chosen(choice: Choice) -> Iterator[None]:
+    """`specjax.pallas` with its choices replaced, and what was traced before forgotten."""
+    tiles: list[tuple[Any, str, Any]] = []
+    if choice.row is not None:
+        tiles += [(module, "row_tile", Tile(*choice.row)) for module in (verify, sample)]
+    if choice.pair is not None:
+        tiles.append((verify, "pair_tile", Tile(*choice.pair)))
+    if choice.small is not None:
+        tiles.append((verify, "is_small", choice.small))
+    run_rejection_sample.clear_cache()
+    run_gumbel_sample.clear_cache()
+    with contextlib.ExitStack() as stack:
+        if choice.draw is not None:
+            for module in (resample, sample):
+                stack.enter_context(mock.patch.object(module, "DRAW_WARPS", choice.draw))
+        asked = [
+            stack.enter_context(mock.patch.object(module, name, mock.Mock(return_value=value)))
+            for module, name, value in tiles
+        ]
+        yield
+        if asked and not any(each.called for each in asked):
+            raise RuntimeError(f"The kernels did not ask for {choice}; was an old trace used?")
+
+
+def sweep(effort: Effort, seconds: float, small: bool) -> Iterator[dict[str, Any]]:
+    """Measures choices until the time is up, one batch size after the other."""
+    start = time.perf_counter()
+    queues = {size: list(choices()) for size in (64, 256, 8)}
+    if small:
+        queues = {1: [("drawn_0.7", Choice((256, 4), (128, 2), 4, False))]}
+        queues[1].append(("gumbel_fp32", Choice(row=(128, 1))))
+    for size, queue in queues.items():
+        shape = Shape(1, 1, 130, "bfloat16") if small else Shape(size, K, V, "bfloat16")
+        bench = Bench(shape, ["drawn_0.7", "gumbel_fp32"], effort)
+        # Compiled side by side, a few at a time, so that little is lost when the time is up.
+        for first in range(0, len(queue), AT_ONCE):
+            if time.perf_counter() - start > seconds:
+                print(f"The time is up; left out at B = {size}: {queue[first:]}")
+                break
+            lowered = {}
+            for name, choice in queue[first : first + AT_ONCE]:
+                with chosen(choice):
+                    lowered[name, choice] = bench.lower(CASES[name])
+            for (name, choice), loop in compile_all(lowered).items():
+                yield bench.measure(name, loop) | {"tiles": str(choice)}
+    run_rejection_sample.clear_cache()
+    run_gumbel_sample.clear_cache()

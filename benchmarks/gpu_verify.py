@@ -1,0 +1,170 @@
+"""Times verification and sampling on an NVIDIA GPU: the kernels, plain XLA, what JAX offers.
+
+python benchmarks/gpu_verify.py --out benchmarks/results/h200.json
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from gpu_cases import REHEARSAL, Effort, measure_shape
+from gpu_inputs import BYTES_PER_US, Shape
+from gpu_tiles import sweep
+
+K, V, DTYPE = 5, 131072, "bfloat16"
+VERIFY = [
+    "drawn_0.7",
+    "drawn_1",
+    "onehot_0.7",
+    "onehot_1",
+    "greedy",
+    "synthetic_as_drawn_0.7",
+    "synthetic_0.9",
+]
+SAMPLE = ["gumbel_fp32", "gumbel_fp64"]
+GRAPHS = ["drawn_0.7_graphs", "gumbel_fp32_graphs"]
+XLA = ["xla_drawn_0.7", "xla_gumbel_fp32", "categorical"]
+FEW = ["drawn_0.7", "greedy"]
+
+MAIN = [
+    (Shape(8, K, V, DTYPE), [*VERIFY, *SAMPLE]),
+    (Shape(64, K, V, DTYPE), [*VERIFY, *SAMPLE]),
+    (Shape(256, K, V, DTYPE), [*VERIFY, *SAMPLE]),
+    (Shape(64, K, V, DTYPE), XLA),
+    (Shape(8, K, V, DTYPE), XLA),
+    (Shape(8, K, V, DTYPE), GRAPHS),
+]
+MORE = [
+    *[
+        (Shape(64, K, v, DTYPE), [*FEW, "onehot_0.7", "gumbel_fp32"])
+        for v in (32000, 151936, 262144)
+    ],
+    *[(Shape(64, k, V, DTYPE), FEW) for k in (1, 3, 7)],
+    (Shape(64, K, V, "float32"), [*FEW, "onehot_0.7", "gumbel_fp32"]),
+    (Shape(1, K, V, DTYPE), [*FEW, "onehot_0.7", "gumbel_fp32"]),
+    (Shape(64, K, V, DTYPE), ["gumbel_scalars"]),
+]
+SMALL = [
+    (Shape(2, 2, 300, DTYPE), [*VERIFY, *SAMPLE, *GRAPHS, *XLA]),
+    (Shape(1, 1, 130, "float32"), [*FEW, "gumbel_scalars"]),
+]
+
+
+def driver() -> str:
+    """The driver's version, empty where nvidia-smi does not say."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def environment() -> dict[str, Any]:
+    """Where, when and with what a section was measured."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "driver": driver(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "numpy": np.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/gpu_verify.py", *sys.argv[1:]]),
+    }
+
+
+def measure(shapes: list[tuple[Shape, list[str]]], effort: Effort) -> Iterator[dict[str, Any]]:
+    """A record of each case of each shape; one shape's inputs go before the next's are made."""
+    for shape, names in shapes:
+        yield from measure_shape(shape, names, effort)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One line of the printed table."""
+    size = f"B={record['B']} K={record['K']} V={record['V']} {record['dtype']}"
+    if "error" in record:
+        return f"{record['case']:24}{size:34}FAILED: {record['error'][:200]}"
+    low, high = record["quartiles_us"]
+    accepted = record.get("mean_accepted")
+    line = f"{record['case']:24}{size:34}{record['median_us']:9.2f} ({low:.2f} to {high:.2f})"
+    line += f"  kernels {record['kernels_us']:.2f}  host {record['host_clock_us']:.2f}"
+    line += f"  floor {record['floor_us']:.2f}"
+    return line if accepted is None else line + f"  accepted {accepted:.2f}"
+
+
+def save(out: pathlib.Path | None, name: str, section: dict[str, Any]) -> None:
+    """Puts a section into the file, beside those that are there."""
+    if out is None:
+        return
+    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result[name] = section
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def run_section(
+    name: str, records: Iterator[dict[str, Any]], out: pathlib.Path | None
+) -> list[dict[str, Any]]:
+    """Measures a section and saves it after every record."""
+    start = time.perf_counter()
+    section = {"environment": environment(), "bytes_per_us": BYTES_PER_US, "cases": []}
+    for record in records:
+        section["cases"].append(record)
+        section["seconds"] = round(time.perf_counter() - start, 1)
+        save(out, name, section)
+        print(f"{section['seconds']:6.1f} s  {describe(record)}", flush=True)
+    return section["cases"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, help="the JSON; other sections there are kept")
+    parser.add_argument("--only", choices=("main", "more", "tiles"), help="one section of three")
+    parser.add_argument("--seconds", type=float, default=90, help="stop the sweep of tiles then")
+    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, interpreted, no file")
+    args = parser.parse_args()
+    if not args.smoke and jax.default_backend() != "gpu":
+        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    effort = REHEARSAL if args.smoke else Effort()
+    out = None if args.smoke else args.out
+    shapes = {"main": MAIN, "more": MORE}
+    if args.smoke:
+        shapes = {"main": SMALL[:1], "more": SMALL[1:]}
+    records = []
+    for name in ("main", "more", "tiles"):
+        if args.only in (None, name):
+            source = (
+                sweep(effort, args.seconds, small=args.smoke)
+                if name == "tiles"
+                else measure(shapes[name], effort)
+            )
+            records += run_section(name, source, out)
+    print("\nmicroseconds per call, median (quartiles) of the device; rows that decide at 4.3 TB/s")
+    for record in records:
+        print(f"{describe(record)}  {record.get('tiles', '')}")
+    compare_synthetic(records)
+    if any("error" in record for record in records):
+        sys.exit("A case failed.")
+
+
+def compare_synthetic(records: list[dict[str, Any]]) -> None:
+    """Prints the time of synthetic verification over that of the real one."""
+    median = {(x["case"], x["B"]): x["median_us"] for x in records if "median_us" in x}
+    for (case, size), real in median.items():
+        synthetic = median.get((f"synthetic_as_{case}", size))
+        if synthetic is not None:
+            print(f"B={size}: synthetic over {case}: {synthetic / real:.3f}")
+
+
+if __name__ == "__main__":
+    main()
