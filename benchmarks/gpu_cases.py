@@ -221,11 +221,8 @@ def measure_shape(shape: Shape, names: list[str], effort: Effort) -> Iterator[di
     """
     try:
         bench = Bench(shape, names, effort)
-        lowered = {}
-        for case in map(CASES.get, names):
-            if case.program not in lowered:
-                lowered[case.program] = bench.lower(case)
-        loops = compile_all(lowered)
+        programs = {CASES[name].program: CASES[name] for name in names}
+        loops = compile_all((key, bench.lower(case)) for key, case in programs.items())
     except (RuntimeError, ValueError) as error:
         yield {"case": ", ".join(names), **shape._asdict(), "error": str(error)}
         return

@@ -84,8 +84,8 @@ def with_tokens(
 @functools.partial(jax.jit, static_argnames=("calls", "size"))
 def draw_keys(seed: Any, calls: int, size: int) -> list[jax.Array]:
     """Keys of the requests of each call: none is used twice, so that luck averages out."""
-    first = (seed * calls + jnp.arange(calls)) * size
-    return [jax.vmap(jax.random.key)(start + jnp.arange(size)) for start in first]
+    seeds = seed * calls * size + jnp.arange(calls * size)
+    return list(jax.vmap(jax.random.key)(seeds).reshape(calls, size))
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -6,7 +6,7 @@ import glob
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -74,15 +74,16 @@ def lower_loop(call: Callable[..., Any], arguments: tuple[Any, ...], iterations:
     return jax.jit(loop).lower(*arguments)
 
 
-def compile_all(lowered: dict[Any, Lowered]) -> dict[Any, Loop]:
-    """Compiles loops side by side, by name."""
+def compile_all(lowered: Iterable[tuple[Any, Lowered]]) -> dict[Any, Loop]:
+    """Compiles loops side by side, and while the next are lowered; by name."""
 
     def compile_one(loop: Lowered) -> Loop:
         run = loop.program.compile(compiler_options=loop.options)
         return Loop(run, loop.calls, loop.iterations, "command_buffer" in run.as_text())
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        return dict(zip(lowered, pool.map(compile_one, lowered.values()), strict=True))
+        futures = {name: pool.submit(compile_one, loop) for name, loop in lowered}
+        return {name: future.result() for name, future in futures.items()}
 
 
 def time_loop(loop: Loop, arguments: list[tuple[Any, ...]]) -> tuple[dict[str, Any], list[Any]]:

@@ -8,7 +8,7 @@ from unittest import mock
 
 from gpu_cases import CASES, Bench, Effort
 from gpu_inputs import Shape
-from gpu_loop import compile_all
+from gpu_loop import Lowered, compile_all
 
 from specjax.dispatch import run_gumbel_sample, run_rejection_sample
 from specjax.pallas import resample, sample, verify
@@ -16,9 +16,10 @@ from specjax.pallas.tiles import Tile
 
 K, V = 5, 131072
 ROW_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8), (32768, 16)]
-PAIR_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8)]
-DRAW_WARPS = [4, 16]
-AT_ONCE = 8
+GUMBEL_TILES = [(4096, 8), (8192, 8), (16384, 8)]
+PAIR_TILES = [(4096, 8), (8192, 8), (16384, 8)]
+DRAW_WARPS = [4]
+AT_ONCE = 6
 
 
 class Choice(NamedTuple):
@@ -47,6 +48,7 @@ def choices() -> Iterator[tuple[str, Choice]]:
     yield "gumbel_fp32", Choice()
     for row in ROW_TILES:
         yield "drawn_0.7", Choice(row=row)
+    for row in GUMBEL_TILES:
         yield "gumbel_fp32", Choice(row=row)
     for pair in PAIR_TILES:
         yield "drawn_0.7", Choice(pair=pair)
@@ -82,25 +84,29 @@ def chosen(choice: Choice) -> Iterator[None]:
 
 
 def sweep(effort: Effort, seconds: float, small: bool) -> Iterator[dict[str, Any]]:
-    """Measures choices until the time is up, one batch size after the other."""
+    """Measures choices, one batch size after the other, each until its share of the time is up."""
     start = time.perf_counter()
     queues = {size: list(choices()) for size in (64, 256, 8)}
     if small:
         queues = {1: [("drawn_0.7", Choice((256, 4), (128, 2), 4, False))]}
         queues[1].append(("gumbel_fp32", Choice(row=(128, 1))))
-    for size, queue in queues.items():
+    for number, (size, queue) in enumerate(queues.items()):
         shape = Shape(1, 1, 130, "bfloat16") if small else Shape(size, K, V, "bfloat16")
         bench = Bench(shape, ["drawn_0.7", "gumbel_fp32"], effort)
         # Compiled side by side, a few at a time, so that little is lost when the time is up.
         for first in range(0, len(queue), AT_ONCE):
-            if time.perf_counter() - start > seconds:
+            if time.perf_counter() - start > seconds * (number + 1) / len(queues):
                 print(f"The time is up; left out at B = {size}: {queue[first:]}")
                 break
-            lowered = {}
-            for name, choice in queue[first : first + AT_ONCE]:
-                with chosen(choice):
-                    lowered[name, choice] = bench.lower(CASES[name])
-            for (name, choice), loop in compile_all(lowered).items():
+            loops = compile_all(_lower(bench, queue[first : first + AT_ONCE]))
+            for (name, choice), loop in loops.items():
                 yield bench.measure(name, loop) | {"tiles": str(choice)}
     run_rejection_sample.clear_cache()
     run_gumbel_sample.clear_cache()
+
+
+def _lower(bench: Bench, queue: list[tuple[str, Choice]]) -> Iterator[tuple[Any, Lowered]]:
+    for name, choice in queue:
+        with chosen(choice):
+            lowered = bench.lower(CASES[name])
+        yield (name, choice), lowered

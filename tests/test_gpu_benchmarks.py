@@ -1,0 +1,89 @@
+"""The GPU benchmarks rehearse on a CPU, and the README's GPU table is that of the measurement."""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "h200.json"
+
+pytestmark = pytest.mark.lenient
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A script of benchmarks/ as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00", gpu="G"):
+    """A JSON as the benchmarks write it, of two batch sizes."""
+    case = {"case": "drawn_0.7", "K": 5, "V": 128, "dtype": "bfloat16", "mean_accepted": 1.0}
+    cases = [case | {"B": b, "median_us": 2.0 * b, "floor_us": 1.0 * b} for b in (8, 64)]
+    failed = case | {"case": "greedy", "B": 8, "error": "no"}
+    where = {"device": "G", "jax": "1", "date": ours, "command": "python a"}
+    there = {"device": gpu, "date": theirs, "command": "python b"}
+    there |= {"vllm": "vllm 1", "torch": "2", "triton": "3"}
+    return {
+        "main": {"environment": where, "bytes_per_us": 4.3e6, "cases": [*cases, failed]},
+        "vllm": {
+            "environment": there,
+            "cases": [{"case": "drawn_0.7", "B": b, "median_us": 5.0 * b} for b in (8, 64)],
+        },
+    }
+
+
+def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu_verify.py", "--smoke", "--only", "more"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for case in ("drawn_0.7", "greedy", "gumbel_scalars"):
+        assert f"\n{case} " in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_ratio_to_vllm_is_quoted_within_one_session_alone(benchmark):
+    table = benchmark("gpu_table").gpu_table
+    same = table(measured())
+    assert "| 16.0 (40.0: 2.5 times) | 128.0 (320.0: 2.5 times) |" in same
+    assert "vllm 1, torch 2, triton 3: `python b`" in same
+    for other in (measured(theirs="2026-01-01T12:00:00+00:00"), measured(gpu="H")):
+        apart = table(other)
+        assert "| 16.0 | 128.0 |" in apart
+        assert "times" not in apart
+        assert "vLLM" not in apart
+
+
+def test_a_trace_is_cut_where_the_device_rested(benchmark):
+    loop = benchmark("gpu_loop")
+    events = [
+        loop.Event(3e3 * i + 3e7 * run, 1e3, "long" if i % 2 else "short")
+        for run in range(3)
+        for i in range(10)
+    ]
+    assert [len(run) for run in loop.split_runs(events)] == [10, 10, 10]
+    figures = loop.kernel_times(events, calls=15)
+    assert figures["kernels_us"] == pytest.approx(2)
+    assert figures["kernels"]["long"] == {"us": pytest.approx(1), "launches": 1}
+
+
+def test_the_gpu_table_of_the_readme_is_that_of_the_measurement(benchmark):
+    if not RESULT.exists():
+        pytest.skip("Nothing is measured yet.")
+    table = benchmark("gpu_table").gpu_table(json.loads(RESULT.read_text(encoding="utf-8")))
+    assert table in (ROOT / "README.md").read_text(encoding="utf-8"), (
+        "run: python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md "
+        "--plot benchmarks/results/h200.png"
+    )
