@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-from gpu_cases import CASES, Bench, Effort
+from gpu_calls import CASES, Bench, Effort
 from gpu_inputs import Shape
 from gpu_loop import Lowered, compile_all
 

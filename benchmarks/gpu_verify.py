@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpu_cases import REHEARSAL, Effort, measure_shape
+from gpu_calls import REHEARSAL, Effort, measure_shape
 from gpu_inputs import BYTES_PER_US, Shape
 from gpu_tiles import sweep
 
