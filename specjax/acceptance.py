@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-__all__ = ["accept_greedy", "accept_random", "accept_synthetic", "num_usable"]
+from specjax.logits import Scaling
+
+__all__ = ["accept_greedy", "accept_random", "accept_synthetic", "is_one_hot", "num_usable"]
 
 
 def num_usable(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
@@ -63,3 +65,9 @@ def accept_synthetic(coin: jax.Array, rate: jax.Array) -> jax.Array:
       bool.
     """
     return coin < rate.astype(coin.dtype)
+
+
+def is_one_hot(scaling: Scaling, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
+    """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
+    lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
+    return scaling.greedy | ~scaling.valid | lawless

@@ -10,7 +10,6 @@ from specjax.checks import (
     check_count,
     check_cumulative,
     check_draft,
-    check_implementation,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -24,6 +23,8 @@ from specjax.dispatch import (
     run_rejection_sample,
     run_rejection_sample_ragged,
 )
+from specjax.implementation import read_implementation
+from specjax.mesh import check_whole
 from specjax.typing import Draft, Sample, Verification
 
 __all__ = ["gumbel_sample", "rejection_sample", "rejection_sample_ragged"]
@@ -58,7 +59,9 @@ def gumbel_sample(
         to the lowest id. Negative or not finite makes the row invalid.
       cutoff: f32, [B], logits below it are left out. None keeps all.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None chooses at lowering; "xla" is plain JAX.
+      implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
+        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
+        "interpret" the kernels in Pallas' interpreter, for tests.
 
     Returns:
       `Sample`; token -1 and log-probability 0 for a row with NaN or +inf, -inf
@@ -79,7 +82,7 @@ def gumbel_sample(
       Gumbel-max in two levels: the maximum of a block's Gumbels is a Gumbel at its
       logsumexp, independent of which token attains it.
     """
-    check_implementation(implementation)
+    implementation = read_implementation(implementation)
     logits = as_array("logits", logits)
     check_logits("logits", logits, "[B, V]")
     size = logits.shape[0]
@@ -92,6 +95,7 @@ def gumbel_sample(
         read_array("temperature", temperature, jnp.float32, *each),
         read_optional("cutoff", cutoff, jnp.float32, (size,)),
         noise_dtype=check_noise_dtype(noise_dtype),
+        implementation=implementation,
     )
 
 
@@ -133,7 +137,9 @@ def rejection_sample(
       bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
         log-probability is -inf where the bonus row is no law.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None chooses at lowering; "xla" is plain JAX.
+      implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
+        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
+        "interpret" the kernels in Pallas' interpreter, for tests.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens; without the last one
@@ -153,7 +159,7 @@ def rejection_sample(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    check_implementation(implementation)
+    implementation = read_implementation(implementation)
     draft = check_draft(draft)
     size, k = draft.token_ids.shape
     target_logits = as_array("target_logits", target_logits)
@@ -169,6 +175,7 @@ def rejection_sample(
         read_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
         _read_options(size, k, keys, positions, temperature, conditional_rates, bonus_token_ids),
         noise_dtype=check_noise_dtype(noise_dtype),
+        implementation=implementation,
     )
 
 
@@ -208,7 +215,7 @@ def rejection_sample_ragged(
       conditional_rates: f32, [K] or [B, K], or None.
       bonus_token_ids: i32, [B], or None.
       noise_dtype: float32 or float64.
-      implementation: None or "xla".
+      implementation: as in `gumbel_sample`.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -225,7 +232,7 @@ def rejection_sample_ragged(
       >>> step.token_ids.shape
       (2, 3)
     """
-    check_implementation(implementation)
+    implementation = read_implementation(implementation)
     size = check_cumulative(cu_num_draft_tokens)
     why = "the most drafted tokens of any request, because it is the width of the result"
     max_draft_tokens = check_count("max_draft_tokens", max_draft_tokens, 0, why)
@@ -233,6 +240,9 @@ def rejection_sample_ragged(
     draft = check_draft(draft, ragged_batch_size=size)
     num_drafted = draft.token_ids.shape[0]
     check_logits("target_logits", target_logits, "[N + B, V]", num_drafted + size)
+    for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
+        if logits is not None:
+            check_whole(name, logits)
     return run_rejection_sample_ragged(
         draft,
         target_logits,
@@ -249,6 +259,7 @@ def rejection_sample_ragged(
         ),
         max_draft_tokens=max_draft_tokens,
         noise_dtype=check_noise_dtype(noise_dtype),
+        implementation=implementation,
     )
 
 

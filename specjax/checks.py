@@ -14,7 +14,6 @@ __all__ = [
     "check_count",
     "check_cumulative",
     "check_draft",
-    "check_implementation",
     "check_keys",
     "check_logits",
     "check_noise_dtype",
@@ -26,7 +25,6 @@ __all__ = [
     "read_rates",
 ]
 
-_IMPLEMENTATIONS = (None, "xla", "triton", "interpret")
 _LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -254,16 +252,3 @@ def check_noise_dtype(noise_dtype: Any) -> Any:
             "JAX_ENABLE_X64=1."
         )
     return dtype
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Refuses an implementation that has no such name, or is not built."""
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; it is None, 'xla', 'triton' or 'interpret'."
-        )
-    if implementation in ("triton", "interpret"):
-        raise ValueError(
-            f"implementation={implementation!r} names the Pallas Triton kernels, which this "
-            "version of specjax does not have; use None or 'xla'."
-        )

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.implementation import by_implementation
 from specjax.mesh import map_batch_shards, vary_like
-from specjax.noise import addresses, fold_in_rows, key_words
+from specjax.noise import addresses, fold_in_rows
 from specjax.ragged import ragged_requests
 from specjax.request import PerRequest, Request, Rows
 from specjax.sampling import sample_row
@@ -38,12 +39,25 @@ class Options(NamedTuple):
         )
 
 
-def _request_keys(keys: jax.Array, size: int) -> Any:
-    """Key words u32[B] of each request; a single key folds in the row index."""
-    return key_words(keys if keys.shape else fold_in_rows(keys, size))
+class _Batch(NamedTuple):
+    """A call as both implementations take it: logits as flat rows, requests row behind row."""
+
+    draft: Draft
+    draft_logits: jax.Array | None
+    target: Rows
+    options: PerRequest
+    cu_num_draft_tokens: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnames="noise_dtype")
+def _request_keys(keys: jax.Array, size: int) -> jax.Array:
+    """Key words u32[B, 2] of each request; a single key folds in the row index."""
+    return jax.random.key_data(keys if keys.shape else fold_in_rows(keys, size))
+
+
+_static = functools.partial(jax.jit, static_argnames=("noise_dtype", "implementation"))
+
+
+@_static
 def run_gumbel_sample(
     logits: jax.Array,
     keys: jax.Array,
@@ -53,22 +67,37 @@ def run_gumbel_sample(
     cutoff: jax.Array | None,
     *,
     noise_dtype: Any,
+    implementation: str,
 ) -> Sample:
     """`gumbel_sample` on checked arguments."""
     size = logits.shape[0]
+    if size == 0:
+        none = jnp.zeros((0,), jnp.float32)
+        return Sample(none.astype(jnp.int32), none, none)
     each = [jnp.broadcast_to(x, (size,)) for x in (positions, stream, temperature)]
 
-    def sample(batch: Any, _: Any) -> Sample:
-        logits, key, position, stream, temperature, cutoff = batch
-        at = addresses(key, position, stream)
+    def xla(
+        logits: Any, key: Any, position: Any, stream: Any, temperature: Any, cutoff: Any
+    ) -> Sample:
+        at = addresses((key[:, 0], key[:, 1]), position, stream)
         one = functools.partial(sample_row, noise_dtype=noise_dtype)
         return jax.vmap(one)(logits, at, temperature, cutoff)
 
+    def kernels(*batch: Any, interpret: bool) -> Sample:
+        from specjax.pallas.sample import sample_rows
+
+        return sample_rows(*batch, noise_dtype=noise_dtype, interpret=interpret)
+
+    def sample(batch: Any, _: Any) -> Sample:
+        batch = vary_like(batch, batch)
+        return by_implementation(implementation, xla, kernels, *batch)
+
     batch = (logits, _request_keys(keys, size), *each, cutoff)
-    return map_batch_shards(sample, logits, batch, ())
+    check_vma = implementation != "interpret"
+    return map_batch_shards(sample, logits, batch, (), check_vma)
 
 
-@functools.partial(jax.jit, static_argnames="noise_dtype")
+@_static
 def run_rejection_sample(
     draft: Draft,
     target_logits: jax.Array,
@@ -76,9 +105,12 @@ def run_rejection_sample(
     options: Options,
     *,
     noise_dtype: Any,
+    implementation: str,
 ) -> Verification:
     """`rejection_sample` on checked arguments."""
     size, num_rows, vocab_size = target_logits.shape
+    if size == 0:
+        return _nothing(num_rows)
 
     def verify(batch: Any, shared_logits: jax.Array | None) -> Verification:
         # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
@@ -86,28 +118,31 @@ def run_rejection_sample(
             (batch, shared_logits), batch, shared_logits
         )
         logits = draft.logits if shared_logits is None else shared_logits
-        flat_cutoff = None if cutoff is None else cutoff.reshape(-1)
-        return verify_batch(
-            Request.of_padded(draft, options, num_target_rows=num_rows),
-            Rows(target_logits.reshape(-1, vocab_size), flat_cutoff),
+        batch = _Batch(
+            draft._replace(logits=None),
             None if logits is None else logits.reshape(-1, logits.shape[2]),
-            noise_dtype,
+            Rows(
+                target_logits.reshape(-1, vocab_size),
+                None if cutoff is None else cutoff.reshape(-1),
+            ),
+            options,
+            None,
         )
+        return _verify(batch, num_rows - 1, noise_dtype, implementation)
 
-    if size == 0:
-        return _nothing(num_rows)
     spread = options.spread(size, num_rows - 1)
     if num_rows == 1:
-        draft, spread = _no_drafts(draft, size), spread._replace(rates=None)
+        draft, spread = _no_drafts(draft), spread._replace(rates=None)
     shared_logits = None
     if draft.rows is not None:
         # A row may lie on any shard, so that every shard gets all of them.
         draft, shared_logits = draft._replace(logits=None), draft.logits
     batch = (draft, target_logits, cutoff, spread)
-    return _first_rows(map_batch_shards(verify, target_logits, batch, shared_logits), num_rows)
+    check_vma = implementation != "interpret"
+    return map_batch_shards(verify, target_logits, batch, shared_logits, check_vma)
 
 
-@functools.partial(jax.jit, static_argnames=("max_draft_tokens", "noise_dtype"))
+@functools.partial(jax.jit, static_argnames=("max_draft_tokens", "noise_dtype", "implementation"))
 def run_rejection_sample_ragged(
     draft: Draft,
     target_logits: jax.Array,
@@ -117,29 +152,81 @@ def run_rejection_sample_ragged(
     *,
     max_draft_tokens: int,
     noise_dtype: Any,
+    implementation: str,
 ) -> Verification:
     """`rejection_sample_ragged` on checked arguments."""
     size = cu_num_draft_tokens.shape[0] - 1
     if size == 0:
         return _nothing(max_draft_tokens + 1)
     spread = options.spread(size, max_draft_tokens)
-    everything = (draft, target_logits, cu_num_draft_tokens, cutoff, spread)
-    draft, target_logits, cu_num_draft_tokens, cutoff, spread = vary_like(everything, everything)
-    starts = cu_num_draft_tokens[:-1]
-    if draft.token_ids.shape[0] and max_draft_tokens:
-        requests = ragged_requests(draft, spread, cu_num_draft_tokens, max_draft_tokens)
-    else:
-        draft = _no_drafts(draft, size)
-        place = starts + jnp.arange(size, dtype=jnp.int32)
-        requests = Request.of_padded(draft, spread._replace(rates=None), num_target_rows=1)
-        requests = requests._replace(target_row=place)
-    done = verify_batch(requests, Rows(target_logits, cutoff), draft.logits, noise_dtype)
-    return _first_rows(done, max_draft_tokens + 1)
+    k = max_draft_tokens
+    if not (draft.token_ids.shape[0] and k):
+        draft, spread, k = _no_drafts(draft), spread._replace(rates=None), 0
+    batch = _Batch(
+        draft._replace(logits=None),
+        draft.logits,
+        Rows(target_logits, cutoff),
+        spread,
+        cu_num_draft_tokens,
+    )
+    done = _verify(vary_like(batch, batch), k, noise_dtype, implementation)
+    return _of_width(done, max_draft_tokens + 1)
 
 
-def _no_drafts(draft: Draft, size: int) -> Draft:
-    """One place per request and nothing drafted in it, for K = 0."""
-    return Draft(jnp.full((size, 1), -1, jnp.int32), num_tokens=draft.num_tokens)
+def _verify(batch: _Batch, num_drafts: int, noise_dtype: Any, implementation: str) -> Verification:
+    """Verifies a batch of at most `num_drafts` drafted tokens each."""
+
+    def xla(batch: _Batch) -> Verification:
+        requests = _requests(batch, num_drafts)
+        done = verify_batch(requests, batch.target, batch.draft_logits, noise_dtype)
+        return _of_width(done, num_drafts + 1)
+
+    def kernels(batch: _Batch, interpret: bool) -> Verification:
+        from specjax.pallas.inputs import Inputs
+        from specjax.pallas.verify import verify_rows
+
+        draft, options = batch.draft, batch.options
+        inputs = Inputs(
+            target=batch.target.logits,
+            target_cutoff=batch.target.cutoff,
+            draft=batch.draft_logits,
+            token_ids=draft.token_ids.reshape(-1) if num_drafts else None,
+            logprobs=_flat(draft.logprobs),
+            logsumexp=_flat(draft.logsumexp),
+            draft_cutoff=_flat(draft.cutoff),
+            draft_temperature=draft.temperature,
+            num_tokens=draft.num_tokens,
+            rows=draft.rows,
+            cu=batch.cu_num_draft_tokens,
+            **options._asdict(),
+        )
+        return verify_rows(
+            inputs, num_drafts=num_drafts, noise_dtype=noise_dtype, interpret=interpret
+        )
+
+    return by_implementation(implementation, xla, kernels, batch)
+
+
+def _requests(batch: _Batch, k: int) -> Request:
+    """The batch as the reference takes it: token arrays [B, K], K >= 1."""
+    cu = batch.cu_num_draft_tokens
+    if k and cu is not None:
+        return ragged_requests(batch.draft, batch.options, cu, k)
+    if k:
+        return Request.of_padded(batch.draft, batch.options, num_target_rows=k + 1)
+    size = batch.options.position.shape[0]
+    draft = batch.draft._replace(token_ids=jnp.full((size, 1), -1, jnp.int32))
+    requests = Request.of_padded(draft, batch.options, num_target_rows=1)
+    return requests if cu is None else requests._replace(target_row=requests.target_row + cu[:-1])
+
+
+def _no_drafts(draft: Draft) -> Draft:
+    """What counts of a draft without tokens."""
+    return Draft(jnp.zeros((0, 0), jnp.int32), num_tokens=draft.num_tokens)
+
+
+def _flat(array: jax.Array | None) -> jax.Array | None:
+    return None if array is None else array.reshape(-1)
 
 
 def _nothing(num_rows: int) -> Verification:
@@ -149,7 +236,10 @@ def _nothing(num_rows: int) -> Verification:
     return Verification(padded, none, none, padded.astype(jnp.float32))
 
 
-def _first_rows(done: Verification, num_rows: int) -> Verification:
+def _of_width(done: Verification, num_rows: int) -> Verification:
+    """Cut or padded to `num_rows` tokens per request."""
+    ids, logprobs = done.token_ids[:, :num_rows], done.logprobs[:, :num_rows]
+    width = ((0, 0), (0, num_rows - ids.shape[1]))
     return done._replace(
-        token_ids=done.token_ids[:, :num_rows], logprobs=done.logprobs[:, :num_rows]
+        token_ids=jnp.pad(ids, width, constant_values=-1), logprobs=jnp.pad(logprobs, width)
     )

@@ -6,6 +6,7 @@ logsumexp, the masses that choose a block when sampling, and the argmax.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,13 @@ from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
     "BlockPartials",
+    "Exp2",
     "Law",
     "RowStatistics",
     "block_partials",
     "block_weights",
+    "combine_blocks",
+    "drawn_law",
     "exp_scaled",
     "keep",
     "merge_blocks",
@@ -27,6 +31,8 @@ __all__ = [
     "row_statistics",
     "split_blocks",
 ]
+
+Exp2 = Callable[[jax.Array], jax.Array]
 
 _LOG2_E = math.log2(math.e)
 
@@ -86,13 +92,16 @@ def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     return body, (row[..., None, edge:] if num_left else None)
 
 
-def exp_scaled(x: jax.Array, scale: Any = 1.0) -> jax.Array:
+def exp_scaled(x: jax.Array, scale: Any = 1.0, exp2: Exp2 = jnp.exp2) -> jax.Array:
     """`exp(x * scale)` as a power of two, which a GPU has an instruction for."""
-    return jnp.exp2(x * (scale * jnp.float32(_LOG2_E)))
+    return exp2(x * (scale * jnp.float32(_LOG2_E)))
 
 
 def reduce_blocks(
-    blocks: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None
+    blocks: jax.Array,
+    scale: jax.Array,
+    cutoff: jax.Array | None = None,
+    exp2: Exp2 = jnp.exp2,
 ) -> BlockPartials:
     """Partials of blocks laid out as rows.
 
@@ -100,6 +109,7 @@ def reduce_blocks(
       blocks: [..., N], bf16, f16 or f32; -inf where a block is shorter than N.
       scale: f32, one over the temperature, of a shape that broadcasts against [...].
       cutoff: f32, of a shape that broadcasts against [..., N]. None keeps all.
+      exp2: of f32; kernels have a faster one.
 
     Returns:
       Partials f32[...].
@@ -108,24 +118,34 @@ def reduce_blocks(
     m = jnp.max(x, axis=-1)
     # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
     shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
-    return BlockPartials(m, jnp.sum(exp_scaled(x - shift[..., None], scale[..., None]), axis=-1))
+    terms = exp_scaled(x - shift[..., None], scale[..., None], exp2)
+    return BlockPartials(m, jnp.sum(terms, axis=-1))
 
 
-def merge_blocks(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
-    """Merges the partials of a row, in any order to the same result but for rounding.
+def combine_blocks(
+    partials: BlockPartials, scale: jax.Array, exp2: Exp2 = jnp.exp2
+) -> BlockPartials:
+    """One partial of many, in any order the same but for rounding.
 
     Args:
       partials: f32[..., N]; max -inf and sum 0 where there is no block.
-      scale: f32[...].
+      scale: f32, of a shape that broadcasts against [...].
+      exp2: of f32; kernels have a faster one.
 
     Returns:
-      Statistics f32[...].
+      f32[...].
     """
     m = jnp.max(partials.max, axis=-1)
     shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
-    weights = exp_scaled(partials.max - shift[..., None], scale[..., None])
-    total = jnp.sum(partials.sum * weights, axis=-1)
-    return RowStatistics(Law(m, jnp.log(total)), jnp.isfinite(total) & jnp.isfinite(m))
+    weights = exp_scaled(partials.max - shift[..., None], scale[..., None], exp2)
+    return BlockPartials(m, jnp.sum(partials.sum * weights, axis=-1))
+
+
+def merge_blocks(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+    """Statistics f32[...] of the rows whose partials f32[..., N] are given, scale f32[...]."""
+    whole = combine_blocks(partials, scale)
+    finite = jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)
+    return RowStatistics(Law(whole.max, jnp.log(whole.sum)), finite)
 
 
 def block_partials(
@@ -177,3 +197,15 @@ def block_weights(partials: BlockPartials, law: Law, scale: jax.Array) -> jax.Ar
     """
     relative = (partials.max - law.anchor[..., None]) * scale[..., None] - law.log_sum[..., None]
     return relative + jnp.log(partials.sum)
+
+
+def drawn_law(logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array) -> Law:
+    """The law of a draft row, from a token's raw logit and the carried statistics.
+
+    From the token itself, whose log-probability is small: a logsumexp of hundreds, as low
+    temperatures make it, is rounded in the fourth decimal. Only a token of which q is 0 leaves
+    nothing else.
+    """
+    known = jnp.isfinite(logit) & jnp.isfinite(logprob)
+    zero = jnp.float32(0)
+    return Law(jnp.where(known, logit, zero), jnp.where(known, -logprob, logsumexp))

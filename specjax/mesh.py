@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-__all__ = ["map_batch_shards", "vary_like"]
+__all__ = ["check_whole", "map_batch_shards", "vary_like"]
 
 
 def vary_like(tree: Any, *like: Any) -> Any:
@@ -38,7 +38,11 @@ def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
 
 
 def map_batch_shards(
-    function: Callable[[Any, Any], Any], leader: jax.Array, batch: Any, shared: Any
+    function: Callable[[Any, Any], Any],
+    leader: jax.Array,
+    batch: Any,
+    shared: Any,
+    check_vma: bool = True,
 ) -> Any:
     """`function(batch, shared)`, on each shard of the batch under an explicit-axes mesh.
 
@@ -47,6 +51,7 @@ def map_batch_shards(
       leader: the array whose leading axis says how the batch is sharded.
       batch: pytree of arrays with a leading batch axis.
       shared: pytree of arrays that every shard needs whole.
+      check_vma: as in `jax.shard_map`; Pallas' interpreter does not pass its check.
 
     Returns:
       What `function` returns, sharded like the leader's leading axis.
@@ -57,5 +62,18 @@ def map_batch_shards(
     split, whole = PartitionSpec(axes), PartitionSpec()
     batch = jax.tree.map(lambda x: jax.sharding.reshard(x, split), batch)
     shared = jax.tree.map(lambda x: jax.sharding.reshard(x, whole), shared)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(split, whole), out_specs=split)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=check_vma
+    )
     return mapped(batch, shared)
+
+
+def check_whole(name: str, array: Any) -> None:
+    """Refuses an array whose leading axis is split over explicit mesh axes."""
+    _, axes = _batch_axes(array)
+    if axes is not None:
+        raise ValueError(
+            f"{name} is sharded over mesh axis {axes!r} along its rows; the ragged form takes all "
+            "rows on every device, because rows do not align with requests. Reshard it, or use "
+            "rejection_sample."
+        )

@@ -14,16 +14,11 @@ from specjax.logits import read_temperature
 from specjax.logsumexp import BlockPartials, RowStatistics, block_weights, keep
 from specjax.noise import SAMPLING_BLOCK, address
 from specjax.request import DraftedToken, Request, Rows, draft_row, take_row
-from specjax.residual import block_residual_weights, residual_logprobs
+from specjax.residual import ROUNDING, block_residual_weights, residual_logprobs
 from specjax.sampling import argmax_token, perturbed_token, take_logits, token_logprobs
 from specjax.typing import Stream
 
 __all__ = ["Ending", "next_token"]
-
-# A residual of less mass than this is what rounding may leave of p == q: float32's relative step
-# of 2^-23 on both log-probabilities. A rejection is as improbable as its residual is small, unless
-# it is synthetic.
-_ROUNDING = 2.0**-18
 
 
 class Ending(NamedTuple):
@@ -84,7 +79,7 @@ def next_token(
             request, ending, Rows(logits, cutoff), draft_logits, drawn
         )
         weights = jax.lax.cond(drawn, masses, without_token)
-        rounding = jnp.where(drawn, jnp.float32(_ROUNDING), jnp.float32(0))
+        rounding = jnp.where(drawn, jnp.float32(ROUNDING), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(drawn, drawn_logprobs(index), one_hot_logprobs(index))

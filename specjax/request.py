@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.acceptance import num_usable
-from specjax.logits import Scaling, read_temperature
-from specjax.logsumexp import Law, block_partials, row_logsumexp, row_statistics
+from specjax.acceptance import is_one_hot, num_usable
+from specjax.logits import read_temperature
+from specjax.logsumexp import Law, block_partials, drawn_law, row_logsumexp, row_statistics
 from specjax.noise import Words
 from specjax.sampling import take_logits, token_logprobs
 from specjax.typing import Draft
@@ -19,8 +19,6 @@ __all__ = [
     "Rows",
     "draft_row",
     "drafted_token",
-    "drawn_law",
-    "is_one_hot",
     "take_row",
 ]
 
@@ -33,9 +31,9 @@ class Rows(NamedTuple):
 
 
 class PerRequest(NamedTuple):
-    """A call's options, each with a leading axis [B]; `rates` [B, K]."""
+    """A call's options, each with a leading axis [B]; `key` u32[B, 2], `rates` [B, K]."""
 
-    key: Words
+    key: jax.Array
     position: jax.Array
     temperature: jax.Array
     rates: jax.Array | None
@@ -88,7 +86,11 @@ class Request(NamedTuple):
         first = jnp.arange(size, dtype=jnp.int32)
         row = first if draft.rows is None else draft.rows
         return cls(
-            **options._asdict(),
+            key=(options.key[:, 0], options.key[:, 1]),
+            position=options.position,
+            temperature=options.temperature,
+            rates=options.rates,
+            bonus_token_id=options.bonus_token_id,
             target_row=first * num_target_rows,
             draft_rows=row[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None],
             token_ids=token_ids,
@@ -155,21 +157,3 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
     one_hot = is_one_hot(scaling, logprob, logsumexp)
     law = drawn_law(logit, logprob, logsumexp)
     return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), law, one_hot)
-
-
-def is_one_hot(scaling: Scaling, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
-    """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
-    lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
-    return scaling.greedy | ~scaling.valid | lawless
-
-
-def drawn_law(logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array) -> Law:
-    """The law of a draft row, from a token's raw logit and the carried statistics.
-
-    From the token itself, whose log-probability is small: a logsumexp of hundreds, as low
-    temperatures make it, is rounded in the fourth decimal. Only a token of which q is 0 leaves
-    nothing else.
-    """
-    known = jnp.isfinite(logit) & jnp.isfinite(logprob)
-    zero = jnp.float32(0)
-    return Law(jnp.where(known, logit, zero), jnp.where(known, -logprob, logsumexp))

@@ -3,24 +3,32 @@ r"""What is left of the target once the draft is spent: :math:`\max(p - q, 0)`."
 import jax
 import jax.numpy as jnp
 
-from specjax.logsumexp import exp_scaled, split_blocks
+from specjax.logsumexp import Exp2, exp_scaled, split_blocks
 
-__all__ = ["block_residual_weights", "residual_logprobs", "residual_probs"]
+__all__ = ["ROUNDING", "block_residual_weights", "residual_logprobs", "residual_probs"]
+
+# A residual of less mass than this is what rounding may leave of p == q: float32's relative step
+# of 2^-23 on both log-probabilities. A rejection is as improbable as its residual is small, unless
+# it is synthetic.
+ROUNDING = 2.0**-18
 
 
-def residual_probs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
+def residual_probs(
+    target_logprobs: jax.Array, draft_logprobs: jax.Array, exp2: Exp2 = jnp.exp2
+) -> jax.Array:
     """Unnormalised residual `max(p - q, 0)`, elementwise.
 
     Args:
       target_logprobs: f32, log p.
       draft_logprobs: f32, log q; -inf where the draft puts no mass. +inf leaves no
         residual: that is how the token of a one-hot draft is removed.
+      exp2: of f32; kernels have a faster one.
 
     Returns:
       f32 >= 0.
     """
-    left = exp_scaled(target_logprobs) - exp_scaled(draft_logprobs)
-    return jnp.where(draft_logprobs < target_logprobs, left, jnp.float32(0))
+    p, q = [exp_scaled(x, 1.0, exp2) for x in (target_logprobs, draft_logprobs)]
+    return jnp.where(draft_logprobs < target_logprobs, p - q, jnp.float32(0))
 
 
 def residual_logprobs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:

@@ -60,13 +60,14 @@ def token_logprobs(logits: jax.Array, law: Law, scale: jax.Array) -> jax.Array:
 
 
 def first_argmax(scores: jax.Array) -> jax.Array:
-    """Index i32[] of the largest of scores f[N], the lowest of equals; 0 if none is a number.
+    """Index i32[...] of the largest of scores f[..., N], the lowest of equals; 0 if all are NaN.
 
     A max and a masked min of the index: both vectorise, an argmax does not.
     """
-    index = jnp.arange(scores.shape[0], dtype=jnp.int32)
-    last = jnp.int32(scores.shape[0])
-    first = jnp.min(jnp.where(scores == jnp.max(scores), index, last), initial=last)
+    last = jnp.int32(scores.shape[-1])
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    best = jnp.max(scores, axis=-1)
+    first = jnp.min(jnp.where(scores == best[..., None], index, last), axis=-1, initial=last)
     return jnp.where(first == last, jnp.int32(0), first)
 
 

@@ -22,14 +22,32 @@ PACKAGE = ROOT / "specjax"
 
 # From the ground up. A room may import what stands on a lower floor, and on its own floor what is
 # written before it; the rooms of the verification floor never import one another.
-VERIFICATION = ("verify", "block", "coupled", "sharding", "pallas/*")
+VERIFICATION = ("verify", "block", "coupled", "sharding")
+# The kernels stand beside the reference, on the ground that both share: neither imports the other.
+KERNELS = (
+    "pallas/__init__",
+    "pallas/tiles",
+    "pallas/launch",
+    "pallas/logsumexp",
+    "pallas/pick",
+    "pallas/inputs",
+    "pallas/judge",
+    "pallas/accept",
+    "pallas/ending",
+    "pallas/resample",
+    "pallas/statistics",
+    "pallas/sample",
+    "pallas/verify",
+)
 FLOORS = (
     ("typing",),
     ("noise", "mesh", "checks", "logits", "logsumexp", "schedules"),
     ("sampling", "metrics"),
-    ("acceptance", "residual", "request", "recovery", "ragged", "pallas/tiles"),
+    ("acceptance", "residual"),
+    KERNELS,
+    ("request", "recovery", "ragged"),
     VERIFICATION,
-    ("dispatch", "api", "config", "tokens", "state", "drafts", "drafters"),
+    ("implementation", "dispatch", "api", "config", "tokens", "state", "drafts", "drafters"),
     ("loop",),
     ("decode",),
     ("__init__",),
@@ -124,8 +142,8 @@ def may_import(room, other):
         return other == "typing"
     if room == other:
         return False
-    if fnmatch.fnmatch(room, "pallas/*") and other == "pallas/tiles":
-        return True
+    if other in KERNELS and room not in KERNELS:
+        return room == "dispatch"
     here, there = place_of(room), place_of(other)
     if here[0] == there[0]:
         return FLOORS[here[0]] is not VERIFICATION and there < here

@@ -1,0 +1,129 @@
+"""One way to launch a kernel: whole arrays in and out, and a line of programs."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+__all__ = ["arrive", "divide", "fast_exp2", "launch", "like", "only", "settled", "value_when"]
+
+_WHOLE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def launch(
+    kernel: Callable[..., None],
+    operands: Any,
+    outputs: Any,
+    *,
+    num_programs: int,
+    num_warps: int,
+    interpret: bool,
+    in_place: Mapping[str, jax.Array] = MappingProxyType({}),
+) -> Any:
+    """Runs `kernel(operands, outputs)` as a line of programs over references to whole arrays.
+
+    Args:
+      kernel: of two NamedTuples of references.
+      operands: NamedTuple of arrays, pytrees of arrays or None.
+      outputs: NamedTuple of `jax.ShapeDtypeStruct`.
+      num_programs: length of the grid, which has one axis.
+      num_warps: per program.
+      interpret: run in Pallas' interpreter.
+      in_place: by name of an output, the array among the operands whose memory it takes.
+
+    Returns:
+      The outputs, of their type.
+    """
+    # The backend is deprecated since JAX 0.11, which says so to whoever lowers it. We know.
+    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+    flat = jax.tree.leaves(operands)
+    shapes, tree = jax.tree.flatten(outputs)
+    aliases = {}
+    for name, operand in in_place.items():
+        [source] = [i for i, leaf in enumerate(flat) if leaf is operand]
+        [place] = [i for i, leaf in enumerate(shapes) if leaf is getattr(outputs, name)]
+        aliases[source] = place
+
+    def body(references: Any, *results: Any) -> None:
+        kernel(references, jax.tree.unflatten(tree, results))
+
+    body.__name__ = getattr(kernel, "func", kernel).__name__.strip("_")
+    axes = jax.typeof(flat[0]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in shapes]
+    results = pl.pallas_call(
+        body,
+        grid=(num_programs,),
+        in_specs=[jax.tree.map(lambda _: _WHOLE, operands)],
+        out_specs=[_WHOLE] * len(shapes),
+        out_shape=shapes,
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+    )(operands)
+    return jax.tree.unflatten(tree, results)
+
+
+def like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """An output's shape and dtype; one of its own for each output."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def fast_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
+    """Powers of two by the GPU's own instruction, which takes results below 2^-126 for 0.
+
+    `jnp.exp2` would spend three more instructions on them, on every logit. The interpreter has
+    no such instruction.
+    """
+    return jnp.exp2 if interpret else _ex2
+
+
+def _ex2(x: jax.Array) -> jax.Array:
+    (result,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def arrive(counter: Any, place: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
+    """Counts this program in; bool[], whether it is the last of `total`.
+
+    The last one sees everything the others stored before they arrived: the addition releases
+    what was stored before it and acquires what the earlier ones released.
+    """
+    if not interpret:
+        plgpu.debug_barrier()
+    return plgpu.atomic_add(counter, place, jnp.uint32(1)) == jnp.uint32(total - 1)
+
+
+def value_when(holds: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:
+    """What `function()` returns where `holds`, and the constants `otherwise` elsewhere."""
+    # Triton's lowering wants every result of a branch computed, and takes no literal.
+    return jax.lax.cond(
+        holds, function, lambda: jax.tree.map(lambda x: jnp.where(holds, x, x), otherwise)
+    )
+
+
+def divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder, i32, of a number >= 0."""
+    by = jnp.int32(divisor)
+    return jax.lax.div(number, by), jax.lax.rem(number, by)
+
+
+def only(values: jax.Array, chosen: jax.Array) -> jax.Array:
+    """The one of `values` [N] that is `chosen`, []; whatever the others hold."""
+    zero = jnp.zeros((), values.dtype)
+    return jnp.sum(jnp.where(chosen, values, zero), dtype=values.dtype)
+
+
+def settled(values: Any, interpret: bool) -> Any:
+    """Arrays as they are; to XLA on a CPU, which chained hashes keep busy for minutes, finished."""
+    return jax.lax.optimization_barrier(values) if interpret else values

@@ -1,0 +1,122 @@
+"""Partials of a row by many programs: of its sampling blocks, and of each program's tile."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.logsumexp import BlockPartials, combine_blocks, keep, reduce_blocks
+from specjax.noise import SAMPLING_BLOCK
+from specjax.pallas.launch import fast_exp2, like
+from specjax.pallas.tiles import Tile, power_of_two
+
+__all__ = [
+    "Partials",
+    "Share",
+    "load_blocks",
+    "load_row",
+    "load_tiles",
+    "load_token",
+    "partials_like",
+    "store_partials",
+    "tile_index",
+]
+
+
+class Partials(NamedTuple):
+    """What the programs of P rows leave of them.
+
+    Attributes:
+      block_max: f32[P, blocks], largest kept logit of each sampling block.
+      block_sum: f32[P, blocks], of `exp((x - max) * scale)`.
+      tile_max: f32[P, tiles], of each program's tile, and `tile_sum` likewise; None where a row's
+        blocks are merged once only.
+    """
+
+    block_max: Any
+    block_sum: Any
+    tile_max: Any
+    tile_sum: Any
+
+
+class Share(NamedTuple):
+    """One program's share of a row: tile `tile` of row `row` of `logits` [R, V]."""
+
+    logits: Any
+    row: jax.Array
+    tile: jax.Array
+    scale: jax.Array
+    cutoff: jax.Array | None
+
+
+def partials_like(num_rows: int, vocab_size: int, tile: Tile, tiles: bool = True) -> Partials:
+    """The shapes of `Partials`, with those of tiles or without."""
+    count = tile.count(vocab_size)
+    blocks = (num_rows, count * tile.blocks)
+    if not tiles:
+        return Partials(like(blocks), like(blocks), None, None)
+    return Partials(*map(like, (blocks, blocks, (num_rows, count), (num_rows, count))))
+
+
+def tile_index(tile: Tile, number: Any) -> jax.Array:
+    """Token ids i32[blocks, SAMPLING_BLOCK] of one tile of a row."""
+    shape = (tile.blocks, SAMPLING_BLOCK)
+    block = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    token = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return number * tile.size + block * SAMPLING_BLOCK + token
+
+
+def load_row(logits: Any, row: Any, index: jax.Array) -> jax.Array:
+    """Raw logits of a row at token ids >= 0; -inf past its end."""
+    other = jnp.asarray(-jnp.inf, logits.dtype)
+    return plgpu.load(logits.at[row, index], mask=index < logits.shape[1], other=other)
+
+
+def load_token(
+    logits: Any, row: jax.Array, token_id: jax.Array, cutoff: jax.Array | None, wanted: jax.Array
+) -> jax.Array:
+    """Kept logits of tokens, f32 of their shape; -inf for ids outside the row and unwanted ones."""
+    inside = wanted & (token_id >= 0) & (token_id < logits.shape[1])
+    other = jnp.asarray(-jnp.inf, logits.dtype)
+    return keep(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
+
+
+def store_partials(
+    share: Share, partials: Partials, place: Any, tile: Tile, interpret: bool
+) -> None:
+    """Reduces one program's share of a row, which is row `place` of the partials."""
+    exp2 = fast_exp2(interpret)
+    scale = share.scale[None]
+    x = load_row(share.logits, share.row, tile_index(tile, share.tile))
+    reduced = reduce_blocks(x, scale, share.cutoff, exp2)
+    where = share.tile * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
+    plgpu.store(partials.block_max.at[place, where], reduced.max)
+    plgpu.store(partials.block_sum.at[place, where], reduced.sum)
+    if partials.tile_max is not None:
+        whole = combine_blocks(reduced, share.scale, exp2)
+        partials.tile_max[place, share.tile] = whole.max
+        partials.tile_sum[place, share.tile] = whole.sum
+
+
+def load_blocks(partials: Partials, place: jax.Array, vocab_size: int) -> BlockPartials:
+    """The partials of the blocks of rows [...], f32[..., N]; N is a power of two."""
+    num_blocks = -(-vocab_size // SAMPLING_BLOCK)
+    return _load(partials.block_max, partials.block_sum, place, place >= 0, num_blocks)
+
+
+def load_tiles(partials: Partials, place: jax.Array, wanted: jax.Array) -> BlockPartials:
+    """The partials of the tiles of rows [...], f32[..., N]; of rows not wanted, empty ones."""
+    count = partials.tile_max.shape[1]
+    return _load(partials.tile_max, partials.tile_sum, place, wanted, count)
+
+
+def _load(maxima: Any, sums: Any, place: jax.Array, wanted: jax.Array, count: int) -> BlockPartials:
+    shape = (*place.shape, power_of_two(count))
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    row = jnp.broadcast_to(place[..., None], shape)
+    inside = jnp.broadcast_to(wanted[..., None], shape) & (lane < count)
+    return BlockPartials(
+        plgpu.load(maxima.at[row, lane], mask=inside, other=jnp.float32(-jnp.inf)),
+        plgpu.load(sums.at[row, lane], mask=inside, other=jnp.float32(0)),
+    )

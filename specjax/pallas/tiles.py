@@ -1,0 +1,79 @@
+"""How a row is cut among programs: sizes of tiles and warps, each with its reason."""
+
+from typing import NamedTuple
+
+from specjax.noise import SAMPLING_BLOCK
+
+__all__ = [
+    "DRAW_WARPS",
+    "Tile",
+    "is_small",
+    "pair_tile",
+    "power_of_two",
+    "row_tile",
+    "target_tile",
+]
+
+# A token is drawn by one program from about a thousand block weights: four to a thread.
+DRAW_WARPS = 8
+
+
+class Tile(NamedTuple):
+    """One program's share of a row.
+
+    Attributes:
+      size: logits reduced at once, a power of two and whole blocks.
+      num_warps: warps that share them.
+    """
+
+    size: int
+    num_warps: int
+
+    @property
+    def blocks(self) -> int:
+        """Sampling blocks of a tile."""
+        return self.size // SAMPLING_BLOCK
+
+    def count(self, vocab_size: int) -> int:
+        """Tiles, and so programs, to a row."""
+        return -(-vocab_size // self.size)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _at_most(size: int, vocab_size: int) -> int:
+    return min(size, max(SAMPLING_BLOCK, power_of_two(vocab_size)))
+
+
+def row_tile(num_rows: int, vocab_size: int) -> Tile:
+    """For `gumbel_sample` and for draft rows that carry no statistics.
+
+    Few rows want many programs; with many, a program that has 64 logits to a thread in flight
+    comes nearest to the memory's rate.
+    """
+    return Tile(_at_most(4096 if num_rows <= 16 else 16384, vocab_size), 8)
+
+
+def target_tile(num_requests: int, vocab_size: int) -> Tile:
+    """For target rows: smaller programs leave sooner where a request has ended."""
+    return Tile(_at_most(8192, vocab_size), 8 if is_small(num_requests) else 4)
+
+
+def pair_tile(num_requests: int, vocab_size: int) -> Tile:
+    """For the residual, which reads a target and a draft row side by side.
+
+    In a small batch about one program to a multiprocessor, in a large one fewer and longer ones.
+    """
+    return Tile(_at_most(8192 if is_small(num_requests) else 16384, vocab_size), 8)
+
+
+def is_small(num_requests: int) -> bool:
+    """Whether a batch leaves most of the GPU idle, so that latency decides and not work.
+
+    All its target rows are read at once, and residuals are drawn by the last program to arrive,
+    which saves a launch.
+    """
+    return num_requests <= 16
