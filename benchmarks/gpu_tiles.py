@@ -63,7 +63,8 @@ def chosen(choice: Choice) -> Iterator[None]:
     """`specjax.pallas` with its choices replaced, and what was traced before forgotten."""
     tiles: list[tuple[Any, str, Any]] = []
     if choice.row is not None:
-        tiles += [(module, "row_tile", Tile(*choice.row)) for module in (verify, sample)]
+        row = Tile(*choice.row)
+        tiles += [(verify, "target_tile", row), (sample, "row_tile", row)]
     if choice.pair is not None:
         tiles.append((verify, "pair_tile", Tile(*choice.pair)))
     if choice.small is not None:
