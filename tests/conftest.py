@@ -1,14 +1,23 @@
 """Strictness for the core's tests, fake devices, and the implementations this machine has."""
 
+import os
 import pathlib
 
 import jax
 import pytest
+from machine import has_gpu
 
 # Before the first use of a backend. They share the cores: one device is no slower for it.
 jax.config.update("jax_num_cpu_devices", 4)
 
-_MODELS = pathlib.Path(__file__).parent / "models"
+_HERE = pathlib.Path(__file__).parent
+_MODELS = _HERE / "models"
+# Where laws are drawn a hundred thousand times, Pallas' interpreter would take the day.
+_TOO_LONG_TO_INTERPRET = ("test_laws.py", "test_mutants.py")
+# `make gpu-test` sets the first: then no GPU is a failure. With the second the GPU's tests run at a
+# reduced size in Pallas' interpreter, so that they can be written where there is no GPU.
+_GPU_IS_NEEDED = "SPECJAX_GPU_TEST" in os.environ
+_REHEARSAL = "SPECJAX_GPU_REHEARSAL" in os.environ
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +30,43 @@ def _strict_promotion(request):
         yield
 
 
-@pytest.fixture(scope="session", params=["xla"])
+def pytest_collection_modifyitems(config, items):
+    """GPU tests are skipped without a GPU, or refused where they were asked for."""
+    if has_gpu():
+        return
+    if _GPU_IS_NEEDED:
+        raise pytest.UsageError("JAX sees no NVIDIA GPU here, and make gpu-test needs one.")
+    for item in items:
+        if item.get_closest_marker("gpu") and not _REHEARSAL:
+            item.add_marker(pytest.mark.skip(reason="JAX sees no NVIDIA GPU here"))
+
+
+def pytest_generate_tests(metafunc):
+    """Each implementation of the samplers that this machine can run, to whoever asks for one."""
+    if "implementation" not in metafunc.fixturenames:
+        return
+    names = ["xla"]
+    if metafunc.definition.path.name not in _TOO_LONG_TO_INTERPRET:
+        names.append("interpret")
+    if has_gpu():
+        names.append(pytest.param("triton", marks=pytest.mark.gpu))
+    metafunc.parametrize("implementation", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def implementation(request):
-    """Each implementation of the samplers that this machine can run."""
-    return request.param
+    """The name of an implementation; the kernels cut rows into the smallest tiles of two blocks."""
+    if request.param == "xla":
+        yield request.param
+        return
+    from specjax.pallas import sample, verify
+    from specjax.pallas.tiles import Tile
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in [
+            (verify, "row_tile"),
+            (verify, "pair_tile"),
+            (sample, "row_tile"),
+        ]:
+            patch.setattr(module, name, lambda num_rows, vocab_size: Tile(256, 4))
+        yield request.param

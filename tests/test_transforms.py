@@ -285,6 +285,8 @@ def inner_jaxprs(equation, tainted):
             (params["cond_jaxpr"].jaxpr, tainted[:a] + carry),
             (params["body_jaxpr"].jaxpr, tainted[a : a + b] + carry),
         ]
+    if name == "pallas_call":  # a kernel makes its outputs and nothing else
+        return []
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     return [] if inner is None else [(getattr(inner, "jaxpr", inner), tainted)]
 
