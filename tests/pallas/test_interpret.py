@@ -1,0 +1,223 @@
+"""The kernels in Pallas' interpreter, by both schedules: every token is the reference's.
+
+The battery of the other files runs on "interpret" too, each file by the schedule that its batch
+calls for. Here small batches and large ones go both ways, in tiles that rows do not divide into.
+"""
+
+import contextlib
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from test_ragged import ragged_case, run_ragged
+from test_verify import calm_case, library, make_keys, mixed_case, run, with_statistics
+
+import specjax
+from specjax.pallas import sample as pallas_sample
+from specjax.pallas import verify as pallas_verify
+from specjax.pallas.tiles import Tile
+
+BATCH, K, VOCAB = 32, 3, 300
+RATES = np.random.default_rng(2).choice([0.0, 0.4, 0.8, 1.0], (BATCH, K)).astype(np.float32)
+SIZES = [1, 5, 127, 129, 1025, 5000]
+
+
+def one_hot_case():
+    case = mixed_case(1, BATCH, K, VOCAB)
+    for name in ("draft_logits", "draft_cutoff", "draft_temperature", "rows"):
+        del case[name]
+    return case
+
+
+def synthetic_case():
+    case = mixed_case(2, BATCH, K, VOCAB)
+    return case | dict(conditional_rates=RATES)
+
+
+def lawless_case():
+    """NaN, +inf and -inf rows wherever a request has rows, and huge ones."""
+    case = mixed_case(3, BATCH, K, VOCAB)
+    target, draft = case["target_logits"], case["draft_logits"]
+    for b in range(BATCH):
+        columns = slice(None) if b % 4 > 1 else b * 37 % VOCAB
+        target[b, b % (K + 1), columns] = (np.nan, np.inf, -np.inf, 3e38)[b % 4]
+        draft[b, b % K, columns] = (np.inf, np.nan, -np.inf, -3e38)[b % 4]
+    # A greedy request's draft is the very place of its +inf.
+    greedy = np.arange(1, BATCH, 4)
+    case["temperature"][greedy] = 0
+    case["token_ids"][greedy, np.minimum(greedy % (K + 1), K - 1)] = greedy * 37 % VOCAB
+    return case
+
+
+def narrow_case():
+    case = mixed_case(4, BATCH, K, VOCAB)
+    for name, dtype in [("target_logits", jnp.bfloat16), ("draft_logits", jnp.float16)]:
+        case[name] = np.asarray(jnp.asarray(case[name]).astype(dtype))
+    return case
+
+
+def long_case():
+    """Drafts so alike their target that many of 32 are kept."""
+    case = calm_case(9, BATCH, 32, 129)
+    near = case["draft_logits"] + 0.1 * case["target_logits"][:, :32]
+    case["target_logits"][:, :32] = near
+    return case
+
+
+CASES = {
+    **{f"V = {v}": functools.partial(mixed_case, v, BATCH, K, v) for v in SIZES},
+    "statistics carried": lambda: with_statistics(mixed_case(0, BATCH, K, VOCAB)),
+    "one-hot": one_hot_case,
+    "synthetic": synthetic_case,
+    "rows that are no law": lawless_case,
+    "synthetic, of no law": lambda: lawless_case() | dict(conditional_rates=RATES),
+    "narrow logits": narrow_case,
+    "a draft of fewer tokens": lambda: mixed_case(5, BATCH, K, VOCAB, draft_vocab=200),
+    "a draft of more tokens": lambda: mixed_case(6, BATCH, K, VOCAB, draft_vocab=420),
+    "no drafts": lambda: mixed_case(7, BATCH, 0, VOCAB),
+    "33 rows": long_case,
+    "float64 noise": lambda: mixed_case(8, BATCH, K, VOCAB),
+}
+
+
+def noise_of(name):
+    """Options of the call, and a context that it needs."""
+    if name == "float64 noise":
+        return {"noise_dtype": jnp.float64}, jax.enable_x64(True)
+    return {}, contextlib.nullcontext()
+
+
+@functools.cache
+def reference(name):
+    options, context = noise_of(name)
+    with context:
+        return jax.device_get(run(library("xla"), CASES[name](), **options))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["small", "large"])
+def schedule(request):
+    """The way of a small batch and that of a large one, whatever the batch."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pallas_verify, "is_small", lambda num_requests: request.param)
+        tiles = [(pallas_verify, "row_tile", 256), (pallas_verify, "pair_tile", 128)]
+        for module, name, size in [*tiles, (pallas_sample, "row_tile", 512)]:
+            tile = Tile(2 * size if request.param else size, 4)
+            patch.setattr(module, name, lambda num_rows, vocab_size, tile=tile: tile)
+        yield request.param
+    jax.clear_caches()
+
+
+def check_equal(ours, theirs):
+    """Every token and count; log-probabilities to a rounding or two."""
+    chex.assert_trees_all_equal(jax.device_get(ours[:3]), jax.device_get(theirs[:3]))
+    np.testing.assert_allclose(
+        np.asarray(ours.logprobs), np.asarray(theirs.logprobs), atol=2e-6, rtol=2e-7
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verification_emits_the_reference_s_tokens(name, schedule):
+    options, context = noise_of(name)
+    theirs = reference(name)
+    with context:
+        ours = run(library("interpret"), CASES[name](), **options)
+    check_equal(ours, theirs)
+    if name != "no drafts":
+        assert len(set(theirs.num_accepted.tolist())) > 1 + 2 * (name == "33 rows")
+
+
+@functools.cache
+def ragged_reference():
+    _, ragged, cu = ragged_case(1)
+    return jax.device_get(run_ragged(ragged, cu, "xla"))
+
+
+def test_ragged_verification_emits_the_reference_s_tokens(schedule):
+    _, ragged, cu = ragged_case(1)
+    theirs = ragged_reference()
+    check_equal(run_ragged(ragged, cu, "interpret"), theirs)
+
+
+@functools.cache
+def sampled(implementation, vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    logits = (3 * rng.normal(size=(BATCH, vocab_size))).astype(np.float32)
+    logits[0] = -np.inf
+    logits[1, vocab_size // 2] = np.nan
+    return jax.device_get(
+        specjax.gumbel_sample(
+            jnp.asarray(logits),
+            keys=make_keys(BATCH),
+            positions=np.arange(BATCH, dtype=np.int32),
+            stream=np.arange(BATCH, dtype=np.int32) % 5,
+            temperature=rng.choice([0.0, 0.3, 1.0, 2.0], BATCH).astype(np.float32),
+            cutoff=rng.choice([-np.inf, 0.0], BATCH).astype(np.float32),
+            implementation=implementation,
+        )
+    )
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_samples_are_the_reference_s(vocab_size):
+    ours, theirs = (sampled(name, vocab_size) for name in ("interpret", "xla"))
+    np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-6, rtol=2e-7)
+    np.testing.assert_allclose(ours.logsumexp, theirs.logsumexp, atol=2e-6, rtol=2e-7)
+
+
+def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
+    """Of a batch of 32 and of its first 5: other tiles, other programs, the same arithmetic."""
+    case = mixed_case(0, BATCH, K, VOCAB)
+    few = {name: value if name == "draft_logits" else value[:5] for name, value in case.items()}
+    keys = make_keys(BATCH)
+    whole = run(library("interpret"), case, keys)
+    some = run(library("interpret"), few, keys[:5])
+    check_equal(some, jax.tree.map(lambda x: x[:5], whole))
+
+
+# The small one's way through transformations is in test_transforms.
+@pytest.mark.parametrize("schedule", [False], ids=["large"], indirect=True)
+def test_vmap_scan_and_while_loop_change_nothing(schedule):
+    cases = [calm_case(seed, 4, K, VOCAB) for seed in range(2)]
+    keys = make_keys(4)
+    plain = [run(library("interpret"), case, keys) for case in cases]
+    stacked = {name: jnp.stack([case[name] for case in cases]) for name in cases[0]}
+
+    def call(case):
+        return run(library("interpret"), case, keys)
+
+    mapped = jax.vmap(call)(stacked)
+    _, scanned = jax.lax.scan(lambda carry, case: (carry, call(case)), 0, stacked)
+
+    def body(state):
+        i, sums = state
+        return i + 1, sums + call(jax.tree.map(lambda x: x[i], stacked)).token_ids
+
+    start = (0, jnp.zeros((4, K + 1), jnp.int32))
+    _, looped = jax.lax.while_loop(lambda state: state[0] < 2, body, start)
+    for i, one in enumerate(plain):
+        for many in (mapped, scanned):
+            check_equal(jax.tree.map(lambda x, i=i: x[i], many), one)
+    np.testing.assert_array_equal(looped, plain[0].token_ids + plain[1].token_ids)
+
+
+@pytest.mark.parametrize("schedule", [False], ids=["large"], indirect=True)
+def test_shards_of_a_batch_emit_what_the_batch_does(schedule):
+    """Inside shard_map; its check of what varies knows nothing of Pallas' interpreter."""
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Auto,))
+    case = calm_case(3, 8, K, VOCAB)
+    case["draft_logits"] = case["draft_logits"][case.pop("rows")]
+    case = {name: jnp.asarray(value) for name, value in case.items()}
+    keys = make_keys(8)
+
+    def call(case, keys):
+        return run(library("interpret"), case, keys)
+
+    spec = PartitionSpec("batch")
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    check_equal(jax.jit(mapped)(case, keys), call(case, keys))
