@@ -1,0 +1,395 @@
+"""Every kernel is lowered for CUDA without a GPU, and the door says who runs where."""
+
+import contextlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import specjax
+from specjax import Draft
+from specjax import implementation as doors
+from specjax.pallas import sample as pallas_sample
+from specjax.pallas import verify as pallas_verify
+from specjax.pallas.tiles import Tile
+
+BATCH, K, VOCAB = 4, 3, 5000
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+F32, I32 = jnp.float32, jnp.int32
+
+
+def shape(*dimensions, dtype=F32):
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def key_shapes(batch_size=BATCH):
+    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch_size))
+
+
+def h200_mesh(*axis_types):
+    """H200s that are not there, four along an axis of each type."""
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    names = ("batch", "model")[: len(axis_types)]
+    return AbstractMesh((4,) * len(names), names, axis_types or None, abstract_device=device)
+
+
+def on_gpu():
+    """A context in which JAX compiles for a GPU that is not there."""
+    return jax.sharding.use_abstract_mesh(h200_mesh())
+
+
+def lower(function, *shapes, platform="cuda"):
+    """The module's text; every deprecation on the way is an error, as everywhere in the tests."""
+    traced = jax.jit(function).trace(*shapes)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def num_kernels(text):
+    return text.count("xla.gpu.triton")
+
+
+def noise_context(noise_dtype):
+    return jax.enable_x64(True) if noise_dtype == jnp.float64 else contextlib.nullcontext()
+
+
+def draft_shapes(kind, dtype, lead, *, vocab_size=VOCAB, batch_size=BATCH):
+    """A draft's shapes; `lead` is (B, K), or (N,) for the ragged form."""
+    statistics = shape(*lead) if kind in ("drawn", "everything") else None
+    every = kind == "everything"
+    # Only through `rows` may there be more rows of logits than drafts.
+    rows = lead[0] + 2 * every
+    return Draft(
+        token_ids=shape(*lead, dtype=I32),
+        logits=None if kind == "one-hot" else shape(rows, *lead[1:], vocab_size, dtype=dtype),
+        temperature=shape(batch_size) if every else None,
+        logprobs=statistics,
+        logsumexp=statistics,
+        cutoff=shape(*lead) if every else None,
+        num_tokens=shape(batch_size, dtype=I32) if every else None,
+        rows=shape(lead[0], dtype=I32) if every else None,
+    )
+
+
+def verify_text(
+    kind,
+    dtype=jnp.bfloat16,
+    *,
+    k=K,
+    vocab_size=VOCAB,
+    batch_size=BATCH,
+    synthetic=False,
+    noise_dtype=F32,
+    implementation="triton",
+    platform="cuda",
+):
+    """The text of a padded verification of drafts of a kind."""
+    every = kind == "everything"
+    options = dict(
+        keys=key_shapes(batch_size),
+        positions=shape(batch_size, dtype=I32),
+        temperature=shape(batch_size),
+        cutoff=shape(batch_size, k + 1) if every else None,
+        conditional_rates=shape(k) if synthetic else None,
+        bonus_token_ids=shape(batch_size, dtype=I32) if every else None,
+    )
+
+    def verify(draft, target_logits, options):
+        return specjax.rejection_sample(
+            draft, target_logits, noise_dtype=noise_dtype, implementation=implementation, **options
+        )
+
+    draft = draft_shapes(kind, dtype, (batch_size, k), vocab_size=vocab_size, batch_size=batch_size)
+    target = shape(batch_size, k + 1, vocab_size, dtype=dtype)
+    return lower(verify, draft, target, options, platform=platform)
+
+
+def ragged_text(kind, *, noise_dtype=F32, synthetic=False):
+    size = BATCH * K
+    options = dict(
+        keys=key_shapes(),
+        positions=shape(BATCH, dtype=I32),
+        temperature=shape(BATCH),
+        cutoff=shape(size + BATCH) if kind == "everything" else None,
+        conditional_rates=shape(BATCH, K) if synthetic else None,
+    )
+
+    def verify(draft, target_logits, cu_num_draft_tokens, options):
+        return specjax.rejection_sample_ragged(
+            draft,
+            target_logits,
+            cu_num_draft_tokens=cu_num_draft_tokens,
+            max_draft_tokens=K,
+            noise_dtype=noise_dtype,
+            implementation="triton",
+            **options,
+        )
+
+    draft = draft_shapes(kind, jnp.bfloat16, (size,))
+    target = shape(size + BATCH, VOCAB, dtype=jnp.bfloat16)
+    return lower(verify, draft, target, shape(BATCH + 1, dtype=I32), options)
+
+
+def sample_text(
+    dtype=jnp.bfloat16,
+    *,
+    cutoff=False,
+    noise_dtype=F32,
+    vocab_size=VOCAB,
+    implementation="triton",
+    platform="cuda",
+):
+    def sample(logits, keys, positions, temperature, cutoff):
+        return specjax.gumbel_sample(
+            logits,
+            keys=keys,
+            positions=positions,
+            stream=0,
+            temperature=temperature,
+            cutoff=cutoff,
+            noise_dtype=noise_dtype,
+            implementation=implementation,
+        )
+
+    shapes = [
+        shape(BATCH, vocab_size, dtype=dtype),
+        key_shapes(),
+        shape(BATCH, dtype=I32),
+        shape(BATCH),
+        shape(BATCH) if cutoff else None,
+    ]
+    return lower(sample, *shapes, platform=platform)
+
+
+@pytest.fixture(params=[True, False], ids=["small", "large"])
+def schedule(request, monkeypatch):
+    """Both ways of verification, in tiles that a row does not divide into."""
+    jax.clear_caches()
+    monkeypatch.setattr(pallas_verify, "is_small", lambda num_requests: request.param)
+    tile = Tile(1024, 4) if request.param else Tile(512, 8)
+    for module, name in [
+        (pallas_verify, "row_tile"),
+        (pallas_verify, "pair_tile"),
+        (pallas_sample, "row_tile"),
+    ]:
+        monkeypatch.setattr(module, name, lambda num_rows, vocab_size: tile)
+    yield request.param
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("noise_dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sampling_lowers_for_cuda(dtype, noise_dtype):
+    with on_gpu(), noise_context(noise_dtype):
+        for cutoff in (False, True):
+            text = sample_text(dtype, cutoff=cutoff, noise_dtype=noise_dtype)
+            assert num_kernels(text) == 2
+
+
+@pytest.mark.parametrize("kind", ["drawn", "one-hot", "without statistics", "everything"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_verification_lowers_for_cuda(dtype, kind):
+    with on_gpu():
+        # Without statistics one more launch reads the draft.
+        for synthetic in (False, True):
+            text = verify_text(kind, dtype, synthetic=synthetic)
+            assert num_kernels(text) == 2 + (kind in ("without statistics", "recomputed"))
+
+
+@pytest.mark.parametrize("noise_dtype", [jnp.float32, jnp.float64])
+def test_both_schedules_lower_for_cuda(noise_dtype, schedule):
+    with on_gpu(), noise_context(noise_dtype):
+        for kind in ("drawn", "one-hot", "everything"):
+            text = verify_text(kind, noise_dtype=noise_dtype, synthetic=kind == "everything")
+            assert num_kernels(text) >= 2
+        assert num_kernels(verify_text("without statistics", noise_dtype=noise_dtype)) >= 3
+        assert num_kernels(sample_text(noise_dtype=noise_dtype)) == 2
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+@pytest.mark.parametrize("kind", ["drawn", "one-hot", "everything"])
+def test_ragged_verification_lowers_for_cuda(kind, synthetic):
+    with on_gpu():
+        assert num_kernels(ragged_text(kind, synthetic=synthetic)) == 2
+
+
+def test_ragged_verification_with_float64_noise_lowers_for_cuda():
+    with on_gpu(), noise_context(jnp.float64):
+        assert num_kernels(ragged_text("everything", noise_dtype=jnp.float64)) == 2
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 129, 32_000, 300_000])
+def test_any_vocabulary_lowers_for_cuda(vocab_size):
+    with on_gpu():
+        assert num_kernels(verify_text("drawn", vocab_size=vocab_size)) == 2
+        assert num_kernels(sample_text(vocab_size=vocab_size)) == 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 17, 256, 1024])
+def test_any_batch_lowers_for_cuda(batch_size):
+    with on_gpu():
+        for kind in ("drawn", "one-hot"):
+            assert num_kernels(verify_text(kind, batch_size=batch_size)) >= 2
+
+
+@pytest.mark.parametrize("k", [0, 1, 32])
+def test_any_number_of_drafts_lowers_for_cuda(k):
+    with on_gpu():
+        assert num_kernels(verify_text("drawn", k=k)) == 2
+
+
+def test_x64_does_not_move_float32_noise_off_the_kernels():
+    with on_gpu(), jax.enable_x64(True):
+        assert num_kernels(verify_text("everything", noise_dtype=F32)) == 2
+        assert num_kernels(ragged_text("everything")) == 2
+        assert num_kernels(sample_text()) == 2
+
+
+def on_mesh(mesh, tree):
+    """The same shapes with their leading axes on the mesh's."""
+
+    def put(x):
+        spec = PartitionSpec(mesh.axis_names[0], *[None] * (len(x.shape) - 1))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+def mesh_call(implementation):
+    """A function of a drawn draft, its target rows and keys, and their shapes."""
+
+    def verify(draft, target_logits, keys):
+        return specjax.rejection_sample(
+            draft, target_logits, keys=keys, positions=0, implementation=implementation
+        )
+
+    shapes = (
+        draft_shapes("drawn", jnp.bfloat16, (BATCH, K)),
+        shape(BATCH, K + 1, VOCAB, dtype=jnp.bfloat16),
+        key_shapes(),
+    )
+    return verify, shapes
+
+
+@pytest.mark.parametrize("name", [None, "triton"])
+def test_verification_lowers_inside_shard_map_which_checks_what_varies(name):
+    mesh = h200_mesh(AxisType.Auto)
+    verify, shapes = mesh_call(name)
+    spec = PartitionSpec("batch")
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(verify, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+        assert num_kernels(lower(mapped, *on_mesh(mesh, shapes))) == 2
+
+
+@pytest.mark.parametrize("name", [None, "triton"])
+def test_verification_lowers_on_a_mesh_of_explicit_axes(name):
+    mesh = h200_mesh(AxisType.Explicit)
+    verify, shapes = mesh_call(name)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = lower(verify, *on_mesh(mesh, shapes))
+    assert num_kernels(text) == 2
+    assert f"tensor<1x{K + 1}x{VOCAB}xbf16>" in text, "no shard of one request"
+
+
+def test_none_chooses_the_kernels_for_an_nvidia_gpu_alone():
+    with on_gpu():
+        for text in (sample_text, lambda **options: verify_text("drawn", **options)):
+            assert num_kernels(text(implementation=None)) == 2
+            assert num_kernels(text(implementation=None, platform="cpu")) == 0
+
+
+def test_none_is_plain_jax_where_there_is_no_gpu(without_gpu):
+    assert num_kernels(sample_text(implementation=None, platform="cpu")) == 0
+    assert num_kernels(verify_text("drawn", implementation=None, platform="cpu")) == 0
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    if not hasattr(jax.devices()[0], "compute_capability"):
+        return
+    monkeypatch.setattr(doors, "_why_no_gpu", lambda: "JAX sees none here")
+
+
+def call(implementation):
+    return specjax.gumbel_sample(
+        jnp.zeros((2, 5), jnp.float32),
+        keys=jax.random.key(0),
+        positions=0,
+        stream=0,
+        implementation=implementation,
+    )
+
+
+def test_triton_without_a_gpu_is_refused_with_what_to_do(without_gpu):
+    sentence = (
+        "needs an NVIDIA GPU of compute capability 8.0 or newer, and JAX sees none here; None"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        call("triton")
+
+
+def test_triton_on_an_old_gpu_is_refused_by_its_capability(monkeypatch):
+    class Turing:
+        compute_capability = "7.5"
+
+    monkeypatch.setattr(doors.jax, "devices", lambda *_: [Turing()])
+    assert doors._why_no_gpu.__wrapped__() == "JAX sees one of 7.5"
+
+
+def test_an_unknown_implementation_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="'cuda'; it is None, 'xla', 'triton' or 'interpret'"):
+        call("cuda")
+
+
+@pytest.mark.parametrize("named", ["triton", "interpret"])
+def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence(named, monkeypatch):
+    monkeypatch.setattr(doors, "_has_pallas_triton", lambda: False)
+    with on_gpu():
+        assert num_kernels(sample_text(implementation=None)) == 0
+        assert num_kernels(verify_text("drawn", implementation=None)) == 0
+    assert call(None).token_ids.shape == (2,)
+    with pytest.raises(ValueError, match=f"'{named}' names .* and JAX .* has no Pallas Triton"):
+        call(named)
+
+
+def test_the_library_does_not_need_pallas_to_be_imported():
+    """A JAX that has no Pallas at all: `import specjax` and a draw of plain JAX."""
+    program = """
+import sys
+sys.modules["jax.experimental.pallas"] = None
+import jax, jax.numpy as jnp, specjax
+options = dict(keys=jax.random.key(0), positions=0, stream=0)
+assert specjax.gumbel_sample(jnp.zeros((2, 5)), **options).token_ids.shape == (2,)
+try:
+    specjax.gumbel_sample(jnp.zeros((2, 5)), **options, implementation="triton")
+except ValueError as error:
+    assert "has no Pallas Triton" in str(error)
+else:
+    raise SystemExit("not refused")
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_deprecation_of_pallas_triton_is_the_library_s_own_business():
+    """A user with warnings as errors can lower the kernels, in a process of his own."""
+    program = """
+import warnings
+warnings.simplefilter("error")
+import test_lowering
+with test_lowering.on_gpu():
+    assert test_lowering.num_kernels(test_lowering.sample_text()) == 2
+    assert test_lowering.num_kernels(test_lowering.verify_text("drawn")) == 2
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
