@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# compute-sanitizer's memcheck and racecheck over a small run of every kernel. Where the tool is not
+# installed or cannot attach, this says so and fails; the guards in tests/pallas/test_gpu.py stand in.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+sanitizer=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1 || true)}
+if [[ -z $sanitizer ]]; then
+    echo "compute-sanitizer is not installed here: nothing was checked."
+    exit 2
+fi
+
+for tool in memcheck racecheck; do
+    echo "== $tool"
+    # XLA's own allocator hands out pieces of one large block, past whose ends memcheck cannot see.
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform PYTHONPATH=. "$sanitizer" --tool "$tool" --error-exitcode 1 \
+        --launch-timeout 120 "$python" tests/pallas/run_kernels.py
+done
