@@ -18,7 +18,7 @@ test: $(VENV)/.test
 
 # The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
 # Each fails where there is no GPU, and where none of its tests ran.
-GPU_TESTS = tests/pallas/test_gpu.py tests/test_laws.py,tests/test_mutants.py \
+GPU_TESTS = tests/pallas/test_gpu.py tests/test_laws.py \
 	tests/test_edges.py tests/test_verify.py,tests/test_ragged.py \
 	tests/test_sampling.py,tests/test_transforms.py
 
