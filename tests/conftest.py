@@ -65,6 +65,7 @@ def implementation(request):
     with pytest.MonkeyPatch.context() as patch:
         for module, name in [
             (verify, "row_tile"),
+            (verify, "target_tile"),
             (verify, "pair_tile"),
             (sample, "row_tile"),
         ]:

@@ -104,7 +104,11 @@ def schedule(request):
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pallas_verify, "is_small", lambda num_requests: request.param)
-        tiles = [(pallas_verify, "row_tile", 256), (pallas_verify, "pair_tile", 128)]
+        tiles = [
+            (pallas_verify, "row_tile", 256),
+            (pallas_verify, "target_tile", 256),
+            (pallas_verify, "pair_tile", 128),
+        ]
         for module, name, size in [*tiles, (pallas_sample, "row_tile", 512)]:
             tile = Tile(2 * size if request.param else size, 4)
             patch.setattr(module, name, lambda num_rows, vocab_size, tile=tile: tile)

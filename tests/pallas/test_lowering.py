@@ -171,6 +171,7 @@ def schedule(request, monkeypatch):
     tile = Tile(1024, 4) if request.param else Tile(512, 8)
     for module, name in [
         (pallas_verify, "row_tile"),
+        (pallas_verify, "target_tile"),
         (pallas_verify, "pair_tile"),
         (pallas_sample, "row_tile"),
     ]:
