@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc):
         return
     names = ["xla"]
     if metafunc.definition.path.name not in _TOO_LONG_TO_INTERPRET:
-        names.append("interpret")
+        names.append(pytest.param("interpret", marks=pytest.mark.interpret))
     if has_gpu():
         names.append(pytest.param("triton", marks=pytest.mark.gpu))
     metafunc.parametrize("implementation", names, indirect=True, scope="module")

@@ -21,6 +21,8 @@ from specjax.pallas import sample as pallas_sample
 from specjax.pallas import verify as pallas_verify
 from specjax.pallas.tiles import Tile
 
+pytestmark = pytest.mark.interpret
+
 BATCH, K, VOCAB = 32, 3, 300
 RATES = np.random.default_rng(2).choice([0.0, 0.4, 0.8, 1.0], (BATCH, K)).astype(np.float32)
 SIZES = [1, 5, 127, 129, 1025, 5000]
