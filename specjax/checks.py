@@ -25,6 +25,7 @@ __all__ = [
     "read_rates",
 ]
 
+_MOST = 2**31 - 1
 _LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -91,6 +92,10 @@ def check_count(name: str, value: Any, least: int, why: str) -> int:
         count = None
     if count is None or isinstance(value, bool) or count < least:
         raise ValueError(f"{name} is {value!r}; it needs a Python int >= {least}, {why}.")
+    if count > _MOST:
+        raise ValueError(
+            f"{name} is {value!r}; it needs at most {_MOST}: counts are 32-bit integers."
+        )
     return count
 
 

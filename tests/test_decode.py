@@ -302,6 +302,7 @@ def test_parameters_are_arguments_and_not_constants():
     ("change", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 2**33}, "max_new_tokens is 8589934592"),
         ({"rows": [[]]}, "an empty prompt gives"),
         ({"keys": jnp.zeros((4, 2), jnp.uint32)}, "jax.random.key"),
         ({"temperature": np.zeros(3)}, "temperature has shape"),

@@ -136,3 +136,18 @@ def test_a_wrong_cu_num_draft_tokens_is_refused_by_name(implementation):
                 positions=0,
                 implementation=implementation,
             )
+
+
+def test_rows_split_over_a_mesh_are_refused_by_name():
+    mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(jnp.zeros((4, 8)), jax.P("batch"))
+        with pytest.raises(ValueError, match="target_logits is sharded over mesh axis 'batch'"):
+            specjax.rejection_sample_ragged(
+                specjax.Draft(jnp.array([1, 2])),
+                rows,
+                cu_num_draft_tokens=jnp.array([0, 1, 2]),
+                max_draft_tokens=1,
+                keys=jax.random.key(0),
+                positions=0,
+            )
