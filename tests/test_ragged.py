@@ -1,6 +1,7 @@
 """Requests laid end to end are verified as the padded form verifies them."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
