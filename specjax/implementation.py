@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 __all__ = ["by_implementation", "read_implementation"]
 
 _MIN_CAPABILITY = 8.0
+_NO_GPU = "JAX sees none here"
+_DEPRECATED = "The Pallas Triton backend is deprecated"
 
 
 def read_implementation(implementation: str | None) -> str:
@@ -19,7 +22,7 @@ def read_implementation(implementation: str | None) -> str:
             f"implementation is {implementation!r}; it is None, 'xla', 'triton' or 'interpret'."
         )
     if implementation is None:
-        return "xla" if _why_no_kernels() else "choose"
+        implementation = "xla" if _why_no_kernels() else "choose"
     if implementation in ("triton", "interpret") and not _has_pallas_triton():
         raise ValueError(
             f"implementation={implementation!r} names the Pallas Triton kernels, and JAX "
@@ -30,6 +33,8 @@ def read_implementation(implementation: str | None) -> str:
             f"implementation='triton' needs an NVIDIA GPU of compute capability 8.0 or newer, and "
             f"{reason}; None chooses what this machine can run, 'interpret' tests the kernels."
         )
+    if implementation in ("choose", "triton"):
+        _silence_deprecation()
     return implementation
 
 
@@ -67,11 +72,14 @@ def _why_no_kernels() -> str | None:
     """Why the kernels cannot be lowered here; None where they can."""
     if not _has_pallas_triton():
         return f"JAX {jax.__version__} has no Pallas Triton"
-    # Under an abstract mesh with a device the caller compiles for that one.
-    aim = jax.sharding.get_abstract_mesh().abstract_device
-    if aim is not None and aim.platform in ("gpu", "cuda"):
-        return None
-    return _why_no_gpu()
+    reason = _why_no_gpu()
+    if reason == _NO_GPU:
+        # Under an abstract mesh with a device the caller compiles for that one. A mesh of devices
+        # that are here names one too, of unknown capability.
+        aim = jax.sharding.get_abstract_mesh().abstract_device
+        if aim is not None and aim.platform in ("gpu", "cuda"):
+            return None
+    return reason
 
 
 @functools.cache
@@ -79,8 +87,20 @@ def _why_no_gpu() -> str | None:
     try:
         devices = jax.devices("cuda")
     except RuntimeError:
-        return "JAX sees none here"
+        return _NO_GPU
     capability = min(float(device.compute_capability) for device in devices)
     if capability < _MIN_CAPABILITY:
         return f"JAX sees one of {capability}"
     return None
+
+
+def _silence_deprecation() -> None:
+    """Keeps JAX >= 0.11 from warning whoever lowers the kernels: it is for us to act on.
+
+    At every call of the door and not where kernels are traced: JAX warns as it lowers, maybe an
+    older trace, after somebody has put the filters back. Only if ours is not the first, because
+    Python shows what it shows once again after any change of filters.
+    """
+    first = warnings.filters[0] if warnings.filters else None
+    if first is None or getattr(first[1], "pattern", None) != _DEPRECATED:
+        warnings.filterwarnings("ignore", message=_DEPRECATED, category=DeprecationWarning)

@@ -1,6 +1,5 @@
 """One way to launch a kernel: whole arrays in and out, and a line of programs."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -39,8 +38,6 @@ def launch(
     Returns:
       The outputs, of their type.
     """
-    # The backend is deprecated since JAX 0.11, which says so to whoever lowers it. We know.
-    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
     flat = jax.tree.leaves(operands)
     shapes, tree = jax.tree.flatten(outputs)
     aliases = {}
@@ -97,7 +94,9 @@ def arrive(counter: Any, place: tuple[Any, ...], total: int, interpret: bool) ->
     """Counts this program in; bool[], whether it is the last of `total`.
 
     The last one sees everything the others stored before they arrived: the addition releases
-    what was stored before it and acquires what the earlier ones released.
+    what was stored before it and acquires what the earlier ones released. One thread adds, for
+    all: behind a barrier, so that the others' stores come before, and Triton gives them the sum
+    behind another, so that their loads come after.
     """
     if not interpret:
         plgpu.debug_barrier()
@@ -125,5 +124,8 @@ def only(values: jax.Array, chosen: jax.Array) -> jax.Array:
 
 
 def settled(values: Any, interpret: bool) -> Any:
-    """Arrays as they are; to XLA on a CPU, which chained hashes keep busy for minutes, finished."""
+    """Arrays as they are; in the interpreter behind a barrier.
+
+    Without one between them XLA compiles chained hashes for minutes on a CPU.
+    """
     return jax.lax.optimization_barrier(values) if interpret else values
