@@ -74,7 +74,7 @@ def read_ending(inputs: Inputs, rows: Reduced | Judged, b: jax.Array, plan: Plan
             drafted = read_drafted(inputs, request, end, end < request.num_tokens, plan)
     finite = request.active & jnp.isfinite(law.log_sum)
     rejected = end < request.num_tokens
-    drawn = end < 0
+    drawn = end < 0  # never, as a value that Triton can branch on
     if inputs.draft is not None and drafted is not None:
         drawn = rejected & finite & ~request.scaling.greedy & ~drafted.one_hot
     row = Row(

@@ -172,8 +172,10 @@ def read_request(inputs: Inputs, b: jax.Array, plan: Plan) -> Request:
     if inputs.cu is None:
         first, count = b * k, jnp.int32(k)
     else:
-        first = inputs.cu[b]
-        count = jnp.clip(inputs.cu[b + 1] - first, 0, k)
+        # A wrong count must not lead outside the arrays: that would end the whole process.
+        most = inputs.target.shape[0] - plan.size
+        first, last = [jnp.clip(inputs.cu[place], 0, most) for place in (b, b + 1)]
+        count = jnp.clip(last - first, 0, k)
     wanted = count if inputs.num_tokens is None else jnp.minimum(inputs.num_tokens[b], count)
     if inputs.token_ids is None:
         usable = jnp.maximum(wanted, jnp.int32(-1))
@@ -195,6 +197,9 @@ def draft_place(
         row = inputs.rows[request.b] * plan.num_drafts + i
     else:
         row = fetch(inputs.rows, place, wanted)
+    if inputs.rows is not None:
+        # Nor must a wrong row.
+        row = jnp.clip(row, 0, inputs.draft.shape[0] - 1)
     given = inputs.temperature if inputs.draft_temperature is None else inputs.draft_temperature
     cutoff = None if inputs.draft_cutoff is None else fetch(inputs.draft_cutoff, place, wanted)
     return DraftPlace(row, read_temperature(given[request.b]), cutoff)
@@ -209,6 +214,7 @@ def read_drafted(
     if inputs.draft is None:
         none = jnp.zeros_like(token_id, jnp.float32)
         where = DraftPlace(place, request.scaling, None)
+        # True, of the places' shape.
         return DraftedToken(token_id, none, Law(none, none), place >= 0, where)
     where = draft_place(inputs, request, i, wanted, plan)
     logit = load_token(inputs.draft, where.row, token_id, where.cutoff, wanted)
