@@ -35,4 +35,6 @@ def read_temperature(temperature: jax.Array) -> Scaling:
     greedy = valid & (temperature < jnp.float32(MIN_TEMPERATURE))
     random = valid & ~greedy
     scale = jnp.float32(1) / jnp.where(random, temperature, jnp.float32(1))
+    # Above 8.5e37 it is subnormal: a CPU takes that for 0, and a masked logit times 0 is NaN.
+    scale = jnp.maximum(scale, jnp.float32(jnp.finfo(jnp.float32).tiny))
     return Scaling(scale, greedy, valid)

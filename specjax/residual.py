@@ -28,7 +28,8 @@ def residual_probs(
       f32 >= 0.
     """
     p, q = [exp_scaled(x, 1.0, exp2) for x in (target_logprobs, draft_logprobs)]
-    return jnp.where(draft_logprobs < target_logprobs, p - q, jnp.float32(0))
+    # Of p and q and not of their logs: the difference is never negative.
+    return jnp.where(q < p, p - q, jnp.float32(0))
 
 
 def residual_logprobs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:

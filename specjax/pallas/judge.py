@@ -10,9 +10,9 @@ from specjax.logsumexp import Law, merge_blocks
 from specjax.noise import uniform
 from specjax.pallas.inputs import DraftedToken, Inputs, Plan, Request, fetch, read_drafted
 from specjax.pallas.launch import value_when
-from specjax.pallas.logsumexp import Partials, load_blocks, load_tiles, load_token
+from specjax.pallas.logsumexp import Partials, best_block, load_tiles, load_token
 from specjax.pallas.pick import argmax_tokens
-from specjax.sampling import token_logprobs
+from specjax.sampling import first_argmax, token_logprobs
 from specjax.typing import Stream
 
 __all__ = ["Verdict", "judge_rows"]
@@ -55,9 +55,8 @@ def judge_rows(
 
     def argmax() -> jax.Array:
         where = request.b * plan.num_rows + jnp.where(exists, i, 0)
-        return argmax_tokens(
-            inputs.target, row, cutoff, load_blocks(partials, where, inputs.target.shape[1])
-        )
+        block = best_block(partials, where, first_argmax(tiles.max))
+        return argmax_tokens(inputs.target, row, cutoff, block)
 
     best = value_when(request.scaling.greedy, argmax, jnp.zeros_like(i))
     if plan.num_drafts == 0:

@@ -10,10 +10,12 @@ from specjax.logsumexp import BlockPartials, combine_blocks, keep, reduce_blocks
 from specjax.noise import SAMPLING_BLOCK
 from specjax.pallas.launch import fast_exp2, like
 from specjax.pallas.tiles import Tile, power_of_two
+from specjax.sampling import first_argmax
 
 __all__ = [
     "Partials",
     "Share",
+    "best_block",
     "load_blocks",
     "load_row",
     "load_tiles",
@@ -109,6 +111,16 @@ def load_tiles(partials: Partials, place: jax.Array, wanted: jax.Array) -> Block
     """The partials of the tiles of rows [...], f32[..., N]; of rows not wanted, empty ones."""
     count = partials.tile_max.shape[1]
     return _load(partials.tile_max, partials.tile_sum, place, wanted, count)
+
+
+def best_block(partials: Partials, place: jax.Array, number: jax.Array) -> jax.Array:
+    """The block i32[...] that holds the first largest logit of tile `number` of rows [...]."""
+    blocks = partials.block_max.shape[1] // partials.tile_max.shape[1]
+    shape = (*place.shape, blocks)
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    row = jnp.broadcast_to(place[..., None], shape)
+    largest = plgpu.load(partials.block_max.at[row, number[..., None] * blocks + lane])
+    return number * blocks + first_argmax(largest)
 
 
 def _load(maxima: Any, sums: Any, place: jax.Array, wanted: jax.Array, count: int) -> BlockPartials:

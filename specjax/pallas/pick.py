@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.logsumexp import BlockPartials, Law, keep
+from specjax.logsumexp import Law, keep
 from specjax.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.pallas.logsumexp import load_row
 from specjax.pallas.tiles import power_of_two
@@ -49,10 +49,9 @@ def draw_noise(at: Words, vocab_size: int, noise_dtype: Any) -> Noise:
 
 
 def argmax_tokens(
-    logits: Any, row: jax.Array, cutoff: jax.Array | None, blocks: BlockPartials
+    logits: Any, row: jax.Array, cutoff: jax.Array | None, block: jax.Array
 ) -> jax.Array:
-    """The argmax of rows i32[...] from their blocks; ties go to the lowest id."""
-    block = first_argmax(blocks.max)
+    """The argmax of rows i32[...] whose first largest block is known; ties go to the lowest id."""
     shape = (*row.shape, SAMPLING_BLOCK)
     place = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     index = block[..., None] * SAMPLING_BLOCK + place

@@ -19,6 +19,7 @@ from specjax.pallas.logsumexp import (
 )
 from specjax.pallas.pick import Row, argmax_tokens, draw_noise, draw_token
 from specjax.pallas.tiles import DRAW_WARPS, row_tile
+from specjax.sampling import first_argmax
 from specjax.typing import Sample
 
 __all__ = ["sample_rows"]
@@ -107,7 +108,7 @@ def _draw(reduced: _Reduced, out: Sample, b: jax.Array, noise_dtype: Any) -> Non
     merged = merge_blocks(blocks, scaling.scale)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
-        return argmax_tokens(rows.logits, b, cutoff, blocks), -merged.law.log_sum
+        return argmax_tokens(rows.logits, b, cutoff, first_argmax(blocks.max)), -merged.law.log_sum
 
     def random() -> tuple[jax.Array, jax.Array]:
         row = Row(rows.logits, b, scaling.scale, cutoff, merged.law)
