@@ -73,6 +73,7 @@ def same(ours, theirs, who=slice(None)):
 
 bf16, f16, f64 = jnp.bfloat16, jnp.float16, jnp.float64
 SIZES = [
+    Size(8, 32, 32000, bf16, "drawn", 4),
     Size(1024, 3, 32000, bf16, "drawn", 6),
     Size(256, 7, 151936, bf16, "drawn", 4),
     Size(8, 3, 151936, F32, "drawn", 16),
