@@ -6,7 +6,6 @@ from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
     "DRAW_WARPS",
-    "MANY_ROWS",
     "Tile",
     "is_small",
     "pair_tile",
@@ -17,10 +16,6 @@ __all__ = [
 
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
-
-# So many rows of a request are judged each by a program of its own, however small the batch: one
-# program that judges all of them holds a vector of everything, and does most of it in vain.
-MANY_ROWS = 16
 
 
 class Tile(NamedTuple):

@@ -6,7 +6,7 @@ from specjax.pallas.accept import accept_rows, reduce_rows
 from specjax.pallas.inputs import Inputs, Plan
 from specjax.pallas.resample import resample
 from specjax.pallas.statistics import with_statistics
-from specjax.pallas.tiles import MANY_ROWS, is_small, pair_tile, row_tile, target_tile
+from specjax.pallas.tiles import is_small, pair_tile, row_tile, target_tile
 from specjax.typing import Verification
 
 __all__ = ["verify_rows"]
@@ -28,8 +28,7 @@ def verify_rows(
     """
     size, vocab_size = inputs.temperature.shape[0], inputs.target.shape[1]
     tile = target_tile(size, vocab_size)
-    small = is_small(size) and num_drafts < MANY_ROWS
-    plan = Plan(size, num_drafts, noise_dtype, tile, small, interpret)
+    plan = Plan(size, num_drafts, noise_dtype, tile, is_small(size), interpret)
     if inputs.draft is not None and (inputs.logprobs is None or inputs.logsumexp is None):
         tile = row_tile(size * num_drafts, inputs.draft.shape[1])
         inputs = with_statistics(inputs, plan._replace(tile=tile))
