@@ -17,15 +17,15 @@ test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)
 
 # The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
-# Each fails where there is no GPU, and where none of its tests ran.
-GPU_TESTS = tests/pallas/test_gpu.py tests/test_laws.py \
+# Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
+GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/test_laws.py \
 	tests/test_edges.py tests/test_verify.py,tests/test_ragged.py \
 	tests/test_sampling.py,tests/test_transforms.py
 
 gpu-test:
 	@running=; for files in $(GPU_TESTS); do \
 		SPECJAX_GPU_TEST=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON_GPU) -m pytest -q -rs -m gpu \
-			-p no:cacheprovider --durations=5 $$(echo $$files | tr , ' ') & running="$$running $$!"; \
+			-p no:cacheprovider --durations=5 $(GPU_FLAGS) $$(echo $$files | tr , ' ') & running="$$running $$!"; \
 	done; failed=0; for one in $$running; do wait $$one || failed=1; done; exit $$failed
 
 gpu-sanitize:

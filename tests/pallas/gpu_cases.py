@@ -1,18 +1,23 @@
 """Large verification cases made on the device, and the rows in which two implementations differ."""
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from machine import has_gpu
 from margins import closest_call
 
 import specjax
 from specjax import Draft
 
 F32, I32 = jnp.float32, jnp.int32
+FULL = has_gpu()
+KERNELS = "triton" if FULL else "interpret"
 
 
 class Size(NamedTuple):
@@ -191,3 +196,31 @@ def explain(case, who, ours, theirs, noise):
         kernel, plain = np.asarray(ours.token_ids[b]), np.asarray(theirs.token_ids[b])
         out.append((margin, f"request {b}: kernels {kernel}, xla {plain}, exactly {tokens}"))
     return out
+
+
+def pick(full, small):
+    """A number as on the GPU, or as in a rehearsal."""
+    return full if FULL else small
+
+
+def precision(noise_dtype):
+    return jax.enable_x64(True) if noise_dtype == jnp.float64 else contextlib.nullcontext()
+
+
+def same(ours, theirs, who=slice(None)):
+    """Every number the same, bit for bit."""
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(lambda x: np.asarray(x)[who], v) for v in (ours, theirs))
+    )
+
+
+def reduced(size):
+    """The size itself on a GPU, something alike elsewhere."""
+    if FULL:
+        return size
+    least = {151936: 5001, 131072: 1025, 32000: 300}
+    return size._replace(
+        batch_size=min(size.batch_size, 24),
+        vocab_size=least.get(size.vocab_size, size.vocab_size),
+        num_seeds=1,
+    )
