@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -339,6 +340,15 @@ def test_triton_on_an_old_gpu_is_refused_by_its_capability(monkeypatch):
     assert doors._why_no_gpu.__wrapped__() == "JAX sees one of 7.5"
 
 
+def test_an_old_gpu_stays_old_under_a_mesh_that_names_it(monkeypatch):
+    """A mesh of devices that are here names one too, and not what it can do."""
+    monkeypatch.setattr(doors, "_why_no_gpu", lambda: "JAX sees one of 7.5")
+    with on_gpu():
+        assert doors.read_implementation(None) == "xla"
+        with pytest.raises(ValueError, match=r"JAX sees one of 7\.5"):
+            doors.read_implementation("triton")
+
+
 def test_an_unknown_implementation_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="'cuda'; it is None, 'xla', 'triton' or 'interpret'"):
         call("cuda")
@@ -394,3 +404,19 @@ with test_lowering.on_gpu():
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_an_older_trace_is_lowered_without_a_warning_too():
+    """JAX warns as it lowers, and pytest puts the filters back after every test."""
+    shapes = shape(BATCH, 500), key_shapes()
+    for scale in (1.0, 2.0):
+
+        def sample(logits, keys, scale=scale):
+            one = specjax.gumbel_sample(
+                logits, keys=keys, positions=0, stream=0, implementation="triton"
+            )
+            return one.logprobs * jnp.float32(scale)
+
+        with on_gpu(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert num_kernels(lower(sample, *shapes)) == 2
