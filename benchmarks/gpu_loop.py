@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from spread import spread
 
 # Runs of a loop inside one trace, told apart by their pauses: longer than any gap inside a run.
 PAUSE_S, LONGEST_GAP_NS = 0.02, 5e6
@@ -121,16 +122,6 @@ def time_loop(loop: Loop, arguments: list[tuple[Any, ...]]) -> tuple[dict[str, A
 
 def _run_all(loop: Loop, arguments: list[tuple[Any, ...]]) -> list[Any]:
     return [jax.block_until_ready(loop.run(*each)) for each in arguments]
-
-
-def spread(values: list[float]) -> dict[str, Any]:
-    """Median, quartiles and every value, in microseconds per call."""
-    low, middle, high = np.percentile(values, [25, 50, 75])
-    return {
-        "median_us": float(middle),
-        "quartiles_us": [float(low), float(high)],
-        "runs_us": [round(value, 3) for value in values],
-    }
 
 
 def kernel_times(events: list[Event], calls: int) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import datetime
 import json
 import os
 import pathlib
-import re
 from typing import Any
+
+from table import put_between_markers
 
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 
@@ -118,18 +119,6 @@ def _birthplace(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
     )
 
 
-def put_between_markers(text: str, table: str) -> str:
-    """`text` with what stands between the markers replaced by the table.
-
-    Raises:
-      ValueError: if the two markers are not there, once each and in order.
-    """
-    between = re.compile(f"({re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.DOTALL)
-    if len(between.findall(text)) != 1:
-        raise ValueError(f"The document needs the lines {BEGIN} and {END}, once each, in order.")
-    return between.sub(lambda match: f"{match[1]}{table}\n", text)
-
-
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Time against batch size: ours, vLLM's where measured in the session, and the byte floor."""
     import matplotlib
@@ -177,7 +166,7 @@ def main() -> None:
         print(table)
         return
     text = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(put_between_markers(text, table), encoding="utf-8")
+    args.readme.write_text(put_between_markers(text, table, BEGIN, END), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sweeps tile sizes, warps and the path of small batches: what `tiles.py` was chosen from."""
+"""Sweeps tile sizes, warps and the path of small batches: what `tiles.py` is to be chosen from."""
 
 import contextlib
 import time

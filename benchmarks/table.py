@@ -73,15 +73,15 @@ def cpu_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put_between_markers(text: str, table: str) -> str:
-    """`text` with what stands between the markers replaced by the table.
+def put_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
+    """`text` with what stands between two markers replaced by the table.
 
     Raises:
       ValueError: if the two markers are not there, once each and in order.
     """
-    between = re.compile(f"({re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.DOTALL)
+    between = re.compile(f"({re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
     if len(between.findall(text)) != 1:
-        raise ValueError(f"The document needs the lines {BEGIN} and {END}, once each, in order.")
+        raise ValueError(f"The document needs the lines {begin} and {end}, once each, in order.")
     return between.sub(lambda match: f"{match[1]}{table}\n", text)
 
 

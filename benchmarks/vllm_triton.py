@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
+from spread import spread
 from vllm_files import Functions, load
 
 # As gpu_inputs.py has it: what the calls of a replay read lies beyond twice the L2 of an H200.
@@ -156,16 +156,6 @@ def time_calls(
         torch.cuda.synchronize()
         runs.append(1e3 * begin.elapsed_time(end) / replays / len(calls))
     return spread(runs) | {"calls_per_run": replays * len(calls)}, results
-
-
-def spread(values: list[float]) -> dict[str, Any]:
-    """Median, quartiles and every value, in microseconds per call."""
-    low, middle, high = np.percentile(values, [25, 50, 75])
-    return {
-        "median_us": float(middle),
-        "quartiles_us": [float(low), float(high)],
-        "runs_us": [round(value, 3) for value in values],
-    }
 
 
 CASES = {
