@@ -3,8 +3,8 @@
 Of a small batch every row is reduced, and judged by whoever ends its request. In a large one a row
 is judged by the last of its programs to arrive. The programs of row 0 of all requests come first,
 then those of row 1, and so on: whoever judges a drafted token not kept says so, and programs of
-later rows that start after that leave without reading. No row waits for another, and most rows
-behind a rejection are never read.
+later rows that start after that leave without reading. No row waits for another: the larger the
+batch, the fewer rows behind a rejection are read.
 """
 
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ def reduce_rows(inputs: Inputs, plan: Plan) -> Reduced:
 
 
 def accept_rows(inputs: Inputs, plan: Plan) -> Judged:
-    """Reduces and judges the target rows of a request, those behind a rejection only by chance."""
+    """Reduces and judges the target rows of a request, until it is known to have ended."""
     vocab_size = inputs.target.shape[1]
     size, num_rows = plan.size, plan.num_rows
     count, flat = plan.tile.count(vocab_size), size * num_rows
