@@ -41,9 +41,10 @@ KERNELS = (
 )
 FLOORS = (
     ("typing",),
-    ("noise", "mesh", "checks", "logits", "logsumexp", "schedules"),
+    ("noise", "mesh", "checks", "logits", "logsumexp", "truncation", "schedules"),
     ("sampling", "metrics"),
     ("acceptance", "residual"),
+    ("history", "params", "processing", "logprobs"),
     KERNELS,
     ("request", "recovery", "ragged"),
     VERIFICATION,
