@@ -2,6 +2,7 @@
 
 Verification: `rejection_sample`, `rejection_sample_ragged`, `gumbel_sample`.
 Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
+Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 """
@@ -11,7 +12,11 @@ from specjax.config import SpeculativeConfig
 from specjax.decode import generate, init, step
 from specjax.drafters import model_drafter, ngram_drafter
 from specjax.drafts import draft_from_probs, gather_drafts, propose
+from specjax.history import History, TokenCounts, count_tokens, update_counts
+from specjax.logprobs import TopLogprobs, top_logprobs
 from specjax.metrics import Metrics, init_metrics, update_metrics
+from specjax.params import SamplingParams, bad_words_array, bias_array
+from specjax.processing import process_logits
 from specjax.schedules import (
     conditional_rates,
     expected_acceptance_length,
@@ -37,17 +42,24 @@ __all__ = [
     "Drafter",
     "Finish",
     "Generation",
+    "History",
     "Metrics",
     "Model",
     "Origin",
     "Sample",
+    "SamplingParams",
     "Settings",
     "SpeculativeConfig",
     "StepInfo",
     "Stream",
+    "TokenCounts",
+    "TopLogprobs",
     "Verification",
+    "bad_words_array",
+    "bias_array",
     "commit",
     "conditional_rates",
+    "count_tokens",
     "draft_from_probs",
     "expected_acceptance_length",
     "gather_drafts",
@@ -58,11 +70,14 @@ __all__ = [
     "init_metrics",
     "model_drafter",
     "ngram_drafter",
+    "process_logits",
     "propose",
     "rates_for_length",
     "rejection_sample",
     "rejection_sample_ragged",
     "step",
+    "top_logprobs",
     "unpad",
+    "update_counts",
     "update_metrics",
 ]

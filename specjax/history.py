@@ -1,0 +1,140 @@
+"""What processing looks back at: the committed tokens of each request, and how often each came.
+
+Counts are made once of the prompt and grow by what each step emits, so that no step reads
+the whole text again.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from specjax.checks import as_array, check_count, check_shape, read_array
+
+__all__ = ["History", "TokenCounts", "count_tokens", "recent_tokens", "update_counts"]
+
+
+class TokenCounts(NamedTuple):
+    """How often each token came in each request: 5 bytes per request and token of V.
+
+    A batch of 64 with V = 131072 takes 42 MB, and 34 MB without `prompt`. The prompt is
+    apart because frequency and presence penalties are of generated tokens alone, as in
+    vLLM and the OpenAI API, and the repetition penalty of both.
+
+    Attributes:
+      generated: i32[B, V], how often each token was generated.
+      prompt: bool[B, V], whether it stands in the prompt. None where nobody asks: only the
+        repetition penalty does.
+    """
+
+    generated: jax.Array
+    prompt: jax.Array | None = None
+
+
+class History(NamedTuple):
+    """What is committed, for the penalties and bad words that look back at it.
+
+    Attributes:
+      token_ids: i32[B, L], committed tokens, the prompt among them. Bad words of more than
+        one token read the last of them.
+      lengths: i32[B], how many of each row are committed.
+      counts: of these tokens; penalties read them.
+    """
+
+    token_ids: jax.Array | None = None
+    lengths: jax.Array | None = None
+    counts: TokenCounts | None = None
+
+
+def count_tokens(
+    token_ids: jax.Array, lengths: jax.Array, vocab_size: int, *, prompt_lengths: Any = None
+) -> TokenCounts:
+    """Counts the tokens of each request, once; `update_counts` goes on from there.
+
+    Args:
+      token_ids: i32[B, L], committed tokens. Ids outside [0, vocab_size) are not counted.
+      lengths: i32[B], how many of each row are committed.
+      vocab_size: V, a Python int >= 1, that of the logits.
+      prompt_lengths: i32[B], how many of them are the prompt. None is all of them.
+
+    Returns:
+      `TokenCounts` of V tokens.
+
+    Raises:
+      ValueError: if the shapes do not fit together.
+
+    Example:
+      >>> counts = specjax.count_tokens(
+      ...     jnp.array([[3, 0, 0, 1]]), jnp.array([4]), 5, prompt_lengths=jnp.array([1]))
+      >>> counts.generated.tolist(), counts.prompt.tolist()
+      ([[2, 1, 0, 0, 0]], [[False, False, False, True, False]])
+    """
+    vocab_size = check_count("vocab_size", vocab_size, 1, "the width of the counts")
+    token_ids = as_array("token_ids", token_ids)
+    if token_ids.ndim != 2:
+        raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [B, L].")
+    token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
+    size, longest = token_ids.shape
+    lengths = jnp.asarray(read_array("lengths", lengths, jnp.int32, (size,)))
+    if prompt_lengths is None:
+        prompt_lengths = lengths
+    prompt_lengths = jnp.asarray(read_array("prompt_lengths", prompt_lengths, jnp.int32, (size,)))
+    place = jnp.arange(longest, dtype=jnp.int32)[None]
+    inside = (place < lengths[:, None]) & (token_ids >= 0)
+    in_prompt = inside & (place < prompt_lengths[:, None])
+    rows = jnp.arange(size, dtype=jnp.int32)[:, None]
+
+    def at(chosen: jax.Array) -> jax.Array:
+        # An index past the end is dropped.
+        return jnp.where(chosen, token_ids, vocab_size)
+
+    generated = jnp.zeros((size, vocab_size), jnp.int32)
+    prompt = jnp.zeros((size, vocab_size), jnp.bool_)
+    return TokenCounts(
+        generated.at[rows, at(inside & ~in_prompt)].add(1, mode="drop"),
+        prompt.at[rows, at(in_prompt)].set(True, mode="drop"),
+    )
+
+
+def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
+    """Counts that include what a step emitted: B * n additions.
+
+    Args:
+      counts: before the step.
+      token_ids: i32[B, n], generated tokens. Ids outside [0, V) are not counted.
+      num_tokens: i32[B], how many of each row count.
+
+    Returns:
+      `TokenCounts` after the step.
+
+    Raises:
+      ValueError: if the shapes do not fit together.
+
+    Example:
+      >>> counts = specjax.count_tokens(jnp.array([[3]]), jnp.array([1]), 4)
+      >>> counts = specjax.update_counts(counts, jnp.array([[2, 2, -1]]), jnp.array([2]))
+      >>> counts.generated.tolist()
+      [[0, 0, 2, 0]]
+    """
+    size, vocab_size = counts.generated.shape
+    token_ids = as_array("token_ids", token_ids)
+    check_shape("token_ids", token_ids, (size, *token_ids.shape[1:2]))
+    num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, (size,)))
+    token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+    counted = (place < num_tokens[:, None]) & (token_ids >= 0)
+    rows = jnp.arange(size, dtype=jnp.int32)[:, None]
+    index = jnp.where(counted, token_ids, vocab_size)
+    return counts._replace(generated=counts.generated.at[rows, index].add(1, mode="drop"))
+
+
+def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:
+    """The last `num` committed tokens of each request, i32[B, num], -1 before the first."""
+    place = lengths[:, None] - num + jnp.arange(num, dtype=jnp.int32)[None]
+    taken = jnp.take_along_axis(token_ids, jnp.clip(place, 0, token_ids.shape[1] - 1), axis=1)
+    return jnp.where(place >= 0, taken, jnp.int32(-1))
+
+
+for _kind in (History, TokenCounts):
+    jax.export.register_namedtuple_serialization(_kind, serialized_name=f"specjax.{_kind.__name__}")

@@ -1,0 +1,119 @@
+"""The likeliest tokens of a row and their log-probabilities, and the rank of a given one."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from specjax.checks import as_array, check_count, check_logits, read_array
+from specjax.logits import read_temperature
+from specjax.logsumexp import Law, block_partials, keep, row_statistics
+from specjax.sampling import token_logprobs
+
+__all__ = ["TopLogprobs", "top_logprobs"]
+
+
+class TopLogprobs(NamedTuple):
+    """The likeliest tokens of each row, and how a given token stands among all.
+
+    Attributes:
+      token_ids: i32[..., n], likeliest first, ties by the lowest id; -1 where no token of
+        any probability is left.
+      logprobs: f32[..., n], theirs; -inf where there is none.
+      rank: i32[...], 1 for the likeliest: one more than the number of likelier tokens.
+      logprob: f32[...], log-probability of the given token.
+    """
+
+    token_ids: jax.Array
+    logprobs: jax.Array
+    rank: jax.Array
+    logprob: jax.Array
+
+
+def top_logprobs(
+    logits: jax.Array,
+    token_ids: jax.Array,
+    n: int,
+    *,
+    temperature: Any = 1.0,
+    cutoff: Any = None,
+) -> TopLogprobs:
+    r"""The n likeliest tokens of each row, and the rank and log-probability of a given one.
+
+    :math:`\log p(v) = x_v / t - \log \sum_w e^{x_w / t}` over the logits at or above `cutoff`,
+    computed for the chosen tokens alone. With the defaults it is the model's own law; with
+    processed logits and a request's temperature and cutoff the law that was sampled from.
+    Equal tokens share the best rank among them; vLLM gives them the worst.
+
+    Args:
+      logits: [..., V], bf16, f16 or f32.
+      token_ids: i32[...], the tokens to rank; -1 is padding.
+      n: tokens listed, a Python int in [0, V].
+      temperature: f32, of the shape [...], of its first axis alone, or scalar. Below 1e-5
+        it counts as 1, as in every statistic of a greedy request.
+      cutoff: f32[...], logits below it have no probability. None keeps all.
+
+    Returns:
+      `TopLogprobs`. A row whose token is -1, that is no law (NaN, +inf, -inf everywhere) or
+      has an invalid temperature gives -1, log-probabilities 0 and rank 0.
+
+    Raises:
+      ValueError: for wrong shapes or dtypes, or n outside [0, V].
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.125, 0.25, 0.5, 0.125]]))
+      >>> top = specjax.top_logprobs(logits, jnp.array([0]), 2)
+      >>> top.token_ids.tolist(), jnp.exp(top.logprobs).tolist(), top.rank.tolist()
+      ([[2, 1]], [[0.5, 0.25]], [3])
+    """
+    logits = as_array("logits", logits)
+    n = check_count("n", n, 0, "the number of tokens listed")
+    if logits.ndim == 0:
+        raise ValueError("logits has shape (); it needs [..., V].")
+    check_logits("logits", logits, ",".join(["..."] * logits.ndim))
+    leading, vocab_size = logits.shape[:-1], logits.shape[-1]
+    if n > vocab_size:
+        raise ValueError(f"n is {n} for a vocabulary of {vocab_size}; it needs at most that.")
+    token_ids = read_array("token_ids", token_ids, jnp.int32, leading)
+    temperature = read_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
+    if cutoff is not None:
+        cutoff = read_array("cutoff", cutoff, jnp.float32, leading)
+    behind = (1,) * (len(leading) - temperature.ndim)
+    temperature = jnp.broadcast_to(
+        jnp.asarray(temperature).reshape(*temperature.shape, *behind), leading
+    )
+    return _run(logits, token_ids, temperature, cutoff, n)
+
+
+@functools.partial(jax.jit, static_argnames="n")
+def _run(
+    logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, n: int
+) -> TopLogprobs:
+    scaling = read_temperature(temperature)
+    row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+    valid = scaling.valid & row.finite & (token_ids >= 0)
+
+    index = jnp.clip(token_ids, 0, logits.shape[-1] - 1)[..., None]
+    x = keep(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
+    x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
+    kept = keep(logits, None if cutoff is None else cutoff[..., None])
+    likelier = jnp.sum((kept > x[..., None]).astype(jnp.int32), axis=-1)
+    # In the dtype of the logits: a float32 copy of every row would be for nothing.
+    listable = logits if cutoff is None else kept.astype(logits.dtype)
+    best, ids = jax.lax.top_k(listable, n)
+    best = best.astype(jnp.float32)
+    each = Law(row.law.anchor[..., None], row.law.log_sum[..., None])
+    logprobs = token_logprobs(best, each, scaling.scale[..., None])
+    zero, none = jnp.float32(0), jnp.int32(-1)
+    listed = valid[..., None]
+    return TopLogprobs(
+        token_ids=jnp.where(listed & (best > -jnp.inf), ids.astype(jnp.int32), none),
+        logprobs=jnp.where(listed, logprobs, zero),
+        rank=jnp.where(valid, likelier + 1, 0),
+        logprob=jnp.where(valid, token_logprobs(x, row.law, scaling.scale), zero),
+    )
+
+
+jax.export.register_namedtuple_serialization(TopLogprobs, serialized_name="specjax.TopLogprobs")
