@@ -1,120 +1,31 @@
-r"""The threshold of top-k and top-p, narrowed by halving: no sort.
+r"""Top-k, top-p and min-p on blocks of logits: what a filter counts, weighs and asks for.
 
-What lies at or above t, counted or weighed, falls as t rises; the threshold is the largest
-t at which it still reaches a target: k tokens, or a share of the mass. Floats are searched
-through integers in the same order, their keys, so that a search ends after at most as many
-halvings as a float has bits. A probe also names the nearest logits on either side of its
-pivot, and the bracket shrinks to those: it ends as soon as one value is left.
+Top-k keeps the logits at or above the largest t that k of them reach; top-p those at or
+above the largest t whose probability reaches its share of what top-k kept. One search
+finds either (`specjax.bracket`): no sort. What lies at an edge is kept with its equals.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.logsumexp import Exp2, Law, exp_scaled
+from specjax.bracket import Bracket, Extremes, Reach, key_value
+from specjax.logsumexp import BlockPartials, Exp2, Law, exp_scaled
+from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
-    "Bracket",
-    "Reach",
     "combine_reaches",
-    "is_found",
+    "extremes_blocks",
     "keeps_top_k",
     "keeps_top_p",
-    "key_value",
     "least_kept",
-    "mass_floor",
+    "mass_above",
+    "mass_bound",
     "mass_target",
     "mass_weights",
-    "narrow",
-    "open_bracket",
-    "ordered_key",
-    "pivot_keys",
     "reach_blocks",
 ]
 
-_MOST = float(jnp.finfo(jnp.float32).max)
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-
-
-class Bracket(NamedTuple):
-    """Where a threshold can still be.
-
-    Attributes:
-      low: i32, a key; what lies at or above it reaches the target.
-      high: i32, a key above `low`; what lies at or above it does not.
-    """
-
-    low: jax.Array
-    high: jax.Array
-
-
-class Reach(NamedTuple):
-    """How logits lie about a pivot.
-
-    Attributes:
-      mass: f32, the weight of those at or above it.
-      least: f32, the smallest at or above it; +inf where there is none.
-      most: f32, the largest below it; -inf where there is none.
-    """
-
-    mass: jax.Array
-    least: jax.Array
-    most: jax.Array
-
-
-def ordered_key(x: jax.Array) -> jax.Array:
-    """An i32 in the order of f32; both zeros are 0. Not for NaN."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def key_value(key: jax.Array) -> jax.Array:
-    """The f32 of which `key` is the key."""
-    bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def open_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Bracket:
-    """From a lower bound f32 of the threshold to the row's largest logit.
-
-    Closed on `low` where there is nothing to `search`. A bound of -inf stands for none.
-    """
-    start = ordered_key(jnp.maximum(low, jnp.float32(-_MOST)))
-    end = ordered_key(jnp.where(search, largest, jnp.float32(0)))
-    return Bracket(start, jnp.where(search, end, start) + jnp.int32(1))
-
-
-def is_found(bracket: Bracket) -> jax.Array:
-    """Whether one key is left, `low`: the threshold, or no more than a bound below it.
-
-    What is kept is then what lies at or above `key_value(low)`.
-    """
-    return bracket.low + jnp.int32(1) >= bracket.high
-
-
-def pivot_keys(bracket: Bracket, num: int = 1) -> tuple[jax.Array, ...]:
-    """Keys that cut a bracket into `num + 1` equal parts, all above `low`.
-
-    Args:
-      bracket: i32[...].
-      num: one less than a power of two.
-
-    Returns:
-      `num` arrays i32[...], rising; `high` where nothing is left to cut.
-    """
-    bits = num.bit_length()
-    assert num + 1 == 1 << bits
-    # high - low overflows where zero lies far inside; sums of parts do not.
-    start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(bits)) for key in bracket)
-    left, right = (key & jnp.int32(num) for key in bracket)
-    cuts = []
-    for i in range(1, num + 1):
-        j = num + 1 - i
-        rest = jax.lax.shift_right_arithmetic(left * j + right * i, jnp.int32(bits))
-        cut = start * j + end * i + rest
-        cuts.append(jnp.minimum(jnp.maximum(cut, bracket.low + jnp.int32(1)), bracket.high))
-    return tuple(cuts)
 
 
 def mass_weights(x: jax.Array, law: Law, scale: jax.Array, exp2: Exp2 = jnp.exp2) -> jax.Array:
@@ -132,8 +43,8 @@ def mass_weights(x: jax.Array, law: Law, scale: jax.Array, exp2: Exp2 = jnp.exp2
     return exp_scaled(x - law.anchor, scale, exp2)
 
 
-def reach_blocks(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -> Reach:
-    """How blocks laid out as rows lie about a pivot.
+def mass_above(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -> jax.Array:
+    """What of blocks laid out as rows lies at or above a pivot.
 
     Args:
       blocks: f32[..., N], raw logits; -inf where there are none.
@@ -141,12 +52,35 @@ def reach_blocks(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array)
       pivot: f32, finite, of a shape that broadcasts against [...].
 
     Returns:
-      Reach f32[...].
+      f32[...].
     """
-    above = blocks >= pivot[..., None]
     weights = jnp.float32(1) if weights is None else weights
+    return jnp.sum(jnp.where(blocks >= pivot[..., None], weights, jnp.float32(0)), axis=-1)
+
+
+def extremes_blocks(blocks: jax.Array, bracket: Bracket) -> Extremes:
+    """What of blocks laid out as rows lies inside a bracket.
+
+    Args:
+      blocks: f32[..., N], raw logits; -inf where there are none.
+      bracket: i32, of a shape that broadcasts against [...].
+
+    Returns:
+      Extremes f32[...].
+    """
+    low, high = (key_value(key)[..., None] for key in bracket)
+    inside = (blocks >= low) & (blocks < high)
+    return Extremes(
+        jnp.min(jnp.where(inside, blocks, jnp.float32(jnp.inf)), axis=-1),
+        jnp.max(jnp.where(inside, blocks, jnp.float32(-jnp.inf)), axis=-1),
+    )
+
+
+def reach_blocks(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -> Reach:
+    """`mass_above` and the logits next to the pivot, in one pass; arguments as there."""
+    above = blocks >= pivot[..., None]
     return Reach(
-        jnp.sum(jnp.where(above, weights, jnp.float32(0)), axis=-1),
+        mass_above(blocks, weights, pivot),
         jnp.min(jnp.where(above, blocks, jnp.float32(jnp.inf)), axis=-1),
         jnp.max(jnp.where(above, jnp.float32(-jnp.inf), blocks), axis=-1),
     )
@@ -158,29 +92,6 @@ def combine_reaches(reach: Reach) -> Reach:
         jnp.sum(reach.mass, axis=-1),
         jnp.min(reach.least, axis=-1),
         jnp.max(reach.most, axis=-1),
-    )
-
-
-def narrow(bracket: Bracket, pivot: jax.Array, reach: Reach, target: jax.Array) -> Bracket:
-    """A bracket after a probe, never wider than before.
-
-    Args:
-      bracket: i32[...]; a found one stays.
-      pivot: i32[...], a key above `low`.
-      reach: f32[...], of the whole row about `key_value(pivot)`.
-      target: f32[...], positive.
-
-    Returns:
-      i32[...].
-    """
-    enough = reach.mass >= target
-    # Beside the pivot itself, because a machine may take subnormal numbers for zeros.
-    low = jnp.maximum(ordered_key(reach.least), pivot)
-    high = jnp.minimum(ordered_key(reach.most) + jnp.int32(1), pivot)
-    open_ = ~is_found(bracket)
-    return Bracket(
-        jnp.where(open_ & enough, jnp.maximum(bracket.low, low), bracket.low),
-        jnp.where(open_ & ~enough, jnp.minimum(bracket.high, high), bracket.high),
     )
 
 
@@ -202,17 +113,35 @@ def mass_target(top_p: jax.Array, mass: jax.Array) -> jax.Array:
     return jnp.maximum(top_p * mass, jnp.float32(_TINY))
 
 
-def mass_floor(
-    top_p: jax.Array, mass: jax.Array, law: Law, scale: jax.Array, num: int
+def mass_bound(
+    partials: BlockPartials,
+    pivot: jax.Array,
+    law: Law,
+    scale: jax.Array,
+    exp2: Exp2 = jnp.exp2,
 ) -> jax.Array:
-    r"""A logit f32 that top-p's threshold is not below.
+    """A lower bound of what of a row lies at or above a pivot, from its blocks alone.
 
-    All `num` tokens below :math:`t` together weigh less than :math:`num \, e^{(t - anchor) scale}`,
-    and no more than :math:`(1 - top_p) mass` may go. Half of that, so that rounding is no matter.
+    A block whose largest logit reaches the pivot holds that one at least; and all it weighs
+    but what its other tokens can weigh below the pivot.
+
+    Args:
+      partials: f32[..., N], of blocks of at most `SAMPLING_BLOCK` tokens, in `mass_weights`'
+        scale.
+      pivot: f32, finite, of a shape that broadcasts against [...].
+      law: of the row, likewise.
+      scale: f32, likewise.
+      exp2: of f32; kernels have a faster one.
+
+    Returns:
+      f32[...].
     """
-    spare = jnp.maximum(jnp.float32(1) - jnp.maximum(top_p, jnp.float32(0)), jnp.float32(0))
-    share = jnp.log(spare * mass * jnp.float32(0.5 / num))
-    return law.anchor + jnp.minimum(share, jnp.float32(0)) / scale
+    row = Law(law.anchor[..., None], law.log_sum[..., None])
+    largest = mass_weights(partials.max, row, scale[..., None], exp2)
+    below = mass_weights(pivot[..., None], row, scale[..., None], exp2)
+    others = largest * partials.sum - jnp.float32(SAMPLING_BLOCK - 1) * below
+    reached = partials.max >= pivot[..., None]
+    return jnp.sum(jnp.where(reached, jnp.maximum(largest, others), jnp.float32(0)), axis=-1)
 
 
 def least_kept(

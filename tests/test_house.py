@@ -41,7 +41,7 @@ KERNELS = (
 )
 FLOORS = (
     ("typing",),
-    ("noise", "mesh", "checks", "logits", "logsumexp", "truncation", "schedules"),
+    ("noise", "mesh", "checks", "logits", "logsumexp", "bracket", "truncation", "schedules"),
     ("sampling", "metrics"),
     ("acceptance", "residual"),
     ("history", "params", "processing", "logprobs"),

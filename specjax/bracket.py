@@ -1,0 +1,172 @@
+r"""A threshold among floats, narrowed by halving a bracket of their keys.
+
+What lies at or above t, counted or weighed, falls as t rises; the threshold is the largest
+t at which it still reaches a target. Floats are searched through integers in the same
+order, their keys, so that a search ends after at most as many halvings as a float has
+bits; and a bracket shrinks to the logits inside it, so that it ends once one value is left.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "Bracket",
+    "Extremes",
+    "Reach",
+    "halve",
+    "is_found",
+    "key_value",
+    "narrow",
+    "open_bracket",
+    "ordered_key",
+    "pivot_keys",
+    "tighten",
+]
+
+_MOST = float(jnp.finfo(jnp.float32).max)
+
+
+class Bracket(NamedTuple):
+    """Where a threshold can still be.
+
+    Attributes:
+      low: i32, a key; what lies at or above it reaches the target.
+      high: i32, a key above `low`; what lies at or above it does not.
+    """
+
+    low: jax.Array
+    high: jax.Array
+
+
+class Extremes(NamedTuple):
+    """The logits of a row that lie inside a bracket.
+
+    Attributes:
+      least: f32, the smallest; +inf where there is none.
+      most: f32, the largest; -inf where there is none.
+    """
+
+    least: jax.Array
+    most: jax.Array
+
+
+class Reach(NamedTuple):
+    """How logits lie about a pivot.
+
+    Attributes:
+      mass: f32, the weight of those at or above it.
+      least: f32, the smallest at or above it; +inf where there is none.
+      most: f32, the largest below it; -inf where there is none.
+    """
+
+    mass: jax.Array
+    least: jax.Array
+    most: jax.Array
+
+
+def ordered_key(x: jax.Array) -> jax.Array:
+    """An i32 in the order of f32; both zeros are 0. Not for NaN."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def key_value(key: jax.Array) -> jax.Array:
+    """The f32 of which `key` is the key."""
+    bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def open_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Bracket:
+    """From a lower bound f32 of the threshold to the row's largest logit.
+
+    Closed on `low` where there is nothing to `search`. A bound of -inf stands for none.
+    """
+    start = ordered_key(jnp.maximum(low, jnp.float32(-_MOST)))
+    end = ordered_key(jnp.where(search, largest, jnp.float32(0)))
+    return Bracket(start, jnp.where(search, end, start) + jnp.int32(1))
+
+
+def is_found(bracket: Bracket) -> jax.Array:
+    """Whether one key is left, `low`: the threshold, or no more than a bound below it.
+
+    What is kept is then what lies at or above `key_value(low)`.
+    """
+    return bracket.low + jnp.int32(1) >= bracket.high
+
+
+def pivot_keys(bracket: Bracket, num: int = 1) -> tuple[jax.Array, ...]:
+    """Keys that cut a bracket into `num + 1` equal parts, all above `low`.
+
+    Args:
+      bracket: i32[...].
+      num: one less than a power of two.
+
+    Returns:
+      `num` arrays i32[...], rising; `high` where nothing is left to cut.
+    """
+    bits = num.bit_length()
+    assert num + 1 == 1 << bits
+    # high - low overflows where zero lies far inside; sums of parts do not.
+    start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(bits)) for key in bracket)
+    left, right = (key & jnp.int32(num) for key in bracket)
+    cuts = []
+    for i in range(1, num + 1):
+        j = num + 1 - i
+        rest = jax.lax.shift_right_arithmetic(left * j + right * i, jnp.int32(bits))
+        cut = start * j + end * i + rest
+        cuts.append(jnp.minimum(jnp.maximum(cut, bracket.low + jnp.int32(1)), bracket.high))
+    return tuple(cuts)
+
+
+def halve(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Array) -> Bracket:
+    """A bracket after a probe; a found one stays.
+
+    Args:
+      bracket: i32[...].
+      pivot: i32[...], a key above `low`.
+      mass: f32[...], of the whole row at or above `key_value(pivot)`.
+      target: f32[...], positive.
+
+    Returns:
+      i32[...].
+    """
+    open_, enough = ~is_found(bracket), mass >= target
+    low = jnp.where(open_ & enough, jnp.maximum(bracket.low, pivot), bracket.low)
+    high = jnp.where(open_ & ~enough, jnp.minimum(bracket.high, pivot), bracket.high)
+    return Bracket(low, high)
+
+
+def tighten(bracket: Bracket, extremes: Extremes) -> Bracket:
+    """A bracket that ends at the logits inside it, of the whole row; a found one stays.
+
+    Neither end moves outwards, whatever a machine takes subnormal numbers for. A bracket
+    with nothing inside closes on `low`.
+    """
+    open_ = ~is_found(bracket)
+    none = extremes.least > extremes.most
+    low = jnp.maximum(ordered_key(extremes.least), bracket.low)
+    high = jnp.minimum(ordered_key(extremes.most) + jnp.int32(1), bracket.high)
+    return Bracket(
+        jnp.where(open_ & ~none, low, bracket.low),
+        jnp.where(open_, jnp.where(none, bracket.low + jnp.int32(1), high), bracket.high),
+    )
+
+
+def narrow(bracket: Bracket, pivot: jax.Array, reach: Reach, target: jax.Array) -> Bracket:
+    """`halve`, and the end that moved goes on to the logit nearest to the pivot.
+
+    Args:
+      bracket: i32[...]; a found one stays.
+      pivot: i32[...], a key above `low`.
+      reach: f32[...], of the whole row about `key_value(pivot)`.
+      target: f32[...], positive.
+
+    Returns:
+      i32[...].
+    """
+    enough = reach.mass >= target
+    low = jnp.maximum(ordered_key(reach.least), pivot)
+    high = jnp.minimum(ordered_key(reach.most) + jnp.int32(1), pivot)
+    return halve(bracket, jnp.where(enough, low, high), reach.mass, target)
