@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.bracket import Bracket, Extremes, Reach, key_value
-from specjax.logsumexp import BlockPartials, Exp2, Law, exp_scaled
+from specjax.logsumexp import BlockPartials, Exp2, exp_scaled
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
@@ -22,25 +22,28 @@ __all__ = [
     "mass_bound",
     "mass_target",
     "mass_weights",
+    "min_p_threshold",
     "reach_blocks",
 ]
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
-def mass_weights(x: jax.Array, law: Law, scale: jax.Array, exp2: Exp2 = jnp.exp2) -> jax.Array:
+def mass_weights(
+    x: jax.Array, anchor: jax.Array, scale: jax.Array, exp2: Exp2 = jnp.exp2
+) -> jax.Array:
     """Probabilities of f32 logits, times the same factor: 1 at the anchor, 0 at -inf.
 
     Args:
       x: f32.
-      law: of the row, of a shape that broadcasts against x; the anchor is what is read.
+      anchor: f32, the row's largest logit, of a shape that broadcasts against x.
       scale: f32, one over the temperature, of a shape that broadcasts against x.
       exp2: of f32; kernels have a faster one.
 
     Returns:
       f32 of the shape of x.
     """
-    return exp_scaled(x - law.anchor, scale, exp2)
+    return exp_scaled(x - anchor, scale, exp2)
 
 
 def mass_above(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -> jax.Array:
@@ -116,7 +119,7 @@ def mass_target(top_p: jax.Array, mass: jax.Array) -> jax.Array:
 def mass_bound(
     partials: BlockPartials,
     pivot: jax.Array,
-    law: Law,
+    anchor: jax.Array,
     scale: jax.Array,
     exp2: Exp2 = jnp.exp2,
 ) -> jax.Array:
@@ -129,25 +132,32 @@ def mass_bound(
       partials: f32[..., N], of blocks of at most `SAMPLING_BLOCK` tokens, in `mass_weights`'
         scale.
       pivot: f32, finite, of a shape that broadcasts against [...].
-      law: of the row, likewise.
+      anchor: f32, the row's largest logit, likewise.
       scale: f32, likewise.
       exp2: of f32; kernels have a faster one.
 
     Returns:
       f32[...].
     """
-    row = Law(law.anchor[..., None], law.log_sum[..., None])
-    largest = mass_weights(partials.max, row, scale[..., None], exp2)
-    below = mass_weights(pivot[..., None], row, scale[..., None], exp2)
+    largest = mass_weights(partials.max, anchor[..., None], scale[..., None], exp2)
+    below = mass_weights(pivot[..., None], anchor[..., None], scale[..., None], exp2)
     others = largest * partials.sum - jnp.float32(SAMPLING_BLOCK - 1) * below
     reached = partials.max >= pivot[..., None]
     return jnp.sum(jnp.where(reached, jnp.maximum(largest, others), jnp.float32(0)), axis=-1)
 
 
+def min_p_threshold(min_p: jax.Array) -> jax.Array:
+    """What `(x - anchor) * scale` is at least where min-p keeps x; -inf where it keeps all.
+
+    The likeliest token is kept whatever `min_p` is.
+    """
+    return jnp.log(jnp.minimum(jnp.maximum(min_p, jnp.float32(0)), jnp.float32(1)))
+
+
 def least_kept(
     blocks: jax.Array,
     low: jax.Array,
-    law: Law | None = None,
+    anchor: jax.Array | None = None,
     scale: jax.Array | None = None,
     min_p: jax.Array | None = None,
 ) -> jax.Array:
@@ -156,17 +166,15 @@ def least_kept(
     Args:
       blocks: f32[..., N], raw logits; -inf where there are none.
       low: f32, finite, of a shape that broadcasts against [...].
-      law: of the row; its anchor is the largest logit. Read with `min_p` only.
+      anchor: f32, the row's largest logit, likewise; read with `min_p` only.
       scale: f32, one over the temperature, likewise.
-      min_p: f32, likewise; at 0 and below it keeps all, above 1 it keeps what 1 does. None
-        is no min-p.
+      min_p: f32, likewise. None is no min-p.
 
     Returns:
       f32[...]; +inf where nothing is kept.
     """
     kept = blocks >= low[..., None]
-    if law is not None and scale is not None and min_p is not None:
-        relative = (blocks - law.anchor[..., None]) * scale[..., None]
-        share = jnp.minimum(jnp.maximum(min_p, jnp.float32(0)), jnp.float32(1))
-        kept &= relative >= jnp.log(share)[..., None]
+    if anchor is not None and scale is not None and min_p is not None:
+        relative = (blocks - anchor[..., None]) * scale[..., None]
+        kept &= relative >= min_p_threshold(min_p)[..., None]
     return jnp.min(jnp.where(kept, blocks, jnp.float32(jnp.inf)), axis=-1)
