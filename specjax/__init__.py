@@ -9,6 +9,7 @@ Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`
 
 from specjax.api import gumbel_sample, rejection_sample, rejection_sample_ragged
 from specjax.config import SpeculativeConfig
+from specjax.cutoff import logit_cutoff
 from specjax.decode import generate, init, step
 from specjax.drafters import model_drafter, ngram_drafter
 from specjax.drafts import draft_from_probs, gather_drafts, propose
@@ -68,6 +69,7 @@ __all__ = [
     "gumbel_sample",
     "init",
     "init_metrics",
+    "logit_cutoff",
     "model_drafter",
     "ngram_drafter",
     "process_logits",

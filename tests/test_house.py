@@ -42,13 +42,13 @@ KERNELS = (
 FLOORS = (
     ("typing",),
     ("noise", "mesh", "checks", "logits", "logsumexp", "bracket", "truncation", "schedules"),
-    ("sampling", "metrics"),
+    ("sampling", "metrics", "threshold"),
     ("acceptance", "residual"),
     ("history", "params", "processing", "logprobs"),
     KERNELS,
     ("request", "recovery", "ragged"),
     VERIFICATION,
-    ("implementation", "dispatch", "api", "config", "tokens", "state", "drafts", "drafters"),
+    ("implementation", "cutoff", "dispatch", "api", "config", "tokens", "state", "drafts", "drafters"),
     ("loop",),
     ("decode",),
     ("__init__",),
@@ -144,7 +144,7 @@ def may_import(room, other):
     if room == other:
         return False
     if other in KERNELS and room not in KERNELS:
-        return room == "dispatch"
+        return room in ("dispatch", "cutoff")
     here, there = place_of(room), place_of(other)
     if here[0] == there[0]:
         return FLOORS[here[0]] is not VERIFICATION and there < here

@@ -1,0 +1,220 @@
+"""The cutoff of rows of logits in plain JAX: the reference that the kernels are judged by.
+
+Each filter's threshold is searched by halving. A search over the rows costs a pass over
+them per halving, so two things come first: bounds from the blocks' partials, by the same
+search over an array a hundred times smaller, and a gather of the few blocks of each row
+that can hold the threshold, where they are few.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.bracket import (
+    Bracket,
+    Extremes,
+    halve,
+    is_found,
+    key_value,
+    open_bracket,
+    pivot_keys,
+    tighten,
+)
+from specjax.logits import read_temperature
+from specjax.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
+from specjax.truncation import (
+    extremes_blocks,
+    keeps_top_k,
+    keeps_top_p,
+    least_kept,
+    mass_above,
+    mass_bound,
+    mass_target,
+    mass_weights,
+    min_p_threshold,
+)
+
+__all__ = ["Filters", "cutoff_of_rows"]
+
+# Blocks that rows are gathered down to: an eighth of today's vocabularies, at the cost of half a
+# pass over them; room for the top 128 wherever they lie.
+_NUM_GATHERED = 128
+# Halvings between two looks at what is left inside: a look costs as much as two of them.
+_HALVINGS = 4
+# What a bound leaves to rounding: a share of a mass, and of an exponent.
+_MARGIN = 1e-4
+
+_Weigh = Callable[[jax.Array], jax.Array]
+_Look = Callable[[Bracket], Extremes]
+
+
+class Filters(NamedTuple):
+    """What to keep of each of R rows; None is a filter that no row asks for.
+
+    Attributes:
+      top_k: i32[R] or None; cuts from 1 to below V.
+      top_p: f32[R] or None; cuts below 1.
+      min_p: f32[R] or None; cuts above 0.
+    """
+
+    top_k: jax.Array | None
+    top_p: jax.Array | None
+    min_p: jax.Array | None
+
+
+class _Row(NamedTuple):
+    """What the searches share, f32[R] or bool[R].
+
+    Attributes:
+      anchor: the largest logit.
+      scale: one over the temperature.
+      mass: of all tokens, in the scale of `mass_weights`.
+      cuts_k: whether top-k cuts this row; None where no row asks.
+      cuts_p: likewise top-p.
+      low: no logit below it is kept, nor tells what is; -inf where that is unknown.
+    """
+
+    anchor: jax.Array
+    scale: jax.Array
+    mass: jax.Array
+    cuts_k: jax.Array | None
+    cuts_p: jax.Array | None
+    low: jax.Array
+
+
+def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
+    """`logit_cutoff` for rows [R, V] and parameters [R]: f32[R]."""
+    scaling = read_temperature(temperature)
+    partials = block_partials(logits, scaling.scale)
+    whole = combine_blocks(partials, scaling.scale)
+    law = jnp.isfinite(whole.max) & jnp.isfinite(whole.sum) & scaling.valid & ~scaling.greedy
+    row = _Row(whole.max, scaling.scale, whole.sum, None, None, jnp.full_like(whole.max, -jnp.inf))
+    cuts = jnp.zeros_like(law)
+    if filters.min_p is not None:
+        cuts |= filters.min_p > 0
+        # The comparison that decides is made on the logit itself, so that this stays below it.
+        relative = min_p_threshold(filters.min_p) - jnp.float32(_MARGIN)
+        row = row._replace(low=row.anchor + relative / row.scale)
+    if filters.top_p is not None:
+        row = row._replace(cuts_p=law & keeps_top_p(filters.top_p))
+        cuts |= keeps_top_p(filters.top_p)
+        row = row._replace(low=jnp.maximum(row.low, _bound_top_p(partials, row, filters.top_p)))
+    if filters.top_k is not None:
+        row = row._replace(cuts_k=law & keeps_top_k(filters.top_k, logits.shape[1]))
+        cuts |= row.cuts_k
+        # What top-p weighs is what top-k kept, down to top-k's own threshold.
+        low = _bound_top_k(partials, row, filters.top_k)
+        row = row._replace(low=jnp.where(row.cuts_k, low, row.low))
+    cuts &= law
+
+    def search(parts: tuple[jax.Array, ...]) -> jax.Array:
+        return _least_kept(parts, row, filters)
+
+    body, tail = split_blocks(logits)
+    rest = () if tail is None else (tail,)
+    if body.shape[1] <= 2 * _NUM_GATHERED:
+        least = search((body, *rest))
+    else:
+        largest, index = jax.lax.top_k(partials.max[:, : body.shape[1]], _NUM_GATHERED + 1)
+        few = jnp.all((largest[:, -1] < row.low) | ~cuts)
+        least = jax.lax.cond(
+            few,
+            lambda: search((_take_blocks(body, index[:, :-1]), *rest)),
+            lambda: search((body, *rest)),
+        )
+    return jnp.where(cuts, least, -jnp.inf)
+
+
+def _take_blocks(body: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.vmap(lambda blocks, index: blocks[index])(body, index)
+
+
+def _bound_top_k(partials: BlockPartials, row: _Row, top_k: jax.Array) -> jax.Array:
+    """The k-th largest of the blocks' maxima, f32[R]: as many logits reach it."""
+    target = top_k.astype(jnp.float32)
+    bracket = open_bracket(jnp.full_like(row.anchor, -jnp.inf), row.anchor, row.cuts_k)
+    bracket = _search(
+        bracket,
+        target,
+        lambda pivot: mass_above(partials.max, None, pivot),
+        lambda bracket: extremes_blocks(partials.max, bracket),
+    )
+    return key_value(bracket.low)
+
+
+def _bound_top_p(partials: BlockPartials, row: _Row, top_p: jax.Array) -> jax.Array:
+    """A logit, f32[R], at and above which lies enough mass by what the blocks tell."""
+    target = mass_target(top_p, row.mass) * jnp.float32(1 + _MARGIN)
+    bracket = open_bracket(row.low, row.anchor, row.cuts_p)
+    bracket = _search(
+        bracket,
+        target,
+        lambda pivot: mass_bound(partials, pivot, row.anchor, row.scale),
+        None,
+    )
+    return key_value(bracket.low)
+
+
+def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> jax.Array:
+    """The smallest logit f32[R] that all filters keep, of blocks that hold all they keep."""
+    x = tuple(part.astype(jnp.float32) for part in parts)
+    anchor, scale = row.anchor[:, None], row.scale[:, None]
+
+    def weigh(pivot: jax.Array) -> jax.Array:
+        return sum(
+            mass_above(
+                part,
+                mass_weights(part, anchor[..., None], scale[..., None]),
+                pivot[:, None],
+            ).sum(-1)
+            for part in x
+        )
+
+    def count(pivot: jax.Array) -> jax.Array:
+        return sum(mass_above(part, None, pivot[:, None]).sum(-1) for part in x)
+
+    def look(bracket: Bracket) -> Extremes:
+        ends = Bracket(bracket.low[:, None], bracket.high[:, None])
+        found = [extremes_blocks(part, ends) for part in x]
+        least = functools.reduce(jnp.minimum, (e.least.min(-1) for e in found))
+        return Extremes(least, functools.reduce(jnp.maximum, (e.most.max(-1) for e in found)))
+
+    low, mass = row.low, row.mass
+    if row.cuts_k is not None and filters.top_k is not None:
+        bracket = open_bracket(low, row.anchor, row.cuts_k)
+        bracket = _search(bracket, filters.top_k.astype(jnp.float32), count, look)
+        low = key_value(bracket.low)
+        if filters.top_p is not None:
+            mass = jnp.where(row.cuts_k, weigh(low), mass)
+    if row.cuts_p is not None and filters.top_p is not None:
+        bracket = open_bracket(low, row.anchor, row.cuts_p)
+        bracket = _search(bracket, mass_target(filters.top_p, mass), weigh, look)
+        low = key_value(bracket.low)
+    low = jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min))
+    min_p = None if filters.min_p is None else filters.min_p[:, None]
+    least = [least_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
+    return functools.reduce(jnp.minimum, least)
+
+
+def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | None) -> Bracket:
+    """Halves brackets [R] until all are found.
+
+    Args:
+      bracket: i32[R].
+      target: f32[R].
+      weigh: what of each row lies at or above f32[R].
+      look: what of each row lies inside its bracket; None goes on to the last bit.
+    """
+
+    def halving(_: int, bracket: Bracket) -> Bracket:
+        (pivot,) = pivot_keys(bracket)
+        return halve(bracket, pivot, weigh(key_value(pivot)), target)
+
+    def go_on(bracket: Bracket) -> Bracket:
+        bracket = jax.lax.fori_loop(0, _HALVINGS, halving, bracket)
+        return bracket if look is None else tighten(bracket, look(bracket))
+
+    return jax.lax.while_loop(lambda b: ~jnp.all(is_found(b)), go_on, bracket)
