@@ -1,11 +1,12 @@
-"""A compact decoder of the Llama family, its folders, and the pair that ships with it."""
+"""One decoder for Llama, Mistral, Qwen and Gemma, its folders, and the pair that ships with it."""
 
 from specjax.models.checkpoint import load, load_config, load_tokenizer, save
-from specjax.models.config import TransformerConfig
+from specjax.models.config import RopeScaling, TransformerConfig
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 
 __all__ = [
+    "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "build",

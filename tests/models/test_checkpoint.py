@@ -1,8 +1,10 @@
 """Folders: what is written is read back, and a bad one is refused in a sentence."""
 
 import dataclasses
+import io
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -158,11 +160,15 @@ def test_a_file_of_garbage_is_refused(folder, name):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'; it needs to be 'llama'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; it needs to be one of.*'llama', 'mistral'"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\]; it needs to be one of"),
         ({"hidden_size": None}, "hidden_size None; it needs to be a positive integer"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rotary embeddings by 'llama3'"),
-        ({"attention_bias": True}, "attention_bias True; it needs to be False"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; it needs to be 'silu'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling with factor None; it needs"),
+        ({"attention_bias": True}, r"has no tensor model\.layers\.0\.self_attn\.q_proj\.bias"),
+        ({"model_type": "qwen3"}, r"has no tensor model\.layers\.0\.self_attn\.q_norm\.weight"),
+        ({"mlp_bias": True}, "mlp_bias True; no family read here has it, it needs to be False"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; no family read here"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; it needs to be 'silu' or 'gelu_pyt"),
         ({"vocab_size": 49}, r"embed_tokens.weight with shape \(48, 24\).*\(49, 24\)"),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
         ({"num_hidden_layers": 10**9}, "has no tensor model.layers.2"),
@@ -249,7 +255,7 @@ def test_sizes_that_do_not_fit_together_are_refused_by_file(folder, fields, sent
 @pytest.mark.parametrize(
     ("fields", "name", "kind"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling", "'linear'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling", "'dynamic'"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling", "None"),
         ({"rope_scaling": {"rope_type": ["default"]}}, "rope_scaling", r"\['default'\]"),
         (
@@ -295,6 +301,16 @@ def test_absent_and_null_fields_mean_what_they_mean_to_hugging_face(folder):
     assert load_config(folder) == dataclasses.replace(expected, rope_theta=500.0, dtype="float16")
 
 
+def test_what_ends_a_generation_is_said_beside_the_configuration(folder):
+    said = folder / "generation_config.json"
+    for ends, expected in (([0, 7], (0, 7)), (9, (9,)), (None, (0, 5))):
+        said.write_text(json.dumps({"eos_token_id": ends, "top_k": 20}))
+        assert load_config(folder).eos_token_ids == expected
+    said.write_text(json.dumps({"eos_token_id": "x"}))
+    with pytest.raises(ValueError, match=r"generation_config\.json has eos_token_id 'x'; it needs"):
+        load_config(folder)
+
+
 def test_a_missing_tensor_is_named(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -311,11 +327,70 @@ def test_quantised_weights_are_not_read_as_numbers(folder):
         load(folder)
 
 
-def test_weights_in_several_files_are_refused_as_such(folder):
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has its model\.safetensors in several files"):
+def in_parts(folder):
+    """The same folder with its tensors in two files and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    places = {tensor: names[place % 2] for place, tensor in enumerate(sorted(tensors))}
+    for name in names:
+        save_file({t: tensors[t] for t, place in places.items() if place == name}, folder / name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return names, index
+
+
+def test_weights_in_several_files_are_those_in_one(folder):
+    whole, _ = load(folder, "float32")
+    in_parts(folder)
+    parts, _ = load(folder, "float32")
+    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+
+
+def test_a_part_that_is_missing_or_garbage_is_named(folder):
+    names, index = in_parts(folder)
+    (folder / names[0]).write_bytes(b"garbage, not a file of this kind")
+    with pytest.raises(ValueError, match=f"{names[0]} cannot be read as safetensors"):
         load(folder)
+    (folder / names[0]).unlink()
+    with pytest.raises(ValueError, match=f"index.json names '{names[0]}'; there is no such file"):
+        load(folder)
+    for content in ("{}", "[]", "garbage", '{"weight_map": ["a"]}', '{"weight_map": {"a": [1]}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match="cannot be read as an index"):
+            load(folder)
+
+
+def test_an_index_names_no_file_outside_its_folder(folder):
+    _, index = in_parts(folder)
+    (folder.parent / "other.safetensors").write_bytes(b"")
+    for name in ("../other.safetensors", str(folder.parent / "other.safetensors"), "", "..", 3):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        with pytest.raises(ValueError, match=r"index|there is no such file beside it"):
+            load(folder)
+
+
+def test_parameters_outlive_their_file(folder):
+    model, _ = load(folder, "float32")
+    before = jax.tree.map(np.array, model.params)
+    with (folder / "model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        file.write(b"\xff" * size)
+    jax.tree.map(np.testing.assert_array_equal, model.params, before)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(folder, monkeypatch, terminal):
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    load(folder)
+    assert not shown.getvalue(), "a short load shows nothing"
+    monkeypatch.setattr("specjax.models.progress._LONG", 0.0)
+    load(folder)
+    assert ("loading model" in shown.getvalue()) is terminal
 
 
 def test_a_configuration_nested_without_end_is_refused(folder):

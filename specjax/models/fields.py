@@ -1,0 +1,128 @@
+"""What a field of `config.json` may hold, in code and in words, and what its absence means."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from specjax.models.config import ACTIVATIONS, DTYPES
+
+__all__ = ["SIZES", "read_field", "read_scale"]
+
+# Without them there is no model.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class _Field(NamedTuple):
+    fits: Callable[[Any], bool]
+    needed: str
+    default: Any = None
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_ids(value: Any) -> bool:
+    return all(map(_is_id, value)) if isinstance(value, list) else value is None or _is_id(value)
+
+
+def _is_scale(value: Any) -> bool:
+    # Strictly inside float32, which also turns away the NaN and Infinity of Python's JSON.
+    return type(value) in (int, float) and 0 < value < 2.0**127
+
+
+def _are_types(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(v in _LAYER_TYPES for v in value))
+
+
+def _one_of(names: tuple[str, ...], default: Any = None) -> _Field:
+    return _Field(lambda v: v in names, " or ".join(map(repr, names)), default)
+
+
+_SIZE = _Field(_is_size, "a positive integer below 2**31")
+_SIZE_OR_NULL = _Field(
+    lambda v: v is None or _is_size(v), "a positive integer below 2**31, or null"
+)
+_SCALE = _Field(_is_scale, "a positive number")
+_SCALE_OR_NULL = _Field(lambda v: v is None or _is_scale(v), "a positive number or null")
+_BOOL = _Field(lambda v: isinstance(v, bool), "true or false", False)
+_OBJECT = _Field(lambda v: v is None or isinstance(v, dict), "an object or null")
+_DTYPE = _Field(lambda v: v in (None, *DTYPES), "'bfloat16', 'float16', 'float32' or null")
+_FIELDS = {
+    **dict.fromkeys(SIZES, _SIZE),
+    "rope_parameters": _OBJECT,
+    "rope_scaling": _OBJECT,
+    "num_key_value_heads": _SIZE_OR_NULL,
+    "head_dim": _SIZE_OR_NULL,
+    "max_position_embeddings": _SIZE._replace(default=2048),
+    "rms_norm_eps": _SCALE._replace(default=1e-6),
+    "rope_theta": _SCALE._replace(default=10000.0),
+    "rope_local_base_freq": _SCALE._replace(default=10000.0),
+    "tie_word_embeddings": _BOOL,
+    "attention_bias": _BOOL,
+    "hidden_act": _one_of(ACTIVATIONS, "silu"),
+    "hidden_activation": _one_of(ACTIVATIONS, "gelu_pytorch_tanh"),
+    "bos_token_id": _Field(lambda v: v is None or _is_id(v), "a token id or null"),
+    "eos_token_id": _Field(_is_ids, "a token id, a list of them or null"),
+    "sliding_window": _SIZE_OR_NULL,
+    "use_sliding_window": _BOOL,
+    "max_window_layers": _Field(_is_id, "an integer in [0, 2**31)", 28),
+    "sliding_window_pattern": _SIZE,
+    "layer_types": _Field(
+        _are_types, "null or a list of 'full_attention' and 'sliding_attention', one per layer"
+    ),
+    "query_pre_attn_scalar": _SCALE,
+    "attn_logit_softcapping": _SCALE_OR_NULL,
+    "final_logit_softcapping": _SCALE_OR_NULL,
+    "text_config": _Field(lambda v: isinstance(v, dict), "an object"),
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+}
+
+
+def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
+    """The value of a field, or what its absence means.
+
+    Args:
+      name: one of those known here.
+      fields: the parsed JSON.
+      source: how a refusal names it.
+
+    Raises:
+      ValueError: if it holds what it may not.
+    """
+    field = _FIELDS[name]
+    value = fields.get(name, field.default)
+    if not field.fits(value):
+        raise ValueError(f"{source} has {name} {value!r}; it needs to be {field.needed}.")
+    return value
+
+
+def read_scale(name: str, group: str, fields: dict[str, Any], source: str) -> float:
+    """A positive number inside an object of `config.json`, such as `factor`.
+
+    Args:
+      name: of the number.
+      group: of the object.
+      fields: what the object holds.
+      source: how a refusal names the file.
+
+    Raises:
+      ValueError: if it is no such number, or absent.
+    """
+    if not _is_scale(fields.get(name)):
+        raise ValueError(
+            f"{source} has {group} with {name} {fields.get(name)!r}; it needs to be a positive "
+            "number."
+        )
+    return float(fields[name])

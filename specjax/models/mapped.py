@@ -1,0 +1,123 @@
+"""The tensors of a folder, in one safetensors file or several, mapped rather than read."""
+
+import json
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+__all__ = ["MappedTensors"]
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {
+    "BF16": np.dtype(jnp.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+# What a model's tensors begin with: alone, and inside models that see, newer and older.
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+
+
+class _Tensor(NamedTuple):
+    path: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+class MappedTensors:
+    """Views of a folder's tensors: the pages of the files, which nothing here copies.
+
+    Args:
+      folder: with model.safetensors, or with several such files and their index.
+
+    Raises:
+      ValueError: on a file that is missing or is no safetensors.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        path = pathlib.Path(folder)
+        self.source = path / _FILE
+        files = [self.source]
+        if not self.source.is_file() and (path / _INDEX).is_file():
+            self.source = path / _INDEX
+            files = _parts(self.source)
+        self._tensors: dict[str, _Tensor] = {}
+        for file in files:
+            self._tensors |= _mapped(file)
+        begin = [p for p in _PREFIXES if p + "embed_tokens.weight" in self._tensors]
+        self._prefix = begin[0] if begin else "model."
+
+    def _name(self, name: str) -> str:
+        if name.startswith("model."):
+            return self._prefix + name.removeprefix("model.")
+        outer = self._prefix.removesuffix("model.")
+        return outer + name if outer + name in self._tensors else name
+
+    def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor as it lies in its file, read-only.
+
+        Args:
+          name: as it is when the model stands alone.
+          shape: that it needs to have.
+
+        Raises:
+          ValueError: if there is none, or one of another shape or of no float.
+        """
+        name = self._name(name)
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ValueError(f"{self.source} has no tensor {name}; config.json asks for it.")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{tensor.path} holds {name} with shape {tensor.shape}; config.json makes it "
+                f"{shape}."
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"{tensor.path} holds {name} in {tensor.dtype}; quantised weights are not read "
+                f"here, it needs to be one of {', '.join(_FLOATS)}."
+            )
+        return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
+
+
+def _parts(index: pathlib.Path) -> list[pathlib.Path]:
+    """The files that an index names, each of them there."""
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({pathlib.PurePath(name) for name in places.values()})
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{index} cannot be read as an index; it needs a weight_map from tensors to files."
+        ) from None
+    for name in names:
+        # A name alone: an index is no way out of its folder.
+        if name.name != str(name) or not (index.parent / name).is_file():
+            raise ValueError(f"{index} names '{name}'; there is no such file beside it.")
+    return [index.parent / name for name in names]
+
+
+def _mapped(path: pathlib.Path) -> dict[str, _Tensor]:
+    try:
+        # The library checks the whole header: what is cut out below lies inside the file.
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}).") from None
+    pages = np.memmap(path, mode="r")
+    start = 8 + int.from_bytes(pages[:8].tobytes(), "little")
+    header: dict[str, Any] = json.loads(pages[8:start].tobytes())
+    header.pop("__metadata__", None)
+    return {
+        name: _Tensor(path, lies["dtype"], tuple(lies["shape"]), _cut(pages, start, lies))
+        for name, lies in header.items()
+    }
+
+
+def _cut(pages: np.ndarray, start: int, lies: dict[str, Any]) -> np.ndarray:
+    begin, end = lies["data_offsets"]
+    return pages[start + begin : start + end]

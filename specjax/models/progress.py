@@ -1,0 +1,41 @@
+"""A bar for loads that take long, on a terminal."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["loading_bar"]
+
+_LONG = 1.0  # Seconds without a bar: what is loaded by then needs none.
+
+
+@contextlib.contextmanager
+def loading_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Gives a function that is told the bytes done, and may show a bar on standard error.
+
+    Args:
+      what: is loaded, in a few words.
+      total: bytes there are.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    console = Console(file=sys.stderr)
+    start = time.monotonic()
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = progress.add_task(what, total=total)
+
+    def advance(done: int) -> None:
+        progress.advance(task, done)
+        if time.monotonic() - start > _LONG:
+            progress.start()
+
+    try:
+        yield advance
+    finally:
+        progress.stop()
