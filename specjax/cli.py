@@ -21,7 +21,7 @@ from specjax.typing import Drafter
 
 __all__ = ["main"]
 
-_EXTRA = ("flax", "safetensors", "tokenizers", "rich")
+_EXTRA = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 
 
 def _read_prompt(options: argparse.Namespace) -> str:
@@ -52,10 +52,12 @@ def _read_stdin() -> bytes:
         raise OSError(error.errno, error.strerror, "standard input") from None
 
 
-def _encode(tokenizer: Any, made: Any, text: str, max_new_tokens: int) -> list[int]:
+def _encode(tokenizer: Any, made: Any, text: str, options: argparse.Namespace) -> list[int]:
     """The prompt's tokens, for which the target has room."""
+    max_new_tokens = options.max_new_tokens
     try:
-        ids: list[int] = tokenizer.encode(text).ids
+        # A chat template has written the tokens that begin a text.
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=not options.chat).ids
     except Exception as error:  # The library raises a bare Exception.
         raise ValueError(f"the target's tokenizer cannot read the prompt ({error}).") from None
     longest = made.max_position_embeddings
@@ -74,34 +76,44 @@ def _encode(tokenizer: Any, made: Any, text: str, max_new_tokens: int) -> list[i
     return ids
 
 
-def _drafter(choice: Any, folder: Any, size: int, words: dict[str, int]) -> Drafter | None:
-    """What `--draft` names, for the target in `folder` and its vocabulary."""
+def _check_draft(choice: Any, folder: Any, words: dict[str, int]) -> None:
+    """Refuses a draft model that does not have the target's tokens."""
     from specjax import models
 
-    if choice in ("ngram", "none"):
-        return ngram_drafter() if choice == "ngram" else None
-    small = models.load_config(choice).vocab_size
-    if small != size or models.load_tokenizer(choice).get_vocab() != words:
+    models.load_config(choice)
+    # The heads may be padded to different sizes; what they have in common is what is spoken.
+    own = models.load_tokenizer(choice).get_vocab()
+    if own != words:
         raise ValueError(
             f"the draft {choice} and the target {folder} have different vocabularies "
-            f"({small} and {size} tokens); a draft needs the target's, token for token."
+            f"({len(own)} and {len(words)} tokens); a draft needs the target's tokenizer, token "
+            "for token."
         )
-    return model_drafter(models.load(choice)[0])
 
 
-def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str) -> Job:
-    from specjax import models
-
-    embedded = options.target is None
-    folder = models.pretrained_folder("target") if embedded else options.target
-    choice, draft = options.draft, options.draft
-    if draft is None:
-        choice = models.pretrained_folder("draft") if embedded else "ngram"
-        draft = "embedded" if embedded else "ngram"
-    made, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str, terminal: Any) -> Job:
     # Last what takes long: what can be refused is refused before weights are read.
-    ids = _encode(tokenizer, made, text, options.max_new_tokens)
-    drafter = _drafter(choice, folder, made.vocab_size, tokenizer.get_vocab())
+    with terminal.working("reading the folders"):
+        from specjax import models
+
+        embedded = options.target is None
+        folder = models.pretrained_folder("target") if embedded else options.target
+        choice, draft = options.draft, options.draft
+        if draft is None:
+            choice = models.pretrained_folder("draft") if embedded else "ngram"
+            draft = "embedded" if embedded else "ngram"
+        made, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+        if options.chat:
+            text = models.chat_prompt(folder, [{"role": "user", "content": text}])
+        ids = _encode(tokenizer, made, text, options)
+        if choice not in ("ngram", "none"):
+            _check_draft(choice, folder, tokenizer.get_vocab())
+    # With a bar of their own, if they take long.
+    drafter: Drafter | None = None
+    if choice == "ngram":
+        drafter = ngram_drafter()
+    elif choice != "none":
+        drafter = model_drafter(models.load(choice)[0])
     return Job(
         f"target {'embedded' if embedded else folder} · draft {draft}",
         models.load(folder)[0],
@@ -146,8 +158,7 @@ def _prepare(argv: list[str] | None, scope: contextlib.ExitStack) -> tuple[Any, 
     if options.use_fp64_gumbel:
         scope.enter_context(jax.enable_x64(True))
     _keep_compilations()
-    with terminal.working("loading the models"):
-        return options, _job(options, config, text), terminal
+    return options, _job(options, config, text, terminal), terminal
 
 
 def _generate(options: argparse.Namespace, job: Job, terminal: Any) -> Run:

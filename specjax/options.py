@@ -54,12 +54,19 @@ def _add_models(group: Any) -> None:
     group.add_argument("prompt", nargs="?", help="text to continue; - or nothing: standard input")
     group.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
     group.add_argument(
-        "--target", metavar="DIR", help="Hugging Face folder of a Llama; default: the embedded one"
+        "--chat",
+        action="store_true",
+        help="the prompt is a message: it is put into the chat template of the target's folder",
+    )
+    group.add_argument(
+        "--target",
+        metavar="DIR",
+        help="Hugging Face folder of a Llama, Mistral, Qwen or Gemma; default: the embedded one",
     )
     group.add_argument(
         "--draft",
         metavar="DIR|ngram|none",
-        help="a folder with the target's vocabulary, prompt lookup, or plain decoding; default: "
+        help="a folder with the target's tokenizer, prompt lookup, or plain decoding; default: "
         "the embedded draft, which fits the embedded target only, and ngram with --target",
     )
 

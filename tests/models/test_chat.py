@@ -1,0 +1,159 @@
+"""Chat templates come from the folder, are rendered in a sandbox, and are refused in a sentence."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tokenizers
+
+from specjax.cli import main
+from specjax.models import TransformerConfig, build, chat_prompt, load_tokenizer, save
+
+CONFIG = TransformerConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=96,
+)
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] not in ('user', 'system') %}{{ raise_exception('No ' + message.role) }}
+    {%- endif %}
+    {{- '<' + message.role + '>' + message.content | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}<a>{% endif %}"""
+HELLO = [{"role": "user", "content": "ab ba "}]
+SPECIAL = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+
+
+def tokenizer(*added):
+    words = ["<s>", "</s>", "<user>", "<a>", "a", "b", " ", *added]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: n for n, word in enumerate(words)}, [])
+    )
+    made.add_special_tokens(words[:4])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return made
+
+
+def folder_of(path, **settings):
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer_config.json").write_text(json.dumps(SPECIAL | settings))
+    return path
+
+
+def test_a_template_is_found_where_transformers_4_and_5_put_it(tmp_path):
+    said = "<s><user>ab ba</s><a>"
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    for template in (TEMPLATE, named):
+        assert chat_prompt(folder_of(tmp_path, chat_template=template), HELLO) == said
+    (tmp_path / "chat_template.jinja").write_text("file: " + TEMPLATE)
+    assert chat_prompt(tmp_path, HELLO) == "file:" + said
+
+
+def test_a_template_has_what_transformers_gives_it(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+        "{{ strftime_now('%Y')|length }}{{ tools }}{{ documents is none }}{{ absent }}\n"
+        "    {% if true %}\nkept\n    {% endif %}\n"
+    )
+    messages = [{"role": "user", "content": "é<'"}, {"role": "user", "content": ""}]
+    expected = '{"role": "user", "content": "é<\'"}4NoneTrue\nkept\n'
+    assert chat_prompt(tmp_path, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "has no chat template; its model continues text"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "no chat template of the name 'de"),
+        ({"chat_template": 3}, "chat_template that is no text"),
+        ({"chat_template": "{% for %}"}, "does not take this conversation"),
+        ({"chat_template": "{{ raise_exception('Only\\nodd turns.') }}"}, r"\(Only odd turns\.\)"),
+        ({"chat_template": "{{ 1 / 0 }}"}, "division by zero"),
+        ({"chat_template": "{{ ''.__class__.__mro__ }}"}, "unsafe"),
+        ({"chat_template": "{% do messages.append(1) %}"}, "does not take"),
+        ({"chat_template": "{% if messages.append(1) %}{% endif %}"}, "unsafe"),
+        ({"chat_template": "{% include 'config.json' %}"}, "does not take"),
+    ],
+)
+def test_what_a_template_cannot_do_is_said(tmp_path, settings, sentence):
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        chat_prompt(folder_of(tmp_path, **settings), HELLO)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_settings_that_are_no_settings_are_refused(tmp_path):
+    for content, sentence in (("x", "is not valid JSON"), ("[]", "holds no JSON object")):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ValueError, match=sentence):
+            chat_prompt(tmp_path, HELLO)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        chat_prompt(tmp_path, HELLO)
+
+
+# Through the command -----------------------------------------------------------------------------
+
+
+def write(path, size, seed, *added):
+    config = dataclasses.replace(CONFIG, vocab_size=size)
+    params = jax.tree.map(lambda a: a * jnp.float32(12), build(config, seed=seed).params)
+    save(path, params, config, tokenizer(*added), dtype="float32")
+    return str(folder_of(path, chat_template=TEMPLATE))
+
+
+def generate(capsys, *options):
+    code = main(["generate", *options, "--max-new-tokens", "12", "--no-baseline", "--json"])
+    captured = capsys.readouterr()
+    return json.loads(captured.out) if code == 0 else captured.err
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    return write(tmp_path / "target", 16, 0)
+
+
+def test_a_message_is_put_into_the_template_and_encoded_as_it_stands(capsys, target):
+    prompt = chat_prompt(target, HELLO)
+    ids = load_tokenizer(target).encode(prompt, add_special_tokens=False).ids
+    assert ids == [0, 2, 4, 5, 6, 5, 4, 1, 3]
+    found = generate(capsys, "ab ba ", "--chat", "--target", target, "--draft", "none")
+    assert found["num_prompt_tokens"] == len(ids)
+    # The same tokens as text: the tokenizer adds the first of them.
+    text = generate(capsys, prompt.removeprefix("<s>"), "--target", target, "--draft", "none")
+    assert found["token_ids"] == text["token_ids"]
+
+
+def test_a_folder_that_does_not_chat_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("specjax.models.load", None)
+    assert "has no chat template" in generate(capsys, "hello", "--chat")
+
+
+@pytest.mark.parametrize("size", [12, 24])
+def test_a_draft_may_have_a_head_padded_to_another_size(capsys, tmp_path, target, size):
+    draft = write(tmp_path / "draft", size, 1)
+    for temperature in ("0", "1"):
+        options = ["ab", "--target", target, "--temperature", temperature]
+        found = generate(capsys, *options, "--draft", draft)
+        assert sum(found["metrics"]["num_drafted"])
+        if temperature == "0":
+            assert found["token_ids"] == generate(capsys, *options, "--draft", "none")["token_ids"]
+
+
+def test_a_draft_of_another_tokenizer_is_refused(capsys, tmp_path, target):
+    draft = write(tmp_path / "draft", 16, 1, "c")
+    said = generate(capsys, "ab", "--target", target, "--draft", draft)
+    assert "have different vocabularies (8 and 7 tokens); a draft needs the target's" in said
