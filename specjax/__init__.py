@@ -18,6 +18,7 @@ from specjax.logprobs import TopLogprobs, top_logprobs
 from specjax.metrics import Metrics, init_metrics, update_metrics
 from specjax.params import SamplingParams, bad_words_array, bias_array
 from specjax.processing import process_logits
+from specjax.requested import apply_sampling
 from specjax.schedules import (
     conditional_rates,
     expected_acceptance_length,
@@ -56,6 +57,7 @@ __all__ = [
     "TokenCounts",
     "TopLogprobs",
     "Verification",
+    "apply_sampling",
     "bad_words_array",
     "bias_array",
     "commit",

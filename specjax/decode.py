@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from specjax.checks import check_count, check_keys, check_prompt, read_array, read_ids
 from specjax.config import SpeculativeConfig
+from specjax.logprobs import LogprobsRequest, read_logprobs_request
 from specjax.loop import run_generate, run_init, run_step
+from specjax.params import SamplingParams, read_sampling
 from specjax.state import DecodeState, Generation, Settings, StepInfo
 from specjax.typing import Drafter, Model
 
@@ -25,6 +27,9 @@ def init(
     max_new_tokens: int,
     temperature: Any = 1.0,
     eos_token_ids: Any = (),
+    sampling: SamplingParams | None = None,
+    num_logprobs: int | None = None,
+    logprobs_mode: str = "raw",
 ) -> DecodeState:
     """Reads the prompts, draws the first token of each request and the first draft.
 
@@ -40,6 +45,9 @@ def init(
       max_new_tokens: a Python int >= 1.
       temperature: f32, [B] or scalar.
       eos_token_ids: ints or i32[E].
+      sampling: a `SamplingParams`, or None.
+      num_logprobs: a Python int >= 0, or None.
+      logprobs_mode: "raw" or "processed".
 
     Returns:
       `DecodeState` with one token generated.
@@ -68,6 +76,8 @@ def init(
         max_new_tokens,
         temperature,
         eos_token_ids,
+        sampling,
+        read_logprobs_request(num_logprobs, logprobs_mode),
     )
     return run_init(target, drafter, **arguments)
 
@@ -117,6 +127,9 @@ def generate(
     max_new_tokens: int,
     temperature: Any = 1.0,
     eos_token_ids: Any = (),
+    sampling: SamplingParams | None = None,
+    num_logprobs: int | None = None,
+    logprobs_mode: str = "raw",
 ) -> Generation:
     """Generates with speculation; the output follows the target's law exactly.
 
@@ -135,9 +148,17 @@ def generate(
       max_new_tokens: most tokens generated per request, a Python int >= 1.
       temperature: f32, [B] or scalar, >= 0; below 1e-5 the request is greedy.
       eos_token_ids: ints or i32[E], tokens that end a request; they are kept.
+      sampling: truncation, penalties and masks, for all requests or for each, of the target
+        and of a model that drafts alike: `SamplingParams`. Its values are data: only asking
+        for another rule compiles anew. None is none.
+      num_logprobs: likeliest tokens listed for every generated token, besides its own rank
+        and log-probability, a Python int >= 0. None keeps none.
+      logprobs_mode: those of the model's "raw" law, at temperature 1, or of the "processed"
+        one that was sampled from, which `Generation.logprobs` are always of.
 
     Returns:
-      `Generation` with buffers of L + max_new_tokens places.
+      `Generation` with buffers of L + max_new_tokens places. A request of which a row is
+      no law, because nothing is allowed there or a penalty is invalid, ends as invalid.
 
     Raises:
       ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1.
@@ -164,6 +185,8 @@ def generate(
         max_new_tokens,
         temperature,
         eos_token_ids,
+        sampling,
+        read_logprobs_request(num_logprobs, logprobs_mode),
     )
     return run_generate(target, drafter, **arguments)
 
@@ -178,6 +201,8 @@ def _read_arguments(
     max_new_tokens: int,
     temperature: Any,
     eos_token_ids: Any,
+    sampling: SamplingParams | None,
+    logprobs: LogprobsRequest | None,
 ) -> dict[str, Any]:
     """The checked arguments of `run_init`."""
     config = SpeculativeConfig() if config is None else config
@@ -193,6 +218,8 @@ def _read_arguments(
         max_lengths=lengths + max_new_tokens,
         eos_token_ids=read_ids("eos_token_ids", eos_token_ids),
         conditional_rates=None if drafter is None else config.conditional_rates(),
+        sampling=None if sampling is None else read_sampling(sampling, size),
+        logprobs=logprobs,
     )
     return {
         "prompt": prompt,

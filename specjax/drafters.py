@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.drafts import propose
+from specjax.history import History
+from specjax.params import SamplingParams
 from specjax.typing import Draft, Drafter, Model
 
 __all__ = ["model_drafter", "ngram_drafter"]
@@ -60,6 +62,8 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any
         num_tokens: jax.Array,
         temperature: jax.Array,
         config: SpeculativeConfig,
+        sampling: SamplingParams | None = None,
+        history: History | None = None,
     ) -> tuple[Draft, Any]:
         def step(carry: Any, fed: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
             cache, *before = carry
@@ -81,6 +85,8 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any
             positions=positions,
             temperature=temperature,
             draft_sample_method=config.draft_sample_method,
+            sampling=sampling,
+            history=history,
             noise_dtype=config.noise_dtype,
         )
         return drafts._replace(num_tokens=num_tokens), cache
@@ -142,6 +148,8 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         num_tokens: jax.Array,
         temperature: jax.Array,
         config: SpeculativeConfig,
+        sampling: SamplingParams | None = None,
+        history: History | None = None,
     ) -> tuple[Draft, Any]:
         k = config.num_speculative_tokens
         follow = jax.vmap(lambda row, length: _lookup(row, length, k, max_ngram, min_ngram))

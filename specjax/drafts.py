@@ -10,7 +10,10 @@ import numpy as np
 from specjax.acceptance import num_usable
 from specjax.api import gumbel_sample
 from specjax.checks import as_array, check_count, check_shape, read_array
+from specjax.history import History
 from specjax.mesh import map_batch_shards, vary_like
+from specjax.params import SamplingParams, read_sampling
+from specjax.requested import apply_to_draft
 from specjax.typing import Draft, Stream
 
 __all__ = ["draft_from_probs", "gather_drafts", "propose"]
@@ -59,6 +62,8 @@ def propose(
     positions: Any,
     temperature: Any = 1.0,
     draft_sample_method: str = "probabilistic",
+    sampling: SamplingParams | None = None,
+    history: History | None = None,
     noise_dtype: Any = jnp.float32,
     implementation: str | None = None,
 ) -> tuple[Draft, Any]:
@@ -81,6 +86,11 @@ def propose(
       temperature: f32, [B] or scalar, >= 0; below 1e-5 the draft is its argmax.
       draft_sample_method: "probabilistic", or "greedy": argmax drafts, verified as one-hot,
         of which no logits are kept.
+      sampling: `SamplingParams` to draft by, as a rule those of the target, whose tokens it
+        resembles most then; a bias or mask is cut or filled up to V_d. The draft keeps what
+        was drawn from: processed logits, cutoffs.
+      history: what is committed, for penalties and bad words, as in `process_logits`; the
+        tokens drafted so far count too.
       noise_dtype: float32 or float64, as in `gumbel_sample`.
       implementation: as in `gumbel_sample`.
 
@@ -105,39 +115,69 @@ def propose(
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
     token_ids, positions, temperature = _read_batch(token_ids, positions, temperature)
     greedy = draft_sample_method == "greedy"
+    heat = jnp.zeros_like(temperature) if greedy else temperature
+    sampling = _read_asked(sampling, token_ids.shape[0], greedy)
 
-    def draw(i: Any, carry: Any, token_ids: jax.Array) -> tuple[Any, jax.Array, Any]:
+    def draw(
+        i: Any, carry: Any, token_ids: jax.Array, drafted: jax.Array | None
+    ) -> tuple[Any, jax.Array, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))
+        logits, cutoff = apply_to_draft(
+            logits,
+            sampling,
+            temperature=heat,
+            history=history,
+            drafted_token_ids=drafted,
+            first_row=i,
+        )
         sample = gumbel_sample(
             logits,
             keys=keys,
             positions=positions + i,
             stream=Stream.draft(i),
-            temperature=jnp.zeros_like(temperature) if greedy else temperature,
+            temperature=heat,
+            cutoff=cutoff,
             noise_dtype=noise_dtype,
             implementation=implementation,
         )
-        kept = () if greedy else (logits, sample.logprobs, sample.logsumexp)
+        kept = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
+        kept += [] if cutoff is None else [cutoff]
         # A row that is no law gives -1, which ends the drafts; the model is fed a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *kept)
 
-    carry, last, first = draw(0, carry, token_ids)
+    rows, carry = _repeat_draw(draw, carry, token_ids, num_tokens, keys)
+    if greedy:
+        return Draft(rows[0]), carry
+    ids, logits, logprobs, logsumexp, *cutoff = rows
+    return Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff), carry
+
+
+def _repeat_draw(
+    draw: Callable[..., Any], carry: Any, token_ids: jax.Array, num_tokens: int, keys: jax.Array
+) -> tuple[list[jax.Array], Any]:
+    """What K draws keep, each array [B, K, ...], the token ids first; and the carry."""
+    carry, last, first = draw(0, carry, token_ids, None)
     # Every place holds the first draw until its own comes.
     rows = [jnp.repeat(x[:, None], num_tokens, axis=1) for x in first]
 
     def body(i: jax.Array, state: Any) -> Any:
         carry, last, rows = state
-        carry, last, drawn = draw(i, carry, last)
+        carry, last, drawn = draw(i, carry, last, rows[0])
         put = jax.lax.dynamic_update_index_in_dim
         rows = [put(row, x, i, 1) for row, x in zip(rows, drawn, strict=True)]
         return vary_like((carry, last, rows), state)
 
     start = (carry, last, rows)
     carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, vary_like(start, start, keys))
-    if greedy:
-        return Draft(rows[0]), carry
-    ids, logits, logprobs, logsumexp = rows
-    return Draft(ids, logits, temperature, logprobs, logsumexp), carry
+    return rows, carry
+
+
+def _read_asked(sampling: Any, size: int, greedy: bool) -> SamplingParams | None:
+    """Checked parameters; nothing is cut off below an argmax."""
+    if sampling is None:
+        return None
+    sampling = read_sampling(sampling, size)
+    return sampling._replace(top_k=None, top_p=None, min_p=None) if greedy else sampling
 
 
 def _read_batch(

@@ -1,6 +1,8 @@
 """The likeliest tokens of a row and their log-probabilities, and the rank of a given one."""
 
+import dataclasses
 import functools
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,7 @@ from specjax.logits import read_temperature
 from specjax.logsumexp import Law, block_partials, keep, row_statistics
 from specjax.sampling import token_logprobs
 
-__all__ = ["TopLogprobs", "top_logprobs"]
+__all__ = ["LogprobsRequest", "TopLogprobs", "read_logprobs_request", "top_logprobs"]
 
 
 class TopLogprobs(NamedTuple):
@@ -30,6 +32,29 @@ class TopLogprobs(NamedTuple):
     logprobs: jax.Array
     rank: jax.Array
     logprob: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LogprobsRequest:
+    """Which log-probabilities a loop keeps; static, and a pytree without leaves.
+
+    Attributes:
+      num: likeliest tokens listed per generated token, >= 0.
+      mode: "raw", of the model's own law, or "processed", of the law that was sampled from.
+    """
+
+    num: int
+    mode: str
+
+
+def read_logprobs_request(num: Any, mode: Any) -> LogprobsRequest | None:
+    """What `generate` is asked, or a refusal; None for None."""
+    if mode not in ("raw", "processed"):
+        raise ValueError(f"logprobs_mode is {mode!r}; it needs to be 'raw' or 'processed'.")
+    if num is None:
+        return None
+    why = "the likeliest tokens listed per generated token, or None"
+    return LogprobsRequest(check_count("num_logprobs", num, 0, why), mode)
 
 
 def top_logprobs(
@@ -116,4 +141,11 @@ def _run(
     )
 
 
+jax.tree_util.register_dataclass(LogprobsRequest, data_fields=[], meta_fields=["num", "mode"])
+jax.export.register_pytree_node_serialization(
+    LogprobsRequest,
+    serialized_name="specjax.LogprobsRequest",
+    serialize_auxdata=lambda fields: json.dumps(fields).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
 jax.export.register_namedtuple_serialization(TopLogprobs, serialized_name="specjax.TopLogprobs")

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from specjax.acceptance import num_usable
 from specjax.api import rejection_sample
 from specjax.config import SpeculativeConfig
+from specjax.history import History, TokenCounts, count_tokens, update_counts
+from specjax.logprobs import TopLogprobs, top_logprobs
 from specjax.mesh import vary_like
 from specjax.metrics import init_metrics, update_metrics
 from specjax.noise import fold_in_rows
+from specjax.requested import apply_sampling
 from specjax.state import DecodeState, Generation, Settings, StepInfo
 from specjax.tokens import append, commit
 from specjax.typing import Draft, Drafter, Model, Origin
@@ -67,6 +70,10 @@ def run_init(
     )
     # The first token is the bonus of a step without drafts.
     logits = target.logits(target.params, hidden)[:, None]
+    state = state._replace(
+        counts=_first_counts(settings, prompt, lengths, logits.shape[-1]),
+        top_logprobs=_no_logprobs(settings, buffer.shape),
+    )
     state, _ = _verify_and_commit(state, logits, config)
     return _propose(drafter, state, hidden, config)
 
@@ -99,9 +106,17 @@ def _verify_and_commit(
     """Verifies the pending draft against rows of target logits and commits the outcome."""
     settings, draft = state.settings, state.draft
     k = draft.token_ids.shape[1]
+    asked, cutoff = apply_sampling(
+        logits,
+        settings.sampling,
+        temperature=settings.temperature,
+        history=_history(state),
+        drafted_token_ids=draft.token_ids,
+    )
     verification = rejection_sample(
         draft,
-        logits,
+        asked,
+        cutoff=cutoff,
         keys=settings.keys,
         positions=state.lengths,
         temperature=settings.temperature,
@@ -120,8 +135,11 @@ def _verify_and_commit(
     place = jnp.arange(k + 1, dtype=jnp.int32)[None]
     last = jnp.where(accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED)
     origins = jnp.where(place < accepted, Origin.ACCEPTED, last).astype(jnp.int8)
-    counts = lengths - state.lengths
+    counts, emitted = lengths - state.lengths, verification.token_ids
+    law = (asked, settings.temperature, cutoff)
     state = state._replace(
+        counts=None if state.counts is None else update_counts(state.counts, emitted, counts),
+        top_logprobs=_append_logprobs(state, logits, law, emitted, counts),
         token_ids=token_ids,
         lengths=lengths,
         logprobs=append(state.logprobs, state.lengths, counts, verification.logprobs),
@@ -129,6 +147,58 @@ def _verify_and_commit(
         finish=jnp.where(state.finish == 0, finish, state.finish),
     )
     return state, StepInfo(verification, num_drafted)
+
+
+def _history(state: DecodeState) -> History:
+    return History(state.token_ids, state.lengths, state.counts)
+
+
+def _first_counts(
+    settings: Settings, prompt: jax.Array, lengths: jax.Array, vocab_size: int
+) -> TokenCounts | None:
+    """Counts of the prompt, as far as a penalty reads them."""
+    asked = settings.sampling
+    if asked is None:
+        return None
+    generated = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+    if all(penalty is None for penalty in generated):
+        return None
+    counts = count_tokens(prompt, lengths, vocab_size)
+    return counts if asked.repetition_penalty is not None else counts._replace(prompt=None)
+
+
+def _no_logprobs(settings: Settings, shape: tuple[int, ...]) -> TopLogprobs | None:
+    if settings.logprobs is None:
+        return None
+    listed = (*shape, settings.logprobs.num)
+    return TopLogprobs(
+        token_ids=jnp.full(listed, -1, jnp.int32),
+        logprobs=jnp.zeros(listed, jnp.float32),
+        rank=jnp.zeros(shape, jnp.int32),
+        logprob=jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _append_logprobs(
+    state: DecodeState,
+    logits: jax.Array,
+    law: tuple[jax.Array, jax.Array, jax.Array | None],
+    token_ids: jax.Array,
+    counts: jax.Array,
+) -> TopLogprobs | None:
+    """With those of the emitted tokens [B, K + 1], of the raw logits or of the processed law."""
+    kept, asked = state.top_logprobs, state.settings.logprobs
+    if kept is None or asked is None:
+        return None
+    if asked.mode == "raw":
+        found = top_logprobs(logits, token_ids, asked.num)
+    else:
+        processed, temperature, cutoff = law
+        found = top_logprobs(
+            processed, token_ids, asked.num, temperature=temperature, cutoff=cutoff
+        )
+    pairs = zip(kept, found, strict=True)
+    return TopLogprobs(*(append(old, state.lengths, counts, new) for old, new in pairs))
 
 
 def _propose(
@@ -143,6 +213,9 @@ def _propose(
     if drafter is None:
         draft = Draft(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), num_tokens=wanted)
         return state._replace(draft=draft)
+    asked: dict[str, Any] = {}
+    if settings.sampling is not None:
+        asked = {"sampling": settings.sampling, "history": _history(state)}
     draft, drafter_state = drafter.propose(
         drafter.params,
         state.drafter_state,
@@ -153,6 +226,7 @@ def _propose(
         num_tokens=wanted,
         temperature=settings.temperature,
         config=config,
+        **asked,
     )
     # Whatever the drafter says, an ended request drafts nothing and the room is kept.
     num_tokens = jnp.minimum(num_usable(draft.token_ids, draft.num_tokens), wanted)

@@ -59,8 +59,16 @@ class SamplingParams(NamedTuple):
         padded behind with -1; see `bad_words_array`.
 
     Example:
-      >>> specjax.SamplingParams(top_k=50, top_p=0.9).min_p is None
-      True
+      >>> model = specjax.Model(  # a Markov chain on two tokens
+      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
+      ...     init_cache=lambda batch_size, max_length: (),
+      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
+      ...     logits=lambda params, hidden: params[hidden[..., 0]])
+      >>> output = specjax.generate(
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=4,
+      ...     sampling=specjax.SamplingParams(allowed=jnp.array([False, True])))
+      >>> specjax.unpad(output.token_ids)
+      [[0, 1, 1, 1, 1]]
     """
 
     top_k: Any = None

@@ -5,7 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 
+from specjax.history import TokenCounts
+from specjax.logprobs import LogprobsRequest, TopLogprobs
 from specjax.metrics import Metrics
+from specjax.params import SamplingParams
 from specjax.typing import Draft, Verification
 
 __all__ = ["DecodeState", "Generation", "Settings", "StepInfo"]
@@ -20,6 +23,8 @@ class Settings(NamedTuple):
       max_lengths: i32[B].
       eos_token_ids: i32[E].
       conditional_rates: f32[K] of synthetic acceptance, or None.
+      sampling: what the requests ask besides their temperature, or None.
+      logprobs: which log-probabilities are kept, or None.
     """
 
     keys: jax.Array
@@ -27,6 +32,8 @@ class Settings(NamedTuple):
     max_lengths: jax.Array
     eos_token_ids: jax.Array
     conditional_rates: jax.Array | None
+    sampling: SamplingParams | None = None
+    logprobs: LogprobsRequest | None = None
 
 
 class DecodeState(NamedTuple):
@@ -43,6 +50,9 @@ class DecodeState(NamedTuple):
       drafter_state: the drafter's, None without a drafter.
       metrics: what speculation achieved so far.
       settings: keys, temperatures, limits.
+      counts: of the committed tokens, kept for penalties; None where none is asked.
+      top_logprobs: of each generated token [B, L, ...], None unless asked for; -1 and 0
+        elsewhere.
     """
 
     token_ids: jax.Array
@@ -55,6 +65,8 @@ class DecodeState(NamedTuple):
     drafter_state: Any
     metrics: Metrics
     settings: Settings
+    counts: TokenCounts | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class StepInfo(NamedTuple):
@@ -73,6 +85,7 @@ class Generation(NamedTuple):
     origins: jax.Array
     finish: jax.Array
     metrics: Metrics
+    top_logprobs: TopLogprobs | None = None
 
 
 for _kind in (DecodeState, Generation, Settings, StepInfo):

@@ -18,16 +18,18 @@ def append(
     """Writes each request's first `counts` values behind its first `lengths` entries.
 
     Args:
-      buffer: [B, L].
+      buffer: [B, L, ...].
       lengths: i32[B].
       counts: i32[B]; lengths + counts <= L.
-      values: [B, K], of the buffer's dtype.
+      values: [B, K, ...], of the buffer's dtype.
 
     Returns:
-      [B, L].
+      [B, L, ...].
     """
     place = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None] - lengths[:, None]
     inside = (place >= 0) & (place < counts[:, None])
+    behind = tuple(range(2, buffer.ndim))
+    place, inside = (jnp.expand_dims(x, behind) for x in (place, inside))
     moved = jnp.take_along_axis(values, jnp.clip(place, 0, values.shape[1] - 1), axis=1)
     return jnp.where(inside, moved, buffer)
 

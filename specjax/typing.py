@@ -155,7 +155,11 @@ class Drafter:
         what is committed, `positions` the lengths, that is the absolute position of
         the first drafted token; `hidden` is the target's hidden state that decided
         the last committed token; `num_tokens` the most tokens each request may
-        draft, -1 for an inactive one; `config` the static `SpeculativeConfig`.
+        draft, -1 for an inactive one; `config` the static `SpeculativeConfig`. Where
+        requests ask for more than a temperature it is also given `sampling`, their
+        `SamplingParams`, and `history`, to hand on to `propose`: whatever a drafter makes
+        of them the output is exact, but one that draws from a model is accepted most if it
+        does as the target. One that is never used so need not take them.
     """
 
     params: Any
