@@ -4,17 +4,30 @@ Without transformers and torch there is nothing to compare with; `make parity` i
 SPECJAX_PARITY_TEST makes their absence a failure.
 """
 
+import copy
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import warnings
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from hub_configs import PUBLISHED
 
-from specjax.models import functions, load, load_config
+from specjax.models import (
+    causal_hidden,
+    chat_prompt,
+    functions,
+    load,
+    load_config,
+    load_tokenizer,
+    save,
+)
+from specjax.models.families import read_fields
 
 if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
     with warnings.catch_warnings():
@@ -46,16 +59,17 @@ SIZES = {
 }
 LLAMA_3 = {
     "rope_type": "llama3",
-    "rope_theta": 500.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
 GEMMA = SIZES | {"head_dim": 16, "sliding_window": 5}
+# In the older words, which transformers 5 takes and does not write.
 LOCAL_AND_GLOBAL = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "rope_local_base_freq": 100.0,
+    "rope_theta": 1000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
 # Name: transformers' class of the configuration, what it is given, and what of it is felt: a
 # decoder without it gives other logits.
@@ -63,7 +77,7 @@ FAMILIES = {
     "llama-2": ("LlamaConfig", SIZES | {"num_key_value_heads": 4}, {"rope_theta": 9e3}),
     "llama-3.2": (
         "LlamaConfig",
-        SIZES | {"rope_parameters": LLAMA_3, "tie_word_embeddings": True},
+        SIZES | {"rope_theta": 500.0, "rope_scaling": LLAMA_3, "tie_word_embeddings": True},
         {"rope_scaling": None},
     ),
     "llama-bias": ("LlamaConfig", SIZES | {"attention_bias": True}, {"rms_norm_eps": 1e-2}),
@@ -97,8 +111,8 @@ FAMILIES = {
     "gemma-3": (
         "Gemma3TextConfig",
         GEMMA
-        | {"query_pre_attn_scalar": 24, "rope_parameters": LOCAL_AND_GLOBAL}
-        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 3, "final_logit_softcapping": 3.0}
+        | LOCAL_AND_GLOBAL,
         {
             "local_rope_theta": None,
             "rope_scaling": None,
@@ -240,3 +254,109 @@ def test_what_a_family_has_of_its_own_is_felt(family, folder, model, token_ids):
         logits, _ = prefill(faulty, token_ids)
         error = np.abs(np.asarray(logits[0, : LENGTHS[0]]) - wanted).max()
         assert error > 20 * TOLERANCE, (field, error)
+
+
+def test_the_forward_for_training_gives_them_too(family, folder, model, token_ids):
+    config = dataclasses.replace(load_config(folder), dtype="float32")
+    causal = jax.jit(causal_hidden, static_argnums=0)(config, model.params, token_ids[:1, :SLOTS])
+    close(model.logits(model.params, causal)[0], expected(family, token_ids[0, :SLOTS]))
+
+
+# Folders -----------------------------------------------------------------------------------------
+
+
+def read(path):
+    """What transformers makes of a folder; its other attentions leave out soft caps in silence."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@pytest.mark.parametrize("name", ["llama-3.2", "qwen2", "gemma-3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_short_floats_in_several_files_are_read_as_they_are(tmp_path, token_ids, name, dtype):
+    short = copy.deepcopy(reference(name)).to(getattr(torch, dtype))
+    short.save_pretrained(tmp_path, max_shard_size="8KB")
+    # Read again: the frequencies of the rotary embeddings were made short with the weights.
+    long = read(tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert load_config(tmp_path).dtype == dtype
+    logits, _ = prefill(load(tmp_path, "float32")[0], token_ids)
+    with torch.no_grad():
+        ids = torch.tensor(token_ids[:1, : LENGTHS[0]].astype(np.int64))
+        wanted = long(ids).logits[0].numpy()
+    close(logits[0], wanted)
+
+
+def words_tokenizer():
+    words = ["<s>", "</s>", "<u>", "<a>", *(f"w{n}" for n in range(60)), "?"]
+    model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "?")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return made
+
+
+def test_transformers_reads_what_is_saved_here(family, folder, model, token_ids, tmp_path):
+    config = dataclasses.replace(load_config(folder), dtype="float32")
+    save(tmp_path, model.params, config, words_tokenizer(), dtype="float32")
+    again = read(tmp_path)
+    ids = token_ids[:1, :SLOTS].astype(np.int64)
+    with torch.no_grad():
+        close(again(torch.tensor(ids)).logits[0].numpy(), expected(family, ids[0]))
+
+
+def test_the_text_model_of_one_that_sees_is_read(tmp_path, token_ids):
+    fields = FAMILIES["gemma-3"][1] | {"final_logit_softcapping": None}  # has no cap around it
+    seeing = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    seeing |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = transformers.Gemma3Config(
+        text_config=fields, vision_config=seeing, mm_tokens_per_image=4, image_token_index=99
+    )
+    config._attn_implementation = "eager"
+    whole = randomized(transformers.Gemma3ForConditionalGeneration(config))
+    whole.save_pretrained(tmp_path)
+    logits, _ = prefill(load(tmp_path, "float32")[0], token_ids % 90)
+    with torch.no_grad():
+        ids = torch.tensor((token_ids[:1, : LENGTHS[0]] % 90).astype(np.int64))
+        wanted = whole(input_ids=ids, token_type_ids=torch.zeros_like(ids)).logits[0].numpy()
+    close(logits[0], wanted)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_mean_the_same_in_the_words_of_this_transformers(name):
+    fields = PUBLISHED[name]
+    config = transformers.AutoConfig.for_model(**fields)
+    assert read_fields(json.loads(config.to_json_string(use_diff=False))) == read_fields(fields)
+
+
+# Text --------------------------------------------------------------------------------------------
+
+TEMPLATE = """\
+{{ bos_token }}
+{% for message in messages %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+<{{ message.role[0] }}> {{ message.content | trim }} {{ eos_token }}
+    {% generation %}{{ message | tojson }}{% endgeneration %}
+{% endfor %}
+{% if add_generation_prompt %}<a>{% endif %}
+"""
+
+
+def test_tokenizers_and_chat_templates_come_back_as_transformers_wrote_them(tmp_path):
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words_tokenizer(), bos_token="<s>", eos_token="</s>", unk_token="?"
+    )
+    theirs.chat_template = TEMPLATE
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for text in ("w1 w2 w59", "w3 absent </s>", ""):
+        ids = ours.encode(text).ids
+        assert ids == theirs.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.get_vocab() == theirs.get_vocab()
+    messages = [{"role": role, "content": f" w{n} "} for n, role in enumerate(("system", "user"))]
+    wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat_prompt(tmp_path, messages) == wanted

@@ -1,0 +1,242 @@
+"""What `config.json` of each family means, in the words of transformers 4 and of 5."""
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hub_configs import GEMMA_2_2B, GEMMA_3_1B, LLAMA_3_2_1B, MISTRAL_7B, PUBLISHED, QWEN_2_5_05B
+
+from specjax.models import RopeScaling, TransformerConfig, build
+from specjax.models.families import read_fields
+from specjax.models.layout import layout, take
+from specjax.models.rope import rotation
+from specjax.models.written import write_fields
+
+QWEN = dict(rope_theta=1e6, tie_word_embeddings=True, bos_token_id=151643)
+QWEN |= dict(eos_token_ids=(151645,), rms_norm_eps=1e-6, dtype="bfloat16")
+GEMMA = dict(sandwich_norms=True, norm_offset=1.0, query_scale=1 / 16, bos_token_id=2)
+GEMMA |= dict(hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-6)
+GEMMA_3 = GEMMA | dict(qk_norm=True, rope_theta=1e6, local_rope_theta=1e4, dtype="bfloat16")
+MISTRAL = TransformerConfig(
+    *(32000, 4096, 14336, 32, 32, 8, 128),
+    tie_word_embeddings=False,
+    max_position_embeddings=32768,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    dtype="bfloat16",
+    layer_windows=(4096,) * 32,
+)
+MEANT = {
+    "Llama 2 7B": TransformerConfig(
+        *(32000, 4096, 11008, 32, 32, 32, 128, 1e-5, 1e4, False, 4096, 1, (2,), "float16")
+    ),
+    "Llama 3.2 1B": TransformerConfig(
+        *(128256, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, True, 131072, 128000, (128001,)),
+        dtype="bfloat16",
+        rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+    ),
+    "Mistral 7B": MISTRAL,
+    "Mistral 7B v0.3": dataclasses.replace(
+        MISTRAL, layer_windows=(), rope_theta=1e6, vocab_size=32768
+    ),
+    "Qwen2.5 0.5B": TransformerConfig(
+        *(151936, 896, 4864, 24, 14, 2, 64), **QWEN, qkv_bias=True, max_position_embeddings=32768
+    ),
+    "Qwen3 0.6B": TransformerConfig(
+        *(151936, 1024, 3072, 28, 16, 8, 128), **QWEN, qk_norm=True, max_position_embeddings=40960
+    ),
+    "Gemma 2 2B": TransformerConfig(
+        *(256000, 2304, 9216, 26, 8, 4, 256),
+        **GEMMA,
+        eos_token_ids=(1,),
+        embedding_scale=48.0,
+        max_position_embeddings=8192,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        layer_windows=(4096, None) * 13,
+    ),
+    "Gemma 3 1B": TransformerConfig(
+        *(262144, 1152, 6912, 26, 4, 1, 256),
+        **GEMMA_3,
+        eos_token_ids=(1, 106),
+        embedding_scale=1152**0.5,
+        max_position_embeddings=32768,
+        layer_windows=((512,) * 5 + (None,)) * 4 + (512,) * 2,
+    ),
+    "Gemma 3 4B": TransformerConfig(
+        *(262208, 2560, 10240, 34, 8, 4, 256),
+        **GEMMA_3,
+        eos_token_ids=(1, 106),
+        embedding_scale=2560**0.5,
+        max_position_embeddings=131072,
+        rope_scaling=RopeScaling("linear", 8.0),
+        layer_windows=((1024,) * 5 + (None,)) * 5 + (1024,) * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_means_this(name):
+    assert read_fields(PUBLISHED[name]) == MEANT[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_configuration_is_written_so_that_it_is_read_back(name):
+    fields = write_fields(MEANT[name])
+    assert read_fields(fields) == MEANT[name]
+    # Without a window and with nothing else of its own, it is a Llama.
+    kind = {"Mistral 7B v0.3": "llama", "Gemma 3 4B": "gemma3_text"}
+    assert fields["model_type"] == kind.get(name, PUBLISHED[name]["model_type"])
+
+
+def test_a_mixture_that_no_family_has_is_not_written():
+    config = dataclasses.replace(MISTRAL, qk_norm=True, attention_softcap=5.0)
+    with pytest.raises(ValueError, match="no family has this configuration"):
+        write_fields(config)
+
+
+def test_the_newer_words_mean_the_same():
+    newer = {k: v for k, v in LLAMA_3_2_1B.items() if k not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = LLAMA_3_2_1B["rope_scaling"] | {"rope_theta": 5e5}
+    newer["dtype"] = newer.pop("torch_dtype")
+    assert read_fields(newer) == MEANT["Llama 3.2 1B"]
+    gone = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
+    newer = {k: v for k, v in GEMMA_3_1B.items() if k not in gone}
+    newer["layer_types"] = ((["sliding_attention"] * 5 + ["full_attention"]) * 5)[:26]
+    newer["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    scaled = dataclasses.replace(MEANT["Gemma 3 1B"], rope_scaling=RopeScaling("linear", 2.0))
+    assert read_fields(newer) == scaled
+
+
+def test_the_layers_behind_the_first_have_the_window_if_it_is_used():
+    used = QWEN_2_5_05B | {"use_sliding_window": True}
+    assert read_fields(used).layer_windows == (None,) * 21 + (32768,) * 3
+    assert read_fields(used | {"max_window_layers": 24}).layer_windows == ()
+    types = ["full_attention", "sliding_attention"] * 12
+    assert read_fields(used | {"layer_types": types}).layer_windows == (None, 32768) * 12
+
+
+NUMBER = "it needs to be a positive number"
+LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "sentence"),
+    [
+        (QWEN_2_5_05B, {"layer_types": ["full_attention"]}, "has 1 layer_types; .* its 24 layers"),
+        (
+            QWEN_2_5_05B,
+            {"layer_types": ["chunked"]},
+            r"layer_types \['chunked'\]; it needs to be nu",
+        ),
+        (
+            QWEN_2_5_05B,
+            {"layer_types": ["sliding_attention"] * 24},
+            "sliding attention and no sliding_window",
+        ),
+        (GEMMA_2_2B, {"sliding_window": None}, "sliding attention and no sliding_window"),
+        (GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern 0; it needs"),
+        (MISTRAL_7B, {"sliding_window": 0}, "sliding_window 0; it needs to be a positive"),
+        (MISTRAL_7B, {"num_hidden_layers": 2**30}, "nothing here is that deep"),
+        (GEMMA_2_2B, {"query_pre_attn_scalar": 0}, f"query_pre_attn_scalar 0; {NUMBER}"),
+        (GEMMA_2_2B, {"attn_logit_softcapping": -1}, f"attn_logit_softcapping -1; {NUMBER}"),
+        (GEMMA_2_2B, {"hidden_activation": "relu"}, "hidden_activation 'relu'; it needs to be 's"),
+        (GEMMA_3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        (LLAMA_3_2_1B, {"rope_scaling": LLAMA_3 | {"factor": 0}}, f"factor 0; {NUMBER}"),
+        (
+            LLAMA_3_2_1B,
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            f"low_freq_factor None; {NUMBER}",
+        ),
+        (
+            LLAMA_3_2_1B,
+            {"rope_scaling": LLAMA_3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor 4.0; it needs to be below high_freq_factor",
+        ),
+        (
+            LLAMA_3_2_1B,
+            {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "default"}},
+            "turns a part of each head",
+        ),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {"full_attention": 3}},
+            "full_attention 3; it needs to be",
+        ),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "scales those of sliding_attention by 'linear'",
+        ),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "by 'yarn'; only 'linear' and 'llama3'",
+        ),
+        ({"model_type": "gemma3"}, {}, "text_config None; it needs to be an object"),
+        ({"model_type": "mixtral"}, {}, "model_type 'mixtral'; it needs to be one of"),
+    ],
+)
+def test_what_no_family_has_is_refused_in_a_sentence(fields, change, sentence):
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        read_fields(fields | change, "the file")
+    assert re.match(r"the file [^\n]*\.$", str(refusal.value))
+
+
+def test_a_configuration_that_does_not_fit_its_layers_is_refused():
+    sizes = (64, 16, 32, 2, 4, 2, 4)
+    with pytest.raises(ValueError, match="layer_windows has 1 entries"):
+        TransformerConfig(*sizes, layer_windows=(3,))
+    with pytest.raises(ValueError, match="hidden_act is 'relu'"):
+        TransformerConfig(*sizes, hidden_act="relu")
+
+
+def test_scaled_wavelengths_are_those_of_the_paper():
+    # Llama 3.1, transformers' `_compute_llama3_parameters`, in float64.
+    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    plain = 1e4 ** -(np.arange(0, 32, 2) / 32)
+    lengths = 2 * np.pi / plain
+    part = (64 / lengths - 1) / 3
+    between = (1 - part) * plain / 8 + part * plain
+    expected = np.where(lengths > 64, plain / 8, np.where(lengths < 16, plain, between))
+    assert len({*np.sign(expected - plain), *np.sign(expected - plain / 8)}) == 3
+    cos, sin = rotation(1e4, scaling, 32, jnp.array([[1]]))
+    np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0, 0], expected, rtol=1e-5)
+    linear = rotation(1e4, RopeScaling("linear", 4.0), 32, jnp.array([[4]]))
+    close = rotation(1e4, None, 32, jnp.array([[1]]))
+    for one, other in zip(linear, close, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(qkv_bias=True, tie_word_embeddings=False),
+        dict(qkv_bias=True, out_bias=True),
+        dict(qk_norm=True),
+        dict(sandwich_norms=True, norm_offset=1.0),
+    ],
+)
+def test_the_layout_names_every_array_of_a_model_once(features):
+    config = TransformerConfig(64, 16, 32, 2, 4, 2, 4, **features)
+    params = build(config).params
+    entries = list(layout(config))
+    names = [name for entry in entries for name in entry.names]
+    assert len(set(names)) == len(names)
+    held = 0
+    for entry in entries:
+        array = take(params, entry.place)
+        assert array.size == sum(int(np.prod(shape)) for shape in entry.shapes)
+        held += array.size
+    assert held == sum(a.size for a in _leaves(params))
+
+
+def _leaves(params):
+    if isinstance(params, dict):
+        return [leaf for value in params.values() for leaf in _leaves(value)]
+    return [params]
