@@ -54,8 +54,8 @@ def logit_cutoff(
       f32[...], the value of a logit of the row. -inf where nothing is cut: no filter asks, the
       row is greedy, its temperature invalid, or it is no law (NaN, +inf, -inf everywhere), which
       the samplers then see. +inf where `top_p` or `min_p` is NaN, so that the row is no law.
-      Sums are float32: tokens whose cumulative probability is within about 1e-6 of
-      `top_p` may fall to either side.
+      Sums are float32: where a cumulative probability is within a few times 1e-6 of `top_p`,
+      rounding decides.
 
     Raises:
       ValueError: for wrong shapes, dtypes or an unknown implementation.
@@ -64,8 +64,9 @@ def logit_cutoff(
       >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.4, 0.3, 0.2, 0.1]]))
       >>> cutoff = specjax.logit_cutoff(
       ...     logits, temperature=1.0, top_k=jnp.array([3, 0]), top_p=0.75)
-      >>> jnp.exp(cutoff)
-      Array([0.3, 0.2], dtype=float32)
+      >>> logits >= cutoff[:, None]
+      Array([[ True,  True, False, False],
+             [ True,  True,  True, False]], dtype=bool)
 
     References:
       Fan et al., 2018, arXiv:1805.04833 (top-k); Holtzman et al., 2019, arXiv:1904.09751

@@ -25,6 +25,7 @@ from specjax.bracket import (
 )
 from specjax.logits import read_temperature
 from specjax.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
+from specjax.mesh import vary_like
 from specjax.truncation import (
     extremes_blocks,
     keeps_top_k,
@@ -43,7 +44,7 @@ __all__ = ["Filters", "cutoff_of_rows"]
 # pass over them; room for the top 128 wherever they lie.
 _NUM_GATHERED = 128
 # Halvings between two looks at what is left inside: a look costs as much as two of them.
-_HALVINGS = 4
+_HALVINGS = 6
 # What a bound leaves to rounding: a share of a mass, and of an exponent.
 _MARGIN = 1e-4
 
@@ -116,19 +117,21 @@ def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) 
     body, tail = split_blocks(logits)
     rest = () if tail is None else (tail,)
     if body.shape[1] <= 2 * _NUM_GATHERED:
-        least = search((body, *rest))
+        least = search((body, *rest) if body.shape[1] else rest)
     else:
-        largest, index = jax.lax.top_k(partials.max[:, : body.shape[1]], _NUM_GATHERED + 1)
-        few = jnp.all((largest[:, -1] < row.low) | ~cuts)
+        maxima = partials.max[:, : body.shape[1]]
+        num_candidates = jnp.sum(maxima >= row.low[:, None], axis=1, dtype=jnp.int32)
         least = jax.lax.cond(
-            few,
-            lambda: search((_take_blocks(body, index[:, :-1]), *rest)),
+            jnp.all((num_candidates <= _NUM_GATHERED) | ~cuts),
+            lambda: search((_likeliest_blocks(body, maxima), *rest)),
             lambda: search((body, *rest)),
         )
     return jnp.where(cuts, least, -jnp.inf)
 
 
-def _take_blocks(body: jax.Array, index: jax.Array) -> jax.Array:
+def _likeliest_blocks(body: jax.Array, maxima: jax.Array) -> jax.Array:
+    """The `_NUM_GATHERED` blocks [R, n, SAMPLING_BLOCK] whose largest logits are largest."""
+    _, index = jax.lax.top_k(maxima, _NUM_GATHERED)
     return jax.vmap(lambda blocks, index: blocks[index])(body, index)
 
 
@@ -207,6 +210,9 @@ def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | No
       target: f32[R].
       weigh: what of each row lies at or above f32[R].
       look: what of each row lies inside its bracket; None goes on to the last bit.
+
+    Returns:
+      i32[R], `low` the threshold or no logit away from it.
     """
 
     def halving(_: int, bracket: Bracket) -> Bracket:
@@ -217,4 +223,5 @@ def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | No
         bracket = jax.lax.fori_loop(0, _HALVINGS, halving, bracket)
         return bracket if look is None else tighten(bracket, look(bracket))
 
+    bracket = vary_like(bracket, bracket, target)
     return jax.lax.while_loop(lambda b: ~jnp.all(is_found(b)), go_on, bracket)
