@@ -5,16 +5,25 @@ VENV ?= .venv
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 PIP = $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 
+# What `make parity` compares logits with. PyPI's torch for Linux brings gigabytes of CUDA; the build
+# without them is pinned, since its version alone tells the two apart.
+TORCH ?= $(if $(filter Linux,$(shell uname -s)),torch==2.13.0+cpu,torch)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo test gpu-test gpu-sanitize lint wheel clean
+.PHONY: demo test parity gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)
+
+# From then on `make test` holds the models against transformers, too.
+parity: $(VENV)/.parity
+	SPECJAX_PARITY_TEST=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_parity.py
 
 # The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
 # Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
@@ -45,9 +54,16 @@ clean:
 # A stamp says that an environment holds what pyproject.toml asks for.
 $(VENV)/.demo: EXTRAS = flax
 $(VENV)/.test: EXTRAS = test
+$(VENV)/.parity: EXTRAS = test,parity
 $(VENV)/.lint: EXTRAS = test,lint
-$(VENV)/.demo $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
 	$(PIP) install --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# Alone and first: what it needs comes from PyPI, with the extra.
+$(VENV)/.parity: $(VENV)/.torch
+$(VENV)/.torch: | $(VENV)/bin/pip
+	$(PIP) install --no-deps --index-url $(TORCH_INDEX) $(TORCH)
 	@touch $@
 
 $(VENV)/bin/pip:
