@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import TransformerConfig, build, causal_hidden
+from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
 
 CONFIG = TransformerConfig(
     vocab_size=48,
@@ -18,12 +18,35 @@ CONFIG = TransformerConfig(
     num_key_value_heads=2,
     head_dim=6,
 )
+# What one family or another has, all at once.
+FULL = dataclasses.replace(
+    CONFIG,
+    tie_word_embeddings=False,
+    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8),
+    local_rope_theta=100.0,
+    layer_windows=(3, None),
+    qkv_bias=True,
+    out_bias=True,
+    qk_norm=True,
+    sandwich_norms=True,
+    norm_offset=1.0,
+    embedding_scale=24**0.5,
+    query_scale=0.5,
+    attention_softcap=5.0,
+    logit_softcap=9.0,
+    hidden_act="gelu_pytorch_tanh",
+)
 LENGTH, SLOTS = 10, 16
 
 
+@pytest.fixture(scope="module", params=[CONFIG, FULL], ids=["plain", "full"])
+def config(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model():
-    made = build(CONFIG, seed=3)
+def model(config):
+    made = build(config, seed=3)
     # Larger weights than at the start of a training, so that attention is not uniform.
     return dataclasses.replace(made, params=jax.tree.map(lambda a: a * 8, made.params))
 
@@ -50,9 +73,9 @@ def run(model, token_ids, positions, cache=None):
     return _apply(model, token_ids, positions, cache)
 
 
-def test_the_forward_for_training_is_the_forward_through_the_cache(model, token_ids):
+def test_the_forward_for_training_is_the_forward_through_the_cache(config, model, token_ids):
     hidden, _ = run(model, token_ids, span(0, LENGTH))
-    causal = jax.jit(causal_hidden, static_argnums=0)(CONFIG, model.params, token_ids)
+    causal = jax.jit(causal_hidden, static_argnums=0)(config, model.params, token_ids)
     close(causal, hidden)
 
 
@@ -126,8 +149,25 @@ def test_models_of_equal_configurations_share_one_compilation():
     assert len(traces) == 1
 
 
-def test_the_cache_may_be_bfloat16():
-    model = build(dataclasses.replace(CONFIG, dtype="bfloat16"))
+def test_a_window_hides_what_lies_before_it():
+    windowed = dataclasses.replace(CONFIG, layer_windows=(3, 3))
+    model = build(windowed, seed=3)
+    ids = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, CONFIG.vocab_size, jnp.int32)
+    one, _ = run(model, ids, span(0, LENGTH))
+    # Two layers of three tokens reach four tokens back.
+    other, _ = run(model, ids.at[:, LENGTH - 6].add(1), span(0, LENGTH))
+    close(other[:, -1], one[:, -1])
+    assert jnp.abs(other[:, -2] - one[:, -2]).max() > 1e-5
+
+
+def test_a_soft_cap_is_trained_by_one_implementation_only():
+    params = build(FULL).params
+    with pytest.raises(ValueError, match="implementation is 'cudnn'; a model with attention_soft"):
+        causal_hidden(FULL, params, jnp.ones((1, 3), jnp.int32), "cudnn")
+
+
+def test_the_cache_may_be_bfloat16(config):
+    model = build(dataclasses.replace(config, dtype="bfloat16"))
     hidden, cache = run(model, jnp.ones((1, 3), jnp.int32), span(0, 3, 1))
     assert {a.dtype for a in jax.tree.leaves((hidden, cache))} == {jnp.dtype("bfloat16")}
 
