@@ -18,6 +18,7 @@ __all__ = [
     "halve",
     "is_found",
     "key_value",
+    "middle_key",
     "narrow",
     "open_bracket",
     "ordered_key",
@@ -118,6 +119,18 @@ def pivot_keys(bracket: Bracket, num: int = 1) -> tuple[jax.Array, ...]:
         cut = start * j + end * i + rest
         cuts.append(jnp.minimum(jnp.maximum(cut, bracket.low + jnp.int32(1)), bracket.high))
     return tuple(cuts)
+
+
+def middle_key(bracket: Bracket) -> jax.Array:
+    """The key halfway between a bracket's values, above `low`; `high` where nothing is left.
+
+    Halfway between keys is halfway between exponents: a bracket from -8 to 0 would be cut at
+    1e-19. Where logits are spread over exponents, this one in turn hardly cuts; so take turns.
+    """
+    half = jnp.float32(0.5)
+    last = jnp.maximum(bracket.high - jnp.int32(1), bracket.low)
+    middle = ordered_key(half * key_value(bracket.low) + half * key_value(last))
+    return jnp.minimum(jnp.maximum(middle, bracket.low + jnp.int32(1)), bracket.high)
 
 
 def halve(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Array) -> Bracket:

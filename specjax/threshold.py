@@ -8,7 +8,7 @@ that can hold the threshold, where they are few.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from specjax.bracket import (
     halve,
     is_found,
     key_value,
+    middle_key,
     open_bracket,
     pivot_keys,
     tighten,
@@ -215,8 +216,9 @@ def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | No
       i32[R], `low` the threshold or no logit away from it.
     """
 
-    def halving(_: int, bracket: Bracket) -> Bracket:
+    def halving(turn: Any, bracket: Bracket) -> Bracket:
         (pivot,) = pivot_keys(bracket)
+        pivot = jnp.where(turn % 2 == 0, middle_key(bracket), pivot)
         return halve(bracket, pivot, weigh(key_value(pivot)), target)
 
     def go_on(bracket: Bracket) -> Bracket:

@@ -71,8 +71,10 @@ def extremes_blocks(blocks: jax.Array, bracket: Bracket) -> Extremes:
     Returns:
       Extremes f32[...].
     """
-    low, high = (key_value(key)[..., None] for key in bracket)
-    inside = (blocks >= low) & (blocks < high)
+    # Up to the last and not below `high`: where a machine takes subnormal numbers for zeros, zero
+    # is not below the key after it.
+    low, last = key_value(bracket.low), key_value(bracket.high - jnp.int32(1))
+    inside = (blocks >= low[..., None]) & (blocks <= last[..., None])
     return Extremes(
         jnp.min(jnp.where(inside, blocks, jnp.float32(jnp.inf)), axis=-1),
         jnp.max(jnp.where(inside, blocks, jnp.float32(-jnp.inf)), axis=-1),

@@ -40,6 +40,7 @@ def adversaries(rng, v):
         "equal": np.full(v, np.float32(-2.5)),
         "two values": np.where(rng.random(v) < 0.9, np.float32(1), np.float32(2)),
         "ties": np.round(3 * normal),
+        "below zero": np.minimum(np.round(3 * normal), np.float32(0)),
         "one token": alone,
         "masked": masked,
         "one finite": np.where(np.arange(v) == v // 2, np.float32(5), -INF),
