@@ -7,19 +7,8 @@ import pytest
 from specjax import bracket, truncation
 from specjax.logsumexp import block_partials, combine_blocks
 
+# Subnormal numbers may count as zeros, and stand in no order then.
 SPECIAL = [-np.inf, -3.4e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, 3.4e38, np.inf]
-    -np.inf,
-    -3.4e38,
-    -1.0,
-    -1e-38,
-    -0.0,
-    0.0,
-    1e-38,
-    1.0,
-    np.nextafter(1, 2),
-    3.4e38,
-    np.inf,
-]
 
 
 def rows(seed, v=640):
