@@ -46,3 +46,24 @@ def pack(allowed):
     for v in range(allowed.shape[-1]):
         words[..., v // 32] |= allowed[..., v].astype(np.uint32) << np.uint32(v % 32)
     return words
+
+
+def truncate(row, temperature, *, top_k=None, top_p=None, min_p=None):
+    """Probabilities of one processed row after temperature, top-k, top-p and min-p, in this order.
+
+    Ties at an edge are kept, and the likeliest token always is.
+    """
+    x = np.asarray(row, np.float64)
+    p = np.exp((x - x.max()) / temperature)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    if top_k is not None:
+        p = np.where(p >= p[order[min(top_k, len(p)) - 1]], p, 0.0)
+        p /= p.sum()
+    if top_p is not None:
+        reached = np.cumsum(p[order])
+        assert np.abs(reached - top_p).min() > 1e-4, "float32 may decide this edge otherwise"
+        p = np.where(p >= p[order[np.argmax(reached >= top_p)]], p, 0.0)
+    if min_p is not None:
+        p = np.where(p >= min_p * p.max(), p, 0.0)
+    return p / p.sum()
