@@ -15,7 +15,7 @@ import jax
 
 from specjax.config import SpeculativeConfig
 from specjax.drafters import model_drafter, ngram_drafter
-from specjax.options import read_options
+from specjax.options import read_options, read_sampling_options
 from specjax.session import Job, Run, compile_stream, measure, report, stream
 from specjax.typing import Drafter
 
@@ -105,6 +105,10 @@ def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str, term
         made, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
         if options.chat:
             text = models.chat_prompt(folder, [{"role": "user", "content": text}])
+        if (options.logprobs or 0) > made.vocab_size:
+            raise ValueError(
+                f"--logprobs is {options.logprobs}; the target has {made.vocab_size} tokens."
+            )
         ids = _encode(tokenizer, made, text, options)
         if choice not in ("ngram", "none"):
             _check_draft(choice, folder, tokenizer.get_vocab())
@@ -126,6 +130,8 @@ def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str, term
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         eos_token_ids=made.eos_token_ids,
+        sampling=read_sampling_options(options),
+        num_logprobs=options.logprobs,
     )
 
 

@@ -3,17 +3,28 @@
 import argparse
 import dataclasses
 import importlib.metadata
+import math
 import re
 from typing import Any, NoReturn
 
 import numpy as np
 
 from specjax.config import SpeculativeConfig
+from specjax.params import SamplingParams
 
-__all__ = ["read_options"]
+__all__ = ["read_options", "read_sampling_options"]
 
 _CONFIG = dataclasses.fields(SpeculativeConfig)
 _HOTTEST = float(np.finfo(np.float32).max)
+# Of each number of a request: its type, letter, least and largest value, and what it does.
+_SAMPLING: dict[str, tuple[type, str, float, float, str]] = {
+    "top_k": (int, "K", 1, 2**31 - 1, "sample of the K likeliest tokens"),
+    "top_p": (float, "P", 0, 1, "sample of the likeliest tokens that make up P together"),
+    "min_p": (float, "P", 0, 1, "sample of tokens at least P times as likely as the likeliest"),
+    "repetition_penalty": (float, "R", 1e-6, 1e6, "> 1 makes what was said less likely; off: 1"),
+    "frequency_penalty": (float, "F", -1e6, 1e6, "off a logit as often as it was generated"),
+    "presence_penalty": (float, "F", -1e6, 1e6, "off a logit that was generated"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +87,11 @@ def _add_decoding(group: Any) -> None:
     group.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8"
     )
+    for name, (read, letter, _, _, text) in _SAMPLING.items():
+        group.add_argument("--" + name.replace("_", "-"), type=read, metavar=letter, help=text)
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="show each token's log-probability, and N more"
+    )
     group.add_argument("--seed", type=int, default=0, help="in [0, 2**32); default: 0")
     group.add_argument("--json", action="store_true", help="print one JSON object, and no stream")
     group.add_argument(
@@ -113,6 +129,19 @@ def _config(options: argparse.Namespace) -> SpeculativeConfig:
         raise ValueError(said) from None
 
 
+def read_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
+    """What is asked besides a temperature, or None; a `ValueError` outside its range."""
+    given = {name: getattr(options, name) for name in _SAMPLING}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        low, high = _SAMPLING[name][2:4]
+        if not low <= value <= high or math.isnan(value):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}; it needs to be in [{low:g}, {high:g}]."
+            )
+    return SamplingParams(**given) if given else None
+
+
 def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, SpeculativeConfig]:
     """Reads and checks the arguments of the command.
 
@@ -132,6 +161,9 @@ def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculativ
         )
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; it needs to be >= 1.")
+    if options.logprobs is not None and options.logprobs < 0:
+        raise ValueError(f"--logprobs is {options.logprobs}; it needs to be >= 0.")
+    read_sampling_options(options)
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed is {options.seed}; it needs to be in [0, 2**32).")
     if options.draft == "none" and options.rejection_sample_method == "synthetic":

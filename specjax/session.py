@@ -11,7 +11,10 @@ import numpy as np
 
 from specjax import DecodeState, Generation, generate, init, step
 from specjax.config import SpeculativeConfig
+from specjax.listing import list_logprobs
+from specjax.logprobs import TopLogprobs
 from specjax.metrics import Metrics
+from specjax.params import SamplingParams
 from specjax.typing import Drafter, Finish, Model
 
 __all__ = [
@@ -53,6 +56,8 @@ class Job(NamedTuple):
       max_new_tokens: most tokens generated.
       temperature: >= 0.
       eos_token_ids: tokens that end the text.
+      sampling: truncation and penalties, or None.
+      num_logprobs: likeliest tokens listed per token, or None.
     """
 
     name: str
@@ -66,14 +71,17 @@ class Job(NamedTuple):
     max_new_tokens: int
     temperature: float
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingParams | None = None
+    num_logprobs: int | None = None
 
 
 class Run(NamedTuple):
-    """What came of it: the generated `token_ids`, why it ended, `finish`, and the `metrics`."""
+    """What came of it: `token_ids`, why it ended, `metrics`, `top_logprobs` [N, ...] if asked."""
 
     token_ids: list[int]
     finish: str
     metrics: Metrics
+    top_logprobs: TopLogprobs | None = None
 
 
 class Timings(NamedTuple):
@@ -153,13 +161,16 @@ def _arguments(job: Job) -> dict[str, Any]:
         "max_new_tokens": job.max_new_tokens,
         "temperature": np.float32(job.temperature),
         "eos_token_ids": np.array(job.eos_token_ids, np.int32),
+        "sampling": job.sampling,
+        "num_logprobs": job.num_logprobs,
     }
 
 
 def _run_of(job: Job, outcome: DecodeState | Generation) -> Run:
     ids, lengths, finish = jax.device_get((outcome.token_ids, outcome.lengths, outcome.finish))
-    generated = ids[0, len(job.prompt_ids) : int(lengths[0])].tolist()
-    return Run(generated, _REASONS[int(finish[0])], outcome.metrics)
+    place = slice(len(job.prompt_ids), int(lengths[0]))
+    top = jax.tree.map(lambda values: np.asarray(values)[0, place], outcome.top_logprobs)
+    return Run(ids[0, place].tolist(), _REASONS[int(finish[0])], outcome.metrics, top)
 
 
 def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -260,10 +271,12 @@ def report(job: Job, run: Run, timings: Timings) -> dict[str, Any]:
     """The object that `--json` prints."""
     text = TextStream(job.tokenizer, job.prompt_ids)
     pieces = [text.feed(token) for token in run.token_ids]
+    top = run.top_logprobs
     return {
         "text": "".join([*pieces, text.flush()]),
         "token_ids": run.token_ids,
         "finish": run.finish,
+        "logprobs": None if top is None else list_logprobs(job.tokenizer, run.token_ids, top),
         "num_prompt_tokens": len(job.prompt_ids),
         "metrics": metrics_of(run),
         "timings": timings._asdict(),

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import sys
 from typing import Any, TextIO
@@ -13,6 +14,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from specjax.listing import list_logprobs
 from specjax.session import Job, Run, Timings, metrics_of
 from specjax.typing import Origin
 
@@ -93,8 +95,11 @@ class Terminal:
         sys.stdout.flush()
 
     def summary(self, job: Job, run: Run, timings: Timings) -> None:
-        """Speed, compilation, acceptance."""
+        """Log-probabilities if asked for, speed, compilation, acceptance."""
         console = self._out if self._shown else self._notes
+        if run.top_logprobs is not None:
+            console.print()
+            console.print(_listing(list_logprobs(job.tokenizer, run.token_ids, run.top_logprobs)))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
@@ -104,6 +109,28 @@ class Terminal:
             table.add_row(name, value)
         console.print()
         console.print(table)
+
+
+def _listing(tokens: list[dict[str, Any]]) -> Table:
+    """A row for each token: its log-probability, its rank, and the likeliest in its place."""
+
+    def quoted(token: dict[str, Any]) -> str:
+        return json.dumps(token["token"], ensure_ascii=False).translate(_CONTROLS)
+
+    def number(token: dict[str, Any]) -> str:
+        return "none" if token["logprob"] is None else f"{token['logprob']:.2f}"
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("token")
+    table.add_column("log p", justify="right")
+    table.add_column("rank", justify="right")
+    table.add_column("likeliest" if any(token["top"] for token in tokens) else "")
+    for token in tokens:
+        top = [f"{quoted(other)} {number(other)}" for other in token["top"]]
+        # As Text: a token may look like markup.
+        cells = (quoted(token), number(token), str(token["rank"]), "  ".join(top))
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _heading(job: Job) -> str:

@@ -11,12 +11,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 
 from specjax.cli import main
 from specjax.config import SpeculativeConfig
 from specjax.drafters import ngram_drafter
+from specjax.logprobs import TopLogprobs
 from specjax.metrics import Metrics
 from specjax.models import TransformerConfig, build, pretrained_folder, save
 from specjax.session import Job, Run, TextStream, Timings
@@ -189,6 +191,60 @@ def test_a_terminal_shows_origins_in_colour_unless_told_not_to(pair, monkeypatch
     assert "tokens per step" in plain
 
 
+SAMPLING = ["--top-k", "3", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2"]
+SAMPLING += ["--frequency-penalty", "0.1", "--presence-penalty", "-0.1", "--logprobs", "2"]
+
+
+def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pair):
+    options = ("--no-baseline", *SAMPLING)
+    found = run_json(capsys, pair, *options)
+    listed = found["logprobs"]
+    assert [token["token_id"] for token in listed] == found["token_ids"]
+    assert "".join(token["token"] for token in listed if token["token"].isascii()) != ""
+    for token in listed:
+        top = token["top"]
+        assert top[0]["logprob"] >= top[1]["logprob"]
+        # Of the model's own law: the penalties may put another first, and never the third.
+        assert (token["rank"] == 1) == (token["logprob"] == top[0]["logprob"])
+    # One token left to draw is the greedy choice, whatever the temperature.
+    one = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]
+    greedy = run_json(capsys, pair, *options, "--temperature", "0")["token_ids"]
+    assert one == greedy != found["token_ids"]
+    assert run_json(capsys, pair, "--no-baseline")["logprobs"] is None
+
+
+def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
+    assert stream(pair, "--no-baseline", *SAMPLING) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("token "))
+    assert re.fullmatch(r"token +log p +rank +likeliest *", lines[start])
+    assert re.match(r'".+" +-\d+\.\d\d +\d+ +".+" -\d+\.\d\d  ".+" -\d+\.\d\d', lines[start + 1])
+    assert "log p" not in captured.out
+
+
+def test_tokens_are_listed_by_what_stands_in_them(monkeypatch):
+    """A token of no probability, one that a terminal would obey, and one like markup."""
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return ["[b]", "\x1b[2J\x9b", " \n"][ids[0]]
+
+    top = TopLogprobs(
+        *(np.array(x) for x in ([[0], [-1]], [[-0.5], [-np.inf]], [2, 1], [-1.0, -np.inf]))
+    )
+    counts = [jnp.array([n], jnp.int32) for n in (1, 1, [0], [0])]
+    job = Job("", None, None, Tokenizer(), "", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    run = Run([2, 1], "length", Metrics(*counts), top)
+    Terminal().summary(job, run, Timings(1.0, 0.01, 1.0))
+    lines = [line.split() for line in terminal.getvalue().splitlines()]
+    assert ['"', '\\n"', "-1.00", "2", '"[b]"', "-0.50"] in lines
+    assert ['"\\u001b[2J\ufffd"', "none", "1"] in lines
+
+
 def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_bytes(PROMPT.encode())
@@ -327,6 +383,13 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--temperature", "warm"], "invalid float value"),
         (["x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["x", "--seed", "-1"], "--seed is -1"),
+        (["x", "--top-k", "0"], r"--top-k is 0; it needs to be in \[1,"),
+        (["x", "--top-p", "1.5"], r"--top-p is 1.5; it needs to be in \[0, 1\]"),
+        (["x", "--min-p", "nan"], "--min-p is nan"),
+        (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
+        (["x", "--frequency-penalty", "inf"], "--frequency-penalty is inf"),
+        (["x", "--logprobs", "-1"], "--logprobs is -1"),
+        (["x", "--logprobs", "99999"], "--logprobs is 99999; the target has"),
         (["x", "--seed", str(2**32)], "--seed is 4294967296"),
         (["x", "--max-new-tokens", "9" * 30], "room for 1024 together"),
         (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "nan"], "acceptance-rate is nan"),

@@ -32,8 +32,10 @@ KERNELS = (
     "pallas/pick",
     "pallas/inputs",
     "pallas/judge",
-    "pallas/accept",
+    "pallas/rows",
     "pallas/ending",
+    "pallas/residual",
+    "pallas/accept",
     "pallas/draw",
     "pallas/resample",
     "pallas/statistics",
@@ -55,7 +57,7 @@ FLOORS = (
     ("decode",),
     ("__init__",),
     ("engine",),
-    ("session", "terminal", "options", "cli"),
+    ("listing", "session", "terminal", "options", "cli"),
     ("__main__",),
 )
 # Beside the floors: models see nothing but the types, and only a host program sees the models.
