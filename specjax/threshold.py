@@ -24,7 +24,7 @@ from specjax.bracket import (
     pivot_keys,
     tighten,
 )
-from specjax.logits import read_temperature
+from specjax.logits import Scaling, read_temperature
 from specjax.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
 from specjax.mesh import vary_like
 from specjax.truncation import (
@@ -74,16 +74,18 @@ class _Row(NamedTuple):
       anchor: the largest logit.
       scale: one over the temperature.
       mass: of all tokens, in the scale of `mass_weights`.
-      cuts_k: whether top-k cuts this row; None where no row asks.
+      cuts_k: whether top-k cuts this row.
       cuts_p: likewise top-p.
+      cuts: whether any filter does.
       low: no logit below it is kept, nor tells what is; -inf where that is unknown.
     """
 
     anchor: jax.Array
     scale: jax.Array
     mass: jax.Array
-    cuts_k: jax.Array | None
-    cuts_p: jax.Array | None
+    cuts_k: jax.Array
+    cuts_p: jax.Array
+    cuts: jax.Array
     low: jax.Array
 
 
@@ -91,43 +93,50 @@ def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) 
     """`logit_cutoff` for rows [R, V] and parameters [R]: f32[R]."""
     scaling = read_temperature(temperature)
     partials = block_partials(logits, scaling.scale)
-    whole = combine_blocks(partials, scaling.scale)
-    law = jnp.isfinite(whole.max) & jnp.isfinite(whole.sum) & scaling.valid & ~scaling.greedy
-    row = _Row(whole.max, scaling.scale, whole.sum, None, None, jnp.full_like(whole.max, -jnp.inf))
-    cuts = jnp.zeros_like(law)
-    if filters.min_p is not None:
-        cuts |= filters.min_p > 0
-        # The comparison that decides is made on the logit itself, so that this stays below it.
-        relative = min_p_threshold(filters.min_p) - jnp.float32(_MARGIN)
-        row = row._replace(low=row.anchor + relative / row.scale)
-    if filters.top_p is not None:
-        row = row._replace(cuts_p=law & keeps_top_p(filters.top_p))
-        cuts |= keeps_top_p(filters.top_p)
-        row = row._replace(low=jnp.maximum(row.low, _bound_top_p(partials, row, filters.top_p)))
-    if filters.top_k is not None:
-        row = row._replace(cuts_k=law & keeps_top_k(filters.top_k, logits.shape[1]))
-        cuts |= row.cuts_k
-        # What top-p weighs is what top-k kept, down to top-k's own threshold.
-        low = _bound_top_k(partials, row, filters.top_k)
-        row = row._replace(low=jnp.where(row.cuts_k, low, row.low))
-    cuts &= law
-
-    def search(parts: tuple[jax.Array, ...]) -> jax.Array:
-        return _least_kept(parts, row, filters)
-
+    row = _read_rows(partials, scaling, filters, logits.shape[1])
     body, tail = split_blocks(logits)
     rest = () if tail is None else (tail,)
+
+    def search(body: jax.Array) -> jax.Array:
+        return _least_kept((body, *rest) if body.shape[1] else rest, row, filters)
+
     if body.shape[1] <= 2 * _NUM_GATHERED:
-        least = search((body, *rest) if body.shape[1] else rest)
+        least = search(body)
     else:
         maxima = partials.max[:, : body.shape[1]]
         num_candidates = jnp.sum(maxima >= row.low[:, None], axis=1, dtype=jnp.int32)
         least = jax.lax.cond(
-            jnp.all((num_candidates <= _NUM_GATHERED) | ~cuts),
-            lambda: search((_likeliest_blocks(body, maxima), *rest)),
-            lambda: search((body, *rest)),
+            jnp.all((num_candidates <= _NUM_GATHERED) | ~row.cuts),
+            lambda: search(_likeliest_blocks(body, maxima)),
+            lambda: search(body),
         )
-    return jnp.where(cuts, least, -jnp.inf)
+    return jnp.where(row.cuts, least, -jnp.inf)
+
+
+def _read_rows(
+    partials: BlockPartials, scaling: Scaling, filters: Filters, vocab_size: int
+) -> _Row:
+    """What the blocks tell of each row, and what is asked of it."""
+    whole = combine_blocks(partials, scaling.scale)
+    law = jnp.isfinite(whole.max) & jnp.isfinite(whole.sum) & scaling.valid & ~scaling.greedy
+    no = jnp.zeros_like(law)
+    row = _Row(whole.max, scaling.scale, whole.sum, no, no, no, jnp.full_like(whole.max, -jnp.inf))
+    if filters.min_p is not None:
+        # What decides is a comparison made for each logit: this bound only has to stay below it.
+        relative = min_p_threshold(filters.min_p) - jnp.float32(_MARGIN)
+        low = row.anchor + relative / row.scale
+        row = row._replace(low=low, cuts=row.cuts | (law & (filters.min_p > 0)))
+    if filters.top_p is not None:
+        cuts = law & keeps_top_p(filters.top_p)
+        row = row._replace(cuts_p=cuts, cuts=row.cuts | cuts)
+        row = row._replace(low=jnp.maximum(row.low, _bound_top_p(partials, row, filters.top_p)))
+    if filters.top_k is not None:
+        cuts = law & keeps_top_k(filters.top_k, vocab_size)
+        row = row._replace(cuts_k=cuts, cuts=row.cuts | cuts)
+        # What top-p weighs is all that top-k kept, down to top-k's own threshold.
+        low = _bound_top_k(partials, row, filters.top_k)
+        row = row._replace(low=jnp.where(cuts, low, row.low))
+    return row
 
 
 def _likeliest_blocks(body: jax.Array, maxima: jax.Array) -> jax.Array:
@@ -167,40 +176,39 @@ def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> ja
     x = tuple(part.astype(jnp.float32) for part in parts)
     anchor, scale = row.anchor[:, None], row.scale[:, None]
 
+    def merge(two: Callable[..., jax.Array], parts: list[jax.Array]) -> jax.Array:
+        return functools.reduce(two, parts)
+
     def weigh(pivot: jax.Array) -> jax.Array:
-        return sum(
-            mass_above(
-                part,
-                mass_weights(part, anchor[..., None], scale[..., None]),
-                pivot[:, None],
-            ).sum(-1)
-            for part in x
-        )
+        weights = (mass_weights(part, anchor[..., None], scale[..., None]) for part in x)
+        pairs = zip(x, weights, strict=True)
+        return merge(jnp.add, [mass_above(part, w, pivot[:, None]).sum(-1) for part, w in pairs])
 
     def count(pivot: jax.Array) -> jax.Array:
-        return sum(mass_above(part, None, pivot[:, None]).sum(-1) for part in x)
+        return merge(jnp.add, [mass_above(part, None, pivot[:, None]).sum(-1) for part in x])
 
     def look(bracket: Bracket) -> Extremes:
         ends = Bracket(bracket.low[:, None], bracket.high[:, None])
         found = [extremes_blocks(part, ends) for part in x]
-        least = functools.reduce(jnp.minimum, (e.least.min(-1) for e in found))
-        return Extremes(least, functools.reduce(jnp.maximum, (e.most.max(-1) for e in found)))
+        least = merge(jnp.minimum, [part.least.min(-1) for part in found])
+        return Extremes(least, merge(jnp.maximum, [part.most.max(-1) for part in found]))
 
     low, mass = row.low, row.mass
-    if row.cuts_k is not None and filters.top_k is not None:
+    if filters.top_k is not None:
         bracket = open_bracket(low, row.anchor, row.cuts_k)
         bracket = _search(bracket, filters.top_k.astype(jnp.float32), count, look)
         low = key_value(bracket.low)
         if filters.top_p is not None:
             mass = jnp.where(row.cuts_k, weigh(low), mass)
-    if row.cuts_p is not None and filters.top_p is not None:
+    if filters.top_p is not None:
         bracket = open_bracket(low, row.anchor, row.cuts_p)
         bracket = _search(bracket, mass_target(filters.top_p, mass), weigh, look)
         low = key_value(bracket.low)
     low = jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min))
     min_p = None if filters.min_p is None else filters.min_p[:, None]
-    least = [least_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
-    return functools.reduce(jnp.minimum, least)
+    return merge(
+        jnp.minimum, [least_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
+    )
 
 
 def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | None) -> Bracket:
