@@ -28,6 +28,14 @@ def _bias(config: TransformerConfig, size: int) -> nnx.Param:
     return nnx.Param(jnp.zeros((size,), config.dtype))
 
 
+def _affine(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    if bias is None:
+        return x @ matrix[...]
+    # Rounded once, behind the bias.
+    y = jnp.matmul(x, matrix[...], preferred_element_type=jnp.float32)
+    return (y + bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Scales the last axis by its root mean square, in float32, and by a weight.
 
@@ -73,30 +81,24 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
 
     def _project(self, x: jax.Array, turns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        y = x @ self.qkv[...]
-        if self.qkv_bias is not None:
-            y = y + self.qkv_bias[...]
-        y = y.reshape(*x.shape[:2], -1, self.head_dim)
+        y = _affine(x, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
         q, k, v = jnp.split(y, [self.heads, self.heads + self.groups], axis=2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         return rotate(q, turns), rotate(k, turns), v
 
-    def _gather(self, y: jax.Array) -> jax.Array:
-        y = y @ self.out[...]
-        return y if self.out_bias is None else y + self.out_bias[...]
-
     def causal(self, x: jax.Array, turns: Any, implementation: Kernel) -> jax.Array:
         """[B, T, E] of whole sequences, each token seeing those before it."""
         q, k, v = self._project(x, turns)
-        return self._gather(causal_attention(q, k, v, self.rule, implementation))
+        y = causal_attention(q, k, v, self.rule, implementation)
+        return _affine(y, self.out, self.out_bias)
 
     def __call__(
         self, x: jax.Array, turns: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         q, k, v = self._project(x, turns)
         y, cache = cached_attention(q, k, v, positions, cache, self.rule)
-        return self._gather(y), cache
+        return _affine(y, self.out, self.out_bias), cache
 
 
 class MLP(nnx.Module):
