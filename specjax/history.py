@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, check_shape, read_array
+from specjax.mesh import map_batch_shards, vary_like
 
 __all__ = ["History", "TokenCounts", "count_tokens", "recent_tokens", "update_counts"]
 
@@ -75,26 +76,31 @@ def count_tokens(
     if token_ids.ndim != 2:
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [B, L].")
     token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
-    size, longest = token_ids.shape
+    size = token_ids.shape[0]
     lengths = jnp.asarray(read_array("lengths", lengths, jnp.int32, (size,)))
     if prompt_lengths is None:
         prompt_lengths = lengths
     prompt_lengths = jnp.asarray(read_array("prompt_lengths", prompt_lengths, jnp.int32, (size,)))
-    place = jnp.arange(longest, dtype=jnp.int32)[None]
-    inside = (place < lengths[:, None]) & (token_ids >= 0)
-    in_prompt = inside & (place < prompt_lengths[:, None])
-    rows = jnp.arange(size, dtype=jnp.int32)[:, None]
 
-    def at(chosen: jax.Array) -> jax.Array:
-        # An index past the end is dropped.
-        return jnp.where(chosen, token_ids, vocab_size)
+    def count(batch: Any, _: Any) -> TokenCounts:
+        token_ids, lengths, prompt_lengths = batch
+        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        inside = (place < lengths[:, None]) & (token_ids >= 0)
+        in_prompt = inside & (place < prompt_lengths[:, None])
+        rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
 
-    generated = jnp.zeros((size, vocab_size), jnp.int32)
-    prompt = jnp.zeros((size, vocab_size), jnp.bool_)
-    return TokenCounts(
-        generated.at[rows, at(inside & ~in_prompt)].add(1, mode="drop"),
-        prompt.at[rows, at(in_prompt)].set(True, mode="drop"),
-    )
+        def at(chosen: jax.Array) -> jax.Array:
+            # An index past the end is dropped.
+            return jnp.where(chosen, token_ids, vocab_size)
+
+        shape = (token_ids.shape[0], vocab_size)
+        none = vary_like((jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_)), batch)
+        return TokenCounts(
+            none[0].at[rows, at(inside & ~in_prompt)].add(1, mode="drop"),
+            none[1].at[rows, at(in_prompt)].set(True, mode="drop"),
+        )
+
+    return map_batch_shards(count, token_ids, (token_ids, lengths, prompt_lengths), ())
 
 
 def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
@@ -122,11 +128,17 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
     check_shape("token_ids", token_ids, (size, *token_ids.shape[1:2]))
     num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, (size,)))
     token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-    counted = (place < num_tokens[:, None]) & (token_ids >= 0)
-    rows = jnp.arange(size, dtype=jnp.int32)[:, None]
-    index = jnp.where(counted, token_ids, vocab_size)
-    return counts._replace(generated=counts.generated.at[rows, index].add(1, mode="drop"))
+
+    def add(batch: Any, _: Any) -> jax.Array:
+        generated, token_ids, num_tokens = batch
+        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        counted = (place < num_tokens[:, None]) & (token_ids >= 0)
+        rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
+        index = jnp.where(counted, token_ids, vocab_size)
+        return generated.at[rows, index].add(1, mode="drop")
+
+    batch = (counts.generated, token_ids, num_tokens)
+    return counts._replace(generated=map_batch_shards(add, counts.generated, batch, ()))
 
 
 def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:

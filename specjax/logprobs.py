@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specjax.checks import as_array, check_count, check_logits, read_array
 from specjax.logits import read_temperature
 from specjax.logsumexp import Law, block_partials, keep, row_statistics
+from specjax.mesh import map_batch_shards
 from specjax.sampling import token_logprobs
 
 __all__ = ["LogprobsRequest", "TopLogprobs", "read_logprobs_request", "top_logprobs"]
@@ -109,12 +110,22 @@ def top_logprobs(
     temperature = jnp.broadcast_to(
         jnp.asarray(temperature).reshape(*temperature.shape, *behind), leading
     )
-    return _run(logits, token_ids, temperature, cutoff, n)
+    return _run(logits, token_ids, temperature, cutoff, n=n)
 
 
 @functools.partial(jax.jit, static_argnames="n")
 def _run(
-    logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, n: int
+    logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
+) -> TopLogprobs:
+    """`top_logprobs` on checked arguments, on each shard of the batch."""
+    batch = (logits, token_ids, temperature, cutoff)
+    if logits.ndim == 1:
+        return _top(*batch, n=n)
+    return map_batch_shards(lambda batch, _: _top(*batch, n=n), logits, batch, ())
+
+
+def _top(
+    logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
 ) -> TopLogprobs:
     scaling = read_temperature(temperature)
     row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.bad_words import forbid_words
 from specjax.checks import as_array, check_logits, check_shape, read_array, read_optional
-from specjax.history import History, recent_tokens
+from specjax.history import History
+from specjax.mesh import map_batch_shards
 from specjax.params import allowed_width, read_allowed, read_bad_words, read_bias
 
 __all__ = ["process_logits"]
@@ -19,12 +21,12 @@ __all__ = ["process_logits"]
 class _Rules(NamedTuple):
     """What is asked, checked: numbers f32 [] or [B], the others as in `process_logits`."""
 
-    bias: jax.Array | None
-    repetition: jax.Array | None
-    frequency: jax.Array | None
-    presence: jax.Array | None
-    allowed: jax.Array | None
-    bad_words: jax.Array | None
+    bias: Any
+    repetition: Any
+    frequency: Any
+    presence: Any
+    allowed: Any
+    bad_words: Any
 
     @property
     def penalties(self) -> list[jax.Array]:
@@ -185,7 +187,26 @@ def _read_drafted(rules: _Rules, drafted: Any, size: int, num_rows: int) -> Any:
 def _run(
     logits: jax.Array, rules: _Rules, history: History, drafted: Any, first_row: jax.Array
 ) -> jax.Array:
-    """`process_logits` on checked arguments: one elementwise pass, and a scatter of bad words."""
+    """`process_logits` on checked arguments, on each shard of the batch."""
+    # What serves all requests, having no axis of them: numbers, [V], [N, M].
+    ranks = zip(rules, (1, 0, 0, 0, 1, 2), strict=True)
+    for_all = [rule if rule is not None and rule.ndim == rank else None for rule, rank in ranks]
+    own = [rule if x is None else None for rule, x in zip(rules, for_all, strict=True)]
+
+    def process(batch: Any, shared: Any) -> jax.Array:
+        logits, own, history, drafted = batch
+        for_all, first_row = shared
+        rules = _Rules(*(y if x is None else x for x, y in zip(own, for_all, strict=True)))
+        return _process(logits, rules, history, drafted, first_row)
+
+    batch = (logits, own, history, drafted)
+    return map_batch_shards(process, logits, batch, (for_all, first_row))
+
+
+def _process(
+    logits: jax.Array, rules: _Rules, history: History, drafted: Any, first_row: jax.Array
+) -> jax.Array:
+    """One elementwise pass, and a scatter of bad words."""
     x = logits.astype(jnp.float32)
     if rules.bias is not None:
         x = x + rules.bias.reshape(-1, 1, logits.shape[-1])
@@ -202,7 +223,7 @@ def _run(
         x = jnp.where(_per_request(valid), x, jnp.nan)
     x = x.astype(logits.dtype)
     if rules.bad_words is not None:
-        x = _forbid_words(x, rules.bad_words, history, drafted, first_row)
+        x = forbid_words(x, rules.bad_words, history, drafted, first_row)
     return x
 
 
@@ -244,38 +265,3 @@ def _read_mask(allowed: jax.Array, vocab_size: int) -> jax.Array:
         bits = (bits & jnp.uint32(1)) != 0
         allowed = bits.reshape(*allowed.shape[:-1], -1)[..., :vocab_size]
     return allowed if allowed.ndim == 3 else allowed.reshape(-1, 1, vocab_size)
-
-
-def _forbid_words(
-    x: jax.Array, words: jax.Array, history: History, drafted: Any, first_row: jax.Array
-) -> jax.Array:
-    """-inf at the last token of each word whose other tokens stand before the row."""
-    size, num_rows, vocab_size = x.shape
-    words = words.reshape(-1, *words.shape[-2:])
-    before = words.shape[-1] - 1
-    length = jnp.sum(jnp.cumprod((words >= 0).astype(jnp.int32), axis=-1), axis=-1)
-    last = jnp.take_along_axis(words, jnp.maximum(length - 1, 0)[..., None], axis=-1)[..., 0]
-    matches = jnp.broadcast_to((length > 0)[:, None], (size, num_rows, words.shape[1]))
-    if before:
-        assert history.token_ids is not None
-        assert history.lengths is not None
-        past = recent_tokens(history.token_ids, history.lengths, before)
-        past = past if drafted is None else jnp.concatenate([past, drafted], axis=1)
-        place = jnp.arange(before, dtype=jnp.int32)
-        row = first_row + jnp.arange(num_rows, dtype=jnp.int32)
-        # The tokens before a row end at the right; so are words laid against them.
-        past = jnp.take(past, row[:, None] + place[None], axis=1, mode="clip")
-        at = length[..., None] - 1 - before + place[None, None]
-        wanted = jnp.take_along_axis(words, jnp.maximum(at, 0), axis=-1)
-        same = (at < 0)[:, None] | (past[:, :, None] == wanted[:, None])
-        matches &= jnp.all(same, axis=-1)
-    # An index past the end is dropped.
-    index = jnp.where(matches, last[:, None], vocab_size)
-    rows = jnp.arange(size, dtype=jnp.int32)[:, None, None]
-    place = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
-    # As bits: XLA would scatter in float32, and make a copy of the rows for that.
-    bits = jnp.uint32 if x.dtype == jnp.float32 else jnp.uint16
-    forbidden = jax.lax.bitcast_convert_type(jnp.array(-jnp.inf, x.dtype), bits)
-    x_bits = jax.lax.bitcast_convert_type(x, bits)
-    x_bits = x_bits.at[rows, place, index].set(forbidden, mode="drop")
-    return jax.lax.bitcast_convert_type(x_bits, x.dtype)

@@ -47,7 +47,7 @@ FLOORS = (
     ("noise", "mesh", "checks", "logits", "logsumexp", "bracket", "truncation", "schedules"),
     ("sampling", "metrics", "threshold"),
     ("acceptance", "residual"),
-    ("history", "params", "processing", "logprobs"),
+    ("history", "params", "bad_words", "processing", "logprobs"),
     KERNELS,
     ("request", "recovery", "ragged"),
     VERIFICATION,

@@ -2,11 +2,13 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import processed
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import specjax
 from specjax import History, SamplingParams, processing
@@ -317,6 +319,50 @@ def test_a_repetition_penalty_needs_the_prompt():
 def test_helpers_refuse_in_a_sentence(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_no_words_and_no_requests_are_nothing_to_do():
+    case = Case(5)
+    none = specjax.bad_words_array([])
+    np.testing.assert_array_equal(case.run([], bad_words=none), case.logits)
+    counts = specjax.count_tokens(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), 5)
+    empty = specjax.process_logits(
+        jnp.zeros((0, 5)), presence_penalty=1.0, bad_words=[[1]], history=History(counts=counts)
+    )
+    assert empty.shape == (0, 5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_batch_on_a_mesh_of_explicit_axes_gives_the_same(jit):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(4, 3, 40)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 40, (4, 6)), jnp.int32)
+    rules = {
+        "bias": jnp.asarray(rng.normal(size=40), jnp.float32),
+        "repetition_penalty": jnp.float32(1.3),
+        "frequency_penalty": jnp.array([0.1, 0.2, 0.0, 0.3]),
+        "allowed": jnp.asarray(rng.random((4, 40)) < 0.7),
+        "bad_words": jnp.array([[3, 4], [5, -1]]),
+    }
+    batch = (logits, ids, jnp.array([3, 6, 1, 2]), ids[:, :2], rules)
+
+    def run(logits, ids, lengths, drafted, rules):
+        counts = specjax.update_counts(specjax.count_tokens(ids, lengths, 40), drafted, lengths)
+        history = History(ids, lengths, counts)
+        x = specjax.process_logits(logits, **rules, history=history, drafted_token_ids=drafted)
+        return x, specjax.top_logprobs(x, ids[:, :3], 2)
+
+    want = jax.jit(run)(*batch)
+    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, PartitionSpec("batch"))
+
+        def move(x):
+            return jax.device_put(x, split) if x.ndim and x.shape[0] == 4 else x
+
+        found = (jax.jit(run) if jit else run)(*jax.tree.map(move, batch))
+    assert found[0].sharding.spec[0] == "batch"
+    chex.assert_trees_all_close(jax.device_get(found), jax.device_get(want), atol=1e-6)
 
 
 def test_parameters_travel_through_an_export():

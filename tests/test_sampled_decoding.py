@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import processed
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import specjax
 from specjax import Finish, Origin, SamplingParams, SpeculativeConfig
@@ -241,6 +242,32 @@ def test_a_model_drafting_for_itself_is_accepted_under_every_rule():
     """Penalties and bad words see the same tokens on both sides, in every row."""
     itself = specjax.model_drafter(bigrams.model(TARGET))
     assert float(run(itself).metrics.draft_acceptance_rate) > 0.999
+
+
+def test_inside_shard_map_it_is_the_same():
+    ids, lengths = bigrams.prompts(PROMPTS)
+    sampling = jax.tree.map(jnp.asarray, EACH._replace(top_k=NUMBERS["top_k"].astype(np.int32)))
+
+    def call(ids, lengths, keys, sampling):
+        output = specjax.generate(
+            bigrams.model(TARGET),
+            DRAFTERS["model"],
+            ids,
+            lengths,
+            keys=keys,
+            config=SpeculativeConfig(num_speculative_tokens=3),
+            max_new_tokens=NEW,
+            temperature=0.9,
+            sampling=sampling,
+        )
+        return output.token_ids
+
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec("x")
+    mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))
+    keys = bigrams.keys(4)
+    found = mapped(ids, lengths, keys, sampling)
+    np.testing.assert_array_equal(found, run("model", keys=keys).token_ids)
 
 
 def test_without_parameters_nothing_is_carried():
