@@ -174,6 +174,49 @@ def test_streaming_gives_what_generate_gives():
         np.testing.assert_array_equal(state.counts.generated[b], [new.count(v) for v in range(V)])
 
 
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("vocab_size", [V - 2, V, V + 3])
+def test_a_draft_holds_what_it_was_drawn_from(vocab_size, method):
+    """Each row behind the tokens drafted before it, in a vocabulary of the draft's own."""
+    rng = np.random.default_rng(7)
+    table = jnp.asarray(rng.normal(size=(V + 3, vocab_size)), jnp.float32)
+    ids, lengths = bigrams.prompts(PROMPTS)
+    history = specjax.History(ids, lengths, specjax.count_tokens(ids, lengths, V))
+    draft, _ = specjax.propose(
+        lambda carry, token_ids, positions: (table[token_ids], carry),
+        (),
+        jnp.array([3, 3, 1, 1]),
+        num_tokens=3,
+        keys=bigrams.keys(4),
+        positions=lengths,
+        temperature=0.9,
+        draft_sample_method=method,
+        sampling=EACH,
+        history=history,
+    )
+    fed = np.concatenate([[[3], [3], [1], [1]], draft.token_ids[:, :2]], axis=1)
+    for b in range(4):
+        numbers = {name: NUMBERS[name][b] for name in list(NUMBERS)[3:]}
+        known = min(V, vocab_size)
+        bias, allowed = np.zeros(vocab_size), np.zeros(vocab_size, bool)
+        bias[:known], allowed[:known] = BIAS[b, :known], ALLOWED[b, :known]
+        rules = numbers | {"bias": bias, "allowed": allowed, "bad_words": WORDS[b]}
+        for i in range(3):
+            before = np.asarray(draft.token_ids)[b, :i].tolist()
+            row = processed.process(table[fed[b, i]], PROMPTS[b], before, **rules)
+            if method == "greedy":
+                assert int(draft.token_ids[b, i]) == np.argmax(row)
+                continue
+            np.testing.assert_allclose(draft.logits[b, i], row, atol=1e-5)
+            p = processed.truncate(row, 0.9, **thresholds(b))
+            kept = (draft.logits[b, i] >= draft.cutoff[b, i]) & (draft.logits[b, i] > -jnp.inf)
+            np.testing.assert_array_equal(kept, p > 0)
+            want = np.log(p[int(draft.token_ids[b, i])])
+            np.testing.assert_allclose(draft.logprobs[b, i], want, atol=1e-5)
+    if method == "greedy":
+        assert draft.logits is draft.cutoff is None
+
+
 def unaware(drafter):
     """Drafts from the raw law, whatever is asked; of a signature that knows no sampling."""
 
