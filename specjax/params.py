@@ -42,10 +42,11 @@ class SamplingParams(NamedTuple):
     value named "off".
 
     Attributes:
-      top_k: i32, [B] or scalar, keeps the k likeliest tokens.
-      top_p: f32, [B] or scalar, keeps the smallest set of the likeliest tokens whose
+      top_k: i32, [B] or scalar, off 0: keeps the k likeliest tokens.
+      top_p: f32, [B] or scalar, off 1: keeps the smallest set of the likeliest tokens whose
         probability reaches it.
-      min_p: f32, [B] or scalar, keeps tokens at least this likely relative to the likeliest.
+      min_p: f32, [B] or scalar, off 0: keeps tokens at least this likely relative to the
+        likeliest.
       repetition_penalty: f32, [B] or scalar, > 0, off 1: what stands in the prompt or was
         generated has its logit divided by it if positive, else multiplied.
       frequency_penalty: f32, [B] or scalar, off 0: subtracted from a token's logit as often

@@ -153,6 +153,19 @@ def test_bfloat16_rows_are_not_copied_in_float32():
     assert "f32" not in listed
 
 
+def test_what_a_loop_is_asked_travels_through_an_export():
+    asked = logprobs.read_logprobs_request(3, "processed")
+
+    def run(asked, x):
+        return x * asked.num, asked
+
+    exported = jax.export.export(jax.jit(run))(asked, jnp.ones(2))
+    again = jax.export.deserialize(exported.serialize())
+    tripled, back = again.call(asked, jnp.ones(2))
+    assert back == asked
+    np.testing.assert_array_equal(tripled, 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
