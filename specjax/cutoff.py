@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, read_array, read_optional
-from specjax.implementation import by_implementation, read_implementation
+from specjax.implementation import read_implementation
 from specjax.mesh import map_batch_shards, vary_like
 from specjax.threshold import Filters, cutoff_of_rows
 
@@ -110,13 +110,6 @@ def _run(
         value = value.reshape(*value.shape, *(1,) * (len(leading) - value.ndim))
         return jnp.broadcast_to(value, leading)
 
-    def kernels(*rows: Any, interpret: bool) -> jax.Array:
-        # HERE the kernel attaches: an import of specjax.pallas.cutoff.cutoff_rows, and
-        #   logits, temperature, filters = rows
-        #   return cutoff_rows(logits, temperature, *filters, interpret=interpret)
-        # Until then every implementation is the reference.
-        return cutoff_of_rows(*rows)
-
     def cut(batch: Any, _: Any) -> jax.Array:
         logits, temperature, filters = vary_like(batch, batch)
         rows = (
@@ -124,7 +117,7 @@ def _run(
             temperature.reshape(-1),
             jax.tree.map(lambda x: x.reshape(-1), filters),
         )
-        cutoff = by_implementation(implementation, cutoff_of_rows, kernels, *rows)
+        cutoff = _cut_rows(implementation, *rows)
         return _refuse_nan(cutoff, rows[2]).reshape(logits.shape[:-1])
 
     batch = (logits, each(temperature), jax.tree.map(each, filters))
@@ -133,6 +126,24 @@ def _run(
         return cut(one, ())[0]
     check_vma = implementation != "interpret"
     return map_batch_shards(cut, logits, batch, (), check_vma)
+
+
+def _cut_rows(
+    implementation: str, logits: jax.Array, temperature: jax.Array, filters: Filters
+) -> jax.Array:
+    """The cutoffs f32[R] of rows [R, V], by the implementation that is to run."""
+    # HERE the kernel attaches, in place of the two statements below:
+    #   def kernels(logits, temperature, filters, interpret):
+    #       from specjax.pallas.cutoff import cutoff_rows
+    #       return cutoff_rows(logits, temperature, *filters, interpret=interpret)
+    #   return by_implementation(
+    #       implementation, cutoff_of_rows, kernels, logits, temperature, filters)
+    if implementation in ("triton", "interpret"):
+        raise ValueError(
+            f"implementation={implementation!r} names a kernel, and logit_cutoff has none; use "
+            "None or 'xla'."
+        )
+    return cutoff_of_rows(logits, temperature, filters)
 
 
 def _refuse_nan(cutoff: jax.Array, filters: Filters) -> jax.Array:
