@@ -160,8 +160,8 @@ def _first_counts(
     asked = settings.sampling
     if asked is None:
         return None
-    generated = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
-    if all(penalty is None for penalty in generated):
+    penalties = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+    if all(penalty is None for penalty in penalties):
         return None
     counts = count_tokens(prompt, lengths, vocab_size)
     return counts if asked.repetition_penalty is not None else counts._replace(prompt=None)
