@@ -113,6 +113,25 @@ def top_logprobs(
     return _run(logits, token_ids, temperature, cutoff, n=n)
 
 
+def _largest(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """The n largest of each row, in f32, and their ids."""
+
+    def as_they_are(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best, ids = jax.lax.top_k(rows, n)
+        return best.astype(jnp.float32), ids.astype(jnp.int32)
+
+    def copied(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return as_they_are(rows.astype(jnp.float32))
+
+    if rows.dtype == jnp.float32:
+        return as_they_are(rows)
+    # On a CPU, XLA sorts whole rows of anything but float32, a hundred times as long.
+    found: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
+        rows, cpu=copied, default=as_they_are
+    )
+    return found
+
+
 @functools.partial(jax.jit, static_argnames="n")
 def _run(
     logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
@@ -136,16 +155,13 @@ def _top(
     x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
     kept = keep(logits, None if cutoff is None else cutoff[..., None])
     likelier = jnp.sum((kept > x[..., None]).astype(jnp.int32), axis=-1)
-    # In the dtype of the logits: a float32 copy of every row would be for nothing.
-    listable = logits if cutoff is None else kept.astype(logits.dtype)
-    best, ids = jax.lax.top_k(listable, n)
-    best = best.astype(jnp.float32)
+    best, ids = _largest(logits if cutoff is None else kept.astype(logits.dtype), n)
     each = Law(row.law.anchor[..., None], row.law.log_sum[..., None])
     logprobs = token_logprobs(best, each, scaling.scale[..., None])
     zero, none = jnp.float32(0), jnp.int32(-1)
     listed = valid[..., None]
     return TopLogprobs(
-        token_ids=jnp.where(listed & (best > -jnp.inf), ids.astype(jnp.int32), none),
+        token_ids=jnp.where(listed & (best > -jnp.inf), ids, none),
         logprobs=jnp.where(listed, logprobs, zero),
         rank=jnp.where(valid, likelier + 1, 0),
         logprob=jnp.where(valid, token_logprobs(x, row.law, scaling.scale), zero),
