@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.logsumexp import Law
-from specjax.pallas.accept import Judged, Reduced
+from specjax.noise import Words
 from specjax.pallas.inputs import (
     DraftedToken,
     Inputs,
@@ -18,11 +18,12 @@ from specjax.pallas.inputs import (
 )
 from specjax.pallas.judge import judge_rows
 from specjax.pallas.launch import only
-from specjax.pallas.pick import Noise, Row, draw_noise
+from specjax.pallas.pick import Row
+from specjax.pallas.rows import Judged, Reduced
 from specjax.pallas.tiles import power_of_two
 from specjax.typing import Stream
 
-__all__ = ["Ending", "ending_noise", "read_ending"]
+__all__ = ["Ending", "next_address", "read_ending"]
 
 
 class Ending(NamedTuple):
@@ -87,7 +88,6 @@ def read_ending(inputs: Inputs, rows: Reduced | Judged, b: jax.Array, plan: Plan
     return Ending(request, end, row, finite, rejected, drafted, drawn, best, logprobs)
 
 
-def ending_noise(inputs: Inputs, ending: Ending, plan: Plan) -> Noise:
-    """The noise of the next token's draw."""
-    at = ending.request.address(inputs, ending.end, Stream.TARGET, plan)
-    return draw_noise(at, inputs.target.shape[1], plan.noise_dtype)
+def next_address(inputs: Inputs, ending: Ending, plan: Plan) -> Words:
+    """The address of the draw of the token after the kept drafts."""
+    return ending.request.address(inputs, ending.end, Stream.TARGET, plan)

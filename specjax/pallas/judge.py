@@ -9,9 +9,7 @@ from specjax.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.logsumexp import Law, merge_blocks
 from specjax.noise import uniform
 from specjax.pallas.inputs import DraftedToken, Inputs, Plan, Request, fetch, read_drafted
-from specjax.pallas.launch import value_when
-from specjax.pallas.logsumexp import Partials, best_block, load_tiles, load_token
-from specjax.pallas.pick import argmax_tokens
+from specjax.pallas.logsumexp import Partials, load_tiles, load_token
 from specjax.sampling import first_argmax, token_logprobs
 from specjax.typing import Stream
 
@@ -52,13 +50,9 @@ def judge_rows(
         coin = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
     merged = merge_blocks(tiles, jnp.broadcast_to(scale, i.shape))
     law = merged.law._replace(log_sum=jnp.where(merged.finite, merged.law.log_sum, jnp.nan))
-
-    def argmax() -> jax.Array:
-        where = request.b * plan.num_rows + jnp.where(exists, i, 0)
-        block = best_block(partials, where, first_argmax(tiles.max))
-        return argmax_tokens(inputs.target, row, cutoff, block)
-
-    best = value_when(request.scaling.greedy, argmax, jnp.zeros_like(i))
+    # Of a request that is not greedy it is whatever the memory held, and nobody looks at it.
+    place = request.b * plan.num_rows + i
+    best = fetch(partials.tile_best, (place, first_argmax(tiles.max)), exists)
     if plan.num_drafts == 0:
         return Verdict(law, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
     logprobs = token_logprobs(logit, law, scale)

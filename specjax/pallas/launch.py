@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-__all__ = ["arrive", "divide", "fast_exp2", "launch", "like", "only", "settled", "value_when"]
+__all__ = [
+    "arrive",
+    "divide",
+    "fast_exp2",
+    "launch",
+    "like",
+    "only",
+    "settled",
+    "value_when",
+]
 
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 

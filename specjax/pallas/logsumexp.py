@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.logsumexp import BlockPartials, combine_blocks, keep, reduce_blocks
@@ -15,8 +16,9 @@ from specjax.sampling import first_argmax
 __all__ = [
     "Partials",
     "Share",
-    "best_block",
+    "block_argmax",
     "load_blocks",
+    "load_line",
     "load_row",
     "load_tiles",
     "load_token",
@@ -34,31 +36,37 @@ class Partials(NamedTuple):
       block_sum: f32[P, blocks], of `exp((x - max) * scale)`.
       tile_max: f32[P, tiles], of each program's tile, and `tile_sum` likewise; None where a row's
         blocks are merged once only.
+      tile_best: i32[P, tiles], the tile's argmax where the request is greedy; or None.
     """
 
     block_max: Any
     block_sum: Any
     tile_max: Any
     tile_sum: Any
+    tile_best: Any
 
 
 class Share(NamedTuple):
-    """One program's share of a row: tile `tile` of row `row` of `logits` [R, V]."""
+    """One program's share of a row: tile `tile` of row `row` of `logits` [R, V].
+
+    `greedy` bool says that its argmax is wanted; None where no row's is.
+    """
 
     logits: Any
     row: jax.Array
     tile: jax.Array
     scale: jax.Array
     cutoff: jax.Array | None
+    greedy: jax.Array | None
 
 
 def partials_like(num_rows: int, vocab_size: int, tile: Tile, tiles: bool = True) -> Partials:
     """The shapes of `Partials`, with those of tiles or without."""
     count = tile.count(vocab_size)
-    blocks = (num_rows, count * tile.blocks)
+    each, blocks = (num_rows, count), (num_rows, count * tile.blocks)
     if not tiles:
-        return Partials(like(blocks), like(blocks), None, None)
-    return Partials(*map(like, (blocks, blocks, (num_rows, count), (num_rows, count))))
+        return Partials(like(blocks), like(blocks), None, None, None)
+    return Partials(like(blocks), like(blocks), like(each), like(each), like(each, jnp.int32))
 
 
 def tile_index(tile: Tile, number: Any) -> jax.Array:
@@ -88,17 +96,32 @@ def store_partials(
     share: Share, partials: Partials, place: Any, tile: Tile, interpret: bool
 ) -> None:
     """Reduces one program's share of a row, which is row `place` of the partials."""
-    exp2 = fast_exp2(interpret)
-    scale = share.scale[None]
-    x = load_row(share.logits, share.row, tile_index(tile, share.tile))
-    reduced = reduce_blocks(x, scale, share.cutoff, exp2)
-    where = share.tile * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
+    exp2, number = fast_exp2(interpret), share.tile
+    x = load_row(share.logits, share.row, tile_index(tile, number))
+    reduced = reduce_blocks(x, share.scale[None], share.cutoff, exp2)
+    where = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
     plgpu.store(partials.block_max.at[place, where], reduced.max)
     plgpu.store(partials.block_sum.at[place, where], reduced.sum)
     if partials.tile_max is not None:
         whole = combine_blocks(reduced, share.scale, exp2)
-        partials.tile_max[place, share.tile] = whole.max
-        partials.tile_sum[place, share.tile] = whole.sum
+        partials.tile_max[place, number] = whole.max
+        partials.tile_sum[place, number] = whole.sum
+    if share.greedy is not None:
+
+        @pl.when(share.greedy)
+        def _() -> None:
+            block = number * tile.blocks + first_argmax(reduced.max)
+            best = block_argmax(share.logits, share.row, share.cutoff, block)
+            partials.tile_best[place, number] = best
+
+
+def block_argmax(
+    logits: Any, row: jax.Array, cutoff: jax.Array | None, block: jax.Array
+) -> jax.Array:
+    """The token i32 of a row's largest logit in a block; ties go to the lowest id."""
+    # The block once more, from the cache: comparing every logit of a tile would take as long.
+    index = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
+    return block * SAMPLING_BLOCK + first_argmax(keep(load_row(logits, row, index), cutoff))
 
 
 def load_blocks(partials: Partials, place: jax.Array, vocab_size: int) -> BlockPartials:
@@ -113,14 +136,11 @@ def load_tiles(partials: Partials, place: jax.Array, wanted: jax.Array) -> Block
     return _load(partials.tile_max, partials.tile_sum, place, wanted, count)
 
 
-def best_block(partials: Partials, place: jax.Array, number: jax.Array) -> jax.Array:
-    """The block i32[...] that holds the first largest logit of tile `number` of rows [...]."""
-    blocks = partials.block_max.shape[1] // partials.tile_max.shape[1]
-    shape = (*place.shape, blocks)
-    lane = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    row = jnp.broadcast_to(place[..., None], shape)
-    largest = plgpu.load(partials.block_max.at[row, number[..., None] * blocks + lane])
-    return number * blocks + first_argmax(largest)
+def load_line(values: Any, place: jax.Array, other: Any) -> jax.Array:
+    """Row `place` of a reference [P, N], padded by `other` to a power of two."""
+    lane = jax.lax.iota(jnp.int32, power_of_two(values.shape[1]))
+    inside = lane < values.shape[1]
+    return plgpu.load(values.at[place, lane], mask=inside, other=jnp.asarray(other, values.dtype))
 
 
 def _load(maxima: Any, sums: Any, place: jax.Array, wanted: jax.Array, count: int) -> BlockPartials:

@@ -8,11 +8,21 @@ import jax.numpy as jnp
 
 from specjax.logsumexp import Law, keep
 from specjax.noise import SAMPLING_BLOCK, Words, gumbel
+from specjax.pallas.launch import only
 from specjax.pallas.logsumexp import load_row
 from specjax.pallas.tiles import power_of_two
 from specjax.sampling import first_argmax, token_logprobs
 
-__all__ = ["Noise", "Row", "argmax_tokens", "block_index", "draw_noise", "draw_token"]
+__all__ = [
+    "Drawn",
+    "Noise",
+    "Row",
+    "block_index",
+    "draw_noise",
+    "draw_token",
+    "num_noises",
+    "whole_noise",
+]
 
 
 class Row(NamedTuple):
@@ -24,17 +34,29 @@ class Row(NamedTuple):
     cutoff: jax.Array | None
     law: Law
 
+    def kept(self, index: jax.Array) -> jax.Array:
+        """Kept logits at token ids >= 0, -inf past the row's end."""
+        return keep(load_row(self.logits, self.row, index), self.cutoff)
+
     def logprobs(self, index: jax.Array) -> jax.Array:
         """Log-probabilities at token ids >= 0, -inf past the row's end."""
-        x = keep(load_row(self.logits, self.row, index), self.cutoff)
-        return token_logprobs(x, self.law, self.scale)
+        return token_logprobs(self.kept(index), self.law, self.scale)
 
 
 class Noise(NamedTuple):
-    """The address of a draw, and the Gumbels that choose its block, f[N]."""
+    """The address of a draw, and the Gumbels f[N] that choose one of blocks `first`, ..."""
 
     at: Words
+    first: jax.Array
     blocks: jax.Array
+
+
+class Drawn(NamedTuple):
+    """A token i32, its kept logit f32, and the score f of its block, by which blocks compare."""
+
+    token: jax.Array
+    logit: jax.Array
+    score: jax.Array
 
 
 def block_index(block: jax.Array) -> jax.Array:
@@ -42,22 +64,20 @@ def block_index(block: jax.Array) -> jax.Array:
     return block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
 
 
-def draw_noise(at: Words, vocab_size: int, noise_dtype: Any) -> Noise:
-    """What a draw needs that waits for no logit."""
-    num_blocks = power_of_two(-(-vocab_size // SAMPLING_BLOCK))
-    return Noise(at, gumbel(at, 1, jax.lax.iota(jnp.uint32, num_blocks), noise_dtype))
+def draw_noise(at: Words, first: jax.Array, num_blocks: int, noise_dtype: Any) -> Noise:
+    """What a draw among blocks `first`, ... needs that waits for no logit."""
+    place = first + jax.lax.iota(jnp.int32, num_blocks)
+    return Noise(at, first, gumbel(at, 1, place.astype(jnp.uint32), noise_dtype))
 
 
-def argmax_tokens(
-    logits: Any, row: jax.Array, cutoff: jax.Array | None, block: jax.Array
-) -> jax.Array:
-    """The argmax of rows i32[...] whose first largest block is known; ties go to the lowest id."""
-    shape = (*row.shape, SAMPLING_BLOCK)
-    place = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    index = block[..., None] * SAMPLING_BLOCK + place
-    x = load_row(logits, jnp.broadcast_to(row[..., None], shape), index)
-    x = keep(x, None if cutoff is None else cutoff[..., None])
-    return block * SAMPLING_BLOCK + first_argmax(x)
+def whole_noise(at: Words, vocab_size: int, noise_dtype: Any) -> Noise:
+    """What a draw from a whole row needs that waits for no logit."""
+    return draw_noise(at, jnp.int32(0), num_noises(vocab_size), noise_dtype)
+
+
+def num_noises(vocab_size: int) -> int:
+    """Blocks of a row, padded to a power of two."""
+    return power_of_two(-(-vocab_size // SAMPLING_BLOCK))
 
 
 def draw_token(
@@ -65,25 +85,26 @@ def draw_token(
     weights: jax.Array,
     noise: Noise,
     token_weights: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[jax.Array, jax.Array]:
+) -> Drawn:
     """Draws a token by its block and its place in the block.
 
     Args:
       row: the target's.
-      weights: f32[N], log-masses of the blocks.
+      weights: f32[N], log-masses of the blocks of `noise`.
       noise: of the draw.
       token_weights: of token ids i32[SAMPLING_BLOCK] and their log-probabilities under the
         row's law makes their log-weights.
 
     Returns:
-      The token i32[] and its log-probability f32[] under the row's law.
+      What was drawn.
     """
     dtype = noise.blocks.dtype
-    block = first_argmax(weights.astype(dtype) + noise.blocks)
-    index = block_index(block)
-    logprobs = row.logprobs(index)
+    scores = weights.astype(dtype) + noise.blocks
+    index = block_index(noise.first + first_argmax(scores))
+    x = row.kept(index)
     fine = gumbel(noise.at, 0, index.astype(jnp.uint32), dtype)
-    token = block * SAMPLING_BLOCK + first_argmax(
-        token_weights(index, logprobs).astype(dtype) + fine
-    )
-    return token, jnp.max(jnp.where(index == token, logprobs, -jnp.inf))
+    logprobs = token_logprobs(x, row.law, row.scale)
+    place = first_argmax(token_weights(index, logprobs).astype(dtype) + fine)
+    chosen = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == place
+    logit = jnp.max(jnp.where(chosen, x, -jnp.inf))
+    return Drawn(only(index, chosen), logit, jnp.max(scores))

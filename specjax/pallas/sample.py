@@ -5,21 +5,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from specjax.logits import read_temperature
 from specjax.logsumexp import block_weights, merge_blocks, row_logsumexp
-from specjax.noise import address
+from specjax.noise import Words, address
 from specjax.pallas.launch import divide, launch, like
 from specjax.pallas.logsumexp import (
     Partials,
     Share,
+    block_argmax,
     load_blocks,
+    load_line,
     partials_like,
     store_partials,
 )
-from specjax.pallas.pick import Row, argmax_tokens, draw_noise, draw_token
-from specjax.pallas.tiles import DRAW_WARPS, row_tile
-from specjax.sampling import first_argmax
+from specjax.pallas.pick import Noise, Row, draw_noise, draw_token, num_noises, whole_noise
+from specjax.pallas.tiles import DRAW_WARPS, Tile, num_parts_of_noise, row_tile
+from specjax.sampling import first_argmax, token_logprobs
 from specjax.typing import Sample
 
 __all__ = ["sample_rows"]
@@ -33,10 +36,18 @@ class _Rows(NamedTuple):
     temperature: Any
     cutoff: Any
 
+    def address(self, b: jax.Array) -> Words:
+        return address((self.key[b, 0], self.key[b, 1]), self.position[b], self.stream[b])
+
 
 class _Reduced(NamedTuple):
-    rows: _Rows
     partials: Partials
+    noise: Any
+
+
+class _Operands(NamedTuple):
+    rows: _Rows
+    reduced: _Reduced
 
 
 def sample_rows(
@@ -67,29 +78,46 @@ def sample_rows(
     """
     size, vocab_size = logits.shape
     tile = row_tile(size, vocab_size)
-    count = tile.count(vocab_size)
+    count, num_blocks = tile.count(vocab_size), num_noises(vocab_size)
+    parts = num_parts_of_noise(size, num_blocks)
     rows = _Rows(logits, key, position, stream, temperature, cutoff)
 
-    def reduce_kernel(rows: _Rows, partials: Partials) -> None:
-        b, number = divide(pl.program_id(0), count)
-        scale = read_temperature(rows.temperature[b]).scale
-        share = Share(rows.logits, b, number, scale, _at(rows.cutoff, b))
-        store_partials(share, partials, b, tile, interpret)
+    def reduce_kernel(rows: _Rows, out: _Reduced) -> None:
+        # The programs of the noise come first: it waits for no logit, and the draw for it.
+        number = pl.program_id(0)
+        behind = number - size * parts
 
-    def draw_kernel(reduced: _Reduced, out: Sample) -> None:
-        _draw(reduced, out, pl.program_id(0), noise_dtype)
+        @pl.when(behind >= 0)
+        def _() -> None:
+            _reduce(rows, out.partials, behind, tile, interpret)
 
-    partials = launch(
+        if parts:
+
+            @pl.when(behind < 0)
+            def _() -> None:
+                b, part = divide(number, parts)
+                num = num_blocks // parts
+                noise = draw_noise(rows.address(b), part * num, num, noise_dtype)
+                where = noise.first + jax.lax.iota(jnp.int32, num)
+                plgpu.store(out.noise.at[b, where], noise.blocks)
+
+    def draw_kernel(operands: _Operands, out: Sample) -> None:
+        _draw(operands, out, noise_dtype)
+
+    reduced = launch(
         reduce_kernel,
         rows,
-        partials_like(size, vocab_size, tile, tiles=False),
-        num_programs=size * count,
+        _Reduced(
+            partials_like(size, vocab_size, tile, tiles=False),
+            like((size, num_blocks), noise_dtype) if parts else None,
+        ),
+        num_programs=size * (parts + count),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
     return launch(
         draw_kernel,
-        _Reduced(rows, partials),
+        _Operands(rows, reduced),
         Sample(like((size,), jnp.int32), like((size,)), like((size,))),
         num_programs=size,
         num_warps=DRAW_WARPS,
@@ -97,25 +125,38 @@ def sample_rows(
     )
 
 
-def _draw(reduced: _Reduced, out: Sample, b: jax.Array, noise_dtype: Any) -> None:
+def _reduce(rows: _Rows, out: Partials, number: jax.Array, tile: Tile, interpret: bool) -> None:
+    b, part = divide(number, tile.count(rows.logits.shape[1]))
+    scale = read_temperature(rows.temperature[b]).scale
+    share = Share(rows.logits, b, part, scale, _at(rows.cutoff, b), None)
+    store_partials(share, out, b, tile, interpret)
+
+
+def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
     """Draws row b's token and writes its sample."""
-    rows, cutoff = reduced.rows, _at(reduced.rows.cutoff, b)
-    vocab_size = rows.logits.shape[1]
-    blocks = load_blocks(reduced.partials, b, vocab_size)
+    (rows, reduced), b = operands, pl.program_id(0)
+    cutoff = _at(rows.cutoff, b)
+    blocks = load_blocks(reduced.partials, b, rows.logits.shape[1])
+    at = rows.address(b)
+    if reduced.noise is None:
+        noise = whole_noise(at, rows.logits.shape[1], noise_dtype)
+    else:
+        noise = Noise(at, jnp.int32(0), load_line(reduced.noise, b, 0))
     scaling = read_temperature(rows.temperature[b])
-    at = address((rows.key[b, 0], rows.key[b, 1]), rows.position[b], rows.stream[b])
-    noise = draw_noise(at, vocab_size, noise_dtype)
     merged = merge_blocks(blocks, scaling.scale)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
-        return argmax_tokens(rows.logits, b, cutoff, first_argmax(blocks.max)), -merged.law.log_sum
+        best = block_argmax(rows.logits, b, cutoff, first_argmax(blocks.max))
+        return best, merged.law.anchor
 
     def random() -> tuple[jax.Array, jax.Array]:
         row = Row(rows.logits, b, scaling.scale, cutoff, merged.law)
         weights = block_weights(blocks, merged.law, scaling.scale)
-        return draw_token(row, weights, noise, lambda _, logprobs: logprobs)
+        drawn = draw_token(row, weights, noise, lambda _, logprobs: logprobs)
+        return drawn.token, drawn.logit
 
-    token, logprob = jax.lax.cond(scaling.greedy, greedy, random)
+    token, logit = jax.lax.cond(scaling.greedy, greedy, random)
+    logprob = token_logprobs(logit, merged.law, scaling.scale)
     valid = scaling.valid & merged.finite
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
     out.logprobs[b] = jnp.where(valid, logprob, jnp.float32(0))

@@ -51,7 +51,7 @@ def with_statistics(inputs: Inputs, plan: Plan) -> Inputs:
         def _() -> None:
             where = draft_place(inputs, request, i, wanted, plan)
             scale = where.scaling.scale
-            share = Share(inputs.draft, where.row, number, scale, where.cutoff)
+            share = Share(inputs.draft, where.row, number, scale, where.cutoff, None)
             store_partials(share, out.partials, place, plan.tile, plan.interpret)
 
             @pl.when(arrive(out.counters, (place,), count, plan.interpret))

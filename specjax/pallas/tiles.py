@@ -5,17 +5,28 @@ from typing import NamedTuple
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
+    "COUNT_WARPS",
     "DRAW_WARPS",
+    "SEARCH_WARPS",
     "Tile",
     "is_small",
+    "num_parts_of_noise",
     "pair_tile",
     "power_of_two",
     "row_tile",
+    "search_tile",
     "target_tile",
 ]
 
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
+
+# A cutoff is searched by one program among up to 2^15 candidates and their weights: 128 registers
+# to a thread.
+SEARCH_WARPS = 16
+
+# Counted values are a few hundred.
+COUNT_WARPS = 4
 
 
 class Tile(NamedTuple):
@@ -65,9 +76,26 @@ def target_tile(num_requests: int, vocab_size: int) -> Tile:
 def pair_tile(num_requests: int, vocab_size: int) -> Tile:
     """For the residual, which reads a target and a draft row side by side.
 
-    In a small batch about one program to a multiprocessor, in a large one fewer and longer ones.
+    In the smallest batches about two programs to a multiprocessor, in a large one fewer and longer
+    ones.
     """
+    if num_requests <= 8:
+        return Tile(_at_most(4096, vocab_size), 4)
     return Tile(_at_most(8192 if is_small(num_requests) else 16384, vocab_size), 8)
+
+
+def search_tile(vocab_size: int) -> Tile:
+    """For the candidates of a cutoff: every program first bounds the row, so that few are made."""
+    return Tile(_at_most(8192, vocab_size), 8)
+
+
+def num_parts_of_noise(num_rows: int, num_blocks: int) -> int:
+    """Programs of their own that make the noise of `gumbel_sample`'s blocks, for each row.
+
+    They shorten the draw while multiprocessors idle, and with float64 a thousand blocks are work
+    enough for four. In a larger batch they would only stand in line: none.
+    """
+    return max(1, num_blocks // 256) if num_rows <= 128 else 0
 
 
 def is_small(num_requests: int) -> bool:
