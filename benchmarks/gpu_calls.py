@@ -98,7 +98,7 @@ class Effort(NamedTuple):
     """How long to measure: runs per case, calls per run, and what "the kernels" are here."""
 
     runs: int = 7
-    calls: int = 144
+    calls: int = 576
     most_sets: int = 48
     kernels: str = "triton"
 

@@ -24,7 +24,7 @@ from vllm_files import Functions, load
 # As gpu_inputs.py has it: what the calls of a replay read lies beyond twice the L2 of an H200.
 ROTATING_BYTES = 120e6
 K, V = 5, 131072
-RUNS, CALLS = 7, 144
+RUNS, CALLS = 7, 576
 
 
 class Inputs(NamedTuple):
