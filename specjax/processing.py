@@ -58,8 +58,9 @@ def process_logits(
 
     with r, f, s the repetition, frequency and presence penalty. The order is vLLM's. It is
     computed in float32 and rounded once to the dtype of the logits: bfloat16 ones near 20 lie
-    0.125 apart, and where a small penalty matters they are cast to float32 before. Row r of a request also
-    counts its drafted tokens before that row, and those alone: verification stays exact.
+    0.125 apart, and where a small penalty matters they are cast to float32 before. Row r of a
+    request also counts its drafted tokens before that row, and those alone: verification stays
+    exact.
 
     Args:
       logits: [B, R, V], or [B, V] for R = 1; bf16, f16 or f32, raw: R = K + 1 target rows of
