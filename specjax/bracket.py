@@ -6,6 +6,7 @@ order, their keys, so that a search ends after at most as many halvings as a flo
 bits; and a bracket shrinks to the logits inside it, so that it ends once one value is left.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ __all__ = [
     "Bracket",
     "Extremes",
     "Reach",
+    "even_pivots",
     "halve",
     "is_found",
     "key_value",
@@ -23,9 +25,12 @@ __all__ = [
     "open_bracket",
     "ordered_key",
     "pivot_keys",
+    "search",
     "tighten",
 ]
 
+# Halvings between two looks at what is left inside: a look costs as much as two of them.
+_HALVINGS = 6
 _MOST = float(jnp.finfo(jnp.float32).max)
 
 
@@ -183,3 +188,44 @@ def narrow(bracket: Bracket, pivot: jax.Array, reach: Reach, target: jax.Array) 
     low = jnp.maximum(ordered_key(reach.least), pivot)
     high = jnp.minimum(ordered_key(reach.most) + jnp.int32(1), pivot)
     return halve(bracket, jnp.where(enough, low, high), reach.mass, target)
+
+
+def search(
+    bracket: Bracket,
+    target: jax.Array,
+    weigh: Callable[[jax.Array], jax.Array],
+    look: Callable[[Bracket], Extremes] | None,
+) -> Bracket:
+    """Halves brackets until all are found.
+
+    Args:
+      bracket: i32[...].
+      target: f32[...], positive.
+      weigh: what of each row lies at or above f32[...].
+      look: what of each row lies inside its bracket; None goes on to the last bit.
+
+    Returns:
+      i32[...], `low` the threshold or no logit away from it.
+    """
+
+    def halving(turn: jax.Array, bracket: Bracket) -> Bracket:
+        (pivot,) = pivot_keys(bracket)
+        pivot = jnp.where(turn % 2 == 0, middle_key(bracket), pivot)
+        return halve(bracket, pivot, weigh(key_value(pivot)), target)
+
+    def go_on(bracket: Bracket) -> Bracket:
+        bracket = jax.lax.fori_loop(jnp.int32(0), jnp.int32(_HALVINGS), halving, bracket)
+        return bracket if look is None else tighten(bracket, look(bracket))
+
+    def is_open(bracket: Bracket) -> jax.Array:
+        found = is_found(bracket)
+        return ~(jnp.all(found) if found.ndim else found)
+
+    return jax.lax.while_loop(is_open, go_on, bracket)
+
+
+def even_pivots(low: jax.Array, high: jax.Array, num: int) -> jax.Array:
+    """Values f32[num] that cut from `low` to below `high`, finite f32[], into equal parts."""
+    share = jax.lax.iota(jnp.float32, num) * jnp.float32(1 / num)
+    # The difference of huge ones would overflow.
+    return low * (jnp.float32(1) - share) + high * share

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, read_array, read_optional
-from specjax.implementation import read_implementation
+from specjax.implementation import by_implementation, read_implementation
 from specjax.mesh import map_batch_shards, vary_like
 from specjax.threshold import Filters, cutoff_of_rows
 
@@ -132,18 +132,13 @@ def _cut_rows(
     implementation: str, logits: jax.Array, temperature: jax.Array, filters: Filters
 ) -> jax.Array:
     """The cutoffs f32[R] of rows [R, V], by the implementation that is to run."""
-    # HERE the kernel attaches, in place of the two statements below:
-    #   def kernels(logits, temperature, filters, interpret):
-    #       from specjax.pallas.cutoff import cutoff_rows
-    #       return cutoff_rows(logits, temperature, *filters, interpret=interpret)
-    #   return by_implementation(
-    #       implementation, cutoff_of_rows, kernels, logits, temperature, filters)
-    if implementation in ("triton", "interpret"):
-        raise ValueError(
-            f"implementation={implementation!r} names a kernel, and logit_cutoff has none; use "
-            "None or 'xla'."
-        )
-    return cutoff_of_rows(logits, temperature, filters)
+
+    def kernels(logits: Any, temperature: Any, filters: Filters, interpret: bool) -> jax.Array:
+        from specjax.pallas.cutoff import cutoff_rows
+
+        return cutoff_rows(logits, temperature, *filters, interpret=interpret)
+
+    return by_implementation(implementation, cutoff_of_rows, kernels, logits, temperature, filters)
 
 
 def _refuse_nan(cutoff: jax.Array, filters: Filters) -> jax.Array:

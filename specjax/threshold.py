@@ -8,26 +8,17 @@ that can hold the threshold, where they are few.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.bracket import (
-    Bracket,
-    Extremes,
-    halve,
-    is_found,
-    key_value,
-    middle_key,
-    open_bracket,
-    pivot_keys,
-    tighten,
-)
+from specjax.bracket import Bracket, Extremes, key_value, open_bracket, search
 from specjax.logits import Scaling, read_temperature
 from specjax.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
 from specjax.mesh import vary_like
 from specjax.truncation import (
+    MARGIN,
     extremes_blocks,
     keeps_top_k,
     keeps_top_p,
@@ -44,10 +35,6 @@ __all__ = ["Filters", "cutoff_of_rows"]
 # Blocks that rows are gathered down to: an eighth of today's vocabularies, at the cost of half a
 # pass over them; room for the top 128 wherever they lie.
 _NUM_GATHERED = 128
-# Halvings between two looks at what is left inside: a look costs as much as two of them.
-_HALVINGS = 6
-# What a bound leaves to rounding: a share of a mass, and of an exponent.
-_MARGIN = 1e-4
 
 _Weigh = Callable[[jax.Array], jax.Array]
 _Look = Callable[[Bracket], Extremes]
@@ -123,7 +110,7 @@ def _read_rows(
     row = _Row(whole.max, scaling.scale, whole.sum, no, no, no, jnp.full_like(whole.max, -jnp.inf))
     if filters.min_p is not None:
         # What decides is a comparison made for each logit: this bound only has to stay below it.
-        relative = min_p_threshold(filters.min_p) - jnp.float32(_MARGIN)
+        relative = min_p_threshold(filters.min_p) - jnp.float32(MARGIN)
         low = row.anchor + relative / row.scale
         row = row._replace(low=low, cuts=row.cuts | (law & (filters.min_p > 0)))
     if filters.top_p is not None:
@@ -160,7 +147,7 @@ def _bound_top_k(partials: BlockPartials, row: _Row, top_k: jax.Array) -> jax.Ar
 
 def _bound_top_p(partials: BlockPartials, row: _Row, top_p: jax.Array) -> jax.Array:
     """A logit, f32[R], at and above which lies enough mass by what the blocks tell."""
-    target = mass_target(top_p, row.mass) * jnp.float32(1 + _MARGIN)
+    target = mass_target(top_p, row.mass) * jnp.float32(1 + MARGIN)
     bracket = open_bracket(row.low, row.anchor, row.cuts_p)
     bracket = _search(
         bracket,
@@ -212,26 +199,5 @@ def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> ja
 
 
 def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | None) -> Bracket:
-    """Halves brackets [R] until all are found.
-
-    Args:
-      bracket: i32[R].
-      target: f32[R].
-      weigh: what of each row lies at or above f32[R].
-      look: what of each row lies inside its bracket; None goes on to the last bit.
-
-    Returns:
-      i32[R], `low` the threshold or no logit away from it.
-    """
-
-    def halving(turn: Any, bracket: Bracket) -> Bracket:
-        (pivot,) = pivot_keys(bracket)
-        pivot = jnp.where(turn % 2 == 0, middle_key(bracket), pivot)
-        return halve(bracket, pivot, weigh(key_value(pivot)), target)
-
-    def go_on(bracket: Bracket) -> Bracket:
-        bracket = jax.lax.fori_loop(0, _HALVINGS, halving, bracket)
-        return bracket if look is None else tighten(bracket, look(bracket))
-
-    bracket = vary_like(bracket, bracket, target)
-    return jax.lax.while_loop(lambda b: ~jnp.all(is_found(b)), go_on, bracket)
+    """`search` of brackets [R], inside `shard_map`, too."""
+    return search(vary_like(bracket, bracket, target), target, weigh, look)

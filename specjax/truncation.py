@@ -13,6 +13,7 @@ from specjax.logsumexp import BlockPartials, Exp2, exp_scaled
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
+    "MARGIN",
     "combine_reaches",
     "extremes_blocks",
     "keeps_top_k",
@@ -26,6 +27,8 @@ __all__ = [
     "reach_blocks",
 ]
 
+# What a bound leaves to rounding: a share of a mass, and of an exponent.
+MARGIN = 1e-4
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from scipy import stats
 
 import specjax
-from specjax import threshold
+from specjax import bracket, threshold
 from specjax.cutoff import _run
 
 SIZES = [1, 5, 127, 128, 129, 1025, 5000]
@@ -73,8 +73,10 @@ def batch(seed, v, rounds=9):
     )
 
 
-def check(rows, cut=specjax.logit_cutoff, max_unclear=0.05, **options):
+def check(rows, cut=None, max_unclear=0.05, implementation=None, **options):
     """The cutoff of each row is the oracle's; returns the cutoffs."""
+    if cut is None:
+        cut = functools.partial(specjax.logit_cutoff, implementation=implementation)
     filters = {
         name: getattr(rows, name) for name in ("temperature", "top_k", "top_p", "min_p")
     } | options
@@ -103,23 +105,23 @@ def law(row, temperature, cutoff):
 
 
 @pytest.mark.parametrize("v", SIZES)
-def test_cutoffs_are_those_of_a_sort(v):
-    check(batch(v, v))
+def test_cutoffs_are_those_of_a_sort(v, implementation):
+    check(batch(v, v), implementation=implementation)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_logits_are_read_exactly(dtype):
+def test_narrow_logits_are_read_exactly(dtype, implementation):
     rows = batch(1, 1025)
     with np.errstate(over="ignore"):
         rows.logits = np.asarray(jnp.clip(rows.logits, -6e4, 6e4).astype(dtype))
-    check(rows)
+    check(rows, implementation=implementation)
 
 
 @pytest.mark.parametrize("names", [("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p"), ()])
-def test_none_is_a_filter_that_is_off(names):
+def test_none_is_a_filter_that_is_off(names, implementation):
     rows = batch(2, 129)
     off = {name: None for name in ("top_k", "top_p", "min_p") if name not in names}
-    check(rows, **off)
+    check(rows, implementation=implementation, **off)
 
 
 def test_the_blocks_that_are_gathered_are_those_that_matter():
@@ -168,9 +170,11 @@ def test_cutoffs_are_those_of_a_sort_whatever_the_values(logits, temperature, to
     oracle_cutoff.check(row, np.asarray(got), temperature, **filters)
 
 
-def test_by_hand():
+def test_by_hand(implementation):
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1], jnp.float32))
-    cut = functools.partial(specjax.logit_cutoff, logits, temperature=1.0)
+    cut = functools.partial(
+        specjax.logit_cutoff, logits, temperature=1.0, implementation=implementation
+    )
     assert cut(top_k=2) == logits[1]
     assert cut(top_p=0.69) == logits[1]
     assert cut(top_p=0.71) == logits[2]
@@ -194,7 +198,7 @@ def test_ties_at_an_edge_are_kept_and_a_masked_token_never_counts():
 # Rows that are not cut, and rows that must not be.
 
 
-def test_what_is_off_keeps_all_and_greedy_rows_are_not_cut():
+def test_what_is_off_keeps_all_and_greedy_rows_are_not_cut(implementation):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 40)).astype(np.float32))
     cutoff = specjax.logit_cutoff(
         logits,
@@ -202,17 +206,20 @@ def test_what_is_off_keeps_all_and_greedy_rows_are_not_cut():
         top_k=jnp.array([0, 40, 3, 3, 3, 3]),
         top_p=jnp.array([1.0, 7.0, 0.5, 0.5, 0.5, 0.5], jnp.float32),
         min_p=jnp.array([0.0, -1.0, 0.5, 0.5, 0.5, 0.5], jnp.float32),
+        implementation=implementation,
     )
     np.testing.assert_array_equal(cutoff, np.full(6, -INF))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, "masked"])
-def test_a_row_that_is_no_law_stays_one_to_the_samplers(bad):
+def test_a_row_that_is_no_law_stays_one_to_the_samplers(bad, implementation):
     logits = np.random.default_rng(0).normal(size=(2, 300)).astype(np.float32)
     logits[1] = -INF if bad == "masked" else logits[1]
     logits[1, 17] = -INF if bad == "masked" else bad
     logits = jnp.asarray(logits)
-    cutoff = specjax.logit_cutoff(logits, temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)
+    cutoff = specjax.logit_cutoff(
+        logits, temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, implementation=implementation
+    )
     assert cutoff[0] > -jnp.inf
     assert cutoff[1] == -jnp.inf
     tokens = specjax.gumbel_sample(
@@ -506,7 +513,8 @@ def _compiled_anew(logits, *, temperature, **filters):
 
 @pytest.mark.parametrize("name", ["halve", "mass_target", "least_kept", "keeps_top_k"])
 def test_a_fault_inside_the_search_is_seen(name, monkeypatch):
-    true = getattr(threshold, name)
+    room = bracket if name == "halve" else threshold
+    true = getattr(room, name)
     faults = {
         # More than the target where it has to be reached.
         "halve": lambda bracket, pivot, mass, target: true(
@@ -516,6 +524,6 @@ def test_a_fault_inside_the_search_is_seen(name, monkeypatch):
         "least_kept": lambda blocks, low, *rest: true(blocks, low),
         "keeps_top_k": lambda top_k, v: (top_k > 1) & (top_k < v),
     }
-    monkeypatch.setattr(threshold, name, faults[name])
+    monkeypatch.setattr(room, name, faults[name])
     with pytest.raises(AssertionError, match=r"is not|inf"):
         check(batch(129, 129), cut=_compiled_anew)

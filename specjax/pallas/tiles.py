@@ -5,8 +5,8 @@ from typing import NamedTuple
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
-    "COUNT_WARPS",
     "DRAW_WARPS",
+    "GUESS_WARPS",
     "SEARCH_WARPS",
     "Tile",
     "is_small",
@@ -21,12 +21,11 @@ __all__ = [
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
 
-# A cutoff is searched by one program among up to 2^15 candidates and their weights: 128 registers
-# to a thread.
-SEARCH_WARPS = 16
+# A row's thousand blocks are asked at 64 places by one program.
+GUESS_WARPS = 8
 
-# Counted values are a few hundred.
-COUNT_WARPS = 4
+# A cutoff is searched by one program among up to 2^14 candidates.
+SEARCH_WARPS = 16
 
 
 class Tile(NamedTuple):
@@ -85,8 +84,8 @@ def pair_tile(num_requests: int, vocab_size: int) -> Tile:
 
 
 def search_tile(vocab_size: int) -> Tile:
-    """For the candidates of a cutoff: every program first bounds the row, so that few are made."""
-    return Tile(_at_most(8192, vocab_size), 8)
+    """For the candidates of a cutoff: in most small tiles there is none, and packing is slow."""
+    return Tile(_at_most(2048, vocab_size), 4)
 
 
 def num_parts_of_noise(num_rows: int, num_blocks: int) -> int:

@@ -190,6 +190,23 @@ def test_sampling_lowers_for_cuda(dtype, noise_dtype):
             assert num_kernels(text) == 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cutoffs_lower_for_cuda(dtype):
+    filters = {"top_k": I32, "top_p": F32, "min_p": F32}
+
+    def cut(logits, temperature, filters):
+        return specjax.logit_cutoff(
+            logits, temperature=temperature, implementation="triton", **filters
+        )
+
+    with on_gpu():
+        for names in (["top_k"], ["top_p"], ["min_p"], list(filters)):
+            asked = {name: shape(BATCH, dtype=filters[name]) for name in names}
+            for vocab_size in (VOCAB, 300_000):
+                logits = shape(BATCH, vocab_size, dtype=dtype)
+                assert num_kernels(lower(cut, logits, shape(BATCH), asked)) == 4
+
+
 @pytest.mark.parametrize("kind", ["drawn", "one-hot", "without statistics", "everything"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verification_lowers_for_cuda(dtype, kind):

@@ -1,0 +1,226 @@
+"""The logits of a row that can be its cutoff, gathered by many programs.
+
+A row's block partials tell where its cutoff probably lies, and a little below begins what is
+gathered: often a few dozen logits of a vocabulary, packed tile by tile, which one program can
+search in its registers. Whether it was enough is certain afterwards.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.bracket import even_pivots
+from specjax.logits import read_temperature
+from specjax.logsumexp import BlockPartials, combine_blocks
+from specjax.pallas.launch import fast_exp2, like, only
+from specjax.pallas.logsumexp import Partials, load_blocks, load_row, tile_index
+from specjax.pallas.tiles import Tile, power_of_two
+from specjax.truncation import (
+    MARGIN,
+    keeps_top_k,
+    keeps_top_p,
+    mass_above,
+    mass_weights,
+    min_p_threshold,
+)
+
+__all__ = [
+    "Candidates",
+    "Limits",
+    "Row",
+    "Rows",
+    "asks_anything",
+    "candidates_like",
+    "guess_low",
+    "read_row",
+    "store_candidates",
+]
+
+# Places between the smallest and the largest of the blocks' maxima at which the blocks are asked.
+_PIVOTS = 32
+# Of what top-p leaves out, the share that a guess adds to be safe.
+_SPARE_SHARE = 0.3
+# Behind the candidates of a tile, for what is not one: the interpreter writes back what a mask
+# leaves out.
+_SPARE = 128
+
+
+class Rows(NamedTuple):
+    """Rows of logits [R, V], and what is asked of each, as references: [R], or None."""
+
+    logits: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+class Limits(NamedTuple):
+    """What a row is asked for: scalars; None is a filter that no row asks for."""
+
+    top_k: jax.Array | None
+    top_p: jax.Array | None
+    min_p: jax.Array | None
+
+
+class Row(NamedTuple):
+    """What is known of a row before it is searched: scalars.
+
+    Attributes:
+      limits: what is asked.
+      scale: f32, one over the temperature.
+      anchor: f32, the largest logit.
+      mass: f32, of all tokens, in the scale of `mass_weights`.
+      asks: bool, the row is a law and some filter cuts it.
+      cuts_k: bool, top-k does; None where no row asks for it.
+      cuts_p: bool, likewise top-p.
+      blocks: f32[N], partials of the row's blocks.
+    """
+
+    limits: Limits
+    scale: jax.Array
+    anchor: jax.Array
+    mass: jax.Array
+    asks: jax.Array
+    cuts_k: jax.Array | None
+    cuts_p: jax.Array | None
+    blocks: BlockPartials
+
+
+class Candidates(NamedTuple):
+    """What the programs of R rows gather.
+
+    Attributes:
+      low: f32[R], where they begin; -inf where that is not known.
+      count: i32[R, tiles], logits of a tile from there on: more than `capacity` were not kept.
+      logits: [R, tiles, capacity + _SPARE].
+    """
+
+    low: Any
+    count: Any
+    logits: Any
+
+    @property
+    def capacity(self) -> int:
+        """Most candidates of a tile."""
+        size: int = self.logits.shape[2]
+        return size - _SPARE
+
+
+def candidates_like(logits: jax.Array, tile: Tile, low: Any) -> Candidates:
+    """The shapes of `Candidates` of rows [R, V], with `low` as it is: up to 2^14 of a row."""
+    size, vocab_size = logits.shape
+    count = tile.count(vocab_size)
+    capacity = min(tile.size, max(32, 2**14 // power_of_two(count)))
+    return Candidates(
+        low, like((size, count), jnp.int32), like((size, count, capacity + _SPARE), logits.dtype)
+    )
+
+
+def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
+    """Whether a row is cut if it is a law, bool[]."""
+    limits = _limits(rows, b)
+    scaling = read_temperature(rows.temperature[b])
+    asks = scaling.scale < 0  # never, as a value that Triton can branch on
+    if limits.top_k is not None:
+        asks |= keeps_top_k(limits.top_k, rows.logits.shape[1])
+    if limits.top_p is not None:
+        asks |= keeps_top_p(limits.top_p)
+    if limits.min_p is not None:
+        asks |= limits.min_p > 0
+    return asks & scaling.valid & ~scaling.greedy
+
+
+def read_row(rows: Rows, partials: Partials, b: jax.Array, interpret: bool) -> Row:
+    """Reads what the partials of a row tell."""
+    vocab_size = rows.logits.shape[1]
+    limits, scale = _limits(rows, b), read_temperature(rows.temperature[b]).scale
+    blocks = load_blocks(partials, b, vocab_size)
+    whole = combine_blocks(blocks, scale, fast_exp2(interpret))
+    asks = asks_anything(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
+    cuts_k = None if limits.top_k is None else asks & keeps_top_k(limits.top_k, vocab_size)
+    cuts_p = None if limits.top_p is None else asks & keeps_top_p(limits.top_p)
+    return Row(limits, scale, whole.max, whole.sum, asks, cuts_k, cuts_p, blocks)
+
+
+def _limits(rows: Rows, b: jax.Array) -> Limits:
+    return Limits(*[None if x is None else x[b] for x in (rows.top_k, rows.top_p, rows.min_p)])
+
+
+def guess_low(row: Row, interpret: bool) -> jax.Array:
+    """A logit f32 a little below where the cutoff is expected; -inf where there is no telling.
+
+    Of top-k and min-p it is a bound. Of top-p it is a guess.
+    """
+    limits, low = row.limits, row.anchor
+    if limits.min_p is not None:
+        # The comparison that decides is made on the logit itself, so that this stays below it.
+        relative = min_p_threshold(limits.min_p) - jnp.float32(MARGIN)
+        low = row.anchor + relative / row.scale
+    elif row.cuts_k is not None or row.cuts_p is not None:
+        low = jnp.minimum(row.anchor, -jnp.inf)
+    if row.cuts_k is None and row.cuts_p is None:
+        return low
+    exists = row.blocks.max > -jnp.inf
+    least = jnp.min(jnp.where(exists, row.blocks.max, jnp.inf))
+    pivots, maxima = even_pivots(least, row.anchor, _PIVOTS), row.blocks.max[None]
+    reaching = mass_above(maxima, None, pivots)
+    if row.cuts_p is not None and limits.top_p is not None:
+        mass = _expected_mass(row, pivots, reaching, interpret)
+        share = limits.top_p + jnp.float32(_SPARE_SHARE) * (1 - limits.top_p)
+        guess = jnp.max(jnp.where(mass >= share * row.mass, pivots, least))
+        low = jnp.where(row.cuts_p, jnp.maximum(low, guess), low)
+    if row.cuts_k is not None and limits.top_k is not None:
+        enough = reaching >= limits.top_k.astype(jnp.float32)
+        # What top-p weighs is what top-k kept, down to top-k's own threshold.
+        bound = jnp.max(jnp.where(enough, pivots, -jnp.inf))
+        low = jnp.where(row.cuts_k, bound, low)
+    return low
+
+
+def _expected_mass(row: Row, pivots: jax.Array, reaching: jax.Array, interpret: bool) -> jax.Array:
+    """What of a row lies above each of its pivots, by what its blocks tell, f32[_PIVOTS].
+
+    The blocks' maxima are known. If tokens fall into blocks at random and a share g of N blocks
+    has no logit above t, about -N log(g) tokens lie there: the others are spread between pivots.
+    """
+    exp2 = fast_exp2(interpret)
+    weights = mass_weights(row.blocks.max, row.anchor, row.scale, exp2)
+    known = mass_above(row.blocks.max[None], weights[None], pivots)
+    num = jnp.sum((row.blocks.max > -jnp.inf).astype(jnp.float32))
+    number = num * jnp.log(num / jnp.maximum(num - reaching, jnp.float32(0.5)))
+    hidden = jnp.maximum(number - reaching, 0)
+    at = mass_weights(pivots, row.anchor, row.scale, exp2)
+    lane = jax.lax.iota(jnp.int32, _PIVOTS)
+    step = (only(pivots, lane == 1) - only(pivots, lane == 0)) * row.scale
+    growth = jnp.exp(jnp.minimum(step, jnp.float32(10)))
+    between = at * (jnp.float32(0.5) + jnp.float32(0.5) * growth)
+    # Sums over the pivots above, by parts: those that lie beyond i are not known at i.
+    more = hidden * between * (1 - 1 / growth)
+    return known + hidden * between + jnp.sum(more) - jnp.cumsum(more)
+
+
+def store_candidates(
+    rows: Rows, block_max: Any, low: Any, out: Candidates, b: jax.Array, number: Any, tile: Tile
+) -> None:
+    """Packs what lies at or above `low` of row b in tile `number`."""
+    blocks = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
+    inside = blocks < block_max.shape[1]
+    largest = plgpu.load(block_max.at[b, blocks], mask=inside, other=jnp.float32(-jnp.inf))
+    start = low[b]
+    out.count[b, number] = jnp.where(start == -jnp.inf, jnp.int32(out.capacity + 1), 0)
+
+    @pl.when((start > -jnp.inf) & (jnp.max(largest) >= start))
+    def _() -> None:
+        x = load_row(rows.logits, b, tile_index(tile, number))
+        reaches = x.astype(jnp.float32) >= start
+        inside = jnp.cumsum(reaches.astype(jnp.int32), axis=1, dtype=jnp.int32)
+        counts = jnp.sum(reaches.astype(jnp.int32), axis=1, dtype=jnp.int32)
+        before = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        place = before[:, None] + inside - 1
+        kept = reaches & (place < out.capacity)
+        plgpu.store(out.logits.at[b, number, jnp.where(kept, place, out.capacity)], x, mask=kept)
+        out.count[b, number] = jnp.sum(counts, dtype=jnp.int32)

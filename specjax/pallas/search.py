@@ -1,0 +1,114 @@
+"""The search for a row's cutoff by one program: among candidates, or in the row itself."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.bracket import Bracket, Extremes, key_value, open_bracket, search
+from specjax.pallas.candidates import Candidates, Row
+from specjax.pallas.launch import divide, fast_exp2
+from specjax.pallas.logsumexp import load_row
+from specjax.pallas.tiles import Tile, power_of_two
+from specjax.truncation import (
+    extremes_blocks,
+    least_kept,
+    mass_above,
+    mass_target,
+    mass_weights,
+)
+
+__all__ = ["Source", "in_memory", "in_registers", "load_candidates", "search_source"]
+
+
+class Source(NamedTuple):
+    """What a search asks of a row's logits: f32 and `Extremes` of f32."""
+
+    number: Callable[[jax.Array], jax.Array]
+    weigh: Callable[[jax.Array], jax.Array]
+    look: Callable[[Bracket], Extremes]
+    least: Callable[[jax.Array], jax.Array]
+
+
+def load_candidates(candidates: Candidates, b: jax.Array, capacity: int) -> jax.Array:
+    """The candidates f32[N] of a row whose tiles have at most `capacity` each; -inf beside them."""
+    tiles = candidates.count.shape[1]
+    lane = jax.lax.iota(jnp.int32, power_of_two(tiles) * capacity)
+    tile, slot = divide(lane, capacity)
+    count = plgpu.load(candidates.count.at[b, tile], mask=tile < tiles, other=jnp.int32(0))
+    other = jnp.asarray(-jnp.inf, candidates.logits.dtype)
+    x = plgpu.load(candidates.logits.at[b, tile, slot], mask=slot < count, other=other)
+    return x.astype(jnp.float32)
+
+
+def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
+    weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
+    return Source(
+        lambda pivot: mass_above(x, None, pivot),
+        lambda pivot: mass_above(x, weights, pivot),
+        lambda bracket: extremes_blocks(x, bracket),
+        lambda low: least_kept(x, low, row.anchor, row.scale, row.limits.min_p),
+    )
+
+
+def in_memory(logits: Any, b: jax.Array, row: Row, tile: Tile, interpret: bool) -> Source:
+    """A row too long for registers, read again for every question."""
+    tiles, lane = tile.count(logits.shape[1]), jax.lax.iota(jnp.int32, tile.size)
+    zero = lane.astype(jnp.float32) * jnp.float32(0)
+
+    def over(ask: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], first: Any) -> Any:
+        def read(number: jax.Array, so_far: Any) -> Any:
+            x = load_row(logits, b, number * tile.size + lane).astype(jnp.float32)
+            return jax.tree.map(merge, so_far, ask(x))
+
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles), read, first)
+
+    def above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
+        def ask(x: jax.Array) -> jax.Array:
+            return jnp.where(x >= pivot, weights(x), jnp.float32(0))
+
+        return jnp.sum(over(ask, jnp.add, zero))
+
+    def weights(x: jax.Array) -> jax.Array:
+        return mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
+
+    def look(bracket: Bracket) -> Extremes:
+        def ask(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
+            return found.least, -found.most
+
+        least, most = over(ask, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
+        return Extremes(jnp.min(least), -jnp.min(most))
+
+    def least(low: jax.Array) -> jax.Array:
+        def ask(x: jax.Array) -> jax.Array:
+            min_p = row.limits.min_p
+            law = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
+            return least_kept(x[:, None], low[None], *law)
+
+        return jnp.min(over(ask, jnp.minimum, zero + jnp.inf))
+
+    return Source(
+        lambda pivot: above(lambda x: jnp.ones_like(x), pivot),
+        lambda pivot: above(weights, pivot),
+        look,
+        least,
+    )
+
+
+def search_source(source: Source, row: Row, low: jax.Array) -> jax.Array:
+    """The smallest logit f32 that all filters keep."""
+    mass = row.mass
+    if row.cuts_k is not None and row.limits.top_k is not None:
+        bracket = open_bracket(low, row.anchor, row.cuts_k)
+        target = row.limits.top_k.astype(jnp.float32)
+        low = key_value(search(bracket, target, source.number, source.look).low)
+        if row.cuts_p is not None:
+            mass = jnp.where(row.cuts_k, source.weigh(low), mass)
+    if row.cuts_p is not None and row.limits.top_p is not None:
+        bracket = open_bracket(low, row.anchor, row.cuts_p)
+        target = mass_target(row.limits.top_p, mass)
+        low = key_value(search(bracket, target, source.weigh, source.look).low)
+    return source.least(jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min)))
