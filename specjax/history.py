@@ -10,7 +10,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, check_shape, read_array
+from specjax.checks import as_array, check_count, read_array
 from specjax.mesh import map_batch_shards, vary_like
 
 __all__ = ["History", "TokenCounts", "count_tokens", "recent_tokens", "update_counts"]
@@ -123,9 +123,15 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
       >>> counts.generated.tolist()
       [[0, 0, 2, 0]]
     """
+    if not isinstance(counts, TokenCounts):
+        raise ValueError(
+            f"counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
+            "specjax.count_tokens makes them."
+        )
     size, vocab_size = counts.generated.shape
     token_ids = as_array("token_ids", token_ids)
-    check_shape("token_ids", token_ids, (size, *token_ids.shape[1:2]))
+    if token_ids.ndim != 2 or token_ids.shape[0] != size:
+        raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [{size}, n].")
     num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, (size,)))
     token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
 

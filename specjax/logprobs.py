@@ -15,7 +15,13 @@ from specjax.logsumexp import Law, block_partials, keep, row_statistics
 from specjax.mesh import map_batch_shards
 from specjax.sampling import token_logprobs
 
-__all__ = ["LogprobsRequest", "TopLogprobs", "read_logprobs_request", "top_logprobs"]
+__all__ = [
+    "LogprobsRequest",
+    "TopLogprobs",
+    "check_listed",
+    "read_logprobs_request",
+    "top_logprobs",
+]
 
 
 class TopLogprobs(NamedTuple):
@@ -56,6 +62,14 @@ def read_logprobs_request(num: Any, mode: Any) -> LogprobsRequest | None:
         return None
     why = "the likeliest tokens listed per generated token, or None"
     return LogprobsRequest(check_count("num_logprobs", num, 0, why), mode)
+
+
+def check_listed(name: str, num: int, vocab_size: int) -> None:
+    """Refuses to list more tokens than there are."""
+    if num > vocab_size:
+        raise ValueError(
+            f"{name} is {num} for a vocabulary of {vocab_size}; it needs at most that."
+        )
 
 
 def top_logprobs(
@@ -100,8 +114,7 @@ def top_logprobs(
         raise ValueError("logits has shape (); it needs [..., V].")
     check_logits("logits", logits, ",".join(["..."] * logits.ndim))
     leading, vocab_size = logits.shape[:-1], logits.shape[-1]
-    if n > vocab_size:
-        raise ValueError(f"n is {n} for a vocabulary of {vocab_size}; it needs at most that.")
+    check_listed("n", n, vocab_size)
     token_ids = read_array("token_ids", token_ids, jnp.int32, leading)
     temperature = read_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
     if cutoff is not None:

@@ -17,7 +17,7 @@ from specjax.acceptance import num_usable
 from specjax.api import rejection_sample
 from specjax.config import SpeculativeConfig
 from specjax.history import History, TokenCounts, count_tokens, update_counts
-from specjax.logprobs import TopLogprobs, top_logprobs
+from specjax.logprobs import TopLogprobs, check_listed, top_logprobs
 from specjax.mesh import vary_like
 from specjax.metrics import init_metrics, update_metrics
 from specjax.noise import fold_in_rows
@@ -190,6 +190,7 @@ def _append_logprobs(
     kept, asked = state.top_logprobs, state.settings.logprobs
     if kept is None or asked is None:
         return None
+    check_listed("num_logprobs", asked.num, logits.shape[-1])
     if asked.mode == "raw":
         found = top_logprobs(logits, token_ids, asked.num)
     else:

@@ -1,7 +1,7 @@
 """What a request asks of sampling besides its temperature: data, `None` for not asked."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.export
@@ -15,6 +15,7 @@ __all__ = [
     "allowed_width",
     "bad_words_array",
     "bias_array",
+    "check_sampling",
     "fit_vocabulary",
     "fit_width",
     "read_allowed",
@@ -108,9 +109,9 @@ def bias_array(
         return np.stack(rows) if rows else np.zeros((0, vocab_size), np.float32)
     row = np.zeros((vocab_size,), np.float32)
     for token_id, value in biases.items():
-        if not 0 <= token_id < vocab_size:
+        if not isinstance(token_id, SupportsIndex) or not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"biases has token {token_id}; it needs ids in [0, {vocab_size}), the vocabulary."
+                f"biases has token {token_id!r}; it needs ids in [0, {vocab_size}), the vocabulary."
             )
         row[token_id] = value
     return row
@@ -133,9 +134,14 @@ def bad_words_array(words: Sequence[Any]) -> np.ndarray:
       >>> specjax.bad_words_array([[5], [7, 2]]).tolist()
       [[5, -1], [7, 2]]
     """
-    nested = any(np.ndim(token) for word in words for token in word)
+    if not all(map(_is_sequence, words)):
+        raise ValueError("words holds a single token; each word is a sequence of token ids.")
+    nested = any(_is_sequence(token) for word in words for token in word)
     batch = [list(map(list, request)) for request in (words if nested else [words])]
-    if any(not word or min(word) < 0 for request in batch for word in request):
+    ids = [token for request in batch for word in request for token in word]
+    if not all(isinstance(token, SupportsIndex) for token in ids):
+        raise ValueError("words holds what is no integer; each word is a sequence of token ids.")
+    if min(ids, default=0) < 0 or not all(word for request in batch for word in request):
         raise ValueError("words holds an empty sequence or a negative id; a word is token ids.")
     num_words = max((len(request) for request in batch), default=0)
     longest = max((len(word) for request in batch for word in request), default=1)
@@ -146,12 +152,22 @@ def bad_words_array(words: Sequence[Any]) -> np.ndarray:
     return array if nested else array[0]
 
 
-def read_sampling(sampling: SamplingParams, size: int) -> SamplingParams:
-    """Parameters as arrays of fixed dtypes, or a `ValueError`; widths are checked by their use."""
+def check_sampling(sampling: Any) -> None:
+    """Refuses everything but `SamplingParams`."""
     if not isinstance(sampling, SamplingParams):
         raise ValueError(
             f"sampling is {type(sampling).__name__}; it needs a specjax.SamplingParams or None."
         )
+
+
+def _is_sequence(value: Any) -> bool:
+    # An array without axes is an iterable by its type only.
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+
+
+def read_sampling(sampling: SamplingParams, size: int) -> SamplingParams:
+    """Parameters as arrays of fixed dtypes, or a `ValueError`; widths are checked by their use."""
+    check_sampling(sampling)
     each = ((), (size,))
     numbers = {
         name: read_optional(f"sampling.{name}", getattr(sampling, name), dtype, *each)
@@ -224,7 +240,8 @@ def allowed_width(allowed: Any, vocab_size: int) -> int:
 def fit_vocabulary(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
     """Parameters made for one vocabulary as those of another, longer or shorter at its end.
 
-    Tokens that the first does not know have no bias and are not allowed.
+    Tokens that the first does not know have no bias and are not allowed, but for those that
+    the last word of a packed mask has bits for.
     """
     bias, allowed = sampling.bias, sampling.allowed
     if bias is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.bad_words import forbid_words
 from specjax.checks import as_array, check_logits, check_shape, read_array, read_optional
-from specjax.history import History
+from specjax.history import History, TokenCounts
 from specjax.mesh import map_batch_shards
 from specjax.params import allowed_width, read_allowed, read_bad_words, read_bias
 
@@ -102,8 +102,8 @@ def process_logits(
       Keskar et al., 2019, arXiv:1909.05858, for the repetition penalty.
     """
     logits = as_array("logits", logits)
+    check_logits("logits", logits, "[B, V]" if logits.ndim == 2 else "[B, R, V]")
     rows = logits[:, None] if logits.ndim == 2 else logits
-    check_logits("logits", rows, "[B, R, V]")
     size, num_rows, vocab_size = rows.shape
     each = ((), (size,))
 
@@ -119,9 +119,9 @@ def process_logits(
         read_bad_words("bad_words", bad_words, size),
     )
     _check_widths(rules, vocab_size)
-    history = _check_history(rules, History() if history is None else history, rows.shape)
-    drafted = _read_drafted(rules, drafted_token_ids, size, num_rows)
     first_row = read_array("first_row", first_row, jnp.int32, ())
+    history = _check_history(rules, History() if history is None else history, rows.shape)
+    drafted = _read_drafted(rules, drafted_token_ids, size, num_rows, first_row)
     return _run(rows, rules, history, drafted, first_row).reshape(logits.shape)
 
 
@@ -129,18 +129,30 @@ def _check_widths(rules: _Rules, vocab_size: int) -> None:
     for name, array in (("bias", rules.bias), ("allowed", rules.allowed)):
         if array is not None:
             width = allowed_width(array, vocab_size) if name == "allowed" else vocab_size
+            if name == "allowed" and width < array.shape[-1] == vocab_size:
+                raise ValueError(
+                    f"allowed has dtype {array.dtype} and shape {array.shape}; a mask of a number "
+                    f"per token is bool, and words of 32 tokens are {width} wide."
+                )
             check_shape(name, array, (*array.shape[:-1], width))
 
 
 def _check_history(rules: _Rules, history: History, shape: tuple[int, ...]) -> History:
     """The part of the history that the rules read."""
     size, _, vocab_size = shape
+    if not isinstance(history, History):
+        raise ValueError(f"history is {type(history).__name__}; it needs a specjax.History.")
     token_ids, lengths, counts = history
     if not rules.penalties:
         counts = None
     elif counts is None:
         raise ValueError(
             "a penalty is given without history.counts; specjax.count_tokens makes them once."
+        )
+    elif not isinstance(counts, TokenCounts):
+        raise ValueError(
+            f"history.counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
+            "specjax.count_tokens makes them."
         )
     elif rules.repetition is None:
         counts = counts._replace(prompt=None)
@@ -165,14 +177,17 @@ def _check_history(rules: _Rules, history: History, shape: tuple[int, ...]) -> H
     return History(token_ids, read_array("history.lengths", lengths, jnp.int32, (size,)), counts)
 
 
-def _read_drafted(rules: _Rules, drafted: Any, size: int, num_rows: int) -> Any:
+def _read_drafted(
+    rules: _Rules, drafted: Any, size: int, num_rows: int, first_row: jax.Array
+) -> Any:
     """Drafted tokens i32[B, D], or None where no rule reads them."""
     looks_back = rules.penalties or rules.bad_words is not None
     if drafted is None:
-        if looks_back and num_rows > 1:
+        behind = isinstance(first_row, jax.core.Tracer) or int(first_row) > 0
+        if looks_back and (num_rows > 1 or behind):
             raise ValueError(
-                f"drafted_token_ids is None for {num_rows} rows; penalties and bad words of a row "
-                "depend on the tokens drafted before it."
+                f"drafted_token_ids is None for {num_rows} rows{' past the first' * behind}; "
+                "penalties and bad words of a row depend on the tokens drafted before it."
             )
         return None
     drafted = as_array("drafted_token_ids", drafted)

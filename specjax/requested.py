@@ -6,7 +6,7 @@ import jax
 
 from specjax.cutoff import logit_cutoff
 from specjax.history import History
-from specjax.params import SamplingParams, fit_vocabulary, fit_width
+from specjax.params import SamplingParams, check_sampling, fit_vocabulary, fit_width
 from specjax.processing import process_logits
 
 __all__ = ["apply_sampling", "apply_to_draft"]
@@ -47,6 +47,7 @@ def apply_sampling(
     """
     if sampling is None:
         return logits, None
+    check_sampling(sampling)
     top_k, top_p, min_p, *rules = sampling
     names = SamplingParams._fields[3:]
     processed = {name: rule for name, rule in zip(names, rules, strict=True) if rule is not None}

@@ -289,7 +289,15 @@ def test_what_is_not_asked_for_is_not_in_the_program():
         ({"bad_words": np.ones((1, 2), np.int32), "history": None}, "history no token_ids"),
         ({"presence_penalty": 1.0, "drafted_token_ids": None}, "drafted_token_ids is None"),
         ({"drafted_token_ids": np.zeros((3, 2), np.int32)}, "D >= 3"),
+        ({"presence_penalty": 1.0, "drafted_token_ids": None, "first_row": 1}, "past the first"),
         ({"logits": np.zeros((3, 4, 5), np.int32)}, "logits are bfloat16"),
+        ({"logits": np.zeros(5, np.float32)}, r"needs \[B, R, V\]"),
+        ({"allowed": np.ones(5, np.int32)}, "words of 32 tokens are 1 wide"),
+        ({"presence_penalty": 1.0, "history": np.ones((3, 5))}, "specjax.History"),
+        (
+            {"presence_penalty": 1.0, "history": History(counts=np.ones((3, 5)))},
+            "history.counts is ndarray",
+        ),
     ],
 )
 def test_a_wrong_call_is_refused_in_a_sentence(change, words):
@@ -312,13 +320,28 @@ def test_a_repetition_penalty_needs_the_prompt():
     ("make", "words"),
     [
         (lambda: specjax.bias_array({7: 1.0}, 5), "token 7"),
+        (lambda: specjax.bias_array({"a": 1.0}, 5), "token 'a'"),
+        (lambda: specjax.bias_array({1.5: 1.0}, 5), "token 1.5"),
         (lambda: specjax.bad_words_array([[1], []]), "empty sequence"),
         (lambda: specjax.bad_words_array([[1, -1]]), "negative id"),
+        (lambda: specjax.bad_words_array([1, 2]), "single token"),
+        (lambda: specjax.bad_words_array([["a"]]), "no integer"),
+        (lambda: specjax.update_counts(np.zeros((1, 5)), [[1]], [1]), "specjax.TokenCounts"),
+        (lambda: specjax.update_counts(specjax.count_tokens([[1]], [1], 5), [1], [1]), r"\[1, n\]"),
+        (lambda: specjax.apply_sampling(np.zeros((1, 5)), {"top_k": 1}), "specjax.SamplingParams"),
     ],
 )
 def test_helpers_refuse_in_a_sentence(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_words_may_be_arrays(make):
+    words = [make([5]), make([7, 2])]
+    assert specjax.bad_words_array(words).tolist() == [[5, -1], [7, 2]]
+    assert specjax.bad_words_array([words, []]).tolist() == [[[5, -1], [7, 2]], [[-1, -1]] * 2]
+    assert specjax.bias_array({np.int64(1): 2.0}, 2).tolist() == [0.0, 2.0]
 
 
 def test_no_words_and_no_requests_are_nothing_to_do():

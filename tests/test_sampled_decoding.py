@@ -331,7 +331,7 @@ def test_without_parameters_nothing_is_carried():
         ({"sampling": SamplingParams(bias=np.zeros(V + 1))}, "bias has shape"),
         ({"sampling": SamplingParams(allowed=np.ones((4, 3, V), bool))}, "sampling.allowed"),
         ({"num_logprobs": -1}, "num_logprobs is -1"),
-        ({"num_logprobs": V + 1}, "for a vocabulary of 6"),
+        ({"num_logprobs": V + 1}, "num_logprobs is 7 for a vocabulary of 6"),
         ({"logprobs_mode": "all"}, "logprobs_mode is 'all'"),
     ],
 )
