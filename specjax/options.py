@@ -18,12 +18,12 @@ _CONFIG = dataclasses.fields(SpeculativeConfig)
 _HOTTEST = float(np.finfo(np.float32).max)
 # Of each number of a request: its type, letter, least and largest value, and what it does.
 _SAMPLING: dict[str, tuple[type, str, float, float, str]] = {
-    "top_k": (int, "K", 1, 2**31 - 1, "sample of the K likeliest tokens"),
-    "top_p": (float, "P", 0, 1, "sample of the likeliest tokens that make up P together"),
-    "min_p": (float, "P", 0, 1, "sample of tokens at least P times as likely as the likeliest"),
-    "repetition_penalty": (float, "R", 1e-6, 1e6, "> 1 makes what was said less likely; off: 1"),
-    "frequency_penalty": (float, "F", -1e6, 1e6, "off a logit as often as it was generated"),
-    "presence_penalty": (float, "F", -1e6, 1e6, "off a logit that was generated"),
+    "top_k": (int, "K", 0, 2**31 - 1, "sample of the K likeliest tokens; off: 0"),
+    "top_p": (float, "P", 0, 1, "sample of the likeliest tokens that make up P together; off: 1"),
+    "min_p": (float, "P", 0, 1, "sample of tokens at least P times as likely as the first; off: 0"),
+    "repetition_penalty": (float, "R", 1e-6, 1e6, "> 1 is against what was said, or asked; off: 1"),
+    "frequency_penalty": (float, "F", -1e6, 1e6, "off a logit each time it was generated; off: 0"),
+    "presence_penalty": (float, "F", -1e6, 1e6, "off a logit once it was generated; off: 0"),
 }
 
 
@@ -137,7 +137,7 @@ def read_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
         low, high = _SAMPLING[name][2:4]
         if not low <= value <= high or math.isnan(value):
             raise ValueError(
-                f"--{name.replace('_', '-')} is {value}; it needs to be in [{low:g}, {high:g}]."
+                f"--{name.replace('_', '-')} is {value}; it needs to be in [{low}, {high}]."
             )
     return SamplingParams(**given) if given else None
 

@@ -383,7 +383,7 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--temperature", "warm"], "invalid float value"),
         (["x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["x", "--seed", "-1"], "--seed is -1"),
-        (["x", "--top-k", "0"], r"--top-k is 0; it needs to be in \[1,"),
+        (["x", "--top-k", "-1"], r"--top-k is -1; it needs to be in \[0, 2147483647\]"),
         (["x", "--top-p", "1.5"], r"--top-p is 1.5; it needs to be in \[0, 1\]"),
         (["x", "--min-p", "nan"], "--min-p is nan"),
         (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
