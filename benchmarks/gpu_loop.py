@@ -102,7 +102,7 @@ def time_loop(loop: Loop, arguments: list[tuple[Any, ...]]) -> tuple[dict[str, A
         return figures | spread(clock) | {"kernels_us": 0.0, "kernels": {}}, _run_all(
             loop, arguments
         )
-    results, events, launches = _trace(loop, arguments)
+    results, events, launches = trace(loop, arguments)
     runs = split_runs(events)
     if len(runs) != len(arguments):
         raise RuntimeError(
@@ -149,7 +149,7 @@ def split_runs(events: list[Event]) -> list[list[Event]]:
     return runs
 
 
-def _trace(
+def trace(
     loop: Loop, arguments: list[tuple[Any, ...]]
 ) -> tuple[list[Any], list[Event], dict[str, int]]:
     """Runs under the profiler: results, device events, and launches that the host made."""

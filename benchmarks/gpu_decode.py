@@ -1,0 +1,247 @@
+"""Times decoding at real size on an NVIDIA GPU: forwards, speculative steps, tokens per second.
+
+python benchmarks/gpu_decode.py --out benchmarks/results/h200_decode.json
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from gpu_inputs import BYTES_PER_US
+from gpu_loop import Loop, kernel_times, split_runs, trace
+from gpu_verify import environment
+from spread import spread
+
+import specjax
+from specjax.models import TransformerConfig, build
+from specjax.models.config import RopeScaling
+
+# Llama 3.1 8B and Llama 3.2 1B, their sizes; the numbers are random.
+TARGET = TransformerConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rope_theta=500000.0,
+    rope_scaling=RopeScaling("llama3", 8.0),
+    tie_word_embeddings=False,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+)
+DRAFT = dataclasses.replace(
+    TARGET,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    head_dim=64,
+    rope_scaling=RopeScaling("llama3", 32.0),
+    tie_word_embeddings=True,
+)
+SMALL = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+K, LENGTH = 5, 3.7
+
+
+class Effort(NamedTuple):
+    """Tokens of context and of room behind it, iterations of a loop, and runs of it."""
+
+    context: int = 1024
+    room: int = 512
+    iterations: int = 32
+    runs: int = 5
+
+
+class Timed(NamedTuple):
+    """A loop to time: compiled with arguments, what a run is given, and iterations of it."""
+
+    run: Callable[..., Any]
+    arguments: Any
+    iterations: int
+
+
+def read_ms(model: specjax.Model, config: TransformerConfig) -> float:
+    """Milliseconds to read the weights once, but for an embedding table that only looks up."""
+    size = sum(x.nbytes for x in jax.tree.leaves(model.params))
+    if not config.tie_word_embeddings:
+        size -= model.params["embedding"].nbytes
+    return size / BYTES_PER_US / 1e3
+
+
+def forward(model: specjax.Model, tokens: int, batch: int, effort: Effort) -> Timed:
+    """Forwards of `tokens` tokens a request behind a context, each fed the argmax of the last."""
+    ids = jax.random.randint(jax.random.key(1), (batch, effort.context), 0, 100, jnp.int32)
+    place = jnp.broadcast_to(jnp.arange(effort.context, dtype=jnp.int32)[None], ids.shape)
+    fill = jax.jit(
+        lambda model: model.apply(
+            model.params,
+            ids,
+            place,
+            model.init_cache(batch, effort.context + effort.room),
+        )[1]
+    )
+
+    def loop(model: specjax.Model, cache: Any, fed: jax.Array) -> jax.Array:
+        def step(i: jax.Array, carry: Any) -> Any:
+            fed, cache = carry
+            at = effort.context + i + jnp.arange(tokens, dtype=jnp.int32)
+            at = jnp.broadcast_to(at[None], fed.shape)
+            hidden, cache = model.apply(model.params, fed, at, cache)
+            logits = model.logits(model.params, hidden)
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+        return jax.lax.fori_loop(0, effort.iterations, step, (fed, cache))[0]
+
+    fed = jnp.ones((batch, tokens), jnp.int32)
+    arguments = (model, jax.block_until_ready(fill(model)), fed)
+    compiled = jax.jit(loop).lower(*arguments).compile()
+    return Timed(compiled, arguments, effort.iterations)
+
+
+def speculate(
+    target: specjax.Model, draft: specjax.Model | None, batch: int, effort: Effort
+) -> Timed:
+    """Steps of the whole loop: drafts, target rows, verification, commit, cache."""
+    k = 0 if draft is None else K
+    config = None
+    if draft is not None:
+        config = specjax.SpeculativeConfig(
+            num_speculative_tokens=K,
+            rejection_sample_method="synthetic",
+            synthetic_acceptance_length=LENGTH,
+        )
+    drafter = None if draft is None else specjax.model_drafter(draft)
+    prompt = jax.random.randint(jax.random.key(2), (batch, effort.context), 0, 100, jnp.int32)
+    state = specjax.init(
+        target,
+        drafter,
+        prompt,
+        jnp.full((batch,), effort.context, jnp.int32),
+        keys=jax.random.key(0),
+        config=config,
+        max_new_tokens=effort.iterations * (k + 1) + 2,
+    )
+
+    def loop(target: Any, drafter: Any, state: Any) -> Any:
+        def step(_: Any, state: Any) -> Any:
+            return specjax.step(target, drafter, state, config=config)[0]
+
+        return jax.lax.fori_loop(0, effort.iterations, step, state).lengths - state.lengths
+
+    arguments = jax.block_until_ready((target, drafter, state))
+    compiled = jax.jit(loop).lower(*arguments).compile()
+    return Timed(compiled, arguments, effort.iterations)
+
+
+def clock(timed: Timed, effort: Effort) -> tuple[dict[str, Any], Any]:
+    """Milliseconds of an iteration by the host's clock over whole loops, and the last result."""
+    result = jax.block_until_ready(timed.run(*timed.arguments))
+    taken = []
+    for _ in range(effort.runs):
+        start = time.perf_counter()
+        result = jax.block_until_ready(timed.run(*timed.arguments))
+        taken.append(1e3 * (time.perf_counter() - start) / timed.iterations)
+    figures = {name.replace("_us", "_ms"): value for name, value in spread(taken).items()}
+    return figures, result
+
+
+def profile(timed: Timed) -> dict[str, Any]:
+    """Kernels of an iteration, the longest first, and what the device rested between them."""
+    loop = Loop(timed.run, 1, timed.iterations, False)
+    _, events, launches = trace(loop, [timed.arguments])
+    (run,) = split_runs(events)
+    busy = kernel_times(events, timed.iterations)
+    wall = (max(e.start + e.duration for e in run) - run[0].start) / 1e3 / timed.iterations
+    per = {name: count / timed.iterations for name, count in launches.items()}
+    return busy | {"wall_us": wall, "num_events": len(run) / timed.iterations, "launches": per}
+
+
+def cases(
+    target: specjax.Model, draft: specjax.Model, batch: int, effort: Effort
+) -> Iterator[tuple[str, Timed]]:
+    """What is timed at one batch size, one after the other: each holds a cache."""
+    yield "target, 1 token", forward(target, 1, batch, effort)
+    yield f"target, {K + 1} tokens", forward(target, K + 1, batch, effort)
+    yield "draft, 1 token", forward(draft, 1, batch, effort)
+    yield "plain step", speculate(target, None, batch, effort)
+    yield "speculative step", speculate(target, draft, batch, effort)
+
+
+def measure(
+    target: specjax.Model, draft: specjax.Model, batch: int, effort: Effort
+) -> Iterator[dict[str, Any]]:
+    """A record of each case."""
+    for name, timed in cases(target, draft, batch, effort):
+        figures, result = clock(timed, effort)
+        record = {"case": name, "B": batch, "context": effort.context} | figures
+        if name.endswith("step"):
+            emitted = float(jnp.mean(result.astype(jnp.float32))) / effort.iterations
+            record |= {
+                "tokens_per_step": emitted,
+                "tokens_per_s": 1e3 * emitted / record["median_ms"],
+            }
+        if jax.default_backend() == "gpu":
+            record["profile"] = profile(timed)
+        yield record
+
+
+def describe(record: dict[str, Any], floors: dict[str, float]) -> str:
+    """One line of the printed table."""
+    floor = floors[record["case"]]
+    line = f"{record['case']:20} B={record['B']:<3}{record['median_ms']:9.3f} ms"
+    line += f"  weights {floor:.3f} ({record['median_ms'] / floor:.2f} times)"
+    if "profile" in record:
+        busy = record["profile"]["kernels_us"] / 1e3
+        line += f"  kernels {busy:.3f} in {record['profile']['num_events']:.0f}"
+    if "tokens_per_s" in record:
+        line += f"  {record['tokens_per_step']:.2f} tokens a step, {record['tokens_per_s']:.0f}/s"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
+    args = parser.parse_args()
+    if not args.smoke and jax.default_backend() != "gpu":
+        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    sizes, effort = (TARGET, DRAFT), Effort()
+    if args.smoke:
+        sizes = tuple(dataclasses.replace(config, **SMALL) for config in sizes)
+        effort = Effort(context=16, room=64, iterations=3, runs=2)
+    target, draft = (build(config, seed=seed) for seed, config in enumerate(sizes))
+    one, small = read_ms(target, sizes[0]), read_ms(draft, sizes[1])
+    floors = {
+        "target, 1 token": one,
+        f"target, {K + 1} tokens": one,
+        "draft, 1 token": small,
+        "plain step": one,
+        "speculative step": one + K * small,
+    }
+    command = shlex.join(["python", "benchmarks/gpu_decode.py", *sys.argv[1:]])
+    result: dict[str, Any] = {
+        "environment": environment() | {"command": command},
+        "read_ms": {"target": one, "draft": small},
+        "cases": [],
+    }
+    for batch in args.batch:
+        for record in measure(target, draft, batch, effort):
+            result["cases"].append(record)
+            print(describe(record, floors), flush=True)
+            if args.out and not args.smoke:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
