@@ -40,7 +40,7 @@ CASES = {
 SHAPES = [Shape(64, 1, 131072, "bfloat16"), Shape(8, 1, 131072, "bfloat16")]
 MORE = [Shape(384, 1, 131072, "bfloat16"), Shape(64, 1, 131072, "float32")]
 FEW = ["top-k 50", "top-p 0.9", "top-k 50, top-p 0.9"]
-CALLS, RUNS = 288, 5
+CALLS, PER_ITERATION, RUNS = 288, 12, 5
 
 
 def asked(case: Case, size: int) -> dict[str, jax.Array]:
@@ -57,11 +57,16 @@ def chained(cutoff: jax.Array) -> jax.Array:
     return (cutoff > jnp.float32(1e38)).astype(jnp.int32)
 
 
+def kernels() -> str:
+    """What "the kernels" are here: a CPU rehearses them in Pallas' interpreter."""
+    return "triton" if jax.default_backend() == "gpu" else "interpret"
+
+
 def ours(rows: Any, _: Any, positions: Any, options: Any) -> Any:
     """`logit_cutoff` as `lower_loop` wants it."""
     temperature = options["temperature"] + positions.astype(jnp.float32)
     asked = options | {"temperature": temperature}
-    cutoff = specjax.logit_cutoff(rows, **asked, implementation="triton")
+    cutoff = specjax.logit_cutoff(rows, **asked, implementation=kernels())
     return cutoff, chained(cutoff)
 
 
@@ -81,7 +86,7 @@ def sampled(rows: Any, keys: Any, positions: Any, options: Any) -> Any:
         positions=positions,
         stream=options["stream"],
         temperature=options["temperature"],
-        implementation="triton",
+        implementation=kernels(),
     )
     return drawn, jnp.minimum(drawn.token_ids, 0)
 
@@ -119,23 +124,25 @@ def programs(shape: Shape, names: list[str]) -> dict[str, tuple[Any, dict[str, A
     return made
 
 
-def measure(shape: Shape, names: list[str]) -> Iterator[dict[str, Any]]:
-    """A record of each program at one shape."""
+def measure(shape: Shape, names: list[str], calls: int, runs: int) -> Iterator[dict[str, Any]]:
+    """A record of each program at one shape; a run has at most `calls` calls."""
     rows = [draw_rows(seed, shape) for seed in range(num_sets(shape, 1, 48))]
     made = programs(shape, names)
+    each = min(PER_ITERATION, calls)
     nowhere = jnp.zeros((shape.B,), jnp.int32)
-    keys = list(jax.vmap(jax.random.key)(jnp.arange(12 * shape.B)).reshape(12, shape.B))
+    keys = list(jax.vmap(jax.random.key)(jnp.arange(each * shape.B)).reshape(each, shape.B))
     arguments = {
-        name: (rows[:12], keys, nowhere, options) for name, (_, options, _) in made.items()
+        name: (rows[:each], keys, nowhere, options) for name, (_, options, _) in made.items()
     }
 
     def lower() -> Iterator[tuple[str, Lowered]]:
-        for name, (call, _, calls) in made.items():
-            yield name, Lowered(lower_loop(call, arguments[name], calls // 12), 12, calls // 12)
+        for name, (call, _, wanted) in made.items():
+            times = max(1, min(wanted, calls) // each)
+            yield name, Lowered(lower_loop(call, arguments[name], times), each, times)
 
     loops = compile_all(lower())
     for name, loop in loops.items():
-        figures, _ = time_loop(loop, [arguments[name]] * RUNS)
+        figures, _ = time_loop(loop, [arguments[name]] * runs)
         floor = shape.row_bytes / BYTES_PER_US
         yield {"case": name, **shape._asdict(), "floor_us": floor, **figures}
 
@@ -156,19 +163,23 @@ def describe(case: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, interpreted, no file")
     args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        sys.exit("JAX sees no GPU here.")
+    if not args.smoke and jax.default_backend() != "gpu":
+        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
     where = environment() | {
         "command": shlex.join(["python", "benchmarks/gpu_cutoff.py", *sys.argv[1:]])
     }
     record: dict[str, Any] = {"environment": where, "cases": []}
     sizes = [(shape, list(CASES)) for shape in SHAPES] + [(shape, FEW) for shape in MORE]
+    calls, runs = CALLS, RUNS
+    if args.smoke:
+        sizes, calls, runs = [(Shape(2, 1, 300, "bfloat16"), FEW[-1:])], 1, 1
     for shape, names in sizes:
-        for case in measure(shape, names):
+        for case in measure(shape, names, calls, runs):
             record["cases"].append(case)
             print(describe(case), flush=True)
-        if args.out:
+        if args.out and not args.smoke:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -39,9 +39,18 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
     }
 
 
-def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "cases"),
+    [
+        (["gpu_verify.py", "--only", "more"], ["drawn_0.7", "greedy", "gumbel_scalars"]),
+        (["gpu_cutoff.py"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
+        (["gpu_decode.py", "--batch", "2"], ["plain step", "speculative step"]),
+    ],
+)
+def test_the_gpu_benchmarks_rehearse_on_a_cpu(command, cases, tmp_path):
+    script, *options = command
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu_verify.py", "--smoke", "--only", "more"],
+        [sys.executable, ROOT / "benchmarks" / script, "--smoke", *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -49,8 +58,8 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for case in ("drawn_0.7", "greedy", "gumbel_scalars"):
-        assert f"\n{case} " in done.stdout
+    for case in cases:
+        assert f"\n{case} " in f"\n{done.stdout}"
     assert not list(tmp_path.iterdir())
 
 
