@@ -1,5 +1,6 @@
 """Decoding with speculation: `generate` as a whole, `init` and `step` for streaming."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -207,6 +208,10 @@ def _read_arguments(
     """The checked arguments of `run_init`."""
     config = SpeculativeConfig() if config is None else config
     _check_kinds(target, drafter, config)
+    if isinstance(sampling, SamplingParams) and all(asked is None for asked in sampling):
+        sampling = None
+    if sampling is not None and drafter is not None:
+        _check_takes_sampling(drafter)
     why = "because it sizes the buffers"
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
     prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
@@ -228,6 +233,16 @@ def _read_arguments(
         "config": config.compile_key(),
         "room": prompt.shape[1] + max_new_tokens,
     }
+
+
+def _check_takes_sampling(drafter: Drafter) -> None:
+    taken = inspect.signature(drafter.propose).parameters.values()
+    names = {parameter.name for parameter in taken}
+    if not names >= {"sampling", "history"} and all(p.kind != p.VAR_KEYWORD for p in taken):
+        raise ValueError(
+            "drafter.propose takes no sampling and history, which it is given where sampling "
+            "parameters are asked for; one that ignores them is exact, too."
+        )
 
 
 def _check_kinds(target: Any, drafter: Any, config: Any) -> None:

@@ -322,6 +322,29 @@ def test_without_parameters_nothing_is_carried():
     assert state.settings.logprobs is None
 
 
+def own_drafter(propose):
+    return specjax.Drafter((), lambda *prompt: (), propose)
+
+
+def test_a_drafter_of_ones_own_may_take_sampling_or_any_or_be_told_that_it_does_not():
+    def draft(token_ids, num_tokens):
+        return specjax.Draft(jnp.zeros((len(token_ids), 3), jnp.int32), num_tokens=num_tokens), ()
+
+    def old(params, state, token_ids, hidden, *, keys, positions, num_tokens, temperature, config):
+        return draft(token_ids, num_tokens)
+
+    def any_kind(params, state, token_ids, hidden, *, num_tokens, **rest):
+        assert rest["sampling"].top_k.shape == rest["history"].counts.prompt.shape[:1]
+        return draft(token_ids, num_tokens)
+
+    assert texts(run(own_drafter(any_kind), temperature=0)) == texts(run(None, temperature=0))
+    plain = texts(run(None, None, temperature=0))
+    for nothing in (None, SamplingParams()):
+        assert texts(run(own_drafter(old), nothing, temperature=0)) == plain
+    with pytest.raises(ValueError, match="propose takes no sampling and history"):
+        run(own_drafter(old), SamplingParams(top_k=2))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
