@@ -67,7 +67,16 @@ FLOORS = (
 # Beside the floors: models see nothing but the types, and only a host program sees the models.
 SEES_MODELS = ("engine", "pair", "sweep_command", "cli", "__main__")
 ANY_THIRD_PARTY = ("models", "terminal", "sweep_report", *SEES_MODELS)
-NOT_BY_IMPORT = {"flax", "optax", "chex", "safetensors", "tokenizers", "rich", "matplotlib"}
+NOT_BY_IMPORT = {
+    "flax",
+    "optax",
+    "chex",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "rich",
+    "matplotlib",
+}
 
 FILE_BUDGET, FUNCTION_BUDGET, KERNEL_BUDGET = 300, 60, 80
 
