@@ -134,9 +134,9 @@ def generate(
 ) -> Generation:
     """Generates with speculation; the output follows the target's law exactly.
 
-    A request's tokens are a function of its own key, prompt and temperature, of the models,
-    `config` and `max_new_tokens`, never of the other requests. With temperature 0 they are
-    those of plain greedy decoding, whatever drafts.
+    A request's tokens are a function of its own key, prompt, temperature and sampling
+    parameters, of the models, `config` and `max_new_tokens`, never of the other requests. With
+    temperature 0 they are those of plain greedy decoding, whatever drafts.
 
     Args:
       target: the model whose law the output follows.
@@ -162,7 +162,8 @@ def generate(
       no law, because nothing is allowed there or a penalty is invalid, ends as invalid.
 
     Raises:
-      ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1.
+      ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, more
+        log-probabilities than tokens, or a drafter that takes no sampling parameters.
 
     Example:
       >>> model = specjax.Model(  # a Markov chain on two tokens

@@ -51,14 +51,16 @@ class SamplingParams(NamedTuple):
       repetition_penalty: f32, [B] or scalar, > 0, off 1: what stands in the prompt or was
         generated has its logit divided by it if positive, else multiplied.
       frequency_penalty: f32, [B] or scalar, off 0: subtracted from a token's logit as often
-        as it was generated.
-      presence_penalty: f32, [B] or scalar, off 0: subtracted once if it was generated.
+        as it was generated. The prompt does not count, as in vLLM and the OpenAI API.
+      presence_penalty: f32, [B] or scalar, off 0: subtracted once if it was generated; the
+        prompt does not count.
       bias: f32, [V] or [B, V], off 0: added to the logits; see `bias_array`.
       allowed: what may be emitted, bool [V] or [B, V], or the same in 32-bit words, i32 or
         u32 [ceil(V / 32)] or [B, ceil(V / 32)]: bit ``v % 32`` of word ``v // 32``, as
         grammar libraries give it.
       bad_words: i32, [N, M] or [B, N, M], N token sequences that must not be completed,
-        padded behind with -1; see `bad_words_array`.
+        padded behind with -1, whether they begin in the prompt or behind it; see
+        `bad_words_array`.
 
     Example:
       >>> model = specjax.Model(  # a Markov chain on two tokens

@@ -159,7 +159,8 @@ class Drafter:
         requests ask for more than a temperature it is also given `sampling`, their
         `SamplingParams`, and `history`, to hand on to `propose`: whatever a drafter makes
         of them the output is exact, but one that draws from a model is accepted most if it
-        does as the target. One that is never used so need not take them.
+        does as the target. One that is never used so need not take them, and is refused
+        where it would be.
     """
 
     params: Any
