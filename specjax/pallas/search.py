@@ -44,6 +44,7 @@ def load_candidates(candidates: Candidates, b: jax.Array, capacity: int) -> jax.
 
 
 def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
+    """Logits f32[N] that one program holds."""
     weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
     return Source(
         lambda pivot: mass_above(x, None, pivot),
