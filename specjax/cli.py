@@ -14,122 +14,46 @@ from typing import Any, NoReturn
 import jax
 
 from specjax.config import SpeculativeConfig
-from specjax.drafters import model_drafter, ngram_drafter
 from specjax.options import read_options, read_sampling_options
+from specjax.prompts import read_prompt, read_prompts
 from specjax.session import Job, Run, compile_stream, measure, report, stream
-from specjax.typing import Drafter
 
 __all__ = ["main"]
 
 _EXTRA = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 
 
-def _read_prompt(options: argparse.Namespace) -> str:
-    given, file = options.prompt, options.prompt_file
-    if file is not None:
-        source, data = file, pathlib.Path(file).read_bytes()
-    elif given not in (None, "-"):
-        source, data = "the prompt", given.encode(errors="surrogateescape")
-    elif given is None and sys.stdin.isatty():
-        raise ValueError(
-            "no prompt came; give one as an argument, with --prompt-file, or on standard input."
-        )
-    else:
-        source, data = "standard input", _read_stdin()
-    try:
-        text: str = data.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{source} is not UTF-8 text.") from None
-    if not text:
-        raise ValueError("the prompt is empty; a model needs something to continue.")
-    return text
-
-
-def _read_stdin() -> bytes:
-    try:
-        return sys.stdin.buffer.read()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "standard input") from None
-
-
-def _encode(tokenizer: Any, made: Any, text: str, options: argparse.Namespace) -> list[int]:
-    """The prompt's tokens, for which the target has room."""
-    max_new_tokens = options.max_new_tokens
-    try:
-        # A chat template has written the tokens that begin a text.
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=not options.chat).ids
-    except Exception as error:  # The library raises a bare Exception.
-        raise ValueError(f"the target's tokenizer cannot read the prompt ({error}).") from None
-    longest = made.max_position_embeddings
-    if not ids:
-        raise ValueError("the prompt is empty in the target's tokens.")
-    if len(ids) + max_new_tokens > longest:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}; "
-            f"the target has room for {longest} together."
-        )
-    if max(ids) >= made.vocab_size:
-        raise ValueError(
-            f"the prompt has token {max(ids)}, and config.json of the target a vocabulary of "
-            f"{made.vocab_size}; tokenizer.json belongs to another model."
-        )
-    return ids
-
-
-def _check_draft(choice: Any, folder: Any, words: dict[str, int]) -> None:
-    """Refuses a draft model that does not have the target's tokens."""
-    from specjax import models
-
-    models.load_config(choice)
-    # The heads may be padded to different sizes; what they have in common is what is spoken.
-    own = models.load_tokenizer(choice).get_vocab()
-    if own != words:
-        raise ValueError(
-            f"the draft {choice} and the target {folder} have different vocabularies "
-            f"({len(own)} and {len(words)} tokens); a draft needs the target's tokenizer, token "
-            "for token."
-        )
-
-
 def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str, terminal: Any) -> Job:
     # Last what takes long: what can be refused is refused before weights are read.
     with terminal.working("reading the folders"):
         from specjax import models
+        from specjax.pair import check_draft, encode, load_pair, read_pair
 
-        embedded = options.target is None
-        folder = models.pretrained_folder("target") if embedded else options.target
-        choice, draft = options.draft, options.draft
-        if draft is None:
-            choice = models.pretrained_folder("draft") if embedded else "ngram"
-            draft = "embedded" if embedded else "ngram"
-        made, tokenizer = models.load_config(folder), models.load_tokenizer(folder)
+        pair = read_pair(options)
         if options.chat:
-            text = models.chat_prompt(folder, [{"role": "user", "content": text}])
-        if (options.logprobs or 0) > made.vocab_size:
+            text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
+        if (options.logprobs or 0) > pair.made.vocab_size:
             raise ValueError(
-                f"--logprobs is {options.logprobs}; the target has {made.vocab_size} tokens."
+                f"--logprobs is {options.logprobs}; the target has {pair.made.vocab_size} tokens."
             )
-        ids = _encode(tokenizer, made, text, options)
-        if choice not in ("ngram", "none"):
-            _check_draft(choice, folder, tokenizer.get_vocab())
+        ids = encode(
+            pair, text, chat=options.chat, room=options.max_new_tokens, asked="--max-new-tokens"
+        )
+        check_draft(pair)
     # With a bar of their own, if they take long.
-    drafter: Drafter | None = None
-    if choice == "ngram":
-        drafter = ngram_drafter()
-    elif choice != "none":
-        drafter = model_drafter(models.load(choice)[0])
+    target, drafter = load_pair(pair)
     return Job(
-        f"target {'embedded' if embedded else folder} · draft {draft}",
-        models.load(folder)[0],
+        pair.name,
+        target,
         drafter,
-        tokenizer,
+        pair.tokenizer,
         text,
         ids,
         config=config,
         key=jax.random.key(options.seed),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        eos_token_ids=made.eos_token_ids,
+        eos_token_ids=pair.made.eos_token_ids,
         sampling=read_sampling_options(options),
         num_logprobs=options.logprobs,
     )
@@ -151,20 +75,26 @@ def _keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _prepare(argv: list[str] | None, scope: contextlib.ExitStack) -> tuple[Any, Job, Any]:
+def _prepare(argv: list[str] | None, scope: contextlib.ExitStack) -> tuple[Any, Any, Any]:
     """Options, job, and the terminal it is shown on; all that can be refused is refused here."""
     options, config = read_options(argv)
-    text = _read_prompt(options)
+    sweeps = options.command == "sweep"
+    texts = read_prompts(options) if sweeps else [read_prompt(options)]
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
     from specjax.terminal import Terminal
 
     terminal = Terminal()
+    if sweeps:
+        from specjax.sweep_command import read_workload
+
+        _keep_compilations()
+        return options, read_workload(options, texts, terminal), terminal
     if options.use_fp64_gumbel:
         scope.enter_context(jax.enable_x64(True))
     _keep_compilations()
-    return options, _job(options, config, text, terminal), terminal
+    return options, _job(options, config, texts[0], terminal), terminal
 
 
 def _generate(options: argparse.Namespace, job: Job, terminal: Any) -> Run:
@@ -193,8 +123,13 @@ def _run(argv: list[str] | None) -> int:
         except (ValueError, OSError, RuntimeError) as error:
             return _say(error, 2)
         try:
+            if options.command == "sweep":
+                from specjax.sweep_command import sweep
+
+                sweep(options, job, terminal, argv)
+                return 0
             run = _generate(options, job, terminal)
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        except (jax.errors.JaxRuntimeError, MemoryError, ArithmeticError, ValueError) as error:
             return _say(error, 1)
     if run.finish == "invalid_logits":
         return _say(ValueError("the target's logits turned invalid."), 1)

@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.config import SpeculativeConfig
 from specjax.params import SamplingParams
+from specjax.sweep_options import add_sweep, read_sweep_options
 
 __all__ = ["read_options", "read_sampling_options"]
 
@@ -29,7 +30,7 @@ _SAMPLING: dict[str, tuple[type, str, float, float, str]] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `specjax generate --help` lists the options.")
+        raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(command.add_argument_group("prompt and models"))
     _add_decoding(command.add_argument_group("decoding"))
     _add_speculation(command.add_argument_group("speculation"))
+    add_sweep(commands)
     return parser
 
 
@@ -154,18 +156,25 @@ def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculativ
     Raises:
       ValueError: in a sentence that names the option.
     """
-    options = _parser().parse_args(argv)
+    options, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise ValueError(
+            f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
+            "lists the options."
+        )
     if not 0 <= options.temperature <= _HOTTEST:
         raise ValueError(
             f"--temperature is {options.temperature}; it needs to be >= 0, and finite in float32."
         )
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; it needs to be >= 1.")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed is {options.seed}; it needs to be in [0, 2**32).")
+    if options.command == "sweep":
+        return options, read_sweep_options(options)
     if options.logprobs is not None and options.logprobs < 0:
         raise ValueError(f"--logprobs is {options.logprobs}; it needs to be >= 0.")
     read_sampling_options(options)
-    if not 0 <= options.seed < 2**32:
-        raise ValueError(f"--seed is {options.seed}; it needs to be in [0, 2**32).")
     if options.draft == "none" and options.rejection_sample_method == "synthetic":
         raise ValueError(
             "--draft is none and --rejection-sample-method synthetic; there is nothing to accept "

@@ -5,10 +5,12 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import jax
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
@@ -62,6 +64,36 @@ class Terminal:
         if _styled(sys.stderr):
             return self._notes.status(f"{what} ...", spinner_style="cyan")
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def stages(self, total: int) -> Iterator[Callable[[str], None]]:
+        """Gives a function that is told what begins, `total` times at most, and moves a bar."""
+        if not _styled(sys.stderr):
+            yield lambda _: None
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn())
+        with Progress(
+            *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self._notes, transient=True
+        ) as progress:
+            task = progress.add_task("", total=total)
+            begun = iter(range(total + 1))
+            yield lambda what: progress.update(task, description=what, completed=next(begun))
+
+    def found(self, heading: str, tables: list[tuple[str, Table]], sentences: list[str]) -> None:
+        """Tables below their heading, and what follows from them."""
+        # As Text: a folder's name may look like markup.
+        self._out.print(Text(heading, "dim"))
+        for title, table in tables:
+            self._out.print()
+            self._out.print(Text(title, "dim"))
+            self._out.print(table)
+        self._out.print()
+        for sentence in sentences:
+            self._out.print(Text(sentence))
+
+    def note(self, sentence: str) -> None:
+        """A line that is no part of the output."""
+        self._notes.print(Text(sentence, "dim"))
 
     def begin(self, job: Job) -> None:
         """What decodes, the legend, and the prompt; nothing unless on a terminal."""

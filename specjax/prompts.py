@@ -1,0 +1,58 @@
+"""Prompts as they are given: as an argument, in a file, on standard input, or not at all."""
+
+import argparse
+import pathlib
+import sys
+
+__all__ = ["read_prompt", "read_prompts"]
+
+# What a sweep decodes if nothing is given: what the embedded pair was trained for, and beginnings
+# that any model of code goes on with.
+_BUILT_IN = (
+    "def fibonacci(n):\n",
+    "import unittest\n\nfrom queue import Queue\n\n\nclass TestQueue(unittest.TestCase):\n"
+    "    def setUp(self):",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\nimport sys\n\n\ndef main():\n    for name in os.listdir(sys.argv[1]):\n",
+)
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The prompt of `generate`; a `ValueError` if there is none, or no text."""
+    given, file = options.prompt, options.prompt_file
+    if file is not None:
+        source, data = file, pathlib.Path(file).read_bytes()
+    elif given not in (None, "-"):
+        source, data = "the prompt", given.encode(errors="surrogateescape")
+    elif given is None and sys.stdin.isatty():
+        raise ValueError(
+            "no prompt came; give one as an argument, with --prompt-file, or on standard input."
+        )
+    else:
+        source, data = "standard input", _read_stdin()
+    return _read_text(source, data)
+
+
+def _read_stdin() -> bytes:
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard input") from None
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """The prompts of `sweep`, those of its arguments first; built-in ones if there are none."""
+    given = [("a prompt", text.encode(errors="surrogateescape")) for text in options.prompt]
+    given += [(file, pathlib.Path(file).read_bytes()) for file in options.prompt_file or ()]
+    return [_read_text(source, data) for source, data in given] or list(_BUILT_IN)
+
+
+def _read_text(source: str, data: bytes) -> str:
+    """Bytes as a prompt; a `ValueError` that names their source if they are none."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{source} is not UTF-8 text.") from None
+    if not text:
+        raise ValueError("the prompt is empty; a model needs something to continue.")
+    return text
