@@ -110,14 +110,16 @@ def sweep(
             length = decoded.num_emitted / max(decoded.num_steps, 1)
             found["best"]["decoded_acceptance_length"] = length
     if options.out is not None:
-        plot(found, pathlib.Path(options.out))
         found["plot"] = options.out
     if options.json:
-        print(json.dumps(found))
-        return
-    terminal.found(f"{name} · {_where(found)}", tables(found), verdict(found))
+        print(json.dumps(found), flush=True)
+    else:
+        terminal.found(f"{name} · {_where(found)}", tables(found), verdict(found))
+    # Last: a plot that cannot be written takes no measurement with it.
     if options.out is not None:
-        terminal.note(f"drawn in {options.out}")
+        plot(found, pathlib.Path(options.out))
+        if not options.json:
+            terminal.note(f"drawn in {options.out}")
 
 
 def _birthplace(name: str, argv: list[str]) -> dict[str, Any]:
