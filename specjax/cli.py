@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -64,8 +65,7 @@ def _keep_compilations() -> None:
         return
     try:
         base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        # Apart for each machine: code compiled for one processor may be wrong on the next.
-        folder = base / "specjax" / platform.node()
+        folder = base / "specjax" / _machine()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return
@@ -73,6 +73,17 @@ def _keep_compilations() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _machine() -> str:
+    """This machine and its processor: code compiled for one may crash on the next."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    known = sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    digest = hashlib.sha256("\n".join(known or lines).encode()).hexdigest()
+    return f"{platform.node()}-{digest[:12]}"
 
 
 def _prepare(argv: list[str] | None, scope: contextlib.ExitStack) -> tuple[Any, Any, Any]:

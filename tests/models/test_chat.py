@@ -120,9 +120,14 @@ def generate(capsys, *options):
     return json.loads(captured.out) if code == 0 else captured.err
 
 
-@pytest.fixture
-def target(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(tmp_path, monkeypatch):
+    # Else the command turns on the user's cache, for all tests that follow in this process.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def target(tmp_path):
     return write(tmp_path / "target", 16, 0)
 
 
