@@ -1,5 +1,6 @@
 """Strictness for the core's tests, fake devices, and the implementations this machine has."""
 
+import gc
 import os
 import pathlib
 
@@ -28,6 +29,14 @@ def _strict_promotion(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Frees what a file compiled: a process ends when its programs take its 65530 memory maps."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(config, items):
