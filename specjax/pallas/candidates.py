@@ -35,7 +35,6 @@ __all__ = [
     "asks_anything",
     "candidates_like",
     "guess_low",
-    "min_p_bound",
     "read_row",
     "store_candidates",
 ]
@@ -158,7 +157,9 @@ def guess_low(row: Row, interpret: bool) -> jax.Array:
     """
     limits, low = row.limits, row.anchor
     if limits.min_p is not None:
-        low = min_p_bound(row, MARGIN)
+        # The comparison that decides is made on the logit itself, so that this stays below it.
+        relative = min_p_threshold(limits.min_p) - jnp.float32(MARGIN)
+        low = row.anchor + relative / row.scale
     elif row.cuts_k is not None or row.cuts_p is not None:
         low = jnp.minimum(row.anchor, -jnp.inf)
     if row.cuts_k is None and row.cuts_p is None:
@@ -178,13 +179,6 @@ def guess_low(row: Row, interpret: bool) -> jax.Array:
         bound = jnp.max(jnp.where(enough, pivots, -jnp.inf))
         low = jnp.where(row.cuts_k, bound, low)
     return low
-
-
-def min_p_bound(row: Row, margin: float) -> jax.Array:
-    """A logit f32 by a margin of an exponent below the smallest that min-p keeps."""
-    assert row.limits.min_p is not None
-    relative = min_p_threshold(row.limits.min_p) - jnp.float32(margin)
-    return row.anchor + relative / row.scale
 
 
 def _expected_mass(row: Row, pivots: jax.Array, reaching: jax.Array, interpret: bool) -> jax.Array:

@@ -13,12 +13,10 @@ from jax.experimental import pallas as pl
 from specjax.logits import read_temperature
 from specjax.pallas.candidates import (
     Candidates,
-    Row,
     Rows,
     asks_anything,
     candidates_like,
     guess_low,
-    min_p_bound,
     read_row,
     store_candidates,
 )
@@ -30,9 +28,9 @@ from specjax.pallas.logsumexp import (
     partials_like,
     store_partials,
 )
-from specjax.pallas.search import Source, in_memory, in_registers, load_candidates, search_source
+from specjax.pallas.search import in_memory, in_registers, load_candidates, search_source
 from specjax.pallas.tiles import GUESS_WARPS, SEARCH_WARPS, Tile, row_tile, search_tile
-from specjax.truncation import MARGIN, mass_target
+from specjax.truncation import mass_target
 
 __all__ = ["cutoff_rows"]
 
@@ -178,8 +176,15 @@ def _search_row(operands: _Search, b: jax.Array, tile: Tile, interpret: bool) ->
         def run() -> tuple[jax.Array, jax.Array]:
             x = load_candidates(candidates, b, capacity)
             source = in_registers(x, row, interpret)
-            enough = _is_enough(source, row, low, number)
-            return value_when(enough, lambda: search_source(source, row, low), low), enough
+            enough = row.asks
+            if row.cuts_k is not None and row.limits.top_k is not None:
+                enough &= ~row.cuts_k | (number >= row.limits.top_k)
+            if row.cuts_p is not None and row.limits.top_p is not None:
+                target = mass_target(row.limits.top_p, row.mass)
+                of_all = row.cuts_p if row.cuts_k is None else row.cuts_p & ~row.cuts_k
+                enough &= ~of_all | (source.weigh(low) >= target)
+            least = value_when(enough, lambda: search_source(source, row, low), low)
+            return least, enough
 
         return run
 
@@ -196,20 +201,3 @@ def _search_row(operands: _Search, b: jax.Array, tile: Tile, interpret: bool) ->
         enough | ~row.asks, lambda: least, lambda: search_source(whole, row, nowhere)
     )
     return jnp.where(row.asks, least, -jnp.inf)
-
-
-def _is_enough(source: Source, row: Row, low: jax.Array, number: jax.Array) -> jax.Array:
-    """Whether `number` candidates from `low` on hold the cutoff, bool[]."""
-    enough = row.asks
-    if row.cuts_k is not None and row.limits.top_k is not None:
-        enough &= ~row.cuts_k | (number >= row.limits.top_k)
-    if row.cuts_p is not None and row.limits.top_p is not None:
-        holds = source.weigh(low) >= mass_target(row.limits.top_p, row.mass)
-        if row.cuts_k is not None:
-            # Then top-p weighs what top-k kept.
-            holds |= row.cuts_k
-        if row.limits.min_p is not None:
-            # Or min-p cuts above top-p's edge, wherever that is.
-            holds |= low <= min_p_bound(row, MARGIN / 2)
-        enough &= ~row.cuts_p | holds
-    return enough
