@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, read_array, read_optional
+from specjax.filters import Filters
 from specjax.implementation import by_implementation, read_implementation
 from specjax.mesh import map_batch_shards, vary_like
-from specjax.threshold import Filters, cutoff_of_rows
+from specjax.threshold import cutoff_of_rows
 
 __all__ = ["logit_cutoff"]
 
@@ -136,7 +137,7 @@ def _cut_rows(
     def kernels(logits: Any, temperature: Any, filters: Filters, interpret: bool) -> jax.Array:
         from specjax.pallas.cutoff import cutoff_rows
 
-        return cutoff_rows(logits, temperature, *filters, interpret=interpret)
+        return cutoff_rows(logits, temperature, filters, interpret=interpret)
 
     return by_implementation(implementation, cutoff_of_rows, kernels, logits, temperature, filters)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.bracket import Bracket, Extremes, key_value, open_bracket, search
+from specjax.filters import Filters, Searched, Source, search_cutoff
 from specjax.logits import Scaling, read_temperature
 from specjax.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
 from specjax.mesh import vary_like
@@ -30,7 +31,7 @@ from specjax.truncation import (
     min_p_threshold,
 )
 
-__all__ = ["Filters", "cutoff_of_rows"]
+__all__ = ["cutoff_of_rows"]
 
 # Blocks that rows are gathered down to: an eighth of today's vocabularies, at the cost of half a
 # pass over them; room for the top 128 wherever they lie.
@@ -38,20 +39,6 @@ _NUM_GATHERED = 128
 
 _Weigh = Callable[[jax.Array], jax.Array]
 _Look = Callable[[Bracket], Extremes]
-
-
-class Filters(NamedTuple):
-    """What to keep of each of R rows; None is a filter that no row asks for.
-
-    Attributes:
-      top_k: i32[R] or None; cuts from 1 to below V.
-      top_p: f32[R] or None; cuts below 1.
-      min_p: f32[R] or None; cuts above 0.
-    """
-
-    top_k: jax.Array | None
-    top_p: jax.Array | None
-    min_p: jax.Array | None
 
 
 class _Row(NamedTuple):
@@ -162,6 +149,7 @@ def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> ja
     """The smallest logit f32[R] that all filters keep, of blocks that hold all they keep."""
     x = tuple(part.astype(jnp.float32) for part in parts)
     anchor, scale = row.anchor[:, None], row.scale[:, None]
+    min_p = None if filters.min_p is None else filters.min_p[:, None]
 
     def merge(two: Callable[..., jax.Array], parts: list[jax.Array]) -> jax.Array:
         return functools.reduce(two, parts)
@@ -171,7 +159,7 @@ def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> ja
         pairs = zip(x, weights, strict=True)
         return merge(jnp.add, [mass_above(part, w, pivot[:, None]).sum(-1) for part, w in pairs])
 
-    def count(pivot: jax.Array) -> jax.Array:
+    def number(pivot: jax.Array) -> jax.Array:
         return merge(jnp.add, [mass_above(part, None, pivot[:, None]).sum(-1) for part in x])
 
     def look(bracket: Bracket) -> Extremes:
@@ -180,22 +168,14 @@ def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> ja
         least = merge(jnp.minimum, [part.least.min(-1) for part in found])
         return Extremes(least, merge(jnp.maximum, [part.most.max(-1) for part in found]))
 
-    low, mass = row.low, row.mass
-    if filters.top_k is not None:
-        bracket = open_bracket(low, row.anchor, row.cuts_k)
-        bracket = _search(bracket, filters.top_k.astype(jnp.float32), count, look)
-        low = key_value(bracket.low)
-        if filters.top_p is not None:
-            mass = jnp.where(row.cuts_k, weigh(low), mass)
-    if filters.top_p is not None:
-        bracket = open_bracket(low, row.anchor, row.cuts_p)
-        bracket = _search(bracket, mass_target(filters.top_p, mass), weigh, look)
-        low = key_value(bracket.low)
-    low = jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min))
-    min_p = None if filters.min_p is None else filters.min_p[:, None]
-    return merge(
-        jnp.minimum, [least_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
-    )
+    def least(low: jax.Array) -> jax.Array:
+        kept = [least_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
+        return merge(jnp.minimum, kept)
+
+    cuts_k = None if filters.top_k is None else row.cuts_k
+    cuts_p = None if filters.top_p is None else row.cuts_p
+    searched = Searched(row.anchor, row.mass, cuts_k, cuts_p, row.low)
+    return search_cutoff(Source(number, weigh, look, least), filters, searched)
 
 
 def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | None) -> Bracket:

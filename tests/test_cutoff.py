@@ -15,6 +15,7 @@ from scipy import stats
 
 import specjax
 from specjax import bracket, threshold
+from specjax import filters as order
 from specjax.cutoff import _run
 
 SIZES = [1, 5, 127, 128, 129, 1025, 5000]
@@ -406,7 +407,7 @@ def test_a_filter_that_is_none_is_not_in_the_program():
 
 def _few_filters():
     each = jnp.ones(2, jnp.float32)
-    return each, threshold.Filters(jnp.ones(2, jnp.int32), each, each)
+    return each, order.Filters(jnp.ones(2, jnp.int32), each, each)
 
 
 def test_jit_and_vmap_change_nothing():
@@ -508,12 +509,12 @@ def test_a_mutant_is_seen(mutant):
 
 def _compiled_anew(logits, *, temperature, **filters):
     cut = jax.jit(lambda *arguments: threshold.cutoff_of_rows(*arguments))
-    return cut(logits, temperature, threshold.Filters(**filters))
+    return cut(logits, temperature, order.Filters(**filters))
 
 
 @pytest.mark.parametrize("name", ["halve", "mass_target", "least_kept", "keeps_top_k"])
 def test_a_fault_inside_the_search_is_seen(name, monkeypatch):
-    room = bracket if name == "halve" else threshold
+    room = {"halve": bracket, "mass_target": order}.get(name, threshold)
     true = getattr(room, name)
     faults = {
         # More than the target where it has to be reached.

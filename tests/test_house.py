@@ -47,7 +47,17 @@ KERNELS = (
 )
 FLOORS = (
     ("typing",),
-    ("noise", "mesh", "checks", "logits", "logsumexp", "bracket", "truncation", "schedules"),
+    (
+        "noise",
+        "mesh",
+        "checks",
+        "logits",
+        "logsumexp",
+        "bracket",
+        "truncation",
+        "filters",
+        "schedules",
+    ),
     ("sampling", "metrics", "threshold"),
     ("acceptance", "residual"),
     ("history", "params", "bad_words", "processing", "logprobs"),

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.bracket import even_pivots
+from specjax.filters import Filters
 from specjax.logits import read_temperature
 from specjax.logsumexp import BlockPartials, combine_blocks
 from specjax.pallas.launch import fast_exp2, like, only
@@ -29,7 +30,6 @@ from specjax.truncation import (
 
 __all__ = [
     "Candidates",
-    "Limits",
     "Row",
     "Rows",
     "asks_anything",
@@ -49,28 +49,18 @@ _SPARE = 128
 
 
 class Rows(NamedTuple):
-    """Rows of logits [R, V], and what is asked of each, as references: [R], or None."""
+    """Rows of logits [R, V], and what is asked of each, as references [R]."""
 
     logits: Any
     temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-
-
-class Limits(NamedTuple):
-    """What a row is asked for: scalars; None is a filter that no row asks for."""
-
-    top_k: jax.Array | None
-    top_p: jax.Array | None
-    min_p: jax.Array | None
+    filters: Filters
 
 
 class Row(NamedTuple):
     """What is known of a row before it is searched: scalars.
 
     Attributes:
-      limits: what is asked.
+      filters: what is asked, scalars.
       scale: f32, one over the temperature.
       anchor: f32, the largest logit.
       mass: f32, of all tokens, in the scale of `mass_weights`.
@@ -80,7 +70,7 @@ class Row(NamedTuple):
       blocks: f32[N], partials of the row's blocks.
     """
 
-    limits: Limits
+    filters: Filters
     scale: jax.Array
     anchor: jax.Array
     mass: jax.Array
@@ -122,32 +112,32 @@ def candidates_like(logits: jax.Array, tile: Tile, low: Any) -> Candidates:
 
 def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
     """Whether a row is cut if it is a law, bool[]."""
-    limits = _limits(rows, b)
+    filters = _filters(rows, b)
     scaling = read_temperature(rows.temperature[b])
     asks = scaling.scale < 0  # never, as a value that Triton can branch on
-    if limits.top_k is not None:
-        asks |= keeps_top_k(limits.top_k, rows.logits.shape[1])
-    if limits.top_p is not None:
-        asks |= keeps_top_p(limits.top_p)
-    if limits.min_p is not None:
-        asks |= limits.min_p > 0
+    if filters.top_k is not None:
+        asks |= keeps_top_k(filters.top_k, rows.logits.shape[1])
+    if filters.top_p is not None:
+        asks |= keeps_top_p(filters.top_p)
+    if filters.min_p is not None:
+        asks |= filters.min_p > 0
     return asks & scaling.valid & ~scaling.greedy
 
 
 def read_row(rows: Rows, partials: Partials, b: jax.Array, interpret: bool) -> Row:
     """Reads what the partials of a row tell."""
     vocab_size = rows.logits.shape[1]
-    limits, scale = _limits(rows, b), read_temperature(rows.temperature[b]).scale
+    filters, scale = _filters(rows, b), read_temperature(rows.temperature[b]).scale
     blocks = load_blocks(partials, b, vocab_size)
     whole = combine_blocks(blocks, scale, fast_exp2(interpret))
     asks = asks_anything(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
-    cuts_k = None if limits.top_k is None else asks & keeps_top_k(limits.top_k, vocab_size)
-    cuts_p = None if limits.top_p is None else asks & keeps_top_p(limits.top_p)
-    return Row(limits, scale, whole.max, whole.sum, asks, cuts_k, cuts_p, blocks)
+    cuts_k = None if filters.top_k is None else asks & keeps_top_k(filters.top_k, vocab_size)
+    cuts_p = None if filters.top_p is None else asks & keeps_top_p(filters.top_p)
+    return Row(filters, scale, whole.max, whole.sum, asks, cuts_k, cuts_p, blocks)
 
 
-def _limits(rows: Rows, b: jax.Array) -> Limits:
-    return Limits(*[None if x is None else x[b] for x in (rows.top_k, rows.top_p, rows.min_p)])
+def _filters(rows: Rows, b: jax.Array) -> Filters:
+    return Filters(*[None if x is None else x[b] for x in rows.filters])
 
 
 def guess_low(row: Row, interpret: bool) -> jax.Array:
@@ -155,10 +145,10 @@ def guess_low(row: Row, interpret: bool) -> jax.Array:
 
     Of top-k and min-p it is a bound. Of top-p it is a guess.
     """
-    limits, low = row.limits, row.anchor
-    if limits.min_p is not None:
+    filters, low = row.filters, row.anchor
+    if filters.min_p is not None:
         # The comparison that decides is made on the logit itself, so that this stays below it.
-        relative = min_p_threshold(limits.min_p) - jnp.float32(MARGIN)
+        relative = min_p_threshold(filters.min_p) - jnp.float32(MARGIN)
         low = row.anchor + relative / row.scale
     elif row.cuts_k is not None or row.cuts_p is not None:
         low = jnp.minimum(row.anchor, -jnp.inf)
@@ -168,13 +158,13 @@ def guess_low(row: Row, interpret: bool) -> jax.Array:
     least = jnp.min(jnp.where(exists, row.blocks.max, jnp.inf))
     pivots, maxima = even_pivots(least, row.anchor, _PIVOTS), row.blocks.max[None]
     reaching = mass_above(maxima, None, pivots)
-    if row.cuts_p is not None and limits.top_p is not None:
+    if row.cuts_p is not None and filters.top_p is not None:
         mass = _expected_mass(row, pivots, reaching, interpret)
-        share = limits.top_p + jnp.float32(_SPARE_SHARE) * (1 - limits.top_p)
+        share = filters.top_p + jnp.float32(_SPARE_SHARE) * (1 - filters.top_p)
         guess = jnp.max(jnp.where(mass >= share * row.mass, pivots, least))
         low = jnp.where(row.cuts_p, jnp.maximum(low, guess), low)
-    if row.cuts_k is not None and limits.top_k is not None:
-        enough = reaching >= limits.top_k.astype(jnp.float32)
+    if row.cuts_k is not None and filters.top_k is not None:
+        enough = reaching >= filters.top_k.astype(jnp.float32)
         # What top-p weighs is what top-k kept, down to top-k's own threshold.
         bound = jnp.max(jnp.where(enough, pivots, -jnp.inf))
         low = jnp.where(row.cuts_k, bound, low)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from specjax.filters import Filters, Searched, Source, search_cutoff
 from specjax.logits import read_temperature
 from specjax.pallas.candidates import (
     Candidates,
@@ -28,7 +29,7 @@ from specjax.pallas.logsumexp import (
     partials_like,
     store_partials,
 )
-from specjax.pallas.search import in_memory, in_registers, load_candidates, search_source
+from specjax.pallas.search import in_memory, in_registers, load_candidates
 from specjax.pallas.tiles import GUESS_WARPS, SEARCH_WARPS, Tile, row_tile, search_tile
 from specjax.truncation import mass_target
 
@@ -66,9 +67,7 @@ class _Cutoffs(NamedTuple):
 def cutoff_rows(
     logits: jax.Array,
     temperature: jax.Array,
-    top_k: jax.Array | None,
-    top_p: jax.Array | None,
-    min_p: jax.Array | None,
+    filters: Filters,
     *,
     interpret: bool,
 ) -> jax.Array:
@@ -77,16 +76,14 @@ def cutoff_rows(
     Args:
       logits: [R, V], bf16, f16 or f32.
       temperature: f32[R].
-      top_k: i32[R] or None; cuts from 1 to below V.
-      top_p: f32[R] or None; cuts below 1.
-      min_p: f32[R] or None; cuts above 0.
+      filters: what to keep of each.
       interpret: run in Pallas' interpreter.
 
     Returns:
       f32[R], -inf where nothing is cut.
     """
     size, vocab_size = logits.shape
-    tile, rows = row_tile(size, vocab_size), Rows(logits, temperature, top_k, top_p, min_p)
+    tile, rows = row_tile(size, vocab_size), Rows(logits, temperature, filters)
     count = tile.count(vocab_size)
 
     def reduce_kernel(rows: Rows, out: Partials) -> None:
@@ -172,18 +169,22 @@ def _search_row(operands: _Search, b: jax.Array, tile: Tile, interpret: bool) ->
     counts = load_line(candidates.count, b, 0)
     most, number = jnp.max(counts), jnp.sum(counts, dtype=jnp.int32)
 
+    def search(source: Source, low: jax.Array) -> jax.Array:
+        known = Searched(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
+        return search_cutoff(source, row.filters, known)
+
     def packed(capacity: int) -> Callable[[], tuple[jax.Array, jax.Array]]:
         def run() -> tuple[jax.Array, jax.Array]:
             x = load_candidates(candidates, b, capacity)
             source = in_registers(x, row, interpret)
             enough = row.asks
-            if row.cuts_k is not None and row.limits.top_k is not None:
-                enough &= ~row.cuts_k | (number >= row.limits.top_k)
-            if row.cuts_p is not None and row.limits.top_p is not None:
-                target = mass_target(row.limits.top_p, row.mass)
+            if row.cuts_k is not None and row.filters.top_k is not None:
+                enough &= ~row.cuts_k | (number >= row.filters.top_k)
+            if row.cuts_p is not None and row.filters.top_p is not None:
+                target = mass_target(row.filters.top_p, row.mass)
                 of_all = row.cuts_p if row.cuts_k is None else row.cuts_p & ~row.cuts_k
                 enough &= ~of_all | (source.weigh(low) >= target)
-            least = value_when(enough, lambda: search_source(source, row, low), low)
+            least = value_when(enough, lambda: search(source, low), low)
             return least, enough
 
         return run
@@ -197,7 +198,5 @@ def _search_row(operands: _Search, b: jax.Array, tile: Tile, interpret: bool) ->
     least, enough = jax.lax.cond(most <= few, packed(few), many)
     whole = in_memory(rows.logits, b, row, tile, interpret)
     nowhere = jnp.minimum(low, -jnp.inf)
-    least = jax.lax.cond(
-        enough | ~row.asks, lambda: least, lambda: search_source(whole, row, nowhere)
-    )
+    least = jax.lax.cond(enough | ~row.asks, lambda: least, lambda: search(whole, nowhere))
     return jnp.where(row.asks, least, -jnp.inf)

@@ -1,13 +1,14 @@
-"""The search for a row's cutoff by one program: among candidates, or in the row itself."""
+"""What answers for a row's logits where one program searches it: candidates, or the row itself."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.bracket import Bracket, Extremes, key_value, open_bracket, search
+from specjax.bracket import Bracket, Extremes
+from specjax.filters import Source
 from specjax.pallas.candidates import Candidates, Row
 from specjax.pallas.launch import divide, fast_exp2
 from specjax.pallas.logsumexp import load_row
@@ -16,20 +17,10 @@ from specjax.truncation import (
     extremes_blocks,
     least_kept,
     mass_above,
-    mass_target,
     mass_weights,
 )
 
-__all__ = ["Source", "in_memory", "in_registers", "load_candidates", "search_source"]
-
-
-class Source(NamedTuple):
-    """What a search asks of a row's logits: f32 and `Extremes` of f32."""
-
-    number: Callable[[jax.Array], jax.Array]
-    weigh: Callable[[jax.Array], jax.Array]
-    look: Callable[[Bracket], Extremes]
-    least: Callable[[jax.Array], jax.Array]
+__all__ = ["in_memory", "in_registers", "load_candidates"]
 
 
 def load_candidates(candidates: Candidates, b: jax.Array, capacity: int) -> jax.Array:
@@ -50,7 +41,7 @@ def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
         lambda pivot: mass_above(x, None, pivot),
         lambda pivot: mass_above(x, weights, pivot),
         lambda bracket: extremes_blocks(x, bracket),
-        lambda low: least_kept(x, low, row.anchor, row.scale, row.limits.min_p),
+        lambda low: least_kept(x, low, row.anchor, row.scale, row.filters.min_p),
     )
 
 
@@ -85,7 +76,7 @@ def in_memory(logits: Any, b: jax.Array, row: Row, tile: Tile, interpret: bool) 
 
     def least(low: jax.Array) -> jax.Array:
         def ask(x: jax.Array) -> jax.Array:
-            min_p = row.limits.min_p
+            min_p = row.filters.min_p
             law = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
             return least_kept(x[:, None], low[None], *law)
 
@@ -97,19 +88,3 @@ def in_memory(logits: Any, b: jax.Array, row: Row, tile: Tile, interpret: bool) 
         look,
         least,
     )
-
-
-def search_source(source: Source, row: Row, low: jax.Array) -> jax.Array:
-    """The smallest logit f32 that all filters keep."""
-    mass = row.mass
-    if row.cuts_k is not None and row.limits.top_k is not None:
-        bracket = open_bracket(low, row.anchor, row.cuts_k)
-        target = row.limits.top_k.astype(jnp.float32)
-        low = key_value(search(bracket, target, source.number, source.look).low)
-        if row.cuts_p is not None:
-            mass = jnp.where(row.cuts_k, source.weigh(low), mass)
-    if row.cuts_p is not None and row.limits.top_p is not None:
-        bracket = open_bracket(low, row.anchor, row.cuts_p)
-        target = mass_target(row.limits.top_p, mass)
-        low = key_value(search(bracket, target, source.weigh, source.look).low)
-    return source.least(jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min)))
