@@ -14,6 +14,7 @@ import sys
 import tokenize
 
 import pytest
+from checkpoints import write_checkpoints
 
 import specjax
 
@@ -335,6 +336,8 @@ def test_the_code_in_a_document_runs(path, tmp_path):
         # Blank lines for all that is not Python: line numbers of errors are the document's.
         program.append(line if language == "python" and not fence else "")
     assert num_python or path.name != "README.md", "README.md shows no Python."
+    if "path/to/" in path.read_text():
+        write_checkpoints(tmp_path)
     script = tmp_path / f"{path.stem}.py"
     script.write_text("\n".join(program))
     run = subprocess.run(

@@ -121,14 +121,6 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
     )
 
 
-def test_a_table_says_which_number_of_drafts_is_best(capsys, pair):
-    assert main(["sweep", "ab ac ab ab ac", pair[0], pair[1], "--draft", "ngram", *SMALLER]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^K = [01] is best: ", said, re.MULTILINE)
-    assert re.search(r"^K +ms per step", said, re.MULTILINE)
-    assert "draft ngram" in said
-
-
 def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
     options = ["--target", pair[1], "--draft", pair[1], *SMALL, "--json", "--temperature", "0"]
     # As above, and so compiled already.
