@@ -1,4 +1,4 @@
-"""The GPU benchmarks rehearse on a CPU, and the README's GPU table is that of the measurement."""
+"""The GPU benchmarks rehearse on a CPU, and the tables of them are those of the measurements."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "h200.json"
+CUTOFFS = RESULT.with_name("h200_cutoff.json")
 
 pytestmark = pytest.mark.lenient
 
@@ -95,4 +96,35 @@ def test_the_gpu_table_of_the_readme_is_that_of_the_measurement(benchmark):
     assert table in (ROOT / "README.md").read_text(encoding="utf-8"), (
         "run: python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md "
         "--plot benchmarks/results/h200.png"
+    )
+
+
+def test_the_cutoffs_table_shows_every_case_at_every_shape_and_what_failed_at_none(benchmark):
+    kernels = {"reduce_kernel": {"us": 1.5}, "loop_add_fusion": {"us": 0.5}}
+    case = {"case": "top-p 0.9", "B": 64, "V": 128, "dtype": "bfloat16", "kernels": kernels}
+    cases = [
+        case | {"median_us": 2.0},
+        case | {"median_us": 1.0, "B": 8},
+        case | {"median_us": 4.0, "dtype": "float32", "B": 8},
+        case | {"median_us": 8.0, "case": "a new one", "V": 64},
+        case | {"median_us": 3.0, "case": "gumbel_sample", "kernels": {"draw_kernel": {"us": 1.0}}},
+        case | {"case": "top-k 50", "error": "no"},
+    ]
+    where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python a"}
+    found = benchmark("cutoff_table").cutoff_table({"environment": where, "cases": cases})
+    assert "| | B = 64, V = 64 | B = 8 | B = 64 | B = 8, float32 |" in found
+    assert "| top-p 0.9 at T = 0.7 |  | 1.0 | 2.0 | 4.0 |" in found
+    assert "| a new one | 8.0 |  |  |  |" in found
+    assert "top-k 50" not in found
+    assert "| of that at B = 64 | reduce |\n|---|---|\n| top-p 0.9 at T = 0.7 | 1.5 |\n\n" in found
+    assert found.endswith("G, jax 1, 2026-01-01: `python a`")
+
+
+def test_the_cutoffs_table_is_that_of_the_measurement(benchmark):
+    made = benchmark("cutoff_table")
+    table = made.cutoff_table(json.loads(CUTOFFS.read_text(encoding="utf-8")))
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert benchmark("table").put_between_markers(text, table, made.BEGIN, made.END) == text, (
+        "run: python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json "
+        "--readme benchmarks/README.md"
     )

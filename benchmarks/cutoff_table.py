@@ -1,0 +1,100 @@
+"""Makes the table of cutoffs on a GPU from the JSON that the benchmark wrote.
+
+python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --readme benchmarks/README.md
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from table import put_between_markers
+
+BEGIN, END = "<!-- cutoff-table -->", "<!-- /cutoff-table -->"
+
+# What a case is called in the table, where its own name does not say all. A case that is not here
+# is called by that name, so that a new one is never left out.
+LABELS = {
+    "one read (XLA max)": "one read of the logits (the largest of each row, by XLA)",
+    "gumbel_sample": "`gumbel_sample` of the same rows",
+    "top-p 0.9": "top-p 0.9 at T = 0.7",
+    "top-p 0.9, spread": "top-p 0.9 at T = 1: thousands of tokens are kept",
+    "top-p 0.9, flat": "top-p 0.9 at T = 30: most tokens are kept",
+    "all three": "top-k 50, top-p 0.9 and min-p 0.05",
+    "sort (XLA)": "sort, softmax, cumsum, by XLA",
+    "jax.lax.top_k 50": "`jax.lax.top_k`, k = 50",
+}
+
+Column = tuple[str, int, int]
+
+
+def cutoff_table(result: dict[str, Any]) -> str:
+    """The table, with the inputs above it, its kernels and its birthplace below, as markdown."""
+    cases = [case for case in result["cases"] if "median_us" in case]
+    main = cases[0]["dtype"]
+    columns = sorted({column_of(case) for case in cases}, key=lambda c: (c[0] != main, *c))
+    times = {(case["case"], column_of(case)): case["median_us"] for case in cases}
+    widest = max(V for _, V, _ in columns)
+
+    def head(column: Column) -> str:
+        dtype, V, B = column
+        more = [f"V = {V}"] * (widest != V) + [dtype] * (dtype != main)
+        return ", ".join([f"B = {B}", *more])
+
+    lines = [
+        f"Rows 3 N(0, 1), V = {widest}, {main}, parameters per request; microseconds per call.",
+        "",
+        f"| | {' | '.join(map(head, columns))} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name in dict.fromkeys(case["case"] for case in cases):
+        cells = [times.get((name, column)) for column in columns]
+        shown = ["" if us is None else f"{us:.1f}" for us in cells]
+        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
+    where = result["environment"]
+    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+    return "\n".join([*lines, "", *kernels(column_of(cases[0]), cases), place])
+
+
+def column_of(case: dict[str, Any]) -> Column:
+    """The dtype, vocabulary and batch size that a case was measured at."""
+    return case["dtype"], case["V"], case["B"]
+
+
+def kernels(main: Column, cases: list[dict[str, Any]]) -> list[str]:
+    """What the cutoffs' own kernels take of that at one shape, as a second table."""
+    own: dict[str, dict[str, float]] = {}
+    for case in cases:
+        # `gumbel_sample` has kernels, too, and they are not these.
+        if column_of(case) == main and case["case"] != "gumbel_sample":
+            own[LABELS.get(case["case"], case["case"])] = {
+                name.removesuffix("_kernel"): kernel["us"]
+                for name, kernel in case["kernels"].items()
+                if name.endswith("_kernel")
+            }
+    own = {label: kernel for label, kernel in own.items() if kernel}
+    names = list(dict.fromkeys(name for kernel in own.values() for name in kernel))
+    if not names:
+        return []
+    lines = [f"| of that at B = {main[2]} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for label, kernel in own.items():
+        shown = [f"{kernel[name]:.1f}" if name in kernel else "" for name in names]
+        lines.append(f"| {label} | {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    args = parser.parse_args()
+    table = cutoff_table(json.loads(args.json.read_text(encoding="utf-8")))
+    if args.readme is None:
+        print(table)
+        return
+    text = args.readme.read_text(encoding="utf-8")
+    args.readme.write_text(put_between_markers(text, table, BEGIN, END), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
