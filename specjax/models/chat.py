@@ -12,6 +12,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specjax.models.objects import read_object
+
 __all__ = ["chat_prompt"]
 
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -47,18 +49,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     made.globals["raise_exception"] = _refuse
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return made
-
-
-def _settings(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}).") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds no JSON object; it needs a tokenizer's settings.")
-    return settings
 
 
 def _template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathlib.Path]:
@@ -109,7 +99,8 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
       '<user>Hello.<assistant>'
     """
     path = pathlib.Path(folder)
-    settings = _settings(path / _CONFIG)
+    config = path / _CONFIG
+    settings = read_object(config, "a tokenizer's settings") if config.is_file() else {}
     text, source = _template(path, settings)
     tokens = {}
     for name, value in settings.items():

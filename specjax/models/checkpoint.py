@@ -17,6 +17,7 @@ from specjax.models.families import read_fields
 from specjax.models.fields import read_field
 from specjax.models.layout import join, layout, put, split, take
 from specjax.models.mapped import MappedTensors
+from specjax.models.objects import read_object
 from specjax.models.progress import loading_bar
 from specjax.models.transformer import build
 from specjax.models.written import write_fields
@@ -24,7 +25,7 @@ from specjax.typing import Model
 
 __all__ = ["load", "load_config", "load_tokenizer", "save"]
 
-_WEIGHTS = "model.safetensors"
+_WEIGHTS, _FIELDS = "model.safetensors", "the fields of a configuration"
 # Compiled: on the device, and without a copy between turning, joining and casting.
 _join = jax.jit(join, static_argnums=(1, 2))
 
@@ -41,16 +42,6 @@ def _open(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
     return path / name
 
 
-def _object(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}).") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object; it needs the fields of a configuration.")
-    return fields
-
-
 def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     """Reads `config.json`, and what ends a sequence from `generation_config.json` if there is one.
 
@@ -61,12 +52,12 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
       ValueError: on a missing or unreadable file, or one that asks for what is not built here.
     """
     path = _open(folder, "config.json")
-    config = read_fields(_object(path), str(path))
+    config = read_fields(read_object(path, _FIELDS), str(path))
     # Models that chat name the end of a turn there, and often there only.
     said = path.with_name("generation_config.json")
     if not said.is_file():
         return config
-    ends = read_field("eos_token_id", _object(said), str(said))
+    ends = read_field("eos_token_id", read_object(said, _FIELDS), str(said))
     if ends is None:
         return config
     return dataclasses.replace(config, eos_token_ids=tuple(ends if type(ends) is list else [ends]))
