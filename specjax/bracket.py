@@ -15,16 +15,14 @@ import jax.numpy as jnp
 __all__ = [
     "Bracket",
     "Extremes",
-    "Reach",
     "even_pivots",
     "halve",
     "is_found",
     "key_value",
     "middle_key",
-    "narrow",
     "open_bracket",
     "ordered_key",
-    "pivot_keys",
+    "pivot_key",
     "search",
     "tighten",
 ]
@@ -54,20 +52,6 @@ class Extremes(NamedTuple):
       most: f32, the largest; -inf where there is none.
     """
 
-    least: jax.Array
-    most: jax.Array
-
-
-class Reach(NamedTuple):
-    """How logits lie about a pivot.
-
-    Attributes:
-      mass: f32, the weight of those at or above it.
-      least: f32, the smallest at or above it; +inf where there is none.
-      most: f32, the largest below it; -inf where there is none.
-    """
-
-    mass: jax.Array
     least: jax.Array
     most: jax.Array
 
@@ -102,28 +86,13 @@ def is_found(bracket: Bracket) -> jax.Array:
     return bracket.low + jnp.int32(1) >= bracket.high
 
 
-def pivot_keys(bracket: Bracket, num: int = 1) -> tuple[jax.Array, ...]:
-    """Keys that cut a bracket into `num + 1` equal parts, all above `low`.
-
-    Args:
-      bracket: i32[...].
-      num: one less than a power of two.
-
-    Returns:
-      `num` arrays i32[...], rising; `high` where nothing is left to cut.
-    """
-    bits = num.bit_length()
-    assert num + 1 == 1 << bits
-    # high - low overflows where zero lies far inside; sums of parts do not.
-    start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(bits)) for key in bracket)
-    left, right = (key & jnp.int32(num) for key in bracket)
-    cuts = []
-    for i in range(1, num + 1):
-        j = num + 1 - i
-        rest = jax.lax.shift_right_arithmetic(left * j + right * i, jnp.int32(bits))
-        cut = start * j + end * i + rest
-        cuts.append(jnp.minimum(jnp.maximum(cut, bracket.low + jnp.int32(1)), bracket.high))
-    return tuple(cuts)
+def pivot_key(bracket: Bracket) -> jax.Array:
+    """The key that cuts a bracket in half, above `low`; `high` where nothing is left to cut."""
+    # high - low overflows where zero lies far inside; the sum of halves does not.
+    start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(1)) for key in bracket)
+    left, right = (key & jnp.int32(1) for key in bracket)
+    rest = jax.lax.shift_right_arithmetic(left + right, jnp.int32(1))
+    return jnp.minimum(jnp.maximum(start + end + rest, bracket.low + jnp.int32(1)), bracket.high)
 
 
 def middle_key(bracket: Bracket) -> jax.Array:
@@ -172,24 +141,6 @@ def tighten(bracket: Bracket, extremes: Extremes) -> Bracket:
     )
 
 
-def narrow(bracket: Bracket, pivot: jax.Array, reach: Reach, target: jax.Array) -> Bracket:
-    """`halve`, and the end that moved goes on to the logit nearest to the pivot.
-
-    Args:
-      bracket: i32[...]; a found one stays.
-      pivot: i32[...], a key above `low`.
-      reach: f32[...], of the whole row about `key_value(pivot)`.
-      target: f32[...], positive.
-
-    Returns:
-      i32[...].
-    """
-    enough = reach.mass >= target
-    low = jnp.maximum(ordered_key(reach.least), pivot)
-    high = jnp.minimum(ordered_key(reach.most) + jnp.int32(1), pivot)
-    return halve(bracket, jnp.where(enough, low, high), reach.mass, target)
-
-
 def search(
     bracket: Bracket,
     target: jax.Array,
@@ -209,7 +160,7 @@ def search(
     """
 
     def halving(turn: jax.Array, bracket: Bracket) -> Bracket:
-        (pivot,) = pivot_keys(bracket)
+        pivot = pivot_key(bracket)
         pivot = jnp.where(turn % 2 == 0, middle_key(bracket), pivot)
         return halve(bracket, pivot, weigh(key_value(pivot)), target)
 

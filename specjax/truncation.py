@@ -8,13 +8,12 @@ finds either (`specjax.bracket`): no sort. What lies at an edge is kept with its
 import jax
 import jax.numpy as jnp
 
-from specjax.bracket import Bracket, Extremes, Reach, key_value
+from specjax.bracket import Bracket, Extremes, key_value
 from specjax.logsumexp import BlockPartials, Exp2, exp_scaled
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
     "MARGIN",
-    "combine_reaches",
     "extremes_blocks",
     "keeps_top_k",
     "keeps_top_p",
@@ -24,7 +23,6 @@ __all__ = [
     "mass_target",
     "mass_weights",
     "min_p_threshold",
-    "reach_blocks",
 ]
 
 # What a bound leaves to rounding: a share of a mass, and of an exponent.
@@ -81,25 +79,6 @@ def extremes_blocks(blocks: jax.Array, bracket: Bracket) -> Extremes:
     return Extremes(
         jnp.min(jnp.where(inside, blocks, jnp.float32(jnp.inf)), axis=-1),
         jnp.max(jnp.where(inside, blocks, jnp.float32(-jnp.inf)), axis=-1),
-    )
-
-
-def reach_blocks(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -> Reach:
-    """`mass_above` and the logits next to the pivot, in one pass; arguments as there."""
-    above = blocks >= pivot[..., None]
-    return Reach(
-        mass_above(blocks, weights, pivot),
-        jnp.min(jnp.where(above, blocks, jnp.float32(jnp.inf)), axis=-1),
-        jnp.max(jnp.where(above, jnp.float32(-jnp.inf), blocks), axis=-1),
-    )
-
-
-def combine_reaches(reach: Reach) -> Reach:
-    """One reach f32[...] of many, f32[..., N]."""
-    return Reach(
-        jnp.sum(reach.mass, axis=-1),
-        jnp.min(reach.least, axis=-1),
-        jnp.max(reach.most, axis=-1),
     )
 
 

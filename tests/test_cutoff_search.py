@@ -42,14 +42,12 @@ def test_keys_are_in_the_order_of_the_numbers_and_lead_back():
     np.testing.assert_array_equal(bracket.key_value(jnp.asarray(keys)), x)
 
 
-@pytest.mark.parametrize("num", [1, 3, 7])
-def test_pivots_rise_above_low_and_cut_into_equal_parts(num):
+def test_a_pivot_is_above_low_and_cuts_in_half():
     low = np.array([-(2**31) + 1, -5, 3, 3, 7, -(2**31) + 1, 2**31 - 10], np.int64)
     high = np.array([2**31 - 1, 7, 4, 5, 7 + 2**20, -(2**31) + 9, 2**31 - 1], np.int64)
     ends = bracket.Bracket(*(jnp.asarray(key.astype(np.int32)) for key in (low, high)))
-    pivots = np.array(bracket.pivot_keys(ends, num)).astype(np.int64)
-    even = [(low * (num + 1 - i) + high * i) // (num + 1) for i in range(1, num + 1)]
-    np.testing.assert_array_equal(pivots, np.clip(even, low + 1, high))
+    pivot = np.array(bracket.pivot_key(ends)).astype(np.int64)
+    np.testing.assert_array_equal(pivot, np.clip((low + high) // 2, low + 1, high))
 
 
 def test_the_middle_of_the_values_is_inside():
@@ -60,22 +58,26 @@ def test_the_middle_of_the_values_is_inside():
     np.testing.assert_allclose(bracket.key_value(middle)[:2], [-4.0, 0.0], atol=1e-30)
 
 
-@pytest.mark.parametrize("num", [1, 3, 7])
+@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("k", [1, 7, 200])
-def test_probes_of_several_pivots_find_the_kth_largest_in_tiles(num, k):
+def test_a_search_finds_the_kth_largest_in_tiles(k, looks):
     x = jnp.asarray(rows(0))
     tiles = x.reshape(8, -1, 128)
+
+    def weigh(pivot):
+        return jnp.sum(truncation.mass_above(tiles, None, pivot[:, None]), axis=-1)
+
+    def look(ends):
+        lifted = bracket.Bracket(ends.low[:, None], ends.high[:, None])
+        inside = truncation.extremes_blocks(tiles, lifted)
+        return bracket.Extremes(jnp.min(inside.least, axis=-1), jnp.max(inside.most, axis=-1))
+
     target = jnp.full((8,), k, jnp.float32)
-    ends = start(x)
-    passes = 0
-    while not np.all(bracket.is_found(ends)):
-        for pivot in bracket.pivot_keys(ends, num):
-            value = bracket.key_value(pivot)
-            reach = truncation.combine_reaches(truncation.reach_blocks(tiles, None, value[:, None]))
-            ends = bracket.narrow(ends, pivot, reach, target)
-        passes += 1
-    np.testing.assert_array_equal(bracket.key_value(ends.low), nth_largest(np.asarray(x), k))
-    assert passes <= -(-32 // int(np.log2(num + 1))) + 1
+    ends = bracket.search(start(x), target, weigh, look if looks else None)
+    assert np.all(bracket.is_found(ends))
+    # `low` need not be a logit, but none lies between it and the threshold.
+    least = truncation.least_kept(tiles, bracket.key_value(ends.low)[:, None])
+    np.testing.assert_array_equal(jnp.min(least, axis=-1), nth_largest(np.asarray(x), k))
 
 
 def test_extremes_close_a_bracket_on_what_is_inside():
