@@ -21,7 +21,7 @@ __all__ = [
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
 
-# A row's thousand blocks are asked at 64 places by one program.
+# A row's thousand blocks are asked at 32 places by one program.
 GUESS_WARPS = 8
 
 # A cutoff is searched by one program among up to 2^14 candidates.
