@@ -25,6 +25,9 @@ def run(drafter, rows=PROMPTS, *, k=3, max_new_tokens=24, target=TARGET, key_see
     options.setdefault("keys", bigrams.keys(len(rows), key_seed))
     # Two tokens that no model has: as many as where a request ends, which shares compilations.
     options.setdefault("eos_token_ids", (98, 99))
+    # A number per request, which shares them too; `init` is given none below, which is a scalar.
+    temperature = np.asarray(options.pop("temperature", 1.0), np.float32)
+    options["temperature"] = temperature if temperature.ndim else np.repeat(temperature, len(rows))
     method = options.pop("draft_sample_method", "probabilistic")
     config = options.pop(
         "config", SpeculativeConfig(num_speculative_tokens=k, draft_sample_method=method)

@@ -43,6 +43,9 @@ EACH = SamplingParams(
 def run(drafter, sampling=EACH, rows=PROMPTS, *, temperature=0.9, keys=None, **options):
     ids, lengths = bigrams.prompts(rows)
     config = SpeculativeConfig(num_speculative_tokens=3)
+    # A number per request, which shares compilations; `init` and shard_map are given a scalar.
+    temperature = np.asarray(temperature, np.float32)
+    temperature = temperature if temperature.ndim else np.repeat(temperature, len(rows))
     return specjax.generate(
         bigrams.model(TARGET),
         DRAFTERS[drafter] if drafter is None or isinstance(drafter, str) else drafter,
