@@ -78,9 +78,10 @@ def _add_models(group: Any) -> None:
     )
     group.add_argument(
         "--draft",
-        metavar="DIR|ngram|none",
-        help="a folder with the target's tokenizer, prompt lookup, or plain decoding; default: "
-        "the embedded draft, which fits the embedded target only, and ngram with --target",
+        metavar="DIR|head|ngram|none",
+        help="a folder with the target's tokenizer, or of the target's head, the embedded head, "
+        "prompt lookup, or plain decoding; default: the embedded draft, which fits the embedded "
+        "target only, as its head does, and ngram with --target",
     )
 
 

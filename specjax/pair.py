@@ -17,7 +17,7 @@ class Pair(NamedTuple):
     Attributes:
       name: for people.
       folder: of the target.
-      choice: the draft's folder, "ngram" or "none".
+      choice: the folder of a draft or of a head, "ngram" or "none".
       made: the target's `TransformerConfig`.
       tokenizer: of both.
     """
@@ -37,6 +37,13 @@ def read_pair(options: argparse.Namespace) -> Pair:
     if draft is None:
         choice = models.pretrained_folder("draft") if embedded else "ngram"
         draft = "embedded" if embedded else "ngram"
+    elif draft == "head" and embedded:
+        choice = models.pretrained_folder("head")
+    elif draft == "head" and not os.path.isdir(draft):
+        raise ValueError(
+            "--draft is head, which is the embedded one, and --target names another target than "
+            "it was trained for; it needs the folder of a head of its own."
+        )
     name = f"target {'embedded' if embedded else folder} · draft {draft}"
     return Pair(name, folder, choice, models.load_config(folder), models.load_tokenizer(folder))
 
@@ -44,6 +51,9 @@ def read_pair(options: argparse.Namespace) -> Pair:
 def check_draft(pair: Pair) -> None:
     """Refuses a draft model that does not have the target's tokens."""
     if pair.choice in ("ngram", "none"):
+        return
+    if models.is_head(pair.choice):
+        models.check_head(models.load_head_config(pair.choice), pair.made.hidden_size)
         return
     models.load_config(pair.choice)
     words = pair.tokenizer.get_vocab()
@@ -59,12 +69,15 @@ def check_draft(pair: Pair) -> None:
 
 def load_pair(pair: Pair) -> tuple[Model, Drafter | None]:
     """Reads the weights, with a bar if that takes long."""
-    drafter: Drafter | None = None
+    target = models.load(pair.folder)[0]
+    if pair.choice == "none":
+        return target, None
     if pair.choice == "ngram":
-        drafter = ngram_drafter()
-    elif pair.choice != "none":
-        drafter = model_drafter(models.load(pair.choice)[0])
-    return models.load(pair.folder)[0], drafter
+        return target, ngram_drafter()
+    if models.is_head(pair.choice):
+        params, config = models.load_head(pair.choice)
+        return target, models.head_drafter(target, config, params)
+    return target, model_drafter(models.load(pair.choice)[0])
 
 
 def encode(pair: Pair, text: str, *, chat: bool, room: int, asked: str) -> list[int]:

@@ -66,7 +66,7 @@ FLOORS = (
     ("request", "recovery", "ragged"),
     VERIFICATION,
     ("implementation", "cutoff", "dispatch", "api", "config", "tokens", "state"),
-    ("requested", "drafts", "drafters"),
+    ("requested", "drafts", "drafters", "models/head_drafter"),
     ("loop",),
     ("decode",),
     ("__init__",),
@@ -76,7 +76,8 @@ FLOORS = (
     ("__main__",),
 )
 # Beside the floors: models see nothing but the types, and only a host program sees the models.
-SEES_MODELS = ("engine", "pair", "sweep_command", "cli", "__main__")
+# But for the head's drafter, which is of both sides: it has a floor, and the models hand it out.
+SEES_MODELS = ("engine", "pair", "sweep_command", "cli", "__main__", "models/head_drafter")
 ANY_THIRD_PARTY = ("models", "terminal", "sweep_report", *SEES_MODELS)
 NOT_BY_IMPORT = {
     "flax",
@@ -126,6 +127,8 @@ def for_each(paths):
 def room_of(module):
     """The room that a dotted name inside specjax is found in."""
     parts = module.split(".")[1:]
+    if parts[:2] == ["models", "head_drafter"]:
+        return "models/head_drafter"
     if parts[:1] == ["models"]:
         return "models"
     if parts[:1] == ["pallas"]:
@@ -165,6 +168,8 @@ def imports_of(path):
 
 
 def may_import(room, other):
+    if other == "models/head_drafter":
+        return room == "models"
     if other == "models":
         return room in SEES_MODELS or room == "models"
     if room == "models":

@@ -10,7 +10,7 @@ import numpy as np
 
 from pair.tokens import windows
 from pair.training import Recipe, logits_of
-from specjax.models import TransformerConfig
+from specjax.models import HeadConfig, TransformerConfig, causal_hidden, functions, unrolled_hidden
 
 Side = tuple[TransformerConfig, Any]
 
@@ -70,3 +70,53 @@ def judge(
         "heldout_bytes": float(size_in_bytes),
         "heldout_tokens": sums[3],
     }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _judge_head(
+    target: TransformerConfig,
+    head: HeadConfig,
+    num_steps: int,
+    params: Any,
+    ids: jax.Array,
+    judged: jax.Array,
+) -> jax.Array:
+    """f32[2, num_steps]: sums of sum min(p, q) of each step of a proposal, and of their number."""
+    logits, ids = functions(target)[2], ids[:, :-1]
+    hidden = causal_hidden(target, params[0], ids)
+    p = jax.nn.softmax(logits(params[0], hidden))
+    tokens = params[0]["embedding"][ids]
+    sums = []
+    for step, state in enumerate(unrolled_hidden(head, params[1], tokens, hidden, num_steps)):
+        q = jax.nn.softmax(logits(params[0], state[:, 1 : ids.shape[1] - step]))
+        counts = judged[:, 1 + step :]
+        overlap = jnp.minimum(p[:, 1 + step :], q).sum(-1)
+        sums.append(jnp.stack([jnp.where(counts, overlap, 0.0).sum(), counts.sum()]))
+    return jnp.stack(sums, axis=1)
+
+
+def judge_head(
+    target: Side,
+    head: tuple[HeadConfig, Any],
+    rows: list[np.ndarray],
+    recipe: Recipe,
+    num_steps: int,
+) -> list[float]:
+    """Mean of sum min(p, q) for each draft of a proposal, those before it being the text's.
+
+    Args:
+      target: configuration and parameters.
+      head: configuration and parameters.
+      rows: the held-out texts' tokens.
+      recipe: gives the length.
+      num_steps: drafts of a proposal.
+    """
+    ids, judged = windows(rows, recipe.length)
+    sums = np.zeros((2, num_steps))
+    for start in range(0, len(ids), 8):
+        piece, mask = ids[start : start + 8], judged[start : start + 8]
+        missing = 8 - len(piece)
+        piece, mask = (np.pad(a, ((0, missing), (0, 0))) for a in (piece, mask))
+        params = (target[1], head[1])
+        sums += np.asarray(_judge_head(target[0], head[0], num_steps, params, piece, mask))
+    return list(sums[0] / sums[1])

@@ -1,12 +1,12 @@
-"""What the two models minimise: the data's surprise, and the distance to the target."""
+"""What the models minimise: the data's surprise, and the distance to the target."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pair.training import Loss, Recipe, logits_of
-from specjax.models import TransformerConfig
+from pair.training import Loss, Recipe, cast, logits_of
+from specjax.models import HeadConfig, TransformerConfig, causal_hidden, functions, unrolled_hidden
 
 
 def next_token(config: TransformerConfig, recipe: Recipe) -> Loss:
@@ -35,9 +35,45 @@ def distillation(
         ids = ids[:, :-1]
         p = jax.nn.log_softmax(jax.lax.stop_gradient(logits_of(target, extra, ids, recipe)))
         q = jax.nn.log_softmax(logits_of(config, params, ids, recipe))
-        divergence = jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))
-        variation = 0.5 * jnp.mean(jnp.sum(jnp.abs(jnp.exp(p) - jnp.exp(q)), axis=-1))
-        weight = jnp.clip((progress - turn) / (0.8 - turn), 0.0, 0.9)
-        return (1 - weight) * divergence + weight * 4.0 * variation
+        return _distance(p, q, progress, turn)
+
+    return loss
+
+
+def _distance(p: jax.Array, q: jax.Array, progress: jax.Array, turn: float) -> jax.Array:
+    """Of log-probabilities q from p, in the weights of this share of the training."""
+    divergence = jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))
+    variation = 0.5 * jnp.mean(jnp.sum(jnp.abs(jnp.exp(p) - jnp.exp(q)), axis=-1))
+    weight = jnp.clip((progress - turn) / (0.8 - turn), 0.0, 0.9)
+    return (1 - weight) * divergence + weight * 4.0 * variation
+
+
+def unrolled_distillation(
+    config: HeadConfig,
+    target: TransformerConfig,
+    recipe: Recipe,
+    num_steps: int = 4,
+    decay: float = 0.8,
+    turn: float = 0.5,
+) -> Loss:
+    """The same distance for a head, mean over the steps of proposals that begin everywhere.
+
+    Step i counts `decay**i`: it is reached where those before it were accepted. The tokens fed
+    are the text's, the states the head's own, as when it drafts.
+    """
+
+    def loss(params: Any, ids: jax.Array, progress: jax.Array, extra: Any) -> jax.Array:
+        ids = ids[:, :-1]
+        logits = functions(target)[2]
+        hidden = causal_hidden(target, cast(extra, recipe.dtype), ids, recipe.attention)
+        p = jax.nn.log_softmax(logits(extra, hidden.astype(jnp.float32)))
+        tokens = extra["embedding"][ids].astype(recipe.dtype)
+        found = unrolled_hidden(config, cast(params, recipe.dtype), tokens, hidden, num_steps)
+        total = jnp.float32(0.0)
+        for step, state in enumerate(found.astype(jnp.float32)):
+            # Without the first, which no state precedes, and those whose text has ended.
+            q = jax.nn.log_softmax(logits(extra, state[:, 1 : ids.shape[1] - step]))
+            total += decay**step * _distance(p[:, 1 + step :], q, progress, turn)
+        return total / sum(decay**step for step in range(num_steps))
 
     return loss

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specjax.models import TransformerConfig, build, causal_hidden, functions
@@ -34,6 +35,8 @@ class Recipe:
       seed: of the weights and of the order of the data.
       attention: implementation of `jax.nn.dot_product_attention`, None is its own choice.
       dtype: of the products; the optimiser's weights are float32.
+      optimizer: "adamw", or "muon" for the matrices and Adam for the rest: better where steps
+        are few.
     """
 
     steps: int | None
@@ -45,6 +48,7 @@ class Recipe:
     seed: int
     attention: str | None
     dtype: str
+    optimizer: str = "adamw"
 
 
 def cast(params: Any, dtype: str) -> Any:
@@ -58,14 +62,20 @@ def logits_of(config: TransformerConfig, params: Any, ids: jax.Array, recipe: Re
     return functions(config)[2](params, hidden.astype(jnp.float32))
 
 
-def optimizer() -> optax.GradientTransformation:
-    """Clipping and AdamW, at rate 1: `rate` scales what it gives."""
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            1.0, b2=0.95, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
-        ),
-    )
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Clipping and the recipe's optimiser, at rate 1: `rate` scales what it gives."""
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map(lambda a: a.ndim > 1, params)
+
+    if recipe.optimizer == "muon":
+        # Steps as large as Adam's, so that rates are of one kind.
+        muon = optax.contrib.muon(
+            1.0, weight_decay=0.1, weight_decay_mask=matrices, adam_b2=0.95, consistent_rms=0.2
+        )
+        return optax.chain(optax.clip_by_global_norm(1.0), muon)
+    adamw = optax.adamw(1.0, b2=0.95, weight_decay=0.1, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def rate(recipe: Recipe, progress: jax.Array) -> jax.Array:
@@ -85,7 +95,7 @@ def _batch(data: jax.Array, recipe: Recipe, step: jax.Array) -> jax.Array:
 
 
 def _many_steps(loss: Loss, recipe: Recipe) -> Callable[..., Any]:
-    update = optimizer().update
+    update = optimizer(recipe).update
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state: Any, data: jax.Array, first: jax.Array, steps: jax.Array, extra: Any) -> Any:
@@ -124,30 +134,32 @@ def _save(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 def train(
     name: str,
-    config: TransformerConfig,
+    config: TransformerConfig | None,
     recipe: Recipe,
     loss: Loss,
     data: jax.Array,
     folder: pathlib.Path,
     extra: Any = None,
+    params: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Trains one model, from its last checkpoint if there is one.
 
     Args:
       name: of the checkpoint and the progress bar.
-      config: of the model.
+      config: of the model, unless `params` are given.
       recipe: how.
       loss: `(params, token_ids[B, T + 1], share of the steps done, extra) -> scalar`.
       data: i32[N], all training tokens.
       folder: for the checkpoint; one that is there is continued.
       extra: what else the loss reads.
+      params: to begin with; None is random ones of the configuration.
 
     Returns:
       The float32 parameters, and steps, seconds and loss curve.
     """
     path, done, curve = folder / f"{name}.checkpoint", 0, []
-    params = build(config, seed=recipe.seed).params
-    state = (params, optimizer().init(params))
+    params = build(config, seed=recipe.seed).params if params is None else params
+    state = (params, optimizer(recipe).init(params))
     run = _many_steps(loss, recipe)
     if path.exists():
         saved = pickle.loads(path.read_bytes())

@@ -3,20 +3,32 @@
 from specjax.models.chat import chat_prompt
 from specjax.models.checkpoint import load, load_config, load_tokenizer, save
 from specjax.models.config import RopeScaling, TransformerConfig
+from specjax.models.head import HeadConfig, build_head, check_head, unrolled_hidden
+from specjax.models.head_drafter import head_drafter
+from specjax.models.head_folder import is_head, load_head, load_head_config, save_head
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 
 __all__ = [
+    "HeadConfig",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "build",
+    "build_head",
     "causal_hidden",
     "chat_prompt",
+    "check_head",
     "functions",
+    "head_drafter",
+    "is_head",
     "load",
     "load_config",
+    "load_head",
+    "load_head_config",
     "load_tokenizer",
     "pretrained_folder",
     "save",
+    "save_head",
+    "unrolled_hidden",
 ]

@@ -1,4 +1,4 @@
-"""Where the trained pair lies that ships as package data."""
+"""Where the trained pair and the head lie that ship as package data."""
 
 import importlib.resources
 import pathlib
@@ -7,10 +7,12 @@ __all__ = ["pretrained_folder"]
 
 
 def pretrained_folder(role: str) -> pathlib.Path:
-    """The Hugging Face folder of one model of the pair; both share one vocabulary.
+    """The Hugging Face folder of one model of the pair, or the folder of the target's head.
+
+    Target and draft share one vocabulary.
 
     Args:
-      role: "target" or "draft".
+      role: "target", "draft" or "head".
 
     Raises:
       ValueError: on another role.
@@ -19,6 +21,6 @@ def pretrained_folder(role: str) -> pathlib.Path:
       >>> pretrained_folder("draft").name
       'draft'
     """
-    if role not in ("target", "draft"):
-        raise ValueError(f"role is {role!r}; it needs to be 'target' or 'draft'.")
+    if role not in ("target", "draft", "head"):
+        raise ValueError(f"role is {role!r}; it needs to be 'head', 'target' or 'draft'.")
     return pathlib.Path(str(importlib.resources.files(__package__) / role))

@@ -1,0 +1,230 @@
+"""A head of one layer: drafts from the target's hidden state, embeddings and logits.
+
+Each position reads its token, the token before it, and the hidden state that decided its token
+where that is known: the target's behind the last committed token, the head's own behind its
+drafts, and zero in the context, of which a drafter is told the tokens alone.
+Axes: `B` requests, `T` tokens fed, `E` hidden, `G` key-value heads, `R` query heads per
+key-value head, `D` head dimension.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models.config import TransformerConfig
+from specjax.models.layers import Layer, RMSNorm, weight
+from specjax.models.rope import rotate, rotation
+
+__all__ = ["Head", "HeadConfig", "build_head", "check_head", "head_functions", "unrolled_hidden"]
+
+_MASKED = -1e30  # Finite: the first token of a sequence has no context.
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """Sizes of a head; its layer is a plain Llama layer, whatever family the target is of.
+
+    Attributes:
+      hidden_size: of the target.
+      intermediate_size: width of the gated MLP.
+      num_attention_heads: query heads.
+      num_key_value_heads: key-value heads, a divisor of the query heads.
+      head_dim: size of one attention head, even.
+      rms_norm_eps: added to the mean square in every RMSNorm.
+      rope_theta: base of the rotary frequencies.
+      window: how many tokens back the layer sees, itself included: no more than it was trained
+        on, however long a sequence grows. None is all.
+      dtype: of parameters, activations and cache.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    window: int | None = None
+    dtype: str = "float32"
+
+    def layer(self) -> TransformerConfig:
+        """The configuration of the layer; embeddings and logits are the target's."""
+        sizes = dataclasses.asdict(self)
+        windows = (sizes.pop("window"),)
+        return TransformerConfig(vocab_size=1, num_hidden_layers=1, layer_windows=windows, **sizes)
+
+
+class Head(nnx.Module):
+    """The head as an NNX module; `head_functions` is its view as pure functions.
+
+    Args:
+      config: sizes and constants.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: HeadConfig, rngs: nnx.Rngs) -> None:
+        self.config, layer = config, config.layer()
+        self.token_norm = RMSNorm(layer, config.hidden_size)
+        self.hidden_norm = RMSNorm(layer, config.hidden_size)
+        self.mix = weight(rngs, layer, 3 * config.hidden_size, config.hidden_size)
+        self.layer = Layer(layer, 0, rngs)
+        self.norm = RMSNorm(layer, config.hidden_size)
+
+    def _mixed(self, tokens: jax.Array, before: jax.Array, hidden: jax.Array) -> jax.Array:
+        parts = [self.token_norm(tokens), self.token_norm(before), self.hidden_norm(hidden)]
+        return jnp.concatenate(parts, axis=-1) @ self.mix[...]
+
+    def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rotation(*self.layer.rope, self.config.head_dim, positions)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        before: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Hidden states [B, T, E] behind each token, and the cache with the tokens in it."""
+        x = self._mixed(tokens, before, hidden)
+        x, cache = self.layer(x, self._rotation(positions), positions, cache)
+        return self.norm(x), cache
+
+    def _project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries [B, T, G, R, D], keys and values [B, T, G, D]."""
+        attention, turns = self.layer.attention, self._rotation(positions)
+        y = self.layer.attention_norm(x) @ attention.qkv[...]
+        y = y.reshape(*x.shape[:2], -1, self.config.head_dim)
+        q, k, v = jnp.split(y, [attention.heads, attention.heads + attention.groups], axis=2)
+        q, k = rotate(q, turns), rotate(k, turns)
+        return q.reshape(*x.shape[:2], attention.groups, -1, self.config.head_dim), k, v
+
+    def _gated(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(x @ self.layer.mlp.gate_up[...], 2, axis=-1)
+        return (jax.nn.silu(gate) * up) @ self.layer.mlp.down[...]
+
+    def unrolled(self, tokens: jax.Array, hidden: jax.Array, num_steps: int) -> jax.Array:
+        """`unrolled_hidden` on the tokens' embeddings [B, T, E]."""
+        length = tokens.shape[1]
+        place = jnp.arange(length, dtype=jnp.int32)[None]
+        before = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
+        context = self._mixed(tokens, before, jnp.zeros_like(tokens))
+        _, context_k, context_v = self._project(context, place)
+        # A draft sees the context before the token that its first step was fed.
+        seen = place < place.T
+        state = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :length]
+        keys: list[jax.Array] = []
+        values: list[jax.Array] = []
+        found = []
+        for step in range(num_steps):
+            x = self._mixed(_ahead(tokens, step), _ahead(before, step), state)
+            q, k, v = self._project(x, place + step)
+            keys, values = [*keys, k], [*values, v]
+            if self.config.window is not None:
+                seen &= place > place.T + (step - self.config.window)
+            far = jnp.einsum("btgrd,bsgd->bgrts", q, context_k)
+            near = [jnp.einsum("btgrd,btgd->bgrt", q, k)[..., None] for k in keys]
+            scores = jnp.concatenate([jnp.where(seen, far, _MASKED), *near], axis=-1)
+            scores = scores.astype(jnp.float32) * self.config.head_dim**-0.5
+            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            y = jnp.einsum("bgrts,bsgd->btgrd", weights[..., :length], context_v)
+            for n, v in enumerate(values):
+                y += jnp.einsum("bgrt,btgd->btgrd", weights[..., length + n], v)
+            x = x + y.reshape(*x.shape[:2], -1) @ self.layer.attention.out[...]
+            state = self.norm(x + self._gated(self.layer.mlp_norm(x)))
+            found.append(state)
+        return jnp.stack(found)
+
+
+def check_head(config: HeadConfig, hidden_size: int) -> None:
+    """Refuses a head for a target whose hidden states are of another size.
+
+    Args:
+      config: of the head.
+      hidden_size: of the target.
+
+    Raises:
+      ValueError: if they do not fit.
+    """
+    if hidden_size != config.hidden_size:
+        raise ValueError(
+            f"the head reads hidden states of size {config.hidden_size} and the target's have "
+            f"{hidden_size}; a head drafts for the target that it was trained for."
+        )
+
+
+def _ahead(x: jax.Array, step: int) -> jax.Array:
+    """Row t + step at t, zero behind the end."""
+    return jnp.pad(x[:, step:], ((0, 0), (0, step), (0, 0)))
+
+
+@functools.cache
+def _graph(config: HeadConfig) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: Head(config, nnx.Rngs(0))))[0]
+
+
+@functools.cache
+def head_functions(config: HeadConfig) -> tuple[Any, Any]:
+    """`(init_cache, apply)`: as those of a `Model`, but `apply` reads embeddings and states.
+
+    `apply(params, tokens, before, hidden, positions, cache) -> (hidden, cache)`, where tokens,
+    before and hidden are [B, T, E]: the embeddings of the tokens and of those before them, and
+    the states that decided the tokens, zero where unknown. Equal configurations give the same
+    functions.
+    """
+
+    def init_cache(batch_size: int, max_length: int) -> Any:
+        shape = (batch_size, config.num_key_value_heads, max_length, config.head_dim)
+        return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+
+    def apply(
+        params: Any,
+        tokens: jax.Array,
+        before: jax.Array,
+        hidden: jax.Array,
+        positions: jax.Array,
+        cache: Any,
+    ) -> tuple[jax.Array, Any]:
+        read = (x.astype(config.dtype) for x in (tokens, before, hidden))
+        return nnx.merge(_graph(config), nnx.State(params))(*read, positions, cache)
+
+    return init_cache, apply
+
+
+def unrolled_hidden(
+    config: HeadConfig, params: Any, tokens: jax.Array, hidden: jax.Array, num_steps: int
+) -> jax.Array:
+    """What a head would find if it drafted the tokens that follow, from every place at once.
+
+    Args:
+      config: sizes and constants.
+      params: of the head, of any floating dtype.
+      tokens: [B, T, E], embeddings of whole sequences at positions 0 to T - 1.
+      hidden: [B, T, E], the target's states behind the same tokens.
+      num_steps: tokens drafted, a Python int >= 1.
+
+    Returns:
+      [num_steps, B, T, E]: the state of step i of a proposal behind token t, that has been fed
+      tokens t to t + i and the target's state behind token t - 1; the target's logits of it are
+      the draft's law of token t + i + 1. Rows with t + i >= T are of no meaning.
+    """
+    head = nnx.merge(_graph(config), nnx.State(params))
+    return head.unrolled(tokens, hidden, num_steps)
+
+
+def build_head(config: HeadConfig, seed: int = 0) -> Any:
+    """Random parameters of a head: its own weights, nested.
+
+    Args:
+      config: sizes and constants.
+      seed: of the weights.
+
+    Example:
+      >>> sorted(build_head(HeadConfig(16, 32, 4, 2, 4)))
+      ['hidden_norm', 'layer', 'mix', 'norm', 'token_norm']
+    """
+    return nnx.to_pure_dict(nnx.state(Head(config, nnx.Rngs(seed)), nnx.Param))
