@@ -3,13 +3,14 @@
 python benchmarks/acceptance.py bits
 python benchmarks/acceptance.py overlap
 python benchmarks/acceptance.py generate
+python benchmarks/acceptance.py generate --head specjax/models/pretrained/head
 """
 
 import argparse
 import functools
 import math
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from bits import report_bits
 from heldout import HELDOUT, Pair, batches, logits_of, read_pair
 
 import specjax
-from specjax.models import pretrained_folder
+from specjax.models import head_drafter, load_head, pretrained_folder, unrolled_hidden
 
 
 @functools.partial(jax.jit, static_argnames="first")
@@ -37,6 +38,34 @@ def overlaps(
         return jnp.minimum(p, q).sum(-1)
 
     return jax.lax.map(at, temperatures)
+
+
+def first_drafts(target: specjax.Model, folder: pathlib.Path) -> specjax.Model:
+    """The law of a head's first drafts, as a model of whole sequences that needs no cache."""
+    params, config = load_head(folder)
+
+    def apply(
+        params: Any, token_ids: jax.Array, places: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        size, length = token_ids.shape
+        empty = target.init_cache(size, length)
+        hidden, _ = target.apply(params["target"], token_ids, places, empty)
+        tokens = params["target"]["embedding"][token_ids]
+        return unrolled_hidden(config, params["head"], tokens, hidden, 1)[0], cache
+
+    def logits(params: Any, hidden: jax.Array) -> jax.Array:
+        return target.logits(params["target"], hidden)
+
+    both = {"target": target.params, "head": params}
+    return specjax.Model(both, lambda batch_size, max_length: (), apply, logits)
+
+
+def drafter_of(pair: Pair, head: pathlib.Path | None) -> specjax.Drafter:
+    """What drafts: the pair's draft, or a head."""
+    if head is None:
+        return specjax.model_drafter(pair.draft)
+    params, config = load_head(head)
+    return head_drafter(pair.target, config, params)
 
 
 def contexts(pair: Pair, args: argparse.Namespace) -> np.ndarray:
@@ -93,7 +122,7 @@ def count(
     size, context = prompts.shape
     generation = specjax.generate(
         pair.target,
-        specjax.model_drafter(pair.draft),
+        drafter_of(pair, args.head),
         prompts,
         np.full(size, context, np.int32),
         keys=keys,
@@ -170,6 +199,7 @@ def main() -> None:
         if name == "bits":
             add("--length", type=int, default=1024, help="tokens per window")
             continue
+        add("--head", type=pathlib.Path, help="folder of a head that drafts in the draft's place")
         add("--temperatures", type=float, nargs="+", default=[0.25, 0.5, 0.7, 1.0, 1.5])
         add("--files", type=int, help="default: all that are long enough")
         add("--context", type=int, default=128, help="tokens before the first position")
@@ -178,7 +208,10 @@ def main() -> None:
             add("--num-speculative-tokens", type=int, default=4)
             add("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.function(read_pair(args), args)
+    pair = read_pair(args)
+    if getattr(args, "head", None):
+        pair = pair._replace(draft=first_drafts(pair.target, args.head))
+    args.function(pair, args)
 
 
 if __name__ == "__main__":
