@@ -159,7 +159,7 @@ def profile(timed: Timed) -> dict[str, Any]:
     loop = Loop(timed.run, 1, timed.iterations, False)
     _, events, launches = trace(loop, [timed.arguments])
     (run,) = split_runs(events)
-    busy = kernel_times(events, timed.iterations)
+    busy = kernel_times(events, timed.iterations, most=24)
     wall = (max(e.start + e.duration for e in run) - run[0].start) / 1e3 / timed.iterations
     per = {name: count / timed.iterations for name, count in launches.items()}
     return busy | {"wall_us": wall, "num_events": len(run) / timed.iterations, "launches": per}

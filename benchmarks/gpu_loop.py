@@ -124,7 +124,7 @@ def _run_all(loop: Loop, arguments: list[tuple[Any, ...]]) -> list[Any]:
     return [jax.block_until_ready(loop.run(*each)) for each in arguments]
 
 
-def kernel_times(events: list[Event], calls: int) -> dict[str, Any]:
+def kernel_times(events: list[Event], calls: int, most: int = 10) -> dict[str, Any]:
     """Time and launches per call of every kernel and copy, the longest first, and their sum."""
     time_of, count_of = collections.Counter(), collections.Counter()
     for event in events:
@@ -132,7 +132,7 @@ def kernel_times(events: list[Event], calls: int) -> dict[str, Any]:
         count_of[event.name] += 1
     kernels = {
         name: {"us": ns / 1e3 / calls, "launches": count_of[name] / calls}
-        for name, ns in time_of.most_common(10)
+        for name, ns in time_of.most_common(most)
     }
     return {"kernels_us": sum(time_of.values()) / 1e3 / calls, "kernels": kernels}
 

@@ -45,6 +45,10 @@ KERNELS = (
     "pallas/search",
     "pallas/cutoff",
     "pallas/verify",
+    "pallas/softmax",
+    "pallas/gate",
+    "pallas/attention",
+    "pallas/few",
 )
 FLOORS = (
     ("typing",),
@@ -75,7 +79,7 @@ FLOORS = (
     ("sweep_choice", "sweep", "sweep_report", "sweep_command", "cli"),
     ("__main__",),
 )
-# Beside the floors: models see nothing but the types, and only a host program sees the models.
+# Beside the floors: models see the types and the kernels, and only a host program sees the models.
 # But for the head's drafter, which is of both sides: it has a floor, and the models hand it out.
 SEES_MODELS = ("engine", "pair", "sweep_command", "cli", "__main__", "models/head_drafter")
 ANY_THIRD_PARTY = ("models", "terminal", "sweep_report", *SEES_MODELS)
@@ -173,7 +177,7 @@ def may_import(room, other):
     if other == "models":
         return room in SEES_MODELS or room == "models"
     if room == "models":
-        return other == "typing"
+        return other in ("typing", "implementation") or other in KERNELS
     if room == other:
         return False
     if other in KERNELS and room not in KERNELS:

@@ -10,6 +10,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from specjax.implementation import by_implementation
+from specjax.models.late import Product, chosen, is_few
+from specjax.models.rope import rotate, turn
+
 __all__ = ["Kernel", "Rule", "cached_attention", "causal_attention"]
 
 Kernel = Literal["xla", "cudnn"] | None
@@ -24,11 +28,15 @@ class Rule:
       scale: multiplies the scores.
       window: how many tokens back a token sees, itself included; None is all.
       softcap: c, where scores s become c tanh(s / c), or None.
+      size: E, of the rows whose norm queries, keys and values may have to be divided by.
+      eps: added to their mean square.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    size: int = 0
+    eps: float = 0.0
 
 
 def _weights(scores: jax.Array, seen: jax.Array, rule: Rule) -> jax.Array:
@@ -40,23 +48,55 @@ def _weights(scores: jax.Array, seen: jax.Array, rule: Rule) -> jax.Array:
 
 
 def cached_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, cache: Any, rule: Rule
+    projected: Product, turns: Any, positions: jax.Array, cache: Any, rule: Rule
 ) -> tuple[jax.Array, Any]:
     """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
     Args:
-      q: [B, T, G * R, D].
-      k: [B, T, G, D].
-      v: [B, T, G, D].
+      projected: a product of [B, T', (G * R + 2 * G) * D], queries, keys and values, none of them
+        rotated; rows from T on are padding.
+      turns: cosines and sines by which queries and keys are, two f32[B, T, 1, D / 2].
       positions: i32[B, T]; a token at -1 writes nothing and sees nothing.
       cache: keys and values, two [B, G, S, D].
       rule: how the slots are weighed.
 
     Returns:
-      [B, T, G * R * D], and the cache with the tokens in it.
+      [B, T', G * R * D], and the cache with the tokens in it.
     """
+    tokens, (_, groups, _, head_dim) = positions.shape[1], cache[0].shape
+    projected = projected._replace(
+        parts=projected.parts.reshape(*projected.parts.shape[:3], -1, head_dim)
+    )
+    shared = projected.parts.shape[3] // groups - 2
+    # Of a prompt's tokens, a product for each pair of them is the better way.
+    few = is_few(*projected.parts.shape[1:3]) and tokens <= 16 and tokens * shared <= 64
+
+    def xla(projected: Product, *rest: Any) -> tuple[jax.Array, Any]:
+        if projected.squares is not None:
+            projected = projected._replace(squares=projected.squares[:, :, None])
+        heads = projected.whole(rule.size, rule.eps).astype(cache[0].dtype)
+        return _attend(heads, *rest, rule=rule)
+
+    def kernels(
+        projected: Product, turns: Any, positions: jax.Array, cache: Any, interpret: bool
+    ) -> tuple[jax.Array, Any]:
+        from specjax.pallas.attention import Heads
+        from specjax.pallas.few import attend
+
+        cos, sin = (x[:, :, 0] for x in turns)
+        heads = Heads(*projected, cos, sin, positions, *cache)
+        return attend(heads, rule=rule, turn=turn, interpret=interpret)
+
+    implementation = chosen() if few else "xla"
+    return by_implementation(implementation, xla, kernels, projected, turns, positions, cache)
+
+
+def _attend(
+    heads: jax.Array, turns: Any, positions: jax.Array, cache: Any, *, rule: Rule
+) -> tuple[jax.Array, Any]:
     (batch, tokens), (keys, values) = positions.shape, cache
     groups, slots, head_dim = keys.shape[1:]
+    q, k, v = _split(heads[:, :tokens], turns, groups)
     # Past the end and dropped: an index of -1 would write the last slot.
     index = jnp.where(positions < 0, slots, positions)
     rows = jnp.arange(batch)[:, None]
@@ -75,18 +115,19 @@ def cached_attention(
     weights = _weights(scores, seen[:, None, None], rule)
     weights = weights.astype(dtype).reshape(batch, groups, -1, slots)
     y = (weights @ values).reshape(batch, groups, -1, tokens, head_dim)
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1), (keys, values)
+    y = y.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1)
+    return jnp.pad(y, ((0, 0), (0, heads.shape[1] - tokens), (0, 0))), (keys, values)
 
 
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, implementation: Kernel
+    heads: jax.Array, turns: Any, groups: int, rule: Rule, implementation: Kernel
 ) -> jax.Array:
     """[B, T, G * R * D] of whole sequences, each token seeing those before it.
 
     Args:
-      q: [B, T, G * R, D].
-      k: [B, T, G, D].
-      v: [B, T, G, D].
+      heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.
+      turns: cosines and sines by which queries and keys are, two f32[B, T, 1, D / 2].
+      groups: G.
       rule: how the tokens are weighed.
       implementation: of `jax.nn.dot_product_attention`, which has no soft cap: with one it
         needs to be "xla" or None.
@@ -94,8 +135,9 @@ def causal_attention(
     Raises:
       ValueError: if a soft cap is to go through another implementation.
     """
-    batch, length = q.shape[:2]
+    batch, length, _, head_dim = heads.shape
     if rule.softcap is None:
+        q, k, v = _split(heads, turns, groups)
         y = jax.nn.dot_product_attention(
             q,
             k,
@@ -111,6 +153,12 @@ def causal_attention(
             f"implementation is {implementation!r}; a model with attention_softcap needs 'xla'."
         )
     positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
-    shape = (batch, k.shape[2], length, k.shape[3])
-    cache = (jnp.zeros(shape, k.dtype), jnp.zeros(shape, v.dtype))
-    return cached_attention(q, k, v, positions, cache, rule)[0]
+    nothing = jnp.zeros((batch, groups, length, head_dim), heads.dtype)
+    return _attend(heads, turns, positions, (nothing, nothing), rule=rule)[0]
+
+
+def _split(heads: jax.Array, turns: Any, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys, rotated, and values."""
+    num_queries = heads.shape[2] - 2 * groups
+    q, k, v = jnp.split(heads, [num_queries, num_queries + groups], axis=2)
+    return rotate(q, turns), rotate(k, turns), v

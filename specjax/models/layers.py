@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.implementation import by_implementation
 from specjax.models.attention import Kernel, Rule, cached_attention, causal_attention
 from specjax.models.config import TransformerConfig
-from specjax.models.rope import rotate
+from specjax.models.late import Normed, Product, chosen, is_few, join, multiply
 
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "weight"]
 
@@ -22,6 +23,10 @@ def weight(rngs: nnx.Rngs, config: TransformerConfig, *shape: int) -> nnx.Param:
     """A random parameter of the configuration's dtype."""
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02
     return nnx.Param(values.astype(config.dtype))
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
 
 
 def _bias(config: TransformerConfig, size: int) -> nnx.Param:
@@ -57,6 +62,28 @@ class RMSNorm(nnx.Module):
         # In float32, as it was trained: offset and weight do not add up in a short float.
         return (y * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
 
+    def late(self, x: jax.Array) -> Normed:
+        """The rows with their weight; of few ones, not yet divided by their root mean square."""
+        if not is_few(*x.shape[:2]):
+            return Normed(self(x), None)
+        return join(x, jnp.zeros((1, *x.shape), x.dtype), self.weight[...], self.offset)[1]
+
+    def after(
+        self, x: jax.Array, parts: jax.Array, norm: "RMSNorm | None"
+    ) -> tuple[jax.Array, Normed]:
+        """The residual stream with a product [Q, B, T, E] added, normed before if asked; as `late`.
+
+        Returns the stream, and its rows behind this norm.
+        """
+        if norm is None and is_few(*x.shape[:2]):
+            return join(x, parts, self.weight[...], self.offset)
+        x = _added(x, Product(parts).whole(0, 0.0).astype(x.dtype), norm)
+        return x, self.late(x)
+
+
+def _added(x: jax.Array, y: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    return x + (y if norm is None else norm(y))
+
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embeddings, over a cache or causal in itself.
@@ -71,7 +98,8 @@ class Attention(nnx.Module):
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-        self.rule = Rule(scale, config.window(layer), config.attention_softcap)
+        rest = (config.attention_softcap, config.hidden_size, config.rms_norm_eps)
+        self.rule = Rule(scale, config.window(layer), *rest)
         out = (self.heads + 2 * self.groups) * self.head_dim
         self.qkv = weight(rngs, config, config.hidden_size, out)
         self.out = weight(rngs, config, self.heads * self.head_dim, config.hidden_size)
@@ -80,39 +108,78 @@ class Attention(nnx.Module):
         self.query_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
         self.key_norm = RMSNorm(config, self.head_dim) if config.qk_norm else None
 
-    def _project(self, x: jax.Array, turns: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        y = _affine(x, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
-        q, k, v = jnp.split(y, [self.heads, self.heads + self.groups], axis=2)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, turns), rotate(k, turns), v
+    def _heads(self, y: jax.Array) -> jax.Array:
+        """Queries, keys and values [B, T, heads, D] behind their norms, none of them rotated."""
+        heads = y.reshape(*y.shape[:2], -1, self.head_dim)
+        if self.query_norm is None or self.key_norm is None:
+            return heads
+        q, k, v = jnp.split(heads, [self.heads, self.heads + self.groups], axis=2)
+        return jnp.concatenate([self.query_norm(q), self.key_norm(k), v], axis=2)
 
     def causal(self, x: jax.Array, turns: Any, implementation: Kernel) -> jax.Array:
         """[B, T, E] of whole sequences, each token seeing those before it."""
-        q, k, v = self._project(x, turns)
-        y = causal_attention(q, k, v, self.rule, implementation)
+        heads = self._heads(_affine(x, self.qkv, self.qkv_bias))
+        y = causal_attention(heads, turns, self.groups, self.rule, implementation)
         return _affine(y, self.out, self.out_bias)
 
+    def _project(self, x: Normed) -> Product:
+        """A product [B, T, heads * D], queries, keys and values, none of them rotated."""
+        if self.qkv_bias is None and self.query_norm is None:
+            return Product(multiply(x.rows, self.qkv[...], most=4), x.squares)
+        if x.squares is None:
+            y = _affine(x.rows, self.qkv, self.qkv_bias)
+        else:
+            product = Product(multiply(x.rows, self.qkv[...]), x.squares)
+            y = product.whole(self.rule.size, self.rule.eps)
+            if self.qkv_bias is not None:
+                y += self.qkv_bias[...].astype(jnp.float32)
+            y = y.astype(x.rows.dtype)
+        return Product(self._heads(y).reshape(1, *y.shape))
+
     def __call__(
-        self, x: jax.Array, turns: Any, positions: jax.Array, cache: Any
+        self, x: Normed, turns: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        q, k, v = self._project(x, turns)
-        y, cache = cached_attention(q, k, v, positions, cache, self.rule)
-        return _affine(y, self.out, self.out_bias), cache
+        """A product as parts [Q, B, T, E], and the cache with the tokens in it."""
+        y, cache = cached_attention(self._project(x), turns, positions, cache, self.rule)
+        if self.out_bias is None:
+            return multiply(y, self.out[...]), cache
+        return _affine(y, self.out, self.out_bias)[None], cache
 
 
 class MLP(nnx.Module):
     """A gated MLP: the gate and the up projection are one array."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+        self.size, self.eps = config.hidden_size, config.rms_norm_eps
         self.gate_up = weight(rngs, config, config.hidden_size, 2 * config.intermediate_size)
         self.down = weight(rngs, config, config.intermediate_size, config.hidden_size)
-        self.silu = config.hidden_act == "silu"
+        self.activation = jax.nn.silu if config.hidden_act == "silu" else _gelu
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)
-        gate = jax.nn.silu(gate) if self.silu else jax.nn.gelu(gate, approximate=True)
-        return (gate * up) @ self.down[...]
+    def _gated(self, gate_up: jax.Array) -> jax.Array:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return self.activation(gate) * up
+
+    def causal(self, x: jax.Array) -> jax.Array:
+        """[B, T, E] of whole sequences."""
+        return self._gated(x @ self.gate_up[...]) @ self.down[...]
+
+    def __call__(self, x: Normed) -> jax.Array:
+        """A product as parts [Q, B, T, E]."""
+        gate_up = x.rows @ self.gate_up[...]
+        if x.squares is None:
+            return multiply(self._gated(gate_up), self.down[...])
+
+        def xla(gate_up: jax.Array, squares: jax.Array) -> jax.Array:
+            y = Product(gate_up[None], squares).whole(self.size, self.eps)
+            return self._gated(y).astype(gate_up.dtype)
+
+        def kernels(gate_up: jax.Array, squares: jax.Array, interpret: bool) -> jax.Array:
+            from specjax.pallas.few import gated
+
+            return gated(gate_up, squares, mlp=self, interpret=interpret)
+
+        y = by_implementation(chosen(), xla, kernels, gate_up, x.squares)
+        return multiply(y, self.down[...])
 
 
 class Layer(nnx.Module):
@@ -128,19 +195,33 @@ class Layer(nnx.Module):
         self.attention_out_norm = RMSNorm(config, config.hidden_size) if sandwich else None
         self.mlp_out_norm = RMSNorm(config, config.hidden_size) if sandwich else None
 
-    def _add(self, x: jax.Array, y: jax.Array, norm: RMSNorm | None) -> jax.Array:
-        return x + (y if norm is None else norm(y))
-
-    def _feed(self, x: jax.Array) -> jax.Array:
-        return self._add(x, self.mlp(self.mlp_norm(x)), self.mlp_out_norm)
-
     def causal(self, x: jax.Array, turns: Any, implementation: Kernel) -> jax.Array:
         """The residual stream [B, T, E] of whole sequences after this layer."""
         y = self.attention.causal(self.attention_norm(x), turns, implementation)
-        return self._feed(self._add(x, y, self.attention_out_norm))
+        x = _added(x, y, self.attention_out_norm)
+        return _added(x, self.mlp.causal(self.mlp_norm(x)), self.mlp_out_norm)
+
+    def advance(
+        self, x: jax.Array, normed: Normed, turns: Any, positions: jax.Array, cache: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """The residual stream, what is to be added to it as parts, and the cache.
+
+        Args:
+          x: the residual stream [B, T, E].
+          normed: the same behind `attention_norm`.
+          turns: of the layer's rotary embeddings.
+          positions: i32[B, T].
+          cache: the layer's own.
+        """
+        parts, cache = self.attention(normed, turns, positions, cache)
+        x, normed = self.mlp_norm.after(x, parts, self.attention_out_norm)
+        return x, self.mlp(normed), cache
 
     def __call__(
         self, x: jax.Array, turns: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        y, cache = self.attention(self.attention_norm(x), turns, positions, cache)
-        return self._feed(self._add(x, y, self.attention_out_norm)), cache
+        """The residual stream [B, T, E] after this layer, and its cache."""
+        normed = self.attention_norm.late(x)
+        x, parts, cache = self.advance(x, normed, turns, positions, cache)
+        y = Product(parts).whole(0, 0.0).astype(x.dtype)
+        return _added(x, y, self.mlp_out_norm), cache

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.models.config import RopeScaling
 
-__all__ = ["rotate", "rotation"]
+__all__ = ["rotate", "rotation", "turn"]
 
 
 def rotation(
@@ -49,6 +49,10 @@ def _scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
 
 def rotate(x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the pairs of [B, T, H, D], coordinate i with i + D / 2, in float32."""
-    cos, sin = turns
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(turn(a, b, *turns), axis=-1).astype(x.dtype)
+
+
+def turn(a: jax.Array, b: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both halves of turned heads."""
+    return a * cos - b * sin, b * cos + a * sin

@@ -14,6 +14,7 @@ from flax import nnx
 
 from specjax.models.attention import Kernel
 from specjax.models.config import TransformerConfig
+from specjax.models.late import Product, padding
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rotation
 from specjax.typing import Model
@@ -50,12 +51,19 @@ class Transformer(nnx.Module):
         self, token_ids: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, E] after the last norm, and the cache with the tokens in it."""
+        tokens = token_ids.shape[1]
+        token_ids = jnp.pad(token_ids, ((0, 0), (0, padding(*token_ids.shape))))
         x = self._scaled(self.embedding[...][token_ids])
         turns, written = self._rotations(positions), []
-        for layer, entry in zip(self.layers, cache, strict=True):
-            x, entry = layer(x, turns[layer.rope], positions, entry)
+        norms: list[RMSNorm] = [*(layer.attention_norm for layer in self.layers), self.norm]
+        normed = norms[0].late(x)
+        for layer, entry, norm in zip(self.layers, cache, norms[1:], strict=True):
+            x, parts, entry = layer.advance(x, normed, turns[layer.rope], positions, entry)
+            x, normed = norm.after(x, parts, layer.mlp_out_norm)
             written.append(entry)
-        return self.norm(x), tuple(written)
+        last = Product(normed.rows[None], normed.squares)
+        hidden = last.whole(self.config.hidden_size, self.config.rms_norm_eps).astype(x.dtype)
+        return hidden[:, :tokens], tuple(written)
 
     def causal(self, token_ids: jax.Array, implementation: Kernel = None) -> jax.Array:
         """Hidden states [B, T, E] of whole sequences, without a cache, for training."""

@@ -5,11 +5,17 @@ from typing import NamedTuple
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
+    "ATTENTION_SLOTS",
     "DRAW_WARPS",
+    "GATE_TILE",
     "GUESS_WARPS",
+    "JOIN_TILE",
+    "MIN_DOT",
     "SEARCH_WARPS",
     "Tile",
+    "at_least_dot",
     "is_small",
+    "num_parts_of_cache",
     "num_parts_of_noise",
     "pair_tile",
     "power_of_two",
@@ -26,6 +32,12 @@ GUESS_WARPS = 8
 
 # A cutoff is searched by one program among up to 2^14 candidates.
 SEARCH_WARPS = 16
+
+# Slots of a cache that a program looks at together.
+ATTENTION_SLOTS = 64
+
+# The smallest side of a product that the matrix units take.
+MIN_DOT = 16
 
 
 class Tile(NamedTuple):
@@ -49,9 +61,21 @@ class Tile(NamedTuple):
         return -(-vocab_size // self.size)
 
 
+# Of a gate: eight programs to a row of 8192.
+GATE_TILE = Tile(1024, 4)
+
+# Of a sum of up to sixteen parts: thirty programs for one request's rows are few, so small ones.
+JOIN_TILE = Tile(256, 2)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def at_least_dot(n: int) -> int:
+    """The smallest power of two that is at least n, and a side of a product."""
+    return max(MIN_DOT, power_of_two(n))
 
 
 def _at_most(size: int, vocab_size: int) -> int:
@@ -104,3 +128,9 @@ def is_small(num_requests: int) -> bool:
     which saves a launch.
     """
     return num_requests <= 16
+
+
+def num_parts_of_cache(num_heads: int, num_slots: int) -> int:
+    """Programs that share the cache of a request's key-value head: four to a multiprocessor."""
+    most = max(1, min(32, 512 // num_heads))
+    return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))

@@ -1,6 +1,7 @@
 """Every kernel is lowered for CUDA without a GPU, and the door says who runs where."""
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 import specjax
 from specjax import Draft
 from specjax import implementation as doors
+from specjax.models import TransformerConfig, build
 from specjax.pallas import sample as pallas_sample
 from specjax.pallas import verify as pallas_verify
 from specjax.pallas.tiles import Tile
@@ -188,6 +190,22 @@ def test_sampling_lowers_for_cuda(dtype, noise_dtype):
         for cutoff in (False, True):
             text = sample_text(dtype, cutoff=cutoff, noise_dtype=noise_dtype)
             assert num_kernels(text) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_of_decoding_lowers_for_cuda(dtype, monkeypatch):
+    monkeypatch.setattr(doors, "_why_no_kernels", lambda: None)
+    config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=jnp.dtype(dtype).name)
+    config = dataclasses.replace(config, layer_windows=(9,), attention_softcap=5.0)
+    model = build(config)
+    cache = jax.eval_shape(lambda: model.init_cache(2, 300))
+    ids = shape(2, 3, dtype=I32)
+    # A sum that begins a norm before, behind and between the layer's halves; attention in two.
+    assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == 6
+    assert num_kernels(lower(model.apply, model.params, ids, ids, cache, platform="cpu")) == 0
+    # Of a prompt's tokens none of it is for.
+    prompt = shape(2, 40, dtype=I32)
+    assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,134 @@
+"""Norms divided by late and sums made late: for few rows on a GPU, where each launch costs.
+
+The rows of a product can be scaled behind it as well as before, so that a product starts from rows
+that only had their weight, and whoever reads it divides by the root mean square on the way. A
+product with a small matrix comes as parts of a sum, enough of them to read it at the memory's rate.
+Axes: `B` requests, `T` tokens, `E` hidden, `N` of a product.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.implementation import by_implementation, read_implementation
+
+__all__ = ["Normed", "Product", "chosen", "is_few", "join", "multiply", "padding"]
+
+_MIN_ROWS = 8
+_MAX_ROWS = 64
+
+
+class Normed(NamedTuple):
+    """Rows behind a norm, or on their way.
+
+    Attributes:
+      rows: [B, T, E].
+      squares: f32[B, T, n], sums of squares by whose root mean they are to be divided; None
+        where they are.
+    """
+
+    rows: jax.Array
+    squares: jax.Array | None
+
+
+class Product(NamedTuple):
+    """A product that is not summed yet, of rows that may not be divided yet.
+
+    Attributes:
+      parts: [Q, B, T, N], of a sum.
+      squares: as in `Normed`.
+    """
+
+    parts: jax.Array
+    squares: jax.Array | None = None
+
+    def whole(self, size: int, eps: float) -> jax.Array:
+        """[B, T, N], in float32 if anything was left to do.
+
+        Args:
+          size: E, of the rows that were squared.
+          eps: added to their mean square.
+        """
+        if self.parts.shape[0] == 1 and self.squares is None:
+            return self.parts[0]
+        total = jnp.sum(self.parts.astype(jnp.float32), axis=0)
+        if self.squares is None:
+            return total
+        mean = jnp.sum(self.squares, axis=-1, keepdims=True) / size
+        return total * jax.lax.rsqrt(mean + eps)
+
+
+def chosen() -> str:
+    """Which implementation serves few rows here, as `read_implementation` names it."""
+    return read_implementation(None)
+
+
+def is_few(batch: int, tokens: int) -> bool:
+    """Whether that many rows are a step of decoding on a GPU."""
+    return 0 < batch * tokens <= _MAX_ROWS and chosen() != "xla"
+
+
+def padding(batch: int, tokens: int) -> int:
+    """How many more tokens a request is given, so that a GPU has eight rows to multiply.
+
+    Fewer are not worth its matrix units to XLA, which then reads weights at half the rate.
+    """
+    return max(-(-_MIN_ROWS // batch) - tokens, 0) if is_few(batch, tokens) else 0
+
+
+def multiply(x: jax.Array, matrix: jax.Array, most: int = 16) -> jax.Array:
+    """The product of [B, T, E] with [E, N] as parts [Q, B, T, N]: Q is 1 but for few rows.
+
+    Args:
+      x: rows.
+      matrix: what they are multiplied by.
+      most: the largest Q.
+    """
+    size, width = matrix.shape
+    # Of 128 columns and at least 256 rows each, two to a multiprocessor.
+    parts = min(most, 1 << max(32768 // width, 1).bit_length() - 1)
+    while size % (256 * parts) and parts > 1:
+        parts //= 2
+    if parts == 1 or not is_few(*x.shape[:2]):
+        return (x @ matrix)[None]
+    return jnp.einsum(
+        "btqe,qen->qbtn",
+        x.reshape(*x.shape[:2], parts, -1),
+        matrix.reshape(parts, -1, width),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def join(
+    x: jax.Array, parts: jax.Array, weight: jax.Array, offset: float
+) -> tuple[jax.Array, Normed]:
+    """Adds a product to few rows, and begins the norm behind the sum.
+
+    Args:
+      x: [B, T, E].
+      parts: [Q, B, T, E].
+      weight: [E], of the norm, but for its offset.
+      offset: added to the weight, in float32.
+
+    Returns:
+      [B, T, E], and the same on the way through the norm.
+    """
+    from specjax.pallas.tiles import JOIN_TILE
+
+    def xla(x: jax.Array, parts: jax.Array, weight: jax.Array) -> tuple[jax.Array, Normed]:
+        x += Product(parts).whole(0, 0.0).astype(x.dtype)
+        wide = x.astype(jnp.float32)
+        squares = jnp.sum(wide * wide, axis=-1, keepdims=True)
+        # Of as many numbers as the kernel leaves: both are branches of one program.
+        squares = jnp.pad(squares, ((0, 0), (0, 0), (0, JOIN_TILE.count(x.shape[2]) - 1)))
+        scale = offset + weight.astype(jnp.float32)
+        return x, Normed((wide * scale[None, None]).astype(x.dtype), squares)
+
+    def kernels(*operands: jax.Array, interpret: bool) -> tuple[jax.Array, Normed]:
+        from specjax.pallas.few import joined
+
+        x, *normed = joined(*operands, offset=offset, interpret=interpret)
+        return x, Normed(*normed)
+
+    return by_implementation(chosen(), xla, kernels, x, parts, weight)

@@ -1,0 +1,132 @@
+"""What a layer does for few tokens: attention to a cache in two launches, sums and gates in one.
+
+Axes: `B` requests, `T` tokens fed, `T'` these and padding, `H` query heads, `G` key-value heads,
+`S` cache slots, `D` head dimension, `E` hidden.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from specjax.pallas.attention import Heads, Parts, Rule, Unfinished, finish, see
+from specjax.pallas.gate import Block, Gated, Joined, Sum, gate, join
+from specjax.pallas.launch import launch, like
+from specjax.pallas.tiles import (
+    GATE_TILE,
+    JOIN_TILE,
+    at_least_dot,
+    num_parts_of_cache,
+)
+
+__all__ = ["attend", "gated", "joined"]
+
+
+class _Attended(NamedTuple):
+    """[B, T', H, D]."""
+
+    y: Any
+
+
+class _Result(NamedTuple):
+    """[R, I]."""
+
+    y: Any
+
+
+def attend(
+    heads: Heads, *, rule: Rule, turn: Callable[..., Any], interpret: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """What few tokens see of the cache and of one another.
+
+    The slots of a request and key-value head are shared out among programs, each of which leaves
+    an unfinished softmax; a second launch puts them together, a program to a query head.
+
+    Args:
+      heads: arrays.
+      rule: how the slots are weighed.
+      turn: of both halves of heads, cosines and sines: both halves of turned heads.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      [B, T', H * D], zeros from T on, and the cache with the tokens in it.
+    """
+    (batch, groups, slots, head_dim), tokens = heads.keys.shape, heads.positions.shape[1]
+    padded, num_heads = heads.parts.shape[2], heads.parts.shape[3] - 2 * groups
+    rows = at_least_dot(tokens * (num_heads // groups))
+    parts = 1 + num_parts_of_cache(batch * groups, slots)
+    lead, dtype = (batch * groups, parts, rows), heads.keys.dtype
+    cache = [like(x.shape, dtype) for x in (heads.keys, heads.values)]
+    done = launch(
+        functools.partial(see, rule=rule, turn=turn),
+        heads,
+        Unfinished(like((*lead, head_dim)), like(lead), like(lead), *cache),
+        num_programs=batch * groups * parts,
+        num_warps=4,
+        interpret=interpret,
+        in_place={"keys": heads.keys, "values": heads.values},
+    )
+    y = launch(
+        functools.partial(finish, tokens=tokens),
+        Parts(done.mixed, done.peak, done.total),
+        _Attended(like((batch, padded, num_heads, head_dim), dtype)),
+        num_programs=batch * padded * num_heads,
+        num_warps=1,
+        interpret=interpret,
+    ).y
+    return y.reshape(batch, padded, -1), (done.keys, done.values)
+
+
+def gated(gate_up: jax.Array, squares: jax.Array, *, mlp: Block, interpret: bool) -> jax.Array:
+    """`activation(gate) * up` of rows that are not divided by their root mean square yet.
+
+    Args:
+      gate_up: [B, T, 2 * I], the gate beside what it gates.
+      squares: f32[B, T, n], sums of squares of the rows.
+      mlp: whose gate it is.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      [B, T, I].
+    """
+    *lead, width = gate_up.shape
+    inner, rows = width // 2, math.prod(lead)
+    y = launch(
+        functools.partial(gate, block=mlp),
+        Gated(gate_up.reshape(rows, width), squares.reshape(rows, -1)),
+        _Result(like((rows, inner), gate_up.dtype)),
+        num_programs=rows * GATE_TILE.count(inner),
+        num_warps=GATE_TILE.num_warps,
+        interpret=interpret,
+    ).y
+    return y.reshape(*lead, inner)
+
+
+def joined(
+    x: jax.Array, parts: jax.Array, weight: jax.Array, *, offset: float, interpret: bool
+) -> Joined:
+    """A product added to the residual stream, and the beginning of the norm behind it.
+
+    Args:
+      x: [B, T, E].
+      parts: [Q, B, T, E], of the product.
+      weight: [E], of the norm, but for its offset.
+      offset: added to the weight.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      The stream [B, T, E], the same with the weight, and sums of its squares f32[B, T, n].
+    """
+    *lead, size = x.shape
+    rows, tiles = math.prod(lead), JOIN_TILE.count(size)
+    done = launch(
+        functools.partial(join, offset=offset),
+        Sum(x.reshape(rows, size), parts.reshape(-1, rows, size), weight),
+        Joined(like((rows, size), x.dtype), like((rows, size), x.dtype), like((rows, tiles))),
+        num_programs=rows * tiles,
+        num_warps=JOIN_TILE.num_warps,
+        interpret=interpret,
+    )
+    return Joined(*(y.reshape(*lead, -1) for y in done))

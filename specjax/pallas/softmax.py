@@ -1,0 +1,79 @@
+"""A softmax over keys that come tile by tile, and the values that it weighs.
+
+Axes: `M` rows, `N` keys of a tile, `D` head dimension.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Queries", "Softmax", "add", "nothing"]
+
+_MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
+
+
+class Queries(NamedTuple):
+    """Rows of queries: both their halves [M, D / 2], and positions i32[M], -1 for none."""
+
+    first: jax.Array
+    second: jax.Array
+    position: jax.Array
+
+
+class Softmax(NamedTuple):
+    """Each row so far: `peak` f32[M], the weights' `total` f32[M], values `mixed` f32[M, D]."""
+
+    peak: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+
+def nothing(rows: int, head_dim: int) -> Softmax:
+    """Rows that have seen nothing."""
+    return Softmax(
+        jnp.full((rows,), _MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, head_dim), jnp.float32),
+    )
+
+
+def add(
+    state: Softmax,
+    queries: Queries,
+    keys: tuple[jax.Array, ...],
+    values: jax.Array,
+    slot: jax.Array,
+    rule: Any,
+) -> Softmax:
+    """Adds what rows see of a tile.
+
+    Args:
+      state: the rows so far.
+      queries: the rows.
+      keys: both halves, [N, D / 2].
+      values: [N, D].
+      slot: i32[N], where the keys stand; -1 for none.
+      rule: a `specjax.pallas.attention.Rule`.
+    """
+    scores = _product(queries.first, keys[0], 1) + _product(queries.second, keys[1], 1)
+    scores = scores * rule.scale
+    if rule.softcap is not None:
+        scores = jnp.tanh(scores / rule.softcap) * rule.softcap
+    position = queries.position[:, None]
+    seen = (slot >= 0)[None] & (slot[None] <= position)
+    if rule.window is not None:
+        seen &= slot[None] > position - rule.window
+    peak = jnp.maximum(state.peak, jnp.max(jnp.where(seen, scores, _MASKED), axis=1))
+    weights = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0.0)
+    shrunk = jnp.exp(state.peak - peak)
+    return Softmax(
+        peak,
+        state.total * shrunk + jnp.sum(weights, axis=1),
+        state.mixed * shrunk[:, None] + _product(weights.astype(values.dtype), values, 0),
+    )
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    contract = (((1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)

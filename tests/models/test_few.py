@@ -1,0 +1,211 @@
+"""A step of decoding through the kernels is what plain JAX gives, for every kind of layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from machine import has_gpu
+
+from specjax.models import RopeScaling, TransformerConfig, attention, build, late, layers
+from specjax.pallas import few
+
+# Wide enough for products in parts, and for heads of every kind of tile.
+LLAMA = TransformerConfig(
+    vocab_size=64,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    tie_word_embeddings=False,
+    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8),
+)
+KINDS = {
+    "llama": LLAMA,
+    "qwen": dataclasses.replace(
+        LLAMA, qkv_bias=True, qk_norm=True, num_hidden_layers=1, num_key_value_heads=1
+    ),
+    "gemma": dataclasses.replace(
+        LLAMA,
+        qk_norm=True,
+        out_bias=True,
+        sandwich_norms=True,
+        norm_offset=1.0,
+        layer_windows=(40, None),
+        local_rope_theta=100.0,
+        attention_softcap=5.0,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+}
+CONTEXT, SLOTS = 90, 160
+# On the GPU "float32" products of XLA and of the kernels differ in the matrix units' rounding.
+TOLERANCE = 5e-3 if has_gpu() else 5e-5
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("interpret", marks=pytest.mark.interpret),
+        pytest.param("choose", marks=pytest.mark.gpu, id="triton"),
+    ]
+)
+def kernels(request):
+    return request.param
+
+
+@pytest.fixture
+def through(monkeypatch):
+    """Sets what serves few rows, and forgets what was traced before."""
+
+    def choose(name):
+        for module in (late, layers, attention):
+            monkeypatch.setattr(module, "chosen", lambda: name)
+        # Two parts of a cache, so that each has chunks to go through.
+        monkeypatch.setattr(few, "num_parts_of_cache", lambda heads, slots: 2)
+        jax.clear_caches()
+
+    return choose
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def begin(config, dtype="float32"):
+    """A model whose attention is not uniform, and what it has read of two requests."""
+    model = build(dataclasses.replace(config, dtype=dtype), seed=3)
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x + 0.1, model.params)
+    lengths = jnp.array([CONTEXT, CONTEXT - 25], jnp.int32)
+    place = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
+    positions = jnp.where(place < lengths[:, None], place, -1)
+    ids = jax.random.randint(jax.random.key(0), positions.shape, 0, config.vocab_size, jnp.int32)
+    _, cache = jax.jit(model.apply)(params, ids, positions, model.init_cache(2, SLOTS))
+    return jax.jit(model.apply), params, lengths, cache
+
+
+# Tokens of each request in steps that follow one another, and how many of them are taken back.
+STEPS = [((3, 1), 2), ((1, 1), 0), ((0, 3), 0), ((3, 2), 0)]
+
+
+def decode(config, dtype="float32"):
+    """Hidden states of the steps, zeros where a request had no token, and the cache."""
+    apply, params, lengths, cache = begin(config, dtype)
+    found = []
+    for number, (sizes, taken_back) in enumerate(STEPS):
+        width = max(sizes)
+        place = jnp.arange(width, dtype=jnp.int32)[None]
+        fed = place < jnp.array(sizes, jnp.int32)[:, None]
+        positions = jnp.where(fed, lengths[:, None] + place, -1)
+        shape = (2, width)
+        ids = jax.random.randint(jax.random.key(number), shape, 0, config.vocab_size, jnp.int32)
+        hidden, cache = apply(params, ids, positions, cache)
+        assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
+        found.append(jnp.where(fed[..., None], hidden, 0))
+        lengths = lengths + jnp.array(sizes) - jnp.minimum(jnp.array(sizes), taken_back)
+    return found, cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_through_the_kernels_are_those_of_plain_jax(kind, kernels, through):
+    through("xla")
+    wanted, cache = decode(KINDS[kind])
+    through(kernels)
+    found, own = decode(KINDS[kind])
+    for step, other in zip(found, wanted, strict=True):
+        close(step, other)
+    for entry, other in zip(jax.tree.leaves(own), jax.tree.leaves(cache), strict=True):
+        close(entry, other)
+
+
+@pytest.mark.gpu
+def test_short_floats_err_as_much_through_the_kernels_as_without(through):
+    through("xla")
+    exact, _ = decode(LLAMA)
+    plain, _ = decode(LLAMA, "bfloat16")
+    through("choose" if has_gpu() else "interpret")
+    found, _ = decode(LLAMA, "bfloat16")
+
+    def error(steps):
+        pairs = zip(steps, exact, strict=True)
+        return [jnp.linalg.norm(x.astype(jnp.float32) - y) for x, y in pairs]
+
+    for ours, theirs in zip(error(found), error(plain), strict=True):
+        assert 0 < ours < 1.5 * theirs
+
+
+def heads(batch, tokens, groups, shared, head_dim, slots, *, parts=1, seed=0):
+    """A case of attention alone: what is projected, turns, and a full cache."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    width = (groups * shared + 2 * groups) * head_dim
+    projected = jax.random.normal(keys[0], (parts, batch, tokens, width))
+    squares = jax.random.uniform(keys[1], (batch, tokens, 3), minval=1.0, maxval=9.0)
+    cache = [jax.random.normal(key, (batch, groups, slots, head_dim)) for key in keys[2:]]
+    angles = jax.random.uniform(keys[1], (batch, tokens, 1, head_dim // 2)) * 6
+    turns = (jnp.cos(angles), jnp.sin(angles))
+    return late.Product(projected, squares), turns, tuple(cache)
+
+
+POSITIONS = {
+    "the first tokens of all": [[0, 1, 2], [0, -1, -1]],
+    "the last slots": [[197, 198, 199], [63, 64, 65]],
+    "past the end": [[198, 199, 200], [62, 63, 64]],
+    "in no order": [[70, 3, 64], [5, 4, -1]],
+    "nobody": [[-1, -1, -1], [-1, -1, -1]],
+}
+
+
+@pytest.mark.parametrize("limits", [(None, None), (7, 3.0)], ids=["all", "window and soft cap"])
+def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, kernels, through):
+    rule = attention.Rule(0.3, *limits, size=20, eps=1e-5)
+    projected, turns, cache = heads(2, 3, 2, 3, 16, 200, parts=2)
+
+    def attend(positions):
+        return attention.cached_attention(projected, turns, positions, cache, rule)
+
+    places = {name: jnp.array(place, jnp.int32) for name, place in POSITIONS.items()}
+    through("xla")
+    plain = jax.jit(attend)
+    wanted = {name: plain(place) for name, place in places.items()}
+    through(kernels)
+    ours = jax.jit(attend)
+    for name, place in places.items():
+        y, written = ours(place)
+        # What a token behind the cache sees is nobody's.
+        seen = ((place >= 0) & (place < 200))[..., None]
+        assert bool(jnp.isfinite(y).all()), name
+        close(jnp.where(seen, y, 0), jnp.where(seen, wanted[name][0], 0))
+        for entry, other in zip(written, wanted[name][1], strict=True):
+            close(entry, other)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "shared"), [(24, 1, 1), (64, 16, 4), (96, 2, 7), (256, 1, 1)]
+)
+def test_heads_of_any_size_and_as_many_tokens_as_fit(head_dim, tokens, shared, kernels, through):
+    rule = attention.Rule(head_dim**-0.5, size=20, eps=1e-5)
+    projected, turns, cache = heads(1, tokens, 2, shared, head_dim, 70, parts=3)
+    positions = 50 + jnp.arange(tokens, dtype=jnp.int32)[None]
+
+    def attend(projected, turns, positions, cache):
+        return attention.cached_attention(projected, turns, positions, cache, rule)
+
+    through("xla")
+    wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
+    through(kernels)
+    found, _ = jax.jit(attend)(projected, turns, positions, cache)
+    close(found, wanted)
+
+
+def test_a_batch_under_vmap_is_each_alone(kernels, through):
+    through(kernels)
+    apply, params, lengths, cache = begin(LLAMA)
+    ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
+    wanted, _ = apply(params, ids, positions, cache)
+
+    def alone(ids, positions, cache):
+        cache = jax.tree.map(lambda x: x[None], cache)
+        return apply(params, ids[None], positions[None], cache)[0][0]
+
+    close(jax.vmap(alone)(ids, positions, cache), wanted)
