@@ -14,9 +14,10 @@ _MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
 
 
 class Queries(NamedTuple):
-    """Rows of queries [M, D], and their positions i32[M], -1 for none."""
+    """Rows of queries: both their halves [M, D / 2], and positions i32[M], -1 for none."""
 
-    rows: jax.Array
+    first: jax.Array
+    second: jax.Array
     position: jax.Array
 
 
@@ -40,7 +41,7 @@ def nothing(rows: int, head_dim: int) -> Softmax:
 def add(
     state: Softmax,
     queries: Queries,
-    keys: jax.Array,
+    keys: tuple[jax.Array, ...],
     values: jax.Array,
     slot: jax.Array,
     rule: Any,
@@ -50,12 +51,13 @@ def add(
     Args:
       state: the rows so far.
       queries: the rows.
-      keys: [N, D].
+      keys: both halves, [N, D / 2].
       values: [N, D].
       slot: i32[N], where the keys stand; -1 for none.
       rule: a `specjax.pallas.attention.Rule`.
     """
-    scores = _product(queries.rows, keys, 1) * rule.scale
+    scores = _product(queries.first, keys[0], 1) + _product(queries.second, keys[1], 1)
+    scores = scores * rule.scale
     if rule.softcap is not None:
         scores = jnp.tanh(scores / rule.softcap) * rule.softcap
     position = queries.position[:, None]
