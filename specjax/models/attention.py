@@ -10,8 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from specjax.implementation import by_implementation
-from specjax.models.late import Product, chosen, is_few
+from specjax.models.late import Product, by_launches, chosen, is_few
 from specjax.models.rope import rotate, turn
 
 __all__ = ["Kernel", "Rule", "cached_attention", "causal_attention"]
@@ -84,11 +83,11 @@ def cached_attention(
         from specjax.pallas.few import attend
 
         cos, sin = (x[:, :, 0] for x in turns)
-        heads = Heads(*projected, cos, sin, positions, *cache)
+        heads = Heads(*projected, cos, sin, positions.astype(jnp.int32), *cache)
         return attend(heads, rule=rule, turn=turn, interpret=interpret)
 
     implementation = chosen() if few else "xla"
-    return by_implementation(implementation, xla, kernels, projected, turns, positions, cache)
+    return by_launches(implementation, xla, kernels, projected, turns, positions, cache)
 
 
 def _attend(

@@ -6,14 +6,24 @@ product with a small matrix comes as parts of a sum, enough of them to read it a
 Axes: `B` requests, `T` tokens, `E` hidden, `N` of a product.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.implementation import by_implementation, read_implementation
 
-__all__ = ["Normed", "Product", "chosen", "is_few", "join", "multiply", "padding"]
+__all__ = [
+    "Normed",
+    "Product",
+    "by_launches",
+    "chosen",
+    "is_few",
+    "join",
+    "multiply",
+    "padding",
+]
 
 _MIN_ROWS = 8
 _MAX_ROWS = 64
@@ -67,6 +77,17 @@ def chosen() -> str:
 def is_few(batch: int, tokens: int) -> bool:
     """Whether that many rows are a step of decoding on a GPU."""
     return 0 < batch * tokens <= _MAX_ROWS and chosen() != "xla"
+
+
+def by_launches(
+    implementation: str, xla: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
+) -> Any:
+    """As `by_implementation`, with the derivatives of `xla`: a kernel has none of its own."""
+    if implementation == "xla":
+        return xla(*operands)
+    run = jax.custom_jvp(lambda *each: by_implementation(implementation, xla, kernels, *each))
+    run.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
+    return run(*operands)
 
 
 def padding(batch: int, tokens: int) -> int:
@@ -131,4 +152,4 @@ def join(
         x, *normed = joined(*operands, offset=offset, interpret=interpret)
         return x, Normed(*normed)
 
-    return by_implementation(chosen(), xla, kernels, x, parts, weight)
+    return by_launches(chosen(), xla, kernels, x, parts, weight)

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.implementation import by_implementation
 from specjax.models.attention import Kernel, Rule, cached_attention, causal_attention
 from specjax.models.config import TransformerConfig
-from specjax.models.late import Normed, Product, chosen, is_few, join, multiply
+from specjax.models.late import Normed, Product, by_launches, chosen, is_few, join, multiply
 
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "weight"]
 
@@ -178,7 +177,7 @@ class MLP(nnx.Module):
 
             return gated(gate_up, squares, mlp=self, interpret=interpret)
 
-        y = by_implementation(chosen(), xla, kernels, gate_up, x.squares)
+        y = by_launches(chosen(), xla, kernels, gate_up, x.squares)
         return multiply(y, self.down[...])
 
 

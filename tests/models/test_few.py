@@ -209,3 +209,31 @@ def test_a_batch_under_vmap_is_each_alone(kernels, through):
         return apply(params, ids[None], positions[None], cache)[0][0]
 
     close(jax.vmap(alone)(ids, positions, cache), wanted)
+
+
+def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels, through):
+    model = build(TransformerConfig(64, 32, 48, 1, 2, 1, 16), seed=3)
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.params)
+    cache = model.init_cache(2, 20)
+    cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), cache)
+    ids = jnp.array([[3, 4], [5, 6]])
+
+    def read(kind):
+        through(kind)
+
+        def loss(params, positions):
+            hidden, _ = model.apply(params, ids, positions, cache)
+            return jnp.sum(jnp.sin(hidden)), hidden
+
+        @jax.jit
+        def both(params, positions):
+            return loss(params, positions)[1], jax.grad(loss, has_aux=True)(params, positions)[0]
+
+        with jax.enable_x64(True):
+            return both(params, ids.astype(jnp.int64))
+
+    (hidden, slopes), (wanted, steepness) = read(kernels), read("xla")
+    close(hidden, wanted)
+    for found, wanted in zip(jax.tree.leaves(slopes), jax.tree.leaves(steepness), strict=True):
+        assert jnp.linalg.norm(wanted) > 0
+        assert jnp.linalg.norm(found - wanted) <= TOLERANCE * jnp.linalg.norm(wanted)
