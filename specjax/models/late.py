@@ -21,6 +21,7 @@ __all__ = [
     "chosen",
     "is_few",
     "join",
+    "may_wait",
     "multiply",
     "padding",
 ]
@@ -77,6 +78,14 @@ def chosen() -> str:
 def is_few(batch: int, tokens: int) -> bool:
     """Whether that many rows are a step of decoding on a GPU."""
     return 0 < batch * tokens <= _MAX_ROWS and chosen() != "xla"
+
+
+def may_wait(x: jax.Array) -> bool:
+    """Whether rows [B, T, E] may be divided by their root mean square late.
+
+    Not in float16: what a product makes of a stream of thousands does not fit before the division.
+    """
+    return is_few(*x.shape[:2]) and x.dtype != jnp.float16
 
 
 def by_launches(

@@ -13,7 +13,7 @@ from flax import nnx
 
 from specjax.models.attention import Kernel, Rule, cached_attention, causal_attention
 from specjax.models.config import TransformerConfig
-from specjax.models.late import Normed, Product, by_launches, chosen, is_few, join, multiply
+from specjax.models.late import Normed, Product, by_launches, chosen, join, may_wait, multiply
 
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "weight"]
 
@@ -63,7 +63,7 @@ class RMSNorm(nnx.Module):
 
     def late(self, x: jax.Array) -> Normed:
         """The rows with their weight; of few ones, not yet divided by their root mean square."""
-        if not is_few(*x.shape[:2]):
+        if not may_wait(x):
             return Normed(self(x), None)
         return join(x, jnp.zeros((1, *x.shape), x.dtype), self.weight[...], self.offset)[1]
 
@@ -74,7 +74,7 @@ class RMSNorm(nnx.Module):
 
         Returns the stream, and its rows behind this norm.
         """
-        if norm is None and is_few(*x.shape[:2]):
+        if norm is None and may_wait(x):
             return join(x, parts, self.weight[...], self.offset)
         x = _added(x, Product(parts).whole(0, 0.0).astype(x.dtype), norm)
         return x, self.late(x)

@@ -211,6 +211,23 @@ def test_a_batch_under_vmap_is_each_alone(kernels, through):
     close(jax.vmap(alone)(ids, positions, cache), wanted)
 
 
+def test_float16_holds_large_activations_through_the_kernels(kernels, through):
+    # One coordinate is some thousands, as in the first layers of large models.
+    model = build(dataclasses.replace(LLAMA, dtype="float16", num_hidden_layers=1), seed=3)
+    params = model.params | {"embedding": model.params["embedding"].at[:, 5].set(3000)}
+    params["layers"][0]["attention_norm"]["weight"] *= 25
+    ids = jnp.array([[3, 4, 5]])
+
+    def read():
+        hidden, _ = jax.jit(model.apply)(params, ids, ids - 3, model.init_cache(1, 64))
+        return hidden.astype(jnp.float32)
+
+    through("xla")
+    wanted = read()
+    through(kernels)
+    np.testing.assert_allclose(read(), wanted, atol=0.02)
+
+
 def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels, through):
     model = build(TransformerConfig(64, 32, 48, 1, 2, 1, 16), seed=3)
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.params)

@@ -200,8 +200,10 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, monkeypatch):
     model = build(config)
     cache = jax.eval_shape(lambda: model.init_cache(2, 300))
     ids = shape(2, 3, dtype=I32)
-    # A sum that begins a norm before, behind and between the layer's halves; attention in two.
-    assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == 6
+    # A sum that begins a norm before, behind and between the layer's halves, and a gate, where
+    # norms may wait; attention in two.
+    number = 2 if dtype == jnp.float16 else 6
+    assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == number
     assert num_kernels(lower(model.apply, model.params, ids, ids, cache, platform="cpu")) == 0
     # Of a prompt's tokens none of it is for.
     prompt = shape(2, 40, dtype=I32)
