@@ -16,6 +16,7 @@ from specjax.models.fields import read_field
 from specjax.models.head import HeadConfig
 from specjax.models.layout import Entry, join, layout, put, split, take
 from specjax.models.mapped import MappedTensors
+from specjax.models.objects import read_object
 
 __all__ = ["is_head", "load_head", "load_head_config", "save_head"]
 
@@ -41,13 +42,9 @@ def _entries(config: HeadConfig) -> Iterator[Entry]:
 
 def _fields(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     path = pathlib.Path(folder) / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}).") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no JSON object; it needs the fields of a configuration.")
-    return fields, str(path)
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; a head's folder needs it.")
+    return read_object(path, "the fields of a head"), str(path)
 
 
 def is_head(folder: str | os.PathLike[str]) -> bool:
