@@ -72,13 +72,20 @@ def head_of(target: TransformerConfig, window: int) -> HeadConfig:
     return HeadConfig(**{name: getattr(target, name) for name in names}, window=window)
 
 
-def begin(config: HeadConfig, target: Any, seed: int) -> Any:
+def begin(config: HeadConfig, target: tuple[TransformerConfig, Any], seed: int) -> Any:
     """The target's last layer and norm, reading the sum of token and state; little is random."""
     params, one = build_head(config, seed), jnp.eye(config.hidden_size)
-    last = max(target["layers"])
-    copies = jax.tree.map(jnp.copy, {"layer": target["layers"][last], "norm": target["norm"]})
+    layers, norm = target[1]["layers"], target[1]["norm"]
+
+    def copied(own: Any, other: Any) -> Any:
+        """What a plain layer has of the target's, which may have biases and more norms."""
+        if isinstance(own, dict):
+            return {name: copied(own[name], other[name]) for name in own}
+        return other + (target[0].norm_offset if other.ndim == 1 else 0.0)
+
+    last = {"layer": layers[max(layers)], "norm": norm}
     mix = 0.5 * jnp.concatenate([one, 0 * one, one]) + 0.25 * params["mix"]
-    return params | copies | {"mix": mix}
+    return params | {name: copied(params[name], last[name]) for name in last} | {"mix": mix}
 
 
 def main() -> None:
@@ -106,7 +113,7 @@ def main() -> None:
         optimizer="muon",
     )
     loss = losses.unrolled_distillation(config, target_config, recipe, args.proposal)
-    params = begin(config, target.params, args.seed)
+    params = begin(config, (target_config, target.params), args.seed)
     params, log = training.train(
         "head", None, recipe, loss, data, checkpoints, extra=target.params, params=params
     )

@@ -177,7 +177,7 @@ def test_a_saved_head_is_read_back_bit_for_bit(tmp_path, head):
 
 
 def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head):
-    with pytest.raises(ValueError, match="cannot be read as JSON"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         load_head(tmp_path)
     with pytest.raises(ValueError, match="a head's is 'specjax_head'"):
         load_head(pretrained_folder("draft"))
@@ -278,6 +278,20 @@ def test_the_training_draws_near_to_the_target(tmp_path, monkeypatch):
         assert f"{rate:.4f}" in done.stdout
     _, config = load_head(out)
     assert config.window == 64
+
+
+def test_a_training_begins_with_what_a_plain_layer_has_of_any_target(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    train_head = importlib.import_module("train_head")
+    config = dataclasses.replace(TARGET, qkv_bias=True, qk_norm=True, norm_offset=1.0)
+    params = build(config).params
+    head = train_head.head_of(config, 6)
+    found = train_head.begin(head, (config, params), 0)
+    assert jax.tree.structure(found) == jax.tree.structure(build_head(head))
+    last = params["layers"][1]
+    np.testing.assert_array_equal(found["layer"]["mlp"]["down"], last["mlp"]["down"])
+    weight = last["mlp_norm"]["weight"] + 1.0
+    np.testing.assert_array_equal(found["layer"]["mlp_norm"]["weight"], weight)
 
 
 def test_the_loss_is_the_divergence_of_each_step_by_its_weight(monkeypatch, target, head):
