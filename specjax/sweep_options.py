@@ -44,9 +44,9 @@ def add_sweep(commands: Any) -> None:
     )
     models.add_argument(
         "--draft",
-        metavar="DIR|ngram",
-        help="a folder with the target's tokenizer, or prompt lookup; default: the embedded "
-        "draft, and ngram with --target",
+        metavar="DIR|head|ngram",
+        help="a folder with the target's tokenizer, or of the target's head, the embedded head, "
+        "or prompt lookup; default: the embedded draft, and ngram with --target",
     )
     decoding = command.add_argument_group("decoding of the prompts")
     decoding.add_argument(
