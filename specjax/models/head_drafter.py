@@ -85,6 +85,8 @@ def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
         back = config.num_speculative_tokens + 3
         place = positions[:, None] - jnp.arange(back, 0, -1, dtype=jnp.int32)[None]
         ids = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1)
+        # The target's, whatever the head's own is: its table of words is not to be widened.
+        dtype = hidden.dtype
 
         def step(carry: Any, fed: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
             cache, hidden, before = carry
@@ -93,7 +95,8 @@ def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
             at = jnp.where(num_tokens[:, None] >= 0, jnp.maximum(at, -1), -1)
             ids = jnp.concatenate([before, fed[:, None]], axis=1)
             seen, cache = feed(params, ids, hidden, at, cache)
-            return logits(params["target"], seen[:, -1]), (cache, seen[:, -1], fed[:, None])
+            last = seen[:, -1].astype(dtype)
+            return logits(params["target"], last), (cache, last, fed[:, None])
 
         drafts, (cache, _, _) = propose(
             step,

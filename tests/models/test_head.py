@@ -164,6 +164,13 @@ def test_sampling_parameters_reach_the_drafts(target, drafter):
     assert kept.sum(-1).tolist() == [[2] * K] * 3
 
 
+def test_a_head_of_another_dtype_leaves_the_target_s_logits_in_its_own(head):
+    short = build(dataclasses.replace(TARGET, dtype="bfloat16"), seed=3)
+    with jax.numpy_dtype_promotion("strict"):
+        state = start(short, head_drafter(short, HEAD, head))
+    assert state.draft.logits.dtype == jnp.bfloat16
+
+
 def test_a_saved_head_is_read_back_bit_for_bit(tmp_path, head):
     assert not is_head(tmp_path)
     save_head(tmp_path, head, HEAD, dtype="float32")
