@@ -177,7 +177,7 @@ def may_import(room, other):
     if other == "models":
         return room in SEES_MODELS or room == "models"
     if room == "models":
-        return other in ("typing", "implementation") or other in KERNELS
+        return other in ("typing", "implementation", "mesh") or other in KERNELS
     if room == other:
         return False
     if other in KERNELS and room not in KERNELS:

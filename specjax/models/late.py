@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.implementation import by_implementation, read_implementation
+from specjax.mesh import vary_like
 
 __all__ = [
     "Normed",
@@ -94,6 +95,8 @@ def by_launches(
     """As `by_implementation`, with the derivatives of `xla`: a kernel has none of its own."""
     if implementation == "xla":
         return xla(*operands)
+    # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
+    operands = vary_like(operands, operands)
     run = jax.custom_jvp(lambda *each: by_implementation(implementation, xla, kernels, *each))
     run.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
     return run(*operands)

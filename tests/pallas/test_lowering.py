@@ -210,6 +210,21 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, monkeypatch):
     assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
 
 
+def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map(monkeypatch):
+    monkeypatch.setattr(doors, "_why_no_kernels", lambda: None)
+    model = build(TransformerConfig(64, 32, 32, 1, 2, 1, 16))
+    mesh = h200_mesh(AxisType.Auto)
+
+    def begin(params, ids):
+        # The cache is empty on all devices alike, and the tokens are each one's own.
+        return model.apply(params, ids, ids, model.init_cache(2, 30))
+
+    split = PartitionSpec("batch")
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(begin, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split)
+        assert num_kernels(lower(mapped, model.params, shape(8, 3, dtype=I32))) == 6
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cutoffs_lower_for_cuda(dtype):
     filters = {"top_k": I32, "top_p": F32, "min_p": F32}
