@@ -8,6 +8,7 @@ __all__ = [
     "ATTENTION_SLOTS",
     "DRAW_WARPS",
     "GATE_TILE",
+    "GUESS_WARPS",
     "JOIN_TILE",
     "MIN_DOT",
     "SEARCH_WARPS",
@@ -26,7 +27,10 @@ __all__ = [
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
 
-# A cutoff is searched by one program among 2^14 logits that it holds.
+# A row's thousand blocks are asked at 32 places by one program.
+GUESS_WARPS = 8
+
+# A cutoff is searched by one program among up to 2^14 candidates.
 SEARCH_WARPS = 16
 
 # Slots of a cache that a program looks at together.
@@ -104,7 +108,7 @@ def pair_tile(num_requests: int, vocab_size: int) -> Tile:
 
 
 def search_tile(vocab_size: int) -> Tile:
-    """For a cutoff that is searched in the row itself, tile by tile."""
+    """For the candidates of a cutoff: in most small tiles there is none, and packing is slow."""
     return Tile(_at_most(2048, vocab_size), 4)
 
 
