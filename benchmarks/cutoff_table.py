@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-from table import put_between_markers
+from table import publish
 
 BEGIN, END = "<!-- cutoff-table -->", "<!-- /cutoff-table -->"
 
@@ -89,11 +89,7 @@ def main() -> None:
     parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
     args = parser.parse_args()
     table = cutoff_table(json.loads(args.json.read_text(encoding="utf-8")))
-    if args.readme is None:
-        print(table)
-        return
-    text = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(put_between_markers(text, table, BEGIN, END), encoding="utf-8")
+    publish(table, args.readme, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import os
 import pathlib
 from typing import Any
 
-from table import put_between_markers
+from table import publish
 
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 
@@ -162,11 +162,7 @@ def main() -> None:
         here = args.readme.parent if args.readme else pathlib.Path.cwd()
         link = pathlib.Path(os.path.relpath(args.plot, here)).as_posix()
         table += f"\n\n![Time against batch size]({link})"
-    if args.readme is None:
-        print(table)
-        return
-    text = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(put_between_markers(text, table, BEGIN, END), encoding="utf-8")
+    publish(table, args.readme, BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -85,18 +85,22 @@ def put_between_markers(text: str, table: str, begin: str = BEGIN, end: str = EN
     return between.sub(lambda match: f"{match[1]}{table}\n", text)
 
 
+def publish(table: str, document: pathlib.Path | None, begin: str, end: str) -> None:
+    """Prints a table, or puts it into a document between two markers."""
+    if document is None:
+        print(table)
+        return
+    text = document.read_text(encoding="utf-8")
+    document.write_text(put_between_markers(text, table, begin, end), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
     args = parser.parse_args()
     path = args.results / "cpu_verify.json"
-    table = cpu_table(json.loads(path.read_text(encoding="utf-8")))
-    if args.readme is None:
-        print(table)
-        return
-    text = args.readme.read_text(encoding="utf-8")
-    args.readme.write_text(put_between_markers(text, table), encoding="utf-8")
+    publish(cpu_table(json.loads(path.read_text(encoding="utf-8"))), args.readme, BEGIN, END)
 
 
 if __name__ == "__main__":
