@@ -23,7 +23,7 @@ from specjax.models.transformer import build
 from specjax.models.written import write_fields
 from specjax.typing import Model
 
-__all__ = ["load", "load_config", "load_tokenizer", "save"]
+__all__ = ["dtype_here", "load", "load_config", "load_tokenizer", "save"]
 
 _WEIGHTS, _FIELDS = "model.safetensors", "the fields of a configuration"
 # Compiled: on the device, and without a copy between turning, joining and casting.
@@ -80,6 +80,13 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def dtype_here(asked: str | None, own: str) -> str:
+    """The dtype asked for; else a file's own, but float32 on a CPU, where others are slow."""
+    if asked is None and jax.default_backend() == "cpu":
+        return "float32"
+    return asked or own
+
+
 def load(
     folder: str | os.PathLike[str], dtype: str | None = None
 ) -> tuple[Model, TransformerConfig]:
@@ -107,9 +114,7 @@ def load(
       4096
     """
     config = load_config(folder)
-    if dtype is None and jax.default_backend() == "cpu":
-        dtype = "float32"
-    config = dataclasses.replace(config, dtype=dtype or config.dtype)
+    config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
     _open(folder, _WEIGHTS)
     tensors, entries, total = MappedTensors(folder), [], 0
     for entry in layout(config):

@@ -7,11 +7,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import save as serialized
 
+from specjax.models.checkpoint import dtype_here
 from specjax.models.fields import read_field
 from specjax.models.head import HeadConfig
 from specjax.models.layout import Entry, join, layout, put, split, take
@@ -117,9 +117,7 @@ def load_head(folder: str | os.PathLike[str], dtype: str | None = None) -> tuple
     config = load_head_config(folder)
     if not (pathlib.Path(folder) / "model.safetensors").is_file():
         raise ValueError(f"{folder} has no model.safetensors; a head's folder needs it.")
-    if dtype is None and jax.default_backend() == "cpu":
-        dtype = "float32"
-    config = dataclasses.replace(config, dtype=dtype or config.dtype)
+    config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
     tensors = MappedTensors(folder)
     params: dict[str, Any] = {}
     for entry in _entries(config):
