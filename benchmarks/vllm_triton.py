@@ -195,15 +195,16 @@ def measure(functions: Functions, size: tuple[int, int, int], smoke: bool) -> It
         yield {"case": name, **shape, "temperature": 0.7, **figures}
 
 
-def environment(functions: Functions) -> dict[str, Any]:
+def where(source: str, command: str) -> dict[str, Any]:
+    """Birthplace of figures."""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "vllm": functions.source,
+        "vllm": source,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/vllm_triton.py", *sys.argv[1:]]),
+        "command": command,
     }
 
 
@@ -214,7 +215,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: TRITON_INTERPRET=1")
     args = parser.parse_args()
     functions = load(args.vllm)
-    section: dict[str, Any] = {"environment": environment(functions), "cases": []}
+    command = shlex.join(["python", "benchmarks/vllm_triton.py", *sys.argv[1:]])
+    section: dict[str, Any] = {"environment": where(functions.source, command), "cases": []}
     sizes = [(2, 2, 300)] if args.smoke else [(b, K, V) for b in (8, 64, 256)]
     for size in sizes:
         for record in measure(functions, size, args.smoke):

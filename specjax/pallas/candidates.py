@@ -1,24 +1,31 @@
-"""The logits of a row that can be its cutoff, gathered by many programs.
+"""The logits of a row that can be its cutoff, gathered by the program that searches them.
 
 A row's block partials tell where its cutoff probably lies, and a little below begins what is
-gathered: often a few dozen logits of a vocabulary, packed tile by tile, which one program can
-search in its registers. Whether it was enough is certain afterwards.
+gathered: the few hundred quarters of blocks whose largest logit reaches that far, which one program
+holds in its registers. Whether it was enough is certain afterwards.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.bracket import even_pivots
 from specjax.filters import Filters
 from specjax.logits import read_temperature
-from specjax.logsumexp import BlockPartials, combine_blocks
+from specjax.logsumexp import BlockPartials, combine_blocks, reduce_blocks
+from specjax.noise import SAMPLING_BLOCK
 from specjax.pallas.launch import fast_exp2, like, only
-from specjax.pallas.logsumexp import Partials, load_blocks, load_row, tile_index
-from specjax.pallas.tiles import Tile, power_of_two
+from specjax.pallas.logsumexp import (
+    Partials,
+    load_blocks,
+    load_line,
+    load_row,
+    partials_like,
+    tile_index,
+)
+from specjax.pallas.tiles import Tile
 from specjax.truncation import (
     MARGIN,
     keeps_top_k,
@@ -29,23 +36,26 @@ from specjax.truncation import (
 )
 
 __all__ = [
-    "Candidates",
+    "MOST_QUARTERS",
+    "Reduced",
     "Row",
     "Rows",
     "asks_anything",
-    "candidates_like",
+    "gather",
     "guess_low",
     "read_row",
-    "store_candidates",
+    "reduced_like",
+    "store_tile",
 ]
+
+# Tokens of a quarter of a block, and quarters that a program can hold.
+_QUARTER = SAMPLING_BLOCK // 4
+MOST_QUARTERS = 512
 
 # Places between the smallest and the largest of the blocks' maxima at which the blocks are asked.
 _PIVOTS = 32
 # Of what top-p leaves out, the share that a guess adds to be safe.
 _SPARE_SHARE = 0.3
-# Behind the candidates of a tile, for what is not one: the interpreter writes back what a mask
-# leaves out.
-_SPARE = 128
 
 
 class Rows(NamedTuple):
@@ -80,34 +90,37 @@ class Row(NamedTuple):
     blocks: BlockPartials
 
 
-class Candidates(NamedTuple):
-    """What the programs of R rows gather.
+class Reduced(NamedTuple):
+    """What the programs of R rows leave of them.
 
     Attributes:
-      low: f32[R], where they begin; -inf where that is not known.
-      count: i32[R, tiles], logits of a tile from there on: more than `capacity` were not kept.
-      logits: [R, tiles, capacity + _SPARE].
+      blocks: of each sampling block.
+      quarter_max: f32[R, 4 * blocks], largest logit of each quarter of a block.
     """
 
-    low: Any
-    count: Any
-    logits: Any
-
-    @property
-    def capacity(self) -> int:
-        """Most candidates of a tile."""
-        size: int = self.logits.shape[2]
-        return size - _SPARE
+    blocks: Partials
+    quarter_max: Any
 
 
-def candidates_like(logits: jax.Array, tile: Tile, low: Any) -> Candidates:
-    """The shapes of `Candidates` of rows [R, V], with `low` as it is: up to 2^14 of a row."""
-    size, vocab_size = logits.shape
-    count = tile.count(vocab_size)
-    capacity = min(tile.size, max(32, 2**14 // power_of_two(count)))
-    return Candidates(
-        low, like((size, count), jnp.int32), like((size, count, capacity + _SPARE), logits.dtype)
-    )
+def reduced_like(num_rows: int, vocab_size: int, tile: Tile) -> Reduced:
+    """The shapes of `Reduced`."""
+    blocks = partials_like(num_rows, vocab_size, tile, tiles=False)
+    return Reduced(blocks, like((num_rows, 4 * blocks.block_max.shape[1])))
+
+
+def store_tile(
+    rows: Rows, b: jax.Array, number: jax.Array, out: Reduced, tile: Tile, interpret: bool
+) -> None:
+    """Reduces one tile of row b."""
+    x = load_row(rows.logits, b, tile_index(tile, number))
+    scale = read_temperature(rows.temperature[b]).scale
+    reduced = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
+    block = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
+    plgpu.store(out.blocks.block_max.at[b, block], reduced.max)
+    plgpu.store(out.blocks.block_sum.at[b, block], reduced.sum)
+    quarters = x.astype(jnp.float32).reshape(4 * tile.blocks, _QUARTER)
+    quarter = 4 * number * tile.blocks + jax.lax.iota(jnp.int32, 4 * tile.blocks)
+    plgpu.store(out.quarter_max.at[b, quarter], jnp.max(quarters, axis=1))
 
 
 def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
@@ -124,11 +137,11 @@ def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
     return asks & scaling.valid & ~scaling.greedy
 
 
-def read_row(rows: Rows, partials: Partials, b: jax.Array, interpret: bool) -> Row:
-    """Reads what the partials of a row tell."""
+def read_row(rows: Rows, reduced: Reduced, b: jax.Array, interpret: bool) -> Row:
+    """Reads what the blocks of a row tell."""
     vocab_size = rows.logits.shape[1]
     filters, scale = _filters(rows, b), read_temperature(rows.temperature[b]).scale
-    blocks = load_blocks(partials, b, vocab_size)
+    blocks = load_blocks(reduced.blocks, b, vocab_size)
     whole = combine_blocks(blocks, scale, fast_exp2(interpret))
     asks = asks_anything(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
     cuts_k = None if filters.top_k is None else asks & keeps_top_k(filters.top_k, vocab_size)
@@ -193,24 +206,32 @@ def _expected_mass(row: Row, pivots: jax.Array, reaching: jax.Array, interpret: 
     return known + hidden * between + jnp.sum(more) - jnp.cumsum(more)
 
 
-def store_candidates(
-    rows: Rows, block_max: Any, low: Any, out: Candidates, b: jax.Array, number: Any, tile: Tile
-) -> None:
-    """Packs what lies at or above `low` of row b in tile `number`."""
-    blocks = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
-    inside = blocks < block_max.shape[1]
-    largest = plgpu.load(block_max.at[b, blocks], mask=inside, other=jnp.float32(-jnp.inf))
-    start = low[b]
-    out.count[b, number] = jnp.where(start == -jnp.inf, jnp.int32(out.capacity + 1), 0)
+def gather(
+    rows: Rows, quarter_max: Any, b: jax.Array, low: jax.Array, found: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The logits f32[N] of the quarters of row b that reach `low`, and how many quarters do.
 
-    @pl.when((start > -jnp.inf) & (jnp.max(largest) >= start))
-    def _() -> None:
-        x = load_row(rows.logits, b, tile_index(tile, number))
-        reaches = x.astype(jnp.float32) >= start
-        inside = jnp.cumsum(reaches.astype(jnp.int32), axis=1, dtype=jnp.int32)
-        counts = jnp.sum(reaches.astype(jnp.int32), axis=1, dtype=jnp.int32)
-        before = jnp.cumsum(counts, dtype=jnp.int32) - counts
-        place = before[:, None] + inside - 1
-        kept = reaches & (place < out.capacity)
-        plgpu.store(out.logits.at[b, number, jnp.where(kept, place, out.capacity)], x, mask=kept)
-        out.count[b, number] = jnp.sum(counts, dtype=jnp.int32)
+    Args:
+      rows: all rows.
+      quarter_max: as in `Reduced`.
+      b: the row.
+      low: f32.
+      found: reference i32[R, MOST_QUARTERS + M], to note them in, for M quarters and more.
+      interpret: run in Pallas' interpreter.
+    """
+    largest = load_line(quarter_max, b, -jnp.inf)
+    lane = jax.lax.iota(jnp.int32, largest.shape[0])
+    reaches = (largest >= low) & (largest > -jnp.inf)
+    place = jnp.cumsum(reaches.astype(jnp.int32), dtype=jnp.int32) - 1
+    count = jnp.sum(reaches.astype(jnp.int32), dtype=jnp.int32)
+    kept = reaches & (place < MOST_QUARTERS)
+    # The interpreter writes back what a mask leaves out: each to a place of its own.
+    plgpu.store(found.at[b, jnp.where(kept, place, MOST_QUARTERS + lane)], lane, mask=kept)
+    if not interpret:
+        plgpu.debug_barrier()
+    slot = jax.lax.iota(jnp.int32, MOST_QUARTERS)
+    quarter = plgpu.load(found.at[b, slot], mask=slot < count, other=jnp.int32(0))
+    token = quarter[:, None] * _QUARTER + jax.lax.iota(jnp.int32, _QUARTER)[None]
+    vocab_size = rows.logits.shape[1]
+    token = jnp.where((slot < count)[:, None], token, jnp.int32(vocab_size))
+    return load_row(rows.logits, b, token).astype(jnp.float32).reshape(-1), count

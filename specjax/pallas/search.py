@@ -5,14 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
 from specjax.bracket import Bracket, Extremes
 from specjax.filters import Source
-from specjax.pallas.candidates import Candidates, Row
-from specjax.pallas.launch import divide, fast_exp2
+from specjax.pallas.candidates import Row
+from specjax.pallas.launch import fast_exp2
 from specjax.pallas.logsumexp import load_row
-from specjax.pallas.tiles import Tile, power_of_two
+from specjax.pallas.tiles import Tile
 from specjax.truncation import (
     extremes_blocks,
     least_kept,
@@ -20,18 +19,7 @@ from specjax.truncation import (
     mass_weights,
 )
 
-__all__ = ["in_memory", "in_registers", "load_candidates"]
-
-
-def load_candidates(candidates: Candidates, b: jax.Array, capacity: int) -> jax.Array:
-    """The candidates f32[N] of a row whose tiles have at most `capacity` each; -inf beside them."""
-    tiles = candidates.count.shape[1]
-    lane = jax.lax.iota(jnp.int32, power_of_two(tiles) * capacity)
-    tile, slot = divide(lane, capacity)
-    count = plgpu.load(candidates.count.at[b, tile], mask=tile < tiles, other=jnp.int32(0))
-    other = jnp.asarray(-jnp.inf, candidates.logits.dtype)
-    x = plgpu.load(candidates.logits.at[b, tile, slot], mask=slot < count, other=other)
-    return x.astype(jnp.float32)
+__all__ = ["in_memory", "in_registers"]
 
 
 def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:

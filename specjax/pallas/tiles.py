@@ -8,7 +8,6 @@ __all__ = [
     "ATTENTION_SLOTS",
     "DRAW_WARPS",
     "GATE_TILE",
-    "GUESS_WARPS",
     "JOIN_TILE",
     "MIN_DOT",
     "SEARCH_WARPS",
@@ -27,10 +26,7 @@ __all__ = [
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
 
-# A row's thousand blocks are asked at 32 places by one program.
-GUESS_WARPS = 8
-
-# A cutoff is searched by one program among up to 2^14 candidates.
+# A cutoff is searched by one program among 2^14 logits that it holds.
 SEARCH_WARPS = 16
 
 # Slots of a cache that a program looks at together.
@@ -108,7 +104,7 @@ def pair_tile(num_requests: int, vocab_size: int) -> Tile:
 
 
 def search_tile(vocab_size: int) -> Tile:
-    """For the candidates of a cutoff: in most small tiles there is none, and packing is slow."""
+    """For a cutoff that is searched in the row itself, tile by tile."""
     return Tile(_at_most(2048, vocab_size), 4)
 
 
