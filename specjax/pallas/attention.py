@@ -105,9 +105,10 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
 
     def load(i: jax.Array) -> _Chunk:
         slot = (part + i * parts) * ATTENTION_SLOTS + jax.lax.iota(jnp.int32, ATTENTION_SLOTS)
-        at, inside = (b, g, slot), (slot < slots) & (part < parts)
-        keys = tuple(_tile(heads.keys, at, half, inside) for half in _halves(head_dim))
-        return _Chunk(slot, inside, keys, _tile(heads.values, at, dim, inside))
+        inside = (slot < slots) & (part < parts)
+        mask = _mask(inside, dim, head_dim)
+        keys, values = (_tile(x, (b, g, slot), dim, mask) for x in (heads.keys, heads.values))
+        return _Chunk(slot, inside, keys, values)
 
     # Asked for before anything is known of the tokens: it is the longest to come.
     chunk = load(jnp.int32(0))
@@ -119,8 +120,8 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
     if heads.squares is not None:
         scales = [late_scale(heads.squares, (b, t), rule) for t in range(tokens)]
     projected = _Projected(heads, b, scales)
-    rotated = projected.rotated(token, g * shared + head, inside, turn)
-    queries = Queries(*rotated, _of_token(token, places, jnp.int32(-1)))
+    rows = projected.rotated(token, g * shared + head, _mask(inside, dim, head_dim), turn)
+    queries = Queries(rows, _of_token(token, places, jnp.int32(-1)))
     begin = nothing(row.shape[0], dim.shape[0])
 
     def leave(state: Softmax) -> None:
@@ -132,15 +133,16 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
     @pl.when(part == parts)
     def _() -> None:
         fed = jax.lax.iota(jnp.int32, MIN_DOT)
-        here, place = fed < tokens, _of_token(fed, places, jnp.int32(-1))
+        place, mask = _of_token(fed, places, jnp.int32(-1)), _mask(fed < tokens, dim, head_dim)
         key_head = jnp.full_like(fed, shared * groups) + g
-        keys = projected.rotated(fed, key_head, here, turn)
-        values = projected.tile(fed, key_head + groups, dim, here).astype(heads.keys.dtype)
+        keys = projected.rotated(fed, key_head, mask, turn)
+        values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
         leave(add(begin, queries, keys, values, place, rule))
+        # Past the end, whatever does not belong into the cache.
         slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
-        for half, key in zip(_halves(head_dim), keys, strict=True):
-            _write(out.keys, b, g, slot, half, key)
-        _write(out.values, b, g, slot, dim, values)
+        mask = _mask(slot < slots, dim, head_dim)
+        for cache, new in ((out.keys, keys), (out.values, values)):
+            plgpu.store(cache.at[b, g, slot[:, None], dim[None]], new, mask=mask)
 
     @pl.when(part < parts)
     def _() -> None:
@@ -160,11 +162,11 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
 
 
 class _Chunk(NamedTuple):
-    """Slots i32[N] of a cache, which of them exist, both halves of their keys, and values."""
+    """Slots i32[N] of a cache, which of them exist, their keys [N, D] and values [N, D]."""
 
     slot: jax.Array
     inside: jax.Array
-    keys: tuple[jax.Array, ...]
+    keys: jax.Array
     values: jax.Array
 
 
@@ -175,28 +177,29 @@ class _Projected(NamedTuple):
     b: jax.Array
     scales: list[jax.Array] | None
 
-    def tile(
-        self, token: jax.Array, head: jax.Array, dim: jax.Array, inside: jax.Array
-    ) -> jax.Array:
-        """Heads f32[N, dims] of tokens, as the cache would hold them."""
+    def tile(self, token: jax.Array, head: jax.Array, dim: jax.Array, mask: jax.Array) -> jax.Array:
+        """Heads f32[N, dims] of tokens, rounded as the cache holds them."""
         parts = self.heads.parts
-        total = jnp.zeros((token.shape[0], dim.shape[0]), jnp.float32)
+        total = jnp.zeros(mask.shape, jnp.float32)
         for q in range(parts.shape[0]):
-            total += _tile(parts, (q, self.b, token, head), dim, inside).astype(jnp.float32)
+            total += _tile(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
         if self.scales is not None:
             total *= _of_token(token, self.scales, jnp.float32(0))[:, None]
         return total.astype(self.heads.keys.dtype).astype(jnp.float32)
 
     def rotated(
-        self, token: jax.Array, head: jax.Array, inside: jax.Array, turn: Callable[..., Any]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Both halves of rotated heads, rounded as the cache holds them."""
-        lower, upper = _halves(self.heads.keys.shape[3])
-        first, second = (self.tile(token, head, half, inside) for half in (lower, upper))
+        self, token: jax.Array, head: jax.Array, mask: jax.Array, turn: Callable[..., Any]
+    ) -> jax.Array:
+        """Rotated heads [N, D] of tokens."""
+        size = self.heads.keys.shape[3]
+        dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
+        angle, other = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
+        x, y = (self.tile(token, head, index, mask) for index in (dim, other))
         at = (self.b, token)
-        cos, sin = (_tile(x, at, lower, inside) for x in (self.heads.cos, self.heads.sin))
-        first, second = turn(first, second, cos, sin)
-        return first.astype(self.heads.keys.dtype), second.astype(self.heads.keys.dtype)
+        cos, sin = (_tile(z, at, angle, mask) for z in (self.heads.cos, self.heads.sin))
+        # The second of a pair is the first of the pair turned the other way.
+        turned, _ = turn(x, y, cos, jnp.where(dim < half, sin, -sin))
+        return turned.astype(self.heads.keys.dtype)
 
 
 def _of_token(token: jax.Array, values: list[jax.Array], other: jax.Array) -> jax.Array:
@@ -224,45 +227,20 @@ def _chunks_of(
     return start, end
 
 
-def _is_exact(size: int) -> bool:
-    """Whether both halves of so many dimensions are tiles as they are."""
-    return size == 2 * at_least_dot(size // 2)
-
-
-def _halves(head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """The dimensions of both halves of a head, padded by ones that it does not have."""
-    size = head_dim // 2
-    half = jax.lax.iota(jnp.int32, at_least_dot(size))
-    if _is_exact(head_dim):
-        # Without a choice among them they are seen to be in order, and are loaded eight at once.
-        return half, half + size
-    inside = half < size
-    return jnp.where(inside, half, head_dim), jnp.where(inside, half + size, head_dim)
+def _mask(inside: jax.Array, dim: jax.Array, size: int) -> jax.Array:
+    """Which of [N, dims] there are, of heads of `size` dimensions."""
+    mask = jnp.broadcast_to(inside[:, None], (inside.shape[0], dim.shape[0]))
+    return mask if dim.shape[0] == size else mask & (dim < size)[None]
 
 
 def _load(reference: Any, at: Any, mask: jax.Array, other: Any) -> jax.Array:
     return plgpu.load(reference.at[at], mask=mask, other=jnp.asarray(other, reference.dtype))
 
 
-def _tile(reference: Any, at: Any, dim: jax.Array, inside: jax.Array) -> jax.Array:
+def _tile(reference: Any, at: Any, dim: jax.Array, mask: jax.Array) -> jax.Array:
     """Rows [N, dims] of a reference [..., D], at places that are scalars or i32[N]."""
     at = [x[:, None] if jnp.ndim(x) else x for x in at]
-    mask = _mask(inside, dim, reference.shape[-1])
     return _load(reference, (*at, dim[None]), mask, 0)
-
-
-def _mask(inside: jax.Array, dim: jax.Array, size: int) -> jax.Array:
-    """Which of [N, dims] there are, of heads of `size` dimensions."""
-    mask = jnp.broadcast_to(inside[:, None], (inside.shape[0], dim.shape[0]))
-    return mask if _is_exact(size) else mask & (dim < size)[None]
-
-
-def _write(
-    cache: Any, b: jax.Array, g: jax.Array, slot: jax.Array, dim: jax.Array, rows: jax.Array
-) -> None:
-    """Writes rows [N, dims] to slots i32[N], but for those past the end."""
-    mask = _mask(slot < cache.shape[2], dim, cache.shape[3])
-    plgpu.store(cache.at[b, g, slot[:, None], dim[None]], rows.astype(cache.dtype), mask=mask)
 
 
 def finish(parts: Parts, out: Any, *, tokens: int) -> None:
@@ -278,7 +256,7 @@ def finish(parts: Parts, out: Any, *, tokens: int) -> None:
     dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
     peak = _load(parts.peak, (pair, part, row), inside, -jnp.inf)
     total = _load(parts.total, (pair, part, row), inside, 0)
-    mixed = _tile(parts.mixed, (pair, part, row), dim, inside)
+    mixed = _tile(parts.mixed, (pair, part, row), dim, _mask(inside, dim, head_dim))
     # Padding has no part at all.
     weight = jnp.exp(peak - jnp.maximum(jnp.max(peak), -3e38))
     whole = jnp.sum(weight * total)

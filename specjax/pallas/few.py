@@ -15,6 +15,7 @@ from specjax.pallas.attention import Heads, Parts, Rule, Unfinished, finish, see
 from specjax.pallas.gate import Block, Gated, Joined, Sum, gate, join
 from specjax.pallas.launch import launch, like
 from specjax.pallas.tiles import (
+    ATTENTION_SLOTS,
     GATE_TILE,
     JOIN_TILE,
     at_least_dot,
@@ -65,6 +66,8 @@ def attend(
         Unfinished(like((*lead, head_dim)), like(lead), like(lead), *cache),
         num_programs=batch * groups * parts,
         num_warps=4,
+        # A part of one chunk has no loop to load ahead for, only less room beside others.
+        num_stages=1 if (parts - 1) * ATTENTION_SLOTS >= slots else 3,
         interpret=interpret,
         in_place={"keys": heads.keys, "values": heads.values},
     )

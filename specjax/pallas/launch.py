@@ -31,6 +31,7 @@ def launch(
     num_programs: int,
     num_warps: int,
     interpret: bool,
+    num_stages: int = 1,
     in_place: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> Any:
     """Runs `kernel(operands, outputs)` as a line of programs over references to whole arrays.
@@ -42,6 +43,7 @@ def launch(
       num_programs: length of the grid, which has one axis.
       num_warps: per program.
       interpret: run in Pallas' interpreter.
+      num_stages: how many turns of a loop are loaded at a time.
       in_place: by name of an output, the array among the operands whose memory it takes.
 
     Returns:
@@ -68,7 +70,7 @@ def launch(
         out_specs=[_WHOLE] * len(shapes),
         out_shape=shapes,
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
     )(operands)
     return jax.tree.unflatten(tree, results)

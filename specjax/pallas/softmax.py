@@ -14,10 +14,9 @@ _MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
 
 
 class Queries(NamedTuple):
-    """Rows of queries: both their halves [M, D / 2], and positions i32[M], -1 for none."""
+    """Rows of queries [M, D], and their positions i32[M], -1 for none."""
 
-    first: jax.Array
-    second: jax.Array
+    rows: jax.Array
     position: jax.Array
 
 
@@ -41,7 +40,7 @@ def nothing(rows: int, head_dim: int) -> Softmax:
 def add(
     state: Softmax,
     queries: Queries,
-    keys: tuple[jax.Array, ...],
+    keys: jax.Array,
     values: jax.Array,
     slot: jax.Array,
     rule: Any,
@@ -51,13 +50,12 @@ def add(
     Args:
       state: the rows so far.
       queries: the rows.
-      keys: both halves, [N, D / 2].
+      keys: [N, D].
       values: [N, D].
       slot: i32[N], where the keys stand; -1 for none.
       rule: a `specjax.pallas.attention.Rule`.
     """
-    scores = _product(queries.first, keys[0], 1) + _product(queries.second, keys[1], 1)
-    scores = scores * rule.scale
+    scores = _product(queries.rows, keys, 1) * rule.scale
     if rule.softcap is not None:
         scores = jnp.tanh(scores / rule.softcap) * rule.softcap
     position = queries.position[:, None]

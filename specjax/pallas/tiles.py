@@ -127,6 +127,6 @@ def is_small(num_requests: int) -> bool:
 
 
 def num_parts_of_cache(num_heads: int, num_slots: int) -> int:
-    """Programs that share the cache of a request's key-value head: four to a multiprocessor."""
-    most = max(1, min(32, 512 // num_heads))
+    """Programs that share the cache of a request's key-value head: two to a multiprocessor."""
+    most = max(1, min(32, 256 // num_heads))
     return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))
