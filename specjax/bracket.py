@@ -15,7 +15,6 @@ import jax.numpy as jnp
 __all__ = [
     "Bracket",
     "Extremes",
-    "even_pivots",
     "halve",
     "is_found",
     "key_value",
@@ -173,10 +172,3 @@ def search(
         return ~(jnp.all(found) if found.ndim else found)
 
     return jax.lax.while_loop(is_open, go_on, bracket)
-
-
-def even_pivots(low: jax.Array, high: jax.Array, num: int) -> jax.Array:
-    """Values f32[num] that cut from `low` to below `high`, finite f32[], into equal parts."""
-    share = jax.lax.iota(jnp.float32, num) * jnp.float32(1 / num)
-    # The difference of huge ones would overflow.
-    return low * (jnp.float32(1) - share) + high * share

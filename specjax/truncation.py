@@ -106,6 +106,7 @@ def mass_bound(
     anchor: jax.Array,
     scale: jax.Array,
     exp2: Exp2 = jnp.exp2,
+    size: int = SAMPLING_BLOCK,
 ) -> jax.Array:
     """A lower bound of what of a row lies at or above a pivot, from its blocks alone.
 
@@ -113,19 +114,19 @@ def mass_bound(
     but what its other tokens can weigh below the pivot.
 
     Args:
-      partials: f32[..., N], of blocks of at most `SAMPLING_BLOCK` tokens, in `mass_weights`'
-        scale.
+      partials: f32[..., N], of blocks of at most `size` tokens, in `mass_weights`' scale.
       pivot: f32, finite, of a shape that broadcasts against [...].
       anchor: f32, the row's largest logit, likewise.
       scale: f32, likewise.
       exp2: of f32; kernels have a faster one.
+      size: of a block.
 
     Returns:
       f32[...].
     """
     largest = mass_weights(partials.max, anchor[..., None], scale[..., None], exp2)
     below = mass_weights(pivot[..., None], anchor[..., None], scale[..., None], exp2)
-    others = largest * partials.sum - jnp.float32(SAMPLING_BLOCK - 1) * below
+    others = largest * partials.sum - jnp.float32(size - 1) * below
     reached = partials.max >= pivot[..., None]
     return jnp.sum(jnp.where(reached, jnp.maximum(largest, others), jnp.float32(0)), axis=-1)
 

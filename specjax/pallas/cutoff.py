@@ -1,7 +1,6 @@
-"""`logit_cutoff` in two launches: blocks are reduced, and one program a row guesses and searches.
+"""`logit_cutoff` in two launches: quarters of blocks are reduced, and one program a row searches.
 
-Where what it gathers turns out not to hold the cutoff the row itself is searched, which takes far
-longer.
+Where there is no bound, or too much above it, the row itself is searched, which takes far longer.
 """
 
 from typing import Any, NamedTuple
@@ -11,35 +10,41 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.filters import Filters, Searched, Source, search_cutoff
-from specjax.pallas.candidates import (
-    MOST_QUARTERS,
-    Reduced,
+from specjax.pallas.bound import bound_low
+from specjax.pallas.candidates import Found, gather
+from specjax.pallas.launch import divide, launch, like, value_when
+from specjax.pallas.logsumexp import load_some
+from specjax.pallas.quarters import (
+    Quarters,
     Rows,
     asks_anything,
-    gather,
-    guess_low,
+    quarters_like,
     read_row,
-    reduced_like,
     store_tile,
 )
-from specjax.pallas.launch import divide, launch, like, value_when
 from specjax.pallas.search import in_memory, in_registers
-from specjax.pallas.tiles import SEARCH_WARPS, Tile, power_of_two, row_tile, search_tile
-from specjax.truncation import mass_target
+from specjax.pallas.tiles import (
+    SEARCH_HELD,
+    SEARCH_NOTED,
+    SEARCH_WARPS,
+    Tile,
+    row_tile,
+    search_tile,
+)
 
 __all__ = ["cutoff_rows"]
 
 
 class _Search(NamedTuple):
     rows: Rows
-    reduced: Reduced
+    quarters: Quarters
 
 
 class _Cutoffs(NamedTuple):
-    """`cutoff` f32[R], and room i32[R, n] in which a row's program notes what it gathers."""
+    """`cutoff` f32[R], and what was gathered of each row."""
 
     cutoff: Any
-    found: Any
+    found: Found
 
 
 def cutoff_rows(
@@ -60,7 +65,7 @@ def cutoff_rows(
     tile, rows = row_tile(size, vocab_size), Rows(logits, temperature, filters)
     count = tile.count(vocab_size)
 
-    def reduce_kernel(rows: Rows, out: Reduced) -> None:
+    def reduce_kernel(rows: Rows, out: Quarters) -> None:
         b, number = divide(pl.program_id(0), count)
 
         @pl.when(asks_anything(rows, b))
@@ -76,19 +81,20 @@ def cutoff_rows(
         asks = asks_anything(operands.rows, b)
         out.cutoff[b] = value_when(asks, search, jnp.float32(-jnp.inf))
 
-    reduced = launch(
+    quarters = launch(
         reduce_kernel,
         rows,
-        reduced_like(size, vocab_size, tile),
+        quarters_like(size, vocab_size, tile),
         num_programs=size * count,
         num_warps=tile.num_warps,
         interpret=interpret,
     )
-    room = MOST_QUARTERS + power_of_two(reduced.quarter_max.shape[1])
+    room = like((size, min(vocab_size, SEARCH_NOTED)))
+    found = Found(like(quarters.max.shape, jnp.int32), room)
     return launch(
         search_kernel,
-        _Search(rows, reduced),
-        _Cutoffs(like((size,)), like((size, room), jnp.int32)),
+        _Search(rows, quarters),
+        _Cutoffs(like((size,)), found),
         num_programs=size,
         num_warps=SEARCH_WARPS,
         interpret=interpret,
@@ -96,29 +102,27 @@ def cutoff_rows(
 
 
 def _search_row(
-    operands: _Search, b: jax.Array, found: Any, tile: Tile, interpret: bool
+    operands: _Search, b: jax.Array, found: Found, tile: Tile, interpret: bool
 ) -> jax.Array:
     """The cutoff of a row that asks for one."""
-    rows, reduced = operands
-    row = read_row(rows, reduced, b, interpret)
-    low = guess_low(row, interpret)
-    x, count = gather(rows, reduced.quarter_max, b, low, found, interpret)
-    source = in_registers(x, row, interpret)
+    rows = operands.rows
+    row = read_row(rows, operands.quarters, b, interpret)
+    low = bound_low(row, interpret)
+    count = gather(rows, row, b, low, found, interpret)
+    sources = (
+        in_registers(load_some(found.values, b, SEARCH_HELD, count), row, interpret),
+        in_memory(found.values, b, count, row, tile, interpret),
+        in_memory(rows.logits, b, jnp.int32(rows.logits.shape[1]), row, tile, interpret),
+    )
 
     def search(source: Source, low: jax.Array) -> jax.Array:
         known = Searched(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
         return search_cutoff(source, row.filters, known)
 
-    enough = row.asks & (low > -jnp.inf) & (count <= MOST_QUARTERS)
-    if row.cuts_k is not None and row.filters.top_k is not None:
-        number = source.number(low)
-        enough &= ~row.cuts_k | (number >= row.filters.top_k.astype(jnp.float32))
-    if row.cuts_p is not None and row.filters.top_p is not None:
-        target = mass_target(row.filters.top_p, row.mass)
-        of_all = row.cuts_p if row.cuts_k is None else row.cuts_p & ~row.cuts_k
-        enough &= ~of_all | (source.weigh(low) >= target)
-    least = value_when(enough, lambda: search(source, low), low)
-    whole = in_memory(rows.logits, b, row, tile, interpret)
-    nowhere = jnp.minimum(low, -jnp.inf)
-    least = jax.lax.cond(enough | ~row.asks, lambda: least, lambda: search(whole, nowhere))
+    # A branch of its own for each place: what is in registers is asked in a fifth of the time.
+    bounded = row.asks & (low > -jnp.inf) & (count <= found.values.shape[1])
+    held, nowhere = count <= SEARCH_HELD, jnp.minimum(low, -jnp.inf)
+    least = value_when(bounded & held, lambda: search(sources[0], low), nowhere)
+    least = jax.lax.cond(bounded & ~held, lambda: search(sources[1], low), lambda: least)
+    least = jax.lax.cond(row.asks & ~bounded, lambda: search(sources[2], nowhere), lambda: least)
     return jnp.where(row.asks, least, -jnp.inf)

@@ -20,6 +20,7 @@ __all__ = [
     "load_blocks",
     "load_line",
     "load_row",
+    "load_some",
     "load_tiles",
     "load_token",
     "partials_like",
@@ -81,6 +82,13 @@ def load_row(logits: Any, row: Any, index: jax.Array) -> jax.Array:
     """Raw logits of a row at token ids >= 0; -inf past its end."""
     other = jnp.asarray(-jnp.inf, logits.dtype)
     return plgpu.load(logits.at[row, index], mask=index < logits.shape[1], other=other)
+
+
+def load_some(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
+    """The first values f32[size] of a row; -inf from `count` on."""
+    lane = jax.lax.iota(jnp.int32, size)
+    inside = lane < jnp.minimum(count, values.shape[1])
+    return plgpu.load(values.at[row, lane], mask=inside, other=jnp.float32(-jnp.inf))
 
 
 def load_token(

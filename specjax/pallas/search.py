@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from specjax.bracket import Bracket, Extremes
 from specjax.filters import Source
-from specjax.pallas.candidates import Row
-from specjax.pallas.launch import fast_exp2
+from specjax.pallas.launch import divide, fast_exp2
 from specjax.pallas.logsumexp import load_row
+from specjax.pallas.quarters import Row
 from specjax.pallas.tiles import Tile
 from specjax.truncation import (
     extremes_blocks,
@@ -33,17 +33,22 @@ def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
     )
 
 
-def in_memory(logits: Any, b: jax.Array, row: Row, tile: Tile, interpret: bool) -> Source:
-    """A row too long for registers, read again for every question."""
-    tiles, lane = tile.count(logits.shape[1]), jax.lax.iota(jnp.int32, tile.size)
+def in_memory(
+    logits: Any, b: jax.Array, count: jax.Array, row: Row, tile: Tile, interpret: bool
+) -> Source:
+    """The first `count` logits of row b, read again for every question."""
+    tiles, _ = divide(count + (tile.size - 1), tile.size)
+    lane = jax.lax.iota(jnp.int32, tile.size)
     zero = lane.astype(jnp.float32) * jnp.float32(0)
 
     def over(ask: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], first: Any) -> Any:
         def read(number: jax.Array, so_far: Any) -> Any:
-            x = load_row(logits, b, number * tile.size + lane).astype(jnp.float32)
+            index = number * tile.size + lane
+            x = load_row(logits, b, index).astype(jnp.float32)
+            x = jnp.where(index < count, x, jnp.float32(-jnp.inf))
             return jax.tree.map(merge, so_far, ask(x))
 
-        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles), read, first)
+        return jax.lax.fori_loop(jnp.int32(0), tiles, read, first)
 
     def above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
         def ask(x: jax.Array) -> jax.Array:

@@ -10,9 +10,13 @@ __all__ = [
     "GATE_TILE",
     "JOIN_TILE",
     "MIN_DOT",
+    "SEARCH_HELD",
+    "SEARCH_NOTED",
     "SEARCH_WARPS",
     "Tile",
     "at_least_dot",
+    "is_alone",
+    "is_light",
     "is_small",
     "num_parts_of_cache",
     "num_parts_of_noise",
@@ -26,8 +30,11 @@ __all__ = [
 # A token is drawn by one program from about a thousand block weights: four to a thread.
 DRAW_WARPS = 8
 
-# A cutoff is searched by one program among 2^14 logits that it holds.
-SEARCH_WARPS = 16
+# A cutoff is searched by one program, among logits that it holds, eight to a thread, or has noted:
+# more than are kept of a language model's row but at high temperatures.
+SEARCH_WARPS = 8
+SEARCH_HELD = 2048
+SEARCH_NOTED = 32768
 
 # Slots of a cache that a program looks at together.
 ATTENTION_SLOTS = 64
@@ -126,7 +133,23 @@ def is_small(num_requests: int) -> bool:
     return num_requests <= 16
 
 
-def num_parts_of_cache(num_heads: int, num_slots: int) -> int:
-    """Programs that share the cache of a request's key-value head: two to a multiprocessor."""
-    most = max(1, min(32, 256 // num_heads))
+def is_light(num_rows: int, head_dim: int) -> bool:
+    """Whether the queries of a key-value head, rows of a tile, are few for four warps."""
+    return at_least_dot(num_rows) * at_least_dot(head_dim) <= 1024
+
+
+def is_alone(num_requests: int, light: bool) -> bool:
+    """Whether no launch of its own for heads pays.
+
+    Whoever looks at a part of the cache then sums, scales and turns the queries for itself: with
+    many requests that takes longer than the part, unless they are light.
+    """
+    return light or num_requests < 4
+
+
+def num_parts_of_cache(num_heads: int, num_slots: int, light: bool) -> int:
+    """Programs that share the cache of a request's key-value head: two or four to a
+    multiprocessor.
+    """
+    most = max(1, min(32, (512 if light else 256) // num_heads))
     return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))
