@@ -79,8 +79,8 @@ def cached_attention(
     def kernels(
         projected: Product, turns: Any, positions: jax.Array, cache: Any, interpret: bool
     ) -> tuple[jax.Array, Any]:
-        from specjax.pallas.attention import Heads
         from specjax.pallas.few import attend
+        from specjax.pallas.projected import Heads
 
         cos, sin = (x[:, :, 0] for x in turns)
         heads = Heads(*projected, cos, sin, positions.astype(jnp.int32), *cache)

@@ -110,7 +110,7 @@ def padding(batch: int, tokens: int) -> int:
     return max(-(-_MIN_ROWS // batch) - tokens, 0) if is_few(batch, tokens) else 0
 
 
-def multiply(x: jax.Array, matrix: jax.Array, most: int = 16) -> jax.Array:
+def multiply(x: jax.Array, matrix: jax.Array, most: int = 8) -> jax.Array:
     """The product of [B, T, E] with [E, N] as parts [Q, B, T, N]: Q is 1 but for few rows.
 
     Args:
@@ -134,13 +134,13 @@ def multiply(x: jax.Array, matrix: jax.Array, most: int = 16) -> jax.Array:
 
 
 def join(
-    x: jax.Array, parts: jax.Array, weight: jax.Array, offset: float
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, offset: float
 ) -> tuple[jax.Array, Normed]:
     """Adds a product to few rows, and begins the norm behind the sum.
 
     Args:
       x: [B, T, E].
-      parts: [Q, B, T, E].
+      parts: [Q, B, T, E]; None adds nothing.
       weight: [E], of the norm, but for its offset.
       offset: added to the weight, in float32.
 
@@ -149,8 +149,9 @@ def join(
     """
     from specjax.pallas.tiles import JOIN_TILE
 
-    def xla(x: jax.Array, parts: jax.Array, weight: jax.Array) -> tuple[jax.Array, Normed]:
-        x += Product(parts).whole(0, 0.0).astype(x.dtype)
+    def xla(x: jax.Array, parts: jax.Array | None, weight: jax.Array) -> tuple[jax.Array, Normed]:
+        if parts is not None:
+            x += Product(parts).whole(0, 0.0).astype(x.dtype)
         wide = x.astype(jnp.float32)
         squares = jnp.sum(wide * wide, axis=-1, keepdims=True)
         # Of as many numbers as the kernel leaves: both are branches of one program.

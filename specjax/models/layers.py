@@ -65,7 +65,7 @@ class RMSNorm(nnx.Module):
         """The rows with their weight; of few ones, not yet divided by their root mean square."""
         if not may_wait(x):
             return Normed(self(x), None)
-        return join(x, jnp.zeros((1, *x.shape), x.dtype), self.weight[...], self.offset)[1]
+        return join(x, None, self.weight[...], self.offset)[1]
 
     def after(
         self, x: jax.Array, parts: jax.Array, norm: "RMSNorm | None"

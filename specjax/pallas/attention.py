@@ -12,36 +12,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.pallas.gate import late_scale
 from specjax.pallas.launch import divide
+from specjax.pallas.projected import (
+    Heads,
+    Projected,
+    late_scales,
+    load_tile,
+    of_token,
+    tile_mask,
+)
 from specjax.pallas.softmax import Queries, Softmax, add, nothing
 from specjax.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot, power_of_two
 
-__all__ = ["Heads", "Parts", "Rule", "Unfinished", "finish", "see"]
-
-
-class Heads(NamedTuple):
-    """The arrays of a call, or in a kernel the references to them.
-
-    Attributes:
-      parts: [Q, B, T', H + 2 * G, D], queries, keys and values, none of them rotated, as Q parts of
-        a sum.
-      squares: f32[B, T', n], sums of squares by whose root mean the sum is divided; None where it
-        has been.
-      cos: f32[B, T, D / 2], of the angles by which queries and keys are turned.
-      sin: likewise.
-      positions: i32[B, T]; a token at -1 writes nothing and sees nothing.
-      keys: [B, G, S, D].
-      values: [B, G, S, D].
-    """
-
-    parts: Any
-    squares: Any
-    cos: Any
-    sin: Any
-    positions: Any
-    keys: Any
-    values: Any
+__all__ = ["Parts", "Rule", "Seen", "Unfinished", "finish", "look", "see"]
 
 
 class Unfinished(NamedTuple):
@@ -68,6 +51,15 @@ class Parts(NamedTuple):
     mixed: Any
     peak: Any
     total: Any
+
+
+class Seen(NamedTuple):
+    """References: queries [B, T, H, D] at positions i32[B, T], and a cache they stand in."""
+
+    queries: Any
+    positions: Any
+    keys: Any
+    values: Any
 
 
 class Rule(Protocol):
@@ -102,63 +94,69 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
     pair, part = divide(pl.program_id(0), parts + 1)
     b, g = divide(pair, groups)
     dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
-
-    def load(i: jax.Array) -> _Chunk:
-        slot = (part + i * parts) * ATTENTION_SLOTS + jax.lax.iota(jnp.int32, ATTENTION_SLOTS)
-        inside = (slot < slots) & (part < parts)
-        mask = _mask(inside, dim, head_dim)
-        keys, values = (_tile(x, (b, g, slot), dim, mask) for x in (heads.keys, heads.values))
-        return _Chunk(slot, inside, keys, values)
+    share = _Share(heads.keys, heads.values, (b, g), part, parts)
 
     # Asked for before anything is known of the tokens: it is the longest to come.
-    chunk = load(jnp.int32(0))
+    chunk = share.load(jnp.int32(0))
     row = jax.lax.iota(jnp.int32, out.peak.shape[2])
     token, head = divide(row, shared)
     inside = token < tokens
     places = [heads.positions[b, t] for t in range(tokens)]
-    scales = None
-    if heads.squares is not None:
-        scales = [late_scale(heads.squares, (b, t), rule) for t in range(tokens)]
-    projected = _Projected(heads, b, scales)
-    rows = projected.rotated(token, g * shared + head, _mask(inside, dim, head_dim), turn)
-    queries = Queries(rows, _of_token(token, places, jnp.int32(-1)))
+    projected = Projected(heads, b, late_scales(heads.squares, b, tokens, rule), turn)
+    rows = projected.rotated(token, g * shared + head, tile_mask(inside, dim, head_dim))
+    queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
     begin = nothing(row.shape[0], dim.shape[0])
-
-    def leave(state: Softmax) -> None:
-        plgpu.store(out.peak.at[pair, part, row], state.peak)
-        plgpu.store(out.total.at[pair, part, row], state.total)
-        at = (pair, part, row[:, None], dim[None])
-        plgpu.store(out.mixed.at[at], state.mixed, mask=_mask(inside, dim, head_dim))
 
     @pl.when(part == parts)
     def _() -> None:
         fed = jax.lax.iota(jnp.int32, MIN_DOT)
-        place, mask = _of_token(fed, places, jnp.int32(-1)), _mask(fed < tokens, dim, head_dim)
-        key_head = jnp.full_like(fed, shared * groups) + g
-        keys = projected.rotated(fed, key_head, mask, turn)
+        place, mask = of_token(fed, places, jnp.int32(-1)), tile_mask(fed < tokens, dim, head_dim)
+        key_head = shared * groups + g
+        keys = projected.rotated(fed, key_head, mask)
         values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
-        leave(add(begin, queries, keys, values, place, rule))
+        _leave(out, pair, part, add(begin, queries, keys, values, place, rule), inside, head_dim)
         # Past the end, whatever does not belong into the cache.
         slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
-        mask = _mask(slot < slots, dim, head_dim)
+        mask = tile_mask(slot < slots, dim, head_dim)
         for cache, new in ((out.keys, keys), (out.values, values)):
             plgpu.store(cache.at[b, g, slot[:, None], dim[None]], new, mask=mask)
 
     @pl.when(part < parts)
     def _() -> None:
-        def weigh(chunk: _Chunk, state: Softmax) -> Softmax:
-            # The tokens that are fed stand for their slots, which are being written.
-            inside = chunk.inside
-            for place in places:
-                inside &= chunk.slot != place
-            slot = jnp.where(inside, chunk.slot, jnp.int32(-1))
-            return add(state, queries, chunk.keys, chunk.values, slot, rule)
+        # The tokens that are fed stand for their slots, which are being written.
+        done = share.weigh(chunk, queries, places, places, rule)
+        _leave(out, pair, part, done, inside, head_dim)
 
-        start, end = _chunks_of(places, part, parts, slots, rule.window)
-        rest = jax.lax.fori_loop(
-            jnp.maximum(start, 1), end, lambda i, state: weigh(load(i), state), weigh(chunk, begin)
-        )
-        leave(rest)
+
+def look(placed: Seen, out: Parts, *, rule: Rule) -> None:
+    """One part of the slots of one request and key-value head: the tokens fed have theirs."""
+    groups, _, head_dim = placed.keys.shape[1:]
+    tokens, parts = placed.positions.shape[1], out.peak.shape[1]
+    shared = placed.queries.shape[2] // groups
+    pair, part = divide(pl.program_id(0), parts)
+    b, g = divide(pair, groups)
+    dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
+    share = _Share(placed.keys, placed.values, (b, g), part, parts)
+    row = jax.lax.iota(jnp.int32, out.peak.shape[2])
+    token, head = divide(row, shared)
+    inside = token < tokens
+    places = [placed.positions[b, t] for t in range(tokens)]
+    mask = tile_mask(inside, dim, head_dim)
+    rows = load_tile(placed.queries, (b, token, g * shared + head), dim, mask)
+    queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
+    done = share.weigh(None, queries, places, [], rule)
+    _leave(out, pair, part, done, inside, head_dim)
+
+
+def _leave(
+    out: Any, pair: jax.Array, part: jax.Array, state: Softmax, inside: jax.Array, head_dim: int
+) -> None:
+    rows, dims = state.mixed.shape
+    row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
+    plgpu.store(out.peak.at[pair, part, row], state.peak)
+    plgpu.store(out.total.at[pair, part, row], state.total)
+    at = (pair, part, row[:, None], dim[None])
+    plgpu.store(out.mixed.at[at], state.mixed, mask=tile_mask(inside, dim, head_dim))
 
 
 class _Chunk(NamedTuple):
@@ -170,44 +168,53 @@ class _Chunk(NamedTuple):
     values: jax.Array
 
 
-class _Projected(NamedTuple):
-    """The tokens of request `b`, and what each of them has to be multiplied by, or None."""
+class _Share(NamedTuple):
+    """Every `parts`-th chunk of the cache at `pair`, a request and a head, from `part` on."""
 
-    heads: Heads
-    b: jax.Array
-    scales: list[jax.Array] | None
+    keys: Any
+    values: Any
+    pair: tuple[jax.Array, jax.Array]
+    part: jax.Array
+    parts: int
 
-    def tile(self, token: jax.Array, head: jax.Array, dim: jax.Array, mask: jax.Array) -> jax.Array:
-        """Heads f32[N, dims] of tokens, rounded as the cache holds them."""
-        parts = self.heads.parts
-        total = jnp.zeros(mask.shape, jnp.float32)
-        for q in range(parts.shape[0]):
-            total += _tile(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
-        if self.scales is not None:
-            total *= _of_token(token, self.scales, jnp.float32(0))[:, None]
-        return total.astype(self.heads.keys.dtype).astype(jnp.float32)
+    def load(self, i: jax.Array) -> _Chunk:
+        """Its i-th chunk."""
+        slots, head_dim = self.keys.shape[2:]
+        slot = (self.part + i * self.parts) * ATTENTION_SLOTS
+        slot += jax.lax.iota(jnp.int32, ATTENTION_SLOTS)
+        dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
+        inside = (slot < slots) & (self.part < self.parts)
+        mask, at = tile_mask(inside, dim, head_dim), (*self.pair, slot)
+        return _Chunk(
+            slot, inside, *(load_tile(x, at, dim, mask) for x in (self.keys, self.values))
+        )
 
-    def rotated(
-        self, token: jax.Array, head: jax.Array, mask: jax.Array, turn: Callable[..., Any]
-    ) -> jax.Array:
-        """Rotated heads [N, D] of tokens."""
-        size = self.heads.keys.shape[3]
-        dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
-        angle, other = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
-        x, y = (self.tile(token, head, index, mask) for index in (dim, other))
-        at = (self.b, token)
-        cos, sin = (_tile(z, at, angle, mask) for z in (self.heads.cos, self.heads.sin))
-        # The second of a pair is the first of the pair turned the other way.
-        turned, _ = turn(x, y, cos, jnp.where(dim < half, sin, -sin))
-        return turned.astype(self.heads.keys.dtype)
+    def weigh(
+        self,
+        first: _Chunk | None,
+        queries: Queries,
+        places: list[jax.Array],
+        hidden: list[jax.Array],
+        rule: Rule,
+    ) -> Softmax:
+        """What queries of tokens at some places see of it, but for the slots that are hidden.
 
+        The first chunk may have been loaded before.
+        """
 
-def _of_token(token: jax.Array, values: list[jax.Array], other: jax.Array) -> jax.Array:
-    """For each of [N] tokens its own of a few values."""
-    found = jnp.full(token.shape, other)
-    for t, value in enumerate(values):
-        found = jnp.where(token == t, value, found)
-    return found
+        def weighed(chunk: _Chunk, state: Softmax) -> Softmax:
+            inside = chunk.inside
+            for place in hidden:
+                inside &= chunk.slot != place
+            slot = jnp.where(inside, chunk.slot, jnp.int32(-1))
+            return add(state, queries, chunk.keys, chunk.values, slot, rule)
+
+        slots = self.keys.shape[2]
+        start, end = _chunks_of(places, self.part, self.parts, slots, rule.window)
+        state = nothing(*queries.rows.shape)
+        if first is not None:
+            start, state = jnp.maximum(start, 1), weighed(first, state)
+        return jax.lax.fori_loop(start, end, lambda i, state: weighed(self.load(i), state), state)
 
 
 def _chunks_of(
@@ -227,20 +234,8 @@ def _chunks_of(
     return start, end
 
 
-def _mask(inside: jax.Array, dim: jax.Array, size: int) -> jax.Array:
-    """Which of [N, dims] there are, of heads of `size` dimensions."""
-    mask = jnp.broadcast_to(inside[:, None], (inside.shape[0], dim.shape[0]))
-    return mask if dim.shape[0] == size else mask & (dim < size)[None]
-
-
 def _load(reference: Any, at: Any, mask: jax.Array, other: Any) -> jax.Array:
     return plgpu.load(reference.at[at], mask=mask, other=jnp.asarray(other, reference.dtype))
-
-
-def _tile(reference: Any, at: Any, dim: jax.Array, mask: jax.Array) -> jax.Array:
-    """Rows [N, dims] of a reference [..., D], at places that are scalars or i32[N]."""
-    at = [x[:, None] if jnp.ndim(x) else x for x in at]
-    return _load(reference, (*at, dim[None]), mask, 0)
 
 
 def finish(parts: Parts, out: Any, *, tokens: int) -> None:
@@ -256,7 +251,7 @@ def finish(parts: Parts, out: Any, *, tokens: int) -> None:
     dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
     peak = _load(parts.peak, (pair, part, row), inside, -jnp.inf)
     total = _load(parts.total, (pair, part, row), inside, 0)
-    mixed = _tile(parts.mixed, (pair, part, row), dim, _mask(inside, dim, head_dim))
+    mixed = load_tile(parts.mixed, (pair, part, row), dim, tile_mask(inside, dim, head_dim))
     # Padding has no part at all.
     weight = jnp.exp(peak - jnp.maximum(jnp.max(peak), -3e38))
     whole = jnp.sum(weight * total)

@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from specjax.pallas.attention import Heads, Parts, Rule, Unfinished, finish, see
+from specjax.pallas.attention import Parts, Rule, Seen, Unfinished, finish, look, see
 from specjax.pallas.gate import Block, Gated, Joined, Sum, gate, join
 from specjax.pallas.launch import launch, like
+from specjax.pallas.projected import Heads, Placed, place
 from specjax.pallas.tiles import (
     ATTENTION_SLOTS,
     GATE_TILE,
     JOIN_TILE,
     at_least_dot,
+    is_alone,
+    is_light,
     num_parts_of_cache,
 )
 
@@ -57,20 +60,49 @@ def attend(
     (batch, groups, slots, head_dim), tokens = heads.keys.shape, heads.positions.shape[1]
     padded, num_heads = heads.parts.shape[2], heads.parts.shape[3] - 2 * groups
     rows = at_least_dot(tokens * (num_heads // groups))
-    parts = 1 + num_parts_of_cache(batch * groups, slots)
-    lead, dtype = (batch * groups, parts, rows), heads.keys.dtype
-    cache = [like(x.shape, dtype) for x in (heads.keys, heads.values)]
-    done = launch(
-        functools.partial(see, rule=rule, turn=turn),
-        heads,
-        Unfinished(like((*lead, head_dim)), like(lead), like(lead), *cache),
-        num_programs=batch * groups * parts,
-        num_warps=4,
-        # A part of one chunk has no loop to load ahead for, only less room beside others.
-        num_stages=1 if (parts - 1) * ATTENTION_SLOTS >= slots else 3,
-        interpret=interpret,
-        in_place={"keys": heads.keys, "values": heads.values},
-    )
+    dtype = heads.keys.dtype
+    light = is_light(rows, head_dim)
+    parts = num_parts_of_cache(batch * groups, slots, light)
+    room = [like(x.shape, dtype) for x in (heads.keys, heads.values)]
+    in_place = {"keys": heads.keys, "values": heads.values}
+
+    def unfinished(parts: int) -> Parts:
+        lead = (batch * groups, parts, rows)
+        return Parts(like((*lead, head_dim)), like(lead), like(lead))
+
+    if is_alone(batch, light):
+        done = launch(
+            functools.partial(see, rule=rule, turn=turn),
+            heads,
+            Unfinished(*unfinished(parts + 1), *room),
+            num_programs=batch * groups * (parts + 1),
+            num_warps=2 if light else 4,
+            # A part of one chunk has no loop to load ahead for, only less room beside others.
+            num_stages=1 if parts * ATTENTION_SLOTS >= slots else 3,
+            interpret=interpret,
+            in_place=in_place,
+        )
+        cache = done.keys, done.values
+    else:
+        placed = launch(
+            functools.partial(place, rule=rule, turn=turn),
+            heads,
+            Placed(like((batch, tokens, num_heads, head_dim), dtype), *room),
+            num_programs=batch * (num_heads + 2 * groups),
+            num_warps=4,
+            interpret=interpret,
+            in_place=in_place,
+        )
+        cache = placed.keys, placed.values
+        done = launch(
+            functools.partial(look, rule=rule),
+            Seen(placed.queries, heads.positions, *cache),
+            unfinished(parts),
+            num_programs=batch * groups * parts,
+            num_warps=4,
+            num_stages=3,
+            interpret=interpret,
+        )
     y = launch(
         functools.partial(finish, tokens=tokens),
         Parts(done.mixed, done.peak, done.total),
@@ -79,7 +111,7 @@ def attend(
         num_warps=1,
         interpret=interpret,
     ).y
-    return y.reshape(batch, padded, -1), (done.keys, done.values)
+    return y.reshape(batch, padded, -1), cache
 
 
 def gated(gate_up: jax.Array, squares: jax.Array, *, mlp: Block, interpret: bool) -> jax.Array:
@@ -108,13 +140,13 @@ def gated(gate_up: jax.Array, squares: jax.Array, *, mlp: Block, interpret: bool
 
 
 def joined(
-    x: jax.Array, parts: jax.Array, weight: jax.Array, *, offset: float, interpret: bool
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
 ) -> Joined:
     """A product added to the residual stream, and the beginning of the norm behind it.
 
     Args:
       x: [B, T, E].
-      parts: [Q, B, T, E], of the product.
+      parts: [Q, B, T, E], of the product; None adds nothing.
       weight: [E], of the norm, but for its offset.
       offset: added to the weight.
       interpret: run in Pallas' interpreter.
@@ -124,9 +156,10 @@ def joined(
     """
     *lead, size = x.shape
     rows, tiles = math.prod(lead), JOIN_TILE.count(size)
+    parts = None if parts is None else parts.reshape(-1, rows, size)
     done = launch(
         functools.partial(join, offset=offset),
-        Sum(x.reshape(rows, size), parts.reshape(-1, rows, size), weight),
+        Sum(x.reshape(rows, size), parts, weight),
         Joined(like((rows, size), x.dtype), like((rows, size), x.dtype), like((rows, tiles))),
         num_programs=rows * tiles,
         num_warps=JOIN_TILE.num_warps,

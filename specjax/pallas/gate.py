@@ -38,7 +38,7 @@ class Gated(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """References: the stream `x` [R, E], `parts` [Q, R, E] to be added, and a `weight` [E]."""
+    """References: a stream `x` [R, E], `parts` [Q, R, E] to be added or None, a `weight` [E]."""
 
     x: Any
     parts: Any
@@ -75,11 +75,13 @@ def join(inputs: Sum, out: Joined, *, offset: float) -> None:
     size = out.x.shape[1]
     row, tile = divide(pl.program_id(0), JOIN_TILE.count(size))
     index, inside = _columns(tile, JOIN_TILE.size, size)
-    parts = [_load(inputs.parts, (q, row, index), inside) for q in range(inputs.parts.shape[0])]
     x, weight = _load(inputs.x, (row, index), inside), _load(inputs.weight, (index,), inside)
-    # Rounded as the product and as the stream would be.
-    total = x + sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
-    rounded = total.astype(out.x.dtype)
+    if inputs.parts is not None:
+        count = inputs.parts.shape[0]
+        parts = [_load(inputs.parts, (q, row, index), inside) for q in range(count)]
+        # Rounded as the product and as the stream would be.
+        x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
+    rounded = x.astype(out.x.dtype)
     x = rounded.astype(jnp.float32)
     plgpu.store(out.x.at[row, index], rounded, mask=inside)
     plgpu.store(
