@@ -129,7 +129,8 @@ def measure(shape: Shape, names: list[str], calls: int, runs: int) -> Iterator[d
     """A record of each program at one shape; a run has at most `calls` calls."""
     rows = [draw_rows(seed, shape) for seed in range(num_sets(shape, 1, 48))]
     made = programs(shape, names)
-    each = min(PER_ITERATION, calls)
+    # No rows twice in an iteration: XLA would take the second call's result from the first.
+    each = min(PER_ITERATION, calls, len(rows))
     nowhere = jnp.zeros((shape.B,), jnp.int32)
     keys = list(jax.vmap(jax.random.key)(jnp.arange(each * shape.B)).reshape(each, shape.B))
     arguments = {

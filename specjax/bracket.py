@@ -15,6 +15,7 @@ import jax.numpy as jnp
 __all__ = [
     "Bracket",
     "Extremes",
+    "HALVINGS",
     "halve",
     "is_found",
     "key_value",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 # Halvings between two looks at what is left inside: a look costs as much as two of them.
-_HALVINGS = 6
+HALVINGS = 6
 _MOST = float(jnp.finfo(jnp.float32).max)
 
 
@@ -145,6 +146,7 @@ def search(
     target: jax.Array,
     weigh: Callable[[jax.Array], jax.Array],
     look: Callable[[Bracket], Extremes] | None,
+    halvings: int = HALVINGS,
 ) -> Bracket:
     """Halves brackets until all are found.
 
@@ -153,6 +155,7 @@ def search(
       target: f32[...], positive.
       weigh: what of each row lies at or above f32[...].
       look: what of each row lies inside its bracket; None goes on to the last bit.
+      halvings: between two looks.
 
     Returns:
       i32[...], `low` the threshold or no logit away from it.
@@ -164,7 +167,7 @@ def search(
         return halve(bracket, pivot, weigh(key_value(pivot)), target)
 
     def go_on(bracket: Bracket) -> Bracket:
-        bracket = jax.lax.fori_loop(jnp.int32(0), jnp.int32(_HALVINGS), halving, bracket)
+        bracket = jax.lax.fori_loop(jnp.int32(0), jnp.int32(halvings), halving, bracket)
         return bracket if look is None else tighten(bracket, look(bracket))
 
     def is_open(bracket: Bracket) -> jax.Array:

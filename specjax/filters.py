@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.bracket import Bracket, Extremes, key_value, open_bracket, search
+from specjax.bracket import HALVINGS, Bracket, Extremes, key_value, open_bracket, search
 from specjax.truncation import mass_target
 
 __all__ = ["Filters", "Searched", "Source", "search_cutoff"]
@@ -34,12 +34,14 @@ class Source(NamedTuple):
       weigh: what they weigh, f32[...].
       look: those inside a `Bracket`.
       least: the smallest at or above f32[...] that min-p keeps as well; +inf for none.
+      halvings: of a bracket before the next look into it.
     """
 
     number: Callable[[jax.Array], jax.Array]
     weigh: Callable[[jax.Array], jax.Array]
     look: Callable[[Bracket], Extremes]
     least: Callable[[jax.Array], jax.Array]
+    halvings: int = HALVINGS
 
 
 class Searched(NamedTuple):
@@ -66,11 +68,11 @@ def search_cutoff(source: Source, filters: Filters, rows: Searched) -> jax.Array
     if rows.cuts_k is not None and filters.top_k is not None:
         bracket = open_bracket(low, rows.anchor, rows.cuts_k)
         target = filters.top_k.astype(jnp.float32)
-        low = key_value(search(bracket, target, source.number, source.look).low)
+        low = key_value(search(bracket, target, source.number, source.look, source.halvings).low)
         if rows.cuts_p is not None:
             mass = jnp.where(rows.cuts_k, source.weigh(low), mass)
     if rows.cuts_p is not None and filters.top_p is not None:
         bracket = open_bracket(low, rows.anchor, rows.cuts_p)
         target = mass_target(filters.top_p, mass)
-        low = key_value(search(bracket, target, source.weigh, source.look).low)
+        low = key_value(search(bracket, target, source.weigh, source.look, source.halvings).low)
     return source.least(jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min)))

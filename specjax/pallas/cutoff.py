@@ -16,8 +16,10 @@ from specjax.pallas.launch import divide, launch, like, value_when
 from specjax.pallas.logsumexp import load_some
 from specjax.pallas.quarters import (
     Quarters,
+    Row,
     Rows,
     asks_anything,
+    load_quarters,
     quarters_like,
     read_row,
     store_tile,
@@ -74,9 +76,13 @@ def cutoff_rows(
 
     def search_kernel(operands: _Search, out: _Cutoffs) -> None:
         b = pl.program_id(0)
+        # On their way before it is known whether anything is asked.
+        partials = load_quarters(operands.quarters, b)
 
         def search() -> jax.Array:
-            return _search_row(operands, b, out.found, search_tile(vocab_size), interpret)
+            row = read_row(operands.rows, b, partials, interpret)
+            tile = search_tile(vocab_size)
+            return _search_row(operands.rows, row, b, out.found, tile, interpret)
 
         asks = asks_anything(operands.rows, b)
         out.cutoff[b] = value_when(asks, search, jnp.float32(-jnp.inf))
@@ -102,11 +108,9 @@ def cutoff_rows(
 
 
 def _search_row(
-    operands: _Search, b: jax.Array, found: Found, tile: Tile, interpret: bool
+    rows: Rows, row: Row, b: jax.Array, found: Found, tile: Tile, interpret: bool
 ) -> jax.Array:
     """The cutoff of a row that asks for one."""
-    rows = operands.rows
-    row = read_row(rows, operands.quarters, b, interpret)
     low = bound_low(row, interpret)
     count = gather(rows, row, b, low, found, interpret)
     sources = (

@@ -24,6 +24,7 @@ __all__ = [
     "Row",
     "Rows",
     "asks_anything",
+    "load_quarters",
     "quarters_like",
     "read_row",
     "store_tile",
@@ -111,11 +112,15 @@ def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
     return asks & scaling.valid & ~scaling.greedy
 
 
-def read_row(rows: Rows, quarters: Quarters, b: jax.Array, interpret: bool) -> Row:
-    """Reads what the quarters of a row tell."""
+def load_quarters(quarters: Quarters, b: jax.Array) -> BlockPartials:
+    """The quarters of row b."""
+    return BlockPartials(load_line(quarters.max, b, -jnp.inf), load_line(quarters.sum, b, 0))
+
+
+def read_row(rows: Rows, b: jax.Array, partials: BlockPartials, interpret: bool) -> Row:
+    """What the quarters of row b tell."""
     vocab_size = rows.logits.shape[1]
     filters, scale = _filters(rows, b), read_temperature(rows.temperature[b]).scale
-    partials = BlockPartials(load_line(quarters.max, b, -jnp.inf), load_line(quarters.sum, b, 0))
     whole = combine_blocks(partials, scale, fast_exp2(interpret))
     asks = asks_anything(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
     cuts_k = None if filters.top_k is None else asks & keeps_top_k(filters.top_k, vocab_size)

@@ -30,6 +30,8 @@ def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
         lambda pivot: mass_above(x, weights, pivot),
         lambda bracket: extremes_blocks(x, bracket),
         lambda low: least_kept(x, low, row.anchor, row.scale, row.filters.min_p),
+        # A look finds few of them left.
+        halvings=4,
     )
 
 
