@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import tempfile
 
 import jax
 import pytest
@@ -28,6 +29,25 @@ def _strict_promotion(request):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_compilations():
+    """What one file compiles is read by the next, and by the commands that run as processes.
+
+    Most of the tests' time is compilation. JAX writes without a lock: each worker keeps its own.
+    """
+    if has_gpu():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in [
+            ("jax_compilation_cache_dir", folder),
+            ("jax_persistent_cache_min_compile_time_secs", 0.0),
+        ]:
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
         yield
 
 
