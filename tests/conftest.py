@@ -16,6 +16,7 @@ _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"
 # Where laws are drawn a hundred thousand times, Pallas' interpreter would take the day.
 _TOO_LONG_TO_INTERPRET = ("test_laws.py", "test_mutants.py")
+_RUNS_FOR_LONG = (*_TOO_LONG_TO_INTERPRET, "test_sampling_laws.py", "test_sampled_decoding.py")
 # `make gpu-test` sets the first: then no GPU is a failure. With the second the GPU's tests run at a
 # reduced size in Pallas' interpreter, so that they can be written where there is no GPU.
 _GPU_IS_NEEDED = "SPECJAX_GPU_TEST" in os.environ
@@ -30,6 +31,18 @@ def _strict_promotion(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _optimisations(request):
+    """XLA's are left out of what compiles for longer than it runs, unless the environment says."""
+    name = "jax_disable_most_optimizations"
+    if name.upper() in os.environ or has_gpu():
+        yield
+        return
+    jax.config.update(name, request.path.name not in _RUNS_FOR_LONG)
+    yield
+    jax.config.update(name, False)
 
 
 @pytest.fixture(scope="session", autouse=True)
