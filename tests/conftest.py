@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import tempfile
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"
 # Where laws are drawn a hundred thousand times, Pallas' interpreter would take the day.
 _TOO_LONG_TO_INTERPRET = ("test_laws.py", "test_mutants.py")
+_RUNS_FOR_LONG = (*_TOO_LONG_TO_INTERPRET, "test_sampling_laws.py", "test_sampled_decoding.py")
 # `make gpu-test` sets the first: then no GPU is a failure. With the second the GPU's tests run at a
 # reduced size in Pallas' interpreter, so that they can be written where there is no GPU.
 _GPU_IS_NEEDED = "SPECJAX_GPU_TEST" in os.environ
@@ -28,6 +30,37 @@ def _strict_promotion(request):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _optimisations(request):
+    """XLA's are left out of what compiles for longer than it runs, unless the environment says."""
+    name = "jax_disable_most_optimizations"
+    if name.upper() in os.environ or has_gpu():
+        yield
+        return
+    jax.config.update(name, request.path.name not in _RUNS_FOR_LONG)
+    yield
+    jax.config.update(name, False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_compilations():
+    """What one file compiles is read by the next, and by the commands that run as processes.
+
+    Most of the tests' time is compilation. JAX writes without a lock: each worker keeps its own.
+    """
+    if has_gpu():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in [
+            ("jax_compilation_cache_dir", folder),
+            ("jax_persistent_cache_min_compile_time_secs", 0.0),
+        ]:
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
         yield
 
 
