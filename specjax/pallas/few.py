@@ -70,7 +70,7 @@ def attend(
         lead = (batch * groups, parts, rows)
         return Parts(like((*lead, head_dim)), like(lead), like(lead))
 
-    if is_alone(batch, light):
+    if is_alone(batch):
         done = launch(
             functools.partial(see, rule=rule, turn=turn),
             heads,

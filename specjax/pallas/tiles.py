@@ -138,13 +138,13 @@ def is_light(num_rows: int, head_dim: int) -> bool:
     return at_least_dot(num_rows) * at_least_dot(head_dim) <= 1024
 
 
-def is_alone(num_requests: int, light: bool) -> bool:
-    """Whether no launch of its own for heads pays.
+def is_alone(num_requests: int) -> bool:
+    """Whether so few requests are decoded that no launch of its own for their heads pays.
 
     Whoever looks at a part of the cache then sums, scales and turns the queries for itself: with
-    many requests that takes longer than the part, unless they are light.
+    many requests that takes longer than the part.
     """
-    return light or num_requests < 4
+    return num_requests < 4
 
 
 def num_parts_of_cache(num_heads: int, num_slots: int, light: bool) -> int:

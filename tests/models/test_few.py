@@ -64,7 +64,7 @@ def through(monkeypatch):
             monkeypatch.setattr(module, "chosen", lambda: read_implementation(name))
         # Two parts of a cache, so that each has chunks to go through.
         monkeypatch.setattr(few, "num_parts_of_cache", lambda *sizes: 2)
-        monkeypatch.setattr(few, "is_alone", lambda *sizes: alone)
+        monkeypatch.setattr(few, "is_alone", lambda num_requests: alone)
         jax.clear_caches()
 
     return choose

@@ -242,6 +242,39 @@ def test_cutoffs_lower_for_cuda(dtype):
                 assert num_kernels(lower(cut, logits, shape(BATCH), asked)) == 2
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_no_row_of_logits_is_copied_to_float32(dtype):
+    filters = {"top_k": I32, "top_p": F32, "min_p": F32}
+    asked = {name: shape(BATCH, dtype=kind) for name, kind in filters.items()}
+
+    def emit(draft, target_logits, temperature, asked, keys):
+        def cut(logits):
+            rows = logits.shape[1]
+            each = {name: jnp.repeat(x[:, None], rows, axis=1) for name, x in asked.items()}
+            heat = jnp.repeat(temperature[:, None], rows, axis=1)
+            return specjax.logit_cutoff(logits, temperature=heat, **each)
+
+        return specjax.rejection_sample(
+            draft._replace(cutoff=cut(draft.logits)),
+            target_logits,
+            keys=keys,
+            positions=jnp.zeros((BATCH,), I32),
+            temperature=temperature,
+            cutoff=cut(target_logits),
+        )
+
+    draft = draft_shapes("without statistics", dtype, (BATCH, K))
+    target = shape(BATCH, K + 1, VOCAB, dtype=dtype)
+    with on_gpu():
+        text = lower(emit, draft, target, shape(BATCH), asked, key_shapes())
+        in_float32 = sample_text(jnp.float32)
+    assert num_kernels(text) == 2 * 2 + 3
+    assert f"x{VOCAB}x{'bf16' if dtype == jnp.bfloat16 else 'f16'}>" in text
+    # The pattern finds them where they are.
+    assert f"x{VOCAB}xf32>" in in_float32
+    assert f"x{VOCAB}xf32>" not in text
+
+
 @pytest.mark.parametrize("kind", ["drawn", "one-hot", "without statistics", "everything"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verification_lowers_for_cuda(dtype, kind):
