@@ -95,7 +95,7 @@ def cutoff_rows(
         num_warps=tile.num_warps,
         interpret=interpret,
     )
-    room = like((size, min(vocab_size, SEARCH_NOTED)))
+    room = like((size, min(-(-vocab_size // 4), SEARCH_NOTED)))
     found = Found(like(quarters.max.shape, jnp.int32), room)
     return launch(
         search_kernel,

@@ -31,7 +31,7 @@ __all__ = [
 DRAW_WARPS = 8
 
 # A cutoff is searched by one program, among logits that it holds, eight to a thread, or has noted:
-# more than are kept of a language model's row but at high temperatures.
+# more than are kept of a language model's row but at high temperatures, and no copy of a row.
 SEARCH_WARPS = 8
 SEARCH_HELD = 2048
 SEARCH_NOTED = 32768

@@ -252,7 +252,7 @@ def test_no_row_of_logits_is_copied_to_float32(dtype):
             rows = logits.shape[1]
             each = {name: jnp.repeat(x[:, None], rows, axis=1) for name, x in asked.items()}
             heat = jnp.repeat(temperature[:, None], rows, axis=1)
-            return specjax.logit_cutoff(logits, temperature=heat, **each)
+            return specjax.logit_cutoff(logits, temperature=heat, implementation="triton", **each)
 
         return specjax.rejection_sample(
             draft._replace(cutoff=cut(draft.logits)),
@@ -261,6 +261,7 @@ def test_no_row_of_logits_is_copied_to_float32(dtype):
             positions=jnp.zeros((BATCH,), I32),
             temperature=temperature,
             cutoff=cut(target_logits),
+            implementation="triton",
         )
 
     draft = draft_shapes("without statistics", dtype, (BATCH, K))
