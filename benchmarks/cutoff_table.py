@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-from table import publish
+from table import is_one_session, publish
 
 BEGIN, END = "<!-- cutoff-table -->", "<!-- /cutoff-table -->"
 
@@ -53,7 +53,30 @@ def cutoff_table(result: dict[str, Any]) -> str:
         lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
     where = result["environment"]
     place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
-    return "\n".join([*lines, "", *kernels(column_of(cases[0]), cases), place])
+    return "\n".join([*lines, "", *kernels(column_of(cases[0]), cases), place, *filters(result)])
+
+
+def filters(result: dict[str, Any]) -> list[str]:
+    """vLLM's filters on the same rows, as a table of its own: they do not do the same."""
+    peer = result.get("vllm")
+    if peer is None or not is_one_session(result["environment"], peer["environment"]):
+        return []
+    cases, where = peer["cases"], peer["environment"]
+    sizes = sorted({case["B"] for case in cases})
+    times = {(case["case"], case["B"]): case for case in cases}
+    lines = [
+        "",
+        f"| {where['vllm'].replace('vllm', 'vLLM')}, top-k and top-p in Triton (of that the "
+        f"float32 copy) | {' | '.join(f'B = {size}' for size in sizes)} |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for name in dict.fromkeys(case["case"] for case in cases):
+        found = [times[name, size] for size in sizes]
+        shown = [f"{case['median_us']:.0f} ({case['copy_us']:.0f})" for case in found]
+        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
+    versions = f"torch {where['torch']}, triton {where['triton']}"
+    place = f"{where['device']}, {versions}, {where['date'][:10]}: `{where['command']}`"
+    return [*lines, "", place]
 
 
 def column_of(case: dict[str, Any]) -> Column:

@@ -5,18 +5,16 @@ python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md \
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
 from typing import Any
 
-from table import publish
+from table import is_one_session, publish
 
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 
 # A ratio is quoted if both sides were measured on one device within this time.
-SESSION = datetime.timedelta(hours=1)
 
 # Rows of the table: what is called, our case, vLLM's.
 ROWS = (
@@ -51,10 +49,7 @@ def timings_of(section: dict[str, Any] | None) -> Timings:
 def peer_of(result: dict[str, Any]) -> dict[str, Any] | None:
     """vLLM's section, if it was measured in the session of the main one."""
     ours, theirs = result["main"]["environment"], result.get("vllm", {}).get("environment")
-    if theirs is None or theirs["device"] != ours["device"]:
-        return None
-    dates = [datetime.datetime.fromisoformat(x["date"]) for x in (ours, theirs)]
-    return result["vllm"] if abs(dates[0] - dates[1]) <= SESSION else None
+    return result["vllm"] if theirs is not None and is_one_session(ours, theirs) else None
 
 
 def gpu_table(result: dict[str, Any]) -> str:

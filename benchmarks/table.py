@@ -5,11 +5,14 @@ python benchmarks/table.py --readme README.md   # puts it between the two marker
 """
 
 import argparse
+import datetime
 import json
 import pathlib
 import re
 from typing import Any
 
+# Figures of two programs are put side by side if they were measured that soon after one another.
+SESSION = datetime.timedelta(hours=1)
 RESULTS = pathlib.Path(__file__).parent / "results"
 BEGIN, END = "<!-- cpu table: begin -->", "<!-- cpu table: end -->"
 
@@ -71,6 +74,12 @@ def cpu_table(result: dict[str, Any]) -> str:
         f"{where['python']}, {where['date']}: `{where['command']}`",
     ]
     return "\n".join(lines)
+
+
+def is_one_session(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether two environments are those of one session on the same kind of device."""
+    dates = [datetime.datetime.fromisoformat(each["date"]) for each in (ours, theirs)]
+    return ours["device"] == theirs["device"] and abs(dates[0] - dates[1]) <= SESSION
 
 
 def put_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:

@@ -12,6 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "h200.json"
 CUTOFFS = RESULT.with_name("h200_cutoff.json")
+DECODING = RESULT.with_name("h200_decode.json")
 
 pytestmark = pytest.mark.lenient
 
@@ -120,6 +121,38 @@ def test_the_cutoffs_table_shows_every_case_at_every_shape_and_what_failed_at_no
     assert "top-k 50" not in found
     assert "| of that at B = 64 | reduce |\n|---|---|\n| top-p 0.9 at T = 0.7 | 1.5 |\n\n" in found
     assert found.endswith("G, jax 1, 2026-01-01: `python a`")
+    theirs = where | {"vllm": "vllm 1", "torch": "2", "triton": "3", "command": "python b"}
+    filtered = {"case": "top-p 0.9", "B": 64, "median_us": 99.6, "copy_us": 20.4}
+    for date, shown in (("2026-01-01T10:30:00+00:00", True), ("2026-01-02T10:00:00+00:00", False)):
+        peer = {"environment": theirs | {"date": date}, "cases": [filtered]}
+        result = {"environment": where, "cases": cases, "vllm": peer}
+        found = benchmark("cutoff_table").cutoff_table(result)
+        assert ("| top-p 0.9 at T = 0.7 | 100 (20) |" in found) == shown
+        assert ("G, torch 2, triton 3, 2026-01-01: `python b`" in found) == shown
+
+
+def test_the_decode_tables_add_up(benchmark):
+    profile = {"kernels_us": 4000.0, "num_events": 300.4}
+    profile["kernels"] = {"gemm_fusion_dot": {"us": 3000.0}, "loop_fusion": {"us": 100.0}}
+    case = {"case": "speculative step", "B": 8, "median_ms": 6.0, "profile": profile}
+    where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python a"}
+    result = {"environment": where, "read_ms": {"target": 2.0, "draft": 0.2}}
+    cases = [case | {"tokens_per_step": 3.0, "tokens_per_s": 500.0}]
+    found = benchmark("decode_table").decode_table(result | {"cases": cases})
+    assert "| speculative step | 8 | 6.000 | 2.00 | 3.00 | 500 | 300 |" in found
+    assert "| products | 3.000 |" in found
+    assert "verification, commit | 1.000 |" in found
+    assert "| all kernels | 4.000 |" in found
+
+
+def test_the_decode_tables_are_those_of_the_measurement(benchmark):
+    made = benchmark("decode_table")
+    table = made.decode_table(json.loads(DECODING.read_text(encoding="utf-8")))
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert benchmark("table").put_between_markers(text, table, made.BEGIN, made.END) == text, (
+        "run: python benchmarks/decode_table.py benchmarks/results/h200_decode.json "
+        "--readme benchmarks/README.md"
+    )
 
 
 def test_the_cutoffs_table_is_that_of_the_measurement(benchmark):

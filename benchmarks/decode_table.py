@@ -1,0 +1,97 @@
+"""Makes the tables of decoding at real size from the JSON that the benchmark wrote.
+
+python benchmarks/decode_table.py benchmarks/results/h200_decode.json --readme benchmarks/README.md
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from table import publish
+
+BEGIN, END = "<!-- decode-table -->", "<!-- /decode-table -->"
+
+# What a kernel's name says it does; a prefix of it.
+KINDS = {
+    "gemm": "products",
+    "nvjet": "products",
+    "see": "attention",
+    "look": "attention",
+    "place": "attention",
+    "finish": "attention",
+    "join": "sums and norms",
+    "gate": "gates",
+    "memcpy": "the copy of the cache that a run begins with",
+    "Memcpy": "the copy of the cache that a run begins with",
+}
+REST = "everything else: lookups, positions, sampling, verification, commit"
+
+
+def decode_table(result: dict[str, Any]) -> str:
+    """Times against the weights' bytes, and where they go, as markdown."""
+    lines = [
+        "| | B | ms | times the weights | tokens a step | tokens/s | launches |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        floor = floor_ms(case["case"], result["read_ms"])
+        rate = ["", ""]
+        if "tokens_per_s" in case:
+            rate = [f"{case['tokens_per_step']:.2f}", f"{case['tokens_per_s']:.0f}"]
+        cells = [
+            case["case"],
+            str(case["B"]),
+            f"{case['median_ms']:.3f}",
+            f"{case['median_ms'] / floor:.2f}",
+            *rate,
+            f"{case['profile']['num_events']:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    where = result["environment"]
+    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+    return "\n".join([*lines, "", *profiles(result["cases"]), "", place])
+
+
+def floor_ms(case: str, read_ms: dict[str, float]) -> float:
+    """Milliseconds to read the weights that a case needs, each as often as it does."""
+    if case.startswith("draft"):
+        return read_ms["draft"]
+    drafts = 5 if case.startswith("speculative") else 0
+    return read_ms["target"] + drafts * read_ms["draft"]
+
+
+def profiles(cases: list[dict[str, Any]]) -> list[str]:
+    """Milliseconds of each case by what its kernels do, under the profiler."""
+    columns = [shares(case["profile"]) for case in cases]
+    kinds = [*dict.fromkeys(KINDS.values()), REST]
+    head = [f"{case['case']}, B = {case['B']}" for case in cases]
+    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for kind in kinds:
+        shown = [f"{column[kind]:.3f}" if column.get(kind) else "" for column in columns]
+        lines.append(f"| {kind} | {' | '.join(shown)} |")
+    total = [f"{case['profile']['kernels_us'] / 1e3:.3f}" for case in cases]
+    return [*lines, f"| all kernels | {' | '.join(total)} |"]
+
+
+def shares(profile: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds by kind; what the profile does not name is of the rest."""
+    found: dict[str, float] = {}
+    for name, kernel in profile["kernels"].items():
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), REST)
+        found[kind] = found.get(kind, 0.0) + kernel["us"] / 1e3
+    unnamed = profile["kernels_us"] / 1e3 - sum(found.values())
+    return found | {REST: found.get(REST, 0.0) + unnamed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the tables into")
+    args = parser.parse_args()
+    table = decode_table(json.loads(args.json.read_text(encoding="utf-8")))
+    publish(table, args.readme, BEGIN, END)
+
+
+if __name__ == "__main__":
+    main()
