@@ -3,12 +3,9 @@
 python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --readme benchmarks/README.md
 """
 
-import argparse
-import json
-import pathlib
 from typing import Any
 
-from table import is_one_session, publish
+from table import is_one_session, publish_from_json
 
 BEGIN, END = "<!-- cutoff-table -->", "<!-- /cutoff-table -->"
 
@@ -106,14 +103,5 @@ def kernels(main: Column, cases: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
-    args = parser.parse_args()
-    table = cutoff_table(json.loads(args.json.read_text(encoding="utf-8")))
-    publish(table, args.readme, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    publish_from_json(__doc__, cutoff_table, BEGIN, END)

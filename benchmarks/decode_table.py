@@ -3,12 +3,9 @@
 python benchmarks/decode_table.py benchmarks/results/h200_decode.json --readme benchmarks/README.md
 """
 
-import argparse
-import json
-import pathlib
 from typing import Any
 
-from table import publish
+from table import publish_from_json
 
 BEGIN, END = "<!-- decode-table -->", "<!-- /decode-table -->"
 
@@ -84,14 +81,5 @@ def shares(profile: dict[str, Any]) -> dict[str, float]:
     return found | {REST: found.get(REST, 0.0) + unnamed}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the tables into")
-    args = parser.parse_args()
-    table = decode_table(json.loads(args.json.read_text(encoding="utf-8")))
-    publish(table, args.readme, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    publish_from_json(__doc__, decode_table, BEGIN, END)

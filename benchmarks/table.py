@@ -9,6 +9,7 @@ import datetime
 import json
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 # Figures of two programs are put side by side if they were measured that soon after one another.
@@ -101,6 +102,17 @@ def publish(table: str, document: pathlib.Path | None, begin: str, end: str) -> 
         return
     text = document.read_text(encoding="utf-8")
     document.write_text(put_between_markers(text, table, begin, end), encoding="utf-8")
+
+
+def publish_from_json(
+    description: str, make: Callable[[dict[str, Any]], str], begin: str, end: str
+) -> None:
+    """The command of a program that makes one table of one JSON."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    args = parser.parse_args()
+    publish(make(json.loads(args.json.read_text(encoding="utf-8"))), args.readme, begin, end)
 
 
 def main() -> None:

@@ -11,8 +11,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "h200.json"
-CUTOFFS = RESULT.with_name("h200_cutoff.json")
-DECODING = RESULT.with_name("h200_decode.json")
 
 pytestmark = pytest.mark.lenient
 
@@ -145,21 +143,12 @@ def test_the_decode_tables_add_up(benchmark):
     assert "| all kernels | 4.000 |" in found
 
 
-def test_the_decode_tables_are_those_of_the_measurement(benchmark):
-    made = benchmark("decode_table")
-    table = made.decode_table(json.loads(DECODING.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("name", ["cutoff", "decode"])
+def test_the_tables_of_the_documents_are_those_of_the_measurements(name, benchmark):
+    made, result = benchmark(f"{name}_table"), RESULT.with_name(f"h200_{name}.json")
+    table = getattr(made, f"{name}_table")(json.loads(result.read_text(encoding="utf-8")))
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert benchmark("table").put_between_markers(text, table, made.BEGIN, made.END) == text, (
-        "run: python benchmarks/decode_table.py benchmarks/results/h200_decode.json "
-        "--readme benchmarks/README.md"
-    )
-
-
-def test_the_cutoffs_table_is_that_of_the_measurement(benchmark):
-    made = benchmark("cutoff_table")
-    table = made.cutoff_table(json.loads(CUTOFFS.read_text(encoding="utf-8")))
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    assert benchmark("table").put_between_markers(text, table, made.BEGIN, made.END) == text, (
-        "run: python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json "
+        f"run: python benchmarks/{name}_table.py benchmarks/results/{result.name} "
         "--readme benchmarks/README.md"
     )
