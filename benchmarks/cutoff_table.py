@@ -1,6 +1,7 @@
 """Makes the table of cutoffs on a GPU from the JSON that the benchmark wrote.
 
 python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --readme benchmarks/README.md
+python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --brief --readme README.md
 """
 
 from typing import Any
@@ -53,12 +54,46 @@ def cutoff_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *kernels(column_of(cases[0]), cases), place, *filters(result)])
 
 
-def filters(result: dict[str, Any]) -> list[str]:
-    """vLLM's filters on the same rows, as a table of its own: they do not do the same."""
+def brief_table(result: dict[str, Any]) -> str:
+    """The cases of the first shape and what reads those rows, vLLM's filters in brackets."""
+    main = result["cases"][0]
+    cases = [case for case in result["cases"] if column_of(case)[:2] == column_of(main)[:2]]
+    sizes = sorted({case["B"] for case in cases if case["case"] == main["case"]})[:2]
+    times = {(case["case"], case["B"]): case["median_us"] for case in cases}
+    theirs = {(case["case"], case["B"]): case["median_us"] for case in peer_of(result)}
+    lines = [
+        f"Rows 3 N(0, 1), V = {main['V']}, {main['dtype']}, parameters per request; microseconds "
+        f"per call{', in brackets of vLLM, its float32 copy included' if theirs else ''}.",
+        "",
+        f"| `logit_cutoff` | {' | '.join(f'B = {size}' for size in sizes)} |",
+        "|---" * (len(sizes) + 1) + "|",
+    ]
+    for name in dict.fromkeys(case["case"] for case in cases):
+        if (name, sizes[0]) in times:
+            shown = [f"{times[name, size]:.1f}" for size in sizes]
+            shown = [
+                f"{ours} ({theirs[name, size]:.0f})" if (name, size) in theirs else ours
+                for ours, size in zip(shown, sizes, strict=True)
+            ]
+            lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
+    where = result["environment"]
+    return "\n".join([*lines, "", f"{where['device']}, jax {where['jax']}, {where['date'][:10]}."])
+
+
+def peer_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """vLLM's cases, if they were measured in the session of ours."""
     peer = result.get("vllm")
     if peer is None or not is_one_session(result["environment"], peer["environment"]):
         return []
-    cases, where = peer["cases"], peer["environment"]
+    return peer["cases"]
+
+
+def filters(result: dict[str, Any]) -> list[str]:
+    """vLLM's filters on the same rows, as a table of its own: they do not do the same."""
+    cases = peer_of(result)
+    if not cases:
+        return []
+    where = result["vllm"]["environment"]
     sizes = sorted({case["B"] for case in cases})
     times = {(case["case"], case["B"]): case for case in cases}
     lines = [
@@ -104,4 +139,4 @@ def kernels(main: Column, cases: list[dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    publish_from_json(__doc__, cutoff_table, BEGIN, END)
+    publish_from_json(__doc__, cutoff_table, BEGIN, END, brief_table)

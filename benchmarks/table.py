@@ -104,14 +104,21 @@ def publish(table: str, document: pathlib.Path | None, begin: str, end: str) -> 
     document.write_text(put_between_markers(text, table, begin, end), encoding="utf-8")
 
 
+Make = Callable[[dict[str, Any]], str]
+
+
 def publish_from_json(
-    description: str, make: Callable[[dict[str, Any]], str], begin: str, end: str
+    description: str, make: Make, begin: str, end: str, brief: Make | None = None
 ) -> None:
-    """The command of a program that makes one table of one JSON."""
+    """The command of a program that makes one table of one JSON, and maybe a brief one."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    if brief is not None:
+        parser.add_argument("--brief", action="store_true", help="the brief table instead")
     args = parser.parse_args()
+    if brief is not None and args.brief:
+        make = brief
     publish(make(json.loads(args.json.read_text(encoding="utf-8"))), args.readme, begin, end)
 
 
