@@ -183,7 +183,9 @@ def main() -> None:
             print(describe(case), flush=True)
         if args.out and not args.smoke:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            # What another program has added stays.
+            there = json.loads(args.out.read_text()) if args.out.exists() else {}
+            args.out.write_text(json.dumps(there | record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

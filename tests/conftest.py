@@ -101,7 +101,7 @@ def implementation(request):
     if request.param == "xla":
         yield request.param
         return
-    from specjax.pallas import cutoff, sample, verify
+    from specjax.pallas import candidates, cutoff, sample, verify
     from specjax.pallas.tiles import Tile
 
     with pytest.MonkeyPatch.context() as patch:
@@ -114,6 +114,8 @@ def implementation(request):
             (cutoff, "search_tile"),
         ]:
             patch.setattr(module, name, lambda *shape: Tile(256, 4))
-        # Of rows this short, too, some are searched where they were noted.
+        # Of rows this short, too, some are searched where they were noted, and some are not noted.
         patch.setattr(cutoff, "SEARCH_HELD", 64)
+        for name, quarters in [("_FEW", 4), ("_MANY", 8), ("_TOO_MANY", 60)]:
+            patch.setattr(candidates, name, quarters)
         yield request.param

@@ -125,7 +125,7 @@ def test_none_is_a_filter_that_is_off(names, implementation):
     check(rows, implementation=implementation, **off)
 
 
-def test_the_blocks_that_are_gathered_are_those_that_matter():
+def test_the_blocks_that_are_gathered_are_those_that_matter(implementation):
     # More blocks than are gathered twice over: first where few can hold the threshold, then where
     # one row of the batch has its threshold in all of them.
     v = 2 * 128 * 128 + 128 + 5
@@ -141,9 +141,9 @@ def test_the_blocks_that_are_gathered_are_those_that_matter():
         top_p=np.array([0.9, 1.0, 0.5, 1.0, 0.95, 0.9], np.float32),
         min_p=np.array([0.0, 0.1, 0.0, 0.0, 0.0, 0.0], np.float32),
     )
-    few = check(rows, max_unclear=0.2)
+    few = check(rows, max_unclear=0.2, implementation=implementation)
     rows.temperature[0], rows.top_k[0] = 3.0, 0
-    spread = check(rows, max_unclear=0.2)
+    spread = check(rows, max_unclear=0.2, implementation=implementation)
     assert spread[0] < few[0]
     np.testing.assert_array_equal(spread[1:], few[1:])
 
@@ -230,11 +230,28 @@ def test_a_row_that_is_no_law_stays_one_to_the_samplers(bad, implementation):
     assert tokens[1] == -1
 
 
+def test_more_quarters_than_one_sum_counts(implementation):
+    # Every 32 tokens hold one large logit, different from all others.
+    v = 33000 * 32
+    logits = np.full((1, v), -5.0, np.float32)
+    logits[0, ::32] = np.linspace(0.0, 1.0, 33000)
+    for filters, kept in (({"top_k": 32900}, 32900), ({"min_p": 0.9}, None)):
+        cutoff = specjax.logit_cutoff(
+            jnp.asarray(logits), temperature=1.0, implementation=implementation, **filters
+        )
+        ranked = np.sort(logits[0, ::32])[::-1]
+        wanted = ranked[kept - 1] if kept else ranked[ranked >= 1 + np.log(0.9)][-1]
+        np.testing.assert_allclose(cutoff, [wanted], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["top_p", "min_p"])
-def test_a_nan_filter_makes_the_row_invalid(name):
+def test_a_nan_filter_makes_the_row_invalid(name, implementation):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300)).astype(np.float32))
     cutoff = specjax.logit_cutoff(
-        logits, temperature=1.0, **{name: jnp.array([0.5, jnp.nan], jnp.float32)}
+        logits,
+        temperature=1.0,
+        implementation=implementation,
+        **{name: jnp.array([0.5, jnp.nan], jnp.float32)},
     )
     assert jnp.isfinite(cutoff[0])
     assert cutoff[1] == jnp.inf

@@ -55,7 +55,7 @@ def cached_attention(
       projected: a product of [B, T', (G * R + 2 * G) * D], queries, keys and values, none of them
         rotated; rows from T on are padding.
       turns: cosines and sines by which queries and keys are, two f32[B, T, 1, D / 2].
-      positions: i32[B, T]; a token at -1 writes nothing and sees nothing.
+      positions: i32[B, T], none twice in a request but -1; a token there writes and sees nothing.
       cache: keys and values, two [B, G, S, D].
       rule: how the slots are weighed.
 

@@ -30,7 +30,7 @@ def bound_low(row: Row, interpret: bool) -> jax.Array:
         # The comparison that decides is made on the logit itself, so that this stays below it.
         relative = min_p_threshold(filters.min_p) - jnp.float32(MARGIN)
         low = row.anchor + relative / row.scale
-    elif row.cuts_k is not None or row.cuts_p is not None:
+    else:
         low = jnp.minimum(row.anchor, -jnp.inf)
     of_all = row.cuts_p
     if row.cuts_k is not None and filters.top_k is not None:

@@ -15,6 +15,7 @@ __all__ = ["Found", "gather"]
 
 # Quarters that are looked through at once, be they few or many, and how many are not any more.
 _FEW, _MANY, _TOO_MANY = 64, 256, 2048
+# What is counted by ones and what by these share an i32.
 _SEVERAL = 1 << 15
 
 # Far above what a sum of 32 rounds.
@@ -38,8 +39,8 @@ def gather(
 ) -> jax.Array:
     """Notes the logits of a row that reach `low`, and how many they are, i32.
 
-    Most quarters that reach it do so by their largest logit alone, as their sums tell. The others
-    are read, unless they are so many that the row itself is searched as fast.
+    Where few reach it most quarters do so by their largest logit alone, as their sums tell. The
+    others are read, unless they are too many.
 
     Args:
       rows: all rows.
@@ -50,15 +51,13 @@ def gather(
       interpret: run in Pallas' interpreter.
     """
     largest, most = row.quarters.max, found.values.shape[1]
-    reaches = (largest >= low) & (largest > -jnp.inf)
+    # Of a row without a bound nothing is noted: it is searched itself.
+    reaches = (largest >= low) & (low > -jnp.inf)
     # What the others weigh is known but for the sum's rounding.
     others = row.quarters.sum * jnp.float32(1 + _ROUNDING) - 1
     several = reaches & (others >= mass_weights(low, largest, row.scale, fast_exp2(interpret)))
     single = reaches & ~several
-    # Both are counted at once: there are fewer than 2^15 quarters.
-    places, counts = _places(single.astype(jnp.int32) + several.astype(jnp.int32) * _SEVERAL)
-    place, which = _split(places)
-    known, count = _split(counts)
+    (place, known), (which, count) = _counted(single, several)
     fits = single & (place < most)
     # Beyond the end the interpreter drops what the mask leaves out.
     plgpu.store(found.values.at[b, jnp.where(fits, place, most)], largest, mask=fits)
@@ -108,9 +107,16 @@ def _places(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.cumsum(counts, dtype=jnp.int32) - counts, jnp.sum(counts, dtype=jnp.int32)
 
 
-def _split(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of i32 those counted by 1 and those counted by `_SEVERAL`."""
-    return counts & jnp.int32(_SEVERAL - 1), jax.lax.div(counts, jnp.int32(_SEVERAL))
+def _counted(
+    single: jax.Array, several: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The `_places` of both bool[N]; at once where one sum holds both."""
+    ones, others = single.astype(jnp.int32), several.astype(jnp.int32)
+    if single.shape[0] >= _SEVERAL:
+        return _places(ones), _places(others)
+    both = _places(ones + others * _SEVERAL)
+    low, high = zip(*(divide(counts, _SEVERAL)[::-1] for counts in both), strict=True)
+    return low, high
 
 
 def _settle(interpret: bool) -> None:

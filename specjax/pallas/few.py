@@ -1,4 +1,4 @@
-"""What a layer does for few tokens: attention to a cache in two launches, sums and gates in one.
+"""What a layer does for few tokens: attention to a cache in two or three launches, sums and gates.
 
 Axes: `B` requests, `T` tokens fed, `T'` these and padding, `H` query heads, `G` key-value heads,
 `S` cache slots, `D` head dimension, `E` hidden.
@@ -46,7 +46,9 @@ def attend(
     """What few tokens see of the cache and of one another.
 
     The slots of a request and key-value head are shared out among programs, each of which leaves
-    an unfinished softmax; a second launch puts them together, a program to a query head.
+    an unfinished softmax; the last launch puts them together, a program to a query head. Queries,
+    keys and values are summed, scaled and turned by a launch of their own before, or, of few
+    requests, by whoever needs them. No position may be there twice in a request, but for -1.
 
     Args:
       heads: arrays.

@@ -31,7 +31,7 @@ __all__ = [
 DRAW_WARPS = 8
 
 # A cutoff is searched by one program, among logits that it holds, eight to a thread, or has noted:
-# more than are kept of a language model's row but at high temperatures, and no copy of a row.
+# no copy of a row, but what lies above a bound where hundreds or thousands of tokens are kept.
 SEARCH_WARPS = 8
 SEARCH_HELD = 2048
 SEARCH_NOTED = 32768
@@ -67,7 +67,7 @@ class Tile(NamedTuple):
 # Of a gate: eight programs to a row of 8192.
 GATE_TILE = Tile(1024, 4)
 
-# Of a sum of up to sixteen parts: thirty programs for one request's rows are few, so small ones.
+# Of a sum of up to eight parts: thirty programs for one request's rows are few, so small ones.
 JOIN_TILE = Tile(256, 2)
 
 
