@@ -21,6 +21,7 @@ LABELS = {
     "all three": "top-k 50, top-p 0.9 and min-p 0.05",
     "sort (XLA)": "sort, softmax, cumsum, by XLA",
     "jax.lax.top_k 50": "`jax.lax.top_k`, k = 50",
+    "softmax": "what every way from probabilities begins with",
 }
 
 Column = tuple[str, int, int]
@@ -51,22 +52,28 @@ def cutoff_table(result: dict[str, Any]) -> str:
         lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
     where = result["environment"]
     place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
-    return "\n".join([*lines, "", *kernels(column_of(cases[0]), cases), place, *filters(result)])
+    own = kernels(column_of(cases[0]), cases)
+    return "\n".join([*lines, "", *own, place, *filters(result), *samplers(result)])
 
 
 def brief_table(result: dict[str, Any]) -> str:
-    """The cases of the first shape and what reads those rows, vLLM's filters in brackets."""
+    """The cases of the first shape and what reads those rows; beside them vLLM and FlashInfer."""
     main = result["cases"][0]
     cases = [case for case in result["cases"] if column_of(case)[:2] == column_of(main)[:2]]
     sizes = sorted({case["B"] for case in cases if case["case"] == main["case"]})[:2]
     times = {(case["case"], case["B"]): case["median_us"] for case in cases}
-    theirs = {(case["case"], case["B"]): case["median_us"] for case in peer_of(result)}
+    theirs = {(case["case"], case["B"]): case["median_us"] for case in peer_of(result, "vllm")}
+    fastest = fastest_of(peer_of(result, "flashinfer"))
+    beside = ", in brackets of vLLM, its float32 copy included" if theirs else ""
+    beside += "; of FlashInfer by its fastest way, whatever it gives" if fastest else ""
+    heads = [f"B = {size}" for size in sizes]
+    heads += [f"FlashInfer, B = {size}" for size in sizes if fastest]
     lines = [
         f"Rows 3 N(0, 1), V = {main['V']}, {main['dtype']}, parameters per request; microseconds "
-        f"per call{', in brackets of vLLM, its float32 copy included' if theirs else ''}.",
+        f"per call{beside}.",
         "",
-        f"| `logit_cutoff` | {' | '.join(f'B = {size}' for size in sizes)} |",
-        "|---" * (len(sizes) + 1) + "|",
+        f"| `logit_cutoff` | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
     ]
     for name in dict.fromkeys(case["case"] for case in cases):
         if (name, sizes[0]) in times:
@@ -75,14 +82,16 @@ def brief_table(result: dict[str, Any]) -> str:
                 f"{ours} ({theirs[name, size]:.0f})" if (name, size) in theirs else ours
                 for ours, size in zip(shown, sizes, strict=True)
             ]
+            found = [fastest.get((name, size)) for size in sizes if fastest]
+            shown += ["" if us is None else f"{us:.0f}" for us in found]
             lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
     where = result["environment"]
     return "\n".join([*lines, "", f"{where['device']}, jax {where['jax']}, {where['date'][:10]}."])
 
 
-def peer_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """vLLM's cases, if they were measured in the session of ours."""
-    peer = result.get("vllm")
+def peer_of(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The cases of another library, if they were measured in the session of ours."""
+    peer = result.get(name)
     if peer is None or not is_one_session(result["environment"], peer["environment"]):
         return []
     return peer["cases"]
@@ -90,7 +99,7 @@ def peer_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def filters(result: dict[str, Any]) -> list[str]:
     """vLLM's filters on the same rows, as a table of its own: they do not do the same."""
-    cases = peer_of(result)
+    cases = peer_of(result, "vllm")
     if not cases:
         return []
     where = result["vllm"]["environment"]
@@ -109,6 +118,53 @@ def filters(result: dict[str, Any]) -> list[str]:
     versions = f"torch {where['torch']}, triton {where['triton']}"
     place = f"{where['device']}, {versions}, {where['date'][:10]}: `{where['command']}`"
     return [*lines, "", place]
+
+
+def fastest_of(cases: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
+    """By case and batch size, the least of FlashInfer's ways with parameters per request."""
+    least: dict[tuple[str, int], float] = {}
+    for case in cases:
+        if case["per_request"]:
+            key = case["case"], case["B"]
+            least[key] = min(case["median_us"], least.get(key, case["median_us"]))
+    return least
+
+
+def samplers(result: dict[str, Any]) -> list[str]:
+    """FlashInfer's ways through the same cases: tokens, or what is kept of the rows."""
+    cases = peer_of(result, "flashinfer")
+    if not cases:
+        return []
+    where = result["flashinfer"]["environment"]
+    sizes = sorted({case["B"] for case in cases})
+    times = {(case["case"], case["call"], case["B"]): case for case in cases}
+    lines = [
+        "",
+        f"| {where['flashinfer'].replace('flashinfer', 'FlashInfer')} (without `softmax` and its "
+        f"float32 copy) | | {' | '.join(f'B = {size}' for size in sizes)} |",
+        "|---" * (len(sizes) + 2) + "|",
+    ]
+    above = None
+    for name, call in dict.fromkeys((case["case"], case["call"]) for case in cases):
+        found = [times.get((name, call, size)) for size in sizes]
+        label = "" if name == above else LABELS.get(name, name)
+        lines.append(f"| {label} | {code(call)} | {' | '.join(map(both_times, found))} |")
+        above = name
+    place = f"{where['device']}, torch {where['torch']}, {where['date'][:10]}: `{where['command']}`"
+    return [*lines, "", place]
+
+
+def code(call: str) -> str:
+    """Names of functions as code, and words between them as they are."""
+    return ", ".join(f"`{word}`" if word.isidentifier() else word for word in call.split(", "))
+
+
+def both_times(case: dict[str, Any] | None) -> str:
+    """Microseconds from logits and, in brackets, from probabilities."""
+    if case is None:
+        return ""
+    alone = f" ({case['alone_us']:.0f})" if "alone_us" in case else ""
+    return f"{case['median_us']:.0f}{alone}"
 
 
 def column_of(case: dict[str, Any]) -> Column:

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -127,6 +128,102 @@ def test_the_cutoffs_table_shows_every_case_at_every_shape_and_what_failed_at_no
         found = benchmark("cutoff_table").cutoff_table(result)
         assert ("| top-p 0.9 at T = 0.7 | 100 (20) |" in found) == shown
         assert ("G, torch 2, triton 3, 2026-01-01: `python b`" in found) == shown
+
+
+def with_flashinfer(date):
+    """A JSON of cutoffs, and FlashInfer's section of a date in it."""
+    where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python a"}
+    case = {"B": 8, "V": 128, "dtype": "bfloat16", "kernels": {}}
+    names = ("top-k 50", "top-p 0.9")
+    cases = [case | {"case": name, "median_us": us} for name, us in zip(names, (2, 3), strict=True)]
+    there = where | {"flashinfer": "flashinfer 7, nvcc 13.0", "torch": "2", "command": "python b"}
+    few = {"B": 8, "per_request": True, "alone_us": 20.4}
+    ways = [
+        few | {"case": "top-k 50", "call": "top_k_sampling_from_probs", "median_us": 99.6},
+        {"B": 8, "per_request": True, "case": "top-k 50", "call": "mask_it", "median_us": 50.0},
+        {"B": 8, "per_request": False, "case": "top-k 50", "call": "it, one k", "median_us": 9.0},
+        few | {"case": "top-p 0.9", "call": "keep, draw", "median_us": 70.0, "B": 64},
+    ]
+    peer = {"environment": there | {"date": date}, "cases": ways}
+    return {"environment": where, "cases": cases, "flashinfer": peer}
+
+
+def test_flashinfer_stands_beside_the_cutoffs_of_its_session_alone(benchmark):
+    made = benchmark("cutoff_table")
+    result = with_flashinfer("2026-01-01T10:30:00+00:00")
+    found = made.cutoff_table(result)
+    assert (
+        "| FlashInfer 7, nvcc 13.0 (without `softmax` and its float32 copy) | | B = 8 | B = 64 |"
+        "\n|---|---|---|---|\n| top-k 50 | `top_k_sampling_from_probs` | 100 (20) |  |\n"
+        "|  | `mask_it` | 50 |  |\n|  | `it`, one k | 9 |  |\n"
+        "| top-p 0.9 at T = 0.7 | `keep`, `draw` |  | 70 (20) |\n\n"
+        "G, torch 2, 2026-01-01: `python b`"
+    ) in found
+    brief = made.brief_table(result)
+    # The one k of all rows answers another question.
+    assert (
+        "| `logit_cutoff` | B = 8 | FlashInfer, B = 8 |\n|---|---|---|\n| top-k 50 | 2.0 | 50 |"
+        in brief
+    )
+    assert "| top-p 0.9 at T = 0.7 | 3.0 |  |" in brief
+    apart = with_flashinfer("2026-01-02T10:00:00+00:00")
+    without = {name: value for name, value in result.items() if name != "flashinfer"}
+    for table in (made.cutoff_table, made.brief_table):
+        assert table(apart) == table(without)
+        assert "FlashInfer" not in table(without)
+
+
+def test_flashinfers_library_declares_what_its_source_exports(benchmark):
+    library = benchmark("flashinfer_library")
+    source = library.SOURCE.read_text(encoding="utf-8")
+    exported = {}
+    for name, arguments in re.findall(
+        r"^EXPORT (\w+)\((.*?)\) \{", source, re.DOTALL | re.MULTILINE
+    ):
+        *parts, stream = re.sub(r"\s+", " ", arguments).split(", ")
+        assert stream == "cudaStream_t stream"
+        arrays = ["*" in part for part in parts]
+        assert arrays == sorted(arrays, reverse=True), f"{name} takes a number before an array."
+        assert all("*" in part or part.startswith("uint64_t ") for part in parts)
+        exported[name] = sum(arrays), len(arrays) - sum(arrays)
+    assert exported == library.FUNCTIONS
+
+
+def test_flashinfers_library_is_built_of_the_headers_in_its_wheel(benchmark, tmp_path, monkeypatch):
+    library = benchmark("flashinfer_library")
+    with pytest.raises(SystemExit, match=r"holds no flashinfer/data/include.* of an unpacked"):
+        library.find(tmp_path)
+    package = tmp_path / "flashinfer"
+    headers = package / "data" / "include" / "flashinfer"
+    headers.mkdir(parents=True)
+    (headers / "sampling.cuh").touch()
+    (package / "_build_meta.py").write_text('__version__ = "7.1.post2"\n')
+    assert library.find(tmp_path) == package
+    tools, out = tmp_path / "tools", tmp_path / "build" / "it.so"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    with pytest.raises(SystemExit, match=r"No nvcc here: .* --library"):
+        library.build(package, out, [])
+    nvcc = tools / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\necho "$@" > {out}\n')
+    nvcc.chmod(0o755)
+    library.build(package, out, [tmp_path / "more"])
+    words = out.read_text().split()
+    wanted = [f"-I{package}/data/{name}" for name in library.HEADERS] + [f"-I{tmp_path}/more"]
+    assert [word for word in words if word.startswith("-I")] == wanted
+    assert {"-DFLASHINFER_VERSION=7.1.post2", "--cudart=static", str(library.SOURCE)} <= {*words}
+    nvcc.write_text("#!/bin/sh\necho no curand_kernel.h >&2; exit 1\n")
+    with pytest.raises(SystemExit, match=r"(?s)--include.*no curand_kernel.h"):
+        library.build(package, out, [])
+
+
+def test_a_library_of_another_source_is_refused(benchmark, tmp_path):
+    library = benchmark("flashinfer_library")
+    with pytest.raises(SystemExit, match="There is no library"):
+        library.load(tmp_path / "it.so")
+    another = pathlib.Path(importlib.import_module("numpy._core._multiarray_umath").__file__)
+    with pytest.raises(SystemExit, match=r"has no softmax: it was built of another"):
+        library.load(another)
 
 
 def test_the_decode_tables_add_up(benchmark):
