@@ -4,7 +4,8 @@ Of a small batch every row is reduced, and judged by whoever ends its request. I
 is judged by the last of its programs to arrive. The programs of row 0 of all requests come first,
 then those of row 1, and so on: whoever judges a drafted token not kept says so, and programs of
 later rows that start after that leave without reading. No row waits for another: the larger the
-batch, the fewer rows behind a rejection are read.
+batch, the fewer rows behind a rejection are read. Of a greedy request any tile with a larger logit
+than the drafted token's is verdict enough, before the rest of the row is reduced.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.pallas.inputs import Inputs, Plan, Request, read_request
 from specjax.pallas.judge import judge_rows
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
-from specjax.pallas.logsumexp import Share, partials_like, store_partials
+from specjax.pallas.logsumexp import Share, load_token, partials_like, store_partials
 from specjax.pallas.rows import Judged, Reduced
 
 __all__ = ["accept_rows", "reduce_rows"]
@@ -96,12 +97,19 @@ def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
         # An atomic read: the threads of a program must all go the same way.
         return plgpu.atomic_max(out.counters, ending, jnp.uint32(0)).astype(jnp.int32)
 
+    def end() -> None:
+        plgpu.atomic_max(out.counters, ending, (num_rows - i).astype(jnp.uint32))
+
     is_ended = num_rows - value_when(i > 0, known, jnp.int32(0)) < i
 
     @pl.when(request.active & (i <= request.num_tokens) & ~is_ended)
     def _() -> None:
         share = _share(inputs, request, i, number)
-        store_partials(share, out.partials, b * num_rows + i, plan.tile, plan.interpret)
+        top = store_partials(share, out.partials, b * num_rows + i, plan.tile, plan.interpret)
+        if inputs.rates is None and num_rows > 1:
+            pl.when(request.scaling.greedy & (i < request.num_tokens))(
+                lambda: pl.when(_load_drafted(inputs, request, i) < top)(end)
+            )
 
         @pl.when(arrive(out.counters, (b, i), count, plan.interpret))
         def _() -> None:
@@ -112,10 +120,16 @@ def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
             plgpu.store(out.log_sum.at[at], verdict.law.log_sum)
             plgpu.store(out.logprobs.at[at], verdict.logprobs)
             plgpu.store(out.best.at[at], verdict.best)
+            pl.when(only(verdict.kept.astype(jnp.int32), row == i) == 0)(end)
 
-            @pl.when(only(verdict.kept.astype(jnp.int32), row == i) == 0)
-            def _() -> None:
-                plgpu.atomic_max(out.counters, ending, (num_rows - i).astype(jnp.uint32))
+
+def _load_drafted(inputs: Inputs, request: Request, i: jax.Array) -> jax.Array:
+    """The target's logit f32[] of a request's drafted token i, which exists."""
+    lane = jax.lax.iota(jnp.int32, 1)
+    token_id = plgpu.load(inputs.token_ids.at[request.first + i + lane])
+    cutoff = request.cutoff(inputs, i + lane, lane == 0)
+    logit = load_token(inputs.target, request.target_row + i + lane, token_id, cutoff, lane == 0)
+    return only(logit, lane == 0)
 
 
 def _share(inputs: Inputs, request: Request, i: jax.Array, number: jax.Array) -> Share:

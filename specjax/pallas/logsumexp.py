@@ -102,16 +102,20 @@ def load_token(
 
 def store_partials(
     share: Share, partials: Partials, place: Any, tile: Tile, interpret: bool
-) -> None:
-    """Reduces one program's share of a row, which is row `place` of the partials."""
+) -> jax.Array:
+    """Reduces one program's share of a row, which is row `place` of the partials.
+
+    Returns:
+      f32[], the largest logit of the share.
+    """
     exp2, number = fast_exp2(interpret), share.tile
     x = load_row(share.logits, share.row, tile_index(tile, number))
     reduced = reduce_blocks(x, share.scale[None], share.cutoff, exp2)
     where = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
     plgpu.store(partials.block_max.at[place, where], reduced.max)
     plgpu.store(partials.block_sum.at[place, where], reduced.sum)
+    whole = combine_blocks(reduced, share.scale, exp2)
     if partials.tile_max is not None:
-        whole = combine_blocks(reduced, share.scale, exp2)
         partials.tile_max[place, number] = whole.max
         partials.tile_sum[place, number] = whole.sum
     if share.greedy is not None:
@@ -121,6 +125,8 @@ def store_partials(
             block = number * tile.blocks + first_argmax(reduced.max)
             best = block_argmax(share.logits, share.row, share.cutoff, block)
             partials.tile_best[place, number] = best
+
+    return whole.max
 
 
 def block_argmax(
