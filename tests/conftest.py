@@ -112,6 +112,7 @@ def implementation(request):
             (sample, "row_tile"),
             (cutoff, "row_tile"),
             (cutoff, "search_tile"),
+            (cutoff, "whole_search_tile"),
         ]:
             patch.setattr(module, name, lambda *shape: Tile(256, 4))
         # Of rows this short, too, some are searched where they were noted, and some are not noted.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from specjax.bracket import open_bracket
 from specjax.filters import Filters, Searched, Source, search_cutoff
 from specjax.pallas.bound import bound_low
 from specjax.pallas.candidates import Found, gather
@@ -29,9 +30,9 @@ from specjax.pallas.tiles import (
     SEARCH_HELD,
     SEARCH_NOTED,
     SEARCH_WARPS,
-    Tile,
     row_tile,
     search_tile,
+    whole_search_tile,
 )
 
 __all__ = ["cutoff_rows"]
@@ -81,8 +82,7 @@ def cutoff_rows(
 
         def search() -> jax.Array:
             row = read_row(operands.rows, b, partials, interpret)
-            tile = search_tile(vocab_size)
-            return _search_row(operands.rows, row, b, out.found, tile, interpret)
+            return _search_row(operands.rows, row, b, out.found, interpret)
 
         asks = asks_anything(operands.rows, b)
         out.cutoff[b] = value_when(asks, search, jnp.float32(-jnp.inf))
@@ -107,26 +107,31 @@ def cutoff_rows(
     ).cutoff
 
 
-def _search_row(
-    rows: Rows, row: Row, b: jax.Array, found: Found, tile: Tile, interpret: bool
-) -> jax.Array:
+def _search_row(rows: Rows, row: Row, b: jax.Array, found: Found, interpret: bool) -> jax.Array:
     """The cutoff of a row that asks for one."""
-    low = bound_low(row, interpret)
+    low, vocab_size = bound_low(row, interpret), rows.logits.shape[1]
     count = gather(rows, row, b, low, found, interpret)
+    noted, whole = search_tile(SEARCH_NOTED), whole_search_tile(vocab_size)
     sources = (
         in_registers(load_some(found.values, b, SEARCH_HELD, count), row, interpret),
-        in_memory(found.values, b, count, row, tile, interpret),
-        in_memory(rows.logits, b, jnp.int32(rows.logits.shape[1]), row, tile, interpret),
+        in_memory(found.values, b, count, row, noted, interpret),
+        in_memory(rows.logits, b, jnp.int32(vocab_size), row, whole, interpret),
     )
 
     def search(source: Source, low: jax.Array) -> jax.Array:
         known = Searched(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
         return search_cutoff(source, row.filters, known)
 
+    def search_whole() -> jax.Array:
+        # Without a bound from the least logit on: halvings from the least float on cost more.
+        whole = open_bracket(low, row.anchor, row.asks)
+        start = value_when(low == -jnp.inf, lambda: sources[2].look(whole).least, low)
+        return search(sources[2], start)
+
     # A branch of its own for each place: what is in registers is asked in a fifth of the time.
     bounded = row.asks & (low > -jnp.inf) & (count <= found.values.shape[1])
     held, nowhere = count <= SEARCH_HELD, jnp.minimum(low, -jnp.inf)
     least = value_when(bounded & held, lambda: search(sources[0], low), nowhere)
     least = jax.lax.cond(bounded & ~held, lambda: search(sources[1], low), lambda: least)
-    least = jax.lax.cond(row.asks & ~bounded, lambda: search(sources[2], nowhere), lambda: least)
+    least = jax.lax.cond(row.asks & ~bounded, search_whole, lambda: least)
     return jnp.where(row.asks, least, -jnp.inf)

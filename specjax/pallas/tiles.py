@@ -25,6 +25,7 @@ __all__ = [
     "row_tile",
     "search_tile",
     "target_tile",
+    "whole_search_tile",
 ]
 
 # A token is drawn by one program from about a thousand block weights: four to a thread.
@@ -110,9 +111,14 @@ def pair_tile(num_requests: int, vocab_size: int) -> Tile:
     return Tile(_at_most(8192 if is_small(num_requests) else 16384, vocab_size), 8)
 
 
-def search_tile(vocab_size: int) -> Tile:
-    """For a cutoff that is searched in the row itself, tile by tile."""
-    return Tile(_at_most(2048, vocab_size), 4)
+def search_tile(num_noted: int) -> Tile:
+    """For a cutoff that is searched among noted logits: those of a turn are few, too."""
+    return Tile(_at_most(2048, num_noted), SEARCH_WARPS)
+
+
+def whole_search_tile(vocab_size: int) -> Tile:
+    """For one that is searched in the row itself: every turn waits for its logits once."""
+    return Tile(_at_most(16384, vocab_size), SEARCH_WARPS)
 
 
 def num_parts_of_noise(num_rows: int, num_blocks: int) -> int:
