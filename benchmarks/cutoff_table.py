@@ -53,7 +53,8 @@ def cutoff_table(result: dict[str, Any]) -> str:
     where = result["environment"]
     place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
     own = kernels(column_of(cases[0]), cases)
-    return "\n".join([*lines, "", *own, place, *filters(result), *samplers(result)])
+    rest = [*verification(result), *filters(result), *samplers(result)]
+    return "\n".join([*lines, "", *own, place, *rest])
 
 
 def brief_table(result: dict[str, Any]) -> str:
@@ -95,6 +96,34 @@ def peer_of(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
     if peer is None or not is_one_session(result["environment"], peer["environment"]):
         return []
     return peer["cases"]
+
+
+def verification(result: dict[str, Any]) -> list[str]:
+    """A call of verification with and without filters, kernel by kernel, and its memory."""
+    section = result.get("verification")
+    if section is None:
+        return []
+    cases, where = section["cases"], section["environment"]
+    names = dict.fromkeys(
+        name for case in cases for name in case["kernels"] if name.endswith("_kernel")
+    )
+    heads = [name.removesuffix("_kernel") for name in names]
+    first = cases[0]
+    lines = [
+        "",
+        f"| verification at B = {first['B']}, K = {first['K']}, T = {first['temperature']}, drafts "
+        f"filtered alike | us | {' | '.join(heads)} | temporary arrays, MB |",
+        "|---" * (len(heads) + 3) + "|",
+    ]
+    for case in cases:
+        kernels = [case["kernels"].get(name) for name in names]
+        shown = ["" if kernel is None else f"{kernel['us']:.1f}" for kernel in kernels]
+        label = LABELS.get(case["case"], case["case"])
+        total, room = f"{case['median_us']:.1f}", f"{case['temporary_mb']:.1f}"
+        lines.append(f"| {label} | {total} | {' | '.join(shown)} | {room} |")
+    rows = f"All {first['K'] + 1} rows of a request in float32 would be"
+    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
+    return [*lines, "", f"{rows} {first['float32_rows_mb']:.0f} MB. {place}"]
 
 
 def filters(result: dict[str, Any]) -> list[str]:

@@ -45,6 +45,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
     [
         (["gpu_verify.py", "--only", "more"], ["drawn_0.7", "greedy", "gumbel_scalars"]),
         (["gpu_cutoff.py"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
+        (["gpu_filtered.py"], ["nothing asked", "all three"]),
         (["gpu_decode.py", "--batch", "2"], ["plain step", "speculative step"]),
     ],
 )
