@@ -50,6 +50,7 @@ KERNELS = (
     "pallas/softmax",
     "pallas/gate",
     "pallas/projected",
+    "pallas/parts",
     "pallas/attention",
     "pallas/few",
 )

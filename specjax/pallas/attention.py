@@ -1,4 +1,4 @@
-"""Attention of few tokens to a cache: a program to a part of its slots, and parts put together.
+"""Attention of few tokens to a cache: a program to a part of its slots.
 
 Axes as in `specjax.pallas.few`; `M` rows of a tile, the query heads of one key-value head, token
 behind token; `N` keys of a tile; `P` parts.
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.pallas.launch import divide
+from specjax.pallas.launch import arrive, divide
+from specjax.pallas.parts import Parts, leave, together, write
 from specjax.pallas.projected import (
     Heads,
     Projected,
@@ -22,44 +23,55 @@ from specjax.pallas.projected import (
     tile_mask,
 )
 from specjax.pallas.softmax import Queries, Softmax, add, nothing
-from specjax.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot, power_of_two
+from specjax.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot
 
-__all__ = ["Parts", "Rule", "Seen", "Unfinished", "finish", "look", "see"]
+__all__ = ["Looked", "Rule", "Seen", "Unfinished", "look", "see"]
 
 
 class Unfinished(NamedTuple):
     """What each part of the slots leaves, and the cache, in its own memory.
 
     Attributes:
-      mixed: f32[B * G, P, M, D], values weighted by `exp(score - peak)`.
-      peak: f32[B * G, P, M], at least the largest score.
-      total: f32[B * G, P, M], the weights' sum.
+      parts: `Parts`.
       keys: [B, G, S, D].
       values: [B, G, S, D].
     """
 
-    mixed: Any
-    peak: Any
-    total: Any
+    parts: Parts
     keys: Any
     values: Any
 
 
-class Parts(NamedTuple):
-    """What is put together: `mixed`, `peak` and `total` as in `Unfinished`."""
-
-    mixed: Any
-    peak: Any
-    total: Any
-
-
 class Seen(NamedTuple):
-    """References: queries [B, T, H, D] at positions i32[B, T], and a cache they stand in."""
+    """References that a part of the slots is looked at through.
+
+    Attributes:
+      queries: [B, T, H, D].
+      positions: i32[B, T], theirs.
+      keys: [B, G, S, D], with those of the positions.
+      values: [B, G, S, D], likewise.
+      counters: u32[B * G], zeros.
+    """
 
     queries: Any
     positions: Any
     keys: Any
     values: Any
+    counters: Any
+
+
+class Looked(NamedTuple):
+    """What the parts of the slots leave, and what is put together of them.
+
+    Attributes:
+      parts: `Parts`; anything, where a part is the whole and `y` is asked for.
+      y: [B, T', H, D], zeros from T on; None if another launch puts it together.
+      counters: u32[B * G], how many parts have been left.
+    """
+
+    parts: Parts
+    y: Any
+    counters: Any
 
 
 class Rule(Protocol):
@@ -89,7 +101,7 @@ class Rule(Protocol):
 def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) -> None:
     """One part of the slots of one request and key-value head, or the tokens that are fed."""
     groups, slots, head_dim = heads.keys.shape[1:]
-    tokens, parts = heads.positions.shape[1], out.peak.shape[1] - 1
+    tokens, parts = heads.positions.shape[1], out.parts.peak.shape[1] - 1
     shared = heads.parts.shape[3] // groups - 2
     pair, part = divide(pl.program_id(0), parts + 1)
     b, g = divide(pair, groups)
@@ -98,7 +110,7 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
 
     # Asked for before anything is known of the tokens: it is the longest to come.
     chunk = share.load(jnp.int32(0))
-    row = jax.lax.iota(jnp.int32, out.peak.shape[2])
+    row = jax.lax.iota(jnp.int32, out.parts.peak.shape[2])
     token, head = divide(row, shared)
     inside = token < tokens
     places = [heads.positions[b, t] for t in range(tokens)]
@@ -114,7 +126,8 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
         key_head = shared * groups + g
         keys = projected.rotated(fed, key_head, mask)
         values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
-        _leave(out, pair, part, add(begin, queries, keys, values, place, rule), inside, head_dim)
+        done = add(begin, queries, keys, values, place, rule)
+        leave(out.parts, pair, part, done, inside)
         # Past the end, whatever does not belong into the cache.
         slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
         mask = tile_mask(slot < slots, dim, head_dim)
@@ -125,19 +138,22 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
     def _() -> None:
         # The tokens that are fed stand for their slots, which are being written.
         done = share.weigh(chunk, queries, places, places, rule)
-        _leave(out, pair, part, done, inside, head_dim)
+        leave(out.parts, pair, part, done, inside)
 
 
-def look(placed: Seen, out: Parts, *, rule: Rule) -> None:
-    """One part of the slots of one request and key-value head: the tokens fed have theirs."""
+def look(placed: Seen, out: Looked, *, rule: Rule, interpret: bool) -> None:
+    """One part of the slots of one request and key-value head: the tokens fed have theirs.
+
+    The last to arrive puts the parts together, if it is to be done here.
+    """
     groups, _, head_dim = placed.keys.shape[1:]
-    tokens, parts = placed.positions.shape[1], out.peak.shape[1]
+    tokens, parts = placed.positions.shape[1], out.parts.peak.shape[1]
     shared = placed.queries.shape[2] // groups
     pair, part = divide(pl.program_id(0), parts)
     b, g = divide(pair, groups)
     dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
     share = _Share(placed.keys, placed.values, (b, g), part, parts)
-    row = jax.lax.iota(jnp.int32, out.peak.shape[2])
+    row = jax.lax.iota(jnp.int32, out.parts.peak.shape[2])
     token, head = divide(row, shared)
     inside = token < tokens
     places = [placed.positions[b, t] for t in range(tokens)]
@@ -145,18 +161,16 @@ def look(placed: Seen, out: Parts, *, rule: Rule) -> None:
     rows = load_tile(placed.queries, (b, token, g * shared + head), dim, mask)
     queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
     done = share.weigh(None, queries, places, [], rule)
-    _leave(out, pair, part, done, inside, head_dim)
+    if out.y is None:
+        leave(out.parts, pair, part, done, inside)
+    elif parts == 1:
+        write(out.y, b, g, groups, done)
+    else:
+        leave(out.parts, pair, part, done, inside)
 
-
-def _leave(
-    out: Any, pair: jax.Array, part: jax.Array, state: Softmax, inside: jax.Array, head_dim: int
-) -> None:
-    rows, dims = state.mixed.shape
-    row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
-    plgpu.store(out.peak.at[pair, part, row], state.peak)
-    plgpu.store(out.total.at[pair, part, row], state.total)
-    at = (pair, part, row[:, None], dim[None])
-    plgpu.store(out.mixed.at[at], state.mixed, mask=tile_mask(inside, dim, head_dim))
+        @pl.when(arrive(out.counters, (pair,), parts, interpret))
+        def _() -> None:
+            write(out.y, b, g, groups, together(out.parts, pair, inside))
 
 
 class _Chunk(NamedTuple):
@@ -232,28 +246,3 @@ def _chunks_of(
     skipped, _ = divide(jnp.maximum(lowest - (window - 1), 0), ATTENTION_SLOTS)
     start, _ = divide(jnp.maximum(skipped - part + (parts - 1), 0), parts)
     return start, end
-
-
-def _load(reference: Any, at: Any, mask: jax.Array, other: Any) -> jax.Array:
-    return plgpu.load(reference.at[at], mask=mask, other=jnp.asarray(other, reference.dtype))
-
-
-def finish(parts: Parts, out: Any, *, tokens: int) -> None:
-    """One query head of one token of `out.y` [B, T', H, D]: the parts' softmaxes together."""
-    batch, padded, num_heads, head_dim = out.y.shape
-    groups = parts.peak.shape[0] // batch
-    row, head = divide(pl.program_id(0), num_heads)
-    b, t = divide(row, padded)
-    g, r = divide(head, num_heads // groups)
-    pair, row = b * groups + g, t * (num_heads // groups) + r
-    part = jax.lax.iota(jnp.int32, power_of_two(parts.peak.shape[1]))
-    inside = (part < parts.peak.shape[1]) & (t < tokens)
-    dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
-    peak = _load(parts.peak, (pair, part, row), inside, -jnp.inf)
-    total = _load(parts.total, (pair, part, row), inside, 0)
-    mixed = load_tile(parts.mixed, (pair, part, row), dim, tile_mask(inside, dim, head_dim))
-    # Padding has no part at all.
-    weight = jnp.exp(peak - jnp.maximum(jnp.max(peak), -3e38))
-    whole = jnp.sum(weight * total)
-    y = jnp.sum(weight[:, None] * mixed, axis=0) / jnp.where(whole > 0, whole, 1.0)
-    plgpu.store(out.y.at[b, t, head, dim], y.astype(out.y.dtype), mask=dim < head_dim)

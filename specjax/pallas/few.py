@@ -1,4 +1,4 @@
-"""What a layer does for few tokens: attention to a cache in two or three launches, sums and gates.
+"""What a layer does for few tokens: attention to a cache in two launches or three, sums and gates.
 
 Axes: `B` requests, `T` tokens fed, `T'` these and padding, `H` query heads, `G` key-value heads,
 `S` cache slots, `D` head dimension, `E` hidden.
@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from specjax.pallas.attention import Parts, Rule, Seen, Unfinished, finish, look, see
+from specjax.pallas.attention import Looked, Rule, Seen, Unfinished, look, see
 from specjax.pallas.gate import Block, Gated, Joined, Sum, gate, join
 from specjax.pallas.launch import launch, like
+from specjax.pallas.parts import Parts, finish
 from specjax.pallas.projected import Heads, Placed, place
 from specjax.pallas.tiles import (
     ATTENTION_SLOTS,
@@ -22,6 +24,7 @@ from specjax.pallas.tiles import (
     at_least_dot,
     is_alone,
     is_light,
+    is_quickly_joined,
     num_parts_of_cache,
 )
 
@@ -46,9 +49,10 @@ def attend(
     """What few tokens see of the cache and of one another.
 
     The slots of a request and key-value head are shared out among programs, each of which leaves
-    an unfinished softmax; the last launch puts them together, a program to a query head. Queries,
-    keys and values are summed, scaled and turned by a launch of their own before, or, of few
-    requests, by whoever needs them. No position may be there twice in a request, but for -1.
+    an unfinished softmax. Of few requests, whoever needs queries, keys and values sums, scales and
+    turns them, and a launch behind puts the softmaxes together, a program to a query head. Of more,
+    a launch before does the one; the last program to leave a softmax does the other, unless that
+    would take longer than a launch. No position may be there twice in a request, but for -1.
 
     Args:
       heads: arrays.
@@ -61,58 +65,61 @@ def attend(
     """
     (batch, groups, slots, head_dim), tokens = heads.keys.shape, heads.positions.shape[1]
     padded, num_heads = heads.parts.shape[2], heads.parts.shape[3] - 2 * groups
-    rows = at_least_dot(tokens * (num_heads // groups))
-    dtype = heads.keys.dtype
+    alone, pairs, dtype = is_alone(batch), batch * groups, heads.keys.dtype
+    # Rows of padding see nothing: whoever puts parts together in `look` leaves zeros there.
+    rows = at_least_dot((tokens if alone else padded) * (num_heads // groups))
     light = is_light(rows, head_dim)
-    parts = num_parts_of_cache(batch * groups, slots, light)
-    room = [like(x.shape, dtype) for x in (heads.keys, heads.values)]
+    parts = num_parts_of_cache(pairs, slots, light)
+    lead = (pairs, parts + alone, rows)
+    unfinished = Parts(like((*lead, head_dim)), like(lead), like(lead))
+    out = like((batch, padded, num_heads, head_dim), dtype)
+    room = {"keys": like(heads.keys.shape, dtype), "values": like(heads.values.shape, dtype)}
     in_place = {"keys": heads.keys, "values": heads.values}
-
-    def unfinished(parts: int) -> Parts:
-        lead = (batch * groups, parts, rows)
-        return Parts(like((*lead, head_dim)), like(lead), like(lead))
-
-    if is_alone(batch):
-        done = launch(
+    if alone:
+        seen = launch(
             functools.partial(see, rule=rule, turn=turn),
             heads,
-            Unfinished(*unfinished(parts + 1), *room),
-            num_programs=batch * groups * (parts + 1),
+            Unfinished(unfinished, **room),
+            num_programs=pairs * (parts + 1),
             num_warps=2 if light else 4,
             # A part of one chunk has no loop to load ahead for, only less room beside others.
             num_stages=1 if parts * ATTENTION_SLOTS >= slots else 3,
             interpret=interpret,
             in_place=in_place,
         )
-        cache = done.keys, done.values
+        cache, left, y = (seen.keys, seen.values), seen.parts, None
     else:
+        queries = like((batch, tokens, num_heads, head_dim), dtype)
         placed = launch(
             functools.partial(place, rule=rule, turn=turn),
             heads,
-            Placed(like((batch, tokens, num_heads, head_dim), dtype), *room),
+            Placed(queries, **room, counters=like((pairs,), jnp.uint32)),
             num_programs=batch * (num_heads + 2 * groups),
             num_warps=4,
             interpret=interpret,
             in_place=in_place,
         )
-        cache = placed.keys, placed.values
-        done = launch(
-            functools.partial(look, rule=rule),
-            Seen(placed.queries, heads.positions, *cache),
-            unfinished(parts),
-            num_programs=batch * groups * parts,
+        cache, quick = (placed.keys, placed.values), is_quickly_joined(parts, rows, head_dim)
+        looked = launch(
+            functools.partial(look, rule=rule, interpret=interpret),
+            Seen(placed.queries, heads.positions, *cache, placed.counters),
+            Looked(unfinished, out if quick else None, like((pairs,), jnp.uint32)),
+            num_programs=pairs * parts,
             num_warps=4,
             num_stages=3,
             interpret=interpret,
+            in_place={"counters": placed.counters},
         )
-    y = launch(
-        functools.partial(finish, tokens=tokens),
-        Parts(done.mixed, done.peak, done.total),
-        _Attended(like((batch, padded, num_heads, head_dim), dtype)),
-        num_programs=batch * padded * num_heads,
-        num_warps=1,
-        interpret=interpret,
-    ).y
+        left, y = looked.parts, looked.y
+    if y is None:
+        y = launch(
+            functools.partial(finish, tokens=tokens),
+            left,
+            _Attended(out),
+            num_programs=batch * padded * num_heads,
+            num_warps=1,
+            interpret=interpret,
+        ).y
     return y.reshape(batch, padded, -1), cache
 
 

@@ -58,11 +58,13 @@ class Placed(NamedTuple):
       queries: [B, T, H, D].
       keys: [B, G, S, D].
       values: [B, G, S, D].
+      counters: u32[B * G], zeros, for the launch behind this one to count in.
     """
 
     queries: Any
     keys: Any
     values: Any
+    counters: Any
 
 
 class Projected(NamedTuple):
@@ -133,6 +135,7 @@ def place(heads: Heads, out: Placed, *, rule: Any, turn: Callable[..., Any]) -> 
     def _() -> None:
         keys, at = projected.rotated(token, head, mask), (b, head - num_queries)
         plgpu.store(out.keys.at[*at, slot[:, None], dim[None]], keys, mask=exists)
+        out.counters[b * groups + head - num_queries] = jnp.uint32(0)
 
     @pl.when(head >= num_queries + groups)
     def _() -> None:

@@ -17,7 +17,9 @@ __all__ = [
     "at_least_dot",
     "is_alone",
     "is_light",
+    "is_quickly_joined",
     "is_small",
+    "num_parts_at_once",
     "num_parts_of_cache",
     "num_parts_of_noise",
     "pair_tile",
@@ -159,3 +161,17 @@ def num_parts_of_cache(num_heads: int, num_slots: int, light: bool) -> int:
     """
     most = max(1, min(32, (512 if light else 256) // num_heads))
     return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))
+
+
+def num_parts_at_once(num_rows: int, head_dim: int) -> int:
+    """Parts of a cache whose values four warps hold together, 128 numbers to a thread."""
+    return max(1, 16384 // (at_least_dot(num_rows) * at_least_dot(head_dim)))
+
+
+def is_quickly_joined(num_parts: int, num_rows: int, head_dim: int) -> bool:
+    """Whether a key-value head's parts are put together by the last program that left one.
+
+    That saves a launch. Of more than it holds twice over, one program by itself would read for
+    longer than a launch takes.
+    """
+    return num_parts <= 2 * num_parts_at_once(num_rows, head_dim)

@@ -11,6 +11,7 @@ from machine import has_gpu
 from specjax.implementation import read_implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, late, layers
 from specjax.pallas import few
+from specjax.pallas import parts as parts_of_cache
 
 # Wide enough for products in parts, and for heads of every kind of tile.
 LLAMA = TransformerConfig(
@@ -59,11 +60,11 @@ def kernels(request):
 def through(monkeypatch):
     """Sets what serves few rows, and forgets what was traced before."""
 
-    def choose(name, alone=True):
+    def choose(name, alone=True, parts=2):
         for module in (late, layers, attention):
             monkeypatch.setattr(module, "chosen", lambda: read_implementation(name))
         # Two parts of a cache, so that each has chunks to go through.
-        monkeypatch.setattr(few, "num_parts_of_cache", lambda *sizes: 2)
+        monkeypatch.setattr(few, "num_parts_of_cache", lambda *sizes: parts)
         monkeypatch.setattr(few, "is_alone", lambda num_requests: alone)
         jax.clear_caches()
 
@@ -159,7 +160,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
 @pytest.mark.parametrize("limits", [(None, None), (7, 3.0)], ids=["all", "window and soft cap"])
 def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels, through):
     rule = attention.Rule(0.3, *limits, size=20, eps=1e-5)
@@ -205,8 +206,38 @@ def test_heads_of_any_size_and_as_many_tokens_as_fit(
     close(found, wanted)
 
 
-def test_a_batch_under_vmap_is_each_alone(kernels, through):
-    through(kernels)
+@pytest.mark.parametrize(
+    ("parts", "at_once", "quick"),
+    [(1, 4, True), (4, 4, True), (4, 1, True), (4, 4, False)],
+    ids=["one part", "all at once", "one after the other", "a launch behind"],
+)
+def test_parts_are_one_softmax_whoever_puts_them_together(
+    parts, at_once, quick, kernels, through, monkeypatch
+):
+    monkeypatch.setattr(parts_of_cache, "num_parts_at_once", lambda *sizes: at_once)
+    monkeypatch.setattr(few, "is_quickly_joined", lambda *sizes: quick)
+    rule = attention.Rule(0.3, 90, 3.0, size=20, eps=1e-5)
+    # Two tokens and one of padding.
+    projected, turns, cache = heads(5, 3, 2, 3, 80, 200, parts=2)
+    turns = tuple(x[:, :2] for x in turns)
+    places = [[198, 199], [62, 63], [0, -1], [-1, -1], [130, 129]]
+    positions = jnp.array(places, jnp.int32)
+
+    def attend(projected, turns, positions, cache):
+        return attention.cached_attention(projected, turns, positions, cache, rule)
+
+    through("xla")
+    wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
+    through(kernels, alone=False, parts=parts)
+    found, _ = jax.jit(attend)(projected, turns, positions, cache)
+    seen = (positions >= 0)[..., None]
+    close(jnp.where(seen, found[:, :2], 0), jnp.where(seen, wanted[:, :2], 0))
+    assert not jnp.any(found[:, 2]), "padding is not zero"
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
+def test_a_batch_under_vmap_is_each_alone(alone, kernels, through):
+    through(kernels, alone)
     apply, params, lengths, cache = begin(LLAMA)
     ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
     wanted, _ = apply(params, ids, positions, cache)

@@ -192,22 +192,32 @@ def test_sampling_lowers_for_cuda(dtype, noise_dtype):
             assert num_kernels(text) == 2
 
 
+@pytest.mark.parametrize("batch_size", [2, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_step_of_decoding_lowers_for_cuda(dtype):
+def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=jnp.dtype(dtype).name)
     config = dataclasses.replace(config, layer_windows=(9,), attention_softcap=5.0)
     model = build(config)
-    cache = jax.eval_shape(lambda: model.init_cache(2, 300))
-    ids = shape(2, 3, dtype=I32)
+    cache = jax.eval_shape(lambda: model.init_cache(batch_size, 300))
+    ids = shape(batch_size, 3, dtype=I32)
     # A sum that begins a norm before, behind and between the layer's halves, and a gate, where
     # norms may wait; attention in two.
     number = 2 if dtype == jnp.float16 else 6
     # Of a prompt's tokens none of it is for.
-    prompt = shape(2, 40, dtype=I32)
+    prompt = shape(batch_size, 40, dtype=I32)
     with on_gpu():
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == number
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache, platform="cpu")) == 0
         assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
+
+
+@pytest.mark.parametrize(("slots", "number"), [(60, 6), (1000, 6), (3000, 7)])
+def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, number):
+    model = build(TransformerConfig(64, 512, 512, 1, 4, 1, 128, dtype="bfloat16"))
+    cache = jax.eval_shape(lambda: model.init_cache(4, slots))
+    ids = shape(4, 1, dtype=I32)
+    with on_gpu():
+        assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == number
 
 
 def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map(monkeypatch):
