@@ -22,7 +22,7 @@ from specjax.pallas.projected import (
     of_token,
     tile_mask,
 )
-from specjax.pallas.softmax import Queries, Softmax, add, nothing
+from specjax.pallas.softmax import Queries, Softmax, add, nothing, summed
 from specjax.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot
 
 __all__ = ["Looked", "Rule", "Seen", "Unfinished", "look", "see"]
@@ -117,7 +117,7 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
     projected = Projected(heads, b, late_scales(heads.squares, b, tokens, rule), turn)
     rows = projected.rotated(token, g * shared + head, tile_mask(inside, dim, head_dim))
     queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
-    begin = nothing(row.shape[0], dim.shape[0])
+    begin = nothing(row.shape[0], dim.shape[0], MIN_DOT)
 
     @pl.when(part == parts)
     def _() -> None:
@@ -126,7 +126,7 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
         key_head = shared * groups + g
         keys = projected.rotated(fed, key_head, mask)
         values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
-        done = add(begin, queries, keys, values, place, rule)
+        done = summed(add(begin, queries, keys, values, place, rule))
         leave(out.parts, pair, part, done, inside)
         # Past the end, whatever does not belong into the cache.
         slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
@@ -225,10 +225,14 @@ class _Share(NamedTuple):
 
         slots = self.keys.shape[2]
         start, end = _chunks_of(places, self.part, self.parts, slots, rule.window)
-        state = nothing(*queries.rows.shape)
+        state = nothing(*queries.rows.shape, ATTENTION_SLOTS)
         if first is not None:
             start, state = jnp.maximum(start, 1), weighed(first, state)
-        return jax.lax.fori_loop(start, end, lambda i, state: weighed(self.load(i), state), state)
+
+        def weigh_next(i: jax.Array, state: Softmax) -> Softmax:
+            return weighed(self.load(i), state)
+
+        return summed(jax.lax.fori_loop(start, end, weigh_next, state))
 
 
 def _chunks_of(

@@ -25,6 +25,7 @@ from specjax.pallas.tiles import (
     is_alone,
     is_light,
     is_quickly_joined,
+    num_attention_warps,
     num_parts_of_cache,
 )
 
@@ -81,7 +82,7 @@ def attend(
             heads,
             Unfinished(unfinished, **room),
             num_programs=pairs * (parts + 1),
-            num_warps=2 if light else 4,
+            num_warps=num_attention_warps(light),
             # A part of one chunk has no loop to load ahead for, only less room beside others.
             num_stages=1 if parts * ATTENTION_SLOTS >= slots else 3,
             interpret=interpret,
@@ -105,7 +106,7 @@ def attend(
             Seen(placed.queries, heads.positions, *cache, placed.counters),
             Looked(unfinished, out if quick else None, like((pairs,), jnp.uint32)),
             num_programs=pairs * parts,
-            num_warps=4,
+            num_warps=num_attention_warps(light),
             num_stages=3,
             interpret=interpret,
             in_place={"counters": placed.counters},

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Queries", "Softmax", "add", "nothing"]
+__all__ = ["Queries", "Softmax", "add", "nothing", "summed"]
 
 _MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
 
@@ -21,20 +21,29 @@ class Queries(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Each row so far: `peak` f32[M], the weights' `total` f32[M], values `mixed` f32[M, D]."""
+    """Rows so far: `peak` f32[M], the weights' `total` f32[M], values `mixed` f32[M, D].
+
+    While tiles are added the total is f32[M, N], of each key's place in its tile apart: the warps
+    of a program then wait for one another once less for each tile.
+    """
 
     peak: jax.Array
     total: jax.Array
     mixed: jax.Array
 
 
-def nothing(rows: int, head_dim: int) -> Softmax:
-    """Rows that have seen nothing."""
+def nothing(rows: int, head_dim: int, *keys: int) -> Softmax:
+    """Rows that have seen nothing; with N, ready for tiles of so many keys."""
     return Softmax(
         jnp.full((rows,), _MASKED, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, *keys), jnp.float32),
         jnp.zeros((rows, head_dim), jnp.float32),
     )
+
+
+def summed(state: Softmax) -> Softmax:
+    """Rows that have seen all of their tiles."""
+    return state._replace(total=jnp.sum(state.total, axis=1))
 
 
 def add(
@@ -48,7 +57,7 @@ def add(
     """Adds what rows see of a tile.
 
     Args:
-      state: the rows so far.
+      state: the rows so far, ready for tiles.
       queries: the rows.
       keys: [N, D].
       values: [N, D].
@@ -67,7 +76,7 @@ def add(
     shrunk = jnp.exp(state.peak - peak)
     return Softmax(
         peak,
-        state.total * shrunk + jnp.sum(weights, axis=1),
+        state.total * shrunk[:, None] + weights,
         state.mixed * shrunk[:, None] + _product(weights.astype(values.dtype), values, 0),
     )
 

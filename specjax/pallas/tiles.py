@@ -19,6 +19,7 @@ __all__ = [
     "is_light",
     "is_quickly_joined",
     "is_small",
+    "num_attention_warps",
     "num_parts_at_once",
     "num_parts_of_cache",
     "num_parts_of_noise",
@@ -163,9 +164,15 @@ def num_parts_of_cache(num_heads: int, num_slots: int, light: bool) -> int:
     return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))
 
 
+def num_attention_warps(light: bool) -> int:
+    """Warps that look at a part of a cache."""
+    return 2 if light else 4
+
+
 def num_parts_at_once(num_rows: int, head_dim: int) -> int:
-    """Parts of a cache whose values four warps hold together, 128 numbers to a thread."""
-    return max(1, 16384 // (at_least_dot(num_rows) * at_least_dot(head_dim)))
+    """Parts of a cache whose values its warps hold together, 128 numbers to a thread."""
+    held = 4096 * num_attention_warps(is_light(num_rows, head_dim))
+    return max(1, held // (at_least_dot(num_rows) * at_least_dot(head_dim)))
 
 
 def is_quickly_joined(num_parts: int, num_rows: int, head_dim: int) -> bool:
