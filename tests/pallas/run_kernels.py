@@ -8,6 +8,7 @@ import numpy as np
 
 import specjax
 from specjax import Draft, Stream
+from specjax.models import TransformerConfig, build
 
 
 def run(batch_size, k, vocab_size, implementation):
@@ -46,6 +47,36 @@ def run(batch_size, k, vocab_size, implementation):
     )
 
 
+def cutoffs(rows, vocab_size, implementation):
+    """Cutoffs of rows of which few tokens are kept, and most."""
+    logits = 3 * jax.random.normal(jax.random.key(1), (rows, vocab_size), jnp.bfloat16)
+    for filters in (dict(top_k=50), dict(top_p=0.9), dict(top_k=20, top_p=0.5, min_p=0.1)):
+        for temperature in (0.7, 30.0):
+            yield specjax.logit_cutoff(
+                logits, temperature=temperature, implementation=implementation, **filters
+            )
+
+
+def decode(batch_size):
+    """Hidden states of two tokens behind a prompt: sums, gates, attention to the cache."""
+    config = TransformerConfig(
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    model, length = build(config, seed=0), 150
+    apply, cache = jax.jit(model.apply), model.init_cache(batch_size, 256)
+    for place in (np.arange(length), length + np.arange(2)):
+        positions = jnp.asarray(np.tile(place, (batch_size, 1)), jnp.int32)
+        hidden, cache = apply(model.params, positions % config.vocab_size, positions, cache)
+    return hidden
+
+
 def main():
     implementation = sys.argv[1] if len(sys.argv) > 1 else "triton"
     for batch_size, k, vocab_size in [(3, 2, 5001), (20, 2, 5001)]:
@@ -53,6 +84,10 @@ def main():
             emitted = np.asarray(done.token_ids)
             assert emitted.max() < vocab_size
             assert np.all(emitted.reshape(batch_size, -1)[:, 0] >= 0)
+    for cutoff in cutoffs(3, 20001, implementation):
+        assert np.isfinite(np.asarray(cutoff)).all()
+    for batch_size in (1, 5):
+        assert np.isfinite(np.asarray(decode(batch_size), np.float32)).all()
     print("every kernel ran")
 
 
