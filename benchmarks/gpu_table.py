@@ -1,7 +1,7 @@
-r"""Makes the README's GPU table, and its plot, from the JSON that the GPU benchmarks wrote.
+r"""Makes the GPU tables and their plot from the JSON that the GPU benchmarks wrote.
 
 python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md \
-    --plot benchmarks/results/h200.png
+    --plot benchmarks/results/h200.png --more benchmarks/README.md
 """
 
 import argparse
@@ -13,8 +13,7 @@ from typing import Any
 from table import is_one_session, publish
 
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
-
-# A ratio is quoted if both sides were measured on one device within this time.
+MORE_BEGIN, MORE_END = "<!-- gpu-more-table -->", "<!-- /gpu-more-table -->"
 
 # Rows of the table: what is called, our case, vLLM's.
 ROWS = (
@@ -35,6 +34,7 @@ LABELS = {
     "onehot_0.7": "rejection_sample, one-hot drafts",
     "greedy": "rejection_sample, greedy",
     "gumbel_fp32": "gumbel_sample",
+    "gumbel_scalars": "gumbel_sample, scalar arguments",
 }
 
 Timings = dict[tuple[str, int], dict[str, Any]]
@@ -80,6 +80,25 @@ def gpu_table(result: dict[str, Any]) -> str:
             f"{' | '.join(floors)} |"
         )
     return "\n".join([*lines, "", _birthplace(result["main"]["environment"], peer)])
+
+
+def more_table(result: dict[str, Any]) -> str:
+    """Other vocabularies, numbers of drafts, dtypes and batches, a line each, as markdown."""
+    section = result["more"]
+    records = [record for record in section["cases"] if "median_us" in record]
+    names = list(dict.fromkeys(record["case"] for record in records))
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
+    for record in records:
+        place = tuple(record[axis] for axis in ("B", "K", "V", "dtype"))
+        found.setdefault(place, {})[record["case"]] = f"{record['median_us']:.1f}"
+    lines = [
+        f"| B | K | V | dtype | {' | '.join(LABELS.get(name, name) for name in names)} |",
+        "|---" * (len(names) + 4) + "|",
+    ]
+    for place, cells in found.items():
+        row = [*map(str, place), *(cells.get(name, "") for name in names)]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, "", _birthplace(section["environment"], None)])
 
 
 def _accepted(ours: Timings, sizes: list[int]) -> str:
@@ -149,6 +168,7 @@ def main() -> None:
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
     parser.add_argument("--plot", type=pathlib.Path, help="write the plot there")
+    parser.add_argument("--more", type=pathlib.Path, help="the document for other sizes' table")
     args = parser.parse_args()
     result = json.loads(args.json.read_text(encoding="utf-8"))
     table = gpu_table(result)
@@ -158,6 +178,8 @@ def main() -> None:
         link = pathlib.Path(os.path.relpath(args.plot, here)).as_posix()
         table += f"\n\n![Time against batch size]({link})"
     publish(table, args.readme, BEGIN, END)
+    if args.more is not None:
+        publish(more_table(result), args.more, MORE_BEGIN, MORE_END)
 
 
 if __name__ == "__main__":

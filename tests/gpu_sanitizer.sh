@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1 || true)}
 if [[ -z $sanitizer ]]; then
-    echo "compute-sanitizer is not installed here: nothing was checked."
+    echo "compute-sanitizer is not installed here: nothing was checked. The wheel nvidia-cuda-sanitizer-api"
+    echo "(13.5; older ones lack a part of it) has it: SANITIZER=.../compute-sanitizer make gpu-sanitize"
     exit 2
 fi
 
