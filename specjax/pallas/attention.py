@@ -66,7 +66,7 @@ class Looked(NamedTuple):
     Attributes:
       parts: `Parts`; anything, where a part is the whole and `y` is asked for.
       y: [B, T', H, D], zeros from T on; None if another launch puts it together.
-      counters: u32[B * G], how many parts have been left.
+      counters: u32[B * G], how many parts have been left; zeros where nobody waits for the last.
     """
 
     parts: Parts

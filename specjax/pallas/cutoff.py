@@ -124,8 +124,8 @@ def _search_row(rows: Rows, row: Row, b: jax.Array, found: Found, interpret: boo
 
     def search_whole() -> jax.Array:
         # Without a bound from the least logit on: halvings from the least float on cost more.
-        whole = open_bracket(low, row.anchor, row.asks)
-        start = value_when(low == -jnp.inf, lambda: sources[2].look(whole).least, low)
+        bracket = open_bracket(low, row.anchor, row.asks)
+        start = value_when(low == -jnp.inf, lambda: sources[2].look(bracket).least, low)
         return search(sources[2], start)
 
     # A branch of its own for each place: what is in registers is asked in a fifth of the time.

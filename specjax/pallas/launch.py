@@ -39,7 +39,7 @@ def launch(
     Args:
       kernel: of two NamedTuples of references.
       operands: NamedTuple of arrays, pytrees of arrays or None.
-      outputs: NamedTuple of `jax.ShapeDtypeStruct`.
+      outputs: NamedTuple of `jax.ShapeDtypeStruct`, pytrees of them or None.
       num_programs: length of the grid, which has one axis.
       num_warps: per program.
       interpret: run in Pallas' interpreter.

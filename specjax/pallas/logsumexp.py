@@ -106,7 +106,7 @@ def store_partials(
     """Reduces one program's share of a row, which is row `place` of the partials.
 
     Returns:
-      f32[], the largest logit of the share.
+      f32[], the largest kept logit of the share.
     """
     exp2, number = fast_exp2(interpret), share.tile
     x = load_row(share.logits, share.row, tile_index(tile, number))
