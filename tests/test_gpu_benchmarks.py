@@ -92,13 +92,35 @@ def test_a_trace_is_cut_where_the_device_rested(benchmark):
     assert figures["kernels"]["long"] == {"us": pytest.approx(1), "launches": 1}
 
 
-def test_the_gpu_table_of_the_readme_is_that_of_the_measurement(benchmark):
+def test_other_sizes_stand_a_line_each_and_what_failed_in_none(benchmark):
+    where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python c"}
+    first = {"case": "greedy", "B": 8, "K": 5, "V": 128, "dtype": "bfloat16", "median_us": 2.04}
+    cases = [
+        first,
+        first | {"case": "gumbel_scalars", "median_us": 1.0, "V": 64},
+        first | {"case": "drawn_0.7", "median_us": 3.96},
+        {"case": "onehot_0.7", "B": 8, "K": 5, "V": 128, "dtype": "bfloat16", "error": "no"},
+    ]
+    table = benchmark("gpu_table").more_table({"more": {"environment": where, "cases": cases}})
+    assert table == (
+        "| B | K | V | dtype | rejection_sample, greedy | gumbel_sample, scalar arguments "
+        "| rejection_sample, drawn drafts |\n|---|---|---|---|---|---|---|\n"
+        "| 8 | 5 | 128 | bfloat16 | 2.0 |  | 4.0 |\n| 8 | 5 | 64 | bfloat16 |  | 1.0 |  |\n\n"
+        "G, jax 1, 2026-01-01: `python c`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "document"), [("gpu_table", "README.md"), ("more_table", "benchmarks/README.md")]
+)
+def test_the_gpu_tables_of_the_documents_are_those_of_the_measurement(table, document, benchmark):
     if not RESULT.exists():
         pytest.skip("Nothing is measured yet.")
-    table = benchmark("gpu_table").gpu_table(json.loads(RESULT.read_text(encoding="utf-8")))
-    assert table in (ROOT / "README.md").read_text(encoding="utf-8"), (
+    make = getattr(benchmark("gpu_table"), table)
+    made = make(json.loads(RESULT.read_text(encoding="utf-8")))
+    assert made in (ROOT / document).read_text(encoding="utf-8"), (
         "run: python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md "
-        "--plot benchmarks/results/h200.png"
+        "--plot benchmarks/results/h200.png --more benchmarks/README.md"
     )
 
 
