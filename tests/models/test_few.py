@@ -12,6 +12,7 @@ from specjax.implementation import read_implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, late, layers
 from specjax.pallas import few
 from specjax.pallas import parts as parts_of_cache
+from specjax.pallas.projected import Placed
 
 # Wide enough for products in parts, and for heads of every kind of tile.
 LLAMA = TransformerConfig(
@@ -217,8 +218,8 @@ def test_parts_are_one_softmax_whoever_puts_them_together(
     monkeypatch.setattr(parts_of_cache, "num_parts_at_once", lambda *sizes: at_once)
     monkeypatch.setattr(few, "is_quickly_joined", lambda *sizes: quick)
     rule = attention.Rule(0.3, 90, 3.0, size=20, eps=1e-5)
-    # Two tokens and one of padding.
-    projected, turns, cache = heads(5, 3, 2, 3, 80, 200, parts=2)
+    # Two tokens and one of padding, for which the tile of the two has no room.
+    projected, turns, cache = heads(5, 3, 2, 7, 80, 200, parts=2)
     turns = tuple(x[:, :2] for x in turns)
     places = [[198, 199], [62, 63], [0, -1], [-1, -1], [130, 129]]
     positions = jnp.array(places, jnp.int32)
@@ -235,18 +236,47 @@ def test_parts_are_one_softmax_whoever_puts_them_together(
     assert not jnp.any(found[:, 2]), "padding is not zero"
 
 
+def test_parts_are_counted_from_zero_whatever_the_memory_held(kernels, through, monkeypatch):
+    # The interpreter begins integers at zero, which a GPU does not.
+    def launch(kernel, operands, outputs, *, in_place, **options):
+        if not isinstance(outputs, Placed):
+            return launch_as_it_is(kernel, operands, outputs, in_place=in_place, **options)
+        held = jnp.full(outputs.counters.shape, 7, outputs.counters.dtype)
+
+        def place(references, out):
+            kernel(references[0], out)
+
+        in_place = {**in_place, "counters": held}
+        return launch_as_it_is(place, (operands, held), outputs, in_place=in_place, **options)
+
+    launch_as_it_is = few.launch
+    rule = attention.Rule(0.3, size=20, eps=1e-5)
+    projected, turns, cache = heads(5, 2, 2, 3, 16, 200)
+    positions = 150 + jnp.tile(jnp.arange(2, dtype=jnp.int32), (5, 1))
+
+    def attend(projected, turns, positions, cache):
+        return attention.cached_attention(projected, turns, positions, cache, rule)
+
+    through("xla")
+    wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
+    through(kernels, alone=False)
+    monkeypatch.setattr(few, "launch", launch)
+    found, _ = jax.jit(attend)(projected, turns, positions, cache)
+    close(found, wanted)
+
+
 @pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
-def test_a_batch_under_vmap_is_each_alone(alone, kernels, through):
+def test_a_batch_under_vmap_is_each_by_itself(alone, kernels, through):
     through(kernels, alone)
     apply, params, lengths, cache = begin(LLAMA)
     ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
     wanted, _ = apply(params, ids, positions, cache)
 
-    def alone(ids, positions, cache):
+    def by_itself(ids, positions, cache):
         cache = jax.tree.map(lambda x: x[None], cache)
         return apply(params, ids[None], positions[None], cache)[0][0]
 
-    close(jax.jit(jax.vmap(alone))(ids, positions, cache), wanted)
+    close(jax.jit(jax.vmap(by_itself))(ids, positions, cache), wanted)
 
 
 def test_float16_holds_large_activations_through_the_kernels(kernels, through):
