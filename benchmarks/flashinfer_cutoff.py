@@ -305,16 +305,20 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here.")
-    library = args.library
-    if library is None:
-        library = pathlib.Path(tempfile.mkdtemp()) / "flashinfer.so"
-        package = flashinfer_library.find(args.flashinfer)
-        flashinfer_library.build(package, library, args.include)
-    functions, source = flashinfer_library.load(library)
+    if args.library is not None:
+        functions, source = flashinfer_library.load(args.library)
+    else:
+        # What is loaded stays when its file goes.
+        with tempfile.TemporaryDirectory() as folder:
+            library = pathlib.Path(folder) / "flashinfer.so"
+            package = flashinfer_library.find(args.flashinfer)
+            flashinfer_library.build(package, library, args.include)
+            functions, source = flashinfer_library.load(library)
     # Folders of one machine are none of the figures' birthplace.
-    known = {str(library): "LIBRARY", str(args.flashinfer): "UNPACKED_WHEEL"}
+    known = {str(args.library): "LIBRARY", str(args.flashinfer): "UNPACKED_WHEEL"}
     known |= {str(folder): "HEADERS" for folder in args.include}
-    words = [known.get(str(pathlib.Path(word)), word) for word in sys.argv[1:]]
+    given = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    words = [known.get(str(pathlib.Path(word)), word) for word in given]
     command = shlex.join(["python", "benchmarks/flashinfer_cutoff.py", *words])
     environment = {**where(source, command), "flashinfer": source}
     del environment["vllm"], environment["triton"]

@@ -179,6 +179,8 @@ def main() -> None:
         table += f"\n\n![Time against batch size]({link})"
     publish(table, args.readme, BEGIN, END)
     if args.more is not None:
+        if "more" not in result:
+            parser.error(f"{args.json} has no section of other sizes; gpu_verify.py measures it.")
         publish(more_table(result), args.more, MORE_BEGIN, MORE_END)
 
 

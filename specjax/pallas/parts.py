@@ -68,7 +68,7 @@ def together(parts: Parts, pair: jax.Array, inside: jax.Array) -> Softmax:
         mixed = [each.mixed * weight[:, None] for each, weight in pairs]
         return Softmax(peak, functools.reduce(jnp.add, totals), functools.reduce(jnp.add, mixed))
 
-    return jax.lax.fori_loop(0, count // width, add, nothing(rows, dims))
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(count // width), add, nothing(rows, dims))
 
 
 def write(y: Any, b: jax.Array, g: jax.Array, groups: int, state: Softmax) -> None:
