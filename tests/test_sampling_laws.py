@@ -4,10 +4,12 @@ The law of a continuation is enumerated in float64 from the definitions in `proc
 faults at the end are what the size of the sample was chosen to see.
 """
 
+import functools
 import itertools
 
 import bigrams
 import jax
+import jax.numpy as jnp
 import numpy as np
 import processed
 import pytest
@@ -67,8 +69,8 @@ def deviation(counts, law):
     return (((seen - due) ** 2 / due).sum() - df) / np.sqrt(2 * df)
 
 
-def draw(drafter, size, sampling=EVERYTHING, method="probabilistic"):
-    """Counts of the continuations that `generate` draws."""
+def draw(drafter, size=SIZE):
+    """The continuations that `generate` draws, i32[size, NUM_TOKENS]."""
     ids, lengths = bigrams.prompts([PROMPT] * size)
     output = specjax.generate(
         bigrams.model(TARGET),
@@ -76,45 +78,68 @@ def draw(drafter, size, sampling=EVERYTHING, method="probabilistic"):
         ids,
         lengths,
         keys=bigrams.keys(size),
-        config=SpeculativeConfig(num_speculative_tokens=K, draft_sample_method=method),
+        config=SpeculativeConfig(num_speculative_tokens=K),
         max_new_tokens=NUM_TOKENS,
         temperature=TEMPERATURE,
-        sampling=sampling,
+        sampling=EVERYTHING,
     )
     np.testing.assert_array_equal(output.finish, Finish.LENGTH)
-    new = np.asarray(output.token_ids)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
+    return np.asarray(output.token_ids)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
+
+
+def check_law(drawn):
     counts = np.zeros((V,) * NUM_TOKENS)
-    np.add.at(counts, tuple(new.T), 1)
-    return counts, output
-
-
-def check_law(drafter, size=SIZE, **options):
-    z = deviation(draw(drafter, size, **options)[0], joint_law())
+    np.add.at(counts, tuple(drawn.T), 1)
+    z = deviation(counts, joint_law())
     assert abs(z) < 5, f"the law is another: {z:.1f}"
 
 
-def wrap(drafter, change_options=lambda options: options, change_draft=lambda draft: draft):
-    """The drafter with other options than the loop gave, and another draft than it made."""
-
-    def propose(*arguments, **options):
-        draft, state = drafter.propose(*arguments, **change_options(options))
-        return change_draft(draft), state
-
-    return specjax.Drafter(drafter.params, drafter.init, propose)
-
-
 MODEL = specjax.model_drafter(bigrams.model(DRAFT))
+# Truncated and penalised by other numbers than the target, masked and biased by none.
+OTHER = SamplingParams(
+    top_k=np.int32(2),
+    top_p=np.float32(1),
+    min_p=np.float32(0),
+    repetition_penalty=np.float32(1),
+    frequency_penalty=np.float32(0),
+    presence_penalty=np.float32(-1),
+    bias=np.zeros(V, np.float32),
+    allowed=np.ones(V, bool),
+    bad_words=np.array([[1, 2]] * 2, np.int32),
+)
 
 
-def otherwise(options):
-    """Truncated and penalised by other numbers than the target, masked and biased by none."""
-    other = SamplingParams(top_k=2, presence_penalty=-1.0, bad_words=np.array([[1, 2]]))
-    return options | {"sampling": other}
+def init_model(params, *prompt):
+    return MODEL.init(params[0], *prompt)
+
+
+def propose_by_model(params, *arguments, sampling, **options):
+    """By the model, under the oddities of `model`."""
+    table, (otherwise, cutoff_is_lost, statistics_are_whole) = params
+    sampling = jax.tree.map(functools.partial(jnp.where, otherwise), OTHER, sampling)
+    draft, state = MODEL.propose(table, *arguments, sampling=sampling, **options)
+    whole = specjax.top_logprobs(draft.logits, draft.token_ids, 0, temperature=draft.temperature)
+    scaled = draft.logits / draft.temperature[:, None, None]
+    logsumexp = jax.nn.logsumexp(scaled, axis=-1)
+    return draft._replace(
+        cutoff=jnp.where(cutoff_is_lost, -jnp.inf, draft.cutoff),
+        logprobs=jnp.where(statistics_are_whole, whole.logprob, draft.logprobs),
+        logsumexp=jnp.where(statistics_are_whole, logsumexp, draft.logsumexp),
+    ), state
+
+
+def model(otherwise=False, cutoff_is_lost=False, statistics_are_whole=False):
+    """A model processed like the target or otherwise, and faults of what it hands on.
+
+    All are data: one program draws whatever is asked for.
+    """
+    odd = jnp.array([otherwise, cutoff_is_lost, statistics_are_whole])
+    return specjax.Drafter((MODEL.params, odd), init_model, propose_by_model)
 
 
 DRAFTERS = {
-    "a model processed like the target": MODEL,
-    "a model processed otherwise": wrap(MODEL, otherwise),
+    "a model processed like the target": model(),
+    "a model processed otherwise": model(otherwise=True),
     "a model of fewer tokens": specjax.model_drafter(bigrams.model(DRAFT[..., :3])),
     "a model of more tokens": specjax.model_drafter(bigrams.model(bigrams.pair(V + 2, 8)[1])),
     "its own past": specjax.ngram_drafter(),
@@ -123,22 +148,25 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_several_steps_follow_the_processed_target_jointly(name):
-    check_law(DRAFTERS[name])
+    check_law(draw(DRAFTERS[name]))
 
 
 # Faults, each of which must be seen --------------------------------------------------------------
 
 
-def q_is_of_the_whole_row(draft):
-    """Drawn from the truncated law and judged as if from the whole one."""
-    return draft._replace(cutoff=None, logprobs=None, logsumexp=None)
-
-
-def statistics_are_of_the_whole_row(draft):
-    """The cutoff arrives, and the statistics do not know of it."""
-    whole = specjax.top_logprobs(draft.logits, draft.token_ids, 0, temperature=draft.temperature)
-    scaled = draft.logits / draft.temperature[:, None, None]
-    return draft._replace(logprobs=whole.logprob, logsumexp=jax.nn.logsumexp(scaled, axis=-1))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        # Drawn from the truncated law and judged as if from the whole one.
+        {"cutoff_is_lost": True, "statistics_are_whole": True},
+        # The cutoff arrives, and the statistics do not know of it.
+        {"statistics_are_whole": True},
+    ],
+    ids=" and ".join,
+)
+def test_a_draft_that_hides_its_truncation_is_seen(fault):
+    with pytest.raises(AssertionError, match="the law"):
+        check_law(draw(model(**fault)))
 
 
 def every_row_counts_all_drafts(logits, sampling, **options):
@@ -152,18 +180,18 @@ def temperature_is_applied_twice(logits, sampling, **options):
     return logits / heat[..., None], cutoff / heat
 
 
-@pytest.mark.parametrize("fault", [q_is_of_the_whole_row, statistics_are_of_the_whole_row])
-def test_a_draft_that_hides_its_truncation_is_seen(fault):
-    with pytest.raises(AssertionError, match="the law"):
-        check_law(wrap(MODEL, change_draft=fault))
+def test_a_target_processed_wrongly_is_seen(monkeypatch):
+    """Each fault on requests of its own.
 
+    Of a size of their own, too: a compiled program would not see the faults.
+    """
 
-@pytest.mark.parametrize(
-    ("size", "fault"),
-    # Of sizes of their own: a compiled program would not see the fault.
-    [(SIZE + 1, every_row_counts_all_drafts), (SIZE + 2, temperature_is_applied_twice)],
-)
-def test_a_target_processed_wrongly_is_seen(size, fault, monkeypatch):
-    monkeypatch.setattr(loop, "apply_sampling", fault)
-    with pytest.raises(AssertionError, match="the law"):
-        check_law(MODEL, size)
+    def wrong(*arguments, **options):
+        late = every_row_counts_all_drafts(*arguments, **options)
+        twice = temperature_is_applied_twice(*arguments, **options)
+        return jax.tree.map(lambda x, y: jnp.concatenate([x[:SIZE], y[SIZE:]]), late, twice)
+
+    monkeypatch.setattr(loop, "apply_sampling", wrong)
+    for half in np.split(draw(MODEL, 2 * SIZE), 2):
+        with pytest.raises(AssertionError, match="the law"):
+            check_law(half)
