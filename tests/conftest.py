@@ -16,7 +16,6 @@ _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"
 # Where laws are drawn a hundred thousand times, Pallas' interpreter would take the day.
 _TOO_LONG_TO_INTERPRET = ("test_laws.py", "test_mutants.py")
-_RUNS_FOR_LONG = (*_TOO_LONG_TO_INTERPRET, "test_sampling_laws.py", "test_sampled_decoding.py")
 # `make gpu-test` sets the first: then no GPU is a failure. With the second the GPU's tests run at a
 # reduced size in Pallas' interpreter, so that they can be written where there is no GPU.
 _GPU_IS_NEEDED = "SPECJAX_GPU_TEST" in os.environ
@@ -33,16 +32,22 @@ def _strict_promotion(request):
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _optimisations(request):
-    """XLA's are left out of what compiles for longer than it runs, unless the environment says."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """XLA's optimisations are left out but of what is `optimised`, unless the environment says.
+
+    Most tests, and most processes that they start, compile for longer than they run.
+    """
     name = "jax_disable_most_optimizations"
-    if name.upper() in os.environ or has_gpu():
-        yield
-        return
-    jax.config.update(name, request.path.name not in _RUNS_FOR_LONG)
-    yield
-    jax.config.update(name, False)
+    if name.upper() in os.environ or has_gpu() or item.get_closest_marker("optimised"):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "1")
+        jax.config.update(name, True)
+        try:
+            return (yield)
+        finally:
+            jax.config.update(name, False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -87,6 +87,7 @@ def chi_square(counts, law):
     return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
 def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
     size, num_tokens, prompt = 60_000, 4, [1, 2]
@@ -112,6 +113,7 @@ def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
     assert size * ((wrong - law) ** 2 / law).sum() / np.sqrt(2 * law.size - 2) > 20
 
 
+@pytest.mark.optimised
 def test_acceptance_per_position_is_the_mean_overlap_of_the_laws():
     """q arrives: a lost q stays lossless and shows here alone."""
     size, k, prompt = 40_000, 2, [1, 2]

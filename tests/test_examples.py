@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-pytestmark = pytest.mark.lenient
+pytestmark = [pytest.mark.lenient, pytest.mark.optimised]
 
 
 def run(script, *args, cwd):

@@ -21,6 +21,8 @@ from specjax import Draft, Stream
 from specjax.acceptance import accept_random
 from specjax.residual import residual_probs
 
+pytestmark = pytest.mark.optimised
+
 ALPHA = 1e-6
 
 

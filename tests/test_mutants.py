@@ -28,6 +28,8 @@ from test_verify import calm_case, check_against_oracle
 import specjax
 from specjax import Stream, acceptance, noise, residual
 
+pytestmark = pytest.mark.optimised
+
 
 def with_draft(rig, change):
     """The rig whose verification sees another draft: `change(draft, target_logits, options)`."""

@@ -136,6 +136,7 @@ def law_logits(vocab_size):
     return logits
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(("temperature", "cutoff"), [(0.7, -np.inf), (1.0, -0.5)])
 def test_draws_follow_the_softmax(temperature, cutoff, implementation):
     """A 2 % error in any likely token is beyond 5 sigma at 200,000 draws."""
@@ -154,6 +155,7 @@ def test_draws_follow_the_softmax(temperature, cutoff, implementation):
     check_law(counts, oracle.target_law(logits, temperature, cutoff))
 
 
+@pytest.mark.optimised
 def test_one_key_and_true_positions_follow_the_softmax_too(implementation):
     logits = law_logits(5)
     n = 200_000
