@@ -203,26 +203,33 @@ def test_accepting_p_zero_is_seen_without_luck(monkeypatch, implementation):
 VOCAB = 5
 
 
+def apply(params, token_ids, positions, cache):
+    if token_ids.shape[1] == 2:
+        fed_again = positions[:, 0]
+        positions = positions.at[:, 0].set(jnp.where(params["forgets"], -1, fed_again))
+    slots = jnp.where(positions < 0, cache.shape[1], positions)
+    rows = jnp.arange(cache.shape[0])[:, None]
+    cache = cache.at[rows, slots].set(token_ids, mode="drop")
+    before = jnp.take_along_axis(cache, jnp.maximum(positions - 1, 0), axis=1)
+    return jnp.stack([before, token_ids], axis=-1).astype(jnp.float32), cache
+
+
+def logits(params, hidden):
+    before, last = jnp.moveaxis(hidden.astype(jnp.int32), -1, 0)
+    return params["table"][before, last]
+
+
+def init_cache(batch_size, max_length):
+    return jnp.zeros((batch_size, max_length), jnp.int32)
+
+
 def second_order_model(table, forgets=False):
-    """Logits from the last two tokens, the one before the last read from the cache."""
+    """Logits from the last two tokens, the one before the last read from the cache.
 
-    def apply(params, token_ids, positions, cache):
-        if forgets and token_ids.shape[1] == 2:
-            positions = positions.at[:, 0].set(-1)
-        slots = jnp.where(positions < 0, cache.shape[1], positions)
-        rows = jnp.arange(cache.shape[0])[:, None]
-        cache = cache.at[rows, slots].set(token_ids, mode="drop")
-        before = jnp.take_along_axis(cache, jnp.maximum(positions - 1, 0), axis=1)
-        return jnp.stack([before, token_ids], axis=-1).astype(jnp.float32), cache
-
-    def logits(params, hidden):
-        before, last = jnp.moveaxis(hidden.astype(jnp.int32), -1, 0)
-        return params[before, last]
-
-    def init_cache(batch_size, max_length):
-        return jnp.zeros((batch_size, max_length), jnp.int32)
-
-    return specjax.Model(table, init_cache, apply, logits)
+    What it forgets is data, so that the right model and the wrong one share a program.
+    """
+    params = {"table": table, "forgets": jnp.asarray(forgets)}
+    return specjax.Model(params, init_cache, apply, logits)
 
 
 def random_table(seed):

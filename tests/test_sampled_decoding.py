@@ -119,26 +119,23 @@ def test_values_never_recompile():
     assert run_generate._cache_size() == compiled
 
 
-def test_logprobs_are_those_of_the_rows_that_decided():
-    raw = run("model", num_logprobs=2)
-    asked = run("model", num_logprobs=2, logprobs_mode="processed")
-    assert texts(raw) == texts(asked)
-    np.testing.assert_array_equal(raw.logprobs, asked.logprobs)
-    for b, text in enumerate(texts(raw)):
+# Of two drafters, whose programs without a listing other tests compile.
+@pytest.mark.parametrize(("drafter", "mode"), [("model", "raw"), ("ngram", "processed")])
+def test_logprobs_are_those_of_the_rows_that_decided(drafter, mode):
+    output, unlisted = run(drafter, num_logprobs=2, logprobs_mode=mode), run(drafter)
+    assert texts(output) == texts(unlisted)
+    np.testing.assert_array_equal(output.logprobs, unlisted.logprobs)
+    top = output.top_logprobs
+    for b, text in enumerate(texts(output)):
         start = len(PROMPTS[b])
-        for output in (raw, asked):
-            top = output.top_logprobs
-            outside = [slice(None, start), slice(len(text), None)]
-            for place in outside:
-                assert np.all(np.asarray(top.token_ids)[b, place] == -1)
-                assert not np.any(np.asarray(top.rank)[b, place])
+        for outside in (slice(None, start), slice(len(text), None)):
+            assert np.all(np.asarray(top.token_ids)[b, outside] == -1)
+            assert not np.any(np.asarray(top.rank)[b, outside])
         for i in range(start, len(text)):
             row, processed_row = row_behind(b, text[start:i])
-            p = processed.truncate(row, 1.0)
-            q = processed.truncate(processed_row, 0.9, **thresholds(b))
-            check_top(raw.top_logprobs, b, i, p, text[i])
-            check_top(asked.top_logprobs, b, i, q, text[i])
-            np.testing.assert_allclose(asked.logprobs[b, i], np.log(q[text[i]]), atol=2e-5)
+            p = processed.truncate(processed_row, 0.9, **thresholds(b))
+            np.testing.assert_allclose(output.logprobs[b, i], np.log(p[text[i]]), atol=2e-5)
+            check_top(top, b, i, processed.truncate(row, 1.0) if mode == "raw" else p, text[i])
 
 
 def check_top(top, b, i, p, token):
