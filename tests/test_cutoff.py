@@ -173,17 +173,22 @@ def test_cutoffs_are_those_of_a_sort_whatever_the_values(logits, temperature, to
 
 def test_by_hand(implementation):
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1], jnp.float32))
-    cut = functools.partial(
-        specjax.logit_cutoff, logits, temperature=1.0, implementation=implementation
-    )
-    assert cut(top_k=2) == logits[1]
-    assert cut(top_p=0.69) == logits[1]
-    assert cut(top_p=0.71) == logits[2]
-    # Over what top-k kept, 0.4 is 4 / 7 of it.
-    assert cut(top_k=2, top_p=0.56) == logits[0]
-    assert cut(top_p=0.56) == logits[1]
-    assert cut(min_p=0.45) == logits[2]
-    assert cut(min_p=0.45, top_p=0.6) == logits[1]
+    # Filters, the kept token that is least likely.
+    cases = [
+        ({"top_k": 2}, 1),
+        ({"top_p": 0.69}, 1),
+        ({"top_p": 0.71}, 2),
+        # Over what top-k kept, 0.4 is 4 / 7 of it.
+        ({"top_k": 2, "top_p": 0.56}, 0),
+        ({"top_p": 0.56}, 1),
+        ({"min_p": 0.45}, 2),
+        ({"min_p": 0.45, "top_p": 0.6}, 1),
+    ]
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    filters = {name: np.array([case.get(name, off[name]) for case, _ in cases]) for name in off}
+    rows = jnp.tile(logits, (len(cases), 1))
+    cutoffs = specjax.logit_cutoff(rows, temperature=1.0, implementation=implementation, **filters)
+    np.testing.assert_array_equal(cutoffs, logits[np.array([last for _, last in cases])])
 
 
 def test_ties_at_an_edge_are_kept_and_a_masked_token_never_counts():
