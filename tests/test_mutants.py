@@ -267,7 +267,31 @@ def test_a_last_token_missing_from_the_draft_s_cache_is_seen():
         check_a_model_accepts_itself(forgets=True)
 
 
-def check_acceptance_of_generate(wrap=lambda draft: draft, k=2):
+@functools.cache
+def changed_model_drafter(change):
+    """The functions of a model's drafter that hands on `change(draft, params["fault"])`."""
+    model = specjax.model_drafter(second_order_model(random_table(0)))
+
+    def init(params, *prompt):
+        return model.init(params["model"], *prompt)
+
+    def propose(params, *arguments, **options):
+        draft, state = model.propose(params["model"], *arguments, **options)
+        return change(draft, params["fault"]), state
+
+    return init, propose
+
+
+def q_is_dropped_by(draft, fault):
+    temperature = jnp.where(fault, 0, draft.temperature)
+    return draft._replace(temperature=temperature)
+
+
+def statistics_are_dropped(draft, fault):
+    return draft._replace(logprobs=None, logsumexp=None)
+
+
+def check_acceptance_of_generate(change=q_is_dropped_by, fault=False, k=2):
     """Rows that do not depend on the past: position i is kept at (sum min(p, q))^(i + 1)."""
     rng = np.random.default_rng(9)
     rows = rng.normal(size=(2, VOCAB)).astype(np.float32)
@@ -276,13 +300,8 @@ def check_acceptance_of_generate(wrap=lambda draft: draft, k=2):
     target, draft = (
         second_order_model(jnp.broadcast_to(jnp.asarray(row), (VOCAB,) * 3)) for row in rows
     )
-    drafter = specjax.model_drafter(draft)
-
-    def propose(*arguments, **options):
-        drafted, state = drafter.propose(*arguments, **options)
-        return wrap(drafted), state
-
-    wrapped = specjax.Drafter(drafter.params, drafter.init, propose)
+    params = {"model": draft.params, "fault": jnp.asarray(fault)}
+    wrapped = specjax.Drafter(params, *changed_model_drafter(change))
     metrics = generate(target, wrapped, 256, 60, k).metrics
     kept, one_hot = (rate ** np.arange(1, k + 1) for rate in (np.minimum(p, q).sum(), p @ q))
     n = np.asarray(metrics.num_drafted).sum(0)
@@ -297,14 +316,10 @@ def test_q_arrives_through_generate():
 
 
 def test_a_q_dropped_on_the_way_through_generate_is_seen():
-    def drop(draft):
-        return draft._replace(temperature=jnp.zeros_like(draft.logprobs[:, 0]))
-
     with pytest.raises(AssertionError, match="kept at"):
-        check_acceptance_of_generate(drop)
+        check_acceptance_of_generate(fault=True)
 
 
 def test_a_draft_s_own_temperature_is_what_generate_verifies_with():
     """The right drafter with its statistics recomputed by verification accepts as much."""
-    forget = functools.partial(specjax.Draft._replace, logprobs=None, logsumexp=None)
-    check_acceptance_of_generate(forget)
+    check_acceptance_of_generate(statistics_are_dropped)
