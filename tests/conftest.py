@@ -39,7 +39,10 @@ def pytest_runtest_protocol(item):
     Most tests, and most processes that they start, compile for longer than they run.
     """
     name = "jax_disable_most_optimizations"
-    if name.upper() in os.environ or has_gpu() or item.get_closest_marker("optimised"):
+    kept = item.get_closest_marker("optimised")
+    if kept and not kept.kwargs.get("interpreter", True) and item.get_closest_marker("interpret"):
+        kept = None
+    if kept or name.upper() in os.environ or has_gpu():
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name.upper(), "1")

@@ -105,6 +105,8 @@ def law(row, temperature, cutoff):
 # Against the sort.
 
 
+# As its users run it, who have no use for the interpreter.
+@pytest.mark.optimised(interpreter=False)
 @pytest.mark.parametrize("v", SIZES)
 def test_cutoffs_are_those_of_a_sort(v, implementation):
     check(batch(v, v), implementation=implementation)

@@ -12,6 +12,9 @@ import pytest
 import specjax
 from specjax import Draft, Stream
 
+# As its users run it.
+pytestmark = pytest.mark.optimised
+
 SLOTS, K, VOCAB, DRAFT_VOCAB = 6, 3, 40, 32
 IDS = jnp.array([10, 11, 12, 13, 14, 15], jnp.int32)
 

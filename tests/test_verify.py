@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 import specjax
 from specjax import Draft
 
+# As its users run it, who have no use for the interpreter.
+pytestmark = pytest.mark.optimised(interpreter=False)
+
 BATCH, K, VOCAB = 64, 3, 300
 DRAFT_FIELDS = {
     "draft_logits": "logits",
