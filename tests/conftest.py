@@ -6,11 +6,17 @@ import pathlib
 import tempfile
 
 import jax
+import jaxlib
 import pytest
 from machine import has_gpu
 
 # Before the first use of a backend. They share the cores: one device is no slower for it.
 jax.config.update("jax_num_cpu_devices", 4)
+# Most of the tests' time is compilation, and a third of that XLA's newer way to emit fusions, which
+# later versions cannot leave out. Processes that the tests start inherit it.
+if jaxlib.__version__.startswith("0.10."):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
 
 _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"

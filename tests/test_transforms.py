@@ -141,17 +141,15 @@ def test_finite_inputs_make_no_nan(kind, implementation):
             assert not np.any(np.isnan(np.asarray(step.logprobs)))
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_tokens_do_not_depend_on_device_count(num_devices, implementation):
+def test_tokens_do_not_depend_on_device_count(implementation):
     """Batch-sharded inputs on a mesh of explicit axes."""
-    if jax.device_count() < num_devices:
-        pytest.skip(f"needs {num_devices} devices")
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
     case = small_case(5)
     case["draft_logits"] = case["draft_logits"][case.pop("rows")]
     draft, target_logits, options = arguments(case)
     plain = apply(library(implementation), draft, target_logits, options)
-    devices = jax.devices()[:num_devices]
-    mesh = jax.make_mesh((num_devices,), ("batch",), (AxisType.Explicit,), devices=devices)
+    mesh = jax.make_mesh((4,), ("batch",), (AxisType.Explicit,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, PartitionSpec("batch"))
         moved = jax.device_put((draft, target_logits, options), sharding)

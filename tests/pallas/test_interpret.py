@@ -186,9 +186,9 @@ def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
     check_equal(some, jax.tree.map(lambda x: x[:5], whole))
 
 
-# The small one's way through transformations is in test_transforms.
+# The small one's way through transformations, and through a scan, is in test_transforms.
 @pytest.mark.parametrize("schedule", [False], ids=["large"], indirect=True)
-def test_vmap_scan_and_while_loop_change_nothing(schedule):
+def test_vmap_and_while_loop_change_nothing(schedule):
     cases = [calm_case(seed, 4, K, VOCAB) for seed in range(2)]
     keys = make_keys(4)
     plain = [run(library("interpret"), case, keys) for case in cases]
@@ -198,7 +198,6 @@ def test_vmap_scan_and_while_loop_change_nothing(schedule):
         return run(library("interpret"), case, keys)
 
     mapped = jax.vmap(call)(stacked)
-    _, scanned = jax.lax.scan(lambda carry, case: (carry, call(case)), 0, stacked)
 
     def body(state):
         i, sums = state
@@ -207,8 +206,7 @@ def test_vmap_scan_and_while_loop_change_nothing(schedule):
     start = (0, jnp.zeros((4, K + 1), jnp.int32))
     _, looped = jax.lax.while_loop(lambda state: state[0] < 2, body, start)
     for i, one in enumerate(plain):
-        for many in (mapped, scanned):
-            check_equal(jax.tree.map(lambda x, i=i: x[i], many), one)
+        check_equal(jax.tree.map(lambda x, i=i: x[i], mapped), one)
     np.testing.assert_array_equal(looped, plain[0].token_ids + plain[1].token_ids)
 
 
