@@ -13,10 +13,10 @@ from machine import has_gpu
 # Before the first use of a backend. They share the cores: one device is no slower for it.
 jax.config.update("jax_num_cpu_devices", 4)
 # Most of the tests' time is compilation, and a third of that XLA's newer way to emit fusions, which
-# later versions cannot leave out. Processes that the tests start inherit it.
+# later versions cannot leave out.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
 if jaxlib.__version__.startswith("0.10."):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_cpu_use_fusion_emitters=false"
 
 _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"
@@ -42,13 +42,18 @@ def _strict_promotion(request):
 def pytest_runtest_protocol(item):
     """XLA's optimisations are left out but of what is `optimised`, unless the environment says.
 
-    Most tests, and most processes that they start, compile for longer than they run.
+    Most tests, and most processes that they start, compile for longer than they run. The flags of
+    this process are read once, so that what is `optimised` has its own in processes alone.
     """
     name = "jax_disable_most_optimizations"
     kept = item.get_closest_marker("optimised")
     if kept and not kept.kwargs.get("interpreter", True) and item.get_closest_marker("interpret"):
         kept = None
-    if kept or name.upper() in os.environ or has_gpu():
+    if kept:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XLA_FLAGS", _FLAGS)
+            return (yield)
+    if name.upper() in os.environ or has_gpu():
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name.upper(), "1")

@@ -95,7 +95,10 @@ def test_ragged_logits_are_found_through_rows(implementation):
     moved = ragged | dict(
         draft_logits=ragged["draft_logits"][order], rows=np.argsort(order).astype(np.int32)
     )
-    chex.assert_trees_all_equal(run_ragged(moved, cu, implementation), ours)
+    found = run_ragged(moved, cu, implementation)
+    chex.assert_trees_all_equal(found[:3], ours[:3])
+    # Another program, which XLA may round otherwise.
+    chex.assert_trees_all_close(found.logprobs, ours.logprobs, rtol=1e-6)
 
 
 def test_a_request_with_more_than_the_most_drafts_has_its_first_verified(implementation):
