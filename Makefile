@@ -60,6 +60,11 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint: pyproject.toml | $(VE
 	$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@
 
+# All of them but the first, at once.
+$(VENV)/.all: pyproject.toml $(VENV)/.torch | $(VENV)/bin/pip
+	$(PIP) install --editable '.[test,parity,lint]'
+	@touch $(VENV)/.test $(VENV)/.parity $(VENV)/.lint $@
+
 # Alone and first: what it needs comes from PyPI, with the extra.
 $(VENV)/.parity: $(VENV)/.torch
 $(VENV)/.torch: | $(VENV)/bin/pip

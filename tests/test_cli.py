@@ -105,6 +105,7 @@ class FakeTerminal(io.StringIO):
 # What comes out ----------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
     options = ("--temperature", "0", "--no-baseline")
     drafts = ("none", "ngram", pair[1], pair[0])
@@ -150,6 +151,7 @@ def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
     assert one == again != other
 
 
+@pytest.mark.once
 def test_synthetic_acceptance_is_what_was_asked_for(capsys, pair):
     options = ["--rejection-sample-method", "synthetic", "--no-baseline"]
     for asked in (["--synthetic-acceptance-rates", "1,0"], ["--synthetic-acceptance-length", "2"]):
@@ -195,6 +197,7 @@ SAMPLING = ["--top-k", "3", "--top-p", "0.9", "--min-p", "0.01", "--repetition-p
 SAMPLING += ["--frequency-penalty", "0.1", "--presence-penalty", "-0.1", "--logprobs", "2"]
 
 
+@pytest.mark.once
 def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pair):
     options = ("--no-baseline", *SAMPLING)
     found = run_json(capsys, pair, *options)
@@ -213,6 +216,7 @@ def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pai
     assert run_json(capsys, pair, "--no-baseline")["logprobs"] is None
 
 
+@pytest.mark.once
 def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
     assert stream(pair, "--no-baseline", *SAMPLING) == 0
     captured = capsys.readouterr()

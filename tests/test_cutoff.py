@@ -18,6 +18,8 @@ from specjax import bracket, threshold
 from specjax import filters as order
 from specjax.cutoff import _run
 
+pytestmark = pytest.mark.once
+
 SIZES = [1, 5, 127, 128, 129, 1025, 5000]
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
 TEMPERATURES = [0.01, 0.3, 0.7, 1.0, 2.5, 100.0]

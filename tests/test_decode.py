@@ -87,6 +87,7 @@ def chi_square(counts, law):
     return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
 
 
+@pytest.mark.once
 @pytest.mark.optimised
 @pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
 def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
@@ -113,6 +114,7 @@ def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
     assert size * ((wrong - law) ** 2 / law).sum() / np.sqrt(2 * law.size - 2) > 20
 
 
+@pytest.mark.once
 @pytest.mark.optimised
 def test_acceptance_per_position_is_the_mean_overlap_of_the_laws():
     """q arrives: a lost q stays lossless and shows here alone."""
@@ -137,6 +139,7 @@ def test_acceptance_per_position_is_the_mean_overlap_of_the_laws():
     assert (first[:, None] * (p * q)[2]).sum() < accepted_0 - 0.1
 
 
+@pytest.mark.once
 def test_a_model_drafting_for_itself_is_accepted_over_256_tokens():
     itself = specjax.model_drafter(bigrams.model(TARGET))
     output = run(itself, k=4, max_new_tokens=256, temperature=jnp.array([1.0, 0.3, 2.0, 0.0]))
@@ -251,6 +254,7 @@ def test_the_logprobs_are_those_of_the_target():
             assert abs(float(output.logprobs[b, i]) - want) < 1e-5
 
 
+@pytest.mark.once
 def test_synthetic_acceptance_has_the_length_asked_for():
     config = SpeculativeConfig(
         num_speculative_tokens=4,

@@ -13,7 +13,6 @@ import specjax
 from specjax import Draft, Stream
 
 # As its users run it.
-pytestmark = pytest.mark.optimised
 
 SLOTS, K, VOCAB, DRAFT_VOCAB = 6, 3, 40, 32
 IDS = jnp.array([10, 11, 12, 13, 14, 15], jnp.int32)
@@ -133,6 +132,7 @@ def verify(draft, target_logits, keys, positions, **options):
     return specjax.rejection_sample(draft, target_logits, keys=keys, positions=positions, **options)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_gathered_drafts_are_verified_as_they_are_in_place(one_hot):
     cache, keys = make_cache(), make_keys(SLOTS)

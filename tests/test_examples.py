@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-pytestmark = [pytest.mark.lenient, pytest.mark.optimised]
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
 
 def run(script, *args, cwd):

@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "h200.json"
 
-pytestmark = pytest.mark.lenient
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
 
 @pytest.fixture

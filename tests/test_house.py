@@ -18,6 +18,8 @@ from checkpoints import write_checkpoints
 
 import specjax
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "specjax"
 

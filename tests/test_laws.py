@@ -21,7 +21,7 @@ from specjax import Draft, Stream
 from specjax.acceptance import accept_random
 from specjax.residual import residual_probs
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.once, pytest.mark.optimised]
 
 ALPHA = 1e-6
 

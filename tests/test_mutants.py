@@ -28,7 +28,7 @@ from test_verify import calm_case, check_against_oracle
 import specjax
 from specjax import Stream, acceptance, noise, residual
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.once, pytest.mark.optimised]
 
 
 def with_draft(rig, change):

@@ -10,7 +10,7 @@ from checkpoints import write_checkpoints
 from specjax.cli import main
 from specjax.models import chat_prompt, load_tokenizer, pretrained_folder
 
-pytestmark = pytest.mark.lenient
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 (SECTION,) = re.findall(r"^## Bring your checkpoint\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)

@@ -12,6 +12,8 @@ import specjax
 from specjax import Finish, Origin, SamplingParams, SpeculativeConfig
 from specjax.loop import run_generate
 
+pytestmark = pytest.mark.once
+
 V, NEW = 6, 12
 TARGET, DRAFT = bigrams.pair(V, seed=3)
 PROMPTS = [[1, 2, 3], [3], [0, 1], [2, 2, 2, 0, 1]]

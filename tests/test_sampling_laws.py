@@ -17,7 +17,7 @@ import pytest
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig, loop
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.once, pytest.mark.optimised]
 
 V, K, PROMPT, NUM_TOKENS, SIZE = 5, 2, [1, 2], 4, 30_000
 _RNG = np.random.default_rng(1)

@@ -15,7 +15,7 @@ from specjax.cli import main
 from specjax.schedules import conditional_rates, expected_acceptance_length
 from specjax.sweep_choice import choose, predicted_lengths, synthetic_lengths
 
-pytestmark = pytest.mark.lenient
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
 SMALL = ["--max-speculative-tokens", "2", "--context", "16", "--max-new-tokens", "12"]
 SMALL += ["--steps", "3", "--rounds", "2"]

@@ -15,7 +15,6 @@ import specjax
 from specjax import Draft
 
 # As its users run it, who have no use for the interpreter.
-pytestmark = pytest.mark.optimised(interpreter=False)
 
 BATCH, K, VOCAB = 64, 3, 300
 DRAFT_FIELDS = {
@@ -162,11 +161,13 @@ def check_every_length_is_accepted(verification, k):
     assert set(np.asarray(verification.num_accepted).tolist()) == set(range(k + 1))
 
 
+@pytest.mark.optimised(interpreter=False)
 def test_drawn_drafts_are_verified_as_the_oracle_does(implementation):
     ours = check_against_oracle(library(implementation), calm_case(1))
     check_every_length_is_accepted(ours, K)
 
 
+@pytest.mark.optimised(interpreter=False)
 @pytest.mark.parametrize("seed", range(4))
 def test_mixed_batches_are_verified_as_the_oracle_does(seed, implementation):
     ours = check_against_oracle(library(implementation), mixed_case(seed))
@@ -233,6 +234,7 @@ def test_any_vocabularies_and_any_number_of_drafts(vocab_size, draft_vocab, k, i
     check_against_oracle(library(implementation), case, max_unclear=0.2)
 
 
+@pytest.mark.optimised(interpreter=False)
 def test_narrow_logits_are_read_exactly(implementation):
     case = mixed_case(11)
     for name, dtype in [("target_logits", jnp.bfloat16), ("draft_logits", jnp.float16)]:

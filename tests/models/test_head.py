@@ -34,6 +34,8 @@ from specjax.models import (
 )
 from specjax.pair import check_draft, load_pair, read_pair
 
+pytestmark = pytest.mark.once
+
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 TARGET = TransformerConfig(48, 24, 40, 2, 4, 2, 6)
 HEAD = HeadConfig(24, 32, 4, 2, 6, window=6)

@@ -21,6 +21,8 @@ import pytest
 
 from specjax.models import TransformerConfig, load, load_tokenizer, pretrained_folder
 
+pytestmark = pytest.mark.once
+
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 TINY = TransformerConfig(64, 16, 32, 1, 4, 2, 4)
 
