@@ -12,6 +12,8 @@ import pytest
 import specjax
 from specjax import Draft, Stream
 
+pytestmark = pytest.mark.once
+
 # As its users run it.
 
 SLOTS, K, VOCAB, DRAFT_VOCAB = 6, 3, 40, 32

@@ -23,6 +23,8 @@ import specjax
 from specjax import Stream, noise
 from specjax.acceptance import accept_random
 
+pytestmark = pytest.mark.once
+
 EVERYONE = np.arange(BATCH)
 MODES = ["random", "greedy", "one-hot", "synthetic"]
 

@@ -69,7 +69,9 @@ def test_your_own_loop_writes_what_plain_decoding_writes_in_fewer_steps(tmp_path
 
 def test_acceptance_falls_with_temperature_and_is_what_the_laws_say(tmp_path):
     plot = tmp_path / "plot.png"
-    text = run("examples/acceptance_vs_temperature.py", "--out", plot, cwd=tmp_path)
+    text = run(
+        "examples/acceptance_vs_temperature.py", "--out", plot, "--max-new-tokens", 24, cwd=tmp_path
+    )
     rows = rows_of(text, r"^ +([\d.]+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$")
     assert len(rows) == 6
     for _, drafted, accepted, expected, _ in rows:
@@ -95,7 +97,7 @@ def test_the_tail_of_each_noise_has_the_error_that_its_words_allow(tmp_path):
 
 
 def test_synthetic_acceptance_gives_the_length_that_was_asked_for(tmp_path):
-    text = run("examples/synthetic_acceptance.py", "--repeats", 1, cwd=tmp_path)
+    text = run("examples/synthetic_acceptance.py", "--repeats", 1, "--requests", 5000, cwd=tmp_path)
     lengths = rows_of(text, r"([\d.]+) expected, ([\d.]+) \+- ([\d.]+)")
     assert len(lengths) == 3
     for expected, measured, error in lengths:

@@ -9,6 +9,8 @@ from test_verify import BATCH, VOCAB, K, library, make_draft, make_keys, mixed_c
 
 import specjax
 
+pytestmark = pytest.mark.once
+
 NUM_ROWS = BATCH * K
 
 

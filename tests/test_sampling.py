@@ -10,6 +10,8 @@ from scipy import stats
 import specjax
 from specjax import Stream, noise
 
+pytestmark = pytest.mark.once
+
 SIZES = [1, 5, 127, 129, 300, 1025, 5000]
 
 
