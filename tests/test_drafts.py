@@ -14,8 +14,6 @@ from specjax import Draft, Stream
 
 pytestmark = pytest.mark.once
 
-# As its users run it.
-
 SLOTS, K, VOCAB, DRAFT_VOCAB = 6, 3, 40, 32
 IDS = jnp.array([10, 11, 12, 13, 14, 15], jnp.int32)
 
@@ -134,6 +132,7 @@ def verify(draft, target_logits, keys, positions, **options):
     return specjax.rejection_sample(draft, target_logits, keys=keys, positions=positions, **options)
 
 
+# As its users run it.
 @pytest.mark.optimised
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_gathered_drafts_are_verified_as_they_are_in_place(one_hot):

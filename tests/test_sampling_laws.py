@@ -143,6 +143,7 @@ DRAFTERS = {
     "a model processed like the target": model(),
     "a model processed otherwise": model(otherwise=True),
     "a model of fewer tokens": specjax.model_drafter(bigrams.model(DRAFT[..., :3])),
+    "a model of more tokens": specjax.model_drafter(bigrams.model(bigrams.pair(V + 2, 8)[1])),
     "its own past": specjax.ngram_drafter(),
 }
 

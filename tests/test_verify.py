@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 import specjax
 from specjax import Draft
 
-# As its users run it, who have no use for the interpreter.
-
 BATCH, K, VOCAB = 64, 3, 300
 DRAFT_FIELDS = {
     "draft_logits": "logits",
@@ -161,6 +159,7 @@ def check_every_length_is_accepted(verification, k):
     assert set(np.asarray(verification.num_accepted).tolist()) == set(range(k + 1))
 
 
+# As its users run it, who have no use for the interpreter; two more below.
 @pytest.mark.optimised(interpreter=False)
 def test_drawn_drafts_are_verified_as_the_oracle_does(implementation):
     ours = check_against_oracle(library(implementation), calm_case(1))
