@@ -56,17 +56,15 @@ $(VENV)/.demo: EXTRAS = flax
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.parity: EXTRAS = test,parity
 $(VENV)/.lint: EXTRAS = test,lint
-$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
+# The last three at once.
+$(VENV)/.all: EXTRAS = test,parity,lint
+$(VENV)/.all: STAMPS = $(VENV)/.test $(VENV)/.parity $(VENV)/.lint
+$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint $(VENV)/.all: pyproject.toml | $(VENV)/bin/pip
 	$(PIP) install --editable '.[$(EXTRAS)]'
-	@touch $@
-
-# All of them but the first, at once.
-$(VENV)/.all: pyproject.toml $(VENV)/.torch | $(VENV)/bin/pip
-	$(PIP) install --editable '.[test,parity,lint]'
-	@touch $(VENV)/.test $(VENV)/.parity $(VENV)/.lint $@
+	@touch $@ $(STAMPS)
 
 # Alone and first: what it needs comes from PyPI, with the extra.
-$(VENV)/.parity: $(VENV)/.torch
+$(VENV)/.parity $(VENV)/.all: $(VENV)/.torch
 $(VENV)/.torch: | $(VENV)/bin/pip
 	$(PIP) install --no-deps --index-url $(TORCH_INDEX) $(TORCH)
 	@touch $@
