@@ -29,7 +29,7 @@ parity: $(VENV)/.parity
 # Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
 GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/test_laws.py,tests/test_cutoff.py \
 	tests/test_edges.py tests/test_verify.py,tests/test_ragged.py \
-	tests/test_sampling.py,tests/test_transforms.py tests/models/test_few.py
+	tests/test_sampling.py,tests/test_transforms.py tests/models/test_few.py,tests/models/test_product.py
 
 gpu-test:
 	@running=; for files in $(GPU_TESTS); do \

@@ -18,7 +18,8 @@ KINDS = {
     "place": "attention",
     "finish": "attention",
     "join": "sums and norms",
-    "gate": "gates",
+    "multiply": "products",
+    "gate": "products",
     "memcpy": "the copy of the cache that a run begins with",
     "Memcpy": "the copy of the cache that a run begins with",
 }
@@ -28,8 +29,8 @@ REST = "everything else: lookups, positions, sampling, verification, commit"
 def decode_table(result: dict[str, Any]) -> str:
     """Times against the weights' bytes, and where they go, as markdown."""
     lines = [
-        "| | B | ms | times the weights | tokens a step | tokens/s | launches |",
-        "|---|---|---|---|---|---|---|",
+        "| | B | ms | ms between steps | times the weights | tokens a step | tokens/s | launches |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case in result["cases"]:
         floor = floor_ms(case["case"], result["read_ms"])
@@ -40,6 +41,7 @@ def decode_table(result: dict[str, Any]) -> str:
             case["case"],
             str(case["B"]),
             f"{case['median_ms']:.3f}",
+            f"{case['profile']['between']['median_us'] / 1e3:.3f}",
             f"{case['median_ms'] / floor:.2f}",
             *rate,
             f"{case['profile']['num_events']:.0f}",

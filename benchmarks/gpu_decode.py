@@ -4,7 +4,9 @@ python benchmarks/gpu_decode.py --out benchmarks/results/h200_decode.json
 """
 
 import argparse
+import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import shlex
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from gpu_inputs import BYTES_PER_US
-from gpu_loop import Loop, kernel_times, split_runs, trace
+from gpu_loop import Event, Loop, kernel_times, split_runs, trace
 from gpu_verify import environment
 from spread import spread
 
@@ -58,7 +60,7 @@ class Effort(NamedTuple):
     context: int = 1024
     room: int = 512
     iterations: int = 64
-    runs: int = 5
+    runs: int = 9
 
 
 class Timed(NamedTuple):
@@ -164,14 +166,30 @@ def clock(timed: Timed, effort: Effort) -> tuple[dict[str, Any], Any]:
 
 
 def profile(timed: Timed) -> dict[str, Any]:
-    """Kernels of an iteration, the longest first, and what the device rested between them."""
+    """Kernels of an iteration, the longest first, and how far apart iterations begin."""
     loop = Loop(timed.run, 1, timed.iterations, False)
     _, events, launches = trace(loop, [timed.arguments])
     (run,) = split_runs(events)
     busy = kernel_times(events, timed.iterations, most=24)
     wall = (max(e.start + e.duration for e in run) - run[0].start) / 1e3 / timed.iterations
     per = {name: count / timed.iterations for name, count in launches.items()}
-    return busy | {"wall_us": wall, "num_events": len(run) / timed.iterations, "launches": per}
+    apart = spread(between(run, timed.iterations))
+    more = {"wall_us": wall, "num_events": len(run) / timed.iterations, "launches": per}
+    return busy | more | {"between": apart}
+
+
+def between(run: list[Event], iterations: int) -> list[float]:
+    """Microseconds between a kernel that each iteration launches once, and the same in the next.
+
+    Without what only a run's beginning costs: a copy of the cache, and the loop's graph anew where
+    an array's address is not the last run's.
+    """
+    times = collections.defaultdict(list)
+    for event in run:
+        times[event.name].append(event)
+    once = [events for events in times.values() if len(events) == iterations]
+    starts = [event.start / 1e3 for event in max(once, key=lambda each: each[0].duration)]
+    return [later - sooner for sooner, later in itertools.pairwise(starts)]
 
 
 def cases(
@@ -211,6 +229,7 @@ def describe(record: dict[str, Any], floors: dict[str, float]) -> str:
     if "profile" in record:
         busy = record["profile"]["kernels_us"] / 1e3
         line += f"  kernels {busy:.3f} in {record['profile']['num_events']:.0f}"
+        line += f"  between {record['profile']['between']['median_us'] / 1e3:.3f}"
     if "tokens_per_s" in record:
         line += f"  {record['tokens_per_step']:.2f} tokens a step, {record['tokens_per_s']:.0f}/s"
     return line

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["by_implementation", "read_implementation"]
+__all__ = ["by_implementation", "has_early_starts", "read_implementation"]
 
-_MIN_CAPABILITY = 8.0
+_MIN_CAPABILITY, _EARLY_CAPABILITY = 8.0, 9.0
 _NO_GPU = "JAX sees none here"
 _DEPRECATED = "The Pallas Triton backend is deprecated"
 
@@ -84,14 +84,28 @@ def _why_no_kernels() -> str | None:
 
 @functools.cache
 def _why_no_gpu() -> str | None:
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
+    capability = _capability()
+    if capability is None:
         return _NO_GPU
-    capability = min(float(device.compute_capability) for device in devices)
     if capability < _MIN_CAPABILITY:
         return f"JAX sees one of {capability}"
     return None
+
+
+def has_early_starts() -> bool:
+    """Whether GPUs here can start a kernel before the one in front has ended, as Hopper does."""
+    capability = _capability()
+    return capability is not None and capability >= _EARLY_CAPABILITY
+
+
+@functools.cache
+def _capability() -> float | None:
+    """The least of the GPUs that JAX sees, or None where it sees none."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return None
+    return min(float(device.compute_capability) for device in devices)
 
 
 def _silence_deprecation() -> None:

@@ -250,15 +250,26 @@ def test_a_library_of_another_source_is_refused(benchmark, tmp_path):
 def test_the_decode_tables_add_up(benchmark):
     profile = {"kernels_us": 4000.0, "num_events": 300.4}
     profile["kernels"] = {"gemm_fusion_dot": {"us": 3000.0}, "loop_fusion": {"us": 100.0}}
+    profile["between"] = {"median_us": 5900.0}
     case = {"case": "speculative step", "B": 8, "median_ms": 6.0, "profile": profile}
     where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python a"}
     result = {"environment": where, "read_ms": {"target": 2.0, "draft": 0.2}}
     cases = [case | {"tokens_per_step": 3.0, "tokens_per_s": 500.0}]
     found = benchmark("decode_table").decode_table(result | {"cases": cases})
-    assert "| speculative step | 8 | 6.000 | 2.00 | 3.00 | 500 | 300 |" in found
+    assert "| speculative step | 8 | 6.000 | 5.900 | 2.00 | 3.00 | 500 | 300 |" in found
     assert "| products | 3.000 |" in found
     assert "verification, commit | 1.000 |" in found
     assert "| all kernels | 4.000 |" in found
+
+
+def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
+    event = benchmark("gpu_loop").Event
+    # A copy first, then three iterations of two kernels, the first of which comes late.
+    run = [event(0.0, 900e3, "copy")]
+    for start in (5000e3, 6000e3, 7100e3):
+        run += [event(start, 10e3, "once"), event(start + 5e3, 50e3, "twice")]
+        run += [event(start + 9e3, 50e3, "twice")]
+    assert benchmark("gpu_decode").between(run, 3) == [1000.0, 1100.0]
 
 
 @pytest.mark.parametrize(

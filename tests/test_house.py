@@ -50,10 +50,11 @@ KERNELS = (
     "pallas/cutoff",
     "pallas/verify",
     "pallas/softmax",
-    "pallas/gate",
+    "pallas/join",
     "pallas/projected",
     "pallas/parts",
     "pallas/attention",
+    "pallas/product",
     "pallas/few",
 )
 FLOORS = (

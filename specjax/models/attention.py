@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from specjax.models.late import Product, by_launches, chosen, is_few
 from specjax.models.rope import rotate, turn
 
-__all__ = ["Kernel", "Rule", "cached_attention", "causal_attention"]
+__all__ = ["Kernel", "Rule", "cached_attention", "causal_attention", "is_looked_at"]
 
 Kernel = Literal["xla", "cudnn"] | None
 _MASKED = -1e30  # Finite: a padding token sees no slot and must still give finite numbers.
@@ -46,6 +46,20 @@ def _weights(scores: jax.Array, seen: jax.Array, rule: Rule) -> jax.Array:
     return jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
 
 
+def is_looked_at(batch: int, padded: int, tokens: int, shared: int) -> bool:
+    """Whether tokens, so many with their padding, attend to a cache by kernels.
+
+    Of a prompt's tokens, a product for each pair of them is the better way.
+
+    Args:
+      batch: B.
+      padded: T'.
+      tokens: T.
+      shared: R.
+    """
+    return is_few(batch, padded) and tokens <= 16 and tokens * shared <= 64
+
+
 def cached_attention(
     projected: Product, turns: Any, positions: jax.Array, cache: Any, rule: Rule
 ) -> tuple[jax.Array, Any]:
@@ -62,13 +76,12 @@ def cached_attention(
     Returns:
       [B, T', G * R * D], and the cache with the tokens in it.
     """
-    tokens, (_, groups, _, head_dim) = positions.shape[1], cache[0].shape
+    (batch, tokens), (_, groups, _, head_dim) = positions.shape, cache[0].shape
     projected = projected._replace(
         parts=projected.parts.reshape(*projected.parts.shape[:3], -1, head_dim)
     )
     shared = projected.parts.shape[3] // groups - 2
-    # Of a prompt's tokens, a product for each pair of them is the better way.
-    few = is_few(*projected.parts.shape[1:3]) and tokens <= 16 and tokens * shared <= 64
+    few = is_looked_at(batch, projected.parts.shape[2], tokens, shared)
 
     def xla(projected: Product, *rest: Any) -> tuple[jax.Array, Any]:
         if projected.squares is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.implementation import by_implementation, read_implementation
+from specjax.implementation import by_implementation, has_early_starts, read_implementation
 from specjax.mesh import vary_like
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Product",
     "by_launches",
     "chosen",
+    "gated",
     "is_few",
     "join",
     "may_wait",
@@ -110,27 +111,70 @@ def padding(batch: int, tokens: int) -> int:
     return max(-(-_MIN_ROWS // batch) - tokens, 0) if is_few(batch, tokens) else 0
 
 
-def multiply(x: jax.Array, matrix: jax.Array, most: int = 8) -> jax.Array:
+def _cut(cut: Callable[..., Any], x: jax.Array, size: int, width: int) -> Any:
+    """How few rows' product with a matrix is shared out by kernels; None if XLA multiplies."""
+    batch, tokens, _ = x.shape
+    return cut(batch * tokens, size, width, x.dtype.itemsize) if is_few(batch, tokens) else None
+
+
+def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Array:
     """The product of [B, T, E] with [E, N] as parts [Q, B, T, N]: Q is 1 but for few rows.
 
     Args:
       x: rows.
       matrix: what they are multiplied by.
-      most: the largest Q.
+      early: whether a kernel of ours reads the parts, and may start before they are there.
     """
-    size, width = matrix.shape
-    # Of 128 columns and at least 256 rows each, two to a multiprocessor.
-    parts = min(most, 1 << max(32768 // width, 1).bit_length() - 1)
-    while size % (256 * parts) and parts > 1:
-        parts //= 2
-    if parts == 1 or not is_few(*x.shape[:2]):
+    from specjax.pallas.tiles import product_cut
+
+    cut = _cut(product_cut, x, *matrix.shape)
+    if cut is None:
         return (x @ matrix)[None]
-    return jnp.einsum(
-        "btqe,qen->qbtn",
-        x.reshape(*x.shape[:2], parts, -1),
-        matrix.reshape(parts, -1, width),
-        preferred_element_type=jnp.float32,
-    )
+
+    def xla(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        whole = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
+        # Of as many parts as the kernel leaves: both are branches of one program.
+        return jnp.pad(whole[None], ((0, cut.parts - 1), *[(0, 0)] * 3))
+
+    def kernels(*operands: jax.Array, interpret: bool) -> jax.Array:
+        from specjax.pallas.few import multiplied
+
+        return multiplied(
+            *operands, cut=cut, early=early and has_early_starts(), interpret=interpret
+        )
+
+    return by_launches(chosen(), xla, kernels, x, matrix)
+
+
+def gated(x: Normed, gate_up: jax.Array, down: jax.Array, *, mlp: Any, early: bool) -> jax.Array:
+    """A gated MLP's product as parts [Q, B, T, E].
+
+    Args:
+      x: its input.
+      gate_up: [E, 2 * I], the gate beside what it gates.
+      down: [I, E].
+      mlp: has `activation`, and `size` and `eps` of the norm.
+      early: as of `multiply`.
+    """
+    from specjax.pallas.tiles import gate_cut, product_cut
+
+    def xla(rows: jax.Array, squares: jax.Array | None, gate_up: jax.Array) -> jax.Array:
+        y = Product((rows @ gate_up)[None], squares).whole(mlp.size, mlp.eps)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return (mlp.activation(gate) * up).astype(rows.dtype)
+
+    def kernels(*operands: Any, interpret: bool) -> jax.Array:
+        from specjax.pallas.few import gated
+
+        # XLA's own product does not wait as ours does.
+        next_waits = _cut(product_cut, x.rows, *down.shape) is not None
+        next_early = next_waits and has_early_starts()
+        return gated(*operands, mlp=mlp, cut=cut, early=next_early, interpret=interpret)
+
+    cut = _cut(gate_cut, x.rows, *down.shape[::-1])
+    implementation = "xla" if cut is None else chosen()
+    y = by_launches(implementation, xla, kernels, x.rows, x.squares, gate_up)
+    return multiply(y, down, early=early)
 
 
 def join(

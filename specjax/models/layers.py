@@ -11,9 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.models.attention import Kernel, Rule, cached_attention, causal_attention
+from specjax.models.attention import (
+    Kernel,
+    Rule,
+    cached_attention,
+    causal_attention,
+    is_looked_at,
+)
 from specjax.models.config import TransformerConfig
-from specjax.models.late import Normed, Product, by_launches, chosen, join, may_wait, multiply
+from specjax.models.late import Normed, Product, gated, join, may_wait, multiply
 
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "weight"]
 
@@ -37,7 +43,7 @@ def _affine(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Arra
         return x @ matrix[...]
     # Rounded once, behind the bias.
     y = jnp.matmul(x, matrix[...], preferred_element_type=jnp.float32)
-    return (y + bias[...].astype(jnp.float32)).astype(x.dtype)
+    return (y + bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -99,6 +105,8 @@ class Attention(nnx.Module):
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         rest = (config.attention_softcap, config.hidden_size, config.rms_norm_eps)
         self.rule = Rule(scale, config.window(layer), *rest)
+        # What it gives is then added to the stream by the kernel that begins the next norm.
+        self.is_joined = not config.sandwich_norms
         out = (self.heads + 2 * self.groups) * self.head_dim
         self.qkv = weight(rngs, config, config.hidden_size, out)
         self.out = weight(rngs, config, self.heads * self.head_dim, config.hidden_size)
@@ -121,17 +129,19 @@ class Attention(nnx.Module):
         y = causal_attention(heads, turns, self.groups, self.rule, implementation)
         return _affine(y, self.out, self.out_bias)
 
-    def _project(self, x: Normed) -> Product:
-        """A product [B, T, heads * D], queries, keys and values, none of them rotated."""
+    def _project(self, x: Normed, tokens: int) -> Product:
+        """A product [B, T', heads * D], queries, keys and values, none of them rotated."""
         if self.qkv_bias is None and self.query_norm is None:
-            return Product(multiply(x.rows, self.qkv[...], most=4), x.squares)
+            batch, padded, _ = x.rows.shape
+            early = is_looked_at(batch, padded, tokens, self.heads // self.groups)
+            return Product(multiply(x.rows, self.qkv[...], early=early), x.squares)
         if x.squares is None:
             y = _affine(x.rows, self.qkv, self.qkv_bias)
         else:
             product = Product(multiply(x.rows, self.qkv[...]), x.squares)
             y = product.whole(self.rule.size, self.rule.eps)
             if self.qkv_bias is not None:
-                y += self.qkv_bias[...].astype(jnp.float32)
+                y += self.qkv_bias[...].astype(jnp.float32)[None, None]
             y = y.astype(x.rows.dtype)
         return Product(self._heads(y).reshape(1, *y.shape))
 
@@ -139,9 +149,10 @@ class Attention(nnx.Module):
         self, x: Normed, turns: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         """A product as parts [Q, B, T, E], and the cache with the tokens in it."""
-        y, cache = cached_attention(self._project(x), turns, positions, cache, self.rule)
+        projected = self._project(x, positions.shape[1])
+        y, cache = cached_attention(projected, turns, positions, cache, self.rule)
         if self.out_bias is None:
-            return multiply(y, self.out[...]), cache
+            return multiply(y, self.out[...], early=self.is_joined and may_wait(y)), cache
         return _affine(y, self.out, self.out_bias)[None], cache
 
 
@@ -154,31 +165,20 @@ class MLP(nnx.Module):
         self.down = weight(rngs, config, config.intermediate_size, config.hidden_size)
         self.activation = jax.nn.silu if config.hidden_act == "silu" else _gelu
 
-    def _gated(self, gate_up: jax.Array) -> jax.Array:
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        return self.activation(gate) * up
-
     def causal(self, x: jax.Array) -> jax.Array:
         """[B, T, E] of whole sequences."""
-        return self._gated(x @ self.gate_up[...]) @ self.down[...]
+        gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)
+        return (self.activation(gate) * up) @ self.down[...]
 
-    def __call__(self, x: Normed) -> jax.Array:
-        """A product as parts [Q, B, T, E]."""
-        gate_up = x.rows @ self.gate_up[...]
-        if x.squares is None:
-            return multiply(self._gated(gate_up), self.down[...])
+    def __call__(self, x: Normed, *, is_joined: bool) -> jax.Array:
+        """A product as parts [Q, B, T, E].
 
-        def xla(gate_up: jax.Array, squares: jax.Array) -> jax.Array:
-            y = Product(gate_up[None], squares).whole(self.size, self.eps)
-            return self._gated(y).astype(gate_up.dtype)
-
-        def kernels(gate_up: jax.Array, squares: jax.Array, interpret: bool) -> jax.Array:
-            from specjax.pallas.few import gated
-
-            return gated(gate_up, squares, mlp=self, interpret=interpret)
-
-        y = by_launches(chosen(), xla, kernels, gate_up, x.squares)
-        return multiply(y, self.down[...])
+        Args:
+          x: behind `mlp_norm`.
+          is_joined: whether a norm's `after` adds the parts as they are.
+        """
+        early = is_joined and may_wait(x.rows)
+        return gated(x, self.gate_up[...], self.down[...], mlp=self, early=early)
 
 
 class Layer(nnx.Module):
@@ -201,7 +201,14 @@ class Layer(nnx.Module):
         return _added(x, self.mlp.causal(self.mlp_norm(x)), self.mlp_out_norm)
 
     def advance(
-        self, x: jax.Array, normed: Normed, turns: Any, positions: jax.Array, cache: Any
+        self,
+        x: jax.Array,
+        normed: Normed,
+        turns: Any,
+        positions: jax.Array,
+        cache: Any,
+        *,
+        is_joined: bool = True,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """The residual stream, what is to be added to it as parts, and the cache.
 
@@ -211,16 +218,18 @@ class Layer(nnx.Module):
           turns: of the layer's rotary embeddings.
           positions: i32[B, T].
           cache: the layer's own.
+          is_joined: whether a norm's `after` adds the parts.
         """
         parts, cache = self.attention(normed, turns, positions, cache)
         x, normed = self.mlp_norm.after(x, parts, self.attention_out_norm)
-        return x, self.mlp(normed), cache
+        is_joined = is_joined and self.mlp_out_norm is None
+        return x, self.mlp(normed, is_joined=is_joined), cache
 
     def __call__(
         self, x: jax.Array, turns: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         """The residual stream [B, T, E] after this layer, and its cache."""
         normed = self.attention_norm.late(x)
-        x, parts, cache = self.advance(x, normed, turns, positions, cache)
+        x, parts, cache = self.advance(x, normed, turns, positions, cache, is_joined=False)
         y = Product(parts).whole(0, 0.0).astype(x.dtype)
         return _added(x, y, self.mlp_out_norm), cache

@@ -1,4 +1,4 @@
-"""What a layer does for few tokens: attention to a cache in two launches or three, sums and gates.
+"""What a layer does for few tokens: products, attention to a cache in two launches, sums.
 
 Axes: `B` requests, `T` tokens fed, `T'` these and padding, `H` query heads, `G` key-value heads,
 `S` cache slots, `D` head dimension, `E` hidden.
@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from specjax.pallas.attention import Looked, Rule, Seen, Unfinished, look, see
-from specjax.pallas.gate import Block, Gated, Joined, Sum, gate, join
+from specjax.pallas.join import Joined, Sum, join
 from specjax.pallas.launch import launch, like
 from specjax.pallas.parts import Parts, finish
+from specjax.pallas.product import Block, Factors, Gated, Multiplied, gate, multiply
 from specjax.pallas.projected import Heads, Placed, place
 from specjax.pallas.tiles import (
     ATTENTION_SLOTS,
-    GATE_TILE,
     JOIN_TILE,
+    Cut,
     at_least_dot,
     is_alone,
     is_light,
@@ -29,17 +30,11 @@ from specjax.pallas.tiles import (
     num_parts_of_cache,
 )
 
-__all__ = ["attend", "gated", "joined"]
+__all__ = ["attend", "gated", "joined", "multiplied"]
 
 
 class _Attended(NamedTuple):
     """[B, T', H, D]."""
-
-    y: Any
-
-
-class _Result(NamedTuple):
-    """[R, I]."""
 
     y: Any
 
@@ -70,7 +65,7 @@ def attend(
     # Rows of padding see nothing: whoever puts parts together in `look` leaves zeros there.
     rows = at_least_dot((tokens if alone else padded) * (num_heads // groups))
     light = is_light(rows, head_dim)
-    parts = num_parts_of_cache(pairs, slots, light)
+    parts = num_parts_of_cache(pairs, slots)
     lead = (pairs, parts + alone, rows)
     unfinished = Parts(like((*lead, head_dim)), like(lead), like(lead))
     out = like((batch, padded, num_heads, head_dim), dtype)
@@ -124,26 +119,70 @@ def attend(
     return y.reshape(batch, padded, -1), cache
 
 
-def gated(gate_up: jax.Array, squares: jax.Array, *, mlp: Block, interpret: bool) -> jax.Array:
-    """`activation(gate) * up` of rows that are not divided by their root mean square yet.
+def multiplied(
+    x: jax.Array, matrix: jax.Array, *, cut: Cut, early: bool, interpret: bool
+) -> jax.Array:
+    """A product, as parts of a sum.
 
     Args:
-      gate_up: [B, T, 2 * I], the gate beside what it gates.
-      squares: f32[B, T, n], sums of squares of the rows.
+      x: [B, T, E].
+      matrix: [E, N].
+      cut: how it is shared out.
+      early: whether the kernel behind may start before the end, as `start_next` says.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      f32[Q, B, T, N].
+    """
+    *lead, size = x.shape
+    rows, width = math.prod(lead), matrix.shape[1]
+    parts = launch(
+        functools.partial(multiply, cut=cut, early=early and not interpret),
+        Factors(x.reshape(rows, size), matrix),
+        Multiplied(like((cut.parts, rows, width))),
+        num_programs=width // cut.columns * cut.parts,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        interpret=interpret,
+    ).parts
+    return parts.reshape(cut.parts, *lead, width)
+
+
+def gated(
+    x: jax.Array,
+    squares: jax.Array | None,
+    matrix: jax.Array,
+    *,
+    mlp: Block,
+    cut: Cut,
+    early: bool,
+    interpret: bool,
+) -> jax.Array:
+    """`activation(gate) * up` of products with a matrix that is both.
+
+    Args:
+      x: [B, T, E].
+      squares: f32[B, T, n], sums of squares of the rows by whose root mean they are to be divided;
+        None where they are.
+      matrix: [E, 2 * I], the gate beside what it gates.
       mlp: whose gate it is.
+      cut: how it is shared out.
+      early: as of `multiplied`.
       interpret: run in Pallas' interpreter.
 
     Returns:
       [B, T, I].
     """
-    *lead, width = gate_up.shape
-    inner, rows = width // 2, math.prod(lead)
+    *lead, size = x.shape
+    inner, rows = matrix.shape[1] // 2, math.prod(lead)
+    squares = None if squares is None else squares.reshape(rows, -1)
     y = launch(
-        functools.partial(gate, block=mlp),
-        Gated(gate_up.reshape(rows, width), squares.reshape(rows, -1)),
-        _Result(like((rows, inner), gate_up.dtype)),
-        num_programs=rows * GATE_TILE.count(inner),
-        num_warps=GATE_TILE.num_warps,
+        functools.partial(gate, cut=cut, block=mlp, early=early and not interpret),
+        Factors(x.reshape(rows, size), matrix, squares),
+        Gated(like((rows, inner), x.dtype)),
+        num_programs=inner // cut.columns,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
         interpret=interpret,
     ).y
     return y.reshape(*lead, inner)

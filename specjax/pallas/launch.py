@@ -17,6 +17,7 @@ __all__ = [
     "like",
     "only",
     "settled",
+    "start_next",
     "value_when",
 ]
 
@@ -112,6 +113,25 @@ def arrive(counter: Any, place: tuple[Any, ...], total: int, interpret: bool) ->
     if not interpret:
         plgpu.debug_barrier()
     return plgpu.atomic_add(counter, place, jnp.uint32(1)) == jnp.uint32(total - 1)
+
+
+def start_next(index: jax.Array) -> jax.Array:
+    """The same index i32[]; where it is computed, the kernel behind may begin to start.
+
+    On Hopper and newer GPUs, XLA starts kernels before the one in front has ended, and each waits
+    in its first instruction until that one has. Without this one, it starts as programs end.
+
+    Only if a kernel of ours reads the results: it loads them behind its wait, while XLA's own may
+    be compiled to load what they take for constant before.
+    """
+    (same,) = plgpu.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        args=[jnp.broadcast_to(index, (1,))],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), index.dtype)],
+    )
+    return jnp.sum(same, dtype=index.dtype)
 
 
 def value_when(holds: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:

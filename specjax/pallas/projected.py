@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.pallas.gate import late_scale
+from specjax.pallas.join import load_squares, scale_of
 from specjax.pallas.launch import divide
-from specjax.pallas.tiles import at_least_dot, power_of_two
+from specjax.pallas.tiles import power_of_two
 
 __all__ = [
     "Heads",
@@ -99,6 +99,27 @@ class Projected(NamedTuple):
             total *= self.scale(token)[:, None]
         return total.astype(self.heads.keys.dtype).astype(jnp.float32)
 
+    def halves(
+        self, token: jax.Array, head: jax.Array, inside: jax.Array, turned: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both halves of heads f32[N, at least D / 2] of tokens, rotated if they are to be.
+
+        Args:
+          token: i32[N].
+          head: i32[N] or i32[].
+          inside: bool[N], which tokens there are.
+          turned: whether to rotate them.
+        """
+        half = self.heads.keys.shape[3] // 2
+        dim = jax.lax.iota(jnp.int32, power_of_two(half))
+        mask = tile_mask(inside, dim, half)
+        x, y = (self.tile(token, head, index, mask) for index in (dim, dim + half))
+        if not turned:
+            return x, y
+        at = (self.b, token)
+        cos, sin = (load_tile(z, at, dim, mask) for z in (self.heads.cos, self.heads.sin))
+        return self.turn(x, y, cos, sin)
+
     def rotated(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
         """Rotated heads [N, D] of tokens; arguments as of `tile`."""
         size = self.heads.keys.shape[3]
@@ -119,29 +140,31 @@ def place(heads: Heads, out: Placed, *, rule: Any, turn: Callable[..., Any]) -> 
     b, head = divide(pl.program_id(0), num_queries + 2 * groups)
     projected = Projected(heads, b, late_scales(heads.squares, b, tokens, rule), turn)
     token = jax.lax.iota(jnp.int32, power_of_two(tokens))
-    dim, inside = jax.lax.iota(jnp.int32, at_least_dot(head_dim)), token < tokens
-    mask = tile_mask(inside, dim, head_dim)
+    inside = token < tokens
     place = plgpu.load(heads.positions.at[b, token], mask=inside, other=jnp.int32(-1))
     # Past the end, whatever does not belong into the cache.
     slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
-    exists = tile_mask(slot < slots, dim, head_dim)
+
+    def store(to: Any, at: tuple[Any, ...], rows: jax.Array, halves: tuple[Any, Any]) -> None:
+        half = jax.lax.iota(jnp.int32, halves[0].shape[1])
+        for x, dim in zip(halves, (half, half + head_dim // 2), strict=True):
+            mask = tile_mask(rows, half, head_dim // 2)
+            plgpu.store(to.at[(*at, dim[None])], x.astype(to.dtype), mask=mask)
 
     @pl.when(head < num_queries)
     def _() -> None:
-        queries = projected.rotated(token, head, mask)
-        plgpu.store(out.queries.at[b, token[:, None], head, dim[None]], queries, mask=mask)
+        store(out.queries, (b, token[:, None], head), inside, projected.halves(token, head, inside))
 
     @pl.when((head >= num_queries) & (head < num_queries + groups))
     def _() -> None:
-        keys, at = projected.rotated(token, head, mask), (b, head - num_queries)
-        plgpu.store(out.keys.at[*at, slot[:, None], dim[None]], keys, mask=exists)
+        at = (b, head - num_queries, slot[:, None])
+        store(out.keys, at, slot < slots, projected.halves(token, head, inside))
         out.counters[b * groups + head - num_queries] = jnp.uint32(0)
 
     @pl.when(head >= num_queries + groups)
     def _() -> None:
-        values, at = projected.tile(token, head, dim, mask), (b, head - num_queries - groups)
-        values = values.astype(out.values.dtype)
-        plgpu.store(out.values.at[*at, slot[:, None], dim[None]], values, mask=exists)
+        at = (b, head - num_queries - groups, slot[:, None])
+        store(out.values, at, slot < slots, projected.halves(token, head, inside, turned=False))
 
 
 def late_scales(
@@ -151,7 +174,7 @@ def late_scales(
     if squares is None:
         return None
     # One after the other: a tile of sums for every row takes longer.
-    scales = [late_scale(squares, (b, t), rule) for t in range(tokens)]
+    scales = [scale_of(load_squares(squares, b, jnp.int32(t)), rule) for t in range(tokens)]
     return lambda token: of_token(token, scales, jnp.float32(0))
 
 

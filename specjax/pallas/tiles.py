@@ -1,13 +1,14 @@
 """How a row is cut among programs: sizes of tiles and warps, each with its reason."""
 
+import math
 from typing import NamedTuple
 
 from specjax.noise import SAMPLING_BLOCK
 
 __all__ = [
     "ATTENTION_SLOTS",
+    "Cut",
     "DRAW_WARPS",
-    "GATE_TILE",
     "JOIN_TILE",
     "MIN_DOT",
     "SEARCH_HELD",
@@ -15,6 +16,7 @@ __all__ = [
     "SEARCH_WARPS",
     "Tile",
     "at_least_dot",
+    "gate_cut",
     "is_alone",
     "is_light",
     "is_quickly_joined",
@@ -25,6 +27,7 @@ __all__ = [
     "num_parts_of_noise",
     "pair_tile",
     "power_of_two",
+    "product_cut",
     "row_tile",
     "search_tile",
     "target_tile",
@@ -42,6 +45,10 @@ SEARCH_NOTED = 32768
 
 # Slots of a cache that a program looks at together.
 ATTENTION_SLOTS = 64
+
+# Of a Hopper GPU; the memory, in bytes, is each multiprocessor's.
+_MULTIPROCESSORS = 132
+_SHARED_MEMORY = 224 * 1024
 
 # The smallest side of a product that the matrix units take.
 MIN_DOT = 16
@@ -68,8 +75,26 @@ class Tile(NamedTuple):
         return -(-vocab_size // self.size)
 
 
-# Of a gate: eight programs to a row of 8192.
-GATE_TILE = Tile(1024, 4)
+class Cut(NamedTuple):
+    """How a product of few rows with a matrix is shared out.
+
+    Attributes:
+      columns: of a tile, a program's.
+      depth: rows of the matrix that are multiplied at once.
+      parts: programs to a tile, each with its share of the matrix's rows.
+      turned: whether a tile stands on the left, where Hopper's matrix units take 64 columns at a
+        time and as few as 8 rows.
+      num_warps: of a program.
+      num_stages: how many turns of the loop are loaded at a time.
+    """
+
+    columns: int
+    depth: int
+    parts: int
+    turned: bool
+    num_warps: int
+    num_stages: int
+
 
 # Of a sum of up to eight parts: thirty programs for one request's rows are few, so small ones.
 JOIN_TILE = Tile(256, 2)
@@ -156,11 +181,9 @@ def is_alone(num_requests: int) -> bool:
     return num_requests < 4
 
 
-def num_parts_of_cache(num_heads: int, num_slots: int, light: bool) -> int:
-    """Programs that share the cache of a request's key-value head: two or four to a
-    multiprocessor.
-    """
-    most = max(1, min(32, (512 if light else 256) // num_heads))
+def num_parts_of_cache(num_heads: int, num_slots: int) -> int:
+    """Programs that share the cache of a request's key-value head: two to a multiprocessor."""
+    most = max(1, min(32, 256 // num_heads))
     return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))
 
 
@@ -182,3 +205,34 @@ def is_quickly_joined(num_parts: int, num_rows: int, head_dim: int) -> bool:
     longer than a launch takes.
     """
     return num_parts <= 2 * num_parts_at_once(num_rows, head_dim)
+
+
+def product_cut(num_rows: int, size: int, width: int, itemsize: int) -> Cut | None:
+    """Of a product with a matrix [size, width] of numbers of so many bytes; None if it has none.
+
+    About one program to a multiprocessor, however many rows of the matrix that leaves to each; the
+    fewer there are, the more each has to have in flight.
+    """
+    columns, depth = math.gcd(128, width), 128 // itemsize
+    if columns < 32 or size % depth:
+        return None
+    tiles = width // columns
+    parts = max(1, min(_MULTIPROCESSORS // tiles, 8, size // depth))
+    turned, few = num_rows <= MIN_DOT, parts * tiles < 112
+    return Cut(columns, depth, parts, turned, num_warps=4, num_stages=6 if few else 4)
+
+
+def gate_cut(num_rows: int, size: int, width: int, itemsize: int) -> Cut | None:
+    """The same with two matrices at once, and no parts: a gate needs whole sums.
+
+    All programs are to be on the GPU together: in a second turn of few most of it would idle.
+    """
+    depth = 128 // itemsize
+    wide = width % 128 == 0 and 96 <= width // 128 <= _MULTIPROCESSORS
+    columns = 128 if wide else math.gcd(64, width)
+    if columns < 32 or size % depth:
+        return None
+    crowd = -(-width // columns // _MULTIPROCESSORS)
+    stage = (at_least_dot(num_rows) + 2 * columns) * depth * itemsize
+    num_stages = max(3, min(4 if wide else 6, _SHARED_MEMORY // (crowd * stage)))
+    return Cut(columns, depth, 1, turned=True, num_warps=8 if wide else 4, num_stages=num_stages)

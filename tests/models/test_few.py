@@ -9,7 +9,7 @@ import pytest
 from machine import has_gpu
 
 from specjax.implementation import read_implementation
-from specjax.models import RopeScaling, TransformerConfig, attention, build, late, layers
+from specjax.models import RopeScaling, TransformerConfig, attention, build, late
 from specjax.pallas import few
 from specjax.pallas import parts as parts_of_cache
 from specjax.pallas.projected import Placed
@@ -62,7 +62,7 @@ def through(monkeypatch):
     """Sets what serves few rows, and forgets what was traced before."""
 
     def choose(name, alone=True, parts=2):
-        for module in (late, layers, attention):
+        for module in (late, attention):
             monkeypatch.setattr(module, "chosen", lambda: read_implementation(name))
         # Two parts of a cache, so that each has chunks to go through.
         monkeypatch.setattr(few, "num_parts_of_cache", lambda *sizes: parts)

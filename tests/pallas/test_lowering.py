@@ -9,12 +9,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import specjax
 from specjax import Draft
 from specjax import implementation as doors
-from specjax.models import TransformerConfig, build
+from specjax.models import TransformerConfig, build, late
+from specjax.models.layers import Layer
 from specjax.pallas import sample as pallas_sample
 from specjax.pallas import verify as pallas_verify
 from specjax.pallas.tiles import Tile
@@ -200,9 +202,9 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
     model = build(config)
     cache = jax.eval_shape(lambda: model.init_cache(batch_size, 300))
     ids = shape(batch_size, 3, dtype=I32)
-    # A sum that begins a norm before, behind and between the layer's halves, and a gate, where
-    # norms may wait; attention in two.
-    number = 2 if dtype == jnp.float16 else 6
+    # Four products, one of them with a gate; attention in two; where norms may wait, a sum that
+    # begins one before, behind and between the layer's halves.
+    number = 6 if dtype == jnp.float16 else 9
     # Of a prompt's tokens none of it is for.
     prompt = shape(batch_size, 40, dtype=I32)
     with on_gpu():
@@ -211,13 +213,55 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
         assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
 
 
-@pytest.mark.parametrize(("slots", "number"), [(60, 6), (1000, 6), (3000, 7)])
+@pytest.mark.parametrize(("slots", "number"), [(60, 9), (1000, 9), (3000, 10)])
 def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, number):
     model = build(TransformerConfig(64, 512, 512, 1, 4, 1, 128, dtype="bfloat16"))
     cache = jax.eval_shape(lambda: model.init_cache(4, slots))
     ids = shape(4, 1, dtype=I32)
     with on_gpu():
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == number
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ({}, 4),
+        # Only kernels of ours wait with all they read: not XLA's norms, biases and roundings.
+        ({"dtype": "float16"}, 2),
+        ({"sandwich_norms": True}, 2),
+        ({"qkv_bias": True}, 3),
+        ({"qk_norm": True}, 3),
+        ({"intermediate_size": 520}, 2),
+    ],
+    ids=str,
+)
+def test_a_kernel_starts_early_only_where_one_of_ours_reads(kind, number, monkeypatch):
+    config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
+    model = build(dataclasses.replace(config, **kind))
+    cache = jax.eval_shape(lambda: model.init_cache(8, 300))
+    ids = shape(8, 1, dtype=I32)
+
+    def num_starts():
+        jax.clear_caches()
+        text = lower(model.apply, model.params, ids, ids, cache)
+        return text.count("griddepcontrol.launch_dependents")
+
+    with on_gpu():
+        assert num_starts() == 0, "before Hopper there is no such instruction"
+        monkeypatch.setattr(late, "has_early_starts", lambda: True)
+        assert num_starts() == number
+
+
+def test_the_product_of_a_layer_by_itself_is_read_by_xla(monkeypatch):
+    monkeypatch.setattr(late, "has_early_starts", lambda: True)
+    config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
+    layer = Layer(config, 0, nnx.Rngs(0))
+    turns = (shape(8, 1, 1, 32), shape(8, 1, 1, 32))
+    cache = (shape(8, 2, 300, 64, dtype=jnp.bfloat16), shape(8, 2, 300, 64, dtype=jnp.bfloat16))
+    x = shape(8, 1, 512, dtype=jnp.bfloat16)
+    with on_gpu():
+        text = lower(layer, x, turns, shape(8, 1, dtype=I32), cache)
+    assert text.count("griddepcontrol.launch_dependents") == 3
 
 
 def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map(monkeypatch):
@@ -232,7 +276,7 @@ def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map(monkeypatch):
     split = PartitionSpec("batch")
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(begin, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split)
-        assert num_kernels(lower(mapped, model.params, shape(8, 3, dtype=I32))) == 6
+        assert num_kernels(lower(mapped, model.params, shape(8, 3, dtype=I32))) == 9
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,9 +1,9 @@
-"""What lies between a layer's products, by many programs: a gate, and a sum on its way to a norm.
+"""What lies between a layer's products, by many programs: a sum on its way to a norm.
 
-Axes: `R` rows, `E` hidden, `I` intermediate, `Q` parts of a sum, `n` tiles of E.
+Axes: `R` rows, `E` hidden, `Q` parts of a sum, `n` tiles of E.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.pallas.launch import divide
-from specjax.pallas.tiles import GATE_TILE, JOIN_TILE, power_of_two
+from specjax.pallas.tiles import JOIN_TILE, power_of_two
 
-__all__ = ["Block", "Gated", "Joined", "Sum", "gate", "join", "late_scale"]
-
-
-class Block(Protocol):
-    """A gated MLP.
-
-    Attributes:
-      activation: of the gate, in float32.
-      size: E.
-      eps: added to the mean square of its input.
-    """
-
-    activation: Any
-    size: int
-    eps: float
-
-
-class Gated(NamedTuple):
-    """References: `gate_up` [R, 2 * I], and `squares` f32[R, n] by whose root mean to divide."""
-
-    gate_up: Any
-    squares: Any
+__all__ = ["Joined", "Sum", "join", "load_squares", "scale_of"]
 
 
 class Sum(NamedTuple):
@@ -59,17 +38,6 @@ class Joined(NamedTuple):
     squares: Any
 
 
-def gate(inputs: Gated, out: Any, *, block: Block) -> None:
-    """One tile of one row of `out.y` [R, I]."""
-    inner = out.y.shape[1]
-    row, tile = divide(pl.program_id(0), GATE_TILE.count(inner))
-    index, inside = _columns(tile, GATE_TILE.size, inner)
-    gate, up = (_load(inputs.gate_up, (row, at), inside) for at in (index, index + inner))
-    scale = late_scale(inputs.squares, (row,), block)
-    y = block.activation(gate * scale) * (up * scale)
-    plgpu.store(out.y.at[row, index], y.astype(out.y.dtype), mask=inside)
-
-
 def join(inputs: Sum, out: Joined, *, offset: float) -> None:
     """One tile of one row; the weight is what is given and an offset."""
     size = out.x.shape[1]
@@ -90,17 +58,30 @@ def join(inputs: Sum, out: Joined, *, offset: float) -> None:
     out.squares[row, tile] = jnp.sum(x * x)
 
 
-def late_scale(squares: Any, row: tuple[Any, ...], norm: Any) -> jax.Array:
-    """What a row has to be multiplied by: one over its root mean square.
+def load_squares(squares: Any, *row: Any) -> jax.Array:
+    """Sums of squares [..., lanes] at rows of a reference f32[..., n], zeros behind the n.
 
     Args:
-      squares: reference to sums of squares f32[..., n].
-      row: its place.
+      squares: the reference.
+      *row: their places, scalars or arrays [...] of one shape.
+    """
+    count = squares.shape[-1]
+    lane = jax.lax.iota(jnp.int32, power_of_two(count))
+    inside = lane < count
+    if row[-1].ndim:
+        row, lane = tuple(each[:, None] for each in row), lane[None]
+        inside = jnp.broadcast_to(inside[None], (row[-1].shape[0], lane.shape[1]))
+    return _load(squares, (*row, lane), inside)
+
+
+def scale_of(squares: jax.Array, norm: Any) -> jax.Array:
+    """What rows have to be multiplied by: one over their root mean square.
+
+    Args:
+      squares: [..., lanes], sums of their squares.
       norm: has the `size` that was summed, and `eps`.
     """
-    lane = jax.lax.iota(jnp.int32, power_of_two(squares.shape[-1]))
-    total = jnp.sum(_load(squares, (*row, lane), lane < squares.shape[-1]))
-    return jax.lax.rsqrt(total / norm.size + norm.eps)
+    return jax.lax.rsqrt(jnp.sum(squares, axis=-1) / norm.size + norm.eps)
 
 
 def _columns(tile: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:
