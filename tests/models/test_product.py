@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from machine import has_gpu
 
+from specjax.implementation import read_implementation
 from specjax.models import TransformerConfig, build, late
 from specjax.pallas import few
 from specjax.pallas.tiles import gate_cut, product_cut
 
 KERNELS = [
-    pytest.param(True, marks=pytest.mark.interpret, id="interpret"),
-    pytest.param(False, marks=pytest.mark.gpu, id="triton"),
+    pytest.param("interpret", marks=pytest.mark.interpret),
+    pytest.param("triton", marks=pytest.mark.gpu),
 ]
 # Of float32, whose products the GPU's matrix units round to ten bits first.
 TOLERANCE = {"float32": 3e-3 if has_gpu() else 2e-6, "bfloat16": 1e-5, "float16": 1e-5}
@@ -33,14 +34,15 @@ def double(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-@pytest.mark.parametrize("interpret", KERNELS)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_parts_sum_to_the_product(sizes, dtype, interpret):
+def test_parts_sum_to_the_product(sizes, dtype, kernels):
     batch, tokens, size, width = sizes
     x, matrix = factors(*sizes, dtype)
     cut = product_cut(batch * tokens, size, width, x.dtype.itemsize)
     wanted = double(x) @ double(matrix)
+    interpret = read_implementation(kernels) == "interpret"
     # As they are cut, and in parts of which none is as large as the next.
     uneven = cut._replace(parts=3, turned=not cut.turned)
     for way in (cut, cut._replace(parts=1), uneven):
@@ -49,10 +51,10 @@ def test_parts_sum_to_the_product(sizes, dtype, interpret):
         np.testing.assert_allclose(double(parts).sum(0), wanted, atol=TOLERANCE[dtype] * 4)
 
 
-@pytest.mark.parametrize("interpret", KERNELS)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_gates_are_of_rows_divided_late(sizes, is_late, interpret):
+def test_gates_are_of_rows_divided_late(sizes, is_late, kernels):
     batch, tokens, size, width = sizes
     x, matrix = factors(batch, tokens, size, 2 * width, "bfloat16")
     squares = jax.random.uniform(jax.random.key(1), (batch, tokens, 3), minval=1.0, maxval=99.0)
@@ -61,6 +63,7 @@ def test_gates_are_of_rows_divided_late(sizes, is_late, interpret):
     scale = 1 / np.sqrt(double(squares).sum(-1, keepdims=True) / size + 1e-5) if is_late else 1
     gate, up = np.split(double(x) @ double(matrix) * scale, 2, axis=-1)
     squares = squares if is_late else None
+    interpret = read_implementation(kernels) == "interpret"
     options = {"mlp": mlp, "early": False, "interpret": interpret}
     for way in (cut, cut._replace(turned=False)):
         found = few.gated(x, squares, matrix, cut=way, **options)
