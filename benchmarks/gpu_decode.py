@@ -63,22 +63,31 @@ class Effort(NamedTuple):
     runs: int = 9
 
 
-class Timed(NamedTuple):
-    """A loop to time: compiled with arguments, what a run is given, and iterations of it."""
+class Timed:
+    """A loop to time: compiled, and what its runs are given.
 
-    run: Callable[..., Any]
-    arguments: Any
-    iterations: int
+    Every run takes the caches of the one before and gives them back, in their own memory, as
+    whoever carries a state does. Where arrays have other addresses than in the run before, XLA
+    makes the loop's CUDA graph anew, which was measured to cost milliseconds.
 
-
-def prepare(loop: Callable[..., Any], arguments: Any, effort: Effort) -> Timed:
-    """Compiles `loop(*arguments)`.
-
-    They are not given away, so that every run begins with a copy of the cache: giving it away,
-    and a new one at other addresses to every run, was measured to cost 2 ms a run.
+    Args:
+      loop: of caches and other arguments; gives a result, and the caches.
+      caches: pytree of arrays, given away.
+      arguments: the others.
+      iterations: of the loop.
     """
-    arguments = jax.block_until_ready(arguments)
-    return Timed(jax.jit(loop).lower(*arguments).compile(), arguments, effort.iterations)
+
+    def __init__(
+        self, loop: Callable[..., Any], caches: Any, arguments: Any, iterations: int
+    ) -> None:
+        self.caches, self.arguments = jax.block_until_ready((caches, arguments))
+        lowered = jax.jit(loop, donate_argnums=0).lower(self.caches, *self.arguments)
+        self.compiled, self.iterations = lowered.compile(), iterations
+
+    def run(self) -> Any:
+        """The result of one run."""
+        result, self.caches = self.compiled(self.caches, *self.arguments)
+        return result
 
 
 def read_ms(model: specjax.Model, config: TransformerConfig) -> float:
@@ -102,7 +111,7 @@ def forward(model: specjax.Model, tokens: int, batch: int, effort: Effort) -> Ti
         )[1]
     )
 
-    def loop(model: specjax.Model, fed: jax.Array, lengths: jax.Array, cache: Any) -> jax.Array:
+    def loop(cache: Any, model: specjax.Model, fed: jax.Array, lengths: jax.Array) -> Any:
         def step(i: jax.Array, carry: Any) -> Any:
             fed, cache = carry
             at = lengths[:, None] + i + jnp.arange(tokens, dtype=jnp.int32)
@@ -110,11 +119,11 @@ def forward(model: specjax.Model, tokens: int, batch: int, effort: Effort) -> Ti
             logits = model.logits(model.params, hidden)
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
-        return jax.lax.fori_loop(0, effort.iterations, step, (fed, cache))[0]
+        return jax.lax.fori_loop(0, effort.iterations, step, (fed, cache))
 
     fed = jnp.ones((batch, tokens), jnp.int32)
     lengths = jnp.full((batch,), effort.context, jnp.int32)
-    return prepare(loop, (model, fed, lengths, fill(model)), effort)
+    return Timed(loop, fill(model), (model, fed, lengths), effort.iterations)
 
 
 def speculate(
@@ -141,25 +150,27 @@ def speculate(
         max_new_tokens=effort.iterations * (k + 1) + 2,
     )
 
-    def loop(target: Any, drafter: Any, state: Any) -> Any:
+    def loop(caches: Any, target: Any, drafter: Any, state: Any) -> Any:
         def step(_: Any, state: Any) -> Any:
             return specjax.step(target, drafter, state, config=config)[0]
 
-        return jax.lax.fori_loop(0, effort.iterations, step, state).lengths - state.lengths
+        # What a run before has written behind the prompt is written again.
+        begun = state._replace(target_cache=caches[0], drafter_state=caches[1])
+        done = jax.lax.fori_loop(0, effort.iterations, step, begun)
+        return done.lengths - state.lengths, (done.target_cache, done.drafter_state)
 
-    return prepare(loop, (target, drafter, state), effort)
+    caches = (state.target_cache, state.drafter_state)
+    rest = state._replace(target_cache=None, drafter_state=None)
+    return Timed(loop, caches, (target, drafter, rest), effort.iterations)
 
 
 def clock(timed: Timed, effort: Effort) -> tuple[dict[str, Any], Any]:
     """Milliseconds of an iteration by the host's clock over whole loops, and the last result."""
-    result = jax.block_until_ready(timed.run(*timed.arguments))
+    jax.block_until_ready(timed.run())
     taken = []
     for _ in range(effort.runs):
-        # So that this result can have the last one's memory: where arrays have other addresses than
-        # in the run before, XLA updates the loop's graph first.
-        del result
         start = time.perf_counter()
-        result = jax.block_until_ready(timed.run(*timed.arguments))
+        result = jax.block_until_ready(timed.run())
         taken.append(1e3 * (time.perf_counter() - start) / timed.iterations)
     figures = {name.replace("_us", "_ms"): value for name, value in spread(taken).items()}
     return figures, result
@@ -168,7 +179,7 @@ def clock(timed: Timed, effort: Effort) -> tuple[dict[str, Any], Any]:
 def profile(timed: Timed) -> dict[str, Any]:
     """Kernels of an iteration, the longest first, and how far apart iterations begin."""
     loop = Loop(timed.run, 1, timed.iterations, False)
-    _, events, launches = trace(loop, [timed.arguments])
+    _, events, launches = trace(loop, [()])
     (run,) = split_runs(events)
     busy = kernel_times(events, timed.iterations, most=24)
     wall = (max(e.start + e.duration for e in run) - run[0].start) / 1e3 / timed.iterations
@@ -181,8 +192,7 @@ def profile(timed: Timed) -> dict[str, Any]:
 def between(run: list[Event], iterations: int) -> list[float]:
     """Microseconds between a kernel that each iteration launches once, and the same in the next.
 
-    Without what only a run's beginning costs: a copy of the cache, and the loop's graph anew where
-    an array's address is not the last run's.
+    Without what only a run's beginning costs.
     """
     times = collections.defaultdict(list)
     for event in run:
