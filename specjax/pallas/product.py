@@ -89,13 +89,8 @@ def gate(factors: Factors, out: Gated, *, cut: Cut, block: Block, early: bool) -
     """
     num_rows, size = factors.rows.shape
     tile, inner = pl.program_id(0), out.y.shape[1]
-    row = jax.lax.iota(jnp.int32, at_least_dot(num_rows))
     # Asked for before the matrix, and looked at behind it.
-    squares = (
-        None
-        if factors.squares is None
-        else load_squares(factors.squares, jax.lax.rem(row, jnp.int32(num_rows)))
-    )
+    squares = None if factors.squares is None else load_squares(factors.squares, _rows(num_rows))
     starts = [tile * cut.columns, tile * cut.columns + inner]
     steps = jnp.int32(size // cut.depth)
     gates, ups = _sums(factors, starts, jnp.int32(0), steps, cut)
