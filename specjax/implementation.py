@@ -82,7 +82,6 @@ def _why_no_kernels() -> str | None:
     return reason
 
 
-@functools.cache
 def _why_no_gpu() -> str | None:
     capability = _capability()
     if capability is None:

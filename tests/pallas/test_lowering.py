@@ -476,8 +476,16 @@ def test_triton_on_an_old_gpu_is_refused_by_its_capability(monkeypatch):
     class Turing:
         compute_capability = "7.5"
 
-    monkeypatch.setattr(doors.jax, "devices", lambda *_: [Turing()])
-    assert doors._why_no_gpu.__wrapped__() == "JAX sees one of 7.5"
+    class Hopper:
+        compute_capability = "9.0"
+
+    monkeypatch.setattr(doors.jax, "devices", lambda *_: [Turing(), Hopper()])
+    monkeypatch.setattr(doors, "_capability", doors._capability.__wrapped__)
+    assert doors._why_no_gpu() == "JAX sees one of 7.5"
+    assert not doors.has_early_starts()
+    monkeypatch.setattr(doors.jax, "devices", lambda *_: [Hopper()])
+    assert doors._why_no_gpu() is None
+    assert doors.has_early_starts()
 
 
 def test_an_old_gpu_stays_old_under_a_mesh_that_names_it(monkeypatch):
