@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 __all__ = [
     "arrive",
     "divide",
+    "dot",
     "fast_exp2",
     "launch",
     "like",
@@ -139,6 +140,19 @@ def value_when(holds: jax.Array, function: Callable[[], Any], otherwise: Any) ->
     # Triton's lowering wants every result of a branch computed, and takes no literal.
     return jax.lax.cond(
         holds, function, lambda: jax.tree.map(lambda x: jnp.where(holds, x, x), otherwise)
+    )
+
+
+def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """The float32 product of two tiles of one dtype, summed over an axis of each.
+
+    Of float32 as `jax_default_matmul_precision` says. Short floats are multiplied as they are
+    whatever it says: Triton has no other way for them.
+    """
+    precision = jax.lax.Precision.DEFAULT if a.dtype.itemsize <= 2 else None
+    contract = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(
+        a, b, contract, precision=precision, preferred_element_type=jnp.float32
     )
 
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.pallas.join import load_squares, scale_of
-from specjax.pallas.launch import divide, start_next
+from specjax.pallas.launch import divide, dot, start_next
 from specjax.pallas.tiles import Cut, at_least_dot
 
 __all__ = ["Block", "Factors", "Gated", "Multiplied", "gate", "multiply"]
@@ -131,8 +131,7 @@ def _sums(
 
 
 def _product(rows: jax.Array, tile: jax.Array, cut: Cut) -> jax.Array:
-    pair, axes = ((tile, rows), ((0,), (1,))) if cut.turned else ((rows, tile), ((1,), (0,)))
-    return jax.lax.dot_general(*pair, (axes, ((), ())), preferred_element_type=jnp.float32)
+    return dot(tile, rows, (0, 1)) if cut.turned else dot(rows, tile, (1, 0))
 
 
 def _store(reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array, cut: Cut) -> None:

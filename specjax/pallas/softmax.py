@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.pallas.launch import dot
+
 __all__ = ["Queries", "Softmax", "add", "nothing", "summed"]
 
 _MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
@@ -64,7 +66,7 @@ def add(
       slot: i32[N], where the keys stand; -1 for none.
       rule: a `specjax.pallas.attention.Rule`.
     """
-    scores = _product(queries.rows, keys, 1) * rule.scale
+    scores = dot(queries.rows, keys, (1, 1)) * rule.scale
     if rule.softcap is not None:
         scores = jnp.tanh(scores / rule.softcap) * rule.softcap
     position = queries.position[:, None]
@@ -77,10 +79,5 @@ def add(
     return Softmax(
         peak,
         state.total * shrunk[:, None] + weights,
-        state.mixed * shrunk[:, None] + _product(weights.astype(values.dtype), values, 0),
+        state.mixed * shrunk[:, None] + dot(weights.astype(values.dtype), values, (1, 0)),
     )
-
-
-def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    contract = (((1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
