@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["by_implementation", "has_early_starts", "read_implementation"]
+__all__ = ["by_implementation", "has_early_starts", "read_implementation", "shared_memory"]
 
 _MIN_CAPABILITY, _EARLY_CAPABILITY = 8.0, 9.0
 _NO_GPU = "JAX sees none here"
@@ -95,6 +95,11 @@ def has_early_starts() -> bool:
     """Whether GPUs here can start a kernel before the one in front has ended, as Hopper does."""
     capability = _capability()
     return capability is not None and capability >= _EARLY_CAPABILITY
+
+
+def shared_memory() -> int:
+    """Bytes that a program may have on every GPU here: least on small ones before Hopper."""
+    return (227 if has_early_starts() else 99) * 1024
 
 
 @functools.cache

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.implementation import by_implementation, has_early_starts, read_implementation
+from specjax.implementation import (
+    by_implementation,
+    has_early_starts,
+    read_implementation,
+    shared_memory,
+)
 from specjax.mesh import vary_like
 
 __all__ = [
@@ -114,7 +119,9 @@ def padding(batch: int, tokens: int) -> int:
 def _cut(cut: Callable[..., Any], x: jax.Array, size: int, width: int) -> Any:
     """How few rows' product with a matrix is shared out by kernels; None if XLA multiplies."""
     batch, tokens, _ = x.shape
-    return cut(batch * tokens, size, width, x.dtype.itemsize) if is_few(batch, tokens) else None
+    if not is_few(batch, tokens):
+        return None
+    return cut(batch * tokens, size, width, x.dtype.itemsize, shared_memory())
 
 
 def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Array:

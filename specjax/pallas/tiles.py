@@ -207,11 +207,13 @@ def is_quickly_joined(num_parts: int, num_rows: int, head_dim: int) -> bool:
     return num_parts <= 2 * num_parts_at_once(num_rows, head_dim)
 
 
-def product_cut(num_rows: int, size: int, width: int, itemsize: int) -> Cut | None:
+def product_cut(
+    num_rows: int, size: int, width: int, itemsize: int, room: int = 227 * 1024
+) -> Cut | None:
     """Of a product with a matrix [size, width] of numbers of so many bytes; None if it has none.
 
-    About one program to a multiprocessor, however many rows of the matrix that leaves to each; the
-    fewer there are, the more each has to have in flight.
+    A program may have `room` bytes of shared memory. About one program to a multiprocessor, however
+    many rows of the matrix that leaves to each; the fewer there are, the more each has in flight.
     """
     columns, depth = math.gcd(128, width), 128 // itemsize
     if columns < 32 or size % depth:
@@ -219,20 +221,24 @@ def product_cut(num_rows: int, size: int, width: int, itemsize: int) -> Cut | No
     tiles = width // columns
     parts = max(1, min(_MULTIPROCESSORS // tiles, 8, size // depth))
     turned, few = num_rows <= MIN_DOT, parts * tiles < 112
-    return Cut(columns, depth, parts, turned, num_warps=4, num_stages=6 if few else 4)
+    stage = (at_least_dot(num_rows) + columns) * depth * itemsize
+    num_stages = min(6 if few else 4, room // stage)
+    return Cut(columns, depth, parts, turned, num_warps=4, num_stages=num_stages)
 
 
-def gate_cut(num_rows: int, size: int, width: int, itemsize: int) -> Cut | None:
+def gate_cut(
+    num_rows: int, size: int, width: int, itemsize: int, room: int = 227 * 1024
+) -> Cut | None:
     """The same with two matrices at once, and no parts: a gate needs whole sums.
 
     All programs are to be on the GPU together: in a second turn of few most of it would idle.
     """
     depth = 128 // itemsize
-    wide = width % 128 == 0 and 96 <= width // 128 <= _MULTIPROCESSORS
+    wide = width % 128 == 0 and 96 <= width // 128 <= _MULTIPROCESSORS and room > 200 * 1024
     columns = 128 if wide else math.gcd(64, width)
     if columns < 32 or size % depth:
         return None
     crowd = -(-width // columns // _MULTIPROCESSORS)
     stage = (at_least_dot(num_rows) + 2 * columns) * depth * itemsize
-    num_stages = max(3, min(4 if wide else 6, _SHARED_MEMORY // (crowd * stage)))
+    num_stages = max(3, min(4 if wide else 6, _SHARED_MEMORY // (crowd * stage), room // stage))
     return Cut(columns, depth, 1, turned=True, num_warps=8 if wide else 4, num_stages=num_stages)

@@ -114,6 +114,18 @@ def test_products_of_known_models_fill_a_gpu_and_fit_on_it(name, rows):
     assert crowd > 3 or shared_memory(cut, rows, 2) * crowd <= 227 * 1024
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_fit_on_a_small_gpu(name, rows):
+    hidden, inner, heads = MODELS[name]
+    room = 99 * 1024
+    for size, width in ((hidden, heads), (hidden, hidden), (inner, hidden)):
+        cut = product_cut(rows, size, width, 2, room)
+        assert cut.num_stages >= 3
+        assert shared_memory(cut, rows, 1) <= room
+    assert shared_memory(gate_cut(rows, hidden, inner, 2, room), rows, 2) <= room
+
+
 @pytest.mark.parametrize("cut", [product_cut, gate_cut])
 def test_a_matrix_that_does_not_divide_is_left_to_xla(cut):
     assert cut(8, 4096, 4096, 2) is not None
