@@ -27,13 +27,15 @@ parity: $(VENV)/.parity
 
 # The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
 # Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
+# XLA's search for tiles of its own products, which are not tested here, would take the longest.
 GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/test_laws.py,tests/test_cutoff.py \
 	tests/test_edges.py tests/test_verify.py,tests/test_ragged.py \
-	tests/test_sampling.py,tests/test_transforms.py tests/models/test_few.py,tests/models/test_product.py
+	tests/test_sampling.py,tests/test_transforms.py tests/models/test_few.py tests/models/test_product.py
 
 gpu-test:
 	@running=; for files in $(GPU_TESTS); do \
-		SPECJAX_GPU_TEST=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON_GPU) -m pytest -q -rs -m gpu \
+		SPECJAX_GPU_TEST=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
+			XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(PYTHON_GPU) -m pytest -q -rs -m gpu \
 			-p no:cacheprovider --durations=5 $(GPU_FLAGS) $$(echo $$files | tr , ' ') & running="$$running $$!"; \
 	done; failed=0; for one in $$running; do wait $$one || failed=1; done; exit $$failed
 
