@@ -20,8 +20,8 @@ KINDS = {
     "join": "sums and norms",
     "multiply": "products",
     "gate": "products",
-    "memcpy": "the copy of the cache that a run begins with",
-    "Memcpy": "the copy of the cache that a run begins with",
+    "memcpy": "copies",
+    "Memcpy": "copies",
 }
 REST = "everything else: lookups, positions, sampling, verification, commit"
 
@@ -32,8 +32,9 @@ def decode_table(result: dict[str, Any]) -> str:
         "| | B | ms | ms between steps | times the weights | tokens a step | tokens/s | launches |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for case in result["cases"]:
-        floor = floor_ms(case["case"], result["read_ms"])
+    cases = [(case, section["read_ms"]) for section in result.values() for case in section["cases"]]
+    for case, read_ms in cases:
+        floor = floor_ms(case["case"], read_ms)
         rate = ["", ""]
         if "tokens_per_s" in case:
             rate = [f"{case['tokens_per_step']:.2f}", f"{case['tokens_per_s']:.0f}"]
@@ -47,9 +48,12 @@ def decode_table(result: dict[str, Any]) -> str:
             f"{case['profile']['num_events']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    where = result["environment"]
-    place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
-    return "\n".join([*lines, "", *profiles(result["cases"]), "", place])
+    where = [(name, section["environment"]) for name, section in result.items()]
+    places = [
+        f"{name}: {x['device']}, jax {x['jax']}, {x['date'][:10]}: `{x['command']}`"
+        for name, x in where
+    ]
+    return "\n".join([*lines, "", *profiles([case for case, _ in cases]), "", "\n\n".join(places)])
 
 
 def floor_ms(case: str, read_ms: dict[str, float]) -> float:
