@@ -11,6 +11,8 @@ import jax
 __all__ = ["by_implementation", "has_early_starts", "read_implementation", "shared_memory"]
 
 _MIN_CAPABILITY, _EARLY_CAPABILITY = 8.0, 9.0
+# From the first of these to below the other, GPUs give a program 227 KB of shared memory.
+_LARGE_CAPABILITIES = 9.0, 12.0
 _NO_GPU = "JAX sees none here"
 _DEPRECATED = "The Pallas Triton backend is deprecated"
 
@@ -83,33 +85,36 @@ def _why_no_kernels() -> str | None:
 
 
 def _why_no_gpu() -> str | None:
-    capability = _capability()
-    if capability is None:
+    capabilities = _capabilities()
+    if not capabilities:
         return _NO_GPU
-    if capability < _MIN_CAPABILITY:
-        return f"JAX sees one of {capability}"
+    if (least := min(capabilities)) < _MIN_CAPABILITY:
+        return f"JAX sees one of {least}"
     return None
 
 
 def has_early_starts() -> bool:
     """Whether GPUs here can start a kernel before the one in front has ended, as Hopper does."""
-    capability = _capability()
-    return capability is not None and capability >= _EARLY_CAPABILITY
+    capabilities = _capabilities()
+    return bool(capabilities) and min(capabilities) >= _EARLY_CAPABILITY
 
 
 def shared_memory() -> int:
-    """Bytes that a program may have on every GPU here: least on small ones before Hopper."""
-    return (227 if has_early_starts() else 99) * 1024
+    """Bytes that a program may have on every GPU here: the least are those of consumers' GPUs."""
+    least, beyond = _LARGE_CAPABILITIES
+    capabilities = _capabilities()
+    large = bool(capabilities) and all(least <= each < beyond for each in capabilities)
+    return (227 if large else 99) * 1024
 
 
 @functools.cache
-def _capability() -> float | None:
-    """The least of the GPUs that JAX sees, or None where it sees none."""
+def _capabilities() -> tuple[float, ...]:
+    """Of the GPUs that JAX sees."""
     try:
         devices = jax.devices("cuda")
     except RuntimeError:
-        return None
-    return min(float(device.compute_capability) for device in devices)
+        return ()
+    return tuple(float(device.compute_capability) for device in devices)
 
 
 def _silence_deprecation() -> None:

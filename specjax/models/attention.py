@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from specjax.implementation import shared_memory
 from specjax.models.late import Product, by_launches, chosen, is_few
 from specjax.models.rope import rotate, turn
 
@@ -46,18 +47,24 @@ def _weights(scores: jax.Array, seen: jax.Array, rule: Rule) -> jax.Array:
     return jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1)
 
 
-def is_looked_at(batch: int, padded: int, tokens: int, shared: int) -> bool:
+def is_looked_at(padded: int, tokens: int, shared: int, keys: jax.Array) -> bool:
     """Whether tokens, so many with their padding, attend to a cache by kernels.
 
     Of a prompt's tokens, a product for each pair of them is the better way.
 
     Args:
-      batch: B.
       padded: T'.
       tokens: T.
       shared: R.
+      keys: [B, G, S, D], of the cache.
     """
-    return is_few(batch, padded) and tokens <= 16 and tokens * shared <= 64
+    from specjax.pallas.tiles import at_least_dot, attention_stages, is_alone
+
+    batch, _, _, head_dim = keys.shape
+    if not is_few(batch, padded) or tokens > 16 or tokens * shared > 64:
+        return False
+    rows = at_least_dot((tokens if is_alone(batch) else padded) * shared)
+    return attention_stages(rows, head_dim, keys.dtype.itemsize, shared_memory()) > 0
 
 
 def cached_attention(
@@ -76,12 +83,12 @@ def cached_attention(
     Returns:
       [B, T', G * R * D], and the cache with the tokens in it.
     """
-    (batch, tokens), (_, groups, _, head_dim) = positions.shape, cache[0].shape
+    tokens, (_, groups, _, head_dim) = positions.shape[1], cache[0].shape
     projected = projected._replace(
         parts=projected.parts.reshape(*projected.parts.shape[:3], -1, head_dim)
     )
     shared = projected.parts.shape[3] // groups - 2
-    few = is_looked_at(batch, projected.parts.shape[2], tokens, shared)
+    few = is_looked_at(projected.parts.shape[2], tokens, shared, cache[0])
 
     def xla(projected: Product, *rest: Any) -> tuple[jax.Array, Any]:
         if projected.squares is not None:
@@ -97,10 +104,10 @@ def cached_attention(
 
         cos, sin = (x[:, :, 0] for x in turns)
         heads = Heads(*projected, cos, sin, positions.astype(jnp.int32), *cache)
-        return attend(heads, rule=rule, turn=turn, interpret=interpret)
+        return attend(heads, rule=rule, turn=turn, room=shared_memory(), interpret=interpret)
 
     implementation = chosen() if few else "xla"
-    return by_launches(implementation, xla, kernels, projected, turns, positions, cache)
+    return by_launches(implementation, xla, kernels, projected, turns, positions, cache, early=0)
 
 
 def _attend(

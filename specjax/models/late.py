@@ -6,6 +6,7 @@ product with a small matrix comes as parts of a sum, enough of them to read it a
 Axes: `B` requests, `T` tokens, `E` hidden, `N` of a product.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,16 +97,51 @@ def may_wait(x: jax.Array) -> bool:
 
 
 def by_launches(
-    implementation: str, xla: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
+    implementation: str,
+    xla: Callable[..., Any],
+    kernels: Callable[..., Any],
+    *operands: Any,
+    early: int | None = None,
 ) -> Any:
-    """As `by_implementation`, with the derivatives of `xla`: a kernel has none of its own."""
+    """As `by_implementation`, with the derivatives of `xla`: a kernel has none of its own.
+
+    Args:
+      implementation: as there.
+      xla: as there.
+      kernels: as there.
+      *operands: as there.
+      early: which operand a kernel may have made that lets this one start early.
+    """
     if implementation == "xla":
         return xla(*operands)
+
+    def differentiate(primals: Any, tangents: Any) -> Any:
+        if early is not None and has_early_starts():
+            awaited = jax.tree.map(functools.partial(_wait, implementation), primals[early])
+            primals = (*primals[:early], awaited, *primals[early + 1 :])
+        return jax.jvp(xla, primals, tangents)
+
     # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
     operands = vary_like(operands, operands)
     run = jax.custom_jvp(lambda *each: by_implementation(implementation, xla, kernels, *each))
-    run.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
+    run.defjvp(differentiate)
     return run(*operands)
+
+
+def _wait(implementation: str, x: jax.Array) -> jax.Array:
+    """The same, behind whatever lets XLA's kernels start before it is there.
+
+    Of a derivative by some weights alone the other products are kernels still, and XLA reads them.
+    """
+
+    def kernels(x: jax.Array, interpret: bool) -> jax.Array:
+        from specjax.pallas.few import waited
+
+        return waited(x, interpret=interpret)
+
+    run = jax.custom_jvp(lambda x: by_implementation(implementation, lambda x: x, kernels, x))
+    run.defjvp(lambda primals, tangents: (run(*primals), *tangents))
+    return run(x)
 
 
 def padding(batch: int, tokens: int) -> int:
@@ -116,12 +152,12 @@ def padding(batch: int, tokens: int) -> int:
     return max(-(-_MIN_ROWS // batch) - tokens, 0) if is_few(batch, tokens) else 0
 
 
-def _cut(cut: Callable[..., Any], x: jax.Array, size: int, width: int) -> Any:
+def _cut(cut: Callable[..., Any], x: jax.Array, matrix: jax.Array, width: int) -> Any:
     """How few rows' product with a matrix is shared out by kernels; None if XLA multiplies."""
     batch, tokens, _ = x.shape
-    if not is_few(batch, tokens):
+    if not is_few(batch, tokens) or x.dtype != matrix.dtype:
         return None
-    return cut(batch * tokens, size, width, x.dtype.itemsize, shared_memory())
+    return cut(batch * tokens, len(matrix), width, x.dtype.itemsize, shared_memory())
 
 
 def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Array:
@@ -134,7 +170,7 @@ def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Arr
     """
     from specjax.pallas.tiles import product_cut
 
-    cut = _cut(product_cut, x, *matrix.shape)
+    cut = _cut(product_cut, x, matrix, matrix.shape[1])
     if cut is None:
         return (x @ matrix)[None]
 
@@ -150,7 +186,7 @@ def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Arr
             *operands, cut=cut, early=early and has_early_starts(), interpret=interpret
         )
 
-    return by_launches(chosen(), xla, kernels, x, matrix)
+    return by_launches(chosen(), xla, kernels, x, matrix, early=0)
 
 
 def gated(x: Normed, gate_up: jax.Array, down: jax.Array, *, mlp: Any, early: bool) -> jax.Array:
@@ -174,11 +210,11 @@ def gated(x: Normed, gate_up: jax.Array, down: jax.Array, *, mlp: Any, early: bo
         from specjax.pallas.few import gated
 
         # XLA's own product does not wait as ours does.
-        next_waits = _cut(product_cut, x.rows, *down.shape) is not None
+        next_waits = _cut(product_cut, x.rows, down, down.shape[1]) is not None
         next_early = next_waits and has_early_starts()
         return gated(*operands, mlp=mlp, cut=cut, early=next_early, interpret=interpret)
 
-    cut = _cut(gate_cut, x.rows, *down.shape[::-1])
+    cut = _cut(gate_cut, x.rows, gate_up, len(down))
     implementation = "xla" if cut is None else chosen()
     y = by_launches(implementation, xla, kernels, x.rows, x.squares, gate_up)
     return multiply(y, down, early=early)
@@ -216,4 +252,4 @@ def join(
         x, *normed = joined(*operands, offset=offset, interpret=interpret)
         return x, Normed(*normed)
 
-    return by_launches(chosen(), xla, kernels, x, parts, weight)
+    return by_launches(chosen(), xla, kernels, x, parts, weight, early=1)

@@ -129,11 +129,10 @@ class Attention(nnx.Module):
         y = causal_attention(heads, turns, self.groups, self.rule, implementation)
         return _affine(y, self.out, self.out_bias)
 
-    def _project(self, x: Normed, tokens: int) -> Product:
+    def _project(self, x: Normed, tokens: int, keys: jax.Array) -> Product:
         """A product [B, T', heads * D], queries, keys and values, none of them rotated."""
         if self.qkv_bias is None and self.query_norm is None:
-            batch, padded, _ = x.rows.shape
-            early = is_looked_at(batch, padded, tokens, self.heads // self.groups)
+            early = is_looked_at(x.rows.shape[1], tokens, self.heads // self.groups, keys)
             return Product(multiply(x.rows, self.qkv[...], early=early), x.squares)
         if x.squares is None:
             y = _affine(x.rows, self.qkv, self.qkv_bias)
@@ -149,7 +148,7 @@ class Attention(nnx.Module):
         self, x: Normed, turns: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         """A product as parts [Q, B, T, E], and the cache with the tokens in it."""
-        projected = self._project(x, positions.shape[1])
+        projected = self._project(x, positions.shape[1], cache[0])
         y, cache = cached_attention(projected, turns, positions, cache, self.rule)
         if self.out_bias is None:
             return multiply(y, self.out[...], early=self.is_joined and may_wait(y)), cache

@@ -23,6 +23,7 @@ from specjax.pallas.tiles import (
     JOIN_TILE,
     Cut,
     at_least_dot,
+    attention_stages,
     is_alone,
     is_light,
     is_quickly_joined,
@@ -30,7 +31,7 @@ from specjax.pallas.tiles import (
     num_parts_of_cache,
 )
 
-__all__ = ["attend", "gated", "joined", "multiplied"]
+__all__ = ["attend", "gated", "joined", "multiplied", "waited"]
 
 
 class _Attended(NamedTuple):
@@ -40,7 +41,7 @@ class _Attended(NamedTuple):
 
 
 def attend(
-    heads: Heads, *, rule: Rule, turn: Callable[..., Any], interpret: bool
+    heads: Heads, *, rule: Rule, turn: Callable[..., Any], room: int, interpret: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What few tokens see of the cache and of one another.
 
@@ -54,6 +55,7 @@ def attend(
       heads: arrays.
       rule: how the slots are weighed.
       turn: of both halves of heads, cosines and sines: both halves of turned heads.
+      room: bytes of shared memory that a program may have.
       interpret: run in Pallas' interpreter.
 
     Returns:
@@ -64,22 +66,22 @@ def attend(
     alone, pairs, dtype = is_alone(batch), batch * groups, heads.keys.dtype
     # Rows of padding see nothing: whoever puts parts together in `look` leaves zeros there.
     rows = at_least_dot((tokens if alone else padded) * (num_heads // groups))
-    light = is_light(rows, head_dim)
+    light, stages = is_light(rows, head_dim), attention_stages(rows, head_dim, dtype.itemsize, room)
     parts = num_parts_of_cache(pairs, slots)
     lead = (pairs, parts + alone, rows)
     unfinished = Parts(like((*lead, head_dim)), like(lead), like(lead))
     out = like((batch, padded, num_heads, head_dim), dtype)
-    room = {"keys": like(heads.keys.shape, dtype), "values": like(heads.values.shape, dtype)}
+    cache_like = {"keys": like(heads.keys.shape, dtype), "values": like(heads.values.shape, dtype)}
     in_place = {"keys": heads.keys, "values": heads.values}
     if alone:
         seen = launch(
             functools.partial(see, rule=rule, turn=turn),
             heads,
-            Unfinished(unfinished, **room),
+            Unfinished(unfinished, **cache_like),
             num_programs=pairs * (parts + 1),
             num_warps=num_attention_warps(light),
             # A part of one chunk has no loop to load ahead for, only less room beside others.
-            num_stages=1 if parts * ATTENTION_SLOTS >= slots else 3,
+            num_stages=1 if parts * ATTENTION_SLOTS >= slots else stages,
             interpret=interpret,
             in_place=in_place,
         )
@@ -89,7 +91,7 @@ def attend(
         placed = launch(
             functools.partial(place, rule=rule, turn=turn),
             heads,
-            Placed(queries, **room, counters=like((pairs,), jnp.uint32)),
+            Placed(queries, **cache_like, counters=like((pairs,), jnp.uint32)),
             num_programs=batch * (num_heads + 2 * groups),
             num_warps=4,
             interpret=interpret,
@@ -102,7 +104,7 @@ def attend(
             Looked(unfinished, out if quick else None, like((pairs,), jnp.uint32)),
             num_programs=pairs * parts,
             num_warps=num_attention_warps(light),
-            num_stages=3,
+            num_stages=stages,
             interpret=interpret,
             in_place={"counters": placed.counters},
         )
@@ -215,3 +217,10 @@ def joined(
         interpret=interpret,
     )
     return Joined(*(y.reshape(*lead, -1) for y in done))
+
+
+def waited(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """The same array, read by a kernel of ours: whoever reads it then need not wait as ours do."""
+    rows = x.reshape(1, -1, x.shape[-1])
+    nothing = jnp.zeros(x.shape[-1:], x.dtype)
+    return joined(rows, None, nothing, offset=0.0, interpret=interpret)[0].reshape(x.shape)

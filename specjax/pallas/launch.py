@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
+# Of the first three Pallas would make one product of bfloat16.
+_NOT_OF_TRITON = ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F64_F64_F64")
 
 
 def launch(
@@ -146,10 +148,14 @@ def value_when(holds: jax.Array, function: Callable[[], Any], otherwise: Any) ->
 def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """The float32 product of two tiles of one dtype, summed over an axis of each.
 
-    Of float32 as `jax_default_matmul_precision` says. Short floats are multiplied as they are
-    whatever it says: Triton has no other way for them.
+    Of float32 as `jax_default_matmul_precision` says, or more exactly where Triton has no such way.
+    Short floats are multiplied as they are whatever it says: Triton has no other way for them.
     """
-    precision = jax.lax.Precision.DEFAULT if a.dtype.itemsize <= 2 else None
+    precision = None
+    if a.dtype.itemsize <= 2:
+        precision = jax.lax.Precision.DEFAULT
+    elif jax.default_matmul_precision.value in _NOT_OF_TRITON:
+        precision = jax.lax.Precision.HIGHEST
     contract = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(
         a, b, contract, precision=precision, preferred_element_type=jnp.float32

@@ -16,6 +16,7 @@ __all__ = [
     "SEARCH_WARPS",
     "Tile",
     "at_least_dot",
+    "attention_stages",
     "gate_cut",
     "is_alone",
     "is_light",
@@ -190,6 +191,22 @@ def num_parts_of_cache(num_heads: int, num_slots: int) -> int:
 def num_attention_warps(light: bool) -> int:
     """Warps that look at a part of a cache."""
     return 2 if light else 4
+
+
+def attention_stages(num_rows: int, head_dim: int, itemsize: int, room: int) -> int:
+    """Turns of a loop over slots that are loaded at a time; 0 if one alone has no room.
+
+    A program may have `room` bytes of shared memory. Triton keeps the keys and values of all turns
+    but one there, and of every turn where Hopper multiplies 64 rows or more; queries; and weights.
+    """
+    width = at_least_dot(head_dim) * itemsize
+    tile, rest = ATTENTION_SLOTS * width, num_rows * width
+    for stages in (3, 2, 1):
+        tiles = 2 * stages if num_rows >= 64 else max(1, 2 * (stages - 1))
+        weights = 0 if num_rows >= 64 else num_rows * ATTENTION_SLOTS * itemsize
+        if tiles * tile + rest + weights <= room:
+            return stages
+    return 0
 
 
 def num_parts_at_once(num_rows: int, head_dim: int) -> int:

@@ -9,9 +9,9 @@ import pytest
 from machine import has_gpu
 
 from specjax.implementation import read_implementation
-from specjax.models import TransformerConfig, build, late
-from specjax.pallas import few
-from specjax.pallas.tiles import gate_cut, product_cut
+from specjax.models import TransformerConfig, attention, build, late
+from specjax.pallas import few, launch
+from specjax.pallas.tiles import attention_stages, gate_cut, product_cut
 
 KERNELS = [
     pytest.param("interpret", marks=pytest.mark.interpret),
@@ -158,3 +158,46 @@ def test_a_model_that_does_not_divide_is_served_all_the_same(monkeypatch):
     wanted = read()
     monkeypatch.setattr(late, "chosen", lambda: "interpret")
     np.testing.assert_allclose(read(), wanted, atol=0.05)
+
+
+# Kilobytes of keys, values, queries and weights that Triton 3.9 keeps for `look`, compiled for
+# compute capability 9.0: rows, head dimension, bytes of a number, and of 1, 2 and 3 turns.
+LOOKED = [
+    (16, 64, 2, (12, 20, 36)),
+    (16, 128, 2, (22, 38, 70)),
+    (64, 128, 2, (48, 80, 112)),
+    (16, 128, 4, (44, 76, 140)),
+    (16, 256, 2, (42, 74, 138)),
+    (64, 256, 2, (96, 160, 224)),
+    (16, 256, 4, (84, 148, 276)),
+    (64, 256, 4, (192, 320, 448)),
+]
+
+
+@pytest.mark.parametrize(("rows", "head_dim", "itemsize", "kilobytes"), LOOKED)
+def test_attention_loads_as_many_turns_as_fit(rows, head_dim, itemsize, kilobytes):
+    for room in (99, 227):
+        stages = attention_stages(rows, head_dim, itemsize, room * 1024)
+        assert stages == sum(size <= room for size in kilobytes)
+
+
+def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla(monkeypatch):
+    monkeypatch.setattr(late, "chosen", lambda: "choose")
+    keys = jax.ShapeDtypeStruct((8, 1, 100, 256), jnp.float32)
+    looked = {}
+    for room in (99, 227):
+        monkeypatch.setattr(attention, "shared_memory", lambda room=room: room * 1024)
+        looked[room] = attention.is_looked_at(8, 8, 8, keys)
+    assert looked == {99: False, 227: True}
+
+
+def test_precisions_that_triton_lacks_are_not_less_exact():
+    tile = jnp.zeros((16, 16))
+    precision = jax.lax.Precision
+    found = {}
+    for asked in ("default", "BF16_BF16_F32_X3", "F64_F64_F64"):
+        with jax.default_matmul_precision(asked):
+            jaxpr = jax.make_jaxpr(lambda x: launch.dot(x, x, (1, 0)))(tile)
+        found[asked] = jaxpr.eqns[0].params["precision"]
+    assert found.pop("default") != (precision.HIGHEST,) * 2
+    assert set(found.values()) == {(precision.HIGHEST,) * 2}

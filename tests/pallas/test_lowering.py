@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
+import types
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.extend.mlir import ir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import specjax
@@ -261,6 +263,60 @@ def test_the_product_of_a_layer_by_itself_is_read_by_xla(monkeypatch):
     assert text.count("griddepcontrol.launch_dependents") == 3
 
 
+def read_early(function, *shapes):
+    """What reads each result that a kernel lets the next one start before: names of operations."""
+    module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
+    early = []
+
+    def readers(result):
+        for use in result.uses:
+            reader = use.owner.operation
+            if reader.name == "stablehlo.reshape":
+                yield from readers(reader.results[0])
+            elif reader.name == "stablehlo.return":
+                yield from readers(reader.parent.results[use.operand_number])
+            else:
+                yield "kernel" if "xla.gpu.triton" in str(reader) else reader.name
+
+    def note(operation):
+        if operation.name == "stablehlo.custom_call" and "griddepcontrol" in str(operation):
+            early.append(sorted(readers(operation.results[0])))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(note)
+    return early
+
+
+def test_a_derivative_by_some_weights_waits_for_the_products_of_the_others(monkeypatch):
+    monkeypatch.setattr(late, "has_early_starts", lambda: True)
+    model = build(TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16"))
+    cache = jax.eval_shape(lambda: model.init_cache(8, 300))
+    ids = shape(8, 1, dtype=I32)
+
+    def loss(weight, params, ids, cache):
+        layer = params["layers"][0] | {"mlp_norm": {"weight": weight}}
+        hidden, _ = model.apply(params | {"layers": {0: layer}}, ids, ids, cache)
+        return jnp.sum(hidden.astype(jnp.float32))
+
+    with on_gpu():
+        plain = read_early(model.apply, model.params, ids, ids, cache)
+        weight = shape(512, dtype=jnp.bfloat16)
+        slope = read_early(jax.grad(loss), weight, model.params, ids, cache)
+    assert plain == [["kernel"]] * 4
+    assert slope == [["kernel"]] * 2
+
+
+@pytest.mark.lenient
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_of_another_dtype_than_the_caches_lower_for_cuda(dtype):
+    other = {"float32": jnp.bfloat16, "bfloat16": jnp.float32}[dtype]
+    model = build(TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=dtype))
+    params = jax.tree.map(lambda x: shape(*x.shape, dtype=other), model.params)
+    cache, ids = jax.eval_shape(lambda: model.init_cache(8, 300)), shape(8, 1, dtype=I32)
+    with on_gpu():
+        assert num_kernels(lower(model.apply, params, ids, ids, cache)) > 0
+
+
 def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map(monkeypatch):
     monkeypatch.setattr(doors, "_why_no_kernels", lambda: None)
     model = build(TransformerConfig(64, 32, 32, 1, 2, 1, 16))
@@ -477,12 +533,32 @@ def test_triton_on_an_old_gpu_is_refused_by_its_capability(monkeypatch):
         compute_capability = "9.0"
 
     monkeypatch.setattr(doors.jax, "devices", lambda *_: [Turing(), Hopper()])
-    monkeypatch.setattr(doors, "_capability", doors._capability.__wrapped__)
+    monkeypatch.setattr(doors, "_capabilities", doors._capabilities.__wrapped__)
     assert doors._why_no_gpu() == "JAX sees one of 7.5"
     assert not doors.has_early_starts()
     monkeypatch.setattr(doors.jax, "devices", lambda *_: [Hopper()])
     assert doors._why_no_gpu() is None
     assert doors.has_early_starts()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "kilobytes"),
+    [
+        (["9.0", "10.0"], 227),
+        (["8.0"], 99),
+        (["8.9"], 99),
+        # Consumers' GPUs have as little after Hopper as before.
+        (["12.0"], 99),
+        (["9.0", "12.1"], 99),
+        ([], 99),
+    ],
+    ids=str,
+)
+def test_a_program_fits_on_the_least_of_the_gpus(capabilities, kilobytes, monkeypatch):
+    devices = [types.SimpleNamespace(compute_capability=each) for each in capabilities]
+    monkeypatch.setattr(doors.jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(doors, "_capabilities", doors._capabilities.__wrapped__)
+    assert doors.shared_memory() == kilobytes * 1024
 
 
 def test_an_old_gpu_stays_old_under_a_mesh_that_names_it(monkeypatch):
