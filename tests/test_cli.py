@@ -404,8 +404,8 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),
         (["x", "--draft", "/no/such/folder"], "/no/such/folder is not a folder"),
         # As a shell gives a variable that is not set: it must not mean the default.
-        (["x", "--target", ""], "no config.json"),
-        (["x", "--draft", ""], "no config.json"),
+        (["x", "--target", ""], "the name of the folder is empty; it needs to be that of a"),
+        (["x", "--draft", ""], "the name of the folder is empty"),
         ([""], "the prompt is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

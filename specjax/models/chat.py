@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import pathlib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specjax.models.folder import read_folder
 from specjax.models.objects import read_object
 
 __all__ = ["chat_prompt"]
@@ -73,6 +75,15 @@ def _template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathli
     return found, source
 
 
+def _check_messages(messages: Any) -> None:
+    several = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not several or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(
+            f"messages is {reprlib.repr(messages)}; it needs to be a list of mappings with a role "
+            "and a content, such as [{'role': 'user', 'content': 'Hello.'}]."
+        )
+
+
 def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, Any]]) -> str:
     """The text of a conversation in the words of a folder's chat template, up to the answer.
 
@@ -88,7 +99,8 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
       The prompt.
 
     Raises:
-      ValueError: in a sentence, if there is no template or it does not take these messages.
+      ValueError: in a sentence, if there is no folder, no template in it, or it does not take
+        these messages.
 
     Example:
       >>> import tempfile
@@ -98,7 +110,8 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
       >>> chat_prompt(folder, [{"role": "user", "content": "Hello."}])
       '<user>Hello.<assistant>'
     """
-    path = pathlib.Path(folder)
+    path = read_folder(folder)
+    _check_messages(messages)
     config = path / _CONFIG
     settings = read_object(config, "a tokenizer's settings") if config.is_file() else {}
     text, source = _template(path, settings)

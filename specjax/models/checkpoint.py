@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from jax.typing import DTypeLike
 from safetensors.flax import save as serialized
 
-from specjax.models.config import TransformerConfig
+from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.families import read_fields
 from specjax.models.fields import read_field
+from specjax.models.folder import read_folder
 from specjax.models.layout import join, layout, put, split, take
 from specjax.models.mapped import MappedTensors
 from specjax.models.objects import read_object
@@ -31,12 +33,7 @@ _join = jax.jit(join, static_argnums=(1, 2))
 
 
 def _open(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
-    path = pathlib.Path(folder)
-    if not path.is_dir():
-        raise ValueError(
-            f"{path} is not a folder; it needs to be a Hugging Face folder with config.json, "
-            "model.safetensors and tokenizer.json."
-        )
+    path = read_folder(folder)
     if not (path / name).is_file() and not (path / f"{name}.index.json").is_file():
         raise ValueError(f"{path} has no {name}; a Hugging Face folder needs it to be read.")
     return path / name
@@ -80,15 +77,29 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def dtype_here(asked: str | None, own: str) -> str:
-    """The dtype asked for; else a file's own, but float32 on a CPU, where others are slow."""
-    if asked is None and jax.default_backend() == "cpu":
-        return "float32"
-    return asked or own
+def dtype_here(asked: DTypeLike | None, own: str) -> str:
+    """The dtype asked for; else a file's own, but float32 on a CPU, where others are slow.
+
+    Args:
+      asked: whatever `jnp.dtype` takes for a dtype that models have, or None.
+      own: of the file.
+
+    Raises:
+      ValueError: if it is a dtype that no model has, or none at all.
+    """
+    if asked is None:
+        return "float32" if jax.default_backend() == "cpu" else own
+    try:
+        name = jnp.dtype(asked).name
+    except (TypeError, ValueError):
+        name = str(asked)
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; it needs to be one of {DTYPES}.")
+    return name
 
 
 def load(
-    folder: str | os.PathLike[str], dtype: str | None = None
+    folder: str | os.PathLike[str], dtype: DTypeLike | None = None
 ) -> tuple[Model, TransformerConfig]:
     """Reads a model: Llama, Mistral, Qwen 2 and 3, or Gemma 2 and 3.
 
@@ -98,8 +109,8 @@ def load(
     Args:
       folder: holds config.json and model.safetensors, or its parts and their index, in
         Hugging Face's layout.
-      dtype: of parameters, activations and cache. None is the file's own, but
-        float32 on a CPU, where bfloat16 products are slow.
+      dtype: of parameters, activations and cache, as "bfloat16" or jnp.bfloat16. None is the
+        file's own, but float32 on a CPU, where bfloat16 products are slow.
 
     Returns:
       The model, and its configuration with that dtype.
@@ -121,6 +132,8 @@ def load(
         views = list(map(tensors.view, entry.names, entry.shapes))
         entries.append((entry, views))
         total += sum(view.nbytes for view in views)
+    if config.tie_word_embeddings:
+        tensors.check_tied("lm_head.weight", "model.embed_tokens.weight")
     params: dict[str, Any] = {}
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
         for entry, views in entries:

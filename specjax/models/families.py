@@ -102,7 +102,7 @@ def _text_of(fields: _Fields, source: str) -> _Fields:
     if fields.get("model_type") != "gemma3":
         return fields
     text = read_field("text_config", fields, source)
-    outside = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+    outside = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
     given = {name: fields[name] for name in outside if fields.get(name) is not None}
     return {"model_type": "gemma3_text"} | text | given
 
@@ -168,6 +168,13 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
 
 
 def _refuse(fields: _Fields, source: str) -> None:
+    quantised = fields.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ValueError(
+            f"{source} has a quantization_config with quant_method {method!r}; quantised weights "
+            "are not read here, the folder needs to hold them in a float dtype."
+        )
     for name, allowed in _REFUSED.items():
         if fields.get(name) not in allowed:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors.flax import save as serialized
 
 from specjax.models.checkpoint import dtype_here
@@ -94,13 +95,15 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
     return config
 
 
-def load_head(folder: str | os.PathLike[str], dtype: str | None = None) -> tuple[Any, HeadConfig]:
+def load_head(
+    folder: str | os.PathLike[str], dtype: DTypeLike | None = None
+) -> tuple[Any, HeadConfig]:
     """Reads a head, for `head_drafter`.
 
     Args:
       folder: that `save_head` wrote.
-      dtype: of parameters, activations and cache. None is the file's own, but float32 on a
-        CPU, where bfloat16 products are slow.
+      dtype: of parameters, activations and cache, as "bfloat16" or jnp.bfloat16. None is the
+        file's own, but float32 on a CPU, where bfloat16 products are slow.
 
     Returns:
       The parameters, and the head's configuration with that dtype.

@@ -20,6 +20,8 @@ _FLOATS = {
 }
 # What a model's tensors begin with: alone, and inside models that see, newer and older.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+# Numbers that are compared at a time.
+_PIECE = 2**22
 
 
 class _Tensor(NamedTuple):
@@ -42,21 +44,44 @@ class MappedTensors:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         path = pathlib.Path(folder)
         self.source = path / _FILE
-        files = [self.source]
         if not self.source.is_file() and (path / _INDEX).is_file():
             self.source = path / _INDEX
-            files = _parts(self.source)
-        self._tensors: dict[str, _Tensor] = {}
-        for file in files:
-            self._tensors |= _mapped(file)
-        begin = [p for p in _PREFIXES if p + "embed_tokens.weight" in self._tensors]
+            self._places = _places(self.source)
+            self._held = {file: _mapped(file) for file in sorted(set(self._places.values()))}
+        else:
+            self._held = {self.source: _mapped(self.source)}
+            self._places = dict.fromkeys(self._held[self.source], self.source)
+        begin = [p for p in _PREFIXES if p + "embed_tokens.weight" in self._places]
         self._prefix = begin[0] if begin else "model."
 
     def _name(self, name: str) -> str:
         if name.startswith("model."):
             return self._prefix + name.removeprefix("model.")
         outer = self._prefix.removesuffix("model.")
-        return outer + name if outer + name in self._tensors else name
+        return outer + name if outer + name in self._places else name
+
+    def _find(self, name: str) -> _Tensor | None:
+        # From the file that the index names, and no other: there a stale one may lie.
+        place = self._places.get(name)
+        return None if place is None else self._held[place].get(name)
+
+    def check_tied(self, name: str, tied: str) -> None:
+        """Refuses a tensor that is there although another stands for it, unless they are equal.
+
+        Args:
+          name: as in `view`.
+          tied: of the tensor that stands for it.
+
+        Raises:
+          ValueError: if both are there and differ; which is meant, loaders do not agree on.
+        """
+        name, tied = self._name(name), self._name(tied)
+        one, other = self._find(name), self._find(tied)
+        if one is not None and other is not None and not _same(one, other):
+            raise ValueError(
+                f"{one.path} holds {name}, which differs from {tied} to which config.json ties "
+                "it; set tie_word_embeddings to false there, or drop the tensor."
+            )
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor as it lies in its file, read-only.
@@ -69,7 +94,12 @@ class MappedTensors:
           ValueError: if there is none, or one of another shape or of no float.
         """
         name = self._name(name)
-        tensor = self._tensors.get(name)
+        tensor = self._find(name)
+        if tensor is None and name in self._places:
+            raise ValueError(
+                f"{self.source} names '{self._places[name].name}' for the tensor {name}, which "
+                "that file does not hold."
+            )
         if tensor is None:
             raise ValueError(f"{self.source} has no tensor {name}; config.json asks for it.")
         if tensor.shape != shape:
@@ -85,20 +115,20 @@ class MappedTensors:
         return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
 
 
-def _parts(index: pathlib.Path) -> list[pathlib.Path]:
-    """The files that an index names, each of them there."""
+def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The file that an index names for each tensor, each of them there."""
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({pathlib.PurePath(name) for name in places.values()})
+        names = {tensor: pathlib.PurePath(name) for tensor, name in places.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"{index} cannot be read as an index; it needs a weight_map from tensors to files."
         ) from None
-    for name in names:
+    for name in sorted(set(names.values())):
         # A name alone: an index is no way out of its folder.
         if name.name != str(name) or not (index.parent / name).is_file():
             raise ValueError(f"{index} names '{name}'; there is no such file beside it.")
-    return [index.parent / name for name in names]
+    return {tensor: index.parent / name for tensor, name in names.items()}
 
 
 def _mapped(path: pathlib.Path) -> dict[str, _Tensor]:
@@ -116,6 +146,27 @@ def _mapped(path: pathlib.Path) -> dict[str, _Tensor]:
         name: _Tensor(path, lies["dtype"], tuple(lies["shape"]), _cut(pages, start, lies))
         for name, lies in header.items()
     }
+
+
+def _same(one: _Tensor, other: _Tensor) -> bool:
+    """Compares in pieces, of which alone there are copies."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype == other.dtype:
+        return _equal(one.data, other.data)
+    if not {one.dtype, other.dtype} <= set(_FLOATS):
+        return False
+    return _equal(one.data.view(_FLOATS[one.dtype]), other.data.view(_FLOATS[other.dtype]))
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    dtype = one.dtype if one.dtype == other.dtype else np.float64
+    for start in range(0, one.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        a, b = one[piece].astype(dtype, copy=False), other[piece].astype(dtype, copy=False)
+        if not np.array_equal(a, b):
+            return False
+    return True
 
 
 def _cut(pages: np.ndarray, start: int, lies: dict[str, Any]) -> np.ndarray:

@@ -93,6 +93,20 @@ def test_what_a_template_cannot_do_is_said(tmp_path, settings, sentence):
     assert str(tmp_path) in str(refusal.value)
 
 
+def test_a_folder_that_is_not_there_is_not_one_that_does_not_chat(tmp_path):
+    with pytest.raises(ValueError, match="nowhere is not a folder; it needs to be a Hugging Face"):
+        chat_prompt(tmp_path / "nowhere", HELLO)
+    with pytest.raises(ValueError, match="the name of the folder is empty; it needs to be that"):
+        chat_prompt("", HELLO)
+
+
+@pytest.mark.parametrize("messages", ["hello", "", b"", None, HELLO[0], ["hello"], [*HELLO, None]])
+def test_messages_that_are_no_list_of_messages_are_refused(tmp_path, messages):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    with pytest.raises(ValueError, match=r"^messages is .*; it needs to be a list of mappings"):
+        chat_prompt(tmp_path, messages)
+
+
 def test_settings_that_are_no_settings_are_refused(tmp_path):
     for content, sentence in (("x", "is not valid JSON"), ("[]", "holds no JSON object")):
         (tmp_path / "tokenizer_config.json").write_text(content)

@@ -148,6 +148,9 @@ def test_a_missing_file_is_named(folder, name):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         load(tmp_path / "nowhere")
+    for reads in (load, load_config, load_tokenizer):
+        with pytest.raises(ValueError, match="the name of the folder is empty; it needs to be"):
+            reads("")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -167,6 +170,8 @@ def test_a_file_of_garbage_is_refused(folder, name):
         ({"attention_bias": True}, r"has no tensor model\.layers\.0\.self_attn\.q_proj\.bias"),
         ({"model_type": "qwen3"}, r"has no tensor model\.layers\.0\.self_attn\.q_norm\.weight"),
         ({"mlp_bias": True}, "mlp_bias True; no family read here has it, it needs to be False"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'; quantised we"),
+        ({"quantization_config": {}}, "has a quantization_config with quant_method None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; no family read here"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; it needs to be 'silu' or 'gelu_pyt"),
         ({"vocab_size": 49}, r"embed_tokens.weight with shape \(48, 24\).*\(49, 24\)"),
@@ -327,6 +332,49 @@ def test_quantised_weights_are_not_read_as_numbers(folder):
         load(folder)
 
 
+def add_head(folder, turn):
+    """Puts a head beside the embedding to which it is tied, and returns its values."""
+    tensors = load_file(folder / "model.safetensors")
+    head = turn(tensors["model.embed_tokens.weight"])
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    return head
+
+
+LAST_CHANGED = {
+    "values": lambda a: a.at[-1, -1].add(1),
+    "shape": lambda a: a[:-1],
+    "values in another dtype": lambda a: a.at[-1, -1].add(1).astype(jnp.bfloat16),
+    "numbers that are none": lambda a: a.astype(jnp.int32),
+}
+
+
+@pytest.mark.parametrize("turn", LAST_CHANGED.values(), ids=LAST_CHANGED)
+@pytest.mark.parametrize("piece", [2**22, 7])
+def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, turn, piece):
+    monkeypatch.setattr("specjax.models.mapped._PIECE", piece)
+    head = add_head(folder, turn)
+    sentence = (
+        f"{folder / 'model.safetensors'} holds lm_head.weight, which differs from "
+        "model.embed_tokens.weight to which config.json ties it; set tie_word_embeddings to false "
+        "there, or drop the tensor."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        load(folder)
+    if head.dtype == jnp.float32 and head.shape == (48, 24):
+        # The first of the two remedies that the sentence names.
+        edit_config(folder, tie_word_embeddings=False)
+        np.testing.assert_array_equal(load(folder, "float32")[0].params["head"], head)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_head_that_is_the_embedding_changes_nothing(tmp_path, monkeypatch, dtype):
+    save(tmp_path, build(CONFIG).params, CONFIG, tokenizer(), dtype="bfloat16")
+    without, _ = load(tmp_path)
+    monkeypatch.setattr("specjax.models.mapped._PIECE", 100)
+    add_head(tmp_path, lambda a: a.astype(dtype))
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path)[0].params, without.params)
+
+
 def in_parts(folder):
     """The same folder with its tensors in two files and an index."""
     tensors = load_file(folder / "model.safetensors")
@@ -345,6 +393,32 @@ def test_weights_in_several_files_are_those_in_one(folder):
     in_parts(folder)
     parts, _ = load(folder, "float32")
     jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+
+
+def test_a_tensor_is_read_from_the_part_that_the_index_names(folder):
+    whole, _ = load(folder, "float32")
+    names, index = in_parts(folder)
+    places = json.loads(index.read_text())["weight_map"]
+    # Stale ones in every part that the index does not name for them.
+    for name in names:
+        own = load_file(folder / name)
+        stale = {t: jnp.full((3,), 7.0) for t, place in places.items() if place != name}
+        save_file(own | stale | {"lm_head.weight": jnp.ones((48, 24))}, folder / name)
+    parts, _ = load(folder, "float32")
+    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
+)
+def test_an_index_that_names_the_wrong_part_for_a_tensor_is_refused(folder, name):
+    names, index = in_parts(folder)
+    places = json.loads(index.read_text())["weight_map"]
+    wrong = next(part for part in names if part != places[name])
+    index.write_text(json.dumps({"weight_map": places | {name: wrong}}))
+    sentence = f"{index} names '{wrong}' for the tensor {name}, which that file does not hold."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        load(folder)
 
 
 def test_a_part_that_is_missing_or_garbage_is_named(folder):
@@ -399,9 +473,19 @@ def test_a_configuration_nested_without_end_is_refused(folder):
         load_config(folder)
 
 
-def test_a_dtype_that_no_model_has_is_refused(folder):
-    with pytest.raises(ValueError, match="dtype is 'int8'; it needs to be one of"):
-        load(folder, "int8")
+@pytest.mark.parametrize("asked", ["int8", "int9", "", jnp.int8, np.float64, np.dtype("int8"), 3])
+def test_a_dtype_that_no_model_has_is_refused(folder, asked):
+    name = "float64" if asked is np.float64 else asked if asked in ("int9", "", 3) else "int8"
+    with pytest.raises(ValueError, match=f"dtype is '{name}'; it needs to be one of"):
+        load(folder, asked)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_a_dtype_is_asked_for_as_jax_asks_for_it(folder, name):
+    for asked in (getattr(jnp, name), jnp.dtype(name), jnp.zeros(1, name).dtype):
+        model, config = load(folder, asked)
+        assert config == load(folder, name)[1]
+        assert model.params["embedding"].dtype == jnp.dtype(name)
 
 
 def test_the_lengths_of_a_training_neither_cut_nor_fill_a_prompt(folder):

@@ -6,7 +6,15 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hub_configs import GEMMA_2_2B, GEMMA_3_1B, LLAMA_3_2_1B, MISTRAL_7B, PUBLISHED, QWEN_2_5_05B
+from hub_configs import (
+    GEMMA_2_2B,
+    GEMMA_3_1B,
+    GEMMA_3_4B,
+    LLAMA_3_2_1B,
+    MISTRAL_7B,
+    PUBLISHED,
+    QWEN_2_5_05B,
+)
 
 from specjax.models import RopeScaling, TransformerConfig, build
 from specjax.models.families import read_fields
@@ -91,6 +99,10 @@ def test_a_configuration_is_written_so_that_it_is_read_back(name):
     assert fields["model_type"] == kind.get(name, PUBLISHED[name]["model_type"])
 
 
+def test_a_quantization_of_null_is_none():
+    assert read_fields(MISTRAL_7B | {"quantization_config": None}) == MISTRAL
+
+
 def test_a_mixture_that_no_family_has_is_not_written():
     config = dataclasses.replace(MISTRAL, qk_norm=True, attention_softcap=5.0)
     with pytest.raises(ValueError, match="no family has this configuration"):
@@ -122,6 +134,7 @@ def test_the_layers_behind_the_first_have_the_window_if_it_is_used():
 
 
 NUMBER = "it needs to be a positive number"
+GPTQ = {"bits": 4, "quant_method": "gptq"}
 LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
 
 
@@ -146,6 +159,10 @@ LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
         (GEMMA_2_2B, {"query_pre_attn_scalar": 0}, f"query_pre_attn_scalar 0; {NUMBER}"),
         (GEMMA_2_2B, {"attn_logit_softcapping": -1}, f"attn_logit_softcapping -1; {NUMBER}"),
         (GEMMA_2_2B, {"hidden_activation": "relu"}, "hidden_activation 'relu'; it needs to be 's"),
+        (MISTRAL_7B, {"quantization_config": GPTQ}, "quantization_config with quant_method 'gptq'"),
+        (GEMMA_3_4B, {"quantization_config": GPTQ}, "quantization_config with quant_method 'gptq'"),
+        (MISTRAL_7B, {"quantization_config": {}}, "quantization_config with quant_method None"),
+        (MISTRAL_7B, {"quantization_config": 8}, "quantization_config with quant_method None"),
         (GEMMA_3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         (LLAMA_3_2_1B, {"rope_scaling": LLAMA_3 | {"factor": 0}}, f"factor 0; {NUMBER}"),
         (

@@ -180,9 +180,12 @@ def test_a_saved_head_is_read_back_bit_for_bit(tmp_path, head):
     again, config = load_head(tmp_path, "float32")
     assert config == HEAD
     jax.tree.map(np.testing.assert_array_equal, again, head)
-    short, config = load_head(tmp_path, "bfloat16")
-    assert config.dtype == "bfloat16"
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), short, head)
+    for asked_dtype in ("bfloat16", jnp.bfloat16):
+        short, config = load_head(tmp_path, asked_dtype)
+        assert config.dtype == "bfloat16"
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), short, head)
+    with pytest.raises(ValueError, match="dtype is 'int8'; it needs to be one of"):
+        load_head(tmp_path, "int8")
 
 
 def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head):
