@@ -20,11 +20,10 @@ from specjax.config import SpeculativeConfig
 from specjax.decode import init, step
 from specjax.schedules import expected_acceptance_length, rates_for_length
 from specjax.state import DecodeState
-from specjax.sweep_choice import synthetic_lengths
+from specjax.sweep_choice import Acceptance, synthetic_lengths
 from specjax.typing import Drafter, Finish, Model
 
 __all__ = [
-    "Acceptance",
     "Point",
     "StepTimes",
     "Workload",
@@ -70,20 +69,6 @@ class Workload(NamedTuple):
     draft_sample_method: str
     num_steps: int
     num_rounds: int
-
-
-class Acceptance(NamedTuple):
-    """What the pair's own drafts achieved.
-
-    Attributes:
-      num_steps: steps in which drafts were verified.
-      num_emitted: tokens of them.
-      rates: of all steps, the part that accepted each position and those before it.
-    """
-
-    num_steps: int
-    num_emitted: int
-    rates: tuple[float, ...]
 
 
 class Point(NamedTuple):
@@ -137,8 +122,8 @@ def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> 
       stage: is told, before each prompt, what begins.
 
     Returns:
-      The rates over all steps of all prompts. The last step of a prompt drafts as many as
-      the others: the buffer is longer than the text.
+      What each step of each prompt kept. The last step of a prompt drafts as many as the
+      others: the buffer is longer than the text.
 
     Raises:
       FloatingPointError: if the target's logits turn invalid.
@@ -147,7 +132,7 @@ def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> 
         num_speculative_tokens=K, draft_sample_method=work.draft_sample_method
     )
     width = -(-max(map(len, work.prompts)) // _WIDTH) * _WIDTH
-    num_steps, num_emitted, num_accepted = 0, 0, np.zeros(K, np.int64)
+    kept: list[list[int]] = []
     for number, ids in enumerate(work.prompts):
         stage(f"decoding prompt {number + 1} of {len(work.prompts)}, K = {K}")
         prompt = np.zeros((1, width), np.int32)
@@ -163,13 +148,11 @@ def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> 
             temperature=np.float32(work.temperature),
             eos_token_ids=np.array(work.eos_token_ids, np.int32),
         )
+        kept.append([])
         while not _ended(state) and int(state.lengths[0]) < len(ids) + work.max_new_tokens:
-            state, _ = step(work.target, work.drafter, state, config=config)
-        num_steps += int(state.metrics.num_steps[0])
-        num_emitted += int(state.metrics.num_emitted[0])
-        num_accepted += np.asarray(state.metrics.num_accepted[0])
-    rates = tuple((num_accepted / max(num_steps, 1)).tolist())
-    return Acceptance(num_steps, num_emitted, rates)
+            state, info = step(work.target, work.drafter, state, config=config)
+            kept[-1].append(int(info.verification.num_accepted[0]))
+    return Acceptance(K, kept)
 
 
 def _ended(state: DecodeState) -> bool:

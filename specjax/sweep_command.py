@@ -14,7 +14,7 @@ import jax
 from specjax import models
 from specjax.pair import check_draft, encode, load_pair, read_pair
 from specjax.sweep import Workload, measure_acceptance, measure_steps, num_stages, room
-from specjax.sweep_choice import choose, predicted_lengths
+from specjax.sweep_choice import choose, predicted_lengths, standard_errors
 from specjax.sweep_report import plot, tables, to_object, verdict
 
 __all__ = ["read_workload", "sweep"]
@@ -86,29 +86,26 @@ def sweep(
 
     Raises:
       FloatingPointError: if the target's logits turn invalid.
-      ValueError: if the prompts ended before any draft was verified.
+      ValueError: if the prompts ended before any draft was verified, or the plot cannot be
+        written after all.
     """
     name, work = job
     found = _birthplace(name, sys.argv[1:] if argv is None else argv)
     largest = work.max_speculative_tokens
     with terminal.stages(num_stages(work) + len(work.prompts)) as stage:
         acceptance = measure_acceptance(work, largest, stage)
-        if not acceptance.num_steps:
+        if not acceptance.steps:
             raise ValueError(
                 "every prompt ended with its first token, so that nothing was drafted; other "
                 "prompts or more --max-new-tokens are needed."
             )
         times = measure_steps(work, stage)
-        best = choose(
-            predicted_lengths(acceptance.rates),
-            [one.step_seconds for one in times],
-            work.batch_size,
-        )
+        best = choose(acceptance, [one.step_seconds for one in times], work.batch_size)
         found = to_object(work, found, acceptance, times, best)
         if 0 < best.K < largest:
             decoded = measure_acceptance(work, best.K, stage)
-            length = decoded.num_emitted / max(decoded.num_steps, 1)
-            found["best"]["decoded_acceptance_length"] = length
+            found["best"]["decoded_acceptance_length"] = predicted_lengths(decoded.rates)[-1]
+            found["best"]["decoded_standard_error"] = standard_errors(decoded)[-1]
     if options.out is not None:
         found["plot"] = options.out
     if options.json:
@@ -117,9 +114,17 @@ def sweep(
         terminal.found(f"{name} · {_where(found)}", tables(found), verdict(found))
     # Last: a plot that cannot be written takes no measurement with it.
     if options.out is not None:
-        plot(found, pathlib.Path(options.out))
+        _draw(found, options.out)
         if not options.json:
             terminal.note(f"drawn in {options.out}")
+
+
+def _draw(found: dict[str, Any], out: str) -> None:
+    try:
+        plot(found, pathlib.Path(out))
+    except OSError as error:
+        # Not as an OSError: those of the command are of its standard output.
+        raise ValueError(f"--out {out} cannot be written: {error.strerror or error}.") from None
 
 
 def _birthplace(name: str, argv: list[str]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import argparse
 import importlib.util
+import os
 import pathlib
+import tempfile
 from typing import Any
 
 from specjax.config import SpeculativeConfig
@@ -100,12 +102,31 @@ def read_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
 
 def _check_out(path: pathlib.Path) -> None:
     # Before the measurement, not after it.
+    if path.name.lower() in _PLOTS:
+        raise ValueError(
+            f"--out is {path}; it needs a name before its ending, as sweep{path.name}."
+        )
+    if os.path.isdir(path):
+        raise ValueError(f"--out is {path}, which is a folder; it needs to be a file.")
     if path.suffix.lower() not in _PLOTS:
         raise ValueError(f"--out is {path}; it needs to end in {', '.join(_PLOTS)}.")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ValueError(f"--out is {path}; there is no folder {path.parent}.")
+    try:
+        _try_to_write(path.resolve())
+    except (OSError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ValueError(f"--out is {path}, which cannot be written: {said}.") from None
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "--out draws with matplotlib, which is missing; pip install 'specjax[examples]', or "
             "leave --out away for the table alone."
         )
+
+
+def _try_to_write(path: pathlib.Path) -> None:
+    """Raises what writing would, and leaves the file, or its absence, as it was."""
+    if path.exists():
+        path.open("ab").close()
+    else:
+        tempfile.TemporaryFile(dir=path.parent).close()

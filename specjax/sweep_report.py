@@ -1,5 +1,6 @@
 """What a sweep found, as one object, as tables, and as a plot."""
 
+import io
 import pathlib
 from typing import Any
 
@@ -7,8 +8,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from specjax.sweep import Acceptance, StepTimes, Workload
-from specjax.sweep_choice import Best, predicted_lengths
+from specjax.sweep import StepTimes, Workload
+from specjax.sweep_choice import Acceptance, Best, predicted_lengths, standard_errors
 
 __all__ = ["plot", "tables", "to_object", "verdict"]
 
@@ -32,9 +33,9 @@ def to_object(
     Returns:
       Plain lists, dicts and numbers; times in milliseconds, `spread` as quartiles.
     """
-    lengths = predicted_lengths(acceptance.rates)
+    lengths, errors = predicted_lengths(acceptance.rates), standard_errors(acceptance)
     rows = []
-    for K, (one, length) in enumerate(zip(times, lengths, strict=True)):
+    for K, one in enumerate(times):
         step = _spread([1e3 * seconds for seconds in one.step_seconds])
         rows.append(
             {
@@ -42,10 +43,13 @@ def to_object(
                 "compile_seconds": one.compile_seconds,
                 "step_ms": step,
                 "break_even_length": step["median"] / 1e3 / np.median(times[0].step_seconds),
-                "acceptance_length": length,
+                "acceptance_length": lengths[K],
+                "standard_error": errors[K],
                 "tokens_per_second": best.tokens_per_second[K],
                 "quartiles": list(best.quartiles[K]),
                 "gain": best.gains[K],
+                "behind_best": best.leads[K],
+                "behind_best_error": best.lead_errors[K],
                 "synthetic": [
                     {
                         "asked_length": point.asked,
@@ -58,10 +62,6 @@ def to_object(
                 ],
             }
         )
-    conditional = [
-        after / before if before else 0.0
-        for before, after in zip([1.0, *acceptance.rates], acceptance.rates, strict=False)
-    ]
     return birthplace | {
         "max_speculative_tokens": work.max_speculative_tokens,
         "batch_size": work.batch_size,
@@ -73,14 +73,26 @@ def to_object(
         "acceptance": {
             "num_prompts": len(work.prompts),
             "num_prompt_tokens": sum(map(len, work.prompts)),
-            "num_steps": acceptance.num_steps,
-            "num_emitted": acceptance.num_emitted,
             "acceptance_length": lengths[-1],
-            "rates": list(acceptance.rates),
-            "conditional_rates": conditional,
+            "standard_error": errors[-1],
+            **_counted(acceptance),
         },
         "sweep": rows,
         "best": {"K": best.K, "gain": best.gains[best.K], "not_told_apart": best.ties},
+    }
+
+
+def _counted(acceptance: Acceptance) -> dict[str, Any]:
+    steps, rates = acceptance.steps, acceptance.rates
+    return {
+        "num_steps": len(steps),
+        "num_emitted": len(steps) + sum(steps),
+        "num_kept": acceptance.kept,
+        "rates": rates,
+        "conditional_rates": [
+            after / before if before else 0.0
+            for before, after in zip([1.0, *rates], rates, strict=False)
+        ],
     }
 
 
@@ -93,37 +105,71 @@ def verdict(found: dict[str, Any]) -> list[str]:
     """Which K is best, and how sure that is, in sentences."""
     best, rows = found["best"], found["sweep"]
     row, plain = rows[best["K"]], rows[0]["tokens_per_second"]
-    seen, largest = found["acceptance"], found["max_speculative_tokens"]
+    measured, length = _measured(found), _with_error(row["acceptance_length"], row)
     said = [
-        f"K = {best['K']} is best: {row['tokens_per_second']:.1f} tokens/s at "
-        f"{row['acceptance_length']:.2f} tokens per step, {best['gain']:.2f} times as fast as "
-        f"plain decoding ({plain:.1f})."
+        f"K = {best['K']} is best: {row['tokens_per_second']:.1f} tokens/s at {length} tokens per "
+        f"step, {best['gain']:.2f} times as fast as plain decoding ({plain:.1f})."
     ]
     if best["K"] == 0:
         said = [
-            f"K = 0 is best: plain decoding's {plain:.1f} tokens/s; no number of drafts pays for "
+            f"K = 0 is best: plain decoding's {plain:.1f} tokens/s; no number of drafts paid for "
             "itself here."
         ]
     if best["not_told_apart"]:
-        others = " and ".join(map(str, best["not_told_apart"]))
-        said.append(f"The quartiles of the step times do not tell it from K = {others}.")
+        *others, last = map(str, best["not_told_apart"])
+        named = f"{', '.join(others)} and {last}" if others else last
+        said.append(
+            f"It is not told from K = {named}: the acceptance, measured over {measured}, and the "
+            "quartiles of the step times leave that open. More prompts and --max-new-tokens make "
+            "the one surer, more --rounds the other."
+        )
+    else:
+        said.append(
+            f"Measured over {measured}: every other K is slower by more than the acceptance's "
+            "error and the quartiles of the step times explain."
+        )
     decoded = best.get("decoded_acceptance_length")
     if decoded is not None:
+        error = best["decoded_standard_error"]
         said.append(
-            f"Decoding the prompts at K = {best['K']} gave {decoded:.2f} tokens per step; "
-            f"{row['acceptance_length']:.2f} was predicted of K = {largest}."
+            f"Decoding the prompts at K = {best['K']} gave {decoded:.2f} ± {error:.2f} tokens per "
+            f"step; {length} was predicted of K = {found['max_speculative_tokens']} (± is a "
+            "standard error)."
         )
-    said.append(
-        f"Of {seen['num_steps']} steps on {seen['num_prompts']} prompts at K = {largest}, drafts "
-        "were kept up to each position in "
-        + ", ".join(f"{rate:.2f}" for rate in seen["rates"])
-        + " of them."
-    )
     return said
 
 
+def _with_error(value: float, row: dict[str, Any]) -> str:
+    return f"{value:.2f} ± {row['standard_error']:.2f}"
+
+
+def _measured(found: dict[str, Any]) -> str:
+    seen = found["acceptance"]
+    return f"{_count(seen['num_steps'], 'step')} of {_count(seen['num_prompts'], 'prompt')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
-    """By title: a row per K at the pair's acceptance, and per K and synthetic acceptance."""
+    """By title: of each K what it achieves, how sure that is, and what it does if it is told."""
+    largest = found["max_speculative_tokens"]
+    return [
+        ("at the pair's own acceptance; a K pays from so many tokens per step on", _own(found)),
+        (
+            f"how sure that is, of {_measured(found)} at K = {largest}; kept: the part that kept "
+            "K drafts",
+            _surety(found),
+        ),
+        (
+            "at synthetic acceptance; closed form: expected tokens over the median step",
+            _synthetic(found),
+        ),
+    ]
+
+
+def _own(found: dict[str, Any]) -> Table:
     own = _table("K", "ms per step", "quartiles", "pays from", "tokens/step", "tokens/s", "gain")
     for row in found["sweep"]:
         step, best = row["step_ms"], row["K"] == found["best"]["K"]
@@ -137,6 +183,31 @@ def tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
             f"{row['gain']:.2f}",
         )
         own.add_row(*(Text(cell, "bold green" if best else "") for cell in cells))
+    return own
+
+
+def _surety(found: dict[str, Any]) -> Table:
+    surety = _table(
+        "K", "kept", "tokens/step", "± std. error", "tokens/s behind", "± std. error", "told"
+    )
+    best = found["best"]
+    for K, row in enumerate(found["sweep"]):
+        cells = [
+            f"{K}",
+            f"{found['acceptance']['rates'][K - 1]:.2f}" if K else "",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['standard_error']:.2f}",
+        ]
+        if best["K"] == K:
+            cells += ["", "", "best"]
+        else:
+            told = "no" if K in best["not_told_apart"] else "yes"
+            cells += [f"{row['behind_best']:.1f}", f"{row['behind_best_error']:.1f}", told]
+        surety.add_row(*(Text(cell, "bold green" if best["K"] == K else "") for cell in cells))
+    return surety
+
+
+def _synthetic(found: dict[str, Any]) -> Table:
     synthetic = _table("K", "asked for", "tokens/step", "tokens/s", "quartiles", "closed form")
     for row in found["sweep"]:
         for place, point in enumerate(row["synthetic"]):
@@ -149,10 +220,7 @@ def tables(found: dict[str, Any]) -> list[tuple[str, Table]]:
                 "{:.1f} - {:.1f}".format(*rate["quartiles"]),
                 f"{point['closed_form']:.1f}",
             )
-    return [
-        ("at the pair's own acceptance; a K pays from so many tokens per step on", own),
-        ("at synthetic acceptance; closed form: expected tokens over the median step", synthetic),
-    ]
+    return synthetic
 
 
 def _table(*columns: str) -> Table:
@@ -167,7 +235,10 @@ def plot(found: dict[str, Any], path: pathlib.Path) -> None:
 
     Args:
       found: of `to_object`.
-      path: of a .png, .svg or .pdf, which is replaced.
+      path: of a .png, .svg or .pdf, which is replaced once the new one is drawn.
+
+    Raises:
+      OSError: if it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -200,7 +271,9 @@ def plot(found: dict[str, Any], path: pathlib.Path) -> None:
     axes.plot([], [], "o", color="0.4", ms=4, label="measured, quartiles")
     axes.plot([], [], "*", color="0.8", mec="black", ms=11, label="the pair's own")
     figure.legend(loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=130)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130, format=path.suffix[1:].lower())
+    path.write_bytes(drawn.getvalue())
 
 
 def _colours(number: int) -> list[Any]:

@@ -1,7 +1,9 @@
 """`specjax sweep`: what it predicts, what it chooses, and the command on a random pair."""
 
+import errno
 import itertools
 import json
+import os
 import re
 import sys
 
@@ -13,7 +15,14 @@ from test_cli import TARGET, write
 
 from specjax.cli import main
 from specjax.schedules import conditional_rates, expected_acceptance_length
-from specjax.sweep_choice import choose, predicted_lengths, synthetic_lengths
+from specjax.sweep_choice import (
+    Acceptance,
+    choose,
+    predicted_lengths,
+    standard_errors,
+    synthetic_lengths,
+)
+from specjax.sweep_report import tables, verdict
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
@@ -57,22 +66,72 @@ def test_predicted_lengths_are_those_of_all_outcomes_enumerated():
             assert found == pytest.approx(float(closed), rel=1e-6)
 
 
+def many(kept, K):
+    """So many steps that their error is next to none."""
+    return Acceptance(K, [kept * 1000])
+
+
 def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second():
-    lengths = predicted_lengths([0.8, 0.6, 0.1])
+    # Rates 0.8, 0.6, 0.1.
+    acceptance = many([0, 2, 1, 2, 3, 0, 2, 2, 1, 2], 3)
     steps = [[0.99, 1.0, 1.01], [1.19, 1.2, 1.21], [1.39, 1.4, 1.41], [1.59, 1.6, 1.61]]
-    best = choose(lengths, steps, batch_size=10)
+    best = choose(acceptance, steps, batch_size=10)
     assert best.K == 2
     assert best.tokens_per_second == pytest.approx([10, 15, 10 * 2.4 / 1.4, 10 * 2.5 / 1.6])
     assert best.gains[2] == pytest.approx(2.4 / 1.4)
+    assert best.leads == pytest.approx([24 / 1.4 - rate for rate in best.tokens_per_second])
     assert best.ties == []
     for K, (low, high) in enumerate(best.quartiles):
         assert low < best.tokens_per_second[K] < high
 
 
 def test_drafts_that_never_pay_leave_plain_decoding_best_and_ties_are_named():
-    assert choose([1.0, 1.1, 1.1], [[1.0], [1.5], [2.0]], 1).K == 0
-    wide = choose([1.0, 1.9, 2.0], [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
+    assert choose(many([0] * 9 + [1], 2), [[1.0], [1.5], [2.0]], 1).K == 0
+    kept = many([0, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2)
+    wide = choose(kept, [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
     assert (wide.K, wide.ties) == (2, [1])
+
+
+def test_what_few_steps_leave_open_many_decide():
+    # Two runs of seven and twelve steps of one pair: alone, each was sure of its own answer.
+    seconds = [[2.187e-3], [4.072e-3], [4.772e-3], [4.836e-3], [5.296e-3]]
+    for kept, K in [([0, 0, 4, 3, 4, 4, 4], 4), ([2, 1, 3, 1, 0, 0, 0, 0, 1, 2, 0, 1], 0)]:
+        few, sure = (choose(x, seconds, 1) for x in (Acceptance(4, [kept]), many(kept, 4)))
+        assert few.K == sure.K == K
+        assert {few.K, *few.ties} >= {0, 4}
+        assert sure.ties == []
+
+
+@pytest.mark.parametrize("alike", [1, 4])
+def test_errors_are_those_of_records_drawn_again_however_neighbours_agree(alike):
+    generator = np.random.default_rng(0)
+    seconds = [[1.0], [1.2], [1.3], [1.4]]
+    lengths, errors, rates, found = [], [], [], []
+    for _ in range(400):
+        kept = np.repeat(generator.choice(4, 400 // alike, p=[0.3, 0.3, 0.2, 0.2]), alike)
+        acceptance = Acceptance(3, [kept[:150].tolist(), kept[150:].tolist()])
+        lengths.append(predicted_lengths(acceptance.rates))
+        errors.append(standard_errors(acceptance))
+        best = choose(acceptance, seconds, 1)
+        rates.append(best.tokens_per_second)
+        found.append((best.K, best.lead_errors))
+    # Of 400 records the ratio of two such variances has a standard error of 8 %; the errors of
+    # single steps would make it 1/4, and two Ks that share no steps 5 and more.
+    assert np.square(errors)[:, 1:].mean(0) / np.var(lengths, axis=0)[1:] == pytest.approx(
+        1, abs=0.3
+    )
+    at = max({K for K, _ in found}, key=[K for K, _ in found].count)
+    lead = np.array(rates)[:, at] - np.array(rates)[:, at - 1]
+    own = [error[at - 1] for K, error in found if at == K]
+    assert np.mean(np.square(own)) / lead.var() == pytest.approx(1, abs=0.3)
+
+
+def test_a_few_steps_that_kept_alike_are_no_certainty():
+    for kept in (0, 4):
+        few, lots = (standard_errors(Acceptance(4, [[kept] * n])) for n in (3, 3000))
+        assert few[0] == lots[0] == 0
+        assert few[4] > 0.5
+        assert lots[4] < 0.005
 
 
 def test_synthetic_lengths_reach_from_no_draft_kept_to_all():
@@ -100,6 +159,17 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
     seen, rows = found["acceptance"], found["sweep"]
     assert seen["num_prompts"] == 2
     assert seen["acceptance_length"] == pytest.approx(seen["num_emitted"] / seen["num_steps"])
+    acceptance = Acceptance(2, seen["num_kept"])
+    assert len(seen["num_kept"]) == 2
+    assert len(acceptance.steps) == seen["num_steps"] > 2
+    assert acceptance.rates == seen["rates"]
+    assert [row["standard_error"] for row in rows] == standard_errors(acceptance)
+    runs = [[n for p in row["synthetic"] for n in p["step_ms"]["runs"]] for row in rows]
+    again = choose(acceptance, runs, 2)
+    assert (again.K, again.ties) == (found["best"]["K"], found["best"]["not_told_apart"])
+    assert [row["behind_best_error"] for row in rows] == pytest.approx(
+        [error * 1e3 for error in again.lead_errors]
+    )
     assert [row["K"] for row in rows] == [0, 1, 2]
     assert [row["acceptance_length"] for row in rows] == pytest.approx(
         predicted_lengths(seen["rates"])
@@ -129,6 +199,14 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
     found = json.loads(capsys.readouterr().out)
     assert found["acceptance"]["rates"] == [1.0, 1.0]
     assert [row["acceptance_length"] for row in found["sweep"]] == [1.0, 2.0, 3.0]
+    # One prompt, and how sure it is of how many steps, whether or not others are told apart.
+    measured = f"{found['acceptance']['num_steps']} steps of 1 prompt"
+    assert measured in tables(found)[1][0]
+    for ties, said in [([0, 1], "is not told from K = 0 and 1"), ([], "every other K is slower")]:
+        sentences = " ".join(verdict(found | {"best": found["best"] | {"not_told_apart": ties}}))
+        assert said in sentences
+        assert re.search(rf"[Mm]easured over {measured}\b", sentences)
+        assert "1 prompts" not in sentences
 
 
 # What is refused ---------------------------------------------------------------------------------
@@ -147,6 +225,8 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
         (["--draft-sample-method", "best"], "--draft-sample-method is 'best'"),
         (["--out", "sweep.jpeg"], "--out is sweep.jpeg; it needs to end in .png"),
         (["--out", "/no/such/sweep.png"], "there is no folder /no/such"),
+        (["--out", ".png"], r"--out is \.png; it needs a name before its ending, as sweep\.png"),
+        (["--out", "/"], "--out is /, which is a folder"),
         (["--max-new-tokens", "2000"], r"--max-new-tokens \+ K \+ 1 is 2009"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
         (["--sead", "1"], "unrecognized arguments: --sead; `specjax sweep --help`"),
@@ -171,3 +251,57 @@ def test_logits_that_turn_invalid_are_a_sentence(capsys, tmp_path):
     broken = write(tmp_path / "broken", TARGET, 0, scale=float("nan"))
     assert main(["sweep", "ab", "--target", broken, *SMALLER]) == 1
     assert capsys.readouterr() == ("", "specjax: the target's logits turned invalid.\n")
+
+
+def refused(capsys, out):
+    """What is said of an --out, on models that are not even there."""
+    assert main(["sweep", "--target", "/no/such/folder", "--out", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_read(capsys, tmp_path):
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert f"--out is {folder}, which is a folder" in refused(capsys, folder)
+    dangling = tmp_path / "dangling.svg"
+    dangling.symlink_to(tmp_path / "nowhere" / "a.svg")
+    assert f"--out is {dangling}, which cannot be written: " in refused(capsys, dangling)
+    long = tmp_path / ("a" * 300 + ".png")
+    assert f"--out is {long}, which cannot be written: " in refused(capsys, long)
+    if os.path.isdir("/proc/self"):
+        assert "--out is /proc/a.png, which cannot be written: " in refused(capsys, "/proc/a.png")
+    if os.getuid():
+        folder.chmod(0o500)
+        assert "which cannot be written: " in refused(capsys, folder / "a.png")
+
+
+def test_asking_whether_a_plot_can_be_written_leaves_what_is_there(capsys, tmp_path):
+    old, absent = tmp_path / "old.png", tmp_path / "absent.png"
+    old.write_bytes(b"old")
+    for out in (old, absent):
+        assert "/no/such/folder" in refused(capsys, out)
+    assert old.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["old.png"]
+
+
+def test_a_plot_that_fails_takes_neither_the_measurement_nor_the_old_plot(
+    capsys, monkeypatch, pair, tmp_path
+):
+    from matplotlib.figure import Figure
+
+    draw, out = Figure.savefig, tmp_path / "sweep.png"
+
+    def fails(*arguments, **options):
+        draw(*arguments, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fails)
+    out.write_bytes(b"old")
+    assert main(["sweep", "ab", *pair, *SMALLER, "--json", "--out", str(out)]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["best"]
+    assert captured.err == f"specjax: --out {out} cannot be written: No space left on device.\n"
+    assert out.read_bytes() == b"old"
