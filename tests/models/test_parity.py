@@ -81,12 +81,18 @@ FAMILIES = {
         SIZES | {"rope_theta": 500.0, "rope_scaling": LLAMA_3, "tie_word_embeddings": True},
         {"rope_scaling": None},
     ),
+    "llama-linear": (
+        "LlamaConfig",
+        SIZES | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": None},
+    ),
     "llama-bias": ("LlamaConfig", SIZES | {"attention_bias": True}, {"rms_norm_eps": 1e-2}),
     "mistral": (
         "MistralConfig",
         SIZES | {"sliding_window": 5, "head_dim": 12},
         {"layer_windows": ()},
     ),
+    "mistral-whole": ("MistralConfig", SIZES | {"sliding_window": None}, {"rope_theta": 9e3}),
     "qwen2": ("Qwen2Config", SIZES, {"rope_theta": 9e3}),
     "qwen2-window": (
         "Qwen2Config",
@@ -94,6 +100,13 @@ FAMILIES = {
         {"layer_windows": (5, 5, 5)},
     ),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}, {"rope_theta": 9e3}),
+    "qwen3-window": (
+        "Qwen3Config",
+        SIZES
+        | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        {"layer_windows": (5, 5, 5)},
+    ),
     "gemma-2": (
         "Gemma2Config",
         GEMMA
@@ -126,8 +139,9 @@ FAMILIES = {
 }
 LENGTHS = (13, 9, 1)
 SLOTS = 16
-KEPT = (8, 9, 1)  # of each request, when it is rewound
+KEPT = (8, 4, 1)  # of each request, when it is rewound
 AGAIN = 4
+FED = (4, 2, 3)  # tokens of each request in a step that verifies them at once
 
 
 def randomized(model):
@@ -241,6 +255,22 @@ def test_they_are_the_same_after_each_request_was_rewound(family, model, token_i
     for row, length in enumerate(KEPT):
         wanted = expected(family, ids[row, : length + AGAIN])
         close(found[row], wanted[length:])
+
+
+def test_several_tokens_at_once_behind_the_cache_give_them_too(family, model, token_ids):
+    _, cache = prefill(model, token_ids)
+    ids, at, lengths = (token_ids + 7) % SIZES["vocab_size"], np.arange(AGAIN), np.array(KEPT)
+    positions = lengths[:, None] + at
+    ids = np.where(np.arange(ids.shape[1]) < lengths[:, None], token_ids, ids)
+    for _ in range(2):
+        fed = np.take_along_axis(ids, positions, axis=1)
+        asked = np.where(at < np.array(FED)[:, None], positions, -1).astype(np.int32)
+        logits, cache = run(model, fed, asked, cache)
+        for row, (start, count) in enumerate(zip(positions[:, 0], FED, strict=True)):
+            wanted = expected(family, ids[row, : start + count])
+            close(logits[row, :count], wanted[start:])
+        # Of each request one token less is kept than it was fed.
+        positions += np.array(FED)[:, None] - 1
 
 
 def test_what_a_family_has_of_its_own_is_felt(family, folder, model, token_ids):
