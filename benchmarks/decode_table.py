@@ -29,7 +29,8 @@ REST = "everything else: lookups, positions, sampling, verification, commit"
 def decode_table(result: dict[str, Any]) -> str:
     """Times against the weights' bytes, and where they go, as markdown."""
     lines = [
-        "| | B | ms | ms between steps | times the weights | tokens a step | tokens/s | launches |",
+        "| | B | ms (quartiles) | ms between steps | times the weights | tokens a step "
+        "| tokens/s of a request | launches |",
         "|---|---|---|---|---|---|---|---|",
     ]
     cases = [(case, section["read_ms"]) for section in result.values() for case in section["cases"]]
@@ -41,7 +42,7 @@ def decode_table(result: dict[str, Any]) -> str:
         cells = [
             case["case"],
             str(case["B"]),
-            f"{case['median_ms']:.3f}",
+            f"{case['median_ms']:.3f} ({' to '.join(f'{x:.3f}' for x in case['quartiles_ms'])})",
             f"{case['profile']['between']['median_us'] / 1e3:.3f}",
             f"{case['median_ms'] / floor:.2f}",
             *rate,

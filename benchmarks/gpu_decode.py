@@ -179,7 +179,7 @@ def profile(timed: Timed) -> dict[str, Any]:
     loop = Loop(timed.run, 1, timed.iterations, False)
     _, events, launches = trace(loop, [()])
     (run,) = split_runs(events)
-    busy = kernel_times(events, timed.iterations, most=24)
+    busy = kernel_times(events, timed.iterations, most=100)
     wall = (max(e.start + e.duration for e in run) - run[0].start) / 1e3 / timed.iterations
     per = {name: count / timed.iterations for name, count in launches.items()}
     apart = spread(between(run, timed.iterations))

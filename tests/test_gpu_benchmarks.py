@@ -252,14 +252,18 @@ def test_the_decode_tables_add_up(benchmark):
     profile["kernels"] = {"gemm_fusion_dot": {"us": 3000.0}, "loop_fusion": {"us": 100.0}}
     profile["between"] = {"median_us": 5900.0}
     case = {"case": "speculative step", "B": 8, "median_ms": 6.0, "profile": profile}
+    case["quartiles_ms"] = [5.5, 6.25]
     where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python a"}
     section = {"environment": where, "read_ms": {"target": 2.0, "draft": 0.2}}
     eight = section | {"cases": [case | {"tokens_per_step": 3.0, "tokens_per_s": 500.0}]}
     one = section | {"cases": [case | {"case": "draft, 1 token", "B": 1}]}
     one["environment"] = where | {"command": "python b"}
     found = benchmark("decode_table").decode_table({"B = 1": one, "B = 8": eight})
-    assert "| draft, 1 token | 1 | 6.000 | 5.900 | 30.00 |  |  | 300 |" in found
-    assert "| speculative step | 8 | 6.000 | 5.900 | 2.00 | 3.00 | 500 | 300 |" in found
+    assert "| draft, 1 token | 1 | 6.000 (5.500 to 6.250) | 5.900 | 30.00 |  |  | 300 |" in found
+    assert (
+        "| speculative step | 8 | 6.000 (5.500 to 6.250) | 5.900 | 2.00 | 3.00 | 500 | 300 |"
+        in found
+    )
     assert "| products | 3.000 | 3.000 |" in found
     assert "B = 1: G, jax 1, 2026-01-01: `python b`" in found
     assert "B = 8: G, jax 1, 2026-01-01: `python a`" in found
