@@ -142,7 +142,8 @@ def generate(
       target: the model whose law the output follows.
       drafter: `model_drafter(model)`, `ngram_drafter()`, one of your own, or None for plain
         decoding through the same code.
-      prompt_token_ids: i32[B, L], padded behind each prompt with anything.
+      prompt_token_ids: i32[B, L], padded behind each prompt with anything. That they are of the
+        target's vocabulary, and no longer than it was trained for, is the caller's to see to.
       prompt_lengths: i32[B], in [1, L].
       keys: typed threefry keys, [B] or (). With () each request folds in its index.
       config: a `SpeculativeConfig`; None is the default one.

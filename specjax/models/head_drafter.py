@@ -20,8 +20,8 @@ def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
     """Drafts with a head of one layer on top of the target.
 
     The first draft of a proposal reads the target's hidden state that decided the last
-    committed token, the others the head's own in its place. The head attends to all tokens
-    before. Embeddings and logits are the target's, and held once.
+    committed token, the others the head's own in its place. The head attends to the tokens
+    before, as far back as its window. Embeddings and logits are the target's, and held once.
 
     Args:
       target: from `load` or `build`; what the head was trained for.
