@@ -97,13 +97,23 @@ _REFUSED = {
 }
 
 
+# What a model that sees may say of its text model beside that model's own fields.
+_OUTSIDE = (
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+
+
 def _text_of(fields: _Fields, source: str) -> _Fields:
     """The fields of the text model, where they lie inside those of a model that sees too."""
     if fields.get("model_type") != "gemma3":
         return fields
     text = read_field("text_config", fields, source)
-    outside = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
-    given = {name: fields[name] for name in outside if fields.get(name) is not None}
+    given = {name: fields[name] for name in _OUTSIDE if fields.get(name) is not None}
     return {"model_type": "gemma3_text"} | text | given
 
 

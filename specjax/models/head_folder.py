@@ -14,6 +14,7 @@ from safetensors.flax import save as serialized
 
 from specjax.models.checkpoint import dtype_here
 from specjax.models.fields import read_field
+from specjax.models.folder import read_folder
 from specjax.models.head import HeadConfig
 from specjax.models.layout import Entry, join, layout, put, split, take
 from specjax.models.mapped import MappedTensors
@@ -42,7 +43,7 @@ def _entries(config: HeadConfig) -> Iterator[Entry]:
 
 
 def _fields(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    path = pathlib.Path(folder) / "config.json"
+    path = read_folder(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; a head's folder needs it.")
     return read_object(path, "the fields of a head"), str(path)

@@ -103,6 +103,12 @@ def test_a_quantization_of_null_is_none():
     assert read_fields(MISTRAL_7B | {"quantization_config": None}) == MISTRAL
 
 
+def test_a_head_of_its_own_is_said_outside_the_text_model_too():
+    assert MEANT["Gemma 3 4B"].tie_word_embeddings
+    untied = dataclasses.replace(MEANT["Gemma 3 4B"], tie_word_embeddings=False)
+    assert read_fields(GEMMA_3_4B | {"tie_word_embeddings": False}) == untied
+
+
 def test_a_mixture_that_no_family_has_is_not_written():
     config = dataclasses.replace(MISTRAL, qk_norm=True, attention_softcap=5.0)
     with pytest.raises(ValueError, match="no family has this configuration"):

@@ -188,9 +188,16 @@ def test_a_saved_head_is_read_back_bit_for_bit(tmp_path, head):
         load_head(tmp_path, "int8")
 
 
-def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head):
+def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         load_head(tmp_path)
+    # Not the current folder's, whatever that holds.
+    save_head(tmp_path / "here", head, HEAD)
+    monkeypatch.chdir(tmp_path / "here")
+    assert is_head(".")
+    assert not is_head("")
+    with pytest.raises(ValueError, match="the name of the folder is empty"):
+        load_head("")
     with pytest.raises(ValueError, match="a head's is 'specjax_head'"):
         load_head(pretrained_folder("draft"))
     save_head(tmp_path, head, HEAD)
