@@ -58,12 +58,12 @@ def is_looked_at(padded: int, tokens: int, shared: int, keys: jax.Array) -> bool
       shared: R.
       keys: [B, G, S, D], of the cache.
     """
-    from specjax.pallas.tiles import at_least_dot, attention_stages, is_alone
+    from specjax.pallas.tiles import attention_stages, is_alone, query_rows
 
     batch, _, _, head_dim = keys.shape
     if not is_few(batch, padded) or tokens > 16 or tokens * shared > 64:
         return False
-    rows = at_least_dot((tokens if is_alone(batch) else padded) * shared)
+    rows = query_rows(tokens, padded, shared, is_alone(batch))
     return attention_stages(rows, head_dim, keys.dtype.itemsize, shared_memory()) > 0
 
 

@@ -22,13 +22,13 @@ from specjax.pallas.tiles import (
     ATTENTION_SLOTS,
     JOIN_TILE,
     Cut,
-    at_least_dot,
     attention_stages,
     is_alone,
     is_light,
     is_quickly_joined,
     num_attention_warps,
     num_parts_of_cache,
+    query_rows,
 )
 
 __all__ = ["attend", "gated", "joined", "multiplied", "waited"]
@@ -64,8 +64,7 @@ def attend(
     (batch, groups, slots, head_dim), tokens = heads.keys.shape, heads.positions.shape[1]
     padded, num_heads = heads.parts.shape[2], heads.parts.shape[3] - 2 * groups
     alone, pairs, dtype = is_alone(batch), batch * groups, heads.keys.dtype
-    # Rows of padding see nothing: whoever puts parts together in `look` leaves zeros there.
-    rows = at_least_dot((tokens if alone else padded) * (num_heads // groups))
+    rows = query_rows(tokens, padded, num_heads // groups, alone)
     light, stages = is_light(rows, head_dim), attention_stages(rows, head_dim, dtype.itemsize, room)
     parts = num_parts_of_cache(pairs, slots)
     lead = (pairs, parts + alone, rows)

@@ -29,6 +29,7 @@ __all__ = [
     "pair_tile",
     "power_of_two",
     "product_cut",
+    "query_rows",
     "row_tile",
     "search_tile",
     "target_tile",
@@ -193,11 +194,20 @@ def num_attention_warps(light: bool) -> int:
     return 2 if light else 4
 
 
+def query_rows(tokens: int, padded: int, shared: int, alone: bool) -> int:
+    """Rows of a tile of queries, those of the `shared` query heads of a key-value head.
+
+    Rows of padding see nothing: whoever puts parts together in `look` leaves zeros there.
+    """
+    return at_least_dot((tokens if alone else padded) * shared)
+
+
 def attention_stages(num_rows: int, head_dim: int, itemsize: int, room: int) -> int:
     """Turns of a loop over slots that are loaded at a time; 0 if one alone has no room.
 
-    A program may have `room` bytes of shared memory. Triton keeps the keys and values of all turns
-    but one there, and of every turn where Hopper multiplies 64 rows or more; queries; and weights.
+    A program may have `room` bytes of shared memory. Triton keeps there the keys and values of all
+    turns but one, queries and weights; of 64 rows or more, which Hopper multiplies from there, keys
+    and values of every turn and queries.
     """
     width = at_least_dot(head_dim) * itemsize
     tile, rest = ATTENTION_SLOTS * width, num_rows * width
