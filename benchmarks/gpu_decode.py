@@ -216,8 +216,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A record of each case; adds its program to `kept`.
 
-    Where XLA has let a program go, each kernel of some built after it starts 0.3 us later, which is
-    5 % of a draft's forward. A process that decodes has one program and keeps it.
+    Where one was let go, each kernel of some that are built after it was seen to start 0.3 us
+    later, which is 5 % of a draft's forward. A process that decodes has one and keeps it.
     """
     for name, timed in cases(target, draft, batch, effort):
         kept.append(timed.compiled)
