@@ -14,7 +14,14 @@ from specjax.implementation import shared_memory
 from specjax.models.late import Product, by_launches, chosen, is_few
 from specjax.models.rope import rotate, turn
 
-__all__ = ["Kernel", "Rule", "cached_attention", "causal_attention", "is_looked_at"]
+__all__ = [
+    "Kernel",
+    "Rule",
+    "cache_entries",
+    "cached_attention",
+    "causal_attention",
+    "is_looked_at",
+]
 
 Kernel = Literal["xla", "cudnn"] | None
 _MASKED = -1e30  # Finite: a padding token sees no slot and must still give finite numbers.
@@ -37,6 +44,22 @@ class Rule:
     softcap: float | None = None
     size: int = 0
     eps: float = 0.0
+
+
+def cache_entries(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values as a cache holds them: values that are not finite are 0, their keys NaN.
+
+    A masked slot has weight 0, and 0 * NaN is NaN: values have to be finite for a row not to
+    depend on the slots that it does not see. The NaN in the key makes every row that does see the
+    slot NaN, so that an overflow is not hidden.
+
+    Args:
+      keys: of the cache's dtype, rotated.
+      values: of the cache's dtype, of the same shape.
+    """
+    finite = jnp.isfinite(values)
+    nan, zero = jnp.asarray(jnp.nan, keys.dtype), jnp.zeros((), values.dtype)
+    return jnp.where(finite & jnp.isfinite(keys), keys, nan), jnp.where(finite, values, zero)
 
 
 def _weights(scores: jax.Array, seen: jax.Array, rule: Rule) -> jax.Array:
@@ -104,7 +127,14 @@ def cached_attention(
 
         cos, sin = (x[:, :, 0] for x in turns)
         heads = Heads(*projected, cos, sin, positions.astype(jnp.int32), *cache)
-        return attend(heads, rule=rule, turn=turn, room=shared_memory(), interpret=interpret)
+        return attend(
+            heads,
+            rule=rule,
+            turn=turn,
+            entries=cache_entries,
+            room=shared_memory(),
+            interpret=interpret,
+        )
 
     implementation = chosen() if few else "xla"
     return by_launches(implementation, xla, kernels, projected, turns, positions, cache, early=0)
@@ -177,7 +207,7 @@ def causal_attention(
 
 
 def _split(heads: jax.Array, turns: Any, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries and keys, rotated, and values."""
+    """Queries and keys, rotated, and values; keys and values as a cache holds them."""
     num_queries = heads.shape[2] - 2 * groups
     q, k, v = jnp.split(heads, [num_queries, num_queries + groups], axis=2)
-    return rotate(q, turns), rotate(k, turns), v
+    return rotate(q, turns), *cache_entries(rotate(k, turns), v)

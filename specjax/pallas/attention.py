@@ -98,7 +98,14 @@ class Rule(Protocol):
         """Added to their mean square."""
 
 
-def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) -> None:
+def see(
+    heads: Heads,
+    out: Unfinished,
+    *,
+    rule: Rule,
+    turn: Callable[..., Any],
+    entries: Callable[..., Any],
+) -> None:
     """One part of the slots of one request and key-value head, or the tokens that are fed."""
     groups, slots, head_dim = heads.keys.shape[1:]
     tokens, parts = heads.positions.shape[1], out.parts.peak.shape[1] - 1
@@ -126,6 +133,7 @@ def see(heads: Heads, out: Unfinished, *, rule: Rule, turn: Callable[..., Any]) 
         key_head = shared * groups + g
         keys = projected.rotated(fed, key_head, mask)
         values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
+        keys, values = entries(keys, values)
         done = summed(add(begin, queries, keys, values, place, rule))
         leave(out.parts, pair, part, done, inside)
         # Past the end, whatever does not belong into the cache.

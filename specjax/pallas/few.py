@@ -41,7 +41,13 @@ class _Attended(NamedTuple):
 
 
 def attend(
-    heads: Heads, *, rule: Rule, turn: Callable[..., Any], room: int, interpret: bool
+    heads: Heads,
+    *,
+    rule: Rule,
+    turn: Callable[..., Any],
+    entries: Callable[..., Any],
+    room: int,
+    interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What few tokens see of the cache and of one another.
 
@@ -55,6 +61,7 @@ def attend(
       heads: arrays.
       rule: how the slots are weighed.
       turn: of both halves of heads, cosines and sines: both halves of turned heads.
+      entries: of rotated keys and of values: both as the cache holds them.
       room: bytes of shared memory that a program may have.
       interpret: run in Pallas' interpreter.
 
@@ -74,7 +81,7 @@ def attend(
     in_place = {"keys": heads.keys, "values": heads.values}
     if alone:
         seen = launch(
-            functools.partial(see, rule=rule, turn=turn),
+            functools.partial(see, rule=rule, turn=turn, entries=entries),
             heads,
             Unfinished(unfinished, **cache_like),
             num_programs=pairs * (parts + 1),
@@ -88,7 +95,7 @@ def attend(
     else:
         queries = like((batch, tokens, num_heads, head_dim), dtype)
         placed = launch(
-            functools.partial(place, rule=rule, turn=turn),
+            functools.partial(place, rule=rule, turn=turn, entries=entries),
             heads,
             Placed(queries, **cache_like, counters=like((pairs,), jnp.uint32)),
             num_programs=batch * (num_heads + 2 * groups),

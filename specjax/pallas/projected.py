@@ -133,7 +133,14 @@ class Projected(NamedTuple):
         return turned.astype(self.heads.keys.dtype)
 
 
-def place(heads: Heads, out: Placed, *, rule: Any, turn: Callable[..., Any]) -> None:
+def place(
+    heads: Heads,
+    out: Placed,
+    *,
+    rule: Any,
+    turn: Callable[..., Any],
+    entries: Callable[..., Any],
+) -> None:
     """One head of one request: a query is left for a later launch, the rest goes into the cache."""
     (groups, slots, head_dim), tokens = heads.keys.shape[1:], heads.positions.shape[1]
     num_queries = out.queries.shape[2]
@@ -151,6 +158,10 @@ def place(heads: Heads, out: Placed, *, rule: Any, turn: Callable[..., Any]) -> 
             mask = tile_mask(rows, half, head_dim // 2)
             plgpu.store(to.at[(*at, dim[None])], x.astype(to.dtype), mask=mask)
 
+    def values_of(value_head: jax.Array) -> tuple[jax.Array, ...]:
+        halves = projected.halves(token, value_head, inside, turned=False)
+        return tuple(x.astype(out.values.dtype) for x in halves)
+
     @pl.when(head < num_queries)
     def _() -> None:
         store(out.queries, (b, token[:, None], head), inside, projected.halves(token, head, inside))
@@ -158,13 +169,16 @@ def place(heads: Heads, out: Placed, *, rule: Any, turn: Callable[..., Any]) -> 
     @pl.when((head >= num_queries) & (head < num_queries + groups))
     def _() -> None:
         at = (b, head - num_queries, slot[:, None])
-        store(out.keys, at, slot < slots, projected.halves(token, head, inside))
+        keys = (x.astype(out.keys.dtype) for x in projected.halves(token, head, inside))
+        # Their values are loaded, too: where those are not finite the keys have to tell.
+        pairs = zip(keys, values_of(head + groups), strict=True)
+        store(out.keys, at, slot < slots, tuple(entries(*pair)[0] for pair in pairs))
         out.counters[b * groups + head - num_queries] = jnp.uint32(0)
 
     @pl.when(head >= num_queries + groups)
     def _() -> None:
         at = (b, head - num_queries - groups, slot[:, None])
-        store(out.values, at, slot < slots, projected.halves(token, head, inside, turned=False))
+        store(out.values, at, slot < slots, tuple(entries(x, x)[1] for x in values_of(head)))
 
 
 def late_scales(

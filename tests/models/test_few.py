@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from machine import has_gpu
 
+import specjax
 from specjax.implementation import read_implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, late
 from specjax.pallas import few
@@ -184,6 +185,79 @@ def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels
         close(jnp.where(seen, y, 0), jnp.where(seen, wanted[name][0], 0))
         for entry, other in zip(written, wanted[name][1], strict=True):
             close(entry, other)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
+def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(
+    alone, kernels, through
+):
+    rule, (groups, shared, head_dim) = attention.Rule(0.3), (2, 3, 16)
+    projected, turns, cache = heads(2, 3, groups, shared, head_dim, 70)
+    calm = projected.parts.reshape(1, 2, 3, -1, head_dim)
+    key_head = groups * shared + 1
+    together = jnp.array([[5, 6, 7], [5, 6, 7]], jnp.int32)
+    anew = jnp.array([[6, -1, -1], [5, 6, 7]], jnp.int32)
+    behind = jnp.array([[8, -1, -1], [8, 9, 10]], jnp.int32)
+
+    def attend(parts, positions, cache):
+        parts = parts.reshape(*parts.shape[:3], -1)
+        y, cache = attention.cached_attention(late.Product(parts), turns, positions, cache, rule)
+        # What padding sees is nobody's.
+        y = jnp.where((positions >= 0)[..., None], y, 0)
+        return y.reshape(2, 3, groups, -1), cache
+
+    for name in ("xla", kernels):
+        through(name, alone)
+        run = jax.jit(attend)
+        wanted, filled = run(calm, together, cache)
+        wanted_anew, wanted_behind = run(calm, anew, filled)[0], run(calm, behind, filled)[0]
+        for head in (key_head, key_head + groups):
+            for value in (jnp.nan, jnp.inf, -jnp.inf):
+                found, spoilt = run(calm.at[0, 0, 1, head, 3].set(value), together, cache)
+                spoils = jnp.zeros((2, 3, groups), bool).at[0, 1:, 1].set(True)[..., None]
+                np.testing.assert_array_equal(found, jnp.where(spoils, jnp.nan, wanted))
+                # The next step writes the token's slot anew, and sees nothing behind it.
+                np.testing.assert_array_equal(run(calm, anew, spoilt)[0], wanted_anew)
+                # Or sees the token, which had been kept.
+                spoils = jnp.zeros((2, 3, groups), bool).at[0, 0, 1].set(True)[..., None]
+                found, _ = run(calm, behind, spoilt)
+                np.testing.assert_array_equal(found, jnp.where(spoils, jnp.nan, wanted_behind))
+
+
+def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(kernels, through):
+    model = build(TransformerConfig(64, 32, 48, 2, 2, 1, 16), seed=3)
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.params)
+    bad = 60
+    spoilt = params["embedding"].at[bad].set(jnp.nan)
+    model = dataclasses.replace(model, params=params | {"embedding": spoilt})
+
+    def propose(params, state, token_ids, hidden, *, config, num_tokens, **options):
+        width = config.num_speculative_tokens
+        ids = jnp.full((len(token_ids), width), bad, jnp.int32).at[:, 0].set(params)
+        return specjax.Draft(ids, num_tokens=num_tokens), state
+
+    def decode(drafter):
+        output = specjax.generate(
+            model,
+            drafter,
+            jnp.array([[7, 8, 9], [10, 11, -1]]),
+            jnp.array([3, 2]),
+            keys=jax.random.key(0),
+            temperature=jnp.array([0.0, 1.0]),
+            max_new_tokens=12,
+            config=specjax.SpeculativeConfig(num_speculative_tokens=2),
+            sampling=specjax.SamplingParams(allowed=jnp.arange(64) != bad),
+        )
+        assert output.finish.tolist() == [1, 1]
+        return output.token_ids
+
+    through("xla")
+    wanted = decode(None)
+    assert not jnp.any(wanted == bad)
+    through(kernels)
+    for first in (bad, int(wanted[0, 3])):
+        found = decode(specjax.Drafter(jnp.int32(first), lambda *prompt: (), propose))
+        np.testing.assert_array_equal(found[0], wanted[0])
 
 
 @pytest.mark.parametrize(
