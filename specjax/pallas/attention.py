@@ -133,13 +133,16 @@ def see(
         key_head = shared * groups + g
         keys = projected.rotated(fed, key_head, mask)
         values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
-        keys, values = entries(keys, values)
+        stored = entries(keys, values)
+        if tokens > 1:
+            # One token sees itself: nothing has to be kept from it, and keys need not wait.
+            keys, values = stored
         done = summed(add(begin, queries, keys, values, place, rule))
         leave(out.parts, pair, part, done, inside)
         # Past the end, whatever does not belong into the cache.
         slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
         mask = tile_mask(slot < slots, dim, head_dim)
-        for cache, new in ((out.keys, keys), (out.values, values)):
+        for cache, new in zip((out.keys, out.values), stored, strict=True):
             plgpu.store(cache.at[b, g, slot[:, None], dim[None]], new, mask=mask)
 
     @pl.when(part < parts)

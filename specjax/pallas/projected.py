@@ -91,34 +91,51 @@ class Projected(NamedTuple):
           dim: i32[dims], in any order.
           mask: bool[N, dims], what there is of them.
         """
+        return self._summed(self._load(token, head, dim, mask), token)
+
+    def _load(self, token: jax.Array, head: jax.Array, dim: jax.Array, mask: jax.Array) -> Any:
+        """The parts of what `tile` gives."""
         parts = self.heads.parts
-        total = jnp.zeros(mask.shape, jnp.float32)
-        for q in range(parts.shape[0]):
-            total += load_tile(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
+        at = (self.b, token, head)
+        return [load_tile(parts, (q, *at), dim, mask) for q in range(parts.shape[0])]
+
+    def _summed(self, parts: list[jax.Array], token: jax.Array) -> jax.Array:
+        total = jnp.zeros(parts[0].shape, jnp.float32)
+        for part in parts:
+            total += part.astype(jnp.float32)
         if self.scale is not None:
             total *= self.scale(token)[:, None]
         return total.astype(self.heads.keys.dtype).astype(jnp.float32)
 
     def halves(
-        self, token: jax.Array, head: jax.Array, inside: jax.Array, turned: bool = True
-    ) -> tuple[jax.Array, jax.Array]:
-        """Both halves of heads f32[N, at least D / 2] of tokens, rotated if they are to be.
+        self, token: jax.Array, head: jax.Array, inside: jax.Array
+    ) -> Callable[[], tuple[jax.Array, jax.Array]]:
+        """Asks for both halves of heads of tokens; a function that waits for them.
 
         Args:
           token: i32[N].
           head: i32[N] or i32[].
           inside: bool[N], which tokens there are.
-          turned: whether to rotate them.
+
+        Returns:
+          Of nothing: two f32[N, at least D / 2], not rotated.
         """
         half = self.heads.keys.shape[3] // 2
         dim = jax.lax.iota(jnp.int32, power_of_two(half))
         mask = tile_mask(inside, dim, half)
-        x, y = (self.tile(token, head, index, mask) for index in (dim, dim + half))
-        if not turned:
-            return x, y
-        at = (self.b, token)
+        low, high = (self._load(token, head, index, mask) for index in (dim, dim + half))
+        return lambda: (self._summed(low, token), self._summed(high, token))
+
+    def rotated_halves(
+        self, token: jax.Array, head: jax.Array, inside: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both halves of rotated heads; arguments as of `halves`."""
+        half = self.heads.keys.shape[3] // 2
+        dim = jax.lax.iota(jnp.int32, power_of_two(half))
+        mask, at = tile_mask(inside, dim, half), (self.b, token)
+        load = self.halves(token, head, inside)
         cos, sin = (load_tile(z, at, dim, mask) for z in (self.heads.cos, self.heads.sin))
-        return self.turn(x, y, cos, sin)
+        return self.turn(*load(), cos, sin)
 
     def rotated(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
         """Rotated heads [N, D] of tokens; arguments as of `tile`."""
@@ -158,27 +175,27 @@ def place(
             mask = tile_mask(rows, half, head_dim // 2)
             plgpu.store(to.at[(*at, dim[None])], x.astype(to.dtype), mask=mask)
 
-    def values_of(value_head: jax.Array) -> tuple[jax.Array, ...]:
-        halves = projected.halves(token, value_head, inside, turned=False)
-        return tuple(x.astype(out.values.dtype) for x in halves)
-
     @pl.when(head < num_queries)
     def _() -> None:
-        store(out.queries, (b, token[:, None], head), inside, projected.halves(token, head, inside))
+        at = (b, token[:, None], head)
+        store(out.queries, at, inside, projected.rotated_halves(token, head, inside))
 
     @pl.when((head >= num_queries) & (head < num_queries + groups))
     def _() -> None:
         at = (b, head - num_queries, slot[:, None])
-        keys = (x.astype(out.keys.dtype) for x in projected.halves(token, head, inside))
-        # Their values are loaded, too: where those are not finite the keys have to tell.
-        pairs = zip(keys, values_of(head + groups), strict=True)
+        # Where values are not finite their keys have to tell. Asked for first: nothing waits twice.
+        load_values = projected.halves(token, head + groups, inside)
+        keys = [x.astype(out.keys.dtype) for x in projected.rotated_halves(token, head, inside)]
+        values = [x.astype(out.values.dtype) for x in load_values()]
+        pairs = zip(keys, values, strict=True)
         store(out.keys, at, slot < slots, tuple(entries(*pair)[0] for pair in pairs))
         out.counters[b * groups + head - num_queries] = jnp.uint32(0)
 
     @pl.when(head >= num_queries + groups)
     def _() -> None:
         at = (b, head - num_queries - groups, slot[:, None])
-        store(out.values, at, slot < slots, tuple(entries(x, x)[1] for x in values_of(head)))
+        values = [x.astype(out.values.dtype) for x in projected.halves(token, head, inside)()]
+        store(out.values, at, slot < slots, tuple(entries(x, x)[1] for x in values))
 
 
 def late_scales(
