@@ -16,7 +16,7 @@ from safetensors.flax import save as serialized
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.families import read_fields
 from specjax.models.fields import read_field
-from specjax.models.folder import read_folder
+from specjax.models.folder import read_folder, refuse_pointer
 from specjax.models.layout import join, layout, put, split, take
 from specjax.models.mapped import MappedTensors
 from specjax.models.objects import read_object
@@ -67,6 +67,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
       ValueError: on a missing or unreadable file.
     """
     path = _open(folder, "tokenizer.json")
+    refuse_pointer(path)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises a bare Exception.

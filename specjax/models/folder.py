@@ -1,10 +1,11 @@
-"""A Hugging Face folder as a caller names it: it is there, or is refused in a sentence."""
+"""A Hugging Face folder as a caller names it: it and its files are there, or are refused."""
 
 import os
 import pathlib
 
-__all__ = ["read_folder"]
+__all__ = ["read_folder", "refuse_pointer"]
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _NEEDED = "a Hugging Face folder with config.json, model.safetensors and tokenizer.json"
 
 
@@ -31,3 +32,26 @@ with config.json, model.safetensors and tokenizer.json.
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; it needs to be {_NEEDED}.")
     return path
+
+
+def refuse_pointer(path: pathlib.Path) -> None:
+    """Refuses a file that only names what Git LFS did not download.
+
+    Args:
+      path: of a file that is there.
+
+    Raises:
+      ValueError: if it is such a pointer.
+
+    Example:
+      >>> import tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "tokenizer.json")
+      >>> _ = path.write_text("{}")
+      >>> refuse_pointer(path)
+    """
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(
+                f"{path} is a Git LFS pointer, a few lines that stand for the file; `git lfs pull` "
+                "in its folder downloads the file itself."
+            )

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from specjax.models.folder import refuse_pointer
+
 __all__ = ["MappedTensors"]
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -117,6 +119,7 @@ class MappedTensors:
 
 def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file that an index names for each tensor, each of them there."""
+    refuse_pointer(index)
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {tensor: pathlib.PurePath(name) for tensor, name in places.items()}
@@ -132,6 +135,7 @@ def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def _mapped(path: pathlib.Path) -> dict[str, _Tensor]:
+    refuse_pointer(path)
     try:
         # The library checks the whole header: what is cut out below lies inside the file.
         with safetensors.safe_open(path, framework="numpy"):

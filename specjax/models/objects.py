@@ -4,6 +4,8 @@ import json
 import pathlib
 from typing import Any
 
+from specjax.models.folder import refuse_pointer
+
 __all__ = ["read_object"]
 
 
@@ -24,6 +26,7 @@ def read_object(path: pathlib.Path, needed: str) -> dict[str, Any]:
       >>> read_object(path, "the fields of a configuration")
       {'vocab_size': 64}
     """
+    refuse_pointer(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

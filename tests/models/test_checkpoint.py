@@ -16,6 +16,7 @@ from safetensors.flax import load_file, save_file
 from specjax.models import (
     TransformerConfig,
     build,
+    chat_prompt,
     load,
     load_config,
     load_tokenizer,
@@ -322,6 +323,40 @@ def test_a_missing_tensor_is_named(folder):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight"):
         load(folder)
+
+
+POINTER = """\
+version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 12345
+"""
+
+
+def chat(folder):
+    return chat_prompt(folder, [{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [
+        ("config.json", load),
+        ("generation_config.json", load),
+        ("model.safetensors", load),
+        ("model-00001-of-00002.safetensors", load),
+        ("model.safetensors.index.json", load),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer_config.json", chat),
+        ("chat_template.jinja", chat),
+    ],
+)
+def test_what_git_lfs_did_not_download_is_named_with_its_remedy(folder, name, reads):
+    if "model-" in name or "index" in name:
+        in_parts(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / name).write_text(POINTER)
+    sentence = f"{folder / name} is a Git LFS pointer, a few lines that stand for the file; `git l"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}fs pull` in its folder"):
+        reads(folder)
 
 
 def test_quantised_weights_are_not_read_as_numbers(folder):
