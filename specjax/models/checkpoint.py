@@ -28,6 +28,7 @@ from specjax.typing import Model
 __all__ = ["dtype_here", "load", "load_config", "load_tokenizer", "save"]
 
 _WEIGHTS, _FIELDS = "model.safetensors", "the fields of a configuration"
+_ADAPTER = "adapter_config.json"
 # Compiled: on the device, and without a copy between turning, joining and casting.
 _join = jax.jit(join, static_argnums=(1, 2))
 
@@ -127,14 +128,21 @@ def load(
     """
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
-    _open(folder, _WEIGHTS)
+    path = _open(folder, _WEIGHTS)
+    if path.with_name(_ADAPTER).is_file():
+        raise ValueError(
+            f"{path.parent} has {_ADAPTER}; adapters are not read here. Merge it into the weights, "
+            "or drop the file if they hold it already."
+        )
     tensors, entries, total = MappedTensors(folder), [], 0
     for entry in layout(config):
         views = list(map(tensors.view, entry.names, entry.shapes))
         entries.append((entry, views))
         total += sum(view.nbytes for view in views)
-    if config.tie_word_embeddings:
-        tensors.check_tied("lm_head.weight", "model.embed_tokens.weight")
+    head = "lm_head.weight" if config.tie_word_embeddings else None
+    if head is not None:
+        tensors.check_tied(head, "model.embed_tokens.weight")
+    tensors.check_all_read((name for entry, _ in entries for name in entry.names), head)
     params: dict[str, Any] = {}
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
         for entry, views in entries:

@@ -80,6 +80,9 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
         raise ValueError(
             f"{source} has model_type {fields.get('model_type')!r}; a head's is {_KIND!r}."
         )
+    other = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_NEEDED})
+    if other:
+        raise ValueError(f"{source} has {', '.join(other)}; a head here has no such field.")
     missing = [name for name in _NEEDED if fields.get(name) is None]
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}; a head needs it.")
@@ -124,6 +127,7 @@ def load_head(
     config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
     tensors = MappedTensors(folder)
     params: dict[str, Any] = {}
+    tensors.check_all_read(name for entry in _entries(config) for name in entry.names)
     for entry in _entries(config):
         views = map(tensors.view, entry.names, entry.shapes)
         put(params, entry.place, join([jnp.asarray(v) for v in views], entry.turned, config.dtype))

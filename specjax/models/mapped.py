@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +24,10 @@ _FLOATS = {
 }
 # What a model's tensors begin with: alone, and inside models that see, newer and older.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+# Buffers that older checkpoints hold, and that follow from config.json.
+_ROTARY = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# What only a model that sees has, and that its text model does without.
+_SIGHT = ("vision_tower.", "multi_modal_projector.")
 # Numbers that are compared at a time.
 _PIECE = 2**22
 
@@ -84,6 +90,37 @@ class MappedTensors:
                 f"{one.path} holds {name}, which differs from {tied} to which config.json ties "
                 "it; set tie_word_embeddings to false there, or drop the tensor."
             )
+
+    def check_all_read(self, names: Iterable[str], tied: str | None = None) -> None:
+        """Refuses tensors that are neither read nor known to change no logits.
+
+        Args:
+          names: of those that are read, as in `view`.
+          tied: of one that `check_tied` compared.
+
+        Raises:
+          ValueError: on any other but rotary buffers and, in a model that sees, its sight.
+        """
+        known = set(map(self._name, names))
+        if tied is not None and self._find(self._name(tied)) is not None:
+            known.add(self._name(tied))
+        rest = {
+            name: path
+            for path, held in self._held.items()
+            for name in held
+            if name not in known and not _ROTARY.search(name) and not self._is_sight(name)
+        }
+        if rest:
+            name = next(iter(rest))
+            more = f", and {len(rest) - 1} more that are not read" if len(rest) > 1 else ""
+            raise ValueError(
+                f"{rest[name]} holds {name}{more}; config.json asks for no such tensor, and the "
+                "logits may need it. Mend config.json, or drop from the file what is no part of "
+                "the model."
+            )
+
+    def _is_sight(self, name: str) -> bool:
+        return self._prefix != "model." and name.removeprefix("model.").startswith(_SIGHT)
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor as it lies in its file, read-only.

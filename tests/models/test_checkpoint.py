@@ -325,6 +325,70 @@ def test_a_missing_tensor_is_named(folder):
         load(folder)
 
 
+UNREAD = {
+    "a bias": "model.layers.0.self_attn.q_proj.bias",
+    "a layer more": "model.layers.2.mlp.up_proj.weight",
+    "a norm": "model.layers.1.self_attn.q_norm.weight",
+    "a bias of the head": "lm_head.bias",
+    "what makes it a classifier": "score.weight",
+    "the sight of a model that sees nothing": "vision_tower.patch.weight",
+    "nearly a buffer": "model.layers.0.self_attn.rotary_emb.weight",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD.values(), ids=UNREAD)
+def test_a_tensor_that_is_not_read_is_refused(folder, name):
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    save_file(held | {name: jnp.ones(24)}, file)
+    sentence = f"{file} holds {name}; config.json asks for no such tensor, and the logits may"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        load(folder)
+    save_file(held | {name: jnp.ones(24), "other": jnp.ones(1)}, file)
+    with pytest.raises(ValueError, match=r"holds .*, and 1 more that are not read; config"):
+        load(folder)
+
+
+def test_a_tensor_that_the_index_leaves_out_is_refused_too(folder):
+    names, _ = in_parts(folder)
+    own = load_file(folder / names[1])
+    save_file(own | {"lm_head.weight": jnp.ones((48, 24))}, folder / names[1])
+    with pytest.raises(ValueError, match=f"{names[1]} holds lm_head.weight; config.json asks for"):
+        load(folder)
+
+
+def test_buffers_of_rotary_embeddings_are_left_out(folder):
+    before, _ = load(folder, "float32")
+    file = folder / "model.safetensors"
+    buffers = (f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(2))
+    save_file(load_file(file) | dict.fromkeys(buffers, jnp.ones(3)), file)
+    jax.tree.map(np.testing.assert_array_equal, load(folder, "float32")[0].params, before.params)
+
+
+@pytest.mark.parametrize("outer", ["language_model.", "model.language_model."])
+def test_the_sight_of_a_model_that_sees_is_left_out_and_nothing_else(folder, outer):
+    before, _ = load(folder, "float32")
+    inner = "model." if outer == "language_model." else ""
+    seen = "" if outer == "language_model." else "model."
+    held = {
+        name.replace("model.", outer + inner, 1): array
+        for name, array in load_file(folder / "model.safetensors").items()
+    }
+    for name in ("vision_tower.patch.weight", "multi_modal_projector.mm_input_projection_weight"):
+        held[seen + name] = jnp.ones(3)
+    save_file(held, folder / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load(folder, "float32")[0].params, before.params)
+    save_file(held | {"audio_tower.patch.weight": jnp.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds audio_tower\.patch\.weight; config.json asks for"):
+        load(folder)
+
+
+def test_an_adapter_is_refused(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has adapter_config\.json; adapters are not read here"):
+        load(folder)
+
+
 POINTER = """\
 version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
@@ -438,7 +502,7 @@ def test_a_tensor_is_read_from_the_part_that_the_index_names(folder):
     for name in names:
         own = load_file(folder / name)
         stale = {t: jnp.full((3,), 7.0) for t, place in places.items() if place != name}
-        save_file(own | stale | {"lm_head.weight": jnp.ones((48, 24))}, folder / name)
+        save_file(own | stale, folder / name)
     parts, _ = load(folder, "float32")
     jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
 

@@ -208,6 +208,7 @@ def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
         ({"head_dim": 5}, "needs? it even"),
         ({"hidden_size": -1}, "a positive integer"),
         ({"intermediate_size": 31}, "config.json makes it"),
+        ({"attention_bias": True, "hidden_act": "silu"}, "has attention_bias, hidden_act; a head"),
     ):
         path.write_text(json.dumps(fields | change), encoding="utf-8")
         with pytest.raises(ValueError, match=said):
@@ -217,6 +218,10 @@ def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
         load_head_config(tmp_path)
     path.write_text(json.dumps(fields), encoding="utf-8")
     tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    save_file(tensors | {name: np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"holds {name}; config.json asks for no such tensor"):
+        load_head(tmp_path)
     tensors.pop("model.mix.weight")
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"no tensor model\.mix\.weight"):
