@@ -103,7 +103,7 @@ def dtype_here(asked: DTypeLike | None, own: str) -> str:
 def load(
     folder: str | os.PathLike[str], dtype: DTypeLike | None = None
 ) -> tuple[Model, TransformerConfig]:
-    """Reads a model: Llama, Mistral, Qwen 2 and 3, or Gemma 2 and 3.
+    """Reads a model: Llama, Mistral, Ministral, Qwen 2 and 3, or Gemma 2 and 3.
 
     The files are mapped, and each array is put together on the device: the host holds no copy
     of the weights. A load that takes long shows a bar, on a terminal.

@@ -23,7 +23,6 @@ class _Family(NamedTuple):
       made_of: fields of the configuration that the architecture fixes.
       has_window: whether layer n has the window, where `layer_types` does not say; None is a
         family without windows.
-      reads_types: whether `layer_types` is asked.
       is_gemma: names the activation otherwise, and scales embeddings and queries.
       local_rope: whether layers with a window have rotary frequencies of their own.
     """
@@ -31,7 +30,6 @@ class _Family(NamedTuple):
     absent: _Fields
     made_of: _Fields
     has_window: Callable[[int, _Fields], bool] | None = None
-    reads_types: bool = True
     is_gemma: bool = False
     local_rope: bool = False
 
@@ -69,19 +67,21 @@ _GEMMA_3 = _GEMMA | {
     "rope_theta": 1e6,
 }
 _SANDWICH = {"sandwich_norms": True, "norm_offset": 1.0}
+_MISTRAL = _Family(
+    {
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+    },
+    {},
+    has_window=lambda layer, read: read["sliding_window"] is not None,
+)
 _FAMILIES = {
     "llama": _Family({}, {}),
-    "mistral": _Family(
-        {
-            "use_sliding_window": True,
-            "sliding_window": 4096,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-        },
-        {},
-        has_window=lambda layer, read: read["sliding_window"] is not None,
-        reads_types=False,
-    ),
+    # To transformers a Mistral with `layer_types` is a Ministral, and without them both are one.
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "qwen2": _Family(_QWEN, {"qkv_bias": True}, _behind_the_first),
     "qwen3": _Family(_QWEN | {"head_dim": 128}, {"qk_norm": True}, _behind_the_first),
     "gemma2": _Family(_GEMMA_2, _SANDWICH, _but_every_nth, is_gemma=True),
@@ -216,7 +216,7 @@ def _windows(given: _Fields, family: _Family, source: str) -> tuple[int | None, 
     if layers > _MOST_LAYERS:
         raise ValueError(f"{source} has num_hidden_layers {layers}; nothing here is that deep.")
     window = read["sliding_window"] = read["sliding_window"] if read["use_sliding_window"] else None
-    types = read["layer_types"] if family.reads_types else None
+    types = read["layer_types"]
     if types is None:
         if family.has_window is _but_every_nth:
             read_field("sliding_window_pattern", given, source)

@@ -11,6 +11,7 @@ __all__ = ["write_fields"]
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -40,6 +41,9 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         fields = _llama(config) | {"architectures": [architecture], "model_type": kind}
         if kind != "llama":
             fields |= _beyond_llama(config)
+        if kind == "mistral":
+            # With them it is a Ministral to transformers.
+            del fields["layer_types"]
         try:
             if read_fields(fields) == config:
                 return fields

@@ -139,6 +139,25 @@ def test_the_layers_behind_the_first_have_the_window_if_it_is_used():
     assert read_fields(used | {"layer_types": types}).layer_windows == (None, 32768) * 12
 
 
+MIXED = ["full_attention", *["sliding_attention"] * 3] * 8
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral"])
+def test_a_mistral_has_its_window_in_the_layers_that_are_said_to_have_it(kind):
+    fields = MISTRAL_7B | {"model_type": kind}
+    assert read_fields(fields) == MISTRAL
+    assert read_fields(fields | {"layer_types": None}) == MISTRAL
+    mixed = dataclasses.replace(MISTRAL, layer_windows=(None, 4096, 4096, 4096) * 8)
+    assert read_fields(fields | {"layer_types": MIXED}) == mixed
+    none = read_fields(fields | {"layer_types": ["full_attention"] * 32})
+    assert none == dataclasses.replace(MISTRAL, layer_windows=())
+    written = write_fields(mixed)
+    assert written["architectures"] == ["MinistralForCausalLM"]
+    assert read_fields(written) == mixed
+    # With types, transformers would take it for a Ministral.
+    assert "layer_types" not in write_fields(MISTRAL)
+
+
 NUMBER = "it needs to be a positive number"
 GPTQ = {"bits": 4, "quant_method": "gptq"}
 LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]

@@ -65,6 +65,7 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
 GEMMA = SIZES | {"head_dim": 16, "sliding_window": 5}
 # In the older words, which transformers 5 takes and does not write.
 LOCAL_AND_GLOBAL = {
@@ -93,6 +94,11 @@ FAMILIES = {
         {"layer_windows": ()},
     ),
     "mistral-whole": ("MistralConfig", SIZES | {"sliding_window": None}, {"rope_theta": 9e3}),
+    "ministral": (
+        "MinistralConfig",
+        SIZES | {"sliding_window": 5, "head_dim": 12, "layer_types": TYPES},
+        {"layer_windows": (5, 5, 5)},
+    ),
     "qwen2": ("Qwen2Config", SIZES, {"rope_theta": 9e3}),
     "qwen2-window": (
         "Qwen2Config",
@@ -353,6 +359,18 @@ def test_transformers_reads_what_is_saved_here(family, folder, model, token_ids,
     ids = token_ids[:1, :SLOTS].astype(np.int64)
     with torch.no_grad():
         close(again(torch.tensor(ids)).logits[0].numpy(), expected(family, ids[0]))
+
+
+def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path, token_ids):
+    reference("mistral").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": TYPES}))
+    with torch.no_grad():
+        ids = torch.tensor(token_ids[:1, : LENGTHS[0]].astype(np.int64))
+        wanted = read(tmp_path)(ids).logits[0].numpy()
+    assert np.abs(wanted - expected("mistral", token_ids[0, : LENGTHS[0]])).max() > 0.1
+    logits, _ = prefill(load(tmp_path, "float32")[0], token_ids)
+    close(logits[0], wanted)
 
 
 def test_the_text_model_of_one_that_sees_is_read(tmp_path, token_ids):
