@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from specjax.models.config import TransformerConfig
 from specjax.models.fields import SIZES, read_field
+from specjax.models.refusals import refuse_unread
 from specjax.models.rope_fields import read_local_rope, read_rope
 
 __all__ = ["read_fields"]
@@ -23,6 +24,8 @@ class _Family(NamedTuple):
       made_of: fields of the configuration that the architecture fixes.
       has_window: whether layer n has the window, where `layer_types` does not say; None is a
         family without windows.
+      reads: fields read for this family and refused for others.
+      fixed: values of such fields that the architecture has without reading them.
       is_gemma: names the activation otherwise, and scales embeddings and queries.
       local_rope: whether layers with a window have rotary frequencies of their own.
     """
@@ -30,6 +33,8 @@ class _Family(NamedTuple):
     absent: _Fields
     made_of: _Fields
     has_window: Callable[[int, _Fields], bool] | None = None
+    reads: tuple[str, ...] = ()
+    fixed: _Fields | None = None
     is_gemma: bool = False
     local_rope: bool = False
 
@@ -67,6 +72,9 @@ _GEMMA_3 = _GEMMA | {
     "rope_theta": 1e6,
 }
 _SANDWICH = {"sandwich_norms": True, "norm_offset": 1.0}
+_WINDOW = ("sliding_window", "layer_types")
+_SWITCH = "use_sliding_window"
+_SCALES = ("query_pre_attn_scalar", "final_logit_softcapping")
 _MISTRAL = _Family(
     {
         "use_sliding_window": True,
@@ -76,29 +84,39 @@ _MISTRAL = _Family(
     },
     {},
     has_window=lambda layer, read: read["sliding_window"] is not None,
+    reads=_WINDOW,
 )
 _FAMILIES = {
     "llama": _Family({}, {}),
     # To transformers a Mistral with `layer_types` is a Ministral, and without them both are one.
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
-    "qwen2": _Family(_QWEN, {"qkv_bias": True}, _behind_the_first),
-    "qwen3": _Family(_QWEN | {"head_dim": 128}, {"qk_norm": True}, _behind_the_first),
-    "gemma2": _Family(_GEMMA_2, _SANDWICH, _but_every_nth, is_gemma=True),
+    "qwen2": _Family(
+        _QWEN, {"qkv_bias": True, "out_bias": False}, _behind_the_first, (*_WINDOW, _SWITCH)
+    ),
+    "qwen3": _Family(
+        _QWEN | {"head_dim": 128}, {"qk_norm": True}, _behind_the_first, (*_WINDOW, _SWITCH)
+    ),
+    "gemma2": _Family(
+        _GEMMA_2,
+        _SANDWICH,
+        _but_every_nth,
+        reads=(*_WINDOW, *_SCALES, "attn_logit_softcapping"),
+        fixed={"sliding_window_pattern": 2},
+        is_gemma=True,
+    ),
     "gemma3_text": _Family(
-        _GEMMA_3, _SANDWICH | {"qk_norm": True}, _but_every_nth, is_gemma=True, local_rope=True
+        _GEMMA_3,
+        _SANDWICH | {"qk_norm": True},
+        _but_every_nth,
+        reads=(*_WINDOW, *_SCALES, "sliding_window_pattern", "rope_local_base_freq"),
+        is_gemma=True,
+        local_rope=True,
     ),
 }
-# Fields that ask for what no family here has, unless they hold one of these.
-_REFUSED = {
-    "mlp_bias": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "partial_rotary_factor": (1, None),
-}
-
-
 # What a model that sees may say of its text model beside that model's own fields.
 _OUTSIDE = (
+    "architectures",
     "bos_token_id",
     "eos_token_id",
     "dtype",
@@ -136,6 +154,7 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
       >>> config.head_dim, config.layer_windows
       (4, (8, 8))
     """
+    sees = fields.get("model_type") == "gemma3"
     fields = _text_of(fields, source)
     kind = fields.get("model_type")
     family = _FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -145,9 +164,11 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
             f"{source} has model_type {kind!r}; it needs to be one of those built here: {names}, "
             "or 'gemma3', of which the text model is read."
         )
-    _refuse(fields, source)
+    # A model that sees does not cap its logits, its text model alone would.
+    reads = [n for n in family.reads if not (sees and n == "final_logit_softcapping")]
+    refuse_unread(fields, source, reads, family.fixed or {})
     given = family.absent | fields
-    theta, scaling = read_rope(given, source)
+    theta, scaling = read_rope(given, source, family.local_rope)
     heads = read_field("num_attention_heads", given, source)
     eos, dtype = (read_field(name, given, source) for name in ("eos_token_id", "dtype"))
     dtype = dtype or read_field("torch_dtype", given, source) or "float32"
@@ -177,22 +198,6 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
         raise ValueError(f"{source} does not fit together: {error}") from None
 
 
-def _refuse(fields: _Fields, source: str) -> None:
-    quantised = fields.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ValueError(
-            f"{source} has a quantization_config with quant_method {method!r}; quantised weights "
-            "are not read here, the folder needs to hold them in a float dtype."
-        )
-    for name, allowed in _REFUSED.items():
-        if fields.get(name) not in allowed:
-            raise ValueError(
-                f"{source} has {name} {fields[name]!r}; no family read here has it, it needs to "
-                f"be {allowed[0]!r} or absent."
-            )
-
-
 def _gemma(given: _Fields, source: str) -> _Fields:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     attention, logits = (read_field(name, given, source) for name in caps)
@@ -215,7 +220,12 @@ def _windows(given: _Fields, family: _Family, source: str) -> tuple[int | None, 
     layers = read_field("num_hidden_layers", given, source)
     if layers > _MOST_LAYERS:
         raise ValueError(f"{source} has num_hidden_layers {layers}; nothing here is that deep.")
-    window = read["sliding_window"] = read["sliding_window"] if read["use_sliding_window"] else None
+    if read["sliding_window"] is not None and not read[_SWITCH] and _SWITCH not in family.reads:
+        raise ValueError(
+            f"{source} has use_sliding_window False and sliding_window {read['sliding_window']}; "
+            f"model_type {given['model_type']!r} has no such switch, a null sliding_window is none."
+        )
+    window = read["sliding_window"] = read["sliding_window"] if read[_SWITCH] else None
     types = read["layer_types"]
     if types is None:
         if family.has_window is _but_every_nth:

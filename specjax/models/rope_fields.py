@@ -14,22 +14,33 @@ _LOCAL = "sliding_attention"
 _KINDS = ("full_attention", _LOCAL)
 
 
-def read_rope(fields: _Fields, source: str) -> tuple[float, RopeScaling | None]:
+def read_rope(
+    fields: _Fields, source: str, has_local: bool = False
+) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary frequencies, of full attention where they are several.
 
     Args:
       fields: the parsed JSON.
       source: how a refusal names it.
+      has_local: whether layers with a window have rotary frequencies of their own.
 
     Raises:
-      ValueError: if something else than "linear" or "llama3" scales them, or incompletely.
+      ValueError: if something else than "linear" or "llama3" scales them, or incompletely, or if
+        there is one kind of them where there need to be two, or the reverse.
     """
     new, old = read_field(_NEW, fields, source) or {}, read_field(_OLD, fields, source) or {}
+    if new and bool(new.keys() & set(_KINDS)) != has_local:
+        raise ValueError(
+            f"{source} has {_NEW} for {'all layers' if has_local else 'each kind of layer'}; "
+            f"model_type {fields.get('model_type')!r} needs them for "
+            f"{' and for '.join(_KINDS) if has_local else 'all layers'}."
+        )
     new = _of_layers("full_attention", new, source)
     for name, found in ((_NEW, new), (_OLD, old)):
         _check(name, found, source)
-    theta = float(read_field("rope_theta", fields | new | old, source))
     name, found = (_OLD, old) if old else (_NEW, new)
+    # Where both are, the older takes the place of the newer; of several kinds it is a part.
+    theta = float(read_field("rope_theta", fields | (new | old if has_local else found), source))
     kind = _kind(found)
     if kind == "default":
         return theta, None
@@ -37,6 +48,12 @@ def read_rope(fields: _Fields, source: str) -> tuple[float, RopeScaling | None]:
     if kind == "linear":
         return theta, scaling
     low, high, length = (read_scale(part, name, found, source) for part in scaling._fields[2:])
+    outer = fields.get("original_max_position_embeddings")
+    if outer not in (None, length):
+        raise ValueError(
+            f"{source} has original_max_position_embeddings {outer!r} and {name} with {length:g}; "
+            "readers differ in which one counts, they need to be equal."
+        )
     if low >= high:
         raise ValueError(
             f"{source} has {name} with low_freq_factor {low}; it needs to be below "

@@ -45,6 +45,9 @@ MEANT = {
         dtype="bfloat16",
         rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
     ),
+    "SmolLM2 135M": TransformerConfig(
+        *(49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, True, 2048, 0, (0,), "bfloat16")
+    ),
     "Mistral 7B": MISTRAL,
     "Mistral 7B v0.3": dataclasses.replace(
         MISTRAL, layer_windows=(), rope_theta=1e6, vocab_size=32768
@@ -158,6 +161,149 @@ def test_a_mistral_has_its_window_in_the_layers_that_are_said_to_have_it(kind):
     assert "layer_types" not in write_fields(MISTRAL)
 
 
+# Fields that change logits somewhere: a value that does, and those that change nothing.
+CHANGING = {
+    "layer_types": (["full_attention", "sliding_attention"] * 16, None, ["full_attention"] * 32),
+    "mlp_layer_types": (["sparse"] * 32, None, ["dense"] * 32),
+    "per_layer_config": ({"1": {"rms_norm_eps": 0.1}}, None, {}),
+    "attention_chunk_size": (8192, None),
+    "interleaved_sliding_window": (4096, None),
+    "is_causal": (False, True),
+    "is_encoder_decoder": (True, False),
+    "add_cross_attention": (True, False),
+    "sliding_window": (4096, None),
+    "sliding_window_pattern": (2, None),
+    "use_bidirectional_attention": (True, False, None),
+    "alibi": (True, False),
+    "no_rope_layer_interval": (4, None, 0),
+    "no_rope_layers": ([1, 1, 1, 0] * 8, None, [], [1] * 32),
+    "partial_rotary_factor": (0.5, None, 1, 1.0),
+    "rope_interleave": (True, False),
+    "rope_interleaved": (True, False),
+    "rope_local_base_freq": (10000, None),
+    "rotary_pct": (0.25, 1.0),
+    "use_mrope": (True, False),
+    "attention_multiplier": (0.1, None),
+    "attn_logit_softcapping": (50.0, None),
+    "attn_temperature_tuning": (True, False),
+    "clip_qkv": (8.0, None),
+    "qk_layernorm": (True, False),
+    "query_pre_attn_scalar": (256, None),
+    "use_qk_norm": (True, False),
+    "embedding_multiplier": (12.0, 1.0),
+    "final_logit_softcapping": (30.0, None),
+    "lm_head_multiplier": (0.5, 1.0),
+    "logit_scale": (0.0625, None, 1),
+    "logits_scaling": (8.0, 1.0),
+    "logits_soft_cap": (30.0, None),
+    "mlp_bias": (True, False, None),
+    "parallel_attn": (True, False),
+    "residual_multiplier": (0.22, 1.0),
+    "use_parallel_residual": (True, False),
+}
+# Those that a family has; Llama has none.
+WINDOW = {"sliding_window", "layer_types"}
+SEEING = WINDOW | {"query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"}
+CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+HAD = {
+    "llama": set(),
+    "mistral": WINDOW,
+    "qwen2": WINDOW,
+    "qwen3": WINDOW,
+    "gemma2": WINDOW | CAPS | {"query_pre_attn_scalar", "sliding_window_pattern"},
+    "gemma3_text": SEEING | {"final_logit_softcapping"},
+    "gemma3": SEEING,
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_field_that_changes_logits_and_is_not_read_is_refused(model):
+    fields = PUBLISHED[model]
+    for name in CHANGING.keys() - HAD[fields["model_type"]]:
+        changing, *harmless = CHANGING[name]
+        for value, refused in ((changing, True), *((value, False) for value in harmless)):
+            change = {name: value}
+            if "text_config" in fields:
+                change = {"text_config": fields["text_config"] | change}
+            if not refused:
+                assert read_fields(fields | change) == MEANT[model], (name, value)
+                continue
+            with pytest.raises(ValueError, match=f"{name} .*, which changes the logits and is not"):
+                read_fields(fields | change)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_what_says_nothing_of_the_logits_passes(model):
+    said = {
+        "_name_or_path": "here",
+        "architectures": ["XForCausalLM"],
+        "attention_dropout": 0.1,
+        "auto_map": {"AutoModelForCausalLM": "modeling.X"},
+        "id2label": {"0": "a"},
+        "is_llama_config": True,
+        "max_window_layers": 48,
+        "pad_token_id": 2,
+        "pretraining_tp": 2,
+        "sliding_window_size": 4096,
+        "transformers_version": "4.46.0",
+        "use_cache": False,
+    }
+    assert read_fields(PUBLISHED[model] | said) == MEANT[model]
+
+
+def test_a_window_that_is_switched_off_is_none_where_there_is_a_switch():
+    off = {"use_sliding_window": False, "sliding_window": 4096}
+    assert read_fields(LLAMA_3_2_1B | off) == MEANT["Llama 3.2 1B"]
+    assert read_fields(QWEN_2_5_05B | off) == MEANT["Qwen2.5 0.5B"]
+    null = {"use_sliding_window": False, "sliding_window": None}
+    assert read_fields(MISTRAL_7B | null) == dataclasses.replace(MISTRAL, layer_windows=())
+    for fields in (MISTRAL_7B, GEMMA_2_2B):
+        with pytest.raises(ValueError, match="use_sliding_window False and sliding_window 4096; m"):
+            read_fields(fields | off)
+
+
+def test_of_two_gemma_2_layers_one_has_the_window_whatever_is_said():
+    assert read_fields(GEMMA_2_2B | {"sliding_window_pattern": 2}) == MEANT["Gemma 2 2B"]
+    with pytest.raises(ValueError, match=r"sliding_window_pattern 3, .*; it needs to be 2 or a"):
+        read_fields(GEMMA_2_2B | {"sliding_window_pattern": 3})
+
+
+def test_qwen_2_has_its_biases_whatever_is_said():
+    for said in (True, False):
+        assert read_fields(QWEN_2_5_05B | {"attention_bias": said}) == MEANT["Qwen2.5 0.5B"]
+
+
+def test_the_older_scaling_takes_the_place_of_the_newer_with_its_base():
+    # Transformers 5 drops the newer words whole.
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+    assert read_fields(LLAMA_3_2_1B | both) == MEANT["Llama 3.2 1B"]
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ["LlamaForSequenceClassification"],
+        ["LlamaModel"],
+        ["Qwen2ForRewardModel", "Qwen2Model"],
+        ["LlamaForCausalLMEagle3"],
+        "MistralModel",
+        [None],
+        3,
+    ],
+)
+def test_an_architecture_without_a_head_for_the_next_token_is_refused(named):
+    for fields in (LLAMA_3_2_1B, GEMMA_3_4B):
+        with pytest.raises(ValueError, match=r"has architectures .*; a model needs a head for the"):
+            read_fields(fields | {"architectures": named})
+
+
+@pytest.mark.parametrize("named", [None, [], ["LlamaModel", "LlamaForCausalLM"]])
+def test_an_architecture_with_one_or_none_that_is_named_passes(named):
+    assert read_fields(LLAMA_3_2_1B | {"architectures": named}) == MEANT["Llama 3.2 1B"]
+    seeing = GEMMA_3_4B | {"architectures": ["Gemma3ForConditionalGeneration"]}
+    assert read_fields(seeing) == MEANT["Gemma 3 4B"]
+
+
 NUMBER = "it needs to be a positive number"
 GPTQ = {"bits": 4, "quant_method": "gptq"}
 LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
@@ -204,6 +350,21 @@ LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
             LLAMA_3_2_1B,
             {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "default"}},
             "turns a part of each head",
+        ),
+        (
+            LLAMA_3_2_1B,
+            {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings 4096 and rope_scaling with 8192",
+        ),
+        (
+            LLAMA_3_2_1B,
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 50.0}}},
+            "rope_parameters for each kind of layer; model_type 'llama' needs them for all layers",
+        ),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+            "rope_parameters for all layers; model_type 'gemma3_text' needs them for full_atten",
         ),
         (
             GEMMA_3_1B,

@@ -1,0 +1,121 @@
+"""What a `config.json` asks for and is not read here: refused where it changes the logits."""
+
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["refuse_unread"]
+
+# How the names of architectures with a head for the next token end.
+_HEADED = ("ForCausalLM", "Gemma3ForConditionalGeneration")
+_NONE, _OFF, _ONE = (None,), (None, False), (None, 1)
+# Fields that change the logits of some family, and the values that change those of none. A field
+# that a family reads, or that is not listed, passes. A list passes if each of its elements does.
+_UNREAD: dict[str, tuple[Any, ...]] = {
+    "layer_types": (None, "full_attention"),
+    "mlp_layer_types": (None, "dense"),
+    "per_layer_config": (None, {}),
+    # What a token sees.
+    "attention_chunk_size": _NONE,
+    "interleaved_sliding_window": _NONE,
+    "is_causal": (True,),
+    "is_encoder_decoder": _OFF,
+    "add_cross_attention": _OFF,
+    "sliding_window": _NONE,
+    "sliding_window_pattern": _NONE,
+    "use_bidirectional_attention": _OFF,
+    # Where it is.
+    "alibi": _OFF,
+    "no_rope_layer_interval": (None, 0),
+    "no_rope_layers": _ONE,
+    "partial_rotary_factor": _ONE,
+    "rope_interleave": _OFF,
+    "rope_interleaved": _OFF,
+    "rope_local_base_freq": _NONE,
+    "rotary_pct": _ONE,
+    "use_mrope": _OFF,
+    # Attention's products.
+    "attention_multiplier": _NONE,
+    "attn_logit_softcapping": _NONE,
+    "attn_temperature_tuning": _OFF,
+    "clip_qkv": _NONE,
+    "qk_layernorm": _OFF,
+    "query_pre_attn_scalar": _NONE,
+    "use_qk_norm": _OFF,
+    # The residual stream, the MLP and the logits.
+    "embedding_multiplier": _ONE,
+    "final_logit_softcapping": _NONE,
+    "lm_head_multiplier": _ONE,
+    "logit_scale": _ONE,
+    "logits_scaling": _ONE,
+    "logits_soft_cap": _NONE,
+    "mlp_bias": _OFF,
+    "parallel_attn": _OFF,
+    "residual_multiplier": _ONE,
+    "use_parallel_residual": _OFF,
+}
+
+
+def refuse_unread(
+    fields: dict[str, Any], source: str, reads: Collection[str], fixed: Mapping[str, Any]
+) -> None:
+    """Refuses fields that change the logits and that the family does not read.
+
+    Args:
+      fields: the parsed JSON.
+      source: how a refusal names it.
+      reads: names of the fields that the family reads.
+      fixed: values of fields that the architecture fixes: they pass too.
+
+    Raises:
+      ValueError: on the first such field, on quantised weights, or on an architecture without
+        a head for the next token.
+
+    Example:
+      >>> refuse_unread({"model_type": "llama", "logit_scale": 1.0}, "config.json", (), {})
+      >>> refuse_unread({"model_type": "llama", "logit_scale": 0.5}, "config.json", (), {})
+      Traceback (most recent call last):
+        ...
+      ValueError: config.json has logit_scale 0.5, which changes the logits and is not read for \
+model_type 'llama'; it needs to be 1 or absent.
+    """
+    _check_weights(fields, source)
+    _check_architectures(fields.get("architectures"), source)
+    unused = fields.get("use_sliding_window") is False
+    for name, harmless in _UNREAD.items():
+        if name not in fields or name in reads or (name == "sliding_window" and unused):
+            continue
+        allowed = (*harmless, fixed[name]) if name in fixed else harmless
+        if _passes(fields[name], allowed):
+            continue
+        raise ValueError(
+            f"{source} has {name} {reprlib.repr(fields[name])}, which changes the logits and is "
+            f"not read for model_type {fields['model_type']!r}; it needs to be "
+            f"{'null' if allowed[-1] is None else repr(allowed[-1])} or absent."
+        )
+
+
+def _passes(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return value in allowed or (isinstance(value, list) and all(v in allowed for v in value))
+
+
+def _check_weights(fields: dict[str, Any], source: str) -> None:
+    quantised = fields.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ValueError(
+            f"{source} has a quantization_config with quant_method {method!r}; quantised weights "
+            "are not read here, the folder needs to hold them in a float dtype."
+        )
+
+
+def _check_architectures(found: Any, source: str) -> None:
+    # Where several are named, one that predicts the next token is enough.
+    names = found if isinstance(found, list) else [found]
+    if found in (None, []) or any(str(name).endswith(_HEADED) for name in names):
+        return
+    raise ValueError(
+        f"{source} has architectures {reprlib.repr(found)}; a model needs a head for the next "
+        f"token, such as 'LlamaForCausalLM' has it: embeddings, classifiers and reward models "
+        "have none."
+    )
