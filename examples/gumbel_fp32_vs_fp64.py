@@ -24,6 +24,7 @@ import matplotlib.pyplot
 import numpy as np
 
 import specjax
+from specjax.files import replacing
 from specjax.noise import SAMPLING_BLOCK, gumbel_from_uniform, key_words, uniform_from_bits
 from specjax.noise import gumbel as gumbel_at
 
@@ -251,7 +252,8 @@ def main() -> None:
     right.barh(list(times), list(times.values()))
     right.set(xlabel="ms for 8 rows", xscale="log")
     right.xaxis.set_minor_formatter("")
-    figure.savefig(args.out, dpi=120)
+    with replacing(args.out) as spare:
+        figure.savefig(spare, dpi=120)
     print(f"wrote {args.out}")
 
 

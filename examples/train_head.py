@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from pair import corpus, judgement, losses, tokens, training
 
+from specjax.files import replacing
 from specjax.models import (
     HeadConfig,
     TransformerConfig,
@@ -127,7 +128,8 @@ def main() -> None:
     report = {"device": device, "seed": args.seed, "seconds": time.perf_counter() - start}
     report |= {"head": log, "heldout": {"acceptance": rates}}
     text = json.dumps(report, indent=1) + "\n"
-    (args.out / "training.json").write_text(text, encoding="utf-8")
+    with replacing(args.out / "training.json") as spare:
+        spare.write_text(text, encoding="utf-8")
     for step, value in enumerate(rates):
         print(f"draft {step}: sum min(p, q) {value:.4f}, given that those before it were kept")
     print(f"{time.perf_counter() - start:.0f} seconds on {device}")

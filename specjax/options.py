@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_models(group: Any) -> None:
     group.add_argument("prompt", nargs="?", help="text to continue; - or nothing: standard input")
-    group.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
+    group.add_argument(
+        "--prompt-file", metavar="FILE", help="read the prompt from a file of 16 MiB at most"
+    )
     group.add_argument(
         "--chat",
         action="store_true",

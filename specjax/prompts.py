@@ -1,10 +1,14 @@
 """Prompts as they are given: as an argument, in a file, on standard input, or not at all."""
 
 import argparse
-import pathlib
 import sys
 
+from specjax.files import read_file, read_stream
+
 __all__ = ["read_prompt", "read_prompts"]
+
+# Bytes: several million tokens, for which no target has room.
+_LARGEST = 2**24
 
 # What a sweep decodes if nothing is given: what the embedded pair was trained for, and beginnings
 # that any model of code goes on with.
@@ -21,7 +25,7 @@ def read_prompt(options: argparse.Namespace) -> str:
     """The prompt of `generate`; a `ValueError` if there is none, or no text."""
     given, file = options.prompt, options.prompt_file
     if file is not None:
-        source, data = file, pathlib.Path(file).read_bytes()
+        source, data = file, read_file(file, _LARGEST)
     elif given not in (None, "-"):
         source, data = "the prompt", given.encode(errors="surrogateescape")
     elif given is None and sys.stdin.isatty():
@@ -29,21 +33,15 @@ def read_prompt(options: argparse.Namespace) -> str:
             "no prompt came; give one as an argument, with --prompt-file, or on standard input."
         )
     else:
-        source, data = "standard input", _read_stdin()
+        source = "standard input"
+        data = read_stream(sys.stdin.buffer, source, _LARGEST)
     return _read_text(source, data)
-
-
-def _read_stdin() -> bytes:
-    try:
-        return sys.stdin.buffer.read()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "standard input") from None
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of `sweep`, those of its arguments first; built-in ones if there are none."""
     given = [("a prompt", text.encode(errors="surrogateescape")) for text in options.prompt]
-    given += [(file, pathlib.Path(file).read_bytes()) for file in options.prompt_file or ()]
+    given += [(file, read_file(file, _LARGEST)) for file in options.prompt_file or ()]
     return [_read_text(source, data) for source, data in given] or list(_BUILT_IN)
 
 
@@ -54,5 +52,8 @@ def _read_text(source: str, data: bytes) -> str:
     except UnicodeDecodeError:
         raise ValueError(f"{source} is not UTF-8 text.") from None
     if not text:
-        raise ValueError("the prompt is empty; a model needs something to continue.")
+        raise ValueError(f"{source} is empty; a model needs something to continue.")
+    if "\0" in text:
+        # UTF-16 of ASCII is UTF-8, too, and every other character of it is this one.
+        raise ValueError(f"{source} holds NUL characters; it needs to be UTF-8 text.")
     return text

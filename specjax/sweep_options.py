@@ -128,5 +128,6 @@ def _try_to_write(path: pathlib.Path) -> None:
     """Raises what writing would, and leaves the file, or its absence, as it was."""
     if path.exists():
         path.open("ab").close()
-    else:
+    if path.is_file() or not path.exists():
+        # The new one is written beside it.
         tempfile.TemporaryFile(dir=path.parent).close()

@@ -8,6 +8,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from specjax.files import replacing
 from specjax.sweep import StepTimes, Workload
 from specjax.sweep_choice import Acceptance, Best, predicted_lengths, standard_errors
 
@@ -235,7 +236,7 @@ def plot(found: dict[str, Any], path: pathlib.Path) -> None:
 
     Args:
       found: of `to_object`.
-      path: of a .png, .svg or .pdf, which is replaced once the new one is drawn.
+      path: of a .png, .svg or .pdf, which is replaced once the new one is written whole.
 
     Raises:
       OSError: if it cannot be written.
@@ -273,7 +274,8 @@ def plot(found: dict[str, Any], path: pathlib.Path) -> None:
     figure.legend(loc="outside right center", fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format=path.suffix[1:].lower())
-    path.write_bytes(drawn.getvalue())
+    with replacing(path) as spare:
+        spare.write_bytes(drawn.getvalue())
 
 
 def _colours(number: int) -> list[Any]:

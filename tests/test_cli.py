@@ -401,6 +401,11 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--prompt-file", "y"], "one of them"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),
         (["--prompt-file", "/"], "/ cannot be read: Is a directory"),
+        (
+            ["--prompt-file", "/dev/zero"],
+            "/dev/zero has more than 16777216 bytes; it needs to have",
+        ),
+        (["--prompt-file", os.devnull], f"{os.devnull} is empty"),
         (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),
         (["x", "--draft", "/no/such/folder"], "/no/such/folder is not a folder"),
         # As a shell gives a variable that is not set: it must not mean the default.
@@ -416,14 +421,65 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(capsys, arguments, sentenc
 
 def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert "the prompt is empty" in refusal(capsys, "-", "--target", pair[0])
+    assert "standard input is empty" in refusal(capsys, "-", "--target", pair[0])
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is empty" in refusal(capsys, "-", "--target", pair[0])
+    sys.stdin.close()
     monkeypatch.setattr(sys, "stdin", FakeTerminal())
     assert "no prompt came" in refusal(capsys, "--target", pair[0])
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     assert "not UTF-8" in refusal(capsys, "--prompt-file", str(tmp_path / "bytes"))
+    (tmp_path / "bytes").write_bytes("ab".encode("utf-16-le"))
+    assert "bytes holds NUL characters; it" in refusal(capsys, "--prompt-file", f"{tmp_path}/bytes")
     long = refusal(capsys, "x" * 100, "--target", pair[0], "--max-new-tokens", "29")
     assert "has 100 tokens and --max-new-tokens is 29" in long
     assert "room for 128" in long
+
+
+class Endless(io.RawIOBase):
+    """A stream that goes on for longer than any prompt; one that is read without end fails."""
+
+    num_bytes = 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        self.num_bytes += len(buffer)
+        assert self.num_bytes < 2**26
+        buffer[:] = b"a" * len(buffer)
+        return len(buffer)
+
+
+def test_a_prompt_without_end_is_read_up_to_the_limit(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    assert "standard input has more than 16777216 bytes; it needs to have" in refusal(capsys, "-")
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 10**12)
+    said = f"{large} has 1000000000000 bytes; it needs to have at most 16777216."
+    assert said in refusal(capsys, "--prompt-file", str(large))
+
+
+def test_a_file_too_large_for_what_it_is_called_is_not_read(capsys, tmp_path):
+    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    (folder / "model.safetensors").unlink()
+
+    def said(name):
+        (folder / name).touch()
+        size = (folder / name).stat().st_size
+        os.truncate(folder / name, 10**12)
+        sentence = refusal(capsys, "x", "--chat", "--target", str(folder), *SHORT)
+        os.truncate(folder / name, size)
+        return sentence
+
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+        assert f"{folder / name} has 1000000000000 bytes; it needs to have" in said(name)
+        # A template or settings that are empty are none.
+        if not (folder / name).stat().st_size:
+            (folder / name).unlink()
+    (folder / "chat_template.jinja").write_text("x")
+    assert "index.json cannot be read as an index" in said("model.safetensors.index.json")
 
 
 def test_a_draft_of_another_vocabulary_is_refused(capsys, pair, tmp_path):
@@ -530,7 +586,7 @@ def test_a_process_without_standard_streams_reads_and_writes_nothing(tmp_path):
         check=False,
     )
     assert run.returncode == 2
-    assert run.stderr == b"specjax: the prompt is empty; a model needs something to continue.\n"
+    assert run.stderr == b"specjax: standard input is empty; a model needs something to continue.\n"
 
 
 def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):

@@ -58,7 +58,7 @@ KERNELS = (
     "pallas/few",
 )
 FLOORS = (
-    ("typing",),
+    ("typing", "files"),
     (
         "noise",
         "mesh",
@@ -184,7 +184,7 @@ def may_import(room, other):
     if other == "models":
         return room in SEES_MODELS or room == "models"
     if room == "models":
-        return other in ("typing", "implementation", "mesh") or other in KERNELS
+        return other in ("typing", "files", "implementation", "mesh") or other in KERNELS
     if room == other:
         return False
     if other in KERNELS and room not in KERNELS:

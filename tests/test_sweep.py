@@ -1,5 +1,6 @@
 """`specjax sweep`: what it predicts, what it chooses, and the command on a random pair."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_cli import TARGET, write
+from test_files import no_file_beyond
 
 from specjax.cli import main
 from specjax.schedules import conditional_rates, expected_acceptance_length
@@ -229,6 +231,11 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
         (["--out", "/"], "--out is /, which is a folder"),
         (["--max-new-tokens", "2000"], r"--max-new-tokens \+ K \+ 1 is 2009"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
+        (
+            ["--prompt-file", "/dev/zero"],
+            "/dev/zero has more than 16777216 bytes; it needs to have",
+        ),
+        (["--prompt-file", os.devnull], f"{os.devnull} is empty"),
         (["--sead", "1"], "unrecognized arguments: --sead; `specjax sweep --help`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -274,8 +281,10 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_read(capsys
     if os.path.isdir("/proc/self"):
         assert "--out is /proc/a.png, which cannot be written: " in refused(capsys, "/proc/a.png")
     if os.getuid():
+        (folder / "old.png").write_bytes(b"old")
         folder.chmod(0o500)
-        assert "which cannot be written: " in refused(capsys, folder / "a.png")
+        for name in ("a.png", "old.png"):
+            assert "which cannot be written: " in refused(capsys, folder / name)
 
 
 def test_asking_whether_a_plot_can_be_written_leaves_what_is_there(capsys, tmp_path):
@@ -292,16 +301,21 @@ def test_a_plot_that_fails_takes_neither_the_measurement_nor_the_old_plot(
 ):
     from matplotlib.figure import Figure
 
-    draw, out = Figure.savefig, tmp_path / "sweep.png"
+    draw, out = Figure.savefig, tmp_path / "out" / "sweep.png"
 
-    def fails(*arguments, **options):
-        draw(*arguments, **options)
-        raise OSError(errno.ENOSPC, "No space left on device")
+    with contextlib.ExitStack() as full:
 
-    monkeypatch.setattr(Figure, "savefig", fails)
-    out.write_bytes(b"old")
-    assert main(["sweep", "ab", *pair, *SMALLER, "--json", "--out", str(out)]) == 1
+        def fills(*arguments, **options):
+            draw(*arguments, **options)
+            full.enter_context(no_file_beyond(1000))
+
+        monkeypatch.setattr(Figure, "savefig", fills)
+        out.parent.mkdir()
+        out.write_bytes(b"old")
+        assert main(["sweep", "ab", *pair, *SMALLER, "--json", "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["best"]
-    assert captured.err == f"specjax: --out {out} cannot be written: No space left on device.\n"
+    said = f"specjax: --out {out} cannot be written: {os.strerror(errno.EFBIG)}.\n"
+    assert captured.err == said
     assert out.read_bytes() == b"old"
+    assert os.listdir(out.parent) == ["sweep.png"]

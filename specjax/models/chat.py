@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specjax.models.folder import read_folder, refuse_pointer
+from specjax.models.folder import read_folder, read_member
 from specjax.models.objects import read_object
 
 __all__ = ["chat_prompt"]
@@ -56,9 +56,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathlib.Path]:
     """The template, and the file that it is from."""
     if (path / _FILE).is_file():
-        refuse_pointer(path / _FILE)
+        data = read_member(path / _FILE)
         try:
-            return (path / _FILE).read_text(encoding="utf-8"), path / _FILE
+            return data.decode(), path / _FILE
         except ValueError:
             raise ValueError(f"{path / _FILE} is not UTF-8 text.") from None
     found, source = settings.get("chat_template"), path / _CONFIG

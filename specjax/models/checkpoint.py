@@ -13,10 +13,11 @@ import tokenizers
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialized
 
+from specjax.files import replacing
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.families import read_fields
 from specjax.models.fields import read_field
-from specjax.models.folder import read_folder, refuse_pointer
+from specjax.models.folder import read_folder, read_member
 from specjax.models.layout import join, layout, put, split, take
 from specjax.models.mapped import MappedTensors
 from specjax.models.objects import read_object
@@ -68,9 +69,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
       ValueError: on a missing or unreadable file.
     """
     path = _open(folder, "tokenizer.json")
-    refuse_pointer(path)
+    data = read_member(path)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # The library raises a bare Exception.
         raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from None
     # A training's lengths, left in the file: they would cut prompts in silence.
@@ -164,7 +165,7 @@ def save(
 
     Args:
       folder: is made if absent; its config.json, model.safetensors and
-        tokenizer.json are replaced.
+        tokenizer.json are replaced, each once it is written whole.
       params: as in `Model.params`.
       config: of the model; its dtype is replaced by `dtype`.
       tokenizer: written beside the weights.
@@ -181,6 +182,9 @@ def save(
         for entry in layout(config)
         for name, array in zip(entry.names, split(take(params, entry.place), entry), strict=True)
     }
-    (path / _WEIGHTS).write_bytes(serialized(tensors, metadata={"format": "pt"}))
-    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save(str(path / "tokenizer.json"))
+    with replacing(path / _WEIGHTS) as spare:
+        spare.write_bytes(serialized(tensors, metadata={"format": "pt"}))
+    with replacing(path / "config.json") as spare:
+        spare.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    with replacing(path / "tokenizer.json") as spare:
+        tokenizer.save(str(spare))

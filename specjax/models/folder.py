@@ -3,9 +3,13 @@
 import os
 import pathlib
 
-__all__ = ["read_folder", "refuse_pointer"]
+from specjax.files import read_file
+
+__all__ = ["read_folder", "read_member", "refuse_pointer"]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
+# Bytes of a file that is read whole: configurations have thousands, tokenizers up to 40 million.
+_LARGEST = 2**28
 _NEEDED = "a Hugging Face folder with config.json, model.safetensors and tokenizer.json"
 
 
@@ -55,3 +59,17 @@ def refuse_pointer(path: pathlib.Path) -> None:
                 f"{path} is a Git LFS pointer, a few lines that stand for the file; `git lfs pull` "
                 "in its folder downloads the file itself."
             )
+
+
+def read_member(path: pathlib.Path) -> bytes:
+    """Reads a file of a folder that holds no weights.
+
+    Args:
+      path: of the file, which is there.
+
+    Raises:
+      ValueError: if it is a Git LFS pointer, or has more than 256 MiB, which no such file has.
+      OSError: if it cannot be read.
+    """
+    refuse_pointer(path)
+    return read_file(path, _LARGEST)

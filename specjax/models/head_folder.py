@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialized
 
+from specjax.files import replacing
 from specjax.models.checkpoint import dtype_here
 from specjax.models.fields import read_field
 from specjax.models.folder import read_folder
@@ -140,7 +141,8 @@ def save_head(
     """Writes a folder that `load_head` reads back, up to rounding to `dtype`.
 
     Args:
-      folder: is made if absent; its config.json and model.safetensors are replaced.
+      folder: is made if absent; its config.json and model.safetensors are replaced, each once
+        it is written whole.
       params: of the head.
       config: of the head; its dtype is replaced by `dtype`.
       dtype: of the tensors on disk.
@@ -155,5 +157,7 @@ def save_head(
     fields = {"model_type": _KIND} | {name: getattr(config, name) for name in _NEEDED}
     fields |= {"sliding_window": config.window, "dtype": dtype}
     text = json.dumps(fields, indent=2) + "\n"
-    (path / "model.safetensors").write_bytes(serialized(tensors, metadata={"format": "pt"}))
-    (path / "config.json").write_text(text, encoding="utf-8")
+    with replacing(path / "model.safetensors") as spare:
+        spare.write_bytes(serialized(tensors, metadata={"format": "pt"}))
+    with replacing(path / "config.json") as spare:
+        spare.write_text(text, encoding="utf-8")

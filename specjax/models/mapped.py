@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specjax.models.folder import refuse_pointer
+from specjax.models.folder import read_member, refuse_pointer
 
 __all__ = ["MappedTensors"]
 
@@ -156,9 +156,8 @@ class MappedTensors:
 
 def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file that an index names for each tensor, each of them there."""
-    refuse_pointer(index)
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads(read_member(index).decode())["weight_map"]
         names = {tensor: pathlib.PurePath(name) for tensor, name in places.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise ValueError(

@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from specjax.models.folder import refuse_pointer
+from specjax.models.folder import read_member
 
 __all__ = ["read_object"]
 
@@ -17,7 +17,7 @@ def read_object(path: pathlib.Path, needed: str) -> dict[str, Any]:
       needed: what the object is, for a refusal.
 
     Raises:
-      ValueError: if the file holds anything else.
+      ValueError: if the file holds anything else, or more than 256 MiB.
 
     Example:
       >>> import tempfile
@@ -26,9 +26,9 @@ def read_object(path: pathlib.Path, needed: str) -> dict[str, Any]:
       >>> read_object(path, "the fields of a configuration")
       {'vocab_size': 64}
     """
-    refuse_pointer(path)
+    data = read_member(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(found, dict):

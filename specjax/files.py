@@ -1,0 +1,103 @@
+"""Files: read up to a limit, and written whole or not at all."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+__all__ = ["read_file", "read_stream", "replacing"]
+
+
+def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Reads a file of at most `limit` bytes.
+
+    Args:
+      path: of a file, a device or a pipe; the last two have no size, and perhaps no end.
+      limit: >= 0.
+
+    Returns:
+      All that it holds.
+
+    Raises:
+      ValueError: if it holds more; no more than `limit + 1` bytes are read.
+      OSError: if it cannot be read; its `filename` is the path.
+
+    Example:
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "prompt.txt")
+      >>> _ = path.write_bytes(b"def f(")
+      >>> read_file(path, 6)
+      b'def f('
+    """
+    with pathlib.Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{path} has {size} bytes; it needs to have at most {limit}.")
+        return read_stream(file, os.fspath(path), limit)
+
+
+def read_stream(stream: BinaryIO, name: str, limit: int) -> bytes:
+    """Reads a stream of at most `limit` bytes to its end.
+
+    Args:
+      stream: open for reading.
+      name: of the stream, for a refusal.
+      limit: >= 0.
+
+    Returns:
+      All that it holds.
+
+    Raises:
+      ValueError: if it holds more; no more than `limit + 1` bytes are read.
+      OSError: if it cannot be read; its `filename` is `name`.
+
+    Example:
+      >>> import io
+      >>> read_stream(io.BytesIO(b"abc"), "standard input", 2)
+      Traceback (most recent call last):
+        ...
+      ValueError: standard input has more than 2 bytes; it needs to have at most 2.
+    """
+    try:
+        data = stream.read(limit + 1)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from None
+    if len(data) > limit:
+        raise ValueError(f"{name} has more than {limit} bytes; it needs to have at most {limit}.")
+    return data
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Gives the path of a new file that replaces `path` when the context ends without an error.
+
+    A writer that fails, on a full disk for example, leaves what was there before, or nothing.
+    The new file is written in the same folder, which therefore has to be writable.
+
+    Args:
+      path: of the file, which may not exist. A link stays a link. A device or a pipe cannot be
+        replaced: its own path is given.
+
+    Raises:
+      OSError: if the folder takes no new file.
+
+    Example:
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
+      >>> with replacing(path) as spare:
+      ...     _ = spare.write_text("whole")
+      >>> path.read_text()
+      'whole'
+    """
+    place = pathlib.Path(path).resolve()
+    if place.exists() and not place.is_file():
+        yield place
+        return
+    # In a folder of its own the new file can have the name, and the mode, that it is to have.
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".") as folder:
+        spare = pathlib.Path(folder, place.name)
+        yield spare
+        if place.exists():
+            shutil.copymode(place, spare)
+        os.replace(spare, place)
