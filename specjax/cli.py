@@ -10,7 +10,7 @@ import pathlib
 import platform
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import jax
 
@@ -154,7 +154,9 @@ def _say(error: Exception, code: int) -> int:
     elif isinstance(error, RuntimeError):
         # JAX says the rest in pages.
         said = said.split("\n")[0]
-    print("specjax:", " ".join(said.split()), file=sys.stderr)
+    # Standard error may be what cannot be written; the code says it all the same.
+    with contextlib.suppress(OSError):
+        print("specjax:", " ".join(said.split()), file=sys.stderr)
     return code
 
 
@@ -166,10 +168,18 @@ def _quit(*_: Any) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """A process may be started without standard streams: then they are empty."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    """A process may be started without these: then no prompt comes, and no note is kept."""
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _settle(stream: TextIO) -> None:
+    """Flushes a stream; what it cannot write is dropped, for Python's end would fail of it."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,6 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _quit)
+    if sys.stdout is None:
+        # Before minutes of work, whose result would be lost.
+        return _say(ValueError("standard output is closed; the output cannot be written."), 1)
     try:
         try:
             return _run(argv)
@@ -194,9 +207,10 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        return 141
     except OSError as error:
-        # Python flushes once more at its end, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 141
         return _say(ValueError(f"the output cannot be written: {error.strerror}."), 1)
+    finally:
+        _settle(sys.stdout)
+        _settle(sys.stderr)

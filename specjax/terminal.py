@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import jax
 from rich.console import Console
@@ -40,9 +40,15 @@ def _styled(file: TextIO) -> bool:
     return file.isatty() and not plain
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        # rich's own ends the process, with a code of an error.
+        raise BrokenPipeError
+
+
 def _console(file: TextIO) -> Console:
     width = None if file.isatty() else 100
-    return Console(file=file, force_terminal=_styled(file), highlight=False, width=width)
+    return _Console(file=file, force_terminal=_styled(file), highlight=False, width=width)
 
 
 class Terminal:

@@ -577,16 +577,30 @@ def test_output_that_nobody_takes_ends_without_a_traceback(
             assert capsys.readouterr().err == said
 
 
-def test_a_process_without_standard_streams_reads_and_writes_nothing(tmp_path):
-    run = subprocess.run(
-        ["sh", "-c", 'exec "$0" -m specjax generate <&- >&-', sys.executable],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert run.stderr == b"specjax: standard input is empty; a model needs something to continue.\n"
+def test_notes_that_nobody_reads_change_no_refusal_and_end_a_text_without_a_traceback(
+    capsys, pair, monkeypatch
+):
+    # The text is written, its summary is not.
+    for call, code in [
+        (lambda: main(["generate", ""]), 2),
+        (lambda: stream(pair, "--no-baseline"), 141),
+    ]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as unread, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", unread)
+            assert call() == code
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["sweep"], ["--help"]], ids=str)
+def test_closed_standard_output_is_refused_before_anything_is_read(capsys, monkeypatch, arguments):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr("specjax.cli._prepare", None)
+        assert main(arguments) == 1
+    said = "specjax: standard output is closed; the output cannot be written.\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
