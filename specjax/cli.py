@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
       141 when nobody reads the output any more.
     """
     _open_streams()
-    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if argv is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _quit)
     if sys.stdout is None:
         # Before minutes of work, whose result would be lost.

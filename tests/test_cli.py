@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -601,6 +602,47 @@ def test_closed_standard_output_is_refused_before_anything_is_read(capsys, monke
         assert main(arguments) == 1
     said = "specjax: standard output is closed; the output cannot be written.\n"
     assert capsys.readouterr() == ("", said)
+
+
+# What pip makes of the entry point, and before its end a statement of a test.
+ENTRY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["specjax"]
+SCRIPT = "import sys; from {} import {} as main".format(*ENTRY.split(":"))
+SCRIPT += "; code = main(); {}; sys.exit(code)"
+
+
+def script(program, folder, *, streams="", path=()):
+    """Runs `specjax generate` as its script does, in a process."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" generate {streams}', sys.executable, program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_a_process_without_standard_streams_opens_nothing_in_their_place(tmp_path):
+    there = "import os; same = [os.path.sameopenfile(n, 0) for n in (0, 1)]; assert all(same)"
+    run = script(SCRIPT.format(there), tmp_path, streams="<&- >&-")
+    assert run.stderr == b"specjax: standard output is closed; the output cannot be written.\n"
+    assert run.returncode == 1
+
+
+def test_an_interruption_ends_the_script_without_a_word_whenever_it_comes(tmp_path):
+    # While JAX is imported, and while the command runs.
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "jax.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    )
+    early = script(SCRIPT.format("pass"), tmp_path, path=[tmp_path / "fake"])
+    kill = "def kill(*_): import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    late = script(
+        f"{kill}\nimport specjax.cli; specjax.cli._prepare = kill; " + SCRIPT.format("pass"),
+        tmp_path,
+    )
+    for run in (early, late):
+        assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
 
 
 def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):

@@ -104,10 +104,14 @@ NOT_BY_IMPORT = {
 FILE_BUDGET, FUNCTION_BUDGET, KERNEL_BUDGET = 300, 60, 80
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+SCRIPT = ROOT / "_specjax_command.py"
 CODE = sorted(
-    path
-    for folder in ("specjax", "tests", "examples", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
+    [SCRIPT]
+    + [
+        path
+        for folder in ("specjax", "tests", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
 )
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Python is executed; these are not Python. A block must be one or the other.
