@@ -156,8 +156,9 @@ class MappedTensors:
 
 def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file that an index names for each tensor, each of them there."""
+    data = read_member(index)
     try:
-        places = json.loads(read_member(index).decode())["weight_map"]
+        places = json.loads(data.decode())["weight_map"]
         names = {tensor: pathlib.PurePath(name) for tensor, name in places.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise ValueError(
