@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.bracket import HALVINGS, Bracket, Extremes, key_value, open_bracket, search
+from specjax.subnormal import smallest_equal
 from specjax.truncation import mass_target
 
 __all__ = ["Filters", "Searched", "Source", "search_cutoff"]
@@ -69,6 +70,8 @@ def search_cutoff(source: Source, filters: Filters, rows: Searched) -> jax.Array
         bracket = open_bracket(low, rows.anchor, rows.cuts_k)
         target = filters.top_k.astype(jnp.float32)
         low = key_value(search(bracket, target, source.number, source.look, source.halvings).low)
+        # What ties with it is kept, and weighs.
+        low = smallest_equal(low)
         if rows.cuts_p is not None:
             mass = jnp.where(rows.cuts_k, source.weigh(low), mass)
     if rows.cuts_p is not None and filters.top_p is not None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.noise import SAMPLING_BLOCK
+from specjax.subnormal import smallest_equal
 
 __all__ = [
     "BlockPartials",
@@ -75,9 +76,12 @@ class RowStatistics(NamedTuple):
 
 
 def keep(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
-    """Logits in f32, -inf below the cutoff; NaN stays, so that it is seen."""
+    """Logits in f32, -inf below the cutoff; NaN stays, so that it is seen.
+
+    Subnormal numbers count as zero: the cutoff is moved, which is done once per row.
+    """
     x = logits.astype(jnp.float32)
-    return x if cutoff is None else jnp.where(x < cutoff, -jnp.inf, x)
+    return x if cutoff is None else jnp.where(x < smallest_equal(cutoff), -jnp.inf, x)
 
 
 def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:

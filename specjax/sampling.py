@@ -23,6 +23,7 @@ from specjax.logsumexp import (
     row_statistics,
 )
 from specjax.noise import SAMPLING_BLOCK, Words, gumbel
+from specjax.subnormal import flush_subnormals
 from specjax.typing import Sample
 
 __all__ = [
@@ -93,7 +94,11 @@ def two_level_token(
 
 def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | None) -> jax.Array:
     """The row's argmax, i32[], from its block partials; ties go to the lowest id."""
-    return two_level_token(partials.max, lambda index: take_logits(row, index, cutoff))[1]
+
+    def logits(index: jax.Array) -> jax.Array:
+        return flush_subnormals(take_logits(row, index, cutoff))
+
+    return two_level_token(flush_subnormals(partials.max), logits)[1]
 
 
 def perturbed_token(

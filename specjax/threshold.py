@@ -18,6 +18,7 @@ from specjax.filters import Filters, Searched, Source, search_cutoff
 from specjax.logits import Scaling, read_temperature
 from specjax.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
 from specjax.mesh import vary_like
+from specjax.subnormal import smallest_equal
 from specjax.truncation import (
     MARGIN,
     extremes_blocks,
@@ -110,7 +111,7 @@ def _read_rows(
         # What top-p weighs is all that top-k kept, down to top-k's own threshold.
         low = _bound_top_k(partials, row, filters.top_k)
         row = row._replace(low=jnp.where(cuts, low, row.low))
-    return row
+    return row._replace(low=smallest_equal(row.low))
 
 
 def _likeliest_blocks(body: jax.Array, maxima: jax.Array) -> jax.Array:

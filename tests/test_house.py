@@ -61,6 +61,7 @@ FLOORS = (
     ("typing", "files"),
     (
         "noise",
+        "subnormal",
         "mesh",
         "checks",
         "logits",

@@ -20,6 +20,7 @@ from specjax.pallas.judge import judge_rows
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
 from specjax.pallas.logsumexp import Share, load_token, partials_like, store_partials
 from specjax.pallas.rows import Judged, Reduced
+from specjax.subnormal import largest_equal
 
 __all__ = ["accept_rows", "reduce_rows"]
 
@@ -108,7 +109,7 @@ def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
         top = store_partials(share, out.partials, b * num_rows + i, plan.tile, plan.interpret)
         if inputs.rates is None and num_rows > 1:
             pl.when(request.scaling.greedy & (i < request.num_tokens))(
-                lambda: pl.when(_load_drafted(inputs, request, i) < top)(end)
+                lambda: pl.when(largest_equal(_load_drafted(inputs, request, i)) < top)(end)
             )
 
         @pl.when(arrive(out.counters, (b, i), count, plan.interpret))

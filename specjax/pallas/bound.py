@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax.bracket import key_value, ordered_key
 from specjax.pallas.launch import fast_exp2, value_when
 from specjax.pallas.quarters import QUARTER, Row
+from specjax.subnormal import smallest_equal
 from specjax.truncation import MARGIN, mass_above, mass_bound, mass_target, min_p_threshold
 
 __all__ = ["bound_low"]
@@ -50,7 +51,7 @@ def bound_low(row: Row, interpret: bool) -> jax.Array:
 
         found = value_when(of_all, lambda: _highest(row, target, weigh), low)
         low = jnp.where(of_all, jnp.maximum(low, found), low)
-    return low
+    return smallest_equal(low)
 
 
 def _highest(row: Row, target: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> jax.Array:

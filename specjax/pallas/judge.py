@@ -11,6 +11,7 @@ from specjax.noise import uniform
 from specjax.pallas.inputs import DraftedToken, Inputs, Plan, Request, fetch, read_drafted
 from specjax.pallas.logsumexp import Partials, load_tiles, load_token
 from specjax.sampling import first_argmax, token_logprobs
+from specjax.subnormal import flush_subnormals
 from specjax.typing import Stream
 
 __all__ = ["Verdict", "judge_rows"]
@@ -52,7 +53,8 @@ def judge_rows(
     law = merged.law._replace(log_sum=jnp.where(merged.finite, merged.law.log_sum, jnp.nan))
     # Of a request that is not greedy it is whatever the memory held, and nobody looks at it.
     place = request.b * plan.num_rows + i
-    best = fetch(partials.tile_best, (place, first_argmax(tiles.max)), exists)
+    tile = first_argmax(flush_subnormals(tiles.max))
+    best = fetch(partials.tile_best, (place, tile), exists)
     if plan.num_drafts == 0:
         return Verdict(law, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
     logprobs = token_logprobs(logit, law, scale)

@@ -12,6 +12,7 @@ from specjax.noise import SAMPLING_BLOCK
 from specjax.pallas.launch import fast_exp2, like
 from specjax.pallas.tiles import Tile, power_of_two
 from specjax.sampling import first_argmax
+from specjax.subnormal import flush_subnormals
 
 __all__ = [
     "Partials",
@@ -122,7 +123,7 @@ def store_partials(
 
         @pl.when(share.greedy)
         def _() -> None:
-            block = number * tile.blocks + first_argmax(reduced.max)
+            block = number * tile.blocks + first_argmax(flush_subnormals(reduced.max))
             best = block_argmax(share.logits, share.row, share.cutoff, block)
             partials.tile_best[place, number] = best
 
@@ -135,7 +136,8 @@ def block_argmax(
     """The token i32 of a row's largest logit in a block; ties go to the lowest id."""
     # The block once more, from the cache: comparing every logit of a tile would take as long.
     index = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
-    return block * SAMPLING_BLOCK + first_argmax(keep(load_row(logits, row, index), cutoff))
+    kept = flush_subnormals(keep(load_row(logits, row, index), cutoff))
+    return block * SAMPLING_BLOCK + first_argmax(kept)
 
 
 def load_blocks(partials: Partials, place: jax.Array, vocab_size: int) -> BlockPartials:

@@ -23,6 +23,7 @@ from specjax.pallas.logsumexp import (
 from specjax.pallas.pick import Noise, Row, draw_noise, draw_token, num_noises, whole_noise
 from specjax.pallas.tiles import DRAW_WARPS, Tile, num_parts_of_noise, row_tile
 from specjax.sampling import first_argmax, token_logprobs
+from specjax.subnormal import flush_subnormals
 from specjax.typing import Sample
 
 __all__ = ["sample_rows"]
@@ -146,7 +147,8 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
     merged = merge_blocks(blocks, scaling.scale)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
-        best = block_argmax(rows.logits, b, cutoff, first_argmax(blocks.max))
+        block = first_argmax(flush_subnormals(blocks.max))
+        best = block_argmax(rows.logits, b, cutoff, block)
         return best, merged.law.anchor
 
     def random() -> tuple[jax.Array, jax.Array]:
