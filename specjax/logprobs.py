@@ -14,6 +14,7 @@ from specjax.logits import read_temperature
 from specjax.logsumexp import Law, block_partials, keep, row_statistics
 from specjax.mesh import map_batch_shards
 from specjax.sampling import token_logprobs
+from specjax.subnormal import flush_subnormals, largest_equal
 
 __all__ = [
     "LogprobsRequest",
@@ -127,7 +128,11 @@ def top_logprobs(
 
 
 def _largest(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """The n largest of each row, in f32, and their ids."""
+    """The n largest of each row, in f32, and their ids.
+
+    XLA's top-k lists 0.0 before -0.0: what counts as zero is made one zero first.
+    """
+    rows = flush_subnormals(rows.astype(jnp.float32)).astype(rows.dtype)
 
     def as_they_are(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         best, ids = jax.lax.top_k(rows, n)
@@ -167,7 +172,7 @@ def _top(
     x = keep(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
     x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
     kept = keep(logits, None if cutoff is None else cutoff[..., None])
-    likelier = jnp.sum((kept > x[..., None]).astype(jnp.int32), axis=-1)
+    likelier = jnp.sum((kept > largest_equal(x)[..., None]).astype(jnp.int32), axis=-1)
     best, ids = _largest(logits if cutoff is None else kept.astype(logits.dtype), n)
     each = Law(row.law.anchor[..., None], row.law.log_sum[..., None])
     logprobs = token_logprobs(best, each, scaling.scale[..., None])

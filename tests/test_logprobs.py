@@ -97,6 +97,25 @@ def test_ties_are_listed_by_the_lowest_id_and_share_the_best_rank():
     np.testing.assert_array_equal(top.rank, [1, 4, 6])
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_zeros_of_both_signs_tie_and_so_do_subnormal_numbers(dtype, cut):
+    """Of float32: those of float16 are ordinary numbers there, and stay apart."""
+    rows = np.float32([[-0.0, 0.0, -1.0, 0.0, -0.0], [-4e-40, -0.0, 4e-40, 0.0, -2.0]])
+    logits = jnp.asarray(np.concatenate([rows, np.float32([[0.0, -6e-8, 6e-8, -0.0, -1.0]])]))
+    logits = logits.astype(dtype)
+    cutoff = jnp.full(3, -0.5, jnp.float32) if cut else None
+    top = top_logprobs(logits, jnp.array([4, 2, 3]), 4, cutoff=cutoff)
+    np.testing.assert_array_equal(top.token_ids, [[0, 1, 3, 4], [0, 1, 2, 3], [2, 0, 3, 1]])
+    np.testing.assert_array_equal(top.rank, [1, 1, 2])
+    sample = specjax.gumbel_sample(
+        logits, keys=jax.random.key(0), positions=0, stream=0, temperature=0.0, cutoff=cutoff
+    )
+    np.testing.assert_array_equal(top.token_ids[:, 0], sample.token_ids)
+    ranks = [int(top_logprobs(logits[1], i, 0, cutoff=None).rank) for i in range(5)]
+    assert ranks == [1, 1, 1, 1, 5]
+
+
 def test_masked_tokens_are_not_listed_and_rank_last():
     logits = jnp.array([[0.0, -jnp.inf, 1.0, -jnp.inf]])
     top = top_logprobs(logits, jnp.array([3]), 4)
