@@ -94,8 +94,16 @@ def run_step(
     )
     hidden, cache = target.apply(target.params, fed, positions, state.target_cache)
     logits = target.logits(target.params, hidden)
+    before = state.lengths
     state, info = _verify_and_commit(state._replace(target_cache=cache), logits, config)
-    state = state._replace(metrics=update_metrics(state.metrics, num_drafted, info.verification))
+    metrics = update_metrics(
+        state.metrics,
+        num_drafted,
+        info.verification,
+        num_committed=state.lengths - before,
+        finish=state.finish,
+    )
+    state = state._replace(metrics=metrics)
     deciding = _take_place(hidden, info.verification.num_accepted)
     return _propose(drafter, state, deciding, config), info
 

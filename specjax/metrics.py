@@ -1,12 +1,12 @@
 """What speculation achieved: counters for a loop's carry and the rates they give."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.typing import Verification
+from specjax.typing import Finish, Verification
 
 __all__ = ["Metrics", "init_metrics", "update_metrics"]
 
@@ -16,9 +16,10 @@ class Metrics(NamedTuple):
 
     Attributes:
       num_steps: i32[B], verification steps in which the request was active.
-      num_emitted: i32[B], tokens emitted in them.
-      num_drafted: i32[B, K], steps that drafted a token at each position.
-      num_accepted: i32[B, K], steps that accepted it.
+      num_emitted: i32[B], tokens emitted in them and committed.
+      num_drafted: i32[B, K], steps that drafted a token at each position, of which the text
+        did not end before that position.
+      num_accepted: i32[B, K], steps that accepted it, of the same.
     """
 
     num_steps: jax.Array
@@ -28,7 +29,7 @@ class Metrics(NamedTuple):
 
     @property
     def mean_acceptance_length(self) -> jax.Array:
-        """f32[], tokens emitted per step."""
+        """f32[], tokens emitted and committed per step."""
         return _ratio(self.num_emitted.sum(), self.num_steps.sum())
 
     @property
@@ -70,15 +71,30 @@ def init_metrics(batch_size: int, K: int) -> Metrics:
 
 
 def update_metrics(
-    metrics: Metrics, draft_num_tokens: jax.Array, verification: Verification
+    metrics: Metrics,
+    draft_num_tokens: jax.Array,
+    verification: Verification,
+    *,
+    num_committed: Any = None,
+    finish: Any = None,
 ) -> Metrics:
-    """Adds one step to the counts.
+    r"""Adds one step to the counts.
+
+    Verification goes on past the end of a text. Of a step that ends it after
+    :math:`c = \text{num_committed}` tokens only the drafted positions :math:`i < c` count, the
+    one that drafted the end among them. Then position i, once reached, is accepted with
+    probability :math:`\sum \min(p, q)` as in any other step.
 
     Args:
       metrics: the counts so far.
       draft_num_tokens: i32[B] in [-1, K], the tokens drafted for each request. 0 is a step
-        without drafts; -1 an inactive request, which adds nothing.
+        without drafts; -1 an inactive request, which adds nothing. Tokens for which a text
+        has no room are not to be among them.
       verification: the outcome of that step.
+      num_committed: i32[B], how many of the emitted tokens were kept, as `commit` lengthens
+        a request. None is all.
+      finish: i8[B], why the text ended, as `commit` says. None is that it did not, except
+        where fewer tokens were committed than emitted.
 
     Returns:
       The counts with that step in them.
@@ -103,18 +119,26 @@ def update_metrics(
         ("draft_num_tokens", draft_num_tokens),
         ("verification.num_accepted", verification.num_accepted),
         ("verification.num_emitted", verification.num_emitted),
+        ("num_committed", num_committed),
+        ("finish", finish),
     ]:
-        if counts.shape != metrics.num_steps.shape:
+        if counts is not None and counts.shape != metrics.num_steps.shape:
             raise ValueError(
                 f"{name} has shape {counts.shape}; it needs shape {metrics.num_steps.shape}, one "
                 "count for each request of metrics."
             )
     active = draft_num_tokens >= 0
-    num_accepted = jnp.where(active, verification.num_accepted, 0)
+    committed = verification.num_emitted if num_committed is None else num_committed
+    ended = committed < verification.num_emitted
+    if finish is not None:
+        # Also where nothing was emitted past the end, because the row there was not finite.
+        ended |= (finish == Finish.END_OF_SEQUENCE) | (finish == Finish.LENGTH)
+    num_drafted = jnp.where(ended, jnp.minimum(draft_num_tokens, committed), draft_num_tokens)
+    num_accepted = jnp.where(active, jnp.minimum(verification.num_accepted, committed), 0)
     return Metrics(
         num_steps=metrics.num_steps + active.astype(jnp.int32),
-        num_emitted=metrics.num_emitted + jnp.where(active, verification.num_emitted, 0),
-        num_drafted=metrics.num_drafted + _reached(draft_num_tokens, metrics.num_drafted),
+        num_emitted=metrics.num_emitted + jnp.where(active, committed, 0),
+        num_drafted=metrics.num_drafted + _reached(num_drafted, metrics.num_drafted),
         num_accepted=metrics.num_accepted + _reached(num_accepted, metrics.num_accepted),
     )
 

@@ -244,6 +244,71 @@ def test_origins_and_metrics_tell_the_same_story():
     np.testing.assert_array_equal(metrics.num_steps, 23 - accepted)
 
 
+def count_again(output, rows, k, room):
+    """Metrics from the committed tokens' origins alone; and the places that judged a draft."""
+    origins, lengths = np.asarray(output.origins), np.asarray(output.lengths)
+    size, finish = len(rows), np.asarray(output.finish)
+    steps, drafted, accepted = np.zeros(size), np.zeros((size, k)), np.zeros((size, k))
+    judged = []
+    for b, row in enumerate(rows):
+        place, limit = len(row) + 1, len(row) + room
+        goes_on = finish[b] != Finish.END_OF_SEQUENCE
+        while place < lengths[b]:
+            steps[b] += 1
+            end = place
+            while origins[b, end] == Origin.ACCEPTED and end + 1 < lengths[b]:
+                end += 1
+            end += 1
+            for i in range(min(k, limit - place - 1)):
+                drafted[b, i] += goes_on or end < lengths[b] or place + i < end
+                accepted[b, i] += place + i < end and origins[b, place + i] == Origin.ACCEPTED
+                if place + i < end:
+                    judged.append((b, i, place + i))
+            place = end
+    return (steps, lengths - [len(row) + 1 for row in rows], drafted, accepted), judged
+
+
+@pytest.mark.parametrize("invalid_past_the_end", [False, True])
+def test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence(invalid_past_the_end):
+    rows = [PROMPTS[b % 4][:2] + [b // 4 % 3] for b in range(48)]
+    table = TARGET.copy()
+    if invalid_past_the_end:
+        table[:, 3] = np.nan
+    options = dict(target=table, eos_token_ids=(3,), temperature=0.5)
+    output = run(DRAFTERS["model"], rows, **options)
+    counted, judged = count_again(output, rows, 3, 24)
+    for ours, theirs in zip(output.metrics, counted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    ids, ends = np.asarray(output.token_ids), np.asarray(output.finish) == Finish.END_OF_SEQUENCE
+    assert ends.sum() > 20
+    # The case has steps that drafted past an accepted end.
+    last = [np.asarray(output.origins)[b, output.lengths[b] - 1] for b in np.flatnonzero(ends)]
+    assert (np.array(last) == Origin.ACCEPTED).sum() > 5
+    assert all(ids[b, place - 1] != 3 for b, _, place in judged)
+
+
+@pytest.mark.once
+@pytest.mark.optimised
+def test_acceptance_is_the_mean_overlap_where_texts_end():
+    """Of every position that was reached before the end, and the end counts as one."""
+    size, k, prompt = 4_000, 3, [1, 2]
+    output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=12, eos_token_ids=(0, 3))
+    _, judged = count_again(output, [prompt] * size, k, 12)
+    b, i, place = np.array(judged).T
+    ids = np.asarray(output.token_ids)
+    overlap = np.minimum(bigrams.probs(TARGET), bigrams.probs(DRAFT)).sum(-1)
+    chance = overlap[ids[b, place - 2], ids[b, place - 1]]
+    accepted = np.asarray(output.metrics.num_accepted).sum(0)
+    for position in range(k):
+        here = chance[i == position]
+        error = np.sqrt((here * (1 - here)).sum())
+        assert abs(accepted[position] - here.sum()) < 4.5 * error
+    # What was verified past the ends would stand out: a position more for each end but the last.
+    ended = np.asarray(output.origins)[np.arange(size), np.asarray(output.lengths) - 1]
+    past = (ended == Origin.ACCEPTED) & (np.asarray(output.finish) == Finish.END_OF_SEQUENCE)
+    assert past.sum() * overlap.min() / 2 > 9 * np.sqrt(len(judged) / 4 / k)
+
+
 def test_the_logprobs_are_those_of_the_target():
     output = run(DRAFTERS["model"], temperature=0.6)
     p = bigrams.probs(TARGET, 0.6)

@@ -1,5 +1,7 @@
 """Metrics against a recount in plain Python, in every loop they may be carried by."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.metrics import Metrics, init_metrics, update_metrics
-from specjax.typing import Verification
+from specjax.typing import Finish, Verification
 
 B, K, STEPS = 3, 4, 6
 
@@ -137,6 +139,46 @@ def test_a_batch_sharded_over_devices_is_counted_where_it_lies():
         )
     assert all(leaf.sharding.is_equivalent_to(rows, leaf.ndim) for leaf in metrics)
     np.testing.assert_array_equal(metrics.num_accepted.sum(-1), [1, 3, 0, 0])
+
+
+END, FULL, GOES_ON, INVALID = Finish.END_OF_SEQUENCE, Finish.LENGTH, 0, Finish.INVALID
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "emitted", "committed", "finish", "counted", "kept"),
+    [
+        # All accepted, the first of them the end: it counts, and no position after it.
+        (4, 4, 5, 1, END, 1, 1),
+        (4, 4, 5, 4, END, 4, 4),
+        (4, 4, 5, 5, END, 4, 4),
+        # The end replaced a rejected token.
+        (4, 1, 2, 2, END, 2, 1),
+        # The row after the end was no law: nothing was emitted past the end.
+        (4, 2, 2, 2, END, 2, 2),
+        (4, 2, 2, 2, INVALID, 4, 2),
+        (4, 4, 5, 3, FULL, 3, 3),
+        (2, 2, 3, 3, FULL, 2, 2),
+        (4, 1, 2, 2, GOES_ON, 4, 1),
+        # Without a reason, what is committed alone tells of the cut.
+        (4, 4, 5, 2, None, 2, 2),
+        (4, 1, 2, 2, None, 4, 1),
+        (-1, 4, 5, 3, END, 0, 0),
+    ],
+)
+def test_only_the_positions_before_the_end_of_a_text_are_counted(
+    drafted, accepted, emitted, committed, finish, counted, kept
+):
+    one = functools.partial(jnp.full, 1)
+    metrics = update_metrics(
+        init_metrics(1, K),
+        one(drafted),
+        outcome(one(accepted), one(emitted)),
+        num_committed=one(committed),
+        finish=None if finish is None else one(finish, jnp.int8),
+    )
+    place = np.arange(K)[None]
+    active = drafted >= 0
+    assert_same(metrics, ([active], [committed * active], place < counted, place < kept))
 
 
 def test_a_batch_of_another_size_is_refused():
