@@ -122,8 +122,8 @@ def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> 
       stage: is told, before each prompt, what begins.
 
     Returns:
-      What each step of each prompt kept. The last step of a prompt drafts as many as the
-      others: the buffer is longer than the text.
+      What each step of each prompt kept, up to the end of its text. The last step of a prompt
+      drafts as many as the others: the buffer is longer than the text.
 
     Raises:
       FloatingPointError: if the target's logits turn invalid.
@@ -150,8 +150,10 @@ def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> 
         )
         kept.append([])
         while not _ended(state) and int(state.lengths[0]) < len(ids) + work.max_new_tokens:
-            state, info = step(work.target, work.drafter, state, config=config)
-            kept[-1].append(int(info.verification.num_accepted[0]))
+            before = int(state.lengths[0])
+            state, _ = step(work.target, work.drafter, state, config=config)
+            # One token is committed besides these; where a draft ends the text, that one.
+            kept[-1].append(int(state.lengths[0]) - before - 1)
     return Acceptance(K, kept)
 
 

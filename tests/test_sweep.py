@@ -8,6 +8,7 @@ import os
 import re
 import sys
 
+import bigrams
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 from test_cli import TARGET, write
 from test_files import no_file_beyond
 
+import specjax
 from specjax.cli import main
 from specjax.schedules import conditional_rates, expected_acceptance_length
+from specjax.sweep import Workload, measure_acceptance
 from specjax.sweep_choice import (
     Acceptance,
     choose,
@@ -209,6 +212,29 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
         assert said in sentences
         assert re.search(rf"[Mm]easured over {measured}\b", sentences)
         assert "1 prompts" not in sentences
+
+
+def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
+    """A model that counts to 5 and drafts for itself: all is accepted, past the 5 as well."""
+    table = np.tile(20 * np.roll(np.eye(6), 1, axis=1), (6, 1, 1))
+    work = Workload(
+        target=bigrams.model(table),
+        drafter=specjax.model_drafter(bigrams.model(table)),
+        prompts=[[0], [1], [2], [3]],
+        max_speculative_tokens=3,
+        batch_size=1,
+        context=1,
+        temperature=0.0,
+        key=jax.random.key(0),
+        eos_token_ids=(5,),
+        max_new_tokens=8,
+        draft_sample_method="probabilistic",
+        num_steps=1,
+        num_rounds=2,
+    )
+    acceptance = measure_acceptance(work, 3, lambda stage: None)
+    # One token comes before the first step: 4, 3, 2 and 1 are left.
+    assert acceptance.kept == [[3], [2], [1], [0]]
 
 
 # What is refused ---------------------------------------------------------------------------------
