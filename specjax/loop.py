@@ -237,8 +237,10 @@ def _propose(
         config=config,
         **asked,
     )
-    # Whatever the drafter says, an ended request drafts nothing and the room is kept.
-    num_tokens = jnp.minimum(num_usable(draft.token_ids, draft.num_tokens), wanted)
+    # Whatever the drafter says, an ended request drafts nothing, a live one lives, and the room is
+    # kept.
+    usable = num_usable(draft.token_ids, draft.num_tokens)
+    num_tokens = jnp.minimum(jnp.maximum(usable, 0), wanted)
     return state._replace(draft=draft._replace(num_tokens=num_tokens), drafter_state=drafter_state)
 
 

@@ -29,7 +29,8 @@ class Draft(NamedTuple):
         None.
       cutoff: f32[B, K], q is zero on logits below it. None keeps every logit.
       num_tokens: i32[B]. None is K; 0 is no drafts; -1 is an inactive request, of
-        which nothing is read and for which nothing is emitted.
+        which nothing is read and for which nothing is emitted. The decode loop, which
+        knows itself who is inactive, reads a drafter's -1 as 0.
       rows: i32[B], request b's logits are `logits[rows[b]]`, so that reordering a
         batch moves no logits. None is b.
     """
@@ -155,7 +156,9 @@ class Drafter:
         what is committed, `positions` the lengths, that is the absolute position of
         the first drafted token; `hidden` is the target's hidden state that decided
         the last committed token; `num_tokens` the most tokens each request may
-        draft, -1 for an inactive one; `config` the static `SpeculativeConfig`. Where
+        draft, -1 for an inactive one; `config` the static `SpeculativeConfig`. The draft's
+        own `num_tokens` may be smaller, None, or -1: for a request that goes on that is no
+        drafts, as 0 is, for only the loop ends requests. Where
         requests ask for more than a temperature it is also given `sampling`, their
         `SamplingParams`, and `history`, to hand on to `propose`: whatever a drafter makes
         of them the output is exact, but one that draws from a model is accepted most if it

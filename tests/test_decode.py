@@ -193,6 +193,26 @@ def test_a_drafter_that_always_drafts_everything_keeps_nobody_alive():
     np.testing.assert_array_equal(whole.finish, ended.finish)
 
 
+@pytest.mark.parametrize("said", [-1, -7, 0])
+def test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody(said):
+    """At every other position."""
+    inner = DRAFTERS["model"]
+
+    def propose(*arguments, positions, **options):
+        draft, state = inner.propose(*arguments, positions=positions, **options)
+        rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
+        count = jnp.where((positions + rows) % 2 == 0, said, 3)
+        return draft._replace(num_tokens=count), state
+
+    output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
+    plain = run(None, temperature=0.0)
+    assert texts(output) == texts(plain)
+    np.testing.assert_array_equal(output.finish, Finish.LENGTH)
+    drafted, steps = np.asarray(output.metrics.num_drafted), np.asarray(output.metrics.num_steps)
+    assert np.all(drafted[:, 0] > 0)
+    assert np.all(drafted[:, 0] < steps)
+
+
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_invalid_logits_end_a_request_with_that_reason(drafter):
     table = TARGET.copy()
