@@ -213,6 +213,108 @@ def test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody(said)
     assert np.all(drafted[:, 0] < steps)
 
 
+def test_a_drafter_s_own_count_smaller_than_its_ids_is_honoured():
+    """Here of 0, 1, 2 and 3 of three ids: what follows is verified nowhere."""
+    inner = DRAFTERS["model"]
+
+    def propose(*arguments, **options):
+        draft, state = inner.propose(*arguments, **options)
+        return draft._replace(num_tokens=jnp.arange(4, dtype=jnp.int32)), state
+
+    output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
+    drafted = np.asarray(output.metrics.num_drafted) > 0
+    np.testing.assert_array_equal(drafted, np.arange(3)[None] < np.arange(4)[:, None])
+    assert texts(output) == texts(run(None, temperature=0.0))
+
+
+def looked_up(row, k, max_ngram, min_ngram):
+    """What prompt lookup drafts after a row, from its definition."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        places = [i for i in range(len(row) - n) if row[i : i + n] == row[len(row) - n :]]
+        if len(row) > n and places:
+            _, place = max((min(k, len(row) - i - n), i) for i in places)
+            return row[place + n : place + n + k]
+    return []
+
+
+def looked_up_by_the_library(rows, k, *ngrams):
+    ids, lengths = bigrams.prompts(rows, width=16)
+    draft, _ = specjax.ngram_drafter(*ngrams).propose(
+        (),
+        (),
+        ids,
+        None,
+        keys=None,
+        positions=lengths,
+        num_tokens=jnp.full(len(rows), k, jnp.int32),
+        temperature=None,
+        config=SpeculativeConfig(num_speculative_tokens=k),
+    )
+    return specjax.unpad(draft.token_ids), np.asarray(draft.num_tokens).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "drafted"),
+    [
+        # Of two places the earlier has three tokens after it, the latest one.
+        ([5, 1, 2, 3, 5, 5], [1, 2, 3]),
+        # Two have three: the later of them.
+        ([5, 1, 2, 3, 5, 6, 7, 8, 5], [6, 7, 8]),
+        # 4, 5 stood there once; 5 alone stands nearer, and would be followed by 9.
+        ([4, 5, 1, 2, 3, 5, 9, 9, 9, 4, 5], [1, 2, 3]),
+        ([1, 2, 3], []),
+    ],
+)
+def test_prompt_lookup_takes_the_longest_suffix_and_of_its_places_the_one_followed_by_most(
+    row, drafted
+):
+    assert looked_up(row, 3, 3, 1) == drafted
+    assert looked_up_by_the_library([row], 3, 3, 1) == ([drafted], [len(drafted)])
+
+
+@pytest.mark.parametrize(("k", "ngrams"), [(3, (3, 1)), (2, (4, 2)), (4, (1, 1))])
+def test_prompt_lookup_is_that_of_its_definition(k, ngrams):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 3, rng.integers(1, 16)).tolist() for _ in range(200)]
+    found, counts = looked_up_by_the_library(rows, k, *ngrams)
+    assert found == [looked_up(row, k, *ngrams) for row in rows]
+    assert counts == [len(row) for row in found]
+
+
+@pytest.mark.lenient
+def test_float64_noise_reaches_verification_and_the_drafts():
+    """The words of float64 noise are others, so that float32's would give other tokens."""
+    size, row = 32, [1, 2]
+    ids, lengths = bigrams.prompts([row] * size)
+    with jax.enable_x64(True):
+        state = specjax.init(
+            bigrams.model(TARGET),
+            DRAFTERS["model"],
+            ids,
+            lengths,
+            keys=bigrams.keys(size),
+            config=SpeculativeConfig(num_speculative_tokens=1, use_fp64_gumbel=True),
+            max_new_tokens=4,
+        )
+        first, drafted = np.asarray(state.token_ids)[:, 2], np.asarray(state.draft.token_ids)[:, 0]
+        for tokens, table, past, position, stream in [
+            (first, TARGET, (1, 2), 2, specjax.Stream.TARGET),
+            (drafted, DRAFT, (2, first), 3, specjax.Stream.draft(0)),
+        ]:
+            ours, others = [
+                specjax.gumbel_sample(
+                    jnp.broadcast_to(jnp.asarray(table[past], jnp.float32), (size, V)),
+                    keys=bigrams.keys(size),
+                    positions=position,
+                    stream=stream,
+                    noise_dtype=dtype,
+                ).token_ids
+                for dtype in (jnp.float64, jnp.float32)
+            ]
+            np.testing.assert_array_equal(tokens, ours)
+            assert np.sum(tokens != np.asarray(others)) > 5
+
+
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_invalid_logits_end_a_request_with_that_reason(drafter):
     table = TARGET.copy()
