@@ -28,7 +28,7 @@ parity: $(VENV)/.parity
 # The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
 # Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
 # XLA's search for tiles of its own products, which are not tested here, would take the longest.
-GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/test_laws.py,tests/test_cutoff.py \
+GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/test_laws.py,tests/test_cutoff.py,tests/test_subnormal.py \
 	tests/test_edges.py tests/test_verify.py,tests/test_ragged.py \
 	tests/test_sampling.py,tests/test_transforms.py tests/models/test_few.py tests/models/test_product.py
 

@@ -237,7 +237,7 @@ def _propose(
         config=config,
         **asked,
     )
-    # Whatever the drafter says, an ended request drafts nothing, a live one lives, and the room is
+    # Whatever the drafter says, an ended request drafts nothing, another goes on, and the room is
     # kept.
     usable = num_usable(draft.token_ids, draft.num_tokens)
     num_tokens = jnp.minimum(jnp.maximum(usable, 0), wanted)

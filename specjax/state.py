@@ -70,7 +70,11 @@ class DecodeState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What one step did: its `verification`, and `num_drafted` i32[B], -1 if inactive."""
+    """What one step did: its `verification`, and `num_drafted` i32[B], -1 if inactive.
+
+    Of a step that ends a text the verification goes on past the end; what was committed is in
+    the state, and its metrics count that alone.
+    """
 
     verification: Verification
     num_drafted: jax.Array

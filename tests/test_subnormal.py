@@ -195,3 +195,23 @@ def test_listed_tokens_and_ranks_take_subnormal_logits_for_ties():
     listed = [[0, 1, 2], [3, 130, 270], [9, 10, 140], [200, 201, -1], [270, 20, -1]]
     np.testing.assert_array_equal(top.token_ids, listed)
     np.testing.assert_array_equal(top.rank, [1, 1, 1, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_compared_as_float32(dtype, implementation):
+    """Float16's subnormal numbers are ordinary ones there, and bfloat16's are subnormal."""
+    smallest = 6e-8 if dtype == "float16" else 1e-40
+    logits = np.full((2, VOCAB), -1, np.float32)
+    logits[:, [3, 9, 140, 270]] = -smallest, -0.0, smallest, 0
+    sample = specjax.gumbel_sample(
+        jnp.asarray(logits).astype(dtype),
+        keys=jax.random.key(0),
+        positions=0,
+        stream=specjax.Stream.TARGET,
+        temperature=jnp.array([0.0, 1.0], jnp.float32),
+        cutoff=jnp.zeros(2, jnp.float32),
+        implementation=implementation,
+    )
+    token, kept = (140, 3) if dtype == "float16" else (3, 4)
+    assert sample.token_ids[0] == token
+    np.testing.assert_allclose(sample.logprobs, -np.log(kept), rtol=1e-5)
