@@ -68,12 +68,14 @@ def pytest_runtest_protocol(item):
 def _kept_compilations():
     """What one file compiles is read by the next, and by the commands that run as processes.
 
-    Most of the tests' time is compilation. JAX writes without a lock: each worker keeps its own.
+    Most of the tests' time is compilation. JAX writes without a lock: each worker keeps its own,
+    unless JAX_COMPILATION_CACHE_DIR names a folder, which then outlives the session.
     """
     if has_gpu():
         yield
         return
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", folder)
         for name, value in [
             ("jax_compilation_cache_dir", folder),
             ("jax_persistent_cache_min_compile_time_secs", 0.0),

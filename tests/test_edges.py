@@ -49,7 +49,7 @@ def sampled_from_row(case, row, implementation, stream=Stream.TARGET):
     """What plain sampling draws from a target row, at the position that row decides."""
     return specjax.gumbel_sample(
         jnp.asarray(case["target_logits"][:, row]),
-        keys=make_keys(BATCH),
+        keys=make_keys(len(case["token_ids"])),
         positions=jnp.asarray(case["positions"] + np.int32(row)),
         stream=stream,
         temperature=jnp.asarray(case["temperature"]),
@@ -149,14 +149,35 @@ def test_a_one_hot_target_on_a_one_hot_draft_has_an_empty_residual(implementatio
     np.testing.assert_array_equal(np.asarray(refused.token_ids)[:, 0], case["token_ids"][:, 0])
 
 
-def test_a_residual_of_rounding_alone_emits_tokens_the_target_can_emit(implementation):
-    case = calm_case(6)
+# The kernels end a small batch by one schedule and a large one by another.
+@pytest.mark.parametrize("size", [8, BATCH])
+def test_a_residual_of_rounding_alone_falls_back_to_the_target(size, implementation):
+    case = calm_case(6, size)
     case["target_logits"][:, :, ::3] = -np.inf
     case["draft_logits"] = case["target_logits"][:, :K] + np.float32(0.3)
-    case["conditional_rates"] = np.zeros((BATCH, K), np.float32)
+    case["conditional_rates"] = np.zeros((size, K), np.float32)
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_emitted), 1)
     assert np.all(np.asarray(ours.token_ids)[:, 0] % 3 != 0)
+    plain = sampled_from_row(case, 0, implementation)
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, 0], np.asarray(plain.token_ids))
+
+
+@pytest.mark.parametrize("size", [8, BATCH])
+@pytest.mark.parametrize("temperature", [1.0, 1e-4])
+def test_a_residual_of_one_token_is_that_token(temperature, size, implementation):
+    """Its mass is 1e-4: far above rounding, also where the carried logsumexp is 2e5."""
+    case = calm_case(45, size)
+    case["temperature"][:] = case["draft_temperature"][:] = temperature
+    case["target_logits"] = np.float32(20) + np.float32(temperature) * case["target_logits"]
+    case["draft_logits"] = case["target_logits"][:, :K].copy()
+    for row in case["draft_logits"][:, 0]:
+        only = np.argmin(np.abs(oracle.log_softmax(row, temperature) - np.log(1e-3)))
+        row[only] -= 0.1 * temperature
+    case["conditional_rates"] = np.zeros((size, K), np.float32)
+    ours = run(library(implementation), with_statistics(case))
+    recovered = np.argmax(case["target_logits"][:, 0] - case["draft_logits"][:, 0], axis=-1)
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, 0], recovered)
 
 
 @pytest.mark.parametrize("how", ["num_tokens", "token_ids"])
@@ -387,6 +408,23 @@ def test_a_draft_row_whose_carried_sum_is_not_finite_is_verified_as_one_hot(bad,
     check_same(run(library(implementation), case), run(library(implementation), one_hot))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_draft_whose_carried_log_q_is_none_is_verified_as_one_hot(bad, implementation):
+    """Its logsumexp is finite; a log q of -inf is one: the token cannot have been drawn."""
+    case = with_statistics(calm_case(28))
+    one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
+    case["draft_logprobs"] = np.full((BATCH, K), bad, np.float32)
+    check_same(run(library(implementation), case), run(library(implementation), one_hot))
+
+
+@pytest.mark.parametrize("temperature", [np.nan, -1.0, np.inf])
+def test_a_draft_of_no_temperature_is_verified_as_one_hot(temperature, implementation):
+    case = with_statistics(calm_case(28))
+    one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
+    case["draft_temperature"][:] = temperature
+    check_same(run(library(implementation), case), run(library(implementation), one_hot))
+
+
 def test_a_chosen_draft_s_logits_are_not_read(implementation):
     case = calm_case(29)
     case["draft_temperature"][:] = 0
@@ -442,6 +480,7 @@ def test_a_given_bonus_asks_nothing_of_its_row(implementation):
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_emitted), K + 1)
     np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, K], 42)
+    np.testing.assert_array_equal(np.asarray(ours.logprobs)[:, K], -np.inf)
 
 
 def test_a_given_bonus_does_not_replace_a_recovered_token(implementation):

@@ -103,9 +103,9 @@ def with_statistics(case):
         for i in range(k):
             row = case["draft_logits"][case["rows"][b], i]
             w = oracle.kept(row, case["draft_cutoff"][b, i]) / scale
-            totals[b, i] = oracle.logsumexp(w)
+            totals[b, i] = total = oracle.logsumexp(w)
             x = case["token_ids"][b, i]
-            logprobs[b, i] = w[x] - totals[b, i] if 0 <= x < len(w) else -np.inf
+            logprobs[b, i] = w[x] - total if 0 <= x < len(w) else -np.inf
     return case | dict(draft_logprobs=logprobs, draft_logsumexp=totals)
 
 

@@ -1,0 +1,127 @@
+"""Copies of the tree, a wrong version in each, and the tests that ought to see it."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .mutation import ROOT, Mutation, mutated_file
+
+__all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "verdict"]
+
+_COPIED = ("specjax", "tests", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
+_LARGE = 200_000
+_OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "mutation.outcomes", "--hypothesis-seed=0")
+
+
+class Outcome(NamedTuple):
+    """What a run says of a wrong version.
+
+    Attributes:
+      verdict: "killed", "survived", "broken" or "too long".
+      test: node id of the test that failed; "" where none did.
+      message: how it failed, or what is broken.
+    """
+
+    verdict: str
+    test: str = ""
+    message: str = ""
+
+
+@contextlib.contextmanager
+def copied_tree() -> Iterator[pathlib.Path]:
+    """A copy of what is tested, large files linked, in a temporary folder."""
+
+    def copy(source: str, target: str) -> None:
+        if os.path.getsize(source) > _LARGE:
+            os.symlink(os.path.realpath(source), target)
+        else:
+            shutil.copyfile(source, target)
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder)
+        for name in _COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignore = shutil.ignore_patterns("__pycache__", ".*")
+                shutil.copytree(source, root / name, copy_function=copy, ignore=ignore)
+            else:
+                copy(str(source), str(root / name))
+        yield root
+
+
+def _pytest(root: pathlib.Path, tests: Sequence[str], seconds: float | None) -> Any:
+    """What `mutation.outcomes` wrote of tests in a copy; their output where it wrote nothing."""
+    told = root / "outcomes.json"
+    told.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
+        # A file that is written twice in a second may keep the bytecode of the first.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "SPECJAX_MUTATION_OUTCOMES": str(told),
+    }
+    command = [sys.executable, "-m", "pytest", *_OPTIONS, *tests]
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return json.loads(told.read_text()) if told.exists() else done.stdout[-2000:]
+
+
+def verdict(told: Any, tests: Sequence[str]) -> Outcome:
+    """What the outcomes of the named tests say.
+
+    A test that fails where it is called kills; an error before that, as of an import or of a
+    fixture, says that the wrong version is none.
+    """
+    if isinstance(told, str):
+        return Outcome("broken", message=told)
+    failed = [report for report in told["reports"] if report[2] == "failed"]
+    for test, when, _, message in failed:
+        return Outcome("killed" if when == "call" else "broken", test, message)
+    passed = {test for test, when, outcome, _ in told["reports"] if (when, outcome) == ("call", "passed")}
+    unseen = [test for test in tests if not any(_is_of(one, test) for one in passed)]
+    if told["exit_status"] or unseen:
+        return Outcome("broken", message=f"exit status {told['exit_status']}, not run: {unseen}")
+    return Outcome("survived")
+
+
+def _is_of(node_id: str, named: str) -> bool:
+    """Whether a test is the one that is named, or one of its cases."""
+    return node_id == named or node_id.startswith(f"{named}[")
+
+
+def passing_tests(root: pathlib.Path, mutations: Sequence[Mutation]) -> None:
+    """Runs every named test on the right version.
+
+    Raises:
+      AssertionError: if one fails, is skipped or does not exist.
+    """
+    tests = sorted({test for mutation in mutations for test in mutation.killed_by})
+    outcome = verdict(_pytest(root, tests, None), tests)
+    assert outcome.verdict == "survived", f"The right version: {outcome}"
+
+
+def run_mutation(root: pathlib.Path, mutation: Mutation, seconds: float) -> Outcome:
+    """Applies a mutation to a copy of the tree, runs its tests, and takes it back."""
+    path, text = mutated_file(root, mutation)
+    right = path.read_text()
+    try:
+        path.write_text(text)
+        return verdict(_pytest(root, mutation.killed_by, seconds), mutation.killed_by)
+    except subprocess.TimeoutExpired:
+        return Outcome("too long", message=f"more than {seconds} s")
+    finally:
+        path.write_text(right)
