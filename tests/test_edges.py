@@ -180,6 +180,26 @@ def test_a_residual_of_one_token_is_that_token(temperature, size, implementation
     np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, 0], recovered)
 
 
+def test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves(implementation):
+    case = calm_case(47)
+    case["draft_logits"] = case["target_logits"][:, :K].copy()
+    case["draft_cutoff"][:] = 1.0
+    case["conditional_rates"] = np.zeros((BATCH, K), np.float32)
+    ours = check_against_oracle(library(implementation), case)
+    logits = case["target_logits"][EVERYONE, 0, np.asarray(ours.token_ids)[:, 0]]
+    assert np.all(logits < 1)
+
+
+def test_a_chosen_draft_of_nearly_all_mass_is_left_out(implementation):
+    """Of a one-hot draft nothing is rounding: what is left of the target is exact."""
+    case = calm_case(46)
+    case["draft_temperature"][:] = 0
+    case["target_logits"][EVERYONE, 0, case["token_ids"][:, 0]] = 26
+    case["conditional_rates"] = np.zeros((BATCH, K), np.float32)
+    ours = check_against_oracle(library(implementation), case)
+    assert np.all(np.asarray(ours.token_ids)[:, 0] != case["token_ids"][:, 0])
+
+
 @pytest.mark.parametrize("how", ["num_tokens", "token_ids"])
 @pytest.mark.parametrize("mode", MODES)
 def test_zero_drafts_emit_one_bonus_token(mode, how, implementation):
@@ -201,11 +221,14 @@ def test_zero_drafts_emit_one_bonus_token(mode, how, implementation):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bonus_is_what_plain_sampling_draws_at_its_position(mode, implementation):
     case = mode_case(mode, 8)
+    # Likely a second time: a bonus may be the last drafted token once more.
+    case["target_logits"][EVERYONE, K, case["token_ids"][:, -1]] += 9
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), K)
     np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, :K], case["token_ids"])
-    bonus = sampled_from_row(case, K, implementation).token_ids
-    np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, K], np.asarray(bonus))
+    bonus = np.asarray(sampled_from_row(case, K, implementation).token_ids)
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, K], bonus)
+    assert mode == "greedy" or np.any(bonus == case["token_ids"][:, -1])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -245,6 +268,8 @@ def test_an_id_outside_the_vocabulary_is_rejected_into_the_residual(mode, token,
     """It does not end the drafts as -1 does: what replaces it is recovered, not a bonus."""
     case = mode_case(mode, 12)
     case["token_ids"][:, 1] = token
+    # Likely are the ids at both ends, which a wrong place would be taken for.
+    case["target_logits"][:, 1, [0, -1]] = 80
     case["bonus_token_ids"][:] = 4
     ours = check_against_oracle(library(implementation), case, max_unclear=0.2)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), 1)
@@ -406,6 +431,15 @@ def test_a_draft_row_whose_carried_sum_is_not_finite_is_verified_as_one_hot(bad,
     one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
     case["draft_logsumexp"] = np.full((BATCH, K), bad, np.float32)
     check_same(run(library(implementation), case), run(library(implementation), one_hot))
+
+
+@pytest.mark.parametrize("lost", ["draft_logprobs", "draft_logsumexp"])
+def test_one_carried_statistic_without_the_other_is_not_read(lost, implementation):
+    case = calm_case(28)
+    ours = run(library(implementation), case)
+    carried = with_statistics(case)
+    kept = {name: value + 1 for name, value in carried.items() if name not in (*case, lost)}
+    check_same(run(library(implementation), case | kept), ours)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

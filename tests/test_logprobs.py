@@ -123,8 +123,9 @@ def test_masked_tokens_are_not_listed_and_rank_last():
     np.testing.assert_array_equal(np.asarray(top.logprobs)[0, 2:], -np.inf)
     assert (int(top.rank[0]), float(top.logprob[0])) == (3, -np.inf)
     # No id of the vocabulary: no probability.
-    beyond = top_logprobs(logits, jnp.array([9]), 1)
-    assert (int(beyond.rank[0]), float(beyond.logprob[0])) == (3, -np.inf)
+    for token in (4, 9):
+        beyond = top_logprobs(logits[:, ::-1], jnp.array([token]), 1)
+        assert (int(beyond.rank[0]), float(beyond.logprob[0])) == (3, -np.inf)
 
 
 def test_padding_and_rows_that_are_no_law_give_nothing():

@@ -158,6 +158,8 @@ POSITIONS = {
     "the last slots": [[197, 198, 199], [63, 64, 65]],
     "past the end": [[198, 199, 200], [62, 63, 64]],
     "in no order": [[70, 3, 64], [5, 4, -1]],
+    # The window of seven begins with the last slot of a chunk.
+    "behind a chunk": [[69, 70, 71], [133, -1, -1]],
     "nobody": [[-1, -1, -1], [-1, -1, -1]],
 }
 
@@ -165,7 +167,7 @@ POSITIONS = {
 @pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
 @pytest.mark.parametrize("limits", [(None, None), (7, 3.0)], ids=["all", "window and soft cap"])
 def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels, through):
-    rule = attention.Rule(0.3, *limits, size=20, eps=1e-5)
+    rule = attention.Rule(0.3, *limits, size=20, eps=0.3)
     projected, turns, cache = heads(2, 3, 2, 3, 16, 200, parts=2)
 
     def attend(positions):

@@ -27,9 +27,7 @@ def main() -> int:
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     keys = {m: digest(ROOT, m) for m in MUTATIONS if not m.equivalent}
     asked = [m for m in keys if not options.names or m.function.startswith(tuple(options.names))]
-    due = [
-        m for m in asked if options.again or results.get(keys[m], ["none"])[0] != "killed"
-    ]
+    due = [m for m in asked if options.again or results.get(keys[m], ["none"])[0] != "killed"]
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with copied_tree() as root:
         if due:

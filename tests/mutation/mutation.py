@@ -1,6 +1,7 @@
 """One mutation, and where in the tree the source stands that it changes."""
 
 import ast
+import functools
 import hashlib
 import pathlib
 from typing import NamedTuple
@@ -44,6 +45,11 @@ def _split(root: pathlib.Path, name: str) -> tuple[list[str], list[str]]:
     raise LookupError(f"{name}: no module of the tree begins so.")
 
 
+@functools.cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _named(body: list[ast.stmt], name: str) -> list[ast.stmt]:
     """Definitions and assignments of a name among statements, however deep in `if` and `with`."""
     found = []
@@ -64,7 +70,7 @@ def source_of(root: pathlib.Path, name: str) -> tuple[pathlib.Path, int, int]:
     """The file that defines a dotted name, and the first and last line of the definition."""
     module, rest = _split(root, name)
     path = root.joinpath(*module).with_suffix(".py")
-    body = ast.parse(path.read_text()).body
+    body = _parsed(path.read_text()).body
     for part in rest:
         found = _named(body, part)
         if len(found) != 1:
@@ -105,14 +111,14 @@ def find_test(root: pathlib.Path, node_id: str) -> str:
     """
     path, *names = node_id.partition("[")[0].split("::")
     source = (root / path).read_text()
-    body = ast.parse(source).body
+    body = _parsed(source).body
     for name in names:
         found = _named(body, name)
         if len(found) != 1:
             raise LookupError(f"{node_id}: {name} is defined {len(found)} times in {path}.")
         [node] = found
         body = node.body
-    return ast.get_source_segment(source, node)
+    return "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
 
 
 def digest(root: pathlib.Path, mutation: Mutation) -> str:

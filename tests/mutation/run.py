@@ -17,6 +17,7 @@ __all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "verdict"]
 
 _COPIED = ("specjax", "tests", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
 _LARGE = 200_000
+_PASSED = ("call", "passed")
 _OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "mutation.outcomes", "--hypothesis-seed=0")
 
 
@@ -57,7 +58,7 @@ def copied_tree() -> Iterator[pathlib.Path]:
 
 
 def _pytest(root: pathlib.Path, tests: Sequence[str], seconds: float | None) -> Any:
-    """What `mutation.outcomes` wrote of tests in a copy; their output where it wrote nothing."""
+    """What `mutation.outcomes` wrote of tests in a copy, and the end of what pytest printed."""
     told = root / "outcomes.json"
     told.unlink(missing_ok=True)
     environment = os.environ | {
@@ -77,7 +78,9 @@ def _pytest(root: pathlib.Path, tests: Sequence[str], seconds: float | None) -> 
         timeout=seconds,
         check=False,
     )
-    return json.loads(told.read_text()) if told.exists() else done.stdout[-2000:]
+    if not told.exists():
+        return {"exit_status": done.returncode, "reports": [], "output": done.stdout[-2000:]}
+    return json.loads(told.read_text()) | {"output": done.stdout[-2000:]}
 
 
 def verdict(told: Any, tests: Sequence[str]) -> Outcome:
@@ -86,15 +89,15 @@ def verdict(told: Any, tests: Sequence[str]) -> Outcome:
     A test that fails where it is called kills; an error before that, as of an import or of a
     fixture, says that the wrong version is none.
     """
-    if isinstance(told, str):
-        return Outcome("broken", message=told)
     failed = [report for report in told["reports"] if report[2] == "failed"]
-    for test, when, _, message in failed:
+    if failed:
+        test, when, _, message = failed[0]
         return Outcome("killed" if when == "call" else "broken", test, message)
-    passed = {test for test, when, outcome, _ in told["reports"] if (when, outcome) == ("call", "passed")}
+    passed = {test for test, when, outcome, _ in told["reports"] if (when, outcome) == _PASSED}
     unseen = [test for test in tests if not any(_is_of(one, test) for one in passed)]
     if told["exit_status"] or unseen:
-        return Outcome("broken", message=f"exit status {told['exit_status']}, not run: {unseen}")
+        message = f"exit status {told['exit_status']}, not passed: {unseen}\n{told['output']}"
+        return Outcome("broken", message=message)
     return Outcome("survived")
 
 
@@ -111,7 +114,7 @@ def passing_tests(root: pathlib.Path, mutations: Sequence[Mutation]) -> None:
     """
     tests = sorted({test for mutation in mutations for test in mutation.killed_by})
     outcome = verdict(_pytest(root, tests, None), tests)
-    assert outcome.verdict == "survived", f"The right version: {outcome}"
+    assert outcome.verdict == "survived", f"The right version: {outcome.test} {outcome.message}"
 
 
 def run_mutation(root: pathlib.Path, mutation: Mutation, seconds: float) -> Outcome:

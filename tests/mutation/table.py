@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from .mutation import Mutation
 from .run import Outcome
 
-__all__ = ["TABLE", "read_rows", "written_table"]
+__all__ = ["TABLE", "read_table", "written_table"]
 
 TABLE = "table.md"
 _TITLES = "| function | what is wrong then | changed | seen by |"
@@ -25,8 +25,17 @@ def _code(text: str) -> str:
 def _begin(mutation: Mutation) -> str:
     """A row but for its last cell."""
     name = mutation.function.removeprefix(mutation.module + ".")
-    change = f"{_code(mutation.pattern)} → {_code(mutation.replacement) if mutation.replacement else 'nothing'}"
+    replacement = _code(mutation.replacement) if mutation.replacement else "nothing"
+    change = f"{_code(mutation.pattern)} → {replacement}"
     return f"| `{name}` | {_cell(mutation.why)} | {change} |"
+
+
+def _by_module(mutations: Sequence[Mutation]) -> dict[str, list[Mutation]]:
+    """In the order of the table."""
+    found: dict[str, list[Mutation]] = {}
+    for mutation in mutations:
+        found.setdefault(mutation.module, []).append(mutation)
+    return found
 
 
 def written_table(
@@ -34,26 +43,28 @@ def written_table(
 ) -> str:
     """The whole table as Markdown, by module."""
     lines = ["# Wrong versions, and the tests that see them", "", heading]
-    modules = list(dict.fromkeys(mutation.module for mutation in mutations))
-    for module in modules:
+    for module, its in _by_module(mutations).items():
         lines += ["", f"## {module}", "", _TITLES, "|---|---|---|---|"]
-        for mutation in mutations:
-            if mutation.module == module:
-                seen = f"no test: {_cell(mutation.equivalent)}"
-                if not mutation.equivalent:
-                    outcome = outcomes.get(mutation, Outcome("not run"))
-                    seen = _code(outcome.test) if outcome.verdict == "killed" else outcome.verdict
-                lines.append(f"{_begin(mutation)} {seen} |")
+        for mutation in its:
+            seen = f"no test: {_cell(mutation.equivalent)}"
+            if not mutation.equivalent:
+                outcome = outcomes.get(mutation, Outcome("not run"))
+                seen = _code(outcome.test) if outcome.verdict == "killed" else outcome.verdict
+            lines.append(f"{_begin(mutation)} {seen} |")
     return "\n".join(lines) + "\n"
 
 
-def read_rows(text: str, mutations: Sequence[Mutation]) -> dict[Mutation, str]:
-    """What a table's last cell says of each mutation; those that it lacks are left out."""
-    section, rows = "", {}
-    for line in text.splitlines():
-        section = line.removeprefix("## ") if line.startswith("## ") else section
-        for mutation in mutations:
-            begin = _begin(mutation)
-            if section == mutation.module and line.startswith(begin):
-                rows[mutation] = line.removeprefix(begin).strip(" |").strip("`")
-    return rows
+def read_table(text: str, mutations: Sequence[Mutation]) -> list[tuple[Mutation, str]]:
+    """Each mutation and the last cell of its row.
+
+    Raises:
+      ValueError: if the rows are not those of the mutations.
+    """
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    found = []
+    ordered = [mutation for its in _by_module(mutations).values() for mutation in its]
+    for mutation, row in zip(ordered, rows, strict=True):
+        if not row.startswith(_begin(mutation)):
+            raise ValueError(f"{mutation.function}: {mutation.pattern!r} is not {row}")
+        found.append((mutation, row.removeprefix(_begin(mutation)).strip(" |").strip("`")))
+    return found

@@ -149,7 +149,6 @@ def test_ragged_verification_emits_the_reference_s_tokens(schedule):
     check_equal(run_ragged(ragged, cu, "interpret"), theirs)
 
 
-@functools.cache
 def sampled(implementation, vocab_size):
     rng = np.random.default_rng(vocab_size)
     logits = (3 * rng.normal(size=(BATCH, vocab_size))).astype(np.float32)
@@ -174,6 +173,16 @@ def test_samples_are_the_reference_s(vocab_size):
     np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-6, rtol=2e-7)
     np.testing.assert_allclose(ours.logsumexp, theirs.logsumexp, atol=2e-6, rtol=2e-7)
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_noise_in_parts_or_in_none_draws_the_reference_s_samples(parts, monkeypatch):
+    """As it is made for many rows, and for more blocks than one program makes noise for."""
+    jax.clear_caches()
+    monkeypatch.setattr(pallas_sample, "num_parts_of_noise", lambda *sizes: parts)
+    ours, theirs = (sampled(name, 1025) for name in ("interpret", "xla"))
+    jax.clear_caches()
+    np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
 
 
 def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):

@@ -1,0 +1,316 @@
+"""Wrong versions of cutoffs: the reference's search, and the kernels'."""
+
+from ..mutation import Mutation
+from .tests import cutoffs, searches
+
+__all__ = ["MUTATIONS"]
+
+_SORT = "test_cutoffs_are_those_of_a_sort"
+_ANY = "test_cutoffs_are_those_of_a_sort_whatever_the_values"
+_HAND = "test_by_hand"
+_OFF = "test_what_is_off_keeps_all_and_greedy_rows_are_not_cut"
+_LAWLESS = "test_a_row_that_is_no_law_stays_one_to_the_samplers"
+_GATHERED = "test_the_blocks_that_are_gathered_are_those_that_matter"
+_BRACKET = "specjax.bracket."
+_FILTERS = "specjax.filters.search_cutoff"
+_THRESHOLD = "specjax.threshold."
+_TRUNCATION = "specjax.truncation."
+_PALLAS = "specjax.pallas."
+
+_REFERENCE = (
+    Mutation(
+        "specjax.cutoff._refuse_nan",
+        "(filters.top_p, filters.min_p)",
+        "(filters.top_p,)",
+        cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-min_p]"),
+        "min-p may be NaN",
+    ),
+    Mutation(
+        "specjax.cutoff._refuse_nan",
+        "jnp.isnan(value), jnp.inf, cutoff",
+        "jnp.isnan(value), -jnp.inf, cutoff",
+        cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-top_p]"),
+        "a filter that is NaN keeps all",
+    ),
+    Mutation(
+        "specjax.cutoff._run.each",
+        "(*value.shape, *(1,) * (len(leading) - value.ndim))",
+        "(*(1,) * (len(leading) - value.ndim), *value.shape)",
+        cutoffs("test_a_parameter_goes_with_the_leading_axes"),
+        "a parameter [B] goes with the rows of a request",
+    ),
+    Mutation(
+        f"{_FILTERS}",
+        "jnp.where(rows.cuts_k, source.weigh(low), mass)",
+        "mass",
+        cutoffs(f"{_HAND}[xla]"),
+        "top-p is a share of all tokens, not of what top-k kept",
+    ),
+    Mutation(
+        f"{_FILTERS}",
+        "filters.top_k.astype(jnp.float32)",
+        "filters.top_k.astype(jnp.float32) + 1",
+        cutoffs(f"{_HAND}[xla]"),
+        "top-k keeps one token more",
+    ),
+    Mutation(
+        f"{_FILTERS}",
+        "mass_target(filters.top_p, mass)",
+        "mass_target(filters.top_p, jnp.ones_like(mass))",
+        cutoffs(f"{_HAND}[xla]"),
+        "top-p is compared with masses that are not normalised",
+    ),
+    Mutation(
+        f"{_THRESHOLD}cutoff_of_rows",
+        "jnp.where(row.cuts, least, -jnp.inf)",
+        "least",
+        cutoffs(f"{_OFF}[xla]"),
+        "a row that is not to be cut is cut at its least logit",
+    ),
+    Mutation(
+        f"{_THRESHOLD}cutoff_of_rows",
+        "num_candidates <= _NUM_GATHERED",
+        "num_candidates <= 2 * _NUM_GATHERED",
+        cutoffs(f"{_GATHERED}[xla]"),
+        "blocks are gathered where more of them hold the threshold",
+    ),
+    Mutation(
+        f"{_THRESHOLD}_read_rows",
+        "& scaling.valid & ~scaling.greedy",
+        "& scaling.valid",
+        cutoffs(f"{_OFF}[xla]"),
+        "greedy rows are cut",
+    ),
+    Mutation(
+        f"{_THRESHOLD}_read_rows",
+        "jnp.where(cuts, low, row.low)",
+        "jnp.maximum(low, row.low)",
+        cutoffs(f"{_SORT}[xla-129]", f"{_SORT}[xla-1025]"),
+        "what top-p weighs is cut by min-p's bound before top-k's",
+    ),
+    Mutation(
+        f"{_THRESHOLD}_least_kept.look",
+        "merge(jnp.maximum,",
+        "merge(jnp.minimum,",
+        cutoffs(f"{_SORT}[xla-129]"),
+        "a bracket ends at the smaller of two blocks' largest logits",
+    ),
+    Mutation(
+        f"{_BRACKET}ordered_key",
+        "jnp.where(x == 0, jnp.float32(0), x)",
+        "x",
+        searches("test_keys_are_in_the_order_of_the_numbers_and_lead_back"),
+        "the zeros are two keys",
+    ),
+    Mutation(
+        f"{_BRACKET}halve",
+        "mass >= target",
+        "mass > target",
+        searches("test_a_search_finds_the_kth_largest_in_tiles[7-True]"),
+        "the target is to be exceeded",
+    ),
+    Mutation(
+        f"{_BRACKET}tighten",
+        "ordered_key(extremes.most) + jnp.int32(1)",
+        "ordered_key(extremes.most)",
+        searches(
+            "test_a_search_finds_the_kth_largest_in_tiles[7-True]",
+            "test_a_search_finds_the_kth_largest_in_tiles[1-True]",
+        ),
+        "a bracket ends before its largest logit",
+    ),
+    Mutation(
+        f"{_BRACKET}pivot_key",
+        "start + end + rest",
+        "start + end",
+        searches("test_a_pivot_is_above_low_and_cuts_in_half"),
+        "of two odd ends the halves lose one",
+    ),
+    Mutation(
+        f"{_TRUNCATION}mass_above",
+        "blocks >= pivot",
+        "blocks > pivot",
+        cutoffs(f"{_SORT}[xla-129]"),
+        "what lies at a pivot is not above it",
+    ),
+    Mutation(
+        f"{_TRUNCATION}keeps_top_k",
+        "(top_k > 0) & (top_k < vocab_size)",
+        "top_k < vocab_size",
+        cutoffs(f"{_OFF}[xla]"),
+        "a top-k of 0 or less cuts",
+    ),
+    Mutation(
+        f"{_TRUNCATION}mass_target",
+        "jnp.maximum(top_p * mass, jnp.float32(_TINY))",
+        "top_p * mass",
+        cutoffs(f"{_SORT}[xla-129]"),
+        "a top-p of 0 keeps all",
+    ),
+    Mutation(
+        f"{_TRUNCATION}least_kept",
+        "(blocks - anchor[..., None]) * scale[..., None]",
+        "(blocks - anchor[..., None])",
+        cutoffs(f"{_SORT}[xla-129]"),
+        "min-p is at temperature 1",
+    ),
+    Mutation(
+        f"{_TRUNCATION}min_p_threshold",
+        "jnp.minimum(jnp.maximum(min_p, jnp.float32(0)), jnp.float32(1))",
+        "jnp.maximum(min_p, jnp.float32(0))",
+        cutoffs(f"{_SORT}[xla-129]"),
+        "a min-p above 1 drops the likeliest token",
+    ),
+    Mutation(
+        f"{_TRUNCATION}mass_bound",
+        "jnp.float32(size - 1) * below",
+        "0 * below",
+        searches("test_a_bound_from_blocks_is_never_above_what_is_there"),
+        "a block that reaches the pivot counts whole",
+    ),
+)
+
+_KERNELS = (
+    Mutation(
+        f"{_PALLAS}bound.bound_low",
+        "row.cuts_p & ~row.cuts_k",
+        "row.cuts_p",
+        cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-1025]"),
+        "top-p's bound cuts what top-k keeps",
+    ),
+    Mutation(
+        f"{_PALLAS}bound.bound_low",
+        "min_p_threshold(filters.min_p) - jnp.float32(MARGIN)",
+        "min_p_threshold(filters.min_p) + jnp.float32(MARGIN)",
+        cutoffs(f"{_SORT}[interpret-129]"),
+        "min-p's bound lies above its threshold",
+    ),
+    Mutation(
+        f"{_PALLAS}bound._highest",
+        "jnp.where(weigh(low) >= target, low, -jnp.inf)",
+        "low",
+        cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-129]"),
+        "a bound that does not reach the target is taken for one",
+    ),
+    Mutation(
+        f"{_PALLAS}bound.bound_low.weigh",
+        "size=QUARTER",
+        "size=1",
+        cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-1025]"),
+        "a quarter that reaches a logit counts whole",
+    ),
+    Mutation(
+        f"{_PALLAS}candidates.gather",
+        "several = reaches & (others >=",
+        "several = reaches & (0 * others >",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "of every quarter the largest logit alone is noted",
+    ),
+    Mutation(
+        f"{_PALLAS}candidates.gather",
+        "jnp.where(count <= _TOO_MANY, total, jnp.int32(most + 1))",
+        "total",
+        cutoffs(f"{_SORT}[interpret-5000]"),
+        "quarters that are too many to be read are taken for empty",
+    ),
+    Mutation(
+        f"{_PALLAS}candidates.gather",
+        "jnp.where(wanted, count, 0) + (size - 1), size)",
+        "jnp.where(wanted, count, 0), size)",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "the last quarters that do not fill a turn are not read",
+    ),
+    Mutation(
+        f"{_PALLAS}candidates._note",
+        "jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1",
+        "jnp.cumsum(ones, axis=1, dtype=jnp.int32)",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "what a quarter notes begins one place too late",
+    ),
+    Mutation(
+        f"{_PALLAS}candidates._SEVERAL",
+        "1 << 15",
+        "1 << 13",
+        cutoffs("test_more_quarters_than_one_sum_counts[interpret]"),
+        "more is counted in half an integer than it holds",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff._search_row",
+        "held, nowhere = count <= SEARCH_HELD",
+        "held, nowhere = count <= 2 * SEARCH_HELD",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "a program searches among fewer logits than were noted",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff._search_row",
+        " & (count <= found.values.shape[1])",
+        "",
+        cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
+        "logits for which there was no room are taken for cut",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff._search_row",
+        "in_memory(found.values, b, count,",
+        "in_memory(found.values, b, count - 1,",
+        cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
+        "the last logit that was noted is not searched",
+    ),
+    Mutation(
+        f"{_PALLAS}quarters.store_tile",
+        "reduce_blocks(x, scale[None]",
+        "reduce_blocks(x, jnp.ones_like(scale)[None]",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "quarters are summed at temperature 1",
+    ),
+    Mutation(
+        f"{_PALLAS}quarters.asks_anything",
+        "scaling.valid & ~scaling.greedy",
+        "scaling.valid",
+        cutoffs(f"{_OFF}[interpret]"),
+        "greedy rows are cut",
+    ),
+    Mutation(
+        f"{_PALLAS}quarters.asks_anything",
+        "filters.min_p > 0",
+        "filters.min_p >= 0",
+        cutoffs(f"{_OFF}[interpret]"),
+        "a min-p of 0 asks for a cut",
+    ),
+    Mutation(
+        f"{_PALLAS}quarters.read_row",
+        "& jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)",
+        "& (whole.max < jnp.inf)",
+        cutoffs(f"{_LAWLESS}[interpret-masked]"),
+        "a row of nothing but -inf is cut",
+    ),
+    Mutation(
+        f"{_PALLAS}search.in_registers",
+        "mass_above(x, weights, pivot)",
+        "mass_above(x, None, pivot)",
+        cutoffs(f"{_HAND}[interpret]"),
+        "top-p counts tokens",
+    ),
+    Mutation(
+        f"{_PALLAS}search.in_memory",
+        "count + (tile.size - 1)",
+        "count",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "the last tile, which is not full, is not searched",
+    ),
+    Mutation(
+        f"{_PALLAS}search.in_memory.above.ask",
+        "x >= pivot",
+        "x > pivot",
+        cutoffs(f"{_SORT}[interpret-1025]"),
+        "what lies at a pivot is not above it",
+    ),
+    Mutation(
+        f"{_PALLAS}search.in_memory.over.read",
+        "jnp.where(index < count, x, jnp.float32(-jnp.inf))",
+        "x",
+        cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
+        "what the memory held behind the noted logits is searched, too",
+    ),
+)
+
+MUTATIONS = _REFERENCE + _KERNELS

@@ -1,0 +1,273 @@
+"""Wrong versions of drafting, the decode loop, commits, counts and schedules."""
+
+from ..mutation import Mutation
+from .tests import decode, drafts, metrics, processing, schedules, tokens
+
+__all__ = ["MUTATIONS"]
+
+_DRAFTS = "specjax.drafts."
+_LOOP = "specjax.loop."
+_COMMIT = "specjax.tokens.commit"
+_METRICS = "specjax.metrics."
+_PROCESSING = "specjax.processing."
+_SCHEDULES = "specjax.schedules."
+_RECOUNT = "test_the_counts_are_those_of_a_recount"
+_FOLLOW = "test_drafts_follow_their_requests"
+_ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
+
+MUTATIONS = (
+    Mutation(
+        f"{_DRAFTS}propose.draw",
+        "positions=positions + i",
+        "positions=positions",
+        drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
+        "all drafts are drawn at the first position",
+    ),
+    Mutation(
+        f"{_DRAFTS}propose.draw",
+        "Stream.draft(i)",
+        "Stream.draft(0)",
+        drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
+        "all drafts are drawn on the first stream",
+    ),
+    Mutation(
+        f"{_DRAFTS}propose.draw",
+        "positions + (i - 1)",
+        "positions + i",
+        drafts("test_each_token_is_fed_at_its_own_position"),
+        "a token is fed one position too late",
+    ),
+    Mutation(
+        f"{_DRAFTS}propose.draw",
+        "(sample.token_ids, *kept)",
+        "(jnp.maximum(sample.token_ids, 0), *kept)",
+        drafts("test_a_row_that_is_no_law_ends_the_drafts_of_its_request"),
+        "a row that is no law drafts token 0",
+    ),
+    Mutation(
+        f"{_DRAFTS}gather_drafts.align",
+        "num_usable(cache.token_ids, cache.num_tokens)[slot]",
+        "num_usable(cache.token_ids, None)[slot]",
+        drafts("test_a_cached_request_that_was_inactive_or_ended_early_has_what_it_has"),
+        "the cached number of tokens is ignored",
+    ),
+    Mutation(
+        f"{_DRAFTS}gather_drafts.align",
+        "same &= (cached_request_ids >= 0)[None]",
+        "same &= (cached_request_ids > -9)[None]",
+        drafts("test_empty_slots_match_no_request"),
+        "an empty slot belongs to a request of its id",
+    ),
+    Mutation(
+        f"{_DRAFTS}gather_drafts.align",
+        "slot if taken.rows is None else taken.rows",
+        "slot",
+        drafts("test_gathering_what_was_gathered_composes_the_rows"),
+        "rows of a gathered draft are those of the draft before",
+    ),
+    Mutation(
+        f"{_DRAFTS}gather_drafts.align",
+        "jnp.where(num_tokens < 0, -1, usable)",
+        "usable",
+        drafts(f"{_FOLLOW}[inactive]"),
+        "an inactive request is one without drafts",
+    ),
+    Mutation(
+        "specjax.drafters._model_functions.draft",
+        "_token_at(token_ids, positions - 2)",
+        "_token_at(token_ids, positions - 1)",
+        decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
+        "the last token is fed twice, and the one before it not",
+    ),
+    Mutation(
+        "specjax.drafters._model_functions.draft.step",
+        "[at - 1, at]",
+        "[at, at]",
+        decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
+        "the token before the last is fed at the place of the last",
+    ),
+    Mutation(
+        "specjax.drafters._model_functions.draft",
+        "temperature=temperature",
+        "temperature=temperature * 0 + 1",
+        decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
+        "drafts are drawn at temperature 1",
+    ),
+    Mutation(
+        f"{_LOOP}run_step",
+        "state.lengths[:, None] - 1 + place",
+        "state.lengths[:, None] + place",
+        decode("test_greedy_speculation_is_plain_greedy_decoding[model-greedy]"),
+        "tokens are fed one position too late",
+    ),
+    Mutation(
+        f"{_LOOP}_verify_and_commit",
+        "positions=state.lengths",
+        "positions=state.lengths * 0",
+        decode("test_plain_decoding_is_gumbel_sample_token_by_token"),
+        "every step draws its noise at position 0",
+    ),
+    Mutation(
+        f"{_LOOP}_verify_and_commit",
+        "jnp.where(state.finish == 0, finish, state.finish)",
+        "finish",
+        decode("test_a_finished_request_changes_nobody_else[model]"),
+        "a request that has ended ends again, for another reason",
+    ),
+    Mutation(
+        f"{_LOOP}_verify_and_commit",
+        "accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
+        "accepted < num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
+        decode("test_origins_and_metrics_tell_the_same_story"),
+        "bonus and recovered tokens change their names",
+    ),
+    Mutation(
+        f"{_LOOP}_propose",
+        "state.finish == 0, jnp.clip(room, 0, k), jnp.int32(-1)",
+        "state.finish == 0, jnp.clip(room, 0, k), jnp.int32(0)",
+        decode("test_a_finished_request_changes_nobody_else[model]"),
+        "a request that has ended is verified without drafts",
+    ),
+    Mutation(
+        "specjax.tokens.append",
+        "place < counts[:, None]",
+        "place <= counts[:, None]",
+        tokens("test_emitted_tokens_are_appended_to_ragged_rows_and_nothing_else_is_touched"),
+        "one value more is written than counts",
+    ),
+    Mutation(
+        _COMMIT,
+        "first_end + 1",
+        "first_end",
+        tokens(f"{_ENDS}[[2, 3, 4]-[2]]"),
+        "the token that ends a sequence is not committed",
+    ),
+    Mutation(
+        _COMMIT,
+        " & (place < counts[:, None])",
+        "",
+        tokens("test_the_padding_of_a_step_ends_nothing"),
+        "padding behind what was emitted may end a sequence",
+    ),
+    Mutation(
+        _COMMIT,
+        "new_lengths >= limit",
+        "new_lengths > limit",
+        tokens("test_the_last_place_of_the_room_is_filled_and_ends_the_request"),
+        "a full request goes on",
+    ),
+    Mutation(
+        _COMMIT,
+        "first_end < counts",
+        "first_end <= counts",
+        tokens("test_an_end_counts_where_there_is_room_for_it"),
+        "an end for which there was no room is the reason",
+    ),
+    Mutation(
+        f"{_METRICS}_reached",
+        "positions < count[..., None]",
+        "positions <= count[..., None]",
+        metrics(_RECOUNT),
+        "one position more is counted than was reached",
+    ),
+    Mutation(
+        f"{_METRICS}update_metrics",
+        "draft_num_tokens >= 0",
+        "draft_num_tokens > 0",
+        metrics(_RECOUNT),
+        "a step without drafts is not counted",
+    ),
+    Mutation(
+        f"{_METRICS}_ratio",
+        "jnp.maximum(denominator, 1)",
+        "(denominator + 1)",
+        metrics("test_plain_decoding_is_counted_with_no_draft_positions_at_all"),
+        "a quotient is of one more than was counted",
+    ),
+    Mutation(
+        f"{_METRICS}Metrics.mean_acceptance_length",
+        "self.num_emitted.sum(), self.num_steps.sum()",
+        "self.num_accepted.sum(), self.num_steps.sum()",
+        metrics(
+            "test_the_rates_are_quotients_over_all_requests_and_zero_where_nothing_was_counted"
+        ),
+        "the acceptance length lacks the token after the accepted ones",
+    ),
+    Mutation(
+        f"{_PROCESSING}_penalise",
+        "row > i",
+        "row >= i",
+        processing("test_each_rule_is_its_definition[frequency_penalty]"),
+        "a row counts the token that is drafted from it",
+    ),
+    Mutation(
+        f"{_PROCESSING}_penalise",
+        "jnp.where(x > 0, x / r, x * r)",
+        "x / r",
+        processing("test_each_rule_is_its_definition[repetition_penalty]"),
+        "a repetition penalty makes negative logits likelier",
+    ),
+    Mutation(
+        f"{_PROCESSING}_penalise",
+        "(generated > 0) | counts.prompt[:, None]",
+        "generated > 0",
+        processing("test_each_rule_is_its_definition[repetition_penalty]"),
+        "the prompt is not repeated",
+    ),
+    Mutation(
+        f"{_PROCESSING}_penalise",
+        "jnp.where(generated > 0, _per_request(rules.presence), jnp.float32(0))",
+        "_per_request(rules.presence) * generated.astype(jnp.float32)",
+        processing("test_each_rule_is_its_definition[presence_penalty]"),
+        "the presence penalty counts",
+    ),
+    Mutation(
+        f"{_PROCESSING}_process",
+        "valid &= rules.repetition > 0",
+        "valid &= rules.repetition >= 0",
+        processing("test_a_repetition_penalty_of_nothing_or_less_is_invalid[0.0]"),
+        "a repetition penalty of 0 is valid",
+    ),
+    Mutation(
+        f"{_PROCESSING}_read_mask",
+        "bits.reshape(*allowed.shape[:-1], -1)[..., :vocab_size]",
+        "jnp.flip(bits, -1).reshape(*allowed.shape[:-1], -1)[..., :vocab_size]",
+        processing("test_a_packed_mask_is_the_mask[5-uint32]"),
+        "the first token is in a word's highest bit",
+    ),
+    Mutation(
+        f"{_SCHEDULES}_SMALLEST_DECAY",
+        "0.85",
+        "0.75",
+        schedules("test_a_geometric_schedule_falls_off_by_the_smallest_decay_from_0_85_up"),
+        "a geometric schedule may fall off faster",
+    ),
+    Mutation(
+        f"{_SCHEDULES}rates_for_length",
+        "size + 1) - 1",
+        "size + 1)",
+        schedules("test_a_schedule_for_a_length_has_that_mean_and_the_least_variance"),
+        "the recovered or bonus token is not counted in the length",
+    ),
+    Mutation(
+        f"{_SCHEDULES}conditional_rates",
+        "jnp.ones_like(rates[..., :1])",
+        "rates[..., :1]",
+        schedules("test_conditional_rates_multiply_back_to_the_unconditional_ones"),
+        "the first position is always accepted",
+    ),
+    Mutation(
+        f"{_SCHEDULES}expected_acceptance_length",
+        "return 1 + jnp",
+        "return jnp",
+        schedules("test_the_expected_acceptance_length_is_the_mean_over_every_run_of_coins"),
+        "the token after the accepted run is not counted",
+    ),
+    Mutation(
+        f"{_SCHEDULES}geometric_rates.excess",
+        "index * (index + 1) / 2",
+        "index * (index - 1) / 2",
+        schedules("test_a_geometric_schedule_has_the_mean_that_was_asked_for"),
+        "the decay begins one position too late",
+    ),
+)

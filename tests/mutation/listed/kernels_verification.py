@@ -1,0 +1,420 @@
+"""Wrong versions of the kernels that verify and draw, seen through Pallas' interpreter."""
+
+from ..mutation import Mutation
+from .tests import edges, interpreted, sampling, verify
+
+__all__ = ["MUTATIONS"]
+
+_PALLAS = "specjax.pallas."
+_TOKENS = "test_verification_emits_the_reference_s_tokens"
+_OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
+_ROUNDED = "test_a_residual_of_rounding_alone_falls_back_to_the_target"
+_GIVEN = "test_a_given_bonus_asks_nothing_of_its_row"
+
+
+def _small(case: str) -> tuple[str, ...]:
+    """By the schedule of a small batch."""
+    return interpreted(f"{_TOKENS}[small-{case}]")
+
+
+def _large(case: str) -> tuple[str, ...]:
+    """By that of a large one."""
+    return interpreted(f"{_TOKENS}[large-{case}]")
+
+
+MUTATIONS = (
+    Mutation(
+        f"{_PALLAS}accept.reduce_rows.reduce_kernel",
+        "i <= request.num_tokens",
+        "i < request.num_tokens",
+        _small("V = 129"),
+        "the bonus token's row is not reduced",
+    ),
+    Mutation(
+        f"{_PALLAS}accept._accept",
+        "jnp.int32(0)) < i",
+        "jnp.int32(0)) <= i",
+        _large("V = 1025"),
+        "the tiles of a row that is known to be rejected leave before it is judged",
+    ),
+    Mutation(
+        f"{_PALLAS}accept._accept.end",
+        "(num_rows - i)",
+        "(num_rows - i - 1)",
+        _large("V = 129"),
+        "a request ends one row after the first that keeps nothing",
+    ),
+    Mutation(
+        f"{_PALLAS}accept._accept",
+        "_load_drafted(inputs, request, i) < top",
+        "_load_drafted(inputs, request, i) <= top",
+        _large("V = 1025"),
+        "a greedy request rejects its argmax",
+    ),
+    Mutation(
+        f"{_PALLAS}accept._accept",
+        "inputs.rates is None and num_rows > 1",
+        "num_rows > 1",
+        _large("synthetic"),
+        "a greedy request rejects by its argmax under synthetic rates, too",
+    ),
+    Mutation(
+        f"{_PALLAS}accept._share",
+        "scaling.scale, cutoff,",
+        "scaling.scale, None,",
+        _small("V = 129"),
+        "the target's cutoff is ignored where rows are reduced",
+    ),
+    Mutation(
+        f"{_PALLAS}draw._next_token",
+        "bonus_logprob, -jnp.inf)",
+        "bonus_logprob, 0.0)",
+        edges(f"{_GIVEN}[interpret]"),
+        "a bonus handed in for a row that is no law has log p 0",
+    ),
+    Mutation(
+        f"{_PALLAS}draw._next_token",
+        " & ~ending.rejected",
+        "",
+        edges("test_a_given_bonus_does_not_replace_a_recovered_token[interpret]"),
+        "a bonus handed in replaces a recovered token",
+    ),
+    Mutation(
+        f"{_PALLAS}draw.draw_row",
+        "<= 0",
+        "<= ROUNDING",
+        edges("test_a_chosen_draft_of_nearly_all_mass_is_left_out[interpret]"),
+        "a one-hot draft that has nearly all mass is emitted again",
+    ),
+    Mutation(
+        f"{_PALLAS}draw.draw_row",
+        "ending.rejected & ~ending.drawn",
+        "ending.rejected",
+        edges(
+            f"{_ROUNDED}[interpret-64]",
+            "test_an_empty_residual_falls_back_to_the_target[interpret]",
+        ),
+        "where a residual is empty the rejected token is left out of the target",
+    ),
+    Mutation(
+        f"{_PALLAS}draw.draw_residual",
+        "<= ROUNDING",
+        "<= 0",
+        edges(f"{_ROUNDED}[interpret-64]"),
+        "a large batch draws from what rounding leaves of p == q",
+    ),
+    Mutation(
+        f"{_PALLAS}draw.finish",
+        "emits &= request.active",
+        "emits |= request.active",
+        edges(
+            "test_an_inactive_request_reads_nothing_and_emits_nothing[interpret]",
+            "test_an_invalid_target_row_emits_nothing_from_there_on[interpret-random-nan]",
+        ),
+        "an active request always emits a token after its kept drafts",
+    ),
+    Mutation(
+        f"{_PALLAS}draw._next_token.greedy",
+        "-ending.row.law.log_sum",
+        "jnp.zeros_like(ending.row.law.log_sum)",
+        edges("test_greedy_statistics_are_at_temperature_one[interpret]"),
+        "log p of an argmax is 0",
+    ),
+    Mutation(
+        f"{_PALLAS}ending.read_ending",
+        "lane <= request.num_tokens",
+        "lane < request.num_tokens",
+        _small("V = 129"),
+        "a small batch's request that keeps all its drafts has no end",
+    ),
+    Mutation(
+        f"{_PALLAS}ending.read_ending",
+        " & ~drafted.one_hot",
+        "",
+        _large("V = 129"),
+        "the residual of a one-hot draft is that of a drawn one",
+    ),
+    Mutation(
+        f"{_PALLAS}ending.read_ending",
+        "rejected = end < request.num_tokens",
+        "rejected = end <= request.num_tokens",
+        _small("one-hot"),
+        "a bonus token is drawn as a recovered one",
+    ),
+    Mutation(
+        f"{_PALLAS}ending.next_address",
+        "ending.end, Stream.TARGET",
+        "jnp.zeros_like(ending.end), Stream.TARGET",
+        _large("V = 129"),
+        "the next token's noise stands at the step's first position",
+    ),
+    Mutation(
+        f"{_PALLAS}inputs.Request.address",
+        "inputs.position[self.b] + i",
+        "inputs.position[self.b] + i * 0",
+        _large("V = 129"),
+        "all noise of a step stands at its first position",
+    ),
+    Mutation(
+        f"{_PALLAS}inputs.read_request",
+        "(usable >= 0) & scaling.valid",
+        "usable >= 0",
+        edges("test_an_invalid_temperature_emits_nothing[interpret--1.0]"),
+        "a request of invalid temperature emits",
+    ),
+    Mutation(
+        f"{_PALLAS}inputs.draft_place",
+        "inputs.rows[request.b] * plan.num_drafts + i",
+        "request.b * plan.num_drafts + i",
+        verify("test_logits_are_found_through_rows[interpret]"),
+        "`Draft.rows` is not followed",
+    ),
+    Mutation(
+        f"{_PALLAS}inputs.draft_place",
+        "inputs.temperature if inputs.draft_temperature is None else inputs.draft_temperature",
+        "inputs.temperature",
+        _large("V = 129"),
+        "a draft's own temperature is ignored",
+    ),
+    Mutation(
+        f"{_PALLAS}inputs.read_drafted",
+        "token_id, where.cutoff, wanted",
+        "token_id, None, wanted",
+        _large("V = 129"),
+        "the draft's cutoff is ignored at the drafted token",
+    ),
+    Mutation(
+        f"{_PALLAS}judge.judge_rows",
+        "Stream.accept(i)",
+        "Stream.accept(i * 0)",
+        _small("V = 129"),
+        "every coin is of the first drafted token's stream",
+    ),
+    Mutation(
+        f"{_PALLAS}judge.judge_rows",
+        "kept & drafts & merged.finite",
+        "kept & drafts",
+        edges("test_an_invalid_target_row_emits_nothing_from_there_on[interpret-synthetic-nan]"),
+        "a drafted token is kept by a row that is no law",
+    ),
+    Mutation(
+        f"{_PALLAS}judge.judge_rows",
+        "inside & accept_synthetic",
+        "accept_synthetic",
+        edges(f"{_OUTSIDE}[interpret-synthetic-300]"),
+        "synthetic acceptance keeps an id outside the vocabulary",
+    ),
+    Mutation(
+        f"{_PALLAS}judge.judge_rows",
+        "kept & drafts & merged.finite",
+        "kept & exists & merged.finite",
+        _small("V = 129"),
+        "one more token is verified than was drafted",
+    ),
+    Mutation(
+        f"{_PALLAS}launch.arrive",
+        "== jnp.uint32(total - 1)",
+        "== jnp.uint32(0)",
+        _large("V = 1025"),
+        "the first of a row's programs to arrive sums up",
+    ),
+    Mutation(
+        f"{_PALLAS}launch.only",
+        "jnp.where(chosen, values, zero)",
+        "values * chosen.astype(values.dtype)",
+        _small("rows that are no law"),
+        "a NaN beside the chosen value is added to it",
+    ),
+    Mutation(
+        f"{_PALLAS}launch.divide",
+        "jax.lax.rem(number, by)",
+        "jax.lax.rem(number, by + 1)",
+        _large("V = 1025"),
+        "the remainder is of another divisor",
+    ),
+    Mutation(
+        f"{_PALLAS}logsumexp.load_row",
+        "index < logits.shape[1]",
+        "index <= logits.shape[1]",
+        _small("V = 129"),
+        "a row has one logit more than it holds",
+    ),
+    Mutation(
+        f"{_PALLAS}logsumexp.store_partials",
+        "block = number * tile.blocks + first_argmax",
+        "block = first_argmax",
+        _large("V = 1025"),
+        "the argmax of a later tile is looked for in the first",
+    ),
+    Mutation(
+        f"{_PALLAS}logsumexp.load_token",
+        "(token_id < logits.shape[1])",
+        "(token_id <= logits.shape[1])",
+        edges(f"{_OUTSIDE}[interpret-random-300]"),
+        "the id behind the vocabulary has a logit",
+    ),
+    Mutation(
+        f"{_PALLAS}logsumexp.store_partials",
+        "share.scale[None], share.cutoff",
+        "jnp.ones_like(share.scale)[None], share.cutoff",
+        _small("V = 129"),
+        "blocks are reduced at temperature 1",
+    ),
+    Mutation(
+        f"{_PALLAS}pick.draw_token",
+        "index.astype(jnp.uint32)",
+        "(index % SAMPLING_BLOCK).astype(jnp.uint32)",
+        interpreted("test_samples_are_the_reference_s[1025]"),
+        "every block draws its tokens with the first block's noise",
+    ),
+    Mutation(
+        f"{_PALLAS}pick.draw_noise",
+        "gumbel(at, 1, place",
+        "gumbel(at, 0, place",
+        interpreted("test_samples_are_the_reference_s[1025]"),
+        "blocks and tokens share their noise",
+    ),
+    Mutation(
+        f"{_PALLAS}pick.draw_noise",
+        "place = first + jax",
+        "place = jax",
+        _small("V = 1025"),
+        "every tile draws its blocks with the first tile's noise",
+    ),
+    Mutation(
+        f"{_PALLAS}pick.Row.kept",
+        "self.cutoff)",
+        "None)",
+        interpreted("test_samples_are_the_reference_s[1025]"),
+        "the cutoff is ignored inside the chosen block",
+    ),
+    Mutation(
+        f"{_PALLAS}resample._compare",
+        "jnp.sum(masses) > ROUNDING",
+        "jnp.sum(masses) > 0",
+        edges(f"{_ROUNDED}[interpret-8]"),
+        "a small batch draws from what rounding leaves of p == q",
+    ),
+    Mutation(
+        f"{_PALLAS}resample._compare",
+        "first_argmax(scores)",
+        "first_argmax(masses)",
+        _small("V = 1025"),
+        "the heaviest tile wins whatever its noise",
+    ),
+    Mutation(
+        f"{_PALLAS}resample._draw_tile",
+        "next_address(inputs, ending, plan), number * plan.tile.blocks",
+        "next_address(inputs, ending, plan), number * 0",
+        _small("V = 1025"),
+        "every tile draws from the first blocks",
+    ),
+    Mutation(
+        f"{_PALLAS}residual.draft_logprobs",
+        "keep(load_row(draft, place.row, index), place.cutoff)",
+        "keep(load_row(draft, place.row, index), None)",
+        _large("V = 129"),
+        "the draft's cutoff is ignored in the residual",
+    ),
+    Mutation(
+        f"{_PALLAS}residual.draft_logprobs",
+        "place.scaling.scale",
+        "jnp.float32(1)",
+        _large("V = 129"),
+        "q in the residual is at temperature 1",
+    ),
+    Mutation(
+        f"{_PALLAS}residual.reduce_masses",
+        "residual_probs(p, q",
+        "residual_probs(q, p",
+        _large("V = 1025"),
+        "blocks are chosen by max(q - p, 0)",
+    ),
+    Mutation(
+        f"{_PALLAS}sample._reduce",
+        "_at(rows.cutoff, b), None)",
+        "None, None)",
+        interpreted("test_samples_are_the_reference_s[1025]"),
+        "the cutoff is ignored where rows are reduced",
+    ),
+    Mutation(
+        f"{_PALLAS}sample._draw",
+        "scaling.valid & merged.finite",
+        "merged.finite",
+        sampling("test_an_invalid_temperature_draws_nothing[interpret]"),
+        "a row of invalid temperature draws a token",
+    ),
+    Mutation(
+        f"{_PALLAS}sample.sample_rows.reduce_kernel",
+        "part * num, num",
+        "part * 0, num",
+        interpreted("test_noise_in_parts_or_in_none_draws_the_reference_s_samples[4]"),
+        "every part of the noise is the first",
+    ),
+    Mutation(
+        f"{_PALLAS}statistics.with_statistics.statistics_kernel",
+        "where.scaling.scale",
+        "request.scaling.scale",
+        _large("V = 129"),
+        "draft rows are summed at the target's temperature",
+    ),
+    Mutation(
+        f"{_PALLAS}statistics.with_statistics.statistics_kernel",
+        "number, scale, where.cutoff, None)",
+        "number, scale, None, None)",
+        _small("V = 129"),
+        "the draft's cutoff is ignored in its sum",
+    ),
+    Mutation(
+        f"{_PALLAS}statistics.with_statistics.statistics_kernel",
+        "i < request.num_tokens",
+        "i + 1 < request.num_tokens",
+        _large("V = 129"),
+        "the last drafted token has no statistics",
+    ),
+    Mutation(
+        f"{_PALLAS}statistics.with_statistics.statistics_kernel",
+        "jnp.where(merged.finite, logsumexp, jnp.nan)",
+        "logsumexp",
+        why="the logsumexp of a row that is no law is stored as it is",
+        equivalent="it is not finite then either: NaN, or the infinity of the row's largest logit",
+    ),
+    Mutation(
+        f"{_PALLAS}tiles.Tile.count",
+        "-(-vocab_size // self.size)",
+        "max(1, vocab_size // self.size)",
+        _large("V = 1025"),
+        "the last tile, which is not full, is skipped",
+    ),
+    Mutation(
+        f"{_PALLAS}verify.verify_rows",
+        "inputs.logprobs is None or inputs.logsumexp is None",
+        "inputs.logprobs is None",
+        edges(
+            "test_one_carried_statistic_without_the_other_is_not_read[interpret-draft_logsumexp]"
+        ),
+        "a log q is taken without the logsumexp that belongs to it",
+    ),
+    Mutation(
+        f"{_PALLAS}verify.verify_rows",
+        "inputs.logprobs is None or inputs.logsumexp is None",
+        "inputs.logsumexp is None",
+        edges("test_one_carried_statistic_without_the_other_is_not_read[interpret-draft_logprobs]"),
+        "a logsumexp is taken without the log q that belongs to it",
+    ),
+    Mutation(
+        f"{_PALLAS}verify.verify_rows",
+        "reduce_rows if plan.small else accept_rows",
+        "accept_rows if plan.small else accept_rows",
+        why="a small batch's rows are judged as a large one's",
+        equivalent="both ways give the same tokens, as "
+        "`test_verification_emits_the_reference_s_tokens` shows; a schedule is a matter of time",
+    ),
+    Mutation(
+        f"{_PALLAS}verify.verify_rows",
+        "Plan(size, num_drafts, noise_dtype,",
+        "Plan(size, num_drafts, jnp.float32,",
+        _large("float64 noise"),
+        "noise is float32 whatever is asked",
+    ),
+)

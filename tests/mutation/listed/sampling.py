@@ -1,0 +1,176 @@
+"""Wrong versions of noise, sampling and the statistics of listed tokens."""
+
+from ..mutation import Mutation
+from .tests import edges, logprobs, noise, sampling
+
+__all__ = ["MUTATIONS"]
+
+_NOISE = "specjax.noise."
+_SAMPLING = "specjax.sampling."
+_LOGPROBS = "specjax.logprobs."
+_OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
+
+MUTATIONS = (
+    Mutation(
+        f"{_NOISE}threefry2x32",
+        "jnp.uint32(i + 1)",
+        "jnp.uint32(i)",
+        noise("test_threefry_meets_its_published_vectors"),
+        "the key schedule counts its injections from 0",
+    ),
+    Mutation(
+        f"{_NOISE}random_bits",
+        "high ^ low",
+        "low",
+        noise("test_noise_matches_jax_random_bit_for_bit[False-True]"),
+        "a word is one half of the hash",
+    ),
+    Mutation(
+        f"{_NOISE}address",
+        "return fold_in(fold_in(key, position), stream)",
+        "return fold_in(fold_in(key, stream), position)",
+        noise("test_noise_matches_jax_random_bit_for_bit[False-True]"),
+        "stream and position are folded in in the other order",
+    ),
+    Mutation(
+        f"{_NOISE}addresses.one",
+        "jax.random.fold_in(jax.random.fold_in(key, position), stream)",
+        "jax.random.fold_in(jax.random.fold_in(key, stream), position)",
+        sampling("test_tokens_are_the_oracle_s[xla-129]"),
+        "so they are for a whole batch",
+    ),
+    Mutation(
+        f"{_NOISE}uniform_from_bits",
+        "1 - 2.0**-24",
+        "1.0",
+        noise("test_uniforms_are_inside_and_gumbels_finite_at_both_ends[False]"),
+        "a uniform may be 1",
+    ),
+    Mutation(
+        f"{_NOISE}uniform_from_bits",
+        "jnp.float32(0.5)",
+        "jnp.float32(0)",
+        noise("test_uniforms_are_inside_and_gumbels_finite_at_both_ends[False]"),
+        "a uniform may be 0",
+    ),
+    Mutation(
+        f"{_NOISE}gumbel_from_uniform",
+        "-jnp.log(-jnp.log1p(-u))",
+        "-jnp.log(-jnp.log(u))",
+        noise("test_the_tail_of_the_gumbel_is_fine_enough_for_a_large_vocabulary"),
+        "the large end of the Gumbel has the coarse end of the uniform",
+    ),
+    Mutation(
+        f"{_NOISE}gumbel",
+        "fold_in(at, level)",
+        "fold_in(at, 0)",
+        noise("test_gumbels_and_coins_stand_at_their_address[False]"),
+        "blocks and tokens share their noise",
+    ),
+    Mutation(
+        f"{_NOISE}fold_in_rows",
+        "jnp.arange(size, dtype=jnp.uint32)",
+        "jnp.arange(1, size + 1, dtype=jnp.uint32)",
+        sampling("test_a_scalar_key_folds_in_the_row[xla]"),
+        "a single key is folded with one more than the row",
+    ),
+    Mutation(
+        f"{_SAMPLING}take_logits",
+        "(index >= 0) & (index < row.shape[0])",
+        "index < row.shape[0]",
+        edges(f"{_OUTSIDE}[xla-random--2]"),
+        "a negative id has the logit of token 0",
+    ),
+    Mutation(
+        f"{_SAMPLING}take_logits",
+        "(index >= 0) & (index < row.shape[0])",
+        "(index >= 0) & (index <= row.shape[0])",
+        edges(f"{_OUTSIDE}[xla-random-300]"),
+        "the id behind the vocabulary has the logit of the last token",
+    ),
+    Mutation(
+        f"{_SAMPLING}take_logits",
+        'mode="clip"), cutoff)',
+        'mode="clip"), None)',
+        sampling("test_masked_tokens_and_those_below_the_cutoff_are_never_drawn[xla]"),
+        "the cutoff is ignored inside the chosen block",
+    ),
+    Mutation(
+        f"{_SAMPLING}first_argmax",
+        "jnp.min(jnp.where(scores == best[..., None], index, last), axis=-1, initial=last)",
+        "jnp.max(jnp.where(scores == best[..., None], index, 0), axis=-1, initial=0)",
+        sampling("test_greedy_rows_take_the_lowest_of_tied_ids[xla]"),
+        "a tie goes to the highest id",
+    ),
+    Mutation(
+        f"{_SAMPLING}first_argmax",
+        "jnp.where(first == last, jnp.int32(0), first)",
+        "first",
+        why="the place behind the last is what a row of NaN gives",
+        equivalent="a row with a NaN is no law, for which no index is read; ids past the end "
+        "read -inf",
+    ),
+    Mutation(
+        f"{_SAMPLING}perturbed_token",
+        "gumbel(at, 1, blocks",
+        "gumbel(at, 0, blocks",
+        sampling("test_tokens_are_the_oracle_s[xla-1025]"),
+        "blocks and tokens share their noise",
+    ),
+    Mutation(
+        f"{_SAMPLING}perturbed_token.token_scores",
+        "index.astype(jnp.uint32)",
+        "(index % SAMPLING_BLOCK).astype(jnp.uint32)",
+        sampling("test_tokens_are_the_oracle_s[xla-1025]"),
+        "every block draws its tokens with the first block's noise",
+    ),
+    Mutation(
+        f"{_SAMPLING}sample_row",
+        "scaling.valid & row.finite",
+        "row.finite",
+        sampling("test_an_invalid_temperature_draws_nothing[xla]"),
+        "a row of invalid temperature draws a token",
+    ),
+    Mutation(
+        f"{_SAMPLING}token_logprobs",
+        "(logits - law.anchor) * scale",
+        "(logits - law.anchor)",
+        sampling("test_tokens_are_the_oracle_s[xla-129]"),
+        "log-probabilities are at temperature 1",
+    ),
+    Mutation(
+        f"{_LOGPROBS}_top",
+        "kept > x[..., None]",
+        "kept >= x[..., None]",
+        logprobs("test_ties_are_listed_by_the_lowest_id_and_share_the_best_rank"),
+        "equal tokens share the worst rank",
+    ),
+    Mutation(
+        f"{_LOGPROBS}_top",
+        "token_ids < logits.shape[-1]",
+        "token_ids <= logits.shape[-1]",
+        logprobs("test_masked_tokens_are_not_listed_and_rank_last"),
+        "the id behind the vocabulary has a log-probability",
+    ),
+    Mutation(
+        f"{_LOGPROBS}_top",
+        "listed & (best > -jnp.inf)",
+        "listed",
+        logprobs("test_masked_tokens_are_not_listed_and_rank_last"),
+        "tokens that cannot come are listed",
+    ),
+    Mutation(
+        f"{_LOGPROBS}_top",
+        "scaling.valid & row.finite & (token_ids >= 0)",
+        "row.finite & (token_ids >= 0)",
+        logprobs("test_padding_and_rows_that_are_no_law_give_nothing"),
+        "a row of invalid temperature is listed",
+    ),
+    Mutation(
+        f"{_LOGPROBS}_top",
+        "block_partials(logits, scaling.scale, cutoff)",
+        "block_partials(logits, scaling.scale, None)",
+        logprobs("test_a_temperature_and_a_cutoff_are_those_of_the_row"),
+        "tokens below the cutoff count in the sum",
+    ),
+)

@@ -1,0 +1,307 @@
+"""Wrong versions of acceptance, the residual, verification and recovery in plain JAX."""
+
+from ..mutation import Mutation
+from .tests import edges, laws, sampling, verify
+
+__all__ = ["MUTATIONS"]
+
+_ACCEPTANCE = "specjax.acceptance."
+_RESIDUAL = "specjax.residual."
+_VERIFY = "specjax.verify."
+_RECOVERY = "specjax.recovery."
+_LOG_Q = "test_a_draft_whose_carried_log_q_is_none_is_verified_as_one_hot"
+_NO_HEAT = "test_a_draft_of_no_temperature_is_verified_as_one_hot"
+_ONE_TOKEN = "test_a_residual_of_one_token_is_that_token"
+_ROUNDED = "test_a_residual_of_rounding_alone_falls_back_to_the_target"
+_CALM = "test_drawn_drafts_are_verified_as_the_oracle_does[xla]"
+_MIXED = "test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"
+_SYNTHETIC = "test_synthetic_batches_follow_their_rates_and_the_ordinary_residual[xla-False]"
+_OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
+_GIVEN = "test_a_given_bonus_asks_nothing_of_its_row"
+
+_LAWLESS = {
+    "pattern": "~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)",
+    "replacement": "~jnp.isfinite(logsumexp)",
+    "why": "of carried statistics only the logsumexp says that a draft is one-hot",
+}
+_HEAT = {
+    "pattern": "scaling.greedy | ~scaling.valid | lawless",
+    "replacement": "scaling.greedy | lawless",
+    "why": "a NaN or negative temperature of a draft is taken for 1",
+}
+_LARGE_BOUND = {
+    "pattern": "2.0**-18",
+    "replacement": "2.0**-10",
+    "why": "a residual of mass 1e-4 becomes the target",
+}
+_NO_BOUND = {
+    "pattern": "2.0**-18",
+    "replacement": "0.0",
+    "why": "a token is drawn from what rounding leaves of p == q",
+}
+_ANCHOR = {
+    "pattern": "jnp.isfinite(logit) & jnp.isfinite(logprob)",
+    "replacement": "jnp.zeros_like(logit, jnp.bool_)",
+    "why": "q comes of the carried logsumexp alone, which low temperatures round",
+}
+
+MUTATIONS = (
+    Mutation(f"{_ACCEPTANCE}is_one_hot", **_LAWLESS, killed_by=edges(f"{_LOG_Q}[xla-nan]")),
+    Mutation(f"{_ACCEPTANCE}is_one_hot", **_LAWLESS, killed_by=edges(f"{_LOG_Q}[interpret-nan]")),
+    Mutation(f"{_ACCEPTANCE}is_one_hot", **_HEAT, killed_by=edges(f"{_NO_HEAT}[xla--1.0]")),
+    Mutation(f"{_ACCEPTANCE}is_one_hot", **_HEAT, killed_by=edges(f"{_NO_HEAT}[interpret-nan]")),
+    Mutation(
+        f"{_ACCEPTANCE}num_usable",
+        "token_ids == -1",
+        "token_ids < 0",
+        edges(f"{_OUTSIDE}[xla-random--2]"),
+        "any negative id ends the drafts, not -1 alone",
+    ),
+    Mutation(
+        f"{_ACCEPTANCE}num_usable",
+        "jnp.clip(num_tokens, -1, k)",
+        "jnp.clip(num_tokens, 0, k)",
+        edges("test_num_tokens_is_clipped[xla]"),
+        "an inactive request is one without drafts",
+    ),
+    Mutation(
+        f"{_ACCEPTANCE}num_usable",
+        "jnp.minimum(jnp.clip(num_tokens, -1, k), first)",
+        "jnp.clip(num_tokens, -1, k)",
+        edges("test_minus_one_ends_the_drafts_like_num_tokens[xla-synthetic]"),
+        "a -1 among the ids counts only where no number of tokens is given",
+    ),
+    Mutation(
+        f"{_ACCEPTANCE}accept_random",
+        "(target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)",
+        "target_logprob > -jnp.inf",
+        edges("test_a_token_the_draft_cannot_draw_is_rejected[xla-masked]"),
+        "a token that its draft could not have drawn is always kept",
+    ),
+    Mutation(
+        f"{_ACCEPTANCE}accept_random",
+        "(target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)",
+        "draft_logprob > -jnp.inf",
+        why="p = 0 is not looked at",
+        equivalent="with log q finite the difference is -inf by itself, which no log u is below",
+    ),
+    Mutation(
+        f"{_ACCEPTANCE}accept_random",
+        "target_logprob - draft_logprob",
+        "draft_logprob - target_logprob",
+        laws("test_accepted_plus_residual_mass_is_the_target"),
+        "q / p in place of p / q",
+    ),
+    Mutation(
+        f"{_ACCEPTANCE}accept_synthetic",
+        "coin < rate",
+        "jnp.log(coin) < rate",
+        edges("test_synthetic_rates_of_zero_accept_nothing[xla]"),
+        "a rate is compared with the logarithm of the coin",
+    ),
+    Mutation(f"{_RESIDUAL}ROUNDING", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[xla-1.0-8]")),
+    Mutation(
+        f"{_RESIDUAL}ROUNDING", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[interpret-1.0-8]")
+    ),
+    Mutation(
+        f"{_RESIDUAL}ROUNDING", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[interpret-1.0-64]")
+    ),
+    Mutation(f"{_RESIDUAL}ROUNDING", **_NO_BOUND, killed_by=edges(f"{_ROUNDED}[xla-64]")),
+    Mutation(
+        f"{_RESIDUAL}residual_probs",
+        "q < p",
+        "q != p",
+        laws("test_accepted_plus_residual_mass_is_the_target"),
+        "where q is larger the residual is negative",
+    ),
+    Mutation(
+        f"{_RESIDUAL}block_residual_weights",
+        "residual_probs(target_logprobs, draft_logprobs)",
+        "residual_probs(draft_logprobs, target_logprobs)",
+        verify(_CALM),
+        "blocks are chosen by max(q - p, 0)",
+    ),
+    Mutation(
+        f"{_RESIDUAL}block_residual_weights",
+        "jnp.sum(tail, axis=-1)]",
+        "0 * jnp.sum(tail, axis=-1)]",
+        verify(_CALM),
+        "the last block, which is shorter, has no residual",
+    ),
+    Mutation(
+        f"{_RESIDUAL}residual_logprobs",
+        "draft_logprobs == -jnp.inf, target_logprobs, left",
+        "draft_logprobs == -jnp.inf, left, target_logprobs",
+        verify(_CALM),
+        "inside a block tokens are drawn by p",
+    ),
+    Mutation(
+        "specjax.logsumexp.drawn_law", **_ANCHOR, killed_by=edges(f"{_ONE_TOKEN}[xla-0.0001-8]")
+    ),
+    Mutation(
+        "specjax.logsumexp.drawn_law",
+        **_ANCHOR,
+        killed_by=edges(f"{_ONE_TOKEN}[interpret-0.0001-8]"),
+    ),
+    Mutation(
+        "specjax.logsumexp.keep",
+        "x < cutoff",
+        "x <= cutoff",
+        sampling("test_a_logit_at_the_cutoff_is_kept[xla]"),
+        "a logit at the cutoff is dropped",
+    ),
+    Mutation(
+        "specjax.logsumexp.merge_blocks",
+        "jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)",
+        "jnp.isfinite(whole.sum)",
+        edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-random--inf]"),
+        "a row of nothing but -inf is a law",
+    ),
+    Mutation(
+        f"{_VERIFY}verify_request",
+        "bonus_logprob, -jnp.inf)",
+        "bonus_logprob, 0.0)",
+        edges(f"{_GIVEN}[xla]"),
+        "a bonus handed in for a row that is no law has log p 0",
+    ),
+    Mutation(
+        f"{_VERIFY}verify_request",
+        "active & known & (num_kept == request.num_tokens)",
+        "active & known",
+        edges("test_a_given_bonus_does_not_replace_a_recovered_token[xla]"),
+        "a bonus handed in replaces a recovered token",
+    ),
+    Mutation(
+        f"{_VERIFY}verify_request",
+        "(bonus >= 0) & (bonus < target.logits.shape[1])",
+        "bonus >= 0",
+        edges("test_a_given_bonus_outside_the_vocabulary_is_sampled_as_usual[xla-random]"),
+        "an id that no vocabulary holds is emitted as a bonus",
+    ),
+    Mutation(
+        f"{_VERIFY}verify_request",
+        "emits |= given",
+        "emits &= active",
+        edges(f"{_GIVEN}[xla]"),
+        "a bonus handed in asks a law of its row",
+    ),
+    Mutation(
+        f"{_VERIFY}_is_active",
+        "(request.num_tokens >= 0) & read_temperature(request.temperature).valid",
+        "request.num_tokens >= 0",
+        edges("test_an_invalid_temperature_emits_nothing[xla--1.0]"),
+        "a request of invalid temperature emits",
+    ),
+    Mutation(
+        f"{_VERIFY}_judge",
+        "Stream.accept(i)",
+        "Stream.accept(0)",
+        verify(_CALM),
+        "every coin is of the first drafted token's stream",
+    ),
+    Mutation(
+        f"{_VERIFY}_judge",
+        "request.position + i",
+        "request.position",
+        verify(_CALM),
+        "every coin stands at the step's first position",
+    ),
+    Mutation(
+        f"{_VERIFY}_judge",
+        "known & accept_synthetic",
+        "accept_synthetic",
+        edges(f"{_OUTSIDE}[xla-synthetic-300]"),
+        "synthetic acceptance keeps an id outside the vocabulary",
+    ),
+    Mutation(
+        f"{_VERIFY}_follow.step",
+        "(index < request.num_tokens) & row.finite",
+        "index < request.num_tokens",
+        edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-synthetic-nan]"),
+        "a drafted token is kept by a row that is no law",
+    ),
+    Mutation(
+        f"{_VERIFY}_follow.step",
+        "(index < request.num_tokens) & row.finite",
+        "(index <= request.num_tokens) & row.finite",
+        edges("test_the_shorter_of_num_tokens_and_minus_one_counts[xla]"),
+        "one more token is verified than was drafted",
+    ),
+    Mutation(
+        f"{_VERIFY}_follow.step",
+        "take_row(target, request.target_row + index)",
+        "take_row(target, request.target_row + i)",
+        verify(_CALM),
+        "the bonus comes from the row before its own",
+    ),
+    Mutation(
+        f"{_RECOVERY}next_token",
+        "request.position + ending.num_kept",
+        "request.position",
+        verify(_CALM),
+        "the next token's noise stands at the step's first position",
+    ),
+    Mutation(
+        f"{_RECOVERY}next_token",
+        "Stream.TARGET",
+        "Stream.draft(0)",
+        verify(_CALM),
+        "residual and draft share their noise",
+    ),
+    Mutation(
+        f"{_RECOVERY}next_token",
+        "jnp.where(drawn, jnp.float32(ROUNDING), jnp.float32(0))",
+        "jnp.float32(ROUNDING)",
+        edges("test_a_chosen_draft_of_nearly_all_mass_is_left_out[xla]"),
+        "a one-hot draft that has nearly all mass is emitted again",
+    ),
+    Mutation(
+        f"{_RECOVERY}next_token",
+        "rejected & ~drafted.one_hot & ~scaling.greedy",
+        "rejected & ~scaling.greedy",
+        verify(_MIXED),
+        "the residual of a one-hot draft is that of a drawn one",
+    ),
+    Mutation(
+        f"{_RECOVERY}next_token.one_hot_logprobs",
+        "rejected & (index == drafted.token_id)",
+        "index == drafted.token_id",
+        edges("test_the_bonus_is_what_plain_sampling_draws_at_its_position[xla-one-hot]"),
+        "a bonus cannot be the last drafted token",
+    ),
+    Mutation(
+        f"{_RECOVERY}next_token",
+        "jnp.sum(jnp.exp(weights)) <= rounding",
+        "jnp.bool_(False)",
+        edges("test_a_one_hot_target_on_a_one_hot_draft_has_an_empty_residual[xla]"),
+        "an empty residual does not fall back to the target",
+    ),
+    Mutation(
+        f"{_RECOVERY}_drawn_residual",
+        "jnp.minimum(ending.num_kept, request.token_ids.shape[0] - 1)",
+        "jnp.int32(0)",
+        verify(_CALM),
+        "the residual is of the first draft row, whichever token was rejected",
+    ),
+    Mutation(
+        f"{_RECOVERY}_drawn_residual.masses",
+        "constant_values=-jnp.inf",
+        "constant_values=0.0",
+        verify("test_any_vocabularies_and_any_number_of_drafts[xla-300-200-3]"),
+        "past a smaller draft's vocabulary q is 1",
+    ),
+    Mutation(
+        f"{_RECOVERY}_drawn_residual.masses",
+        "ending.row.law, target_scale)",
+        "ending.row.law, scale)",
+        verify(_MIXED),
+        "p is taken at the draft's temperature",
+    ),
+    Mutation(
+        f"{_RECOVERY}_drawn_residual.logprobs",
+        "take_logits(row, index, cutoff)",
+        "take_logits(row, index, None)",
+        edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[xla]"),
+        "inside a block the draft's cutoff is ignored",
+    ),
+)
