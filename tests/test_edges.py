@@ -154,6 +154,9 @@ def test_a_one_hot_target_on_a_one_hot_draft_has_an_empty_residual(implementatio
 def test_a_residual_of_rounding_alone_falls_back_to_the_target(size, implementation):
     case = calm_case(6, size)
     case["target_logits"][:, :, ::3] = -np.inf
+    # Likely: the rejected token may be drawn again.
+    case["token_ids"][:, 0] = 1
+    case["target_logits"][:, 0, 1] = 8
     case["draft_logits"] = case["target_logits"][:, :K] + np.float32(0.3)
     case["conditional_rates"] = np.zeros((size, K), np.float32)
     ours = run(library(implementation), case)

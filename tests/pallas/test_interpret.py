@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from test_ragged import ragged_case, run_ragged
-from test_verify import calm_case, library, make_keys, mixed_case, run, with_statistics
+from test_verify import (
+    calm_case,
+    draw_tokens,
+    library,
+    make_keys,
+    mixed_case,
+    run,
+    with_statistics,
+)
 
 import specjax
 from specjax.pallas import sample as pallas_sample
@@ -62,6 +70,28 @@ def narrow_case():
     return case
 
 
+def random_case():
+    """Every request is random and has all its drafts, one in three of them chosen."""
+    case, rng = calm_case(11, BATCH, K, VOCAB), np.random.default_rng(11)
+    case["temperature"] = rng.choice([0.6, 1.0, 1.7], BATCH).astype(np.float32)
+    case["draft_temperature"] = rng.choice([0.0, 0.8, 1.2], BATCH).astype(np.float32)
+    case["token_ids"] = draw_tokens(rng, case["draft_logits"], case["draft_temperature"])
+    case["cutoff"] = rng.choice([-np.inf, -1.5], (BATCH, K + 1)).astype(np.float32)
+    case["draft_cutoff"] = rng.choice([-np.inf, -1.0], (BATCH, K)).astype(np.float32)
+    return case
+
+
+def greedy_case():
+    """Requests that keep their argmax up to any row, in rows of several tiles."""
+    case = calm_case(10, BATCH, K, 1025)
+    case["temperature"][:] = 0
+    # What stands where no token is drafted.
+    case["target_logits"][:, K, 0] = 50
+    best = np.argmax(case["target_logits"][:, :K], axis=-1)
+    ends = np.arange(K) == (np.arange(BATCH) % (K + 1))[:, None]
+    return case | dict(token_ids=np.where(ends, (best + 1) % 1025, best).astype(np.int32))
+
+
 def long_case():
     """Drafts so alike their target that many of 32 are kept."""
     case = calm_case(9, BATCH, 32, 129)
@@ -74,6 +104,8 @@ CASES = {
     **{f"V = {v}": functools.partial(mixed_case, v, BATCH, K, v) for v in SIZES},
     "statistics carried": lambda: with_statistics(mixed_case(0, BATCH, K, VOCAB)),
     "one-hot": one_hot_case,
+    "random": random_case,
+    "greedy": greedy_case,
     "synthetic": synthetic_case,
     "rows that are no law": lawless_case,
     "synthetic, of no law": lambda: lawless_case() | dict(conditional_rates=RATES),

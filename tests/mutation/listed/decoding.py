@@ -146,8 +146,16 @@ MUTATIONS = (
         _COMMIT,
         " & (place < counts[:, None])",
         "",
-        tokens("test_the_padding_of_a_step_ends_nothing"),
-        "padding behind what was emitted may end a sequence",
+        why="padding behind what was emitted may end a sequence",
+        equivalent="such an end lies at or past the number emitted, which is the smaller then, "
+        "and is no reason to end",
+    ),
+    Mutation(
+        _COMMIT,
+        "jnp.maximum(limit - lengths, 0)",
+        "limit - lengths",
+        tokens("test_each_request_has_a_limit_of_its_own"),
+        "a request past its limit loses tokens",
     ),
     Mutation(
         _COMMIT,
