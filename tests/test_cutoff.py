@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import Any, NamedTuple
 
 import hypothesis
 import jax
@@ -150,6 +151,41 @@ def test_the_blocks_that_are_gathered_are_those_that_matter(implementation):
     spread = check(rows, max_unclear=0.2, implementation=implementation)
     assert spread[0] < few[0]
     np.testing.assert_array_equal(spread[1:], few[1:])
+    # And where the threshold is in more blocks than are gathered, one token in each.
+    logits[0, : 200 * 128 : 128] = np.linspace(50, 60, 200)
+    rows.top_k[0], rows.top_p[0] = 200, 1.0
+    assert check(rows, max_unclear=0.2, implementation=implementation)[0] == 50
+
+
+class _Held(NamedTuple):
+    """What the search leaves, in memory of which one part may be given."""
+
+    cutoff: Any
+    quarters: Any
+    values: Any
+
+
+def test_what_the_memory_held_is_no_logit(implementation, monkeypatch):
+    """The interpreter begins floats at NaN, which no logit is; a GPU at what was there before."""
+    from specjax.pallas import cutoff
+
+    def launch(kernel, operands, outputs, **options):
+        if not hasattr(outputs, "found"):
+            return launch_as_it_is(kernel, operands, outputs, **options)
+        held = jnp.full(outputs.found.values.shape, 3e38, jnp.float32)
+
+        def search(references, out):
+            found = type(outputs.found)(out.quarters, out.values)
+            kernel(references[0], type(outputs)(out.cutoff, found))
+
+        left = _Held(outputs.cutoff, *outputs.found)
+        return launch_as_it_is(search, (operands, held), left, in_place={"values": held}, **options)
+
+    launch_as_it_is = cutoff.launch
+    monkeypatch.setattr(cutoff, "launch", launch)
+    jax.clear_caches()
+    check(batch(3, 1025), implementation=implementation)
+    jax.clear_caches()
 
 
 @hypothesis.settings(deadline=None, max_examples=150)

@@ -158,7 +158,9 @@ def test_one_bias_and_one_set_of_bad_words_serve_all_requests_or_each_its_own():
 def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
     history = History(jnp.array([[1, 2, 0]]), jnp.array([2]))
     logits = jnp.zeros((1, 4, 6))
-    words = specjax.bad_words_array([[1, 2, 3, 4, 5], [2, 3, 0], [9, 1], [1, 2, 3, 4, 5, 1]])
+    # The last begins before the text does.
+    words = [[1, 2, 3, 4, 5], [2, 3, 0], [9, 1], [1, 2, 3, 4, 5, 1], [1, 1, 2, 2]]
+    words = specjax.bad_words_array(words)
     found = specjax.process_logits(
         logits, bad_words=words, history=history, drafted_token_ids=jnp.array([[3, 4, 5]])
     )

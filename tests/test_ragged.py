@@ -104,13 +104,14 @@ def test_ragged_logits_are_found_through_rows(implementation):
     chex.assert_trees_all_close(found.logprobs, ours.logprobs, rtol=rtol, atol=0)
 
 
-def test_a_request_with_more_than_the_most_drafts_has_its_first_verified(implementation):
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_request_with_more_than_the_most_drafts_has_its_first_verified(k, implementation):
     """Its later drafts are not verified, and the row after the last verified is its bonus."""
     case, ragged, cu = ragged_case(6)
-    case["num_tokens"] = np.minimum(case["num_tokens"], 2)
+    case["num_tokens"] = np.minimum(case["num_tokens"], k)
     padded = run(library(implementation), case)
-    ours = run_ragged(ragged, cu, implementation, k=2)
-    chex.assert_trees_all_equal(ours.token_ids, padded.token_ids[:, :3])
+    ours = run_ragged(ragged, cu, implementation, k=k)
+    chex.assert_trees_all_equal(ours.token_ids, padded.token_ids[:, : k + 1])
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,19 @@ def test_greedy_rows_take_the_lowest_of_tied_ids(implementation):
     np.testing.assert_allclose(np.asarray(sample.logprobs), exact, rtol=1e-5)
 
 
+def test_the_least_temperature_is_random_and_the_largest_keeps_a_mask(implementation):
+    logits = np.tile(np.array([1.0, 3.0, -np.inf, 0.0], np.float32), (128, 1))
+    temperature = np.where(np.arange(128) < 64, np.float32(1e-5), np.float32(3e38))
+    options = {"positions": 0, "stream": 0, "temperature": temperature}
+    sample = draw(logits, make_keys(128), implementation, **options)
+    tokens, logprobs = np.asarray(sample.token_ids), np.asarray(sample.logprobs)
+    # A greedy request's statistics are at temperature 1.
+    np.testing.assert_array_equal(tokens[:64], 1)
+    np.testing.assert_array_equal(logprobs[:64], 0.0)
+    assert set(tokens[64:].tolist()) == {0, 1, 3}
+    np.testing.assert_allclose(logprobs[64:], -np.log(3), rtol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_invalid_row_draws_nothing_and_disturbs_nobody(temperature, implementation):
     rng = np.random.default_rng(10)

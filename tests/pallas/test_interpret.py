@@ -71,13 +71,15 @@ def narrow_case():
 
 
 def random_case():
-    """Every request is random and has all its drafts, one in three of them chosen."""
+    """Every request is random and has all its drafts, one in three chosen; logits lie below 0."""
     case, rng = calm_case(11, BATCH, K, VOCAB), np.random.default_rng(11)
     case["temperature"] = rng.choice([0.6, 1.0, 1.7], BATCH).astype(np.float32)
     case["draft_temperature"] = rng.choice([0.0, 0.8, 1.2], BATCH).astype(np.float32)
     case["token_ids"] = draw_tokens(rng, case["draft_logits"], case["draft_temperature"])
-    case["cutoff"] = rng.choice([-np.inf, -1.5], (BATCH, K + 1)).astype(np.float32)
-    case["draft_cutoff"] = rng.choice([-np.inf, -1.0], (BATCH, K)).astype(np.float32)
+    case["target_logits"] -= np.float32(30)
+    case["draft_logits"] -= np.float32(20)
+    case["cutoff"] = rng.choice([-np.inf, -31.5], (BATCH, K + 1)).astype(np.float32)
+    case["draft_cutoff"] = rng.choice([-np.inf, -21.0], (BATCH, K)).astype(np.float32)
     return case
 
 

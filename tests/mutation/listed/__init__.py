@@ -1,7 +1,15 @@
 """The mutations, by what they are of."""
 
 from ..mutation import Mutation
-from . import cutoffs, decoding, kernels_models, kernels_verification, sampling, verification
+from . import (
+    cutoffs,
+    decoding,
+    kernels_models,
+    kernels_verification,
+    requests,
+    sampling,
+    verification,
+)
 
 __all__ = ["MUTATIONS"]
 
@@ -9,6 +17,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     verification.MUTATIONS
     + sampling.MUTATIONS
     + decoding.MUTATIONS
+    + requests.MUTATIONS
     + cutoffs.MUTATIONS
     + kernels_verification.MUTATIONS
     + kernels_models.MUTATIONS

@@ -113,11 +113,16 @@ _REFERENCE = (
         f"{_BRACKET}tighten",
         "ordered_key(extremes.most) + jnp.int32(1)",
         "ordered_key(extremes.most)",
-        searches(
-            "test_a_search_finds_the_kth_largest_in_tiles[7-True]",
-            "test_a_search_finds_the_kth_largest_in_tiles[1-True]",
-        ),
-        "a bracket ends before its largest logit",
+        why="a bracket ends before its largest logit",
+        equivalent="where that is the threshold the search ends one key below it, with no logit "
+        "between them, and the least logit kept is the same",
+    ),
+    Mutation(
+        f"{_BRACKET}tighten",
+        "jnp.maximum(ordered_key(extremes.least), bracket.low)",
+        "jnp.maximum(ordered_key(extremes.least) + jnp.int32(1), bracket.low)",
+        searches("test_a_search_finds_the_kth_largest_in_tiles[200-True]"),
+        "a bracket begins behind its smallest logit",
     ),
     Mutation(
         f"{_BRACKET}pivot_key",
@@ -144,8 +149,9 @@ _REFERENCE = (
         f"{_TRUNCATION}mass_target",
         "jnp.maximum(top_p * mass, jnp.float32(_TINY))",
         "top_p * mass",
-        cutoffs(f"{_SORT}[xla-129]"),
-        "a top-p of 0 keeps all",
+        why="a top-p of 0 or less has a target of that",
+        equivalent="every probe reaches such a target, so that the search ends at the largest "
+        "logit, as it does with the least positive one",
     ),
     Mutation(
         f"{_TRUNCATION}least_kept",
@@ -228,9 +234,9 @@ _KERNELS = (
         "what a quarter notes begins one place too late",
     ),
     Mutation(
-        f"{_PALLAS}candidates._SEVERAL",
-        "1 << 15",
-        "1 << 13",
+        f"{_PALLAS}candidates._counted",
+        "single.shape[0] >= _SEVERAL",
+        "single.shape[0] > 4 * _SEVERAL",
         cutoffs("test_more_quarters_than_one_sum_counts[interpret]"),
         "more is counted in half an integer than it holds",
     ),
@@ -287,7 +293,7 @@ _KERNELS = (
         f"{_PALLAS}search.in_registers",
         "mass_above(x, weights, pivot)",
         "mass_above(x, None, pivot)",
-        cutoffs(f"{_HAND}[interpret]"),
+        cutoffs(f"{_SORT}[interpret-1025]"),
         "top-p counts tokens",
     ),
     Mutation(
@@ -308,7 +314,7 @@ _KERNELS = (
         f"{_PALLAS}search.in_memory.over.read",
         "jnp.where(index < count, x, jnp.float32(-jnp.inf))",
         "x",
-        cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
+        cutoffs("test_what_the_memory_held_is_no_logit[interpret]"),
         "what the memory held behind the noted logits is searched, too",
     ),
 )

@@ -46,8 +46,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}accept._accept",
-        "_load_drafted(inputs, request, i) < top",
-        "_load_drafted(inputs, request, i) <= top",
+        "< top)(end)",
+        "<= top)(end)",
         _large("V = 1025"),
         "a greedy request rejects its argmax",
     ),
@@ -177,8 +177,9 @@ MUTATIONS = (
         f"{_PALLAS}inputs.read_drafted",
         "token_id, where.cutoff, wanted",
         "token_id, None, wanted",
-        _large("random"),
-        "the draft's cutoff is ignored at the drafted token",
+        why="the draft's cutoff is ignored at the drafted token",
+        equivalent="its log q is -inf then, as carried or as its row's sum gives it, and then the "
+        "logit is not read",
     ),
     Mutation(
         f"{_PALLAS}judge.judge_rows",

@@ -145,8 +145,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.logsumexp.keep",
-        "x < cutoff",
-        "x <= cutoff",
+        "(x < ",
+        "(x <= ",
         sampling("test_a_logit_at_the_cutoff_is_kept[xla]"),
         "a logit at the cutoff is dropped",
     ),

@@ -1,0 +1,134 @@
+"""Wrong versions of what stands between a call and its rules: temperatures, rows, histories."""
+
+from ..mutation import Mutation
+from .tests import drafts, processing, ragged, sampled_decoding, sampling, verify
+
+__all__ = ["MUTATIONS"]
+
+_ENDS = "test_the_least_temperature_is_random_and_the_largest_keeps_a_mask[xla]"
+_WORDS = "test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in"
+_HELD = "test_a_draft_holds_what_it_was_drawn_from[6-probabilistic]"
+_RAGGED = "test_ragged_equals_padded[xla-0]"
+
+MUTATIONS = (
+    Mutation(
+        "specjax.logits.read_temperature",
+        "temperature < jnp.float32(MIN_TEMPERATURE)",
+        "temperature <= jnp.float32(MIN_TEMPERATURE)",
+        sampling(_ENDS),
+        "a temperature of 1e-5 is greedy",
+    ),
+    Mutation(
+        "specjax.logits.read_temperature",
+        "scale = jnp.maximum(scale, jnp.float32(jnp.finfo(jnp.float32).tiny))",
+        "scale = jnp.float32(1) * scale",
+        sampling(_ENDS),
+        "one over a huge temperature is a subnormal number",
+    ),
+    Mutation(
+        "specjax.logits.read_temperature",
+        "(temperature >= 0) & jnp.isfinite(temperature)",
+        "temperature >= 0",
+        sampling("test_an_invalid_temperature_draws_nothing[xla]"),
+        "an infinite temperature is valid",
+    ),
+    Mutation(
+        "specjax.request.drafted_token",
+        "row_logsumexp(row.law, scaling.scale)",
+        "row_logsumexp(row.law, jnp.float32(1))",
+        verify("test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"),
+        "the residual of a token that its draft could not draw forgets the temperature",
+    ),
+    Mutation(
+        "specjax.request.Request.of_padded",
+        "row[:, None] * k",
+        "first[:, None] * k",
+        verify("test_logits_are_found_through_rows[xla]"),
+        "`Draft.rows` is not followed",
+    ),
+    Mutation(
+        "specjax.request.drafted_token",
+        "take_logits(logits, token_id, cutoff)",
+        "take_logits(logits, token_id, None)",
+        verify("test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"),
+        "the draft's cutoff is ignored at the drafted token",
+    ),
+    Mutation(
+        "specjax.ragged.ragged_requests",
+        "jnp.minimum(draft.num_tokens, counts)",
+        "draft.num_tokens",
+        ragged(_RAGGED),
+        "a request takes the drafts of the next",
+    ),
+    Mutation(
+        "specjax.ragged.ragged_requests",
+        "starts + jnp.arange(starts.shape[0], dtype=jnp.int32)",
+        "starts",
+        ragged(_RAGGED),
+        "bonus rows are not counted in where a request's rows begin",
+    ),
+    Mutation(
+        "specjax.ragged.ragged_requests",
+        "place if draft.rows is None else",
+        "place if draft.rows is not None else",
+        ragged("test_ragged_logits_are_found_through_rows[xla]"),
+        "`Draft.rows` is not followed",
+    ),
+    Mutation(
+        "specjax.dispatch._requests",
+        "requests.target_row + cu[:-1]",
+        "requests.target_row",
+        ragged("test_a_request_with_more_than_the_most_drafts_has_its_first_verified[xla-0]"),
+        "without drafts a request's row is not found by the counts",
+    ),
+    Mutation(
+        "specjax.history.recent_tokens",
+        "jnp.where(place >= 0, taken, jnp.int32(-1))",
+        "taken",
+        processing(_WORDS),
+        "before a text stands its first token",
+    ),
+    Mutation(
+        "specjax.history.update_counts.add",
+        "place < num_tokens[:, None]",
+        "place <= num_tokens[:, None]",
+        processing("test_counts_grow_by_what_is_emitted"),
+        "a token more is counted than was emitted",
+    ),
+    Mutation(
+        "specjax.history.count_tokens.count",
+        "inside & ~in_prompt",
+        "inside",
+        processing("test_counts_grow_by_what_is_emitted"),
+        "the prompt counts as generated",
+    ),
+    Mutation(
+        "specjax.bad_words.forbid_words",
+        "(at < 0)[:, None] |",
+        "(at < -9)[:, None] |",
+        processing(_WORDS),
+        "words shorter than the longest never match",
+    ),
+    Mutation(
+        "specjax.bad_words.forbid_words",
+        "row = first_row + jnp",
+        "row = jnp",
+        processing("test_a_row_of_a_draft_step_is_that_row_of_a_verification"),
+        "words of a later draft step are compared with the first one's past",
+    ),
+    Mutation(
+        "specjax.requested.apply_sampling",
+        "logit_cutoff(logits, temperature=temperature",
+        "logit_cutoff(logits, temperature=1.0",
+        sampled_decoding(_HELD),
+        "top-p and min-p weigh at temperature 1",
+    ),
+    Mutation(
+        "specjax.drafts._read_asked",
+        "if greedy else sampling",
+        "if not greedy else sampling",
+        drafts("test_proposals_are_the_draws_of_their_streams_and_positions")
+        + sampled_decoding(_HELD),
+        "a random draft is not cut",
+    ),
+)
