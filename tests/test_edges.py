@@ -529,7 +529,7 @@ def test_a_given_bonus_does_not_replace_a_recovered_token(implementation):
     assert rejected.any()
 
 
-@pytest.mark.parametrize("temperature", [-1.0, -1e-6, np.nan])
+@pytest.mark.parametrize("temperature", [-1.0, -1e-6, np.nan, np.inf])
 def test_an_invalid_temperature_emits_nothing(temperature, implementation):
     case = mixed_case(35)
     ours = run(library(implementation), case)

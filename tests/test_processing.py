@@ -166,6 +166,15 @@ def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
     )
     forbidden = [(int(row), int(token)) for _, row, token in np.argwhere(np.isinf(found))]
     assert forbidden == [(1, 0), (2, 5), (3, 1)]
+    for i in range(4):
+        step = specjax.process_logits(
+            logits[:, i],
+            bad_words=words,
+            history=history,
+            drafted_token_ids=jnp.array([[3, 4, 5]]),
+            first_row=i,
+        )
+        np.testing.assert_array_equal(step, found[:, i])
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -104,6 +104,15 @@ def test_ragged_logits_are_found_through_rows(implementation):
     chex.assert_trees_all_close(found.logprobs, ours.logprobs, rtol=rtol, atol=0)
 
 
+def test_more_drafts_than_a_request_has_rows_are_not_read(implementation):
+    _, ragged, cu = ragged_case(7)
+    ours = run_ragged(ragged, cu, implementation)
+    more = np.where(ragged["num_tokens"] < 0, -1, 9).astype(np.int32)
+    chex.assert_trees_all_equal(
+        run_ragged(ragged | dict(num_tokens=more), cu, implementation), ours
+    )
+
+
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_request_with_more_than_the_most_drafts_has_its_first_verified(k, implementation):
     """Its later drafts are not verified, and the row after the last verified is its bonus."""

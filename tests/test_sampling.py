@@ -271,14 +271,14 @@ def test_a_nan_below_the_cutoff_still_invalidates_its_row(implementation):
 
 
 def test_an_invalid_temperature_draws_nothing(implementation):
-    logits = np.zeros((4, 5), np.float32)
-    temperature = np.array([-1.0, np.nan, 0.0, 1.0], np.float32)
+    logits = np.zeros((5, 5), np.float32)
+    temperature = np.array([-1.0, np.nan, np.inf, 0.0, 1.0], np.float32)
     sample = draw(
-        logits, make_keys(4), implementation, positions=0, stream=0, temperature=temperature
+        logits, make_keys(5), implementation, positions=0, stream=0, temperature=temperature
     )
     tokens = np.asarray(sample.token_ids)
-    np.testing.assert_array_equal(tokens[:2], [-1, -1])
-    assert np.all(tokens[2:] >= 0)
+    np.testing.assert_array_equal(tokens[:3], -1)
+    assert np.all(tokens[3:] >= 0)
 
 
 def test_tokens_do_not_depend_on_batch_order_or_batch_company(implementation):

@@ -179,6 +179,9 @@ def test_attention_loads_as_many_turns_as_fit(rows, head_dim, itemsize, kilobyte
     for room in (99, 227):
         stages = attention_stages(rows, head_dim, itemsize, room * 1024)
         assert stages == sum(size <= room for size in kilobytes)
+    for stages, size in enumerate(kilobytes, start=1):
+        assert attention_stages(rows, head_dim, itemsize, size * 1024) == stages
+        assert attention_stages(rows, head_dim, itemsize, size * 1024 - 1) == stages - 1
 
 
 def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla(monkeypatch):

@@ -293,7 +293,7 @@ _KERNELS = (
         f"{_PALLAS}search.in_registers",
         "mass_above(x, weights, pivot)",
         "mass_above(x, None, pivot)",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-129]"),
         "top-p counts tokens",
     ),
     Mutation(

@@ -1,7 +1,7 @@
 """Wrong versions of what stands between a call and its rules: temperatures, rows, histories."""
 
 from ..mutation import Mutation
-from .tests import drafts, processing, ragged, sampled_decoding, sampling, verify
+from .tests import drafts, edges, processing, ragged, sampled_decoding, sampling, verify
 
 __all__ = ["MUTATIONS"]
 
@@ -50,14 +50,14 @@ MUTATIONS = (
         "specjax.request.drafted_token",
         "take_logits(logits, token_id, cutoff)",
         "take_logits(logits, token_id, None)",
-        verify("test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"),
+        edges("test_a_token_the_draft_cannot_draw_is_rejected[xla-cut]"),
         "the draft's cutoff is ignored at the drafted token",
     ),
     Mutation(
         "specjax.ragged.ragged_requests",
         "jnp.minimum(draft.num_tokens, counts)",
         "draft.num_tokens",
-        ragged(_RAGGED),
+        ragged("test_more_drafts_than_a_request_has_rows_are_not_read[xla]"),
         "a request takes the drafts of the next",
     ),
     Mutation(
@@ -113,7 +113,7 @@ MUTATIONS = (
         "specjax.bad_words.forbid_words",
         "row = first_row + jnp",
         "row = jnp",
-        processing("test_a_row_of_a_draft_step_is_that_row_of_a_verification"),
+        processing(_WORDS),
         "words of a later draft step are compared with the first one's past",
     ),
     Mutation(
