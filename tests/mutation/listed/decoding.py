@@ -13,6 +13,8 @@ _PROCESSING = "specjax.processing."
 _SCHEDULES = "specjax.schedules."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
+_LOOKUP = "test_prompt_lookup_is_that_of_its_definition"
+_LONGEST = "test_prompt_lookup_takes_the_longest_suffix_and_of_its_places_the_one_followed_by_most"
 _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
 MUTATIONS = (
@@ -92,6 +94,55 @@ MUTATIONS = (
         "temperature=temperature * 0 + 1",
         decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
         "drafts are drawn at temperature 1",
+    ),
+    Mutation(
+        "specjax.drafters._lookup",
+        "behind * row.shape[0] + place",
+        "place",
+        decode(_LONGEST, _LOOKUP),
+        "of several places the latest wins, however few tokens follow",
+    ),
+    Mutation(
+        "specjax.drafters._lookup",
+        "range(min_ngram, max_ngram + 1)",
+        "range(max_ngram, min_ngram - 1, -1)",
+        decode(_LONGEST, _LOOKUP),
+        "the shortest suffix wins over the longest",
+    ),
+    Mutation(
+        "specjax.drafters._lookup",
+        "place < length - n",
+        "place <= length - n",
+        decode(_LOOKUP),
+        "a suffix is found at its own place",
+    ),
+    Mutation(
+        "specjax.drafters._lookup",
+        "same &= length > n",
+        "same &= length > 0",
+        why="a text no longer than the suffix is searched",
+        equivalent="no place lies before length - n then",
+    ),
+    Mutation(
+        f"{_LOOP}_verify_and_commit",
+        "noise_dtype=config.noise_dtype",
+        "noise_dtype=jnp.float32",
+        decode("test_float64_noise_reaches_verification_and_the_drafts"),
+        "verification's noise is float32, whatever `use_fp64_gumbel` says",
+    ),
+    Mutation(
+        "specjax.drafters._model_functions.draft",
+        "noise_dtype=config.noise_dtype",
+        "noise_dtype=jnp.float32",
+        decode("test_float64_noise_reaches_verification_and_the_drafts"),
+        "the drafts' noise is float32, whatever `use_fp64_gumbel` says",
+    ),
+    Mutation(
+        f"{_LOOP}_propose",
+        "num_usable(draft.token_ids, draft.num_tokens)",
+        "num_usable(draft.token_ids, None)",
+        decode("test_a_drafter_s_own_count_smaller_than_its_ids_is_honoured"),
+        "a drafter's own number of tokens is ignored",
     ),
     Mutation(
         f"{_LOOP}run_step",
