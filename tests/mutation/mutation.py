@@ -93,14 +93,14 @@ def mutated_file(root: pathlib.Path, mutation: Mutation) -> tuple[pathlib.Path, 
     Raises:
       LookupError: if the function is not there, or the pattern not exactly once in it.
     """
-    path, before, source, behind = _segment(root, mutation.function)
+    path, before, source, after = _segment(root, mutation.function)
     count = source.count(mutation.pattern)
     if count != 1:
         raise LookupError(f"{mutation.function}: {mutation.pattern!r} occurs {count} times in it.")
     changed = source.replace(mutation.pattern, mutation.replacement)
     if changed == source:
         raise LookupError(f"{mutation.function}: {mutation.pattern!r} is replaced by itself.")
-    return path, "".join([*before, changed, *behind])
+    return path, "".join([*before, changed, *after])
 
 
 def find_test(root: pathlib.Path, node_id: str) -> str:
@@ -124,5 +124,6 @@ def find_test(root: pathlib.Path, node_id: str) -> str:
 def digest(root: pathlib.Path, mutation: Mutation) -> str:
     """Tells whether a result is still of this mutation, function and tests."""
     tests = [find_test(root, test) for test in mutation.killed_by]
-    told = repr((mutation, _segment(root, mutation.function)[2], tests))
+    source = _segment(root, mutation.function)[2]
+    told = repr((mutation._replace(why=""), source, tests))
     return hashlib.sha256(told.encode()).hexdigest()[:16]

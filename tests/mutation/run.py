@@ -67,6 +67,8 @@ def _pytest(root: pathlib.Path, tests: Sequence[str], seconds: float | None) -> 
         "PYTHONDONTWRITEBYTECODE": "1",
         "SPECJAX_MUTATION_OUTCOMES": str(told),
     }
+    # Most of what a wrong version runs is compiled as it was for the right one.
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / "build" / "compilations"))
     command = [sys.executable, "-m", "pytest", *_OPTIONS, *tests]
     done = subprocess.run(
         command,
@@ -110,11 +112,14 @@ def passing_tests(root: pathlib.Path, mutations: Sequence[Mutation]) -> None:
     """Runs every named test on the right version.
 
     Raises:
-      AssertionError: if one fails, is skipped or does not exist.
+      RuntimeError: if one fails, is skipped or does not exist.
     """
     tests = sorted({test for mutation in mutations for test in mutation.killed_by})
     outcome = verdict(_pytest(root, tests, None), tests)
-    assert outcome.verdict == "survived", f"The right version: {outcome.test} {outcome.message}"
+    if outcome.verdict != "survived":
+        raise RuntimeError(
+            f"The right version fails {outcome.test or 'before any test'}: {outcome.message}"
+        )
 
 
 def run_mutation(root: pathlib.Path, mutation: Mutation, seconds: float) -> Outcome:

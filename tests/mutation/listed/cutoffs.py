@@ -122,7 +122,7 @@ _REFERENCE = (
         "jnp.maximum(ordered_key(extremes.least), bracket.low)",
         "jnp.maximum(ordered_key(extremes.least) + jnp.int32(1), bracket.low)",
         searches("test_a_search_finds_the_kth_largest_in_tiles[200-True]"),
-        "a bracket begins behind its smallest logit",
+        "a bracket begins after its smallest logit",
     ),
     Mutation(
         f"{_BRACKET}pivot_key",
@@ -315,7 +315,7 @@ _KERNELS = (
         "jnp.where(index < count, x, jnp.float32(-jnp.inf))",
         "x",
         cutoffs("test_what_the_memory_held_is_no_logit[interpret]"),
-        "what the memory held behind the noted logits is searched, too",
+        "what the memory held after the noted logits is searched, too",
     ),
 )
 

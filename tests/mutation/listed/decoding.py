@@ -44,7 +44,7 @@ MUTATIONS = (
         "(sample.token_ids, *kept)",
         "(jnp.maximum(sample.token_ids, 0), *kept)",
         drafts("test_a_row_that_is_no_law_ends_the_drafts_of_its_request"),
-        "a row that is no law drafts token 0",
+        "a row that is not finite drafts token 0",
     ),
     Mutation(
         f"{_DRAFTS}gather_drafts.align",
@@ -197,7 +197,7 @@ MUTATIONS = (
         _COMMIT,
         " & (place < counts[:, None])",
         "",
-        why="padding behind what was emitted may end a sequence",
+        why="padding after what was emitted may end a sequence",
         equivalent="such an end lies at or past the number emitted, which is the smaller then, "
         "and is no reason to end",
     ),

@@ -29,7 +29,7 @@ MUTATIONS = (
         "share.weigh(chunk, queries, places, places, rule)",
         "share.weigh(chunk, queries, places, [], rule)",
         _ALONE,
-        "a token that is fed is seen beside what its slot held",
+        "a token that is fed is seen, and so is what its slot held",
     ),
     Mutation(
         f"{_PALLAS}attention._Share.weigh",
@@ -211,7 +211,7 @@ MUTATIONS = (
         "columns < 32 or size % depth",
         "columns < 32",
         products("test_a_matrix_that_does_not_divide_is_left_to_xla[product_cut]"),
-        "rows of a matrix behind the last whole step are left out",
+        "rows of a matrix after the last whole step are left out",
     ),
     Mutation(
         f"{_PALLAS}tiles.attention_stages",

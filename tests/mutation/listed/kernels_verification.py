@@ -70,7 +70,7 @@ MUTATIONS = (
         "bonus_logprob, -jnp.inf)",
         "bonus_logprob, 0.0)",
         edges(f"{_GIVEN}[interpret]"),
-        "a bonus handed in for a row that is no law has log p 0",
+        "a bonus handed in for an invalid row has log p 0",
     ),
     Mutation(
         f"{_PALLAS}draw._next_token",
@@ -193,7 +193,7 @@ MUTATIONS = (
         "kept & drafts & merged.finite",
         "kept & drafts",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[interpret-synthetic-nan]"),
-        "a drafted token is kept by a row that is no law",
+        "a drafted token is kept by an invalid row",
     ),
     Mutation(
         f"{_PALLAS}judge.judge_rows",
@@ -249,7 +249,7 @@ MUTATIONS = (
         "(token_id < logits.shape[1])",
         "(token_id <= logits.shape[1])",
         edges(f"{_OUTSIDE}[interpret-random-300]"),
-        "the id behind the vocabulary has a logit",
+        "the first id past the vocabulary has a logit",
     ),
     Mutation(
         f"{_PALLAS}logsumexp.store_partials",
@@ -374,7 +374,7 @@ MUTATIONS = (
         f"{_PALLAS}statistics.with_statistics.statistics_kernel",
         "jnp.where(merged.finite, logsumexp, jnp.nan)",
         "logsumexp",
-        why="the logsumexp of a row that is no law is stored as it is",
+        why="the logsumexp of an invalid row is stored as it is",
         equivalent="it is not finite then either: NaN, or the infinity of the row's largest logit",
     ),
     Mutation(

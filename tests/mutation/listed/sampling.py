@@ -86,7 +86,7 @@ MUTATIONS = (
         "(index >= 0) & (index < row.shape[0])",
         "(index >= 0) & (index <= row.shape[0])",
         edges(f"{_OUTSIDE}[xla-random-300]"),
-        "the id behind the vocabulary has the logit of the last token",
+        "the first id past the vocabulary has the logit of the last token",
     ),
     Mutation(
         f"{_SAMPLING}take_logits",
@@ -106,8 +106,8 @@ MUTATIONS = (
         f"{_SAMPLING}first_argmax",
         "jnp.where(first == last, jnp.int32(0), first)",
         "first",
-        why="the place behind the last is what a row of NaN gives",
-        equivalent="a row with a NaN is no law, for which no index is read; ids past the end "
+        why="the place after the last is what a row of NaN gives",
+        equivalent="no index is read of a row with a NaN, which emits nothing; ids past the end "
         "read -inf",
     ),
     Mutation(
@@ -150,7 +150,7 @@ MUTATIONS = (
         "token_ids < logits.shape[-1]",
         "token_ids <= logits.shape[-1]",
         logprobs("test_masked_tokens_are_not_listed_and_rank_last"),
-        "the id behind the vocabulary has a log-probability",
+        "the first id past the vocabulary has a log-probability",
     ),
     Mutation(
         f"{_LOGPROBS}_top",

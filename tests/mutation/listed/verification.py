@@ -42,7 +42,7 @@ _NO_BOUND = {
 _ANCHOR = {
     "pattern": "jnp.isfinite(logit) & jnp.isfinite(logprob)",
     "replacement": "jnp.zeros_like(logit, jnp.bool_)",
-    "why": "q comes of the carried logsumexp alone, which low temperatures round",
+    "why": "q follows from the carried logsumexp alone, which low temperatures round",
 }
 
 MUTATIONS = (
@@ -155,14 +155,14 @@ MUTATIONS = (
         "jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)",
         "jnp.isfinite(whole.sum)",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-random--inf]"),
-        "a row of nothing but -inf is a law",
+        "a row of nothing but -inf is valid",
     ),
     Mutation(
         f"{_VERIFY}verify_request",
         "bonus_logprob, -jnp.inf)",
         "bonus_logprob, 0.0)",
         edges(f"{_GIVEN}[xla]"),
-        "a bonus handed in for a row that is no law has log p 0",
+        "a bonus handed in for an invalid row has log p 0",
     ),
     Mutation(
         f"{_VERIFY}verify_request",
@@ -183,7 +183,7 @@ MUTATIONS = (
         "emits |= given",
         "emits &= active",
         edges(f"{_GIVEN}[xla]"),
-        "a bonus handed in asks a law of its row",
+        "a bonus handed in asks that its row is valid",
     ),
     Mutation(
         f"{_VERIFY}_is_active",
@@ -218,7 +218,7 @@ MUTATIONS = (
         "(index < request.num_tokens) & row.finite",
         "index < request.num_tokens",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-synthetic-nan]"),
-        "a drafted token is kept by a row that is no law",
+        "a drafted token is kept by an invalid row",
     ),
     Mutation(
         f"{_VERIFY}_follow.step",
