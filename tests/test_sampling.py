@@ -9,6 +9,7 @@ from scipy import stats
 
 import specjax
 from specjax import Stream, noise
+from specjax.sampling import first_argmax
 
 pytestmark = pytest.mark.once
 
@@ -268,6 +269,11 @@ def test_a_nan_below_the_cutoff_still_invalidates_its_row(implementation):
     logits = np.array([[np.nan, 0.0, 5.0]], np.float32)
     sample = draw(logits, make_keys(1), implementation, positions=0, stream=0, cutoff=1.0)
     assert int(sample.token_ids[0]) == -1
+
+
+def test_the_first_argmax_is_inside_whatever_the_scores_are():
+    scores = jnp.array([[np.nan] * 3, [-np.inf] * 3, [1.0, 2.0, 2.0]], jnp.float32)
+    np.testing.assert_array_equal(first_argmax(scores), [0, 0, 1])
 
 
 def test_an_invalid_temperature_draws_nothing(implementation):

@@ -106,9 +106,8 @@ MUTATIONS = (
         f"{_SAMPLING}first_argmax",
         "jnp.where(first == last, jnp.int32(0), first)",
         "first",
-        why="the place after the last is what a row of NaN gives",
-        equivalent="no index is read of a row with a NaN, which emits nothing; ids past the end "
-        "read -inf",
+        sampling("test_the_first_argmax_is_inside_whatever_the_scores_are"),
+        "of nothing but NaN the place after the last is the largest",
     ),
     Mutation(
         f"{_SAMPLING}perturbed_token",
