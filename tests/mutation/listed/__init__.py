@@ -8,6 +8,7 @@ from . import (
     kernels_verification,
     requests,
     sampling,
+    subnormals,
     verification,
 )
 
@@ -18,6 +19,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     + sampling.MUTATIONS
     + decoding.MUTATIONS
     + requests.MUTATIONS
+    + subnormals.MUTATIONS
     + cutoffs.MUTATIONS
     + kernels_verification.MUTATIONS
     + kernels_models.MUTATIONS

@@ -13,6 +13,7 @@ _PROCESSING = "specjax.processing."
 _SCHEDULES = "specjax.schedules."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
+_COMMITTED = "test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence[False]"
 _LOOKUP = "test_prompt_lookup_is_that_of_its_definition"
 _LONGEST = "test_prompt_lookup_takes_the_longest_suffix_and_of_its_places_the_one_followed_by_most"
 _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
@@ -145,6 +146,13 @@ MUTATIONS = (
         "a drafter's own number of tokens is ignored",
     ),
     Mutation(
+        f"{_LOOP}_propose",
+        "jnp.maximum(usable, 0)",
+        "usable",
+        decode("test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody[-1]"),
+        "a drafter's -1 for a request that goes on ends it",
+    ),
+    Mutation(
         f"{_LOOP}run_step",
         "state.lengths[:, None] - 1 + place",
         "state.lengths[:, None] + place",
@@ -235,6 +243,20 @@ MUTATIONS = (
         "draft_num_tokens > 0",
         metrics(_RECOUNT),
         "a step without drafts is not counted",
+    ),
+    Mutation(
+        f"{_METRICS}update_metrics",
+        "jnp.minimum(draft_num_tokens, committed), draft_num_tokens",
+        "draft_num_tokens, draft_num_tokens",
+        decode(_COMMITTED),
+        "drafted positions past the end of a text count",
+    ),
+    Mutation(
+        f"{_METRICS}update_metrics",
+        "jnp.minimum(verification.num_accepted, committed)",
+        "verification.num_accepted",
+        decode(_COMMITTED),
+        "accepted tokens past the end of a text count",
     ),
     Mutation(
         f"{_METRICS}_ratio",

@@ -11,6 +11,7 @@ _ALONE = few(f"{_ANYWHERE}[interpret-all-few requests]")
 _CROWD = few(f"{_ANYWHERE}[interpret-all-more requests]")
 _WINDOW = few(f"{_ANYWHERE}[interpret-window and soft cap-more requests]")
 _WINDOW_ALONE = few(f"{_ANYWHERE}[interpret-window and soft cap-few requests]")
+_UNSEEN = "test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden"
 _STEPS = "test_steps_through_the_kernels_are_those_of_plain_jax"
 _PARTS = "test_parts_are_one_softmax_whoever_puts_them_together"
 _PRODUCT = products("test_parts_sum_to_the_product[(3, 4, 320, 160)-float32-interpret]")
@@ -30,6 +31,13 @@ MUTATIONS = (
         "share.weigh(chunk, queries, places, [], rule)",
         _ALONE,
         "a token that is fed is seen, and so is what its slot held",
+    ),
+    Mutation(
+        f"{_PALLAS}attention.see",
+        "stored = entries(keys, values)",
+        "stored = (keys, values)",
+        few(f"{_UNSEEN}[interpret-few requests]"),
+        "values that are not finite are kept, and reach rows that do not see them",
     ),
     Mutation(
         f"{_PALLAS}attention._Share.weigh",
@@ -152,10 +160,24 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}projected.place",
-        "turned=False",
-        "turned=True",
+        "projected.halves(token, head, inside)()",
+        "projected.rotated_halves(token, head, inside)",
         _CROWD,
         "values are turned like keys",
+    ),
+    Mutation(
+        f"{_PALLAS}projected.place",
+        "tuple(entries(*pair)[0] for pair in pairs)",
+        "tuple(keys)",
+        few(f"{_UNSEEN}[interpret-more requests]"),
+        "keys do not tell that their values are not finite",
+    ),
+    Mutation(
+        f"{_PALLAS}projected.place",
+        "tuple(entries(x, x)[1] for x in values)",
+        "tuple(values)",
+        few(f"{_UNSEEN}[interpret-more requests]"),
+        "values that are not finite are kept, and reach rows that do not see them",
     ),
     Mutation(
         f"{_PALLAS}projected.place",

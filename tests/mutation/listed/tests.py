@@ -20,6 +20,7 @@ __all__ = [
     "sampling",
     "schedules",
     "searches",
+    "subnormal",
     "tokens",
     "verify",
 ]
@@ -46,5 +47,6 @@ sampled_decoding = _of("test_sampled_decoding.py")
 sampling = _of("test_sampling.py")
 schedules = _of("test_schedules.py")
 searches = _of("test_cutoff_search.py")
+subnormal = _of("test_subnormal.py")
 tokens = _of("test_tokens.py")
 verify = _of("test_verify.py")

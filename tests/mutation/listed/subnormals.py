@@ -1,0 +1,46 @@
+"""Wrong versions of what takes subnormal numbers for zero."""
+
+from ..mutation import Mutation
+from .tests import subnormal
+
+__all__ = ["MUTATIONS"]
+
+_ZERO = "test_a_cutoff_of_zero_keeps_subnormal_logits_and_a_greedy_request_the_first"
+
+MUTATIONS = (
+    Mutation(
+        "specjax.logsumexp.keep",
+        "smallest_equal(cutoff)",
+        "cutoff",
+        subnormal(f"{_ZERO}[xla]"),
+        "a cutoff of 0 cuts negative subnormal logits",
+    ),
+    Mutation(
+        "specjax.sampling.argmax_token",
+        "flush_subnormals(partials.max)",
+        "partials.max",
+        subnormal(f"{_ZERO}[xla]"),
+        "a block's largest subnormal number is above another's zero",
+    ),
+    Mutation(
+        "specjax.logprobs._top",
+        "largest_equal(x)",
+        "x",
+        subnormal("test_listed_tokens_and_ranks_take_subnormal_logits_for_ties"),
+        "a subnormal logit is likelier than zero",
+    ),
+    Mutation(
+        "specjax.pallas.logsumexp.block_argmax",
+        "flush_subnormals(keep(load_row(logits, row, index), cutoff))",
+        "keep(load_row(logits, row, index), cutoff)",
+        subnormal(f"{_ZERO}[interpret]"),
+        "a subnormal logit is above zero in its block",
+    ),
+    Mutation(
+        "specjax.pallas.bound.bound_low",
+        "return smallest_equal(low)",
+        "return low",
+        subnormal("test_what_ties_with_a_bound_of_the_cutoff_is_searched_with_it[interpret]"),
+        "logits that tie with a bound of 0 lie below it",
+    ),
+)
