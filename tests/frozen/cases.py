@@ -1,0 +1,454 @@
+"""Functions to freeze: public calls by dtype, schedule and platform, and decode steps of models.
+
+A case is a function of positional arrays and their shapes. Cases of "cuda" are traced for a GPU
+that is not there, those of "cpu" as plain JAX.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import specjax
+from specjax import Draft, SamplingParams, SpeculativeConfig
+from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
+
+F32, I32, BF16, F16 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float16
+K, VOCAB = 3, 5000
+SMALL, LARGE = 4, 40  # Below and above the batch at which the kernels' schedule changes.
+CPU, CUDA = "cpu", "cuda"
+
+
+class Case(NamedTuple):
+    """A function, shapes of its arguments, where it is to run, and whether in 64 bits."""
+
+    function: object
+    shapes: tuple
+    platform: str = CPU
+    x64: bool = False
+
+
+def shape(*dimensions, dtype=F32):
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def ints(*dimensions):
+    return shape(*dimensions, dtype=I32)
+
+
+def key_shapes(batch_size):
+    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch_size))
+
+
+def gpu_mesh(*axis_types):
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    return AbstractMesh((4,), ("batch",), axis_types or None, abstract_device=device)
+
+
+@contextlib.contextmanager
+def context(case):
+    """What a case is traced in."""
+    with contextlib.ExitStack() as stack:
+        if case.platform == CUDA:
+            stack.enter_context(jax.sharding.use_abstract_mesh(gpu_mesh()))
+        if case.x64:
+            stack.enter_context(jax.enable_x64(True))
+        yield
+
+
+def implementation(platform):
+    return "triton" if platform == CUDA else "xla"
+
+
+def _sample(logits, keys, positions, temperature, cutoff=None, **options):
+    return specjax.gumbel_sample(
+        logits,
+        keys=keys,
+        positions=positions,
+        stream=0,
+        temperature=temperature,
+        cutoff=cutoff,
+        **options,
+    )
+
+
+def sampling():
+    """`gumbel_sample`."""
+    for platform in (CPU, CUDA):
+        sample = functools.partial(_sample, implementation=implementation(platform))
+        for dtype in (BF16, F16, F32):
+            b = SMALL
+            shapes = (shape(b, VOCAB, dtype=dtype), key_shapes(b), ints(b), shape(b))
+            yield f"{jnp.dtype(dtype)}", Case(sample, shapes, platform)
+        yield "cutoff", Case(sample, (*shapes, shape(b)), platform)
+        double = functools.partial(sample, noise_dtype=jnp.float64)
+        yield "float64 noise", Case(double, shapes, platform, True)
+        b = LARGE
+        shapes = (shape(b, VOCAB, dtype=BF16), key_shapes(b), ints(b), shape(b))
+        yield "large batch", Case(sample, shapes, platform)
+
+
+def draft_shapes(kind, lead, batch_size, dtype):
+    """Fields of a draft; `lead` is (B, K), or (N,) where requests are laid end to end."""
+    every = kind == "everything"
+    statistics = shape(*lead) if kind == "carried" or every else None
+    return Draft(
+        token_ids=ints(*lead),
+        logits=None if kind == "one-hot" else shape(*lead, VOCAB, dtype=dtype),
+        temperature=shape(batch_size) if every else None,
+        logprobs=statistics,
+        logsumexp=statistics,
+        cutoff=shape(*lead) if every else None,
+        num_tokens=ints(batch_size) if every else None,
+        rows=ints(lead[0]) if every else None,
+    )
+
+
+def _verify(draft, target, keys, positions, temperature, cutoff, rates, bonus, **options):
+    return specjax.rejection_sample(
+        draft,
+        target,
+        keys=keys,
+        positions=positions,
+        temperature=temperature,
+        cutoff=cutoff,
+        conditional_rates=rates,
+        bonus_token_ids=bonus,
+        **options,
+    )
+
+
+def _verify_shapes(kind, b, dtype, synthetic):
+    every = kind == "everything"
+    return (
+        draft_shapes(kind, (b, K), b, dtype),
+        shape(b, K + 1, VOCAB, dtype=dtype),
+        key_shapes(b),
+        ints(b),
+        shape(b),
+        shape(b, K + 1) if every else None,
+        shape(K) if synthetic else None,
+        ints(b) if every else None,
+    )
+
+
+def verification():
+    """`rejection_sample`, of small batches and of large ones."""
+    kinds = ["one-hot", "drawn", "carried", "everything"]
+    for platform in (CPU, CUDA):
+        verify = functools.partial(_verify, implementation=implementation(platform))
+        for b in (SMALL, LARGE):
+            for kind in kinds:
+                yield f"{kind}, {b}", Case(verify, _verify_shapes(kind, b, BF16, False), platform)
+            shapes = _verify_shapes("carried", b, BF16, True)
+            yield f"synthetic, {b}", Case(verify, shapes, platform)
+            double = functools.partial(verify, noise_dtype=jnp.float64)
+            shapes = _verify_shapes("carried", b, F32, False)
+            yield f"float64 noise, {b}", Case(double, shapes, platform, True)
+        for dtype in (F16, F32):
+            shapes = _verify_shapes("drawn", SMALL, dtype, False)
+            yield f"{jnp.dtype(dtype)}", Case(verify, shapes, platform)
+    chosen = functools.partial(_verify, implementation=None)
+    yield "chosen at lowering", Case(chosen, _verify_shapes("carried", SMALL, BF16, False), CUDA)
+    yield from meshes()
+
+
+def meshes():
+    """Batches that are split over devices, by the caller and by the library."""
+    verify = functools.partial(_verify, implementation="triton")
+    shapes = _verify_shapes("carried", SMALL, BF16, False)
+    spec = PartitionSpec("batch")
+    mesh = gpu_mesh(AxisType.Auto)
+    mapped = jax.shard_map(verify, mesh=mesh, in_specs=spec, out_specs=spec)
+    yield "inside shard_map", Case(mapped, shapes, CUDA)
+
+    def explicit(*arrays):
+        mesh = gpu_mesh(AxisType.Explicit)
+        with jax.sharding.use_abstract_mesh(mesh):
+            sharding = NamedSharding(mesh, spec)
+            return verify(*jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), arrays))
+
+    yield "explicit axes", Case(explicit, shapes, CUDA)
+
+
+def ragged():
+    def verify(draft, target, starts, keys, positions, temperature, cutoff, rates, **options):
+        return specjax.rejection_sample_ragged(
+            draft,
+            target,
+            cu_num_draft_tokens=starts,
+            max_draft_tokens=K,
+            keys=keys,
+            positions=positions,
+            temperature=temperature,
+            cutoff=cutoff,
+            conditional_rates=rates,
+            **options,
+        )
+
+    for platform in (CPU, CUDA):
+        call = functools.partial(verify, implementation=implementation(platform))
+        for kind in ("one-hot", "drawn", "everything", "synthetic"):
+            b, every = SMALL, kind == "everything"
+            shapes = (
+                draft_shapes("carried" if kind == "synthetic" else kind, (b * K,), b, BF16),
+                shape(b * (K + 1), VOCAB, dtype=BF16),
+                ints(b + 1),
+                key_shapes(b),
+                ints(b),
+                shape(b),
+                shape(b * (K + 1)) if every else None,
+                shape(b, K) if kind == "synthetic" else None,
+            )
+            yield kind, Case(call, shapes, platform)
+
+
+def cutoffs():
+    def cutoff(names, logits, temperature, *filters, **options):
+        named = dict(zip(names, filters, strict=True))
+        return specjax.logit_cutoff(logits, temperature=temperature, **named, **options)
+
+    every = {"top_k": ints(SMALL), "top_p": shape(SMALL), "min_p": shape(SMALL)}
+    for platform in (CPU, CUDA):
+        for names in (("top_k",), ("top_p",), ("min_p",), tuple(every)):
+            call = functools.partial(cutoff, names, implementation=implementation(platform))
+            for dtype in (BF16, F32) if len(names) == 3 else (BF16,):
+                logits = shape(SMALL, 20000, dtype=dtype)
+                shapes = (logits, shape(SMALL), *(every[name] for name in names))
+                yield f"{', '.join(names)}, {jnp.dtype(dtype)}", Case(call, shapes, platform)
+
+
+PARAMS = SamplingParams(
+    top_k=ints(SMALL),
+    top_p=shape(SMALL),
+    min_p=shape(SMALL),
+    repetition_penalty=shape(SMALL),
+    frequency_penalty=shape(SMALL),
+    presence_penalty=shape(SMALL),
+    bias=shape(VOCAB),
+    allowed=shape(VOCAB, dtype=bool),
+    bad_words=ints(2, 3),
+)
+
+
+def processing():
+    def counted(token_ids, lengths, prompt_lengths, new, number):
+        counts = specjax.count_tokens(token_ids, lengths, VOCAB, prompt_lengths=prompt_lengths)
+        return counts, specjax.update_counts(counts, new, number)
+
+    b, ids = SMALL, (ints(SMALL, 9), ints(SMALL))
+    yield "counts", Case(counted, (*ids, ints(b), ints(b, K), ints(b)))
+
+    def apply(logits, sampling, temperature, token_ids, lengths, drafted):
+        history = specjax.History(
+            token_ids, lengths, specjax.count_tokens(token_ids, lengths, VOCAB)
+        )
+        return specjax.apply_sampling(
+            logits,
+            sampling,
+            temperature=temperature,
+            history=history,
+            drafted_token_ids=drafted,
+        )
+
+    for platform in (CPU, CUDA):
+        logits = shape(b, K + 1, VOCAB, dtype=BF16)
+        shapes = (logits, PARAMS, shape(b), *ids, ints(b, K))
+        yield "everything", Case(apply, shapes, platform)
+
+    def top(logits, token_ids, temperature, cutoff):
+        return specjax.top_logprobs(logits, token_ids, 5, temperature=temperature, cutoff=cutoff)
+
+    yield "top_logprobs", Case(top, (shape(b, VOCAB, dtype=BF16), ints(b), shape(b), shape(b)))
+
+
+def drafts():
+    def propose(table, token_ids, keys, positions, temperature, sampling, method="probabilistic"):
+        def step(carry, fed, at):
+            return table[fed], carry
+
+        return specjax.propose(
+            step,
+            (),
+            token_ids,
+            num_tokens=K,
+            keys=keys,
+            positions=positions,
+            temperature=temperature,
+            draft_sample_method=method,
+            sampling=sampling,
+            implementation="xla",
+        )[0]
+
+    b = SMALL
+    shapes = (shape(VOCAB, VOCAB, dtype=BF16), ints(b), key_shapes(b), ints(b), shape(b))
+    few = SamplingParams(top_k=ints(b), top_p=shape(b))
+    yield "propose", Case(propose, (*shapes, None))
+    yield "propose, sampling", Case(propose, (*shapes, few))
+    greedy = functools.partial(propose, method="greedy")
+    yield "propose, greedy", Case(greedy, (*shapes, None))
+    draft = draft_shapes("everything", (b, K), b, BF16)
+    yield "gather_drafts", Case(specjax.gather_drafts, (draft, ints(b), ints(6), ints(6)))
+    yield "draft_from_probs", Case(specjax.draft_from_probs, (ints(b, K), shape(b, K, VOCAB)))
+    verification = specjax.Verification(ints(b, K + 1), ints(b), ints(b), shape(b, K + 1))
+
+    def commit(token_ids, lengths, verification, max_lengths):
+        return specjax.commit(
+            token_ids, lengths, verification, eos_token_ids=(3, 4), max_lengths=max_lengths
+        )
+
+    yield "commit", Case(commit, (ints(b, 20), ints(b), verification, ints(b)))
+
+
+LLAMA = TransformerConfig(
+    vocab_size=256,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    tie_word_embeddings=False,
+    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8),
+    dtype="bfloat16",
+)
+FAMILIES = {
+    "llama 3.1": LLAMA,
+    "mistral": dataclasses.replace(LLAMA, rope_scaling=None, layer_windows=(40, 40)),
+    "qwen 2.5": dataclasses.replace(LLAMA, rope_scaling=None, qkv_bias=True),
+    "qwen 3": dataclasses.replace(LLAMA, rope_scaling=None, qk_norm=True),
+    "gemma 2": dataclasses.replace(
+        LLAMA,
+        tie_word_embeddings=True,
+        rope_scaling=None,
+        sandwich_norms=True,
+        norm_offset=1.0,
+        embedding_scale=512**0.5,
+        layer_windows=(40, None),
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        query_scale=0.1,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    "gemma 3": dataclasses.replace(
+        LLAMA,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        sandwich_norms=True,
+        norm_offset=1.0,
+        layer_windows=(40, None),
+        local_rope_theta=100.0,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+}
+
+
+def models():
+    for name, config in FAMILIES.items():
+        model = build(config)
+        params = jax.eval_shape(lambda model=model: model.params)
+
+        def step(params, ids, positions, cache, model=model):
+            hidden, cache = model.apply(params, ids, positions, cache)
+            return model.logits(params, hidden), cache
+
+        for platform, batches in ((CPU, (2,)), (CUDA, (2, 8))):
+            for b in batches:
+                cache = jax.eval_shape(lambda model=model, b=b: model.init_cache(b, 600))
+                shapes = (params, ints(b, K), ints(b, K), cache)
+                yield f"{name}, step, {b}", Case(step, shapes, platform)
+    b, model = 2, build(LLAMA)
+    params = jax.eval_shape(lambda: model.params)
+    cache = jax.eval_shape(lambda: model.init_cache(b, 600))
+
+    def prefill(params, ids, positions, cache):
+        return model.apply(params, ids, positions, cache)
+
+    yield "prefill", Case(prefill, (params, ints(b, 90), ints(b, 90), cache), CUDA)
+
+    def slopes(params, ids, cache):
+        return jax.grad(lambda params: jnp.sum(model.apply(params, ids, ids, cache)[0] ** 2))(
+            params
+        )
+
+    yield "derivative of a step", Case(slopes, (params, ints(b, K), cache), CUDA)
+    whole = functools.partial(causal_hidden, LLAMA)
+    yield "whole sequences", Case(whole, (params, ints(b, 30)))
+
+
+TINY = TransformerConfig(
+    vocab_size=160,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    dtype="float32",
+)
+
+
+def whole_decode(kind, weights, prompts, lengths, keys, temperature, sampling=None):
+    """A decode of a tiny model with drafts of a kind; weights are the target's and the draft's."""
+    target, draft = (dataclasses.replace(build_tiny(), params=params) for params in weights)
+    drafter = None
+    if kind in ("model", "greedy drafts"):
+        drafter = specjax.model_drafter(draft)
+    elif kind == "ngram":
+        drafter = specjax.ngram_drafter()
+    method = "greedy" if kind == "greedy drafts" else "probabilistic"
+    return specjax.generate(
+        target,
+        drafter,
+        prompts,
+        lengths,
+        keys=keys,
+        config=SpeculativeConfig(num_speculative_tokens=K, draft_sample_method=method),
+        max_new_tokens=12,
+        temperature=temperature,
+        eos_token_ids=(3,),
+        sampling=sampling,
+        num_logprobs=None if sampling is None else 2,
+    )
+
+
+@functools.cache
+def build_tiny():
+    with jax.ensure_compile_time_eval():
+        return build(TINY)
+
+
+DECODES = ("plain", "model", "greedy drafts", "ngram")
+
+
+def loops():
+    b, weights = 2, jax.eval_shape(lambda: [build_tiny().params] * 2)
+    shapes = (weights, ints(b, 7), ints(b), key_shapes(b), shape(b))
+    for kind in DECODES:
+        yield f"{kind}", Case(functools.partial(whole_decode, kind), shapes)
+    few = SamplingParams(top_k=ints(b), repetition_penalty=shape(b))
+    yield "model, sampling", Case(functools.partial(whole_decode, "model"), (*shapes, few))
+    yield "model", Case(functools.partial(whole_decode, "model"), shapes, CUDA)
+
+
+ROOMS = {
+    "gumbel_sample": sampling,
+    "rejection_sample": verification,
+    "rejection_sample_ragged": ragged,
+    "logit_cutoff": cutoffs,
+    "processing": processing,
+    "drafts": drafts,
+    "models": models,
+    "generate": loops,
+}
+
+
+def cases():
+    """Every case by its name."""
+    for room, make in ROOMS.items():
+        for name, case in make():
+            yield f"{room}: {name}, {case.platform}", case
