@@ -28,9 +28,9 @@ parity: $(VENV)/.parity
 # The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
 # Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
 # XLA's search for tiles of its own products, which are not tested here, would take the longest.
-GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/test_laws.py,tests/test_cutoff.py,tests/test_subnormal.py \
-	tests/test_edges.py tests/test_verify.py,tests/test_ragged.py \
-	tests/test_sampling.py,tests/test_transforms.py tests/models/test_few.py tests/models/test_product.py
+GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/laws/test_laws.py,tests/processing/test_cutoff.py,tests/core/test_subnormal.py \
+	tests/samplers/test_edges.py tests/samplers/test_rejection_sample.py,tests/samplers/test_ragged.py \
+	tests/samplers/test_gumbel_sample.py,tests/samplers/test_transforms.py tests/models/test_decode_step.py tests/models/test_matmul.py
 
 gpu-test:
 	@running=; for files in $(GPU_TESTS); do \
@@ -40,7 +40,7 @@ gpu-test:
 	done; failed=0; for one in $$running; do wait $$one || failed=1; done; exit $$failed
 
 gpu-sanitize:
-	PYTHON=$(PYTHON_GPU) tests/gpu_sanitizer.sh
+	PYTHON=$(PYTHON_GPU) tests/support/gpu_sanitizer.sh
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .

@@ -10,9 +10,9 @@ from gpu_calls import CASES, Bench, Effort
 from gpu_inputs import Shape
 from gpu_loop import Lowered, compile_all
 
-from specjax.dispatch import run_gumbel_sample, run_rejection_sample
 from specjax.pallas import resample, sample, verify
 from specjax.pallas.tiles import Tile
+from specjax.samplers.dispatch import run_gumbel_sample, run_rejection_sample
 
 K, V = 5, 131072
 ROW_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8), (32768, 16)]

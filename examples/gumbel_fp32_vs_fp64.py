@@ -24,9 +24,9 @@ import matplotlib.pyplot
 import numpy as np
 
 import specjax
+from specjax.core.noise import SAMPLING_BLOCK, gumbel_from_uniform, key_words, uniform_from_bits
+from specjax.core.noise import gumbel as gumbel_at
 from specjax.files import replacing
-from specjax.noise import SAMPLING_BLOCK, gumbel_from_uniform, key_words, uniform_from_bits
-from specjax.noise import gumbel as gumbel_at
 
 matplotlib.use("Agg")
 jax.config.update("jax_enable_x64", True)

@@ -7,26 +7,26 @@ Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 """
 
-from specjax.api import gumbel_sample, rejection_sample, rejection_sample_ragged
 from specjax.config import SpeculativeConfig
-from specjax.cutoff import logit_cutoff
-from specjax.decode import generate, init, step
-from specjax.drafters import model_drafter, ngram_drafter
-from specjax.drafts import draft_from_probs, gather_drafts, propose
-from specjax.history import History, TokenCounts, count_tokens, update_counts
-from specjax.logprobs import TopLogprobs, top_logprobs
-from specjax.metrics import Metrics, init_metrics, update_metrics
-from specjax.params import SamplingParams, bad_words_array, bias_array
-from specjax.processing import process_logits
-from specjax.requested import apply_sampling
+from specjax.decode.commit import commit, unpad
+from specjax.decode.drafters import model_drafter, ngram_drafter
+from specjax.decode.drafts import draft_from_probs, gather_drafts, propose
+from specjax.decode.generate import generate, init, step
+from specjax.decode.logprobs import TopLogprobs, top_logprobs
+from specjax.decode.metrics import Metrics, init_metrics, update_metrics
+from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
+from specjax.processing.apply_sampling import apply_sampling
+from specjax.processing.cutoff import logit_cutoff
+from specjax.processing.process_logits import process_logits
+from specjax.processing.sampling_params import SamplingParams, bad_words_array, bias_array
+from specjax.processing.token_counts import History, TokenCounts, count_tokens, update_counts
+from specjax.samplers.api import gumbel_sample, rejection_sample, rejection_sample_ragged
 from specjax.schedules import (
     conditional_rates,
     expected_acceptance_length,
     geometric_rates,
     rates_for_length,
 )
-from specjax.state import DecodeState, Generation, Settings, StepInfo
-from specjax.tokens import commit, unpad
 from specjax.typing import (
     Draft,
     Drafter,

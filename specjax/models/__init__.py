@@ -1,11 +1,11 @@
 """One decoder for Llama, Mistral, Qwen and Gemma, its folders, and the pair that ships with it."""
 
-from specjax.models.chat import chat_prompt
-from specjax.models.checkpoint import load, load_config, load_tokenizer, save
 from specjax.models.config import RopeScaling, TransformerConfig
-from specjax.models.head import HeadConfig, build_head, check_head, unrolled_hidden
-from specjax.models.head_drafter import head_drafter
-from specjax.models.head_folder import is_head, load_head, load_head_config, save_head
+from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
+from specjax.models.draft_head_drafter import head_drafter
+from specjax.models.hf.chat_template import chat_prompt
+from specjax.models.hf.checkpoint import load, load_config, load_tokenizer, save
+from specjax.models.hf.draft_head import is_head, load_head, load_head_config, save_head
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 

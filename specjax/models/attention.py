@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.implementation import shared_memory
-from specjax.models.late import Product, by_launches, chosen, is_few
+from specjax.models.ops import Product, by_launches, chosen, is_few
 from specjax.models.rope import rotate, turn
 
 __all__ = [
@@ -122,8 +122,8 @@ def cached_attention(
     def kernels(
         projected: Product, turns: Any, positions: jax.Array, cache: Any, interpret: bool
     ) -> tuple[jax.Array, Any]:
-        from specjax.pallas.few import attend
-        from specjax.pallas.projected import Heads
+        from specjax.models.pallas.few import attend
+        from specjax.models.pallas.qkv import Heads
 
         cos, sin = (x[:, :, 0] for x in turns)
         heads = Heads(*projected, cos, sin, positions.astype(jnp.int32), *cache)

@@ -19,7 +19,7 @@ from specjax.models.attention import (
     is_looked_at,
 )
 from specjax.models.config import TransformerConfig
-from specjax.models.late import Normed, Product, gated, join, may_wait, multiply
+from specjax.models.ops import Normed, Product, gated, join, may_wait, multiply
 
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "weight"]
 

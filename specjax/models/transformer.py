@@ -14,8 +14,8 @@ from flax import nnx
 
 from specjax.models.attention import Kernel
 from specjax.models.config import TransformerConfig
-from specjax.models.late import Product, padding
 from specjax.models.layers import Layer, RMSNorm, weight
+from specjax.models.ops import Product, padding
 from specjax.models.rope import rotation
 from specjax.typing import Model
 

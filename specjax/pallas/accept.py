@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from specjax.core.subnormal import largest_equal
+from specjax.pallas.blocks import Share, load_token, partials_like, store_partials
 from specjax.pallas.inputs import Inputs, Plan, Request, read_request
 from specjax.pallas.judge import judge_rows
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
-from specjax.pallas.logsumexp import Share, load_token, partials_like, store_partials
 from specjax.pallas.rows import Judged, Reduced
-from specjax.subnormal import largest_equal
 
 __all__ = ["accept_rows", "reduce_rows"]
 

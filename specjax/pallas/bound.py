@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.bracket import key_value, ordered_key
+from specjax.core.bisection import key_value, ordered_key
+from specjax.core.subnormal import smallest_equal
+from specjax.core.truncation import MARGIN, mass_above, mass_bound, mass_target, min_p_threshold
 from specjax.pallas.launch import fast_exp2, value_when
 from specjax.pallas.quarters import QUARTER, Row
-from specjax.subnormal import smallest_equal
-from specjax.truncation import MARGIN, mass_above, mass_bound, mass_target, min_p_threshold
 
 __all__ = ["bound_low"]
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
+from specjax.core.truncation import mass_weights
 from specjax.pallas.launch import divide, fast_exp2
 from specjax.pallas.quarters import QUARTER, Row, Rows
-from specjax.truncation import mass_weights
 
 __all__ = ["Found", "gather"]
 

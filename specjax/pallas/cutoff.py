@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.bracket import open_bracket
-from specjax.filters import Filters, Searched, Source, search_cutoff
+from specjax.core.bisection import open_bracket
+from specjax.core.filters import Filters, Searched, Source, search_cutoff
+from specjax.pallas.blocks import load_some
 from specjax.pallas.bound import bound_low
 from specjax.pallas.candidates import Found, gather
 from specjax.pallas.launch import divide, launch, like, value_when
-from specjax.pallas.logsumexp import load_some
 from specjax.pallas.quarters import (
     Quarters,
     Row,

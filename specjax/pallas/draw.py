@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.logsumexp import block_weights, exp_scaled
-from specjax.noise import SAMPLING_BLOCK
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import block_weights, exp_scaled
+from specjax.core.noise import SAMPLING_BLOCK
+from specjax.core.residual import ROUNDING, residual_logprobs
+from specjax.pallas.blocks import load_blocks
 from specjax.pallas.ending import Ending
+from specjax.pallas.gumbel_max import Drawn, Noise, block_index, draw_token
 from specjax.pallas.inputs import Inputs, Plan, fetch
 from specjax.pallas.launch import divide, value_when
-from specjax.pallas.logsumexp import load_blocks
-from specjax.pallas.pick import Drawn, Noise, block_index, draw_token
 from specjax.pallas.residual import draft_logprobs
 from specjax.pallas.rows import Judged, Reduced
 from specjax.pallas.tiles import power_of_two
-from specjax.residual import ROUNDING, residual_logprobs
-from specjax.sampling import token_logprobs
 
 __all__ = ["draw_residual", "draw_row", "finish"]
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.logsumexp import Law
-from specjax.noise import Words
+from specjax.core.logsumexp import Law
+from specjax.core.noise import Words
+from specjax.pallas.gumbel_max import Row
 from specjax.pallas.inputs import (
     DraftedToken,
     Inputs,
@@ -18,7 +19,6 @@ from specjax.pallas.inputs import (
 )
 from specjax.pallas.judge import judge_rows
 from specjax.pallas.launch import only
-from specjax.pallas.pick import Row
 from specjax.pallas.rows import Judged, Reduced
 from specjax.pallas.tiles import power_of_two
 from specjax.typing import Stream

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.acceptance import is_one_hot, num_usable
-from specjax.logits import Scaling, read_temperature
-from specjax.logsumexp import Law, drawn_law
-from specjax.noise import Words, fold_in
+from specjax.core.acceptance import is_one_hot, num_usable
+from specjax.core.logsumexp import Law, drawn_law
+from specjax.core.noise import Words, fold_in
+from specjax.core.temperature import Scaling, read_temperature
+from specjax.pallas.blocks import load_token
 from specjax.pallas.launch import only, settled
-from specjax.pallas.logsumexp import load_token
 from specjax.pallas.tiles import Tile, power_of_two
 
 __all__ = [

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.acceptance import accept_greedy, accept_random, accept_synthetic
-from specjax.logsumexp import Law, merge_blocks
-from specjax.noise import uniform
+from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
+from specjax.core.gumbel_max import first_argmax, token_logprobs
+from specjax.core.logsumexp import Law, merge_blocks
+from specjax.core.noise import uniform
+from specjax.core.subnormal import flush_subnormals
+from specjax.pallas.blocks import Partials, load_tiles, load_token
 from specjax.pallas.inputs import DraftedToken, Inputs, Plan, Request, fetch, read_drafted
-from specjax.pallas.logsumexp import Partials, load_tiles, load_token
-from specjax.sampling import first_argmax, token_logprobs
-from specjax.subnormal import flush_subnormals
 from specjax.typing import Stream
 
 __all__ = ["Verdict", "judge_rows"]

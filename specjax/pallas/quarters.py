@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.filters import Filters
-from specjax.logits import read_temperature
-from specjax.logsumexp import BlockPartials, combine_blocks, reduce_blocks
-from specjax.noise import SAMPLING_BLOCK
+from specjax.core.filters import Filters
+from specjax.core.logsumexp import BlockPartials, combine_blocks, reduce_blocks
+from specjax.core.noise import SAMPLING_BLOCK
+from specjax.core.temperature import read_temperature
+from specjax.core.truncation import keeps_top_k, keeps_top_p
+from specjax.pallas.blocks import load_line, load_row
 from specjax.pallas.launch import fast_exp2, like
-from specjax.pallas.logsumexp import load_line, load_row
 from specjax.pallas.tiles import Tile
-from specjax.truncation import keeps_top_k, keeps_top_p
 
 __all__ = [
     "QUARTER",

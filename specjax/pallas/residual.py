@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.logsumexp import keep
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import keep
+from specjax.core.residual import residual_probs
+from specjax.pallas.blocks import load_row, tile_index
 from specjax.pallas.ending import Ending
 from specjax.pallas.inputs import DraftedToken, Inputs, Plan
 from specjax.pallas.launch import fast_exp2
-from specjax.pallas.logsumexp import load_row, tile_index
-from specjax.residual import residual_probs
-from specjax.sampling import token_logprobs
 
 __all__ = ["draft_logprobs", "reduce_masses", "store_masses"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from specjax.pallas.logsumexp import Partials
+from specjax.pallas.blocks import Partials
 
 __all__ = ["Judged", "Reduced"]
 

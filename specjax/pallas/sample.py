@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.logits import read_temperature
-from specjax.logsumexp import block_weights, merge_blocks, row_logsumexp
-from specjax.noise import Words, address
-from specjax.pallas.launch import divide, launch, like
-from specjax.pallas.logsumexp import (
+from specjax.core.gumbel_max import first_argmax, token_logprobs
+from specjax.core.logsumexp import block_weights, merge_blocks, row_logsumexp
+from specjax.core.noise import Words, address
+from specjax.core.subnormal import flush_subnormals
+from specjax.core.temperature import read_temperature
+from specjax.pallas.blocks import (
     Partials,
     Share,
     block_argmax,
@@ -20,10 +21,9 @@ from specjax.pallas.logsumexp import (
     partials_like,
     store_partials,
 )
-from specjax.pallas.pick import Noise, Row, draw_noise, draw_token, num_noises, whole_noise
+from specjax.pallas.gumbel_max import Noise, Row, draw_noise, draw_token, num_noises, whole_noise
+from specjax.pallas.launch import divide, launch, like
 from specjax.pallas.tiles import DRAW_WARPS, Tile, num_parts_of_noise, row_tile
-from specjax.sampling import first_argmax, token_logprobs
-from specjax.subnormal import flush_subnormals
 from specjax.typing import Sample
 
 __all__ = ["sample_rows"]

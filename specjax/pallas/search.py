@@ -6,18 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.bracket import Bracket, Extremes
-from specjax.filters import Source
-from specjax.pallas.launch import divide, fast_exp2
-from specjax.pallas.logsumexp import load_row
-from specjax.pallas.quarters import Row
-from specjax.pallas.tiles import Tile
-from specjax.truncation import (
+from specjax.core.bisection import Bracket, Extremes
+from specjax.core.filters import Source
+from specjax.core.truncation import (
     extremes_blocks,
     least_kept,
     mass_above,
     mass_weights,
 )
+from specjax.pallas.blocks import load_row
+from specjax.pallas.launch import divide, fast_exp2
+from specjax.pallas.quarters import Row
+from specjax.pallas.tiles import Tile
 
 __all__ = ["in_memory", "in_registers"]
 

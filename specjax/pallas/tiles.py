@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from specjax.noise import SAMPLING_BLOCK
+from specjax.core.noise import SAMPLING_BLOCK
 
 __all__ = [
     "ATTENTION_SLOTS",

@@ -5,5 +5,5 @@
 applies the mutations whose dotted name begins with one of the names, one at a time, to a copy of
 the tree, runs the tests that are named with each, and writes `table.md`. `listed` holds the
 mutations; `mutation` finds what they change; `run` makes the copies. No ordinary run of the tests
-does this, only `tests/test_mutation_tool.py`, which checks that the lists fit the sources.
+does this, only `tests/repo/test_mutation_tool.py`, which checks that the lists fit the sources.
 """

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from test_ragged import ragged_case, run_ragged
-from test_verify import (
+from test_rejection_sample import (
     calm_case,
     draw_tokens,
     library,

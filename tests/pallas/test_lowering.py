@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 import specjax
 from specjax import Draft
 from specjax import implementation as doors
-from specjax.models import TransformerConfig, build, late
+from specjax.models import TransformerConfig, build, ops
 from specjax.models.layers import Layer
 from specjax.pallas import sample as pallas_sample
 from specjax.pallas import verify as pallas_verify
@@ -245,14 +245,14 @@ def test_a_kernel_starts_early_only_where_one_of_ours_reads(kind, number, monkey
     cache = jax.eval_shape(lambda: model.init_cache(8, 300))
     ids = shape(8, 1, dtype=I32)
 
-    monkeypatch.setattr(late, "has_early_starts", lambda: number > 0)
+    monkeypatch.setattr(ops, "has_early_starts", lambda: number > 0)
     with on_gpu():
         text = lower(model.apply, model.params, ids, ids, cache)
     assert text.count("griddepcontrol.launch_dependents") == number
 
 
 def test_the_product_of_a_layer_by_itself_is_read_by_xla(monkeypatch):
-    monkeypatch.setattr(late, "has_early_starts", lambda: True)
+    monkeypatch.setattr(ops, "has_early_starts", lambda: True)
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
     layer = Layer(config, 0, nnx.Rngs(0))
     turns = (shape(8, 1, 1, 32), shape(8, 1, 1, 32))
@@ -288,7 +288,7 @@ def read_early(function, *shapes):
 
 
 def test_a_derivative_by_some_weights_waits_for_the_products_of_the_others(monkeypatch):
-    monkeypatch.setattr(late, "has_early_starts", lambda: True)
+    monkeypatch.setattr(ops, "has_early_starts", lambda: True)
     model = build(TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16"))
     cache = jax.eval_shape(lambda: model.init_cache(8, 300))
     ids = shape(8, 1, dtype=I32)

@@ -11,29 +11,29 @@ _HAND = "test_by_hand"
 _OFF = "test_what_is_off_keeps_all_and_greedy_rows_are_not_cut"
 _LAWLESS = "test_a_row_that_is_no_law_stays_one_to_the_samplers"
 _GATHERED = "test_the_blocks_that_are_gathered_are_those_that_matter"
-_BRACKET = "specjax.bracket."
-_FILTERS = "specjax.filters.search_cutoff"
-_THRESHOLD = "specjax.threshold."
-_TRUNCATION = "specjax.truncation."
+_BRACKET = "specjax.core.bisection."
+_FILTERS = "specjax.core.filters.search_cutoff"
+_THRESHOLD = "specjax.processing.cutoff_xla."
+_TRUNCATION = "specjax.core.truncation."
 _PALLAS = "specjax.pallas."
 
 _REFERENCE = (
     Mutation(
-        "specjax.cutoff._refuse_nan",
+        "specjax.processing.cutoff._refuse_nan",
         "(filters.top_p, filters.min_p)",
         "(filters.top_p,)",
         cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-min_p]"),
         "min-p may be NaN",
     ),
     Mutation(
-        "specjax.cutoff._refuse_nan",
+        "specjax.processing.cutoff._refuse_nan",
         "jnp.isnan(value), jnp.inf, cutoff",
         "jnp.isnan(value), -jnp.inf, cutoff",
         cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-top_p]"),
         "a filter that is NaN keeps all",
     ),
     Mutation(
-        "specjax.cutoff._run.each",
+        "specjax.processing.cutoff._run.each",
         "(*value.shape, *(1,) * (len(leading) - value.ndim))",
         "(*(1,) * (len(leading) - value.ndim), *value.shape)",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),

@@ -5,11 +5,11 @@ from .tests import decode, drafts, metrics, processing, schedules, tokens
 
 __all__ = ["MUTATIONS"]
 
-_DRAFTS = "specjax.drafts."
-_LOOP = "specjax.loop."
-_COMMIT = "specjax.tokens.commit"
-_METRICS = "specjax.metrics."
-_PROCESSING = "specjax.processing."
+_DRAFTS = "specjax.decode.drafts."
+_LOOP = "specjax.decode.loop."
+_COMMIT = "specjax.decode.commit.commit"
+_METRICS = "specjax.decode.metrics."
+_PROCESSING = "specjax.processing.process_logits."
 _SCHEDULES = "specjax.schedules."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
@@ -76,49 +76,49 @@ MUTATIONS = (
         "an inactive request is one without drafts",
     ),
     Mutation(
-        "specjax.drafters._model_functions.draft",
+        "specjax.decode.drafters._model_functions.draft",
         "_token_at(token_ids, positions - 2)",
         "_token_at(token_ids, positions - 1)",
         decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
         "the last token is fed twice, and the one before it not",
     ),
     Mutation(
-        "specjax.drafters._model_functions.draft.step",
+        "specjax.decode.drafters._model_functions.draft.step",
         "[at - 1, at]",
         "[at, at]",
         decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
         "the token before the last is fed at the place of the last",
     ),
     Mutation(
-        "specjax.drafters._model_functions.draft",
+        "specjax.decode.drafters._model_functions.draft",
         "temperature=temperature",
         "temperature=temperature * 0 + 1",
         decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
         "drafts are drawn at temperature 1",
     ),
     Mutation(
-        "specjax.drafters._lookup",
+        "specjax.decode.drafters._lookup",
         "behind * row.shape[0] + place",
         "place",
         decode(_LONGEST, _LOOKUP),
         "of several places the latest wins, however few tokens follow",
     ),
     Mutation(
-        "specjax.drafters._lookup",
+        "specjax.decode.drafters._lookup",
         "range(min_ngram, max_ngram + 1)",
         "range(max_ngram, min_ngram - 1, -1)",
         decode(_LONGEST, _LOOKUP),
         "the shortest suffix wins over the longest",
     ),
     Mutation(
-        "specjax.drafters._lookup",
+        "specjax.decode.drafters._lookup",
         "place < length - n",
         "place <= length - n",
         decode(_LOOKUP),
         "a suffix is found at its own place",
     ),
     Mutation(
-        "specjax.drafters._lookup",
+        "specjax.decode.drafters._lookup",
         "same &= length > n",
         "same &= length > 0",
         why="a text no longer than the suffix is searched",
@@ -132,7 +132,7 @@ MUTATIONS = (
         "verification's noise is float32, whatever `use_fp64_gumbel` says",
     ),
     Mutation(
-        "specjax.drafters._model_functions.draft",
+        "specjax.decode.drafters._model_functions.draft",
         "noise_dtype=config.noise_dtype",
         "noise_dtype=jnp.float32",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
@@ -188,7 +188,7 @@ MUTATIONS = (
         "a request that has ended is verified without drafts",
     ),
     Mutation(
-        "specjax.tokens.append",
+        "specjax.decode.commit.append",
         "place < counts[:, None]",
         "place <= counts[:, None]",
         tokens("test_emitted_tokens_are_appended_to_ragged_rows_and_nothing_else_is_touched"),

@@ -5,9 +5,9 @@ from .tests import edges, logprobs, noise, sampling
 
 __all__ = ["MUTATIONS"]
 
-_NOISE = "specjax.noise."
-_SAMPLING = "specjax.sampling."
-_LOGPROBS = "specjax.logprobs."
+_NOISE = "specjax.core.noise."
+_SAMPLING = "specjax.core.gumbel_max."
+_LOGPROBS = "specjax.decode.logprobs."
 _OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
 
 MUTATIONS = (

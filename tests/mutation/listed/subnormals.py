@@ -9,28 +9,28 @@ _ZERO = "test_a_cutoff_of_zero_keeps_subnormal_logits_and_a_greedy_request_the_f
 
 MUTATIONS = (
     Mutation(
-        "specjax.logsumexp.keep",
+        "specjax.core.logsumexp.keep",
         "smallest_equal(cutoff)",
         "cutoff",
         subnormal(f"{_ZERO}[xla]"),
         "a cutoff of 0 cuts negative subnormal logits",
     ),
     Mutation(
-        "specjax.sampling.argmax_token",
+        "specjax.core.gumbel_max.argmax_token",
         "flush_subnormals(partials.max)",
         "partials.max",
         subnormal(f"{_ZERO}[xla]"),
         "a block's largest subnormal number is above another's zero",
     ),
     Mutation(
-        "specjax.logprobs._top",
+        "specjax.decode.logprobs._top",
         "largest_equal(x)",
         "x",
         subnormal("test_listed_tokens_and_ranks_take_subnormal_logits_for_ties"),
         "a subnormal logit is likelier than zero",
     ),
     Mutation(
-        "specjax.pallas.logsumexp.block_argmax",
+        "specjax.pallas.blocks.block_argmax",
         "flush_subnormals(keep(load_row(logits, row, index), cutoff))",
         "keep(load_row(logits, row, index), cutoff)",
         subnormal(f"{_ZERO}[interpret]"),

@@ -5,10 +5,10 @@ from .tests import edges, laws, sampling, verify
 
 __all__ = ["MUTATIONS"]
 
-_ACCEPTANCE = "specjax.acceptance."
-_RESIDUAL = "specjax.residual."
-_VERIFY = "specjax.verify."
-_RECOVERY = "specjax.recovery."
+_ACCEPTANCE = "specjax.core.acceptance."
+_RESIDUAL = "specjax.core.residual."
+_VERIFY = "specjax.samplers.verify."
+_RECOVERY = "specjax.samplers.next_token."
 _LOG_Q = "test_a_draft_whose_carried_log_q_is_none_is_verified_as_one_hot"
 _NO_HEAT = "test_a_draft_of_no_temperature_is_verified_as_one_hot"
 _ONE_TOKEN = "test_a_residual_of_one_token_is_that_token"
@@ -136,22 +136,24 @@ MUTATIONS = (
         "inside a block tokens are drawn by p",
     ),
     Mutation(
-        "specjax.logsumexp.drawn_law", **_ANCHOR, killed_by=edges(f"{_ONE_TOKEN}[xla-0.0001-8]")
+        "specjax.core.logsumexp.drawn_law",
+        **_ANCHOR,
+        killed_by=edges(f"{_ONE_TOKEN}[xla-0.0001-8]"),
     ),
     Mutation(
-        "specjax.logsumexp.drawn_law",
+        "specjax.core.logsumexp.drawn_law",
         **_ANCHOR,
         killed_by=edges(f"{_ONE_TOKEN}[interpret-0.0001-8]"),
     ),
     Mutation(
-        "specjax.logsumexp.keep",
+        "specjax.core.logsumexp.keep",
         "(x < ",
         "(x <= ",
         sampling("test_a_logit_at_the_cutoff_is_kept[xla]"),
         "a logit at the cutoff is dropped",
     ),
     Mutation(
-        "specjax.logsumexp.merge_blocks",
+        "specjax.core.logsumexp.merge_blocks",
         "jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)",
         "jnp.isfinite(whole.sum)",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-random--inf]"),

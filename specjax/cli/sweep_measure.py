@@ -1,0 +1,285 @@
+"""What each number of drafts is worth: step times, and tokens per second at an acceptance.
+
+    tokens per second = requests * tokens per step / seconds per step
+
+The seconds depend on K and the machine, hardly on what is accepted; the tokens on the pair, hardly
+on the machine. So each is measured where it is cheap: seconds under synthetic acceptance, from
+none of the drafts kept to all of them, tokens by decoding prompts once at the largest K.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.cli.sweep_choice import Acceptance, synthetic_lengths
+from specjax.config import SpeculativeConfig
+from specjax.decode.generate import init, step
+from specjax.decode.state import DecodeState
+from specjax.schedules import expected_acceptance_length, rates_for_length
+from specjax.typing import Drafter, Finish, Model
+
+__all__ = [
+    "Point",
+    "StepTimes",
+    "Workload",
+    "measure_acceptance",
+    "measure_steps",
+    "num_stages",
+    "room",
+]
+
+# Prompts are padded to a multiple of this, so that one compilation reads them all.
+_WIDTH = 64
+
+
+class Workload(NamedTuple):
+    """A pair, and what it is measured on.
+
+    Attributes:
+      target: the model that is followed.
+      drafter: what drafts for it.
+      prompts: tokens of each prompt, none empty.
+      max_speculative_tokens: the largest K.
+      batch_size: requests per step.
+      context: tokens that stand before the measured steps.
+      temperature: >= 0.
+      key: typed threefry key, ().
+      eos_token_ids: tokens that end a text.
+      max_new_tokens: tokens decoded for each prompt.
+      draft_sample_method: as in `SpeculativeConfig`.
+      num_steps: steps per timed run.
+      num_rounds: timed runs per K and acceptance length.
+    """
+
+    target: Model
+    drafter: Drafter
+    prompts: list[list[int]]
+    max_speculative_tokens: int
+    batch_size: int
+    context: int
+    temperature: float
+    key: jax.Array
+    eos_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    draft_sample_method: str
+    num_steps: int
+    num_rounds: int
+
+
+class Point(NamedTuple):
+    """A K at one synthetic acceptance.
+
+    Attributes:
+      asked: mean tokens per step that the rates give, by the closed form.
+      length: tokens per step that were emitted.
+      step_seconds: of each round, seconds per step.
+      tokens_per_second: of each round, tokens emitted over seconds.
+    """
+
+    asked: float
+    length: float
+    step_seconds: list[float]
+    tokens_per_second: list[float]
+
+
+class StepTimes(NamedTuple):
+    """What a step with `K` drafts took, at each synthetic acceptance."""
+
+    K: int
+    compile_seconds: float
+    points: list[Point]
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Seconds per step of every run, whatever it accepted."""
+        return [seconds for point in self.points for seconds in point.step_seconds]
+
+
+def room(max_speculative_tokens: int, num_steps: int) -> int:
+    """Tokens for which buffers are made behind the context, the same for every K.
+
+    They hold all that the steps can emit, and a whole draft after the last of them.
+    """
+    return 1 + (num_steps + 1) * (max_speculative_tokens + 1)
+
+
+def num_stages(work: Workload) -> int:
+    """How often `measure_acceptance` and `measure_steps` together call `stage`."""
+    return len(work.prompts) + (1 + work.num_rounds) * (work.max_speculative_tokens + 1)
+
+
+def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> Acceptance:
+    """Decodes the prompts with K drafts per step, one after the other.
+
+    Args:
+      work: the pair and the prompts.
+      K: drafts per step, >= 1.
+      stage: is told, before each prompt, what begins.
+
+    Returns:
+      What each step of each prompt kept, up to the end of its text. The last step of a prompt
+      drafts as many as the others: the buffer is longer than the text.
+
+    Raises:
+      FloatingPointError: if the target's logits turn invalid.
+    """
+    config = SpeculativeConfig(
+        num_speculative_tokens=K, draft_sample_method=work.draft_sample_method
+    )
+    width = -(-max(map(len, work.prompts)) // _WIDTH) * _WIDTH
+    kept: list[list[int]] = []
+    for number, ids in enumerate(work.prompts):
+        stage(f"decoding prompt {number + 1} of {len(work.prompts)}, K = {K}")
+        prompt = np.zeros((1, width), np.int32)
+        prompt[0, : len(ids)] = ids
+        state = init(
+            work.target,
+            work.drafter,
+            prompt,
+            np.array([len(ids)], np.int32),
+            keys=jax.random.fold_in(work.key, number)[None],
+            config=config,
+            max_new_tokens=work.max_new_tokens + K + 1,
+            temperature=np.float32(work.temperature),
+            eos_token_ids=np.array(work.eos_token_ids, np.int32),
+        )
+        kept.append([])
+        while not _ended(state) and int(state.lengths[0]) < len(ids) + work.max_new_tokens:
+            before = int(state.lengths[0])
+            state, _ = step(work.target, work.drafter, state, config=config)
+            # One token is committed besides these; where a draft ends the text, that one.
+            kept[-1].append(int(state.lengths[0]) - before - 1)
+    return Acceptance(K, kept)
+
+
+def _ended(state: DecodeState) -> bool:
+    finish = np.asarray(state.finish)
+    if (finish == Finish.INVALID).any():
+        raise FloatingPointError("the target's logits turned invalid.")
+    return bool(finish.all())
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_steps"))
+def _several_steps(
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    *,
+    config: SpeculativeConfig,
+    num_steps: int,
+) -> DecodeState:
+    """Steps within one program, as `generate` takes them."""
+
+    def body(_: Any, state: DecodeState) -> DecodeState:
+        return step(target, drafter, state, config=config)[0]
+
+    return jax.lax.fori_loop(0, num_steps, body, state)
+
+
+def _start(work: Workload, K: int, number: int) -> DecodeState:
+    """A batch that has read the context, and that nothing ends."""
+    text = np.concatenate([np.array(ids, np.int32) for ids in work.prompts])
+    # Each request begins elsewhere in the text, so that they are not one request many times.
+    rows = [np.resize(np.roll(text, -7 * row), work.context) for row in range(work.batch_size)]
+    state = init(
+        work.target,
+        work.drafter if K else None,
+        np.stack(rows),
+        np.full(work.batch_size, work.context, np.int32),
+        keys=jax.random.fold_in(work.key, number),
+        config=_synthetic(work, K),
+        max_new_tokens=room(work.max_speculative_tokens, work.num_steps),
+        temperature=np.float32(work.temperature),
+    )
+    return jax.block_until_ready(state)
+
+
+def _synthetic(work: Workload, K: int) -> SpeculativeConfig:
+    # Which rates are asked for is data of the state: the same program serves them all.
+    return SpeculativeConfig(
+        num_speculative_tokens=max(K, 1),
+        rejection_sample_method="synthetic",
+        draft_sample_method=work.draft_sample_method,
+        synthetic_acceptance_length=1.0,
+    )
+
+
+def _with_length(state: DecodeState, K: int, length: float) -> tuple[DecodeState, float]:
+    """The state under the rates of an acceptance length, and what the closed form says of them."""
+    if K == 0:
+        return state, 1.0
+    rates = rates_for_length(length, K)
+    settings = state.settings._replace(conditional_rates=rates)
+    return state._replace(settings=settings), float(expected_acceptance_length(rates))
+
+
+def _timed_run(work: Workload, K: int, state: DecodeState) -> tuple[float, int]:
+    """Seconds, and tokens emitted."""
+    drafter, config = work.drafter if K else None, _synthetic(work, K)
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    after = _several_steps(work.target, drafter, state, config=config, num_steps=work.num_steps)
+    jax.block_until_ready(after)
+    seconds = time.perf_counter() - start
+    _ended(after)
+    return seconds, int(after.metrics.num_emitted.sum())
+
+
+def measure_steps(work: Workload, stage: Callable[[str], None]) -> list[StepTimes]:
+    """Times the decode loop for K = 0 ... `max_speculative_tokens`.
+
+    Every K is compiled once. Then the Ks take turns, so that what else the machine does falls
+    on all of them; one state is held at a time.
+
+    Args:
+      work: the pair, and the shapes.
+      stage: is told, before each stretch of work, what begins.
+
+    Returns:
+      The times of each K, in order.
+
+    Raises:
+      FloatingPointError: if the target's logits turn invalid.
+    """
+    largest = work.max_speculative_tokens
+    first = []
+    for K in range(largest + 1):
+        stage(f"compiling K = {K}")
+        start = time.perf_counter()
+        _timed_run(work, K, _with_length(_start(work, K, 0), K, 1.0)[0])
+        first.append(time.perf_counter() - start)
+    runs: dict[tuple[int, float], list[tuple[float, int]]] = {}
+    asked, warm = {}, {}
+    for number in range(work.num_rounds):
+        for K in range(largest + 1):
+            stage(f"timing K = {K}, round {number + 1} of {work.num_rounds}")
+            start = time.perf_counter()
+            state = _start(work, K, number)
+            read = time.perf_counter() - start
+            for length in synthetic_lengths(K):
+                ready, asked[K, length] = _with_length(state, K, length)
+                runs.setdefault((K, length), []).append(_timed_run(work, K, ready))
+            warm[K] = read + runs[K, 1.0][-1][0]
+    return [
+        StepTimes(
+            K,
+            max(0.0, first[K] - warm[K]),
+            [_point(work, asked[K, n], runs[K, n]) for n in synthetic_lengths(K)],
+        )
+        for K in range(largest + 1)
+    ]
+
+
+def _point(work: Workload, asked: float, runs: list[tuple[float, int]]) -> Point:
+    num_tokens = statistics.fmean(emitted for _, emitted in runs)
+    return Point(
+        asked,
+        num_tokens / (work.num_steps * work.batch_size),
+        [seconds / work.num_steps for seconds, _ in runs],
+        [emitted / seconds for seconds, emitted in runs],
+    )

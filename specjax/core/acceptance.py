@@ -1,0 +1,73 @@
+"""The rules by which one drafted token is kept: greedy, drawn, one-hot, synthetic."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.temperature import Scaling
+
+__all__ = ["accept_greedy", "accept_random", "accept_synthetic", "is_one_hot", "num_usable"]
+
+
+def num_usable(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
+    """Drafted tokens of each request up to the first -1.
+
+    Args:
+      token_ids: i32[..., K].
+      num_tokens: i32[...], clipped to [-1, K]; -1 is an inactive request and stays. None is K.
+
+    Returns:
+      i32[...] in [-1, K].
+    """
+    k = token_ids.shape[-1]
+    places = jnp.where(token_ids == -1, jnp.arange(k, dtype=jnp.int32), jnp.int32(k))
+    first = jnp.min(places, axis=-1, initial=k)
+    return first if num_tokens is None else jnp.minimum(jnp.clip(num_tokens, -1, k), first)
+
+
+def accept_random(
+    coin: jax.Array, target_logprob: jax.Array, draft_logprob: jax.Array
+) -> jax.Array:
+    r"""Keeps a drawn token with probability :math:`\min(1, p / q)`.
+
+    A one-hot draft has q = 1, that is `draft_logprob` 0. A token with p = 0 is never
+    kept, nor one that its draft could not have drawn (q = 0).
+
+    Args:
+      coin: f32 or f64 in (0, 1).
+      target_logprob: f32, log p of the token.
+      draft_logprob: f32, log q of the token.
+
+    Returns:
+      bool.
+
+    References:
+      Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    possible = (target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)
+    # The difference is 0 when p == q; log u + log q < log p would round and reject.
+    ratio = jnp.where(possible, target_logprob - draft_logprob, -jnp.inf)
+    return jnp.log(coin) < ratio.astype(coin.dtype)
+
+
+def accept_greedy(token_id: jax.Array, argmax: jax.Array) -> jax.Array:
+    """Keeps a drafted token that is the target's argmax."""
+    return token_id == argmax
+
+
+def accept_synthetic(coin: jax.Array, rate: jax.Array) -> jax.Array:
+    """Keeps any token with probability `rate` in [0, 1], whatever p and q say.
+
+    Args:
+      coin: f32 or f64 in (0, 1).
+      rate: f32, conditional on everything before having been kept.
+
+    Returns:
+      bool.
+    """
+    return coin < rate.astype(coin.dtype)
+
+
+def is_one_hot(scaling: Scaling, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
+    """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
+    lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
+    return scaling.greedy | ~scaling.valid | lawless

@@ -1,0 +1,152 @@
+r"""Two-level Gumbel-max: a token from V log-weights with V / 128 + 128 noises.
+
+With :math:`L_b` the logsumexp of block b of `SAMPLING_BLOCK` tokens, the block is
+:math:`\arg\max_b (L_b + G^1_b)` and the token :math:`\arg\max_{v \in b} (w_v + G^0_v)`.
+This is exact because the maximum of a block's Gumbels is itself a Gumbel, located at
+the block's logsumexp and independent of the token that attains it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.logsumexp import (
+    BlockPartials,
+    Law,
+    block_partials,
+    block_weights,
+    keep,
+    row_logsumexp,
+    row_statistics,
+)
+from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
+from specjax.core.subnormal import flush_subnormals
+from specjax.core.temperature import read_temperature
+from specjax.typing import Sample
+
+__all__ = [
+    "argmax_token",
+    "first_argmax",
+    "perturbed_token",
+    "sample_row",
+    "take_logits",
+    "token_logprobs",
+    "two_level_token",
+]
+
+_TokenWeights = Callable[[jax.Array], jax.Array]
+
+
+def take_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+    """Kept logits of a row at token ids: f32, -inf for ids outside the row.
+
+    Args:
+      row: [V].
+      index: i32 of any shape; may lie outside [0, V).
+      cutoff: f32[] or None.
+
+    Returns:
+      f32 of the index's shape.
+    """
+    inside = (index >= 0) & (index < row.shape[0])
+    x = keep(jnp.take(row, index, mode="clip"), cutoff)
+    return jnp.where(inside, x, -jnp.inf)
+
+
+def token_logprobs(logits: jax.Array, law: Law, scale: jax.Array) -> jax.Array:
+    """Log-probabilities of some kept logits of a row, given the row's law."""
+    return (logits - law.anchor) * scale - law.log_sum
+
+
+def first_argmax(scores: jax.Array) -> jax.Array:
+    """Index i32[...] of the largest of scores f[..., N], the lowest of equals; 0 if all are NaN.
+
+    A max and a masked min of the index: both vectorise, an argmax does not.
+    """
+    last = jnp.int32(scores.shape[-1])
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    best = jnp.max(scores, axis=-1)
+    first = jnp.min(jnp.where(scores == best[..., None], index, last), axis=-1, initial=last)
+    return jnp.where(first == last, jnp.int32(0), first)
+
+
+def two_level_token(
+    block_scores: jax.Array, token_scores: _TokenWeights
+) -> tuple[jax.Array, jax.Array]:
+    """The best token of the best block; ties go to the lowest id.
+
+    Args:
+      block_scores: f[N].
+      token_scores: maps token ids i32[SAMPLING_BLOCK], some of them past the
+        vocabulary's end, to scores, -inf there.
+
+    Returns:
+      The block and the token, i32[].
+    """
+    # The barriers keep XLA from computing the noise in the scores once per reduction.
+    block = first_argmax(jax.lax.optimization_barrier(block_scores))
+    index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
+    scores = jax.lax.optimization_barrier(token_scores(index))
+    return block, index[first_argmax(scores)]
+
+
+def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | None) -> jax.Array:
+    """The row's argmax, i32[], from its block partials; ties go to the lowest id."""
+
+    def logits(index: jax.Array) -> jax.Array:
+        return flush_subnormals(take_logits(row, index, cutoff))
+
+    return two_level_token(flush_subnormals(partials.max), logits)[1]
+
+
+def perturbed_token(
+    weights: jax.Array, token_weights: _TokenWeights, at: Words, noise_dtype: Any
+) -> jax.Array:
+    """Draws a token by two-level Gumbel-max.
+
+    Args:
+      weights: f32[N], log-masses of the blocks.
+      token_weights: maps token ids i32[SAMPLING_BLOCK] to log-weights f32, -inf
+        for those that must not be drawn.
+      at: the address of the draw.
+      noise_dtype: float32 or float64.
+
+    Returns:
+      The token's id, i32[].
+    """
+    blocks = jnp.arange(weights.shape[0], dtype=jnp.uint32)
+    scores = weights.astype(noise_dtype) + gumbel(at, 1, blocks, noise_dtype)
+
+    def token_scores(index: jax.Array) -> jax.Array:
+        noise = gumbel(at, 0, index.astype(jnp.uint32), noise_dtype)
+        return token_weights(index).astype(noise_dtype) + noise
+
+    return two_level_token(scores, token_scores)[1]
+
+
+def sample_row(
+    logits: jax.Array,
+    at: Words,
+    temperature: jax.Array,
+    cutoff: jax.Array | None,
+    noise_dtype: Any,
+) -> Sample:
+    """`gumbel_sample` for one row of logits [V] at its address."""
+    scaling = read_temperature(temperature)
+    partials = block_partials(logits, scaling.scale, cutoff)
+    row = row_statistics(partials, scaling.scale)
+
+    def token_weights(index: jax.Array) -> jax.Array:
+        return token_logprobs(take_logits(logits, index, cutoff), row.law, scaling.scale)
+
+    weights = block_weights(partials, row.law, scaling.scale)
+    drawn = perturbed_token(weights, token_weights, at, noise_dtype)
+    token = jnp.where(scaling.greedy, argmax_token(logits, partials, cutoff), drawn)
+    valid = scaling.valid & row.finite
+    return Sample(
+        token_ids=jnp.where(valid, token, jnp.int32(-1)),
+        logprobs=jnp.where(valid, token_weights(token), jnp.float32(0)),
+        logsumexp=row_logsumexp(row.law, scaling.scale),
+    )

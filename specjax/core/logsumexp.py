@@ -1,0 +1,215 @@
+"""Block partials of a logsumexp and their associative merge.
+
+A row of logits is cut into blocks of `SAMPLING_BLOCK`; each block keeps its largest
+logit and its sum of exponentials relative to it. From these follow the row's
+logsumexp, the masses that choose a block when sampling, and the argmax.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.noise import SAMPLING_BLOCK
+from specjax.core.subnormal import smallest_equal
+
+__all__ = [
+    "BlockPartials",
+    "Exp2",
+    "Law",
+    "RowStatistics",
+    "block_partials",
+    "block_weights",
+    "combine_blocks",
+    "drawn_law",
+    "exp_scaled",
+    "keep",
+    "merge_blocks",
+    "reduce_blocks",
+    "row_logsumexp",
+    "row_statistics",
+    "split_blocks",
+]
+
+Exp2 = Callable[[jax.Array], jax.Array]
+
+_LOG2_E = math.log2(math.e)
+
+
+class BlockPartials(NamedTuple):
+    """What is kept of each of N blocks.
+
+    Attributes:
+      max: f32[..., N], largest kept raw logit.
+      sum: f32[..., N], of `exp((x - max) * scale)`.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+
+
+class Law(NamedTuple):
+    """What turns a raw logit x into a log-probability: `(x - anchor) * scale - log_sum`.
+
+    Attributes:
+      anchor: f32[...], a raw logit of the row near its largest, so that huge rows do not
+        overflow.
+      log_sum: f32[...], log of the sum of `exp((x - anchor) * scale)`.
+    """
+
+    anchor: jax.Array
+    log_sum: jax.Array
+
+
+class RowStatistics(NamedTuple):
+    """What is kept of a row.
+
+    Attributes:
+      law: its anchor is the largest kept raw logit.
+      finite: bool[...], whether it is a law: no NaN, no +inf, not -inf everywhere.
+    """
+
+    law: Law
+    finite: jax.Array
+
+
+def keep(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+    """Logits in f32, -inf below the cutoff; NaN stays, so that it is seen.
+
+    Subnormal numbers count as zero: the cutoff is moved, which is done once per row.
+    """
+    x = logits.astype(jnp.float32)
+    return x if cutoff is None else jnp.where(x < smallest_equal(cutoff), -jnp.inf, x)
+
+
+def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Cuts the last axis into whole blocks `[..., n, SAMPLING_BLOCK]` and a tail.
+
+    A view and not a padded copy: the tail, of less than a block, is apart, and None
+    where the blocks come out even.
+    """
+    num_whole, num_left = divmod(row.shape[-1], SAMPLING_BLOCK)
+    edge = num_whole * SAMPLING_BLOCK
+    body = row[..., :edge].reshape(*row.shape[:-1], num_whole, SAMPLING_BLOCK)
+    return body, (row[..., None, edge:] if num_left else None)
+
+
+def exp_scaled(x: jax.Array, scale: Any = 1.0, exp2: Exp2 = jnp.exp2) -> jax.Array:
+    """`exp(x * scale)` as a power of two, which a GPU has an instruction for."""
+    return exp2(x * (scale * jnp.float32(_LOG2_E)))
+
+
+def reduce_blocks(
+    blocks: jax.Array,
+    scale: jax.Array,
+    cutoff: jax.Array | None = None,
+    exp2: Exp2 = jnp.exp2,
+) -> BlockPartials:
+    """Partials of blocks laid out as rows.
+
+    Args:
+      blocks: [..., N], bf16, f16 or f32; -inf where a block is shorter than N.
+      scale: f32, one over the temperature, of a shape that broadcasts against [...].
+      cutoff: f32, of a shape that broadcasts against [..., N]. None keeps all.
+      exp2: of f32; kernels have a faster one.
+
+    Returns:
+      Partials f32[...].
+    """
+    x = keep(blocks, cutoff)
+    m = jnp.max(x, axis=-1)
+    # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
+    shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
+    terms = exp_scaled(x - shift[..., None], scale[..., None], exp2)
+    return BlockPartials(m, jnp.sum(terms, axis=-1))
+
+
+def combine_blocks(
+    partials: BlockPartials, scale: jax.Array, exp2: Exp2 = jnp.exp2
+) -> BlockPartials:
+    """One partial of many, in any order the same but for rounding.
+
+    Args:
+      partials: f32[..., N]; max -inf and sum 0 where there is no block.
+      scale: f32, of a shape that broadcasts against [...].
+      exp2: of f32; kernels have a faster one.
+
+    Returns:
+      f32[...].
+    """
+    m = jnp.max(partials.max, axis=-1)
+    shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
+    weights = exp_scaled(partials.max - shift[..., None], scale[..., None], exp2)
+    return BlockPartials(m, jnp.sum(partials.sum * weights, axis=-1))
+
+
+def merge_blocks(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+    """Statistics f32[...] of the rows whose partials f32[..., N] are given, scale f32[...]."""
+    whole = combine_blocks(partials, scale)
+    finite = jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)
+    return RowStatistics(Law(whole.max, jnp.log(whole.sum)), finite)
+
+
+def block_partials(
+    logits: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None
+) -> BlockPartials:
+    """Partials of every block in one pass over the logits.
+
+    Args:
+      logits: [..., V], bf16, f16 or f32.
+      scale: f32[...], one over the temperature, applied inside the exponent.
+      cutoff: f32[...], logits below it are left out. None keeps all.
+
+    Returns:
+      Partials f32[..., ceil(V / SAMPLING_BLOCK)].
+    """
+    c = None if cutoff is None else cutoff[..., None, None]
+    body, tail = split_blocks(logits)
+    partials = reduce_blocks(body, scale[..., None], c)
+    if tail is not None:
+        last = reduce_blocks(tail, scale[..., None], c)
+        partials = BlockPartials(
+            jnp.concatenate([partials.max, last.max], axis=-1),
+            jnp.concatenate([partials.sum, last.sum], axis=-1),
+        )
+    # Without the barrier XLA turns the max of block maxima into another pass over the row.
+    return jax.lax.optimization_barrier(partials)
+
+
+def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+    """`merge_blocks`, behind a barrier: every use sees the same bits, so p == q is exact."""
+    return jax.lax.optimization_barrier(merge_blocks(partials, scale))
+
+
+def row_logsumexp(law: Law, scale: jax.Array) -> jax.Array:
+    """f32[...], the logsumexp of the kept logits times `scale`."""
+    return law.anchor * scale + law.log_sum
+
+
+def block_weights(partials: BlockPartials, law: Law, scale: jax.Array) -> jax.Array:
+    """Log-probability of each block, f32[..., N], -inf for an empty one.
+
+    Args:
+      partials: f32[..., N].
+      law: f32[...], of the row the blocks belong to.
+      scale: f32[...].
+
+    Returns:
+      f32[..., N].
+    """
+    relative = (partials.max - law.anchor[..., None]) * scale[..., None] - law.log_sum[..., None]
+    return relative + jnp.log(partials.sum)
+
+
+def drawn_law(logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array) -> Law:
+    """The law of a draft row, from a token's raw logit and the carried statistics.
+
+    From the token itself, whose log-probability is small: a logsumexp of hundreds, as low
+    temperatures make it, is rounded in the fourth decimal. Only a token of which q is 0 leaves
+    nothing else.
+    """
+    known = jnp.isfinite(logit) & jnp.isfinite(logprob)
+    zero = jnp.float32(0)
+    return Law(jnp.where(known, logit, zero), jnp.where(known, -logprob, logsumexp))

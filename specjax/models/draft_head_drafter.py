@@ -1,0 +1,125 @@
+"""Drafts with a head that reads the target's hidden state."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import SpeculativeConfig
+from specjax.decode.drafts import propose
+from specjax.models.draft_head import HeadConfig, check_head, head_functions
+from specjax.processing.sampling_params import SamplingParams
+from specjax.processing.token_counts import History
+from specjax.typing import Draft, Drafter, Model
+
+__all__ = ["head_drafter"]
+
+
+def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
+    """Drafts with a head of one layer on top of the target.
+
+    The first draft of a proposal reads the target's hidden state that decided the last
+    committed token, the others the head's own in its place. The head attends to the tokens
+    before, as far back as its window. Embeddings and logits are the target's, and held once.
+
+    Args:
+      target: from `load` or `build`; what the head was trained for.
+      config: of the head.
+      params: of the head, from `load_head` or `build_head`.
+
+    Returns:
+      A `Drafter` whose state is the head's cache.
+
+    Raises:
+      ValueError: if the target's states are of another size.
+
+    Example:
+      >>> from specjax.models import load, load_head, pretrained_folder
+      >>> target, _ = load(pretrained_folder("target"))
+      >>> params, config = load_head(pretrained_folder("head"))
+      >>> output = specjax.generate(
+      ...     target, head_drafter(target, config, params), [[7, 8, 9]], [3],
+      ...     keys=jax.random.key(0), max_new_tokens=16)
+      >>> int(output.lengths[0])
+      19
+
+    References:
+      Li et al., 2024, arXiv:2401.15077: EAGLE.
+      DeepSeek-AI, 2024, arXiv:2412.19437: multi-token prediction.
+    """
+    check_head(config, target.params["embedding"].shape[-1])
+    functions = _functions(config, target.logits)
+    return Drafter({"target": target.params, "head": params}, *functions)
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
+    init_cache, apply = head_functions(head)
+
+    feed = functools.partial(_feed, apply)
+
+    def init(params: Any, token_ids: jax.Array, lengths: jax.Array, max_length: int) -> Any:
+        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        ids = jnp.maximum(jnp.concatenate([token_ids[:, :1], token_ids], axis=1), 0)
+        unknown = jnp.zeros((token_ids.shape[0], head.hidden_size), head.dtype)
+        at = jnp.where(place < lengths[:, None], place, -1)
+        return feed(params, ids, unknown, at, init_cache(token_ids.shape[0], max_length))[1]
+
+    def draft(
+        params: Any,
+        cache: Any,
+        token_ids: jax.Array,
+        hidden: jax.Array,
+        *,
+        keys: jax.Array,
+        positions: jax.Array,
+        num_tokens: jax.Array,
+        temperature: jax.Array,
+        config: SpeculativeConfig,
+        sampling: SamplingParams | None = None,
+        history: History | None = None,
+    ) -> tuple[Draft, Any]:
+        # What the step before drafted lies in the cache with states of the head's own: all that
+        # it may have committed is fed anew, as the context that it is now.
+        back = config.num_speculative_tokens + 3
+        place = positions[:, None] - jnp.arange(back, 0, -1, dtype=jnp.int32)[None]
+        ids = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1)
+        # The target's, whatever the head's own is: its table of words is not to be widened.
+        dtype = hidden.dtype
+
+        def step(carry: Any, fed: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
+            cache, hidden, before = carry
+            count = before.shape[1]
+            at = at[:, None] - jnp.arange(count - 1, -1, -1, dtype=jnp.int32)[None]
+            at = jnp.where(num_tokens[:, None] >= 0, jnp.maximum(at, -1), -1)
+            ids = jnp.concatenate([before, fed[:, None]], axis=1)
+            seen, cache = feed(params, ids, hidden, at, cache)
+            last = seen[:, -1].astype(dtype)
+            return logits(params["target"], last), (cache, last, fed[:, None])
+
+        drafts, (cache, _, _) = propose(
+            step,
+            (cache, hidden, ids[:, :-1]),
+            ids[:, -1],
+            num_tokens=config.num_speculative_tokens,
+            keys=keys,
+            positions=positions,
+            temperature=temperature,
+            draft_sample_method=config.draft_sample_method,
+            sampling=sampling,
+            history=history,
+            noise_dtype=config.noise_dtype,
+        )
+        return drafts._replace(num_tokens=num_tokens), cache
+
+    return init, draft
+
+
+def _feed(
+    apply: Any, params: Any, ids: jax.Array, hidden: jax.Array, at: jax.Array, cache: Any
+) -> Any:
+    """Feeds `ids` but the first, which stands before; `hidden` is the last one's."""
+    embedded = params["target"]["embedding"][ids]
+    hidden = jnp.pad(hidden[:, None], ((0, 0), (ids.shape[1] - 2, 0), (0, 0)))
+    return apply(params["head"], embedded[:, 1:], embedded[:, :-1], hidden, at, cache)

@@ -1,0 +1,100 @@
+"""The `config.json` of a configuration, in the words of a family that reads it back."""
+
+from typing import Any
+
+from specjax.models.config import TransformerConfig
+from specjax.models.hf.config_reader import read_fields
+
+__all__ = ["write_fields"]
+
+# In this order: a configuration goes to the first that has it.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
+    *("tie_word_embeddings", "max_position_embeddings", "bos_token_id"),
+)
+
+
+def write_fields(config: TransformerConfig) -> dict[str, Any]:
+    """The fields of a Hugging Face `config.json` that `read_fields` reads back.
+
+    Args:
+      config: of the model.
+
+    Raises:
+      ValueError: if no family has such a configuration.
+
+    Example:
+      >>> write_fields(TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True))["model_type"]
+      'qwen3'
+    """
+    for kind, architecture in _ARCHITECTURES.items():
+        fields = _llama(config) | {"architectures": [architecture], "model_type": kind}
+        if kind != "llama":
+            fields |= _beyond_llama(config)
+        if kind == "mistral":
+            # With them it is a Ministral to transformers.
+            del fields["layer_types"]
+        try:
+            if read_fields(fields) == config:
+                return fields
+        except ValueError:
+            continue
+    raise ValueError(
+        "no family has this configuration; config.json can say what differs between "
+        f"{', '.join(_ARCHITECTURES)}, and no other mixture of it."
+    )
+
+
+def _llama(config: TransformerConfig) -> dict[str, Any]:
+    eos = list(config.eos_token_ids)
+    return {name: getattr(config, name) for name in _SHARED} | {
+        "architectures": [],
+        "model_type": "",
+        "attention_bias": config.out_bias,
+        "hidden_act": config.hidden_act,
+        "mlp_bias": False,
+        "rope_scaling": _scaling(config),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "torch_dtype": config.dtype,
+    }
+
+
+def _scaling(config: TransformerConfig) -> dict[str, Any] | None:
+    if config.rope_scaling is None:
+        return None
+    scaling = config.rope_scaling._asdict()
+    kind = scaling.pop("kind")
+    if kind == "linear":
+        scaling = {"factor": scaling["factor"]}
+    return {"rope_type": kind} | scaling
+
+
+def _beyond_llama(config: TransformerConfig) -> dict[str, Any]:
+    windows = config.layer_windows or (None,) * config.num_hidden_layers
+    window = next((size for size in windows if size is not None), None)
+    fields = {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        "hidden_activation": config.hidden_act,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+    }
+    if config.query_scale is not None:
+        exact = config.query_scale**-2
+        # A whole number, but for the rounding of a square root.
+        whole = abs(exact - round(exact)) < 1e-9 * exact
+        fields["query_pre_attn_scalar"] = round(exact) if whole else exact
+    if config.local_rope_theta is not None:
+        fields["rope_local_base_freq"] = config.local_rope_theta
+    return fields

@@ -1,0 +1,163 @@
+"""Heads as folders: config.json, and model.safetensors under the names of a Llama's layer."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors.flax import save as serialized
+
+from specjax.files import replacing
+from specjax.models.draft_head import HeadConfig
+from specjax.models.hf.checkpoint import dtype_here
+from specjax.models.hf.config_fields import read_field
+from specjax.models.hf.folder import read_folder
+from specjax.models.hf.mapped_tensors import MappedTensors
+from specjax.models.hf.objects import read_object
+from specjax.models.hf.weight_map import Entry, join, layout, put, split, take
+
+__all__ = ["is_head", "load_head", "load_head_config", "save_head"]
+
+_KIND = "specjax_head"
+_NEEDED = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "rms_norm_eps", "rope_theta"),
+)
+
+
+def _entries(config: HeadConfig) -> Iterator[Entry]:
+    """Where each tensor of a head's folder lies in its parameters."""
+    hidden = config.hidden_size
+    for name in ("token_norm", "hidden_norm"):
+        yield Entry((name, "weight"), (f"model.{name}.weight",), ((hidden,),), False)
+    yield Entry(("mix",), ("model.mix.weight",), ((hidden, 3 * hidden),), True)
+    for entry in layout(config.layer()):
+        if entry.place[0] == "layers":
+            yield entry._replace(place=("layer", *entry.place[2:]))
+        elif entry.place[0] == "norm":
+            yield entry
+
+
+def _fields(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    path = read_folder(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; a head's folder needs it.")
+    return read_object(path, "the fields of a head"), str(path)
+
+
+def is_head(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a head rather than a model of its own.
+
+    Args:
+      folder: with a config.json, or not.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> is_head(pretrained_folder("head")), is_head(pretrained_folder("draft"))
+      (True, False)
+    """
+    try:
+        return bool(_fields(folder)[0].get("model_type") == _KIND)
+    except ValueError:
+        return False
+
+
+def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
+    """Reads the `config.json` of a head.
+
+    Args:
+      folder: that `save_head` wrote.
+
+    Raises:
+      ValueError: on a missing or unreadable file, or one that is no head's.
+    """
+    fields, source = _fields(folder)
+    if fields.get("model_type") != _KIND:
+        raise ValueError(
+            f"{source} has model_type {fields.get('model_type')!r}; a head's is {_KIND!r}."
+        )
+    other = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_NEEDED})
+    if other:
+        raise ValueError(f"{source} has {', '.join(other)}; a head here has no such field.")
+    missing = [name for name in _NEEDED if fields.get(name) is None]
+    if missing:
+        raise ValueError(f"{source} has no {', '.join(missing)}; a head needs it.")
+    read = {name: read_field(name, fields, source) for name in _NEEDED}
+    config = HeadConfig(
+        **read,
+        window=read_field("sliding_window", fields, source),
+        dtype=read_field("dtype", fields, source) or "float32",
+    )
+    try:
+        config.layer()
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be built: {error}") from None
+    return config
+
+
+def load_head(
+    folder: str | os.PathLike[str], dtype: DTypeLike | None = None
+) -> tuple[Any, HeadConfig]:
+    """Reads a head, for `head_drafter`.
+
+    Args:
+      folder: that `save_head` wrote.
+      dtype: of parameters, activations and cache, as "bfloat16" or jnp.bfloat16. None is the
+        file's own, but float32 on a CPU, where bfloat16 products are slow.
+
+    Returns:
+      The parameters, and the head's configuration with that dtype.
+
+    Raises:
+      ValueError: in a sentence that names the file, or the tensor, and what is needed.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> params, config = load_head(pretrained_folder("head"))
+      >>> config.hidden_size
+      256
+    """
+    config = load_head_config(folder)
+    if not (pathlib.Path(folder) / "model.safetensors").is_file():
+        raise ValueError(f"{folder} has no model.safetensors; a head's folder needs it.")
+    config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
+    tensors = MappedTensors(folder)
+    params: dict[str, Any] = {}
+    tensors.check_all_read(name for entry in _entries(config) for name in entry.names)
+    for entry in _entries(config):
+        views = map(tensors.view, entry.names, entry.shapes)
+        put(params, entry.place, join([jnp.asarray(v) for v in views], entry.turned, config.dtype))
+    return params, config
+
+
+def save_head(
+    folder: str | os.PathLike[str], params: Any, config: HeadConfig, dtype: str = "bfloat16"
+) -> None:
+    """Writes a folder that `load_head` reads back, up to rounding to `dtype`.
+
+    Args:
+      folder: is made if absent; its config.json and model.safetensors are replaced, each once
+        it is written whole.
+      params: of the head.
+      config: of the head; its dtype is replaced by `dtype`.
+      dtype: of the tensors on disk.
+    """
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: jnp.asarray(np.ascontiguousarray(array), dtype)
+        for entry in _entries(config)
+        for name, array in zip(entry.names, split(take(params, entry.place), entry), strict=True)
+    }
+    fields = {"model_type": _KIND} | {name: getattr(config, name) for name in _NEEDED}
+    fields |= {"sliding_window": config.window, "dtype": dtype}
+    text = json.dumps(fields, indent=2) + "\n"
+    with replacing(path / "model.safetensors") as spare:
+        spare.write_bytes(serialized(tensors, metadata={"format": "pt"}))
+    with replacing(path / "config.json") as spare:
+        spare.write_text(text, encoding="utf-8")

@@ -1,0 +1,662 @@
+"""The `specjax` command, through `main` and once as a process."""
+
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from specjax.cli import main
+from specjax.cli.generate import Job, Run, TextStream, Timings
+from specjax.cli.terminal import Terminal
+from specjax.config import SpeculativeConfig
+from specjax.decode.drafters import ngram_drafter
+from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.metrics import Metrics
+from specjax.models import TransformerConfig, build, pretrained_folder, save
+
+pytestmark = pytest.mark.lenient
+
+ROOT = pathlib.Path(__file__).parents[2]
+TARGET = TransformerConfig(
+    vocab_size=260,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=128,
+    eos_token_ids=(0,),
+)
+PROMPT = "a bé🙂 ab ab"
+EMBEDDED = str(pretrained_folder("draft"))
+SHORT = ["--max-new-tokens", "20", "--num-speculative-tokens", "2"]
+
+
+def byte_tokenizer(vocab_size=260):
+    """Every byte is a token of its own, but for a few merges."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["ab ab ac ac"], trainer)
+    return tokenizer
+
+
+def write(folder, config, seed, scale=12.0):
+    # Larger weights than at the start of a training, so that texts are not one token repeated.
+    params = jax.tree.map(
+        lambda a: a * jnp.asarray(scale, a.dtype), build(config, seed=seed).params
+    )
+    save(folder, params, config, byte_tokenizer(config.vocab_size), dtype="float32")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    # Of one configuration, so that every drafter that is a model shares its compilations.
+    return write(folder / "target", TARGET, 0), write(folder / "draft", TARGET, 1)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(tmp_path, monkeypatch):
+    for name in ("NO_COLOR", "TERM", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+def run_json(capsys, pair, *options):
+    target, draft = pair
+    drafting = () if "--draft" in options else ("--draft", draft)
+    assert (
+        main(["generate", PROMPT, "--target", target, *drafting, "--json", *SHORT, *options]) == 0
+    )
+    captured = capsys.readouterr()
+    assert not captured.err
+    return json.loads(captured.out)
+
+
+def stream(pair, *options):
+    target, draft = pair
+    return main(["generate", PROMPT, "--target", target, "--draft", draft, *SHORT, *options])
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# What comes out ----------------------------------------------------------------------------------
+
+
+@pytest.mark.once
+def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
+    options = ("--temperature", "0", "--no-baseline")
+    drafts = ("none", "ngram", pair[1], pair[0])
+    texts = [run_json(capsys, pair, "--draft", draft, *options) for draft in drafts]
+    assert len({text["text"] for text in texts}) == 1
+    assert len({tuple(text["token_ids"]) for text in texts}) == 1
+    assert texts[-1]["metrics"]["draft_acceptance_rate"] == 1.0
+    assert texts[0]["metrics"]["mean_acceptance_length"] == 1.0
+    assert len(set(texts[0]["token_ids"])) > 3
+
+
+def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
+    found = run_json(capsys, pair)
+    ids, metrics, timings = found["token_ids"], found["metrics"], found["timings"]
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer.encode(PROMPT).ids
+    assert PROMPT + found["text"] == tokenizer.decode(prompt + ids)
+    assert found["num_prompt_tokens"] == len(prompt)
+    assert found["finish"] == ("end_of_sequence" if ids[-1] == 0 else "length")
+    # The first token comes of the prompt alone, and is in no step.
+    assert len(ids) - 1 <= metrics["num_emitted"] <= len(ids) + 1
+    drafted, accepted = metrics["num_drafted"], metrics["num_accepted"]
+    assert metrics["num_emitted"] == metrics["num_steps"] + sum(accepted)
+    assert metrics["mean_acceptance_length"] == pytest.approx(
+        metrics["num_emitted"] / metrics["num_steps"]
+    )
+    assert metrics["draft_acceptance_rate"] == pytest.approx(sum(accepted) / sum(drafted))
+    assert metrics["acceptance_rates"] == pytest.approx(
+        [a / d for a, d in zip(accepted, drafted, strict=True)]
+    )
+    assert timings["tokens_per_second"] * timings["seconds"] == pytest.approx(len(ids))
+    assert timings["speedup"] == pytest.approx(
+        timings["tokens_per_second"] / timings["plain_tokens_per_second"]
+    )
+    assert timings["compile_seconds"] >= 0  # 0 where an earlier test compiled it
+
+
+def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
+    one, again, other = (
+        run_json(capsys, pair, "--no-baseline", "--temperature", "1", "--seed", seed)["token_ids"]
+        for seed in ("5", "5", "6")
+    )
+    assert one == again != other
+
+
+@pytest.mark.once
+def test_synthetic_acceptance_is_what_was_asked_for(capsys, pair):
+    options = ["--rejection-sample-method", "synthetic", "--no-baseline"]
+    for asked in (["--synthetic-acceptance-rates", "1,0"], ["--synthetic-acceptance-length", "2"]):
+        found = run_json(capsys, pair, *options, *asked)
+        assert found["metrics"]["acceptance_rates"] == [1.0, 0.0]
+
+
+def test_noise_in_float64_leaves_the_process_as_it_was(capsys, pair):
+    found = run_json(capsys, pair, "--use-fp64-gumbel", "--no-baseline", "--draft", "none")
+    assert found["token_ids"]
+    assert not jax.config.jax_enable_x64
+
+
+def test_piped_output_is_the_text_alone(capsys, pair, monkeypatch):
+    found = run_json(capsys, pair)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert stream(pair) == 0
+    captured = capsys.readouterr()
+    assert captured.out == found["text"] + "\n" * (not found["text"].endswith("\n"))
+    assert "\x1b" not in captured.out + captured.err
+    assert "times as fast" in captured.err
+    assert "position 2" in captured.err
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_shows_origins_in_colour_unless_told_not_to(pair, monkeypatch, no_color):
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert stream(pair, "--no-baseline") == 0
+    shown = terminal.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert ("\x1b" in shown) is not no_color
+    assert ("accepted draft" in shown) is not no_color
+    assert "\x1b" not in plain
+    assert PROMPT in plain
+    assert "tokens per step" in plain
+
+
+SAMPLING = ["--top-k", "3", "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2"]
+SAMPLING += ["--frequency-penalty", "0.1", "--presence-penalty", "-0.1", "--logprobs", "2"]
+
+
+@pytest.mark.once
+def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pair):
+    options = ("--no-baseline", *SAMPLING)
+    found = run_json(capsys, pair, *options)
+    listed = found["logprobs"]
+    assert [token["token_id"] for token in listed] == found["token_ids"]
+    assert "".join(token["token"] for token in listed if token["token"].isascii()) != ""
+    for token in listed:
+        top = token["top"]
+        assert top[0]["logprob"] >= top[1]["logprob"]
+        # Of the model's own law: the penalties may put another first, and never the third.
+        assert (token["rank"] == 1) == (token["logprob"] == top[0]["logprob"])
+    # One token left to draw is the greedy choice, whatever the temperature.
+    one = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]
+    greedy = run_json(capsys, pair, *options, "--temperature", "0")["token_ids"]
+    assert one == greedy != found["token_ids"]
+    assert run_json(capsys, pair, "--no-baseline")["logprobs"] is None
+
+
+@pytest.mark.once
+def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
+    assert stream(pair, "--no-baseline", *SAMPLING) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("token "))
+    assert re.fullmatch(r"token +log p +rank +likeliest *", lines[start])
+    assert re.match(r'".+" +-\d+\.\d\d +\d+ +".+" -\d+\.\d\d  ".+" -\d+\.\d\d', lines[start + 1])
+    assert "log p" not in captured.out
+
+
+def test_tokens_are_listed_by_what_stands_in_them(monkeypatch):
+    """A token of no probability, one that a terminal would obey, and one like markup."""
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return ["[b]", "\x1b[2J\x9b", " \n"][ids[0]]
+
+    top = TopLogprobs(
+        *(np.array(x) for x in ([[0], [-1]], [[-0.5], [-np.inf]], [2, 1], [-1.0, -np.inf]))
+    )
+    counts = [jnp.array([n], jnp.int32) for n in (1, 1, [0], [0])]
+    job = Job("", None, None, Tokenizer(), "", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    run = Run([2, 1], "length", Metrics(*counts), top)
+    Terminal().summary(job, run, Timings(1.0, 0.01, 1.0))
+    lines = [line.split() for line in terminal.getvalue().splitlines()]
+    assert ['"', '\\n"', "-1.00", "2", '"[b]"', "-0.50"] in lines
+    assert ['"\\u001b[2J\ufffd"', "none", "1"] in lines
+
+
+def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(PROMPT.encode())
+    options = ["--target", pair[0], "--draft", pair[1], "--json", "--no-baseline", *SHORT]
+    expected = run_json(capsys, pair, "--no-baseline")["token_ids"]
+    for arguments in (["--prompt-file", str(file)], ["-"], []):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+        assert main(["generate", *arguments, *options]) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+
+
+def summary(monkeypatch, num_drafted, num_accepted):
+    """What a terminal shows of a run with such counts, without colours."""
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    counts = [
+        jnp.array([n], jnp.int32) for n in (3, 3 + sum(num_accepted), num_drafted, num_accepted)
+    ]
+    timings = Timings(1.0, 0.01, 12345.6, 0.01, 11222.3, 1.1)
+    job = Job("", None, ngram_drafter(), None, "", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    Terminal().summary(job, Run([1] * 999, "end_of_sequence", Metrics(*counts)), timings)
+    return re.sub(r" *\n", "\n", re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()))
+
+
+def test_the_summary_fits_a_terminal_of_80_columns(monkeypatch):
+    said = summary(monkeypatch, [3, 2], [2, 1])
+    assert "12345.6 tokens/s with drafts, 11222.3 without: 1.10 times as fast\n" in said
+    assert "2.00 tokens per step, 60% of the drafted ones kept\n" in said
+    assert re.search(r"position 2 +█{12}░{12} 0.50\n$", said)
+
+
+def test_positions_where_nothing_was_drafted_show_no_rate(monkeypatch):
+    said = summary(monkeypatch, [3, 0], [2, 0])
+    assert "position 1" in said
+    assert "position 2" not in said
+    assert "nothing was drafted" in summary(monkeypatch, [0, 0], [0, 0])
+
+
+def test_a_name_is_shown_as_it_is_written(monkeypatch):
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    name = "target /tmp/[b]a[/i] · draft :smile:"
+    job = Job(name, None, None, None, "x", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    Terminal().begin(job)
+    assert terminal.getvalue().startswith(name)
+
+
+def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
+    encoded = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(encoded, "ascii", write_through=True))
+    assert stream(pair, "--no-baseline") == 0
+    assert re.search(rb"position 1 +[#.]{24} [01]\.\d\d", encoded.getvalue())
+
+
+def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "specjax", "generate", "-", "--target", pair[0]]
+        + ["--no-baseline", *SHORT],
+        input=PROMPT.encode(),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith(b"\n")
+    assert b"tokens/s" in run.stderr
+
+
+# Text from tokens --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["é", "a🙂b", " x  y\n", "ab\ufffdc", "👩‍👩‍👧", "한국"])
+def test_a_stream_never_tears_a_character(text):
+    tokenizer = byte_tokenizer()
+    context = tokenizer.encode("ab ").ids
+    reader = TextStream(tokenizer, context)
+    pieces = [reader.feed(token) for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) + reader.flush() == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_text_are_held_until_it_is_certain(pair):
+    tokenizer = byte_tokenizer()
+    emoji = tokenizer.encode("🙂").ids
+    ids = [*emoji[:2], *tokenizer.encode("ab").ids, *emoji[:3], 0]
+    reader = TextStream(tokenizer, [])
+    pieces = [reader.feed(token) for token in ids]
+    assert pieces[:2] == ["", ""]
+    assert "".join(pieces) + reader.flush() == tokenizer.decode(ids)
+
+
+def test_a_decoder_that_strips_the_first_space_keeps_the_others():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁to": 0, "▁be": 1}, "▁to"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    reader = TextStream(tokenizer, [0])
+    assert [reader.feed(1), reader.feed(0), reader.feed(1)] == [" be", " to", " be"]
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def refusal(capsys, *arguments):
+    assert main(["generate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.startswith("specjax: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+SYNTHETIC = ["--rejection-sample-method", "synthetic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1.5"], "acceptance-rate is 1.5;.*0, 1]"),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "-0.1"], "acceptance-rate is -0.1"),
+        (["x", *SYNTHETIC], 'method "synthetic" needs exactly one of --synthetic-acc'),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rates", "1,x"], "commas between"),
+        (["x", "--synthetic-acceptance-rate", "0.5"], "-rate is given, but --rejection-sample-m"),
+        (
+            ["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1", "--draft", "none"],
+            "nothing to acc",
+        ),
+        (["x", "--num-speculative-tokens", "0"], "--num-speculative-tokens is 0"),
+        (["x", "--draft-sample-method", "gumbel"], '"probabilistic"'),
+        (["x", "--temperature", "-1"], "--temperature is -1.0"),
+        (["x", "--temperature", "nan"], "--temperature is nan"),
+        (["x", "--temperature", "inf"], "--temperature is inf"),
+        (["x", "--temperature", "1e39"], r"--temperature is 1e\+39.*finite in float32"),
+        (["x", "--temperature", "warm"], "invalid float value"),
+        (["x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["x", "--seed", "-1"], "--seed is -1"),
+        (["x", "--top-k", "-1"], r"--top-k is -1; it needs to be in \[0, 2147483647\]"),
+        (["x", "--top-p", "1.5"], r"--top-p is 1.5; it needs to be in \[0, 1\]"),
+        (["x", "--min-p", "nan"], "--min-p is nan"),
+        (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
+        (["x", "--frequency-penalty", "inf"], "--frequency-penalty is inf"),
+        (["x", "--logprobs", "-1"], "--logprobs is -1"),
+        (["x", "--logprobs", "99999"], "--logprobs is 99999; the target has"),
+        (["x", "--seed", str(2**32)], "--seed is 4294967296"),
+        (["x", "--max-new-tokens", "9" * 30], "room for 1024 together"),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "nan"], "acceptance-rate is nan"),
+        (["x", "--sead", "1"], "unrecognized arguments: --sead"),
+        (["x", "--prompt-file", "y"], "one of them"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),
+        (["--prompt-file", "/"], "/ cannot be read: Is a directory"),
+        (
+            ["--prompt-file", "/dev/zero"],
+            "/dev/zero has more than 16777216 bytes; it needs to have",
+        ),
+        (["--prompt-file", os.devnull], f"{os.devnull} is empty"),
+        (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),
+        (["x", "--draft", "/no/such/folder"], "/no/such/folder is not a folder"),
+        # As a shell gives a variable that is not set: it must not mean the default.
+        (["x", "--target", ""], "the name of the folder is empty; it needs to be that of a"),
+        (["x", "--draft", ""], "the name of the folder is empty"),
+        ([""], "the prompt is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(capsys, arguments, sentence):
+    assert re.search(sentence, refusal(capsys, *arguments))
+
+
+def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert "standard input is empty" in refusal(capsys, "-", "--target", pair[0])
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is empty" in refusal(capsys, "-", "--target", pair[0])
+    sys.stdin.close()
+    monkeypatch.setattr(sys, "stdin", FakeTerminal())
+    assert "no prompt came" in refusal(capsys, "--target", pair[0])
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in refusal(capsys, "--prompt-file", str(tmp_path / "bytes"))
+    (tmp_path / "bytes").write_bytes("ab".encode("utf-16-le"))
+    assert "bytes holds NUL characters; it" in refusal(capsys, "--prompt-file", f"{tmp_path}/bytes")
+    long = refusal(capsys, "x" * 100, "--target", pair[0], "--max-new-tokens", "29")
+    assert "has 100 tokens and --max-new-tokens is 29" in long
+    assert "room for 128" in long
+
+
+class Endless(io.RawIOBase):
+    """A stream that goes on for longer than any prompt; one that is read without end fails."""
+
+    num_bytes = 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        self.num_bytes += len(buffer)
+        assert self.num_bytes < 2**26
+        buffer[:] = b"a" * len(buffer)
+        return len(buffer)
+
+
+def test_a_prompt_without_end_is_read_up_to_the_limit(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    assert "standard input has more than 16777216 bytes; it needs to have" in refusal(capsys, "-")
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 10**12)
+    said = f"{large} has 1000000000000 bytes; it needs to have at most 16777216."
+    assert said in refusal(capsys, "--prompt-file", str(large))
+
+
+def test_a_file_too_large_for_what_it_is_called_is_not_read(capsys, tmp_path):
+    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    (folder / "model.safetensors").unlink()
+
+    def said(name):
+        (folder / name).touch()
+        size = (folder / name).stat().st_size
+        os.truncate(folder / name, 10**12)
+        sentence = refusal(capsys, "x", "--chat", "--target", str(folder), *SHORT)
+        os.truncate(folder / name, size)
+        return sentence
+
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+        assert f"{folder / name} has 1000000000000 bytes; it needs to have" in said(name)
+        # A template or settings that are empty are none.
+        if not (folder / name).stat().st_size:
+            (folder / name).unlink()
+    (folder / "chat_template.jinja").write_text("x")
+    assert "index.json cannot be read as an index" in said("model.safetensors.index.json")
+
+
+def test_a_draft_of_another_vocabulary_is_refused(capsys, pair, tmp_path):
+    write(tmp_path / "larger", dataclasses.replace(TARGET, vocab_size=261), 0)
+    other = refusal(capsys, "x", "--target", pair[0], "--draft", str(tmp_path / "larger"), *SHORT)
+    assert "different vocabularies (261 and 260 tokens)" in other
+    renamed = pathlib.Path(write(tmp_path / "renamed", TARGET, 0)) / "tokenizer.json"
+    renamed.write_text(renamed.read_text().replace("<|end|>", "<|stop|>"))
+    assert "different vocabularies" in refusal(
+        capsys, "x", "--target", pair[0], "--draft", str(renamed.parent), *SHORT
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, b"", b"no such thing", b"{}"])
+def test_a_bad_folder_is_refused(capsys, tmp_path, name, content):
+    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    said = refusal(capsys, "x", "--target", str(folder), "--draft", "none", *SHORT)
+    assert str(folder) in said
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_is_refused(capsys, tmp_path):
+    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "[UNK]"))
+    words.save(str(folder / "tokenizer.json"))
+    said = refusal(capsys, "x", "--target", str(folder))
+    assert "tokenizer cannot read the prompt" in said
+
+
+def test_what_can_be_refused_is_refused_before_weights_are_read(capsys, pair, monkeypatch):
+    monkeypatch.setattr("specjax.models.load", None)
+    assert "room for 128" in refusal(capsys, "x" * 200, "--target", pair[0])
+    assert "different vocabularies" in refusal(
+        capsys, "x", "--target", pair[0], "--draft", EMBEDDED, *SHORT
+    )
+
+
+def test_without_the_extra_the_sentence_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    assert "flax is missing; pip install 'specjax[flax]'" in refusal(capsys, "x")
+
+
+def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_path, monkeypatch):
+    broken = write(tmp_path / "broken", TARGET, 0, scale=float("nan"))
+    assert main(["generate", "x", "--target", broken, "--draft", "none", "--json", *SHORT]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["finish"] == "invalid_logits"
+    assert captured.err == "specjax: the target's logits turned invalid.\n"
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specjax.cli.command._prepare", interrupt)
+    assert main(["generate", "x"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+class Failing(io.StringIO):
+    """Standard output that nobody reads, or a disk that is full."""
+
+    def __init__(self, error, file):
+        super().__init__()
+        self.error, self.file = error, file
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def flush(self):
+        if self.getvalue():
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
+        (
+            OSError(28, "No space left"),
+            1,
+            "specjax: the output cannot be written: No space left.\n",
+        ),
+    ],
+)
+def test_output_that_nobody_takes_ends_without_a_traceback(
+    capsys, pair, tmp_path, monkeypatch, error, code, said
+):
+    with (tmp_path / "out").open("w") as file:
+        for options in (["--json"], []):
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", Failing(error, file))
+                assert stream(pair, "--no-baseline", *options) == code
+            assert capsys.readouterr().err == said
+
+
+def test_notes_that_nobody_reads_change_no_refusal_and_end_a_text_without_a_traceback(
+    capsys, pair, monkeypatch
+):
+    # The text is written, its summary is not.
+    for call, code in [
+        (lambda: main(["generate", ""]), 2),
+        (lambda: stream(pair, "--no-baseline"), 141),
+    ]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as unread, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", unread)
+            assert call() == code
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["sweep"], ["--help"]], ids=str)
+def test_closed_standard_output_is_refused_before_anything_is_read(capsys, monkeypatch, arguments):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        patch.setattr("specjax.cli.command._prepare", None)
+        assert main(arguments) == 1
+    said = "specjax: standard output is closed; the output cannot be written.\n"
+    assert capsys.readouterr() == ("", said)
+
+
+# What pip makes of the entry point, and before its end a statement of a test.
+ENTRY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["specjax"]
+SCRIPT = "import sys; from {} import {} as main".format(*ENTRY.split(":"))
+SCRIPT += "; code = main(); {}; sys.exit(code)"
+
+
+def script(program, folder, *, streams="", path=()):
+    """Runs `specjax generate` as its script does, in a process."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" generate {streams}', sys.executable, program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_a_process_without_standard_streams_opens_nothing_in_their_place(tmp_path):
+    there = "import os; same = [os.path.sameopenfile(n, 0) for n in (0, 1)]; assert all(same)"
+    run = script(SCRIPT.format(there), tmp_path, streams="<&- >&-")
+    assert run.stderr == b"specjax: standard output is closed; the output cannot be written.\n"
+    assert run.returncode == 1
+
+
+def test_an_interruption_ends_the_script_without_a_word_whenever_it_comes(tmp_path):
+    # While JAX is imported, and while the command runs.
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "jax.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    )
+    early = script(SCRIPT.format("pass"), tmp_path, path=[tmp_path / "fake"])
+    kill = "def kill(*_): import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    late = script(
+        f"{kill}\nfrom specjax.cli import command; command._prepare = kill; "
+        + SCRIPT.format("pass"),
+        tmp_path,
+    )
+    for run in (early, late):
+        assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
+
+
+def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
+
+    monkeypatch.setattr("specjax.cli.measure", fail)
+    assert stream(pair, "--json") == 1
+    assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
+
+
+def test_version_and_help_are_printed(capsys):
+    for option in ("--version", "--help"):
+        with pytest.raises(SystemExit, match="0"):
+            main([option])
+        assert capsys.readouterr().out

@@ -1,0 +1,347 @@
+"""`specjax sweep`: what it predicts, what it chooses, and the command on a random pair."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import re
+import sys
+
+import bigrams
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_command import TARGET, write
+from test_files import no_file_beyond
+
+import specjax
+from specjax.cli import main
+from specjax.cli.sweep_choice import (
+    Acceptance,
+    choose,
+    predicted_lengths,
+    standard_errors,
+    synthetic_lengths,
+)
+from specjax.cli.sweep_measure import Workload, measure_acceptance
+from specjax.cli.sweep_report import tables, verdict
+from specjax.schedules import conditional_rates, expected_acceptance_length
+
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
+
+SMALL = ["--max-speculative-tokens", "2", "--context", "16", "--max-new-tokens", "12"]
+SMALL += ["--steps", "3", "--rounds", "2"]
+SMALLER = [*SMALL, "--max-speculative-tokens", "1"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    return [
+        "--target",
+        write(folder / "target", TARGET, 0),
+        "--draft",
+        write(folder / "d", TARGET, 1),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+# What is predicted and chosen --------------------------------------------------------------------
+
+
+def test_predicted_lengths_are_those_of_all_outcomes_enumerated():
+    conditional = [0.9, 0.5, 0.75]
+    rates = np.cumprod(conditional)
+    for K, found in enumerate(predicted_lengths(rates.tolist())):
+        total = 0.0
+        for coins in itertools.product([True, False], repeat=K):
+            pairs = zip(coins, conditional, strict=False)
+            probability = np.prod([c if coin else 1 - c for coin, c in pairs])
+            run = next((n for n, coin in enumerate(coins) if not coin), K)
+            total += probability * (run + 1)
+        assert found == pytest.approx(total)
+        if K:
+            closed = expected_acceptance_length(conditional_rates(jnp.array(rates))[:K])
+            assert found == pytest.approx(float(closed), rel=1e-6)
+
+
+def many(kept, K):
+    """So many steps that their error is next to none."""
+    return Acceptance(K, [kept * 1000])
+
+
+def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second():
+    # Rates 0.8, 0.6, 0.1.
+    acceptance = many([0, 2, 1, 2, 3, 0, 2, 2, 1, 2], 3)
+    steps = [[0.99, 1.0, 1.01], [1.19, 1.2, 1.21], [1.39, 1.4, 1.41], [1.59, 1.6, 1.61]]
+    best = choose(acceptance, steps, batch_size=10)
+    assert best.K == 2
+    assert best.tokens_per_second == pytest.approx([10, 15, 10 * 2.4 / 1.4, 10 * 2.5 / 1.6])
+    assert best.gains[2] == pytest.approx(2.4 / 1.4)
+    assert best.leads == pytest.approx([24 / 1.4 - rate for rate in best.tokens_per_second])
+    assert best.ties == []
+    for K, (low, high) in enumerate(best.quartiles):
+        assert low < best.tokens_per_second[K] < high
+
+
+def test_drafts_that_never_pay_leave_plain_decoding_best_and_ties_are_named():
+    assert choose(many([0] * 9 + [1], 2), [[1.0], [1.5], [2.0]], 1).K == 0
+    kept = many([0, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2)
+    wide = choose(kept, [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
+    assert (wide.K, wide.ties) == (2, [1])
+
+
+def test_what_few_steps_leave_open_many_decide():
+    # Two runs of seven and twelve steps of one pair: alone, each was sure of its own answer.
+    seconds = [[2.187e-3], [4.072e-3], [4.772e-3], [4.836e-3], [5.296e-3]]
+    for kept, K in [([0, 0, 4, 3, 4, 4, 4], 4), ([2, 1, 3, 1, 0, 0, 0, 0, 1, 2, 0, 1], 0)]:
+        few, sure = (choose(x, seconds, 1) for x in (Acceptance(4, [kept]), many(kept, 4)))
+        assert few.K == sure.K == K
+        assert {few.K, *few.ties} >= {0, 4}
+        assert sure.ties == []
+
+
+@pytest.mark.parametrize("alike", [1, 4])
+def test_errors_are_those_of_records_drawn_again_however_neighbours_agree(alike):
+    generator = np.random.default_rng(0)
+    seconds = [[1.0], [1.2], [1.3], [1.4]]
+    lengths, errors, rates, found = [], [], [], []
+    for _ in range(400):
+        kept = np.repeat(generator.choice(4, 400 // alike, p=[0.3, 0.3, 0.2, 0.2]), alike)
+        acceptance = Acceptance(3, [kept[:150].tolist(), kept[150:].tolist()])
+        lengths.append(predicted_lengths(acceptance.rates))
+        errors.append(standard_errors(acceptance))
+        best = choose(acceptance, seconds, 1)
+        rates.append(best.tokens_per_second)
+        found.append((best.K, best.lead_errors))
+    # Of 400 records the ratio of two such variances has a standard error of 8 %; the errors of
+    # single steps would make it 1/4, and two Ks that share no steps 5 and more.
+    assert np.square(errors)[:, 1:].mean(0) / np.var(lengths, axis=0)[1:] == pytest.approx(
+        1, abs=0.3
+    )
+    at = max({K for K, _ in found}, key=[K for K, _ in found].count)
+    lead = np.array(rates)[:, at] - np.array(rates)[:, at - 1]
+    own = [error[at - 1] for K, error in found if at == K]
+    assert np.mean(np.square(own)) / lead.var() == pytest.approx(1, abs=0.3)
+
+
+def test_a_few_steps_that_kept_alike_are_no_certainty():
+    for kept in (0, 4):
+        few, lots = (standard_errors(Acceptance(4, [[kept] * n])) for n in (3, 3000))
+        assert few[0] == lots[0] == 0
+        assert few[4] > 0.5
+        assert lots[4] < 0.005
+
+
+def test_synthetic_lengths_reach_from_no_draft_kept_to_all():
+    for K in range(33):
+        lengths = synthetic_lengths(K)
+        assert (lengths[0], lengths[-1]) == (1, K + 1)
+        assert len(set(lengths)) == len(lengths) <= 4
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
+    out = tmp_path / "sweep.png"
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("a b ab")
+    options = [*pair, *SMALL, "--batch-size", "2", "--prompt-file", str(prompt), "--json"]
+    assert main(["sweep", "ab ac ab", *options, "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert not captured.err
+    found = json.loads(captured.out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert found["device"] == jax.devices()[0].device_kind
+    assert found["command"].startswith("specjax sweep 'ab ac ab'")
+    seen, rows = found["acceptance"], found["sweep"]
+    assert seen["num_prompts"] == 2
+    assert seen["acceptance_length"] == pytest.approx(seen["num_emitted"] / seen["num_steps"])
+    acceptance = Acceptance(2, seen["num_kept"])
+    assert len(seen["num_kept"]) == 2
+    assert len(acceptance.steps) == seen["num_steps"] > 2
+    assert acceptance.rates == seen["rates"]
+    assert [row["standard_error"] for row in rows] == standard_errors(acceptance)
+    runs = [[n for p in row["synthetic"] for n in p["step_ms"]["runs"]] for row in rows]
+    again = choose(acceptance, runs, 2)
+    assert (again.K, again.ties) == (found["best"]["K"], found["best"]["not_told_apart"])
+    assert [row["behind_best_error"] for row in rows] == pytest.approx(
+        [error * 1e3 for error in again.lead_errors]
+    )
+    assert [row["K"] for row in rows] == [0, 1, 2]
+    assert [row["acceptance_length"] for row in rows] == pytest.approx(
+        predicted_lengths(seen["rates"])
+    )
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(
+            2 * row["acceptance_length"] / row["step_ms"]["median"] * 1e3
+        )
+        # The rates of these lengths are ones and zeros: what was asked for is what comes.
+        for point in row["synthetic"]:
+            assert point["length"] == pytest.approx(point["asked_length"])
+            assert point["closed_form"] * row["step_ms"]["median"] == pytest.approx(
+                2e3 * point["asked_length"]
+            )
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    assert found["best"]["K"] == best["K"]
+    assert found["best"]["gain"] == pytest.approx(
+        best["tokens_per_second"] / rows[0]["tokens_per_second"]
+    )
+
+
+def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
+    options = ["--target", pair[1], "--draft", pair[1], *SMALL, "--json", "--temperature", "0"]
+    # As above, and so compiled already.
+    options += ["--batch-size", "2"]
+    assert main(["sweep", "ab", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["acceptance"]["rates"] == [1.0, 1.0]
+    assert [row["acceptance_length"] for row in found["sweep"]] == [1.0, 2.0, 3.0]
+    # One prompt, and how sure it is of how many steps, whether or not others are told apart.
+    measured = f"{found['acceptance']['num_steps']} steps of 1 prompt"
+    assert measured in tables(found)[1][0]
+    for ties, said in [([0, 1], "is not told from K = 0 and 1"), ([], "every other K is slower")]:
+        sentences = " ".join(verdict(found | {"best": found["best"] | {"not_told_apart": ties}}))
+        assert said in sentences
+        assert re.search(rf"[Mm]easured over {measured}\b", sentences)
+        assert "1 prompts" not in sentences
+
+
+def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
+    """A model that counts to 5 and drafts for itself: all is accepted, past the 5 as well."""
+    table = np.tile(20 * np.roll(np.eye(6), 1, axis=1), (6, 1, 1))
+    work = Workload(
+        target=bigrams.model(table),
+        drafter=specjax.model_drafter(bigrams.model(table)),
+        prompts=[[0], [1], [2], [3]],
+        max_speculative_tokens=3,
+        batch_size=1,
+        context=1,
+        temperature=0.0,
+        key=jax.random.key(0),
+        eos_token_ids=(5,),
+        max_new_tokens=8,
+        draft_sample_method="probabilistic",
+        num_steps=1,
+        num_rounds=2,
+    )
+    acceptance = measure_acceptance(work, 3, lambda stage: None)
+    # One token comes before the first step: 4, 3, 2 and 1 are left.
+    assert acceptance.kept == [[3], [2], [1], [0]]
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--max-speculative-tokens", "0"], r"--max-speculative-tokens is 0; .*in \[1, 32\]"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--rounds", "1"], "--rounds is 1; it needs to be >= 2"),
+        (["--context", "0"], "--context is 0"),
+        (["--context", "1000"], "--context is 1000, and --steps 16 .* room for 1024 together"),
+        (["--draft", "none"], "--draft is none; a sweep needs drafts"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--draft-sample-method", "best"], "--draft-sample-method is 'best'"),
+        (["--out", "sweep.jpeg"], "--out is sweep.jpeg; it needs to end in .png"),
+        (["--out", "/no/such/sweep.png"], "there is no folder /no/such"),
+        (["--out", ".png"], r"--out is \.png; it needs a name before its ending, as sweep\.png"),
+        (["--out", "/"], "--out is /, which is a folder"),
+        (["--max-new-tokens", "2000"], r"--max-new-tokens \+ K \+ 1 is 2009"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
+        (
+            ["--prompt-file", "/dev/zero"],
+            "/dev/zero has more than 16777216 bytes; it needs to have",
+        ),
+        (["--prompt-file", os.devnull], f"{os.devnull} is empty"),
+        (["--sead", "1"], "unrecognized arguments: --sead; `specjax sweep --help`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(capsys, arguments, sentence):
+    assert main(["sweep", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.count("\n") == 1
+    assert re.search(sentence, captured.err)
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["sweep", "--out", "sweep.png"]) == 2
+    assert "--out draws with matplotlib, which is missing" in capsys.readouterr().err
+
+
+def test_logits_that_turn_invalid_are_a_sentence(capsys, tmp_path):
+    broken = write(tmp_path / "broken", TARGET, 0, scale=float("nan"))
+    assert main(["sweep", "ab", "--target", broken, *SMALLER]) == 1
+    assert capsys.readouterr() == ("", "specjax: the target's logits turned invalid.\n")
+
+
+def refused(capsys, out):
+    """What is said of an --out, on models that are not even there."""
+    assert main(["sweep", "--target", "/no/such/folder", "--out", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_read(capsys, tmp_path):
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert f"--out is {folder}, which is a folder" in refused(capsys, folder)
+    dangling = tmp_path / "dangling.svg"
+    dangling.symlink_to(tmp_path / "nowhere" / "a.svg")
+    assert f"--out is {dangling}, which cannot be written: " in refused(capsys, dangling)
+    long = tmp_path / ("a" * 300 + ".png")
+    assert f"--out is {long}, which cannot be written: " in refused(capsys, long)
+    if os.path.isdir("/proc/self"):
+        assert "--out is /proc/a.png, which cannot be written: " in refused(capsys, "/proc/a.png")
+    if os.getuid():
+        (folder / "old.png").write_bytes(b"old")
+        folder.chmod(0o500)
+        for name in ("a.png", "old.png"):
+            assert "which cannot be written: " in refused(capsys, folder / name)
+
+
+def test_asking_whether_a_plot_can_be_written_leaves_what_is_there(capsys, tmp_path):
+    old, absent = tmp_path / "old.png", tmp_path / "absent.png"
+    old.write_bytes(b"old")
+    for out in (old, absent):
+        assert "/no/such/folder" in refused(capsys, out)
+    assert old.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["old.png"]
+
+
+def test_a_plot_that_fails_takes_neither_the_measurement_nor_the_old_plot(
+    capsys, monkeypatch, pair, tmp_path
+):
+    from matplotlib.figure import Figure
+
+    draw, out = Figure.savefig, tmp_path / "out" / "sweep.png"
+
+    with contextlib.ExitStack() as full:
+
+        def fills(*arguments, **options):
+            draw(*arguments, **options)
+            full.enter_context(no_file_beyond(1000))
+
+        monkeypatch.setattr(Figure, "savefig", fills)
+        out.parent.mkdir()
+        out.write_bytes(b"old")
+        assert main(["sweep", "ab", *pair, *SMALLER, "--json", "--out", str(out)]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["best"]
+    said = f"specjax: --out {out} cannot be written: {os.strerror(errno.EFBIG)}.\n"
+    assert captured.err == said
+    assert out.read_bytes() == b"old"
+    assert os.listdir(out.parent) == ["sweep.png"]

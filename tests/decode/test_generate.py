@@ -1,0 +1,521 @@
+"""The decode loop: speculation changes the time, not the text."""
+
+import bigrams
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import Finish, Origin, SpeculativeConfig, generate
+from specjax.decode.loop import run_generate
+
+V = 4
+TARGET, DRAFT = bigrams.pair(V, seed=1)
+PROMPTS = [[1, 2, 3], [3], [0, 1], [2, 2, 2, 0, 1]]
+DRAFTERS = {
+    "model": specjax.model_drafter(bigrams.model(DRAFT)),
+    "ngram": specjax.ngram_drafter(),
+}
+
+
+def run(drafter, rows=PROMPTS, *, k=3, max_new_tokens=24, target=TARGET, key_seed=0, **options):
+    ids, lengths = bigrams.prompts(rows)
+    options.setdefault("keys", bigrams.keys(len(rows), key_seed))
+    # Two tokens that no model has: as many as where a request ends, which shares compilations.
+    options.setdefault("eos_token_ids", (98, 99))
+    # A number per request, which shares them too; `init` is given none below, which is a scalar.
+    temperature = np.asarray(options.pop("temperature", 1.0), np.float32)
+    options["temperature"] = temperature if temperature.ndim else np.repeat(temperature, len(rows))
+    method = options.pop("draft_sample_method", "probabilistic")
+    config = options.pop(
+        "config", SpeculativeConfig(num_speculative_tokens=k, draft_sample_method=method)
+    )
+    return generate(
+        bigrams.model(target),
+        drafter,
+        ids,
+        lengths,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        **options,
+    )
+
+
+def texts(output):
+    ids, lengths = np.asarray(output.token_ids), np.asarray(output.lengths)
+    return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_speculation_is_plain_greedy_decoding(drafter, method):
+    plain = run(None, temperature=0.0)
+    spoken = run(DRAFTERS[drafter], temperature=0.0, draft_sample_method=method)
+    assert texts(spoken) == texts(plain)
+    np.testing.assert_allclose(spoken.logprobs, plain.logprobs, rtol=1e-5)
+    for row, text in zip(PROMPTS, texts(plain), strict=True):
+        past = [0, *row]
+        while len(past) - 1 < len(text):
+            past.append(int(np.argmax(TARGET[past[-2], past[-1]])))
+        assert text == past[1:]
+
+
+def test_plain_decoding_is_gumbel_sample_token_by_token():
+    output = run(None, temperature=0.9)
+    keys = bigrams.keys(len(PROMPTS))
+    for b, row in enumerate(PROMPTS):
+        past = [0, *row]
+        for _ in range(6):
+            sample = specjax.gumbel_sample(
+                jnp.asarray(TARGET[past[-2], past[-1]], jnp.float32)[None],
+                keys=keys[b : b + 1],
+                positions=len(past) - 1,
+                stream=specjax.Stream.TARGET,
+                temperature=0.9,
+            )
+            past.append(int(sample.token_ids[0]))
+        assert texts(output)[b][: len(past) - 1] == past[1:]
+
+
+def chi_square(counts, law):
+    """Standardised chi-square of counts against a law: about N(0, 1) if the law is right."""
+    expected = law * counts.sum()
+    assert expected.min() > 2
+    df = law.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
+
+
+@pytest.mark.once
+@pytest.mark.optimised
+@pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
+def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
+    size, num_tokens, prompt = 60_000, 4, [1, 2]
+    table = TARGET[:3, :3, :3]
+    proposer = specjax.model_drafter(bigrams.model(DRAFT[:3, :3, :3]))
+    output = run(
+        proposer if drafter == "model" else DRAFTERS["ngram"],
+        [prompt] * size,
+        k=k,
+        max_new_tokens=num_tokens,
+        target=table,
+        temperature=0.8,
+    )
+    new = np.asarray(output.token_ids)[:, len(prompt) : len(prompt) + num_tokens]
+    counts = np.zeros((3,) * num_tokens)
+    np.add.at(counts, tuple(new.T), 1)
+    law = bigrams.law(table, prompt, num_tokens, temperature=0.8)
+    z = chi_square(counts, law)
+    assert abs(z) < 5, z
+    # A token 10 % too likely at every position would stand far out at this size.
+    wrong = law * 1.1 ** (np.indices(law.shape) == 0).sum(0)
+    wrong /= wrong.sum()
+    assert size * ((wrong - law) ** 2 / law).sum() / np.sqrt(2 * law.size - 2) > 20
+
+
+@pytest.mark.once
+@pytest.mark.optimised
+def test_acceptance_per_position_is_the_mean_overlap_of_the_laws():
+    """q arrives: a lost q stays lossless and shows here alone."""
+    size, k, prompt = 40_000, 2, [1, 2]
+    output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=1 + k + 1, temperature=1.0)
+    p, q = bigrams.probs(TARGET), bigrams.probs(DRAFT)
+    overlap = np.minimum(p, q).sum(-1)
+    first = p[1, 2]
+    by_first = overlap[2]
+    accepted_0 = (first * by_first).sum()
+    kept = np.minimum(p, q)[2]
+    accepted_1 = sum(first[a] * kept[a, b] * overlap[a, b] for a in range(V) for b in range(V))
+    metrics = output.metrics
+    # The first speculative step of each request: later ones have fewer drafts left.
+    num_first = np.asarray(metrics.num_drafted)[:, 1]
+    np.testing.assert_array_equal(num_first, 1)
+    second = np.asarray(metrics.num_accepted)[:, 1].mean()
+    assert abs(second - accepted_1) < 4.5 * np.sqrt(accepted_1 * (1 - accepted_1) / size)
+    # Without q the first position would be accepted with probability sum p q, far below.
+    first_rate = (np.asarray(output.origins)[:, len(prompt) + 1] == Origin.ACCEPTED).mean()
+    assert abs(first_rate - accepted_0) < 4.5 * np.sqrt(accepted_0 * (1 - accepted_0) / size)
+    assert (first[:, None] * (p * q)[2]).sum() < accepted_0 - 0.1
+
+
+@pytest.mark.once
+def test_a_model_drafting_for_itself_is_accepted_over_256_tokens():
+    itself = specjax.model_drafter(bigrams.model(TARGET))
+    output = run(itself, k=4, max_new_tokens=256, temperature=jnp.array([1.0, 0.3, 2.0, 0.0]))
+    assert float(output.metrics.draft_acceptance_rate) > 0.999
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_tokens_do_not_depend_on_batch_order_or_company(drafter):
+    proposer = DRAFTERS.get(drafter)
+    temperature = np.array([0.0, 1.0, 0.7, 1.5], np.float32)
+    keys = bigrams.keys(4)
+    together = texts(run(proposer, temperature=temperature, keys=keys))
+    order = np.array([2, 0, 3, 1])
+    turned = run(
+        proposer, [PROMPTS[i] for i in order], temperature=temperature[order], keys=keys[order]
+    )
+    assert texts(turned) == [together[i] for i in order]
+    for b, row in enumerate(PROMPTS):
+        alone = run(proposer, [row], temperature=temperature[b : b + 1], keys=keys[b : b + 1])
+        assert texts(alone) == together[b : b + 1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_finished_request_changes_nobody_else(drafter):
+    proposer = DRAFTERS[drafter]
+    free = run(proposer)
+    ended = run(proposer, eos_token_ids=(3, 0))
+    for whole, cut, reason, row in zip(
+        texts(free), texts(ended), np.asarray(ended.finish), PROMPTS, strict=True
+    ):
+        new = whole[len(row) :]
+        ends = [i for i, token in enumerate(new) if token in (3, 0)]
+        assert ends, "the case must end somewhere"
+        assert cut == row + new[: ends[0] + 1]
+        assert reason == Finish.END_OF_SEQUENCE
+    np.testing.assert_array_equal(free.finish, Finish.LENGTH)
+    np.testing.assert_array_equal(free.lengths, [len(row) + 24 for row in PROMPTS])
+
+
+def test_a_drafter_that_always_drafts_everything_keeps_nobody_alive():
+    """`Draft.num_tokens` None, as `propose` leaves it, is cut to what the loop wants."""
+    inner = DRAFTERS["model"]
+
+    def propose(*arguments, **options):
+        draft, state = inner.propose(*arguments, **options)
+        return draft._replace(num_tokens=None), state
+
+    careless = specjax.Drafter(inner.params, inner.init, propose)
+    ended, whole = run(inner, eos_token_ids=(3, 0)), run(careless, eos_token_ids=(3, 0))
+    assert texts(whole) == texts(ended)
+    np.testing.assert_array_equal(whole.finish, ended.finish)
+
+
+@pytest.mark.parametrize("said", [-1, -7, 0])
+def test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody(said):
+    """At every other position."""
+    inner = DRAFTERS["model"]
+
+    def propose(*arguments, positions, **options):
+        draft, state = inner.propose(*arguments, positions=positions, **options)
+        rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
+        count = jnp.where((positions + rows) % 2 == 0, said, 3)
+        return draft._replace(num_tokens=count), state
+
+    output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
+    plain = run(None, temperature=0.0)
+    assert texts(output) == texts(plain)
+    np.testing.assert_array_equal(output.finish, Finish.LENGTH)
+    drafted, steps = np.asarray(output.metrics.num_drafted), np.asarray(output.metrics.num_steps)
+    assert np.all(drafted[:, 0] > 0)
+    assert np.all(drafted[:, 0] < steps)
+
+
+def test_a_drafter_s_own_count_smaller_than_its_ids_is_honoured():
+    """Here of 0, 1, 2 and 3 of three ids: what follows is verified nowhere."""
+    inner = DRAFTERS["model"]
+
+    def propose(*arguments, **options):
+        draft, state = inner.propose(*arguments, **options)
+        return draft._replace(num_tokens=jnp.arange(4, dtype=jnp.int32)), state
+
+    output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
+    drafted = np.asarray(output.metrics.num_drafted) > 0
+    np.testing.assert_array_equal(drafted, np.arange(3)[None] < np.arange(4)[:, None])
+    assert texts(output) == texts(run(None, temperature=0.0))
+
+
+def looked_up(row, k, max_ngram, min_ngram):
+    """What prompt lookup drafts after a row, from its definition."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        places = [i for i in range(len(row) - n) if row[i : i + n] == row[len(row) - n :]]
+        if len(row) > n and places:
+            _, place = max((min(k, len(row) - i - n), i) for i in places)
+            return row[place + n : place + n + k]
+    return []
+
+
+def looked_up_by_the_library(rows, k, *ngrams):
+    ids, lengths = bigrams.prompts(rows, width=16)
+    draft, _ = specjax.ngram_drafter(*ngrams).propose(
+        (),
+        (),
+        ids,
+        None,
+        keys=None,
+        positions=lengths,
+        num_tokens=jnp.full(len(rows), k, jnp.int32),
+        temperature=None,
+        config=SpeculativeConfig(num_speculative_tokens=k),
+    )
+    return specjax.unpad(draft.token_ids), np.asarray(draft.num_tokens).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "drafted"),
+    [
+        # Of two places the earlier has three tokens after it, the latest one.
+        ([5, 1, 2, 3, 5, 5], [1, 2, 3]),
+        # Two have three: the later of them.
+        ([5, 1, 2, 3, 5, 6, 7, 8, 5], [6, 7, 8]),
+        # 4, 5 stood there once; 5 alone stands nearer, and would be followed by 9.
+        ([4, 5, 1, 2, 3, 5, 9, 9, 9, 4, 5], [1, 2, 3]),
+        ([1, 2, 3], []),
+    ],
+)
+def test_prompt_lookup_takes_the_longest_suffix_and_of_its_places_the_one_followed_by_most(
+    row, drafted
+):
+    assert looked_up(row, 3, 3, 1) == drafted
+    assert looked_up_by_the_library([row], 3, 3, 1) == ([drafted], [len(drafted)])
+
+
+@pytest.mark.parametrize(("k", "ngrams"), [(3, (3, 1)), (2, (4, 2)), (4, (1, 1))])
+def test_prompt_lookup_is_that_of_its_definition(k, ngrams):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 3, rng.integers(1, 16)).tolist() for _ in range(200)]
+    found, counts = looked_up_by_the_library(rows, k, *ngrams)
+    assert found == [looked_up(row, k, *ngrams) for row in rows]
+    assert counts == [len(row) for row in found]
+
+
+@pytest.mark.lenient
+def test_float64_noise_reaches_verification_and_the_drafts():
+    """The words of float64 noise are others, so that float32's would give other tokens."""
+    size, row = 32, [1, 2]
+    ids, lengths = bigrams.prompts([row] * size)
+    with jax.enable_x64(True):
+        state = specjax.init(
+            bigrams.model(TARGET),
+            DRAFTERS["model"],
+            ids,
+            lengths,
+            keys=bigrams.keys(size),
+            config=SpeculativeConfig(num_speculative_tokens=1, use_fp64_gumbel=True),
+            max_new_tokens=4,
+        )
+        first, drafted = np.asarray(state.token_ids)[:, 2], np.asarray(state.draft.token_ids)[:, 0]
+        for tokens, table, past, position, stream in [
+            (first, TARGET, (1, 2), 2, specjax.Stream.TARGET),
+            (drafted, DRAFT, (2, first), 3, specjax.Stream.draft(0)),
+        ]:
+            ours, others = [
+                specjax.gumbel_sample(
+                    jnp.broadcast_to(jnp.asarray(table[past], jnp.float32), (size, V)),
+                    keys=bigrams.keys(size),
+                    positions=position,
+                    stream=stream,
+                    noise_dtype=dtype,
+                ).token_ids
+                for dtype in (jnp.float64, jnp.float32)
+            ]
+            np.testing.assert_array_equal(tokens, ours)
+            assert np.sum(tokens != np.asarray(others)) > 5
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_invalid_logits_end_a_request_with_that_reason(drafter):
+    table = TARGET.copy()
+    table[:, 3] = np.nan
+    output = run(DRAFTERS.get(drafter), [[1, 2], [0, 1], [2], [1, 1, 0]], target=table)
+    for text, reason in zip(texts(output), np.asarray(output.finish), strict=True):
+        assert reason == Finish.INVALID
+        assert text[-1] == 3
+        assert 3 not in text[:-1]
+
+
+def test_an_invalid_temperature_emits_nothing():
+    output = run(DRAFTERS["model"], temperature=jnp.array([1.0, -1.0, np.nan, np.inf]))
+    assert texts(output)[1:] == PROMPTS[1:]
+    np.testing.assert_array_equal(output.finish, [Finish.LENGTH] + [Finish.INVALID] * 3)
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_streaming_gives_the_tokens_of_generate(drafter):
+    proposer, model = DRAFTERS.get(drafter), bigrams.model(TARGET)
+    config = SpeculativeConfig(num_speculative_tokens=3)
+    ids, lengths = bigrams.prompts(PROMPTS)
+    keys = bigrams.keys(4)
+    whole = run(proposer, keys=keys)
+    state = specjax.init(model, proposer, ids, lengths, keys=keys, config=config, max_new_tokens=24)
+    emitted = np.ones(4, np.int64)
+    while np.any(state.finish == 0):
+        before = np.asarray(state.lengths)
+        state, info = specjax.step(model, proposer, state, config=config)
+        grown = np.asarray(state.lengths) - before
+        assert np.all(grown <= np.asarray(info.verification.num_emitted))
+        emitted += grown
+    for name in ("token_ids", "lengths", "logprobs", "origins", "finish"):
+        chex.assert_trees_all_equal(getattr(state, name), getattr(whole, name))
+    np.testing.assert_array_equal(emitted, 24)
+
+
+def test_origins_and_metrics_tell_the_same_story():
+    output = run(DRAFTERS["model"])
+    origins = np.asarray(output.origins)
+    for b, row in enumerate(PROMPTS):
+        assert not origins[b, : len(row)].any()
+        assert origins[b, len(row)] == Origin.BONUS
+        assert origins[b, len(row) : len(row) + 24].all()
+    accepted = (origins == Origin.ACCEPTED).sum(1)
+    metrics = output.metrics
+    np.testing.assert_array_equal(accepted, np.asarray(metrics.num_accepted).sum(1))
+    np.testing.assert_array_equal(metrics.num_emitted, 23)
+    np.testing.assert_array_equal(metrics.num_steps, 23 - accepted)
+
+
+def count_again(output, rows, k, room):
+    """Metrics from the committed tokens' origins alone; and the places that judged a draft."""
+    origins, lengths = np.asarray(output.origins), np.asarray(output.lengths)
+    size, finish = len(rows), np.asarray(output.finish)
+    steps, drafted, accepted = np.zeros(size), np.zeros((size, k)), np.zeros((size, k))
+    judged = []
+    for b, row in enumerate(rows):
+        place, limit = len(row) + 1, len(row) + room
+        goes_on = finish[b] != Finish.END_OF_SEQUENCE
+        while place < lengths[b]:
+            steps[b] += 1
+            end = place
+            while origins[b, end] == Origin.ACCEPTED and end + 1 < lengths[b]:
+                end += 1
+            end += 1
+            for i in range(min(k, limit - place - 1)):
+                drafted[b, i] += goes_on or end < lengths[b] or place + i < end
+                accepted[b, i] += place + i < end and origins[b, place + i] == Origin.ACCEPTED
+                if place + i < end:
+                    judged.append((b, i, place + i))
+            place = end
+    return (steps, lengths - [len(row) + 1 for row in rows], drafted, accepted), judged
+
+
+@pytest.mark.parametrize("invalid_past_the_end", [False, True])
+def test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence(invalid_past_the_end):
+    rows = [PROMPTS[b % 4][:2] + [b // 4 % 3] for b in range(48)]
+    table = TARGET.copy()
+    if invalid_past_the_end:
+        table[:, 3] = np.nan
+    options = dict(target=table, eos_token_ids=(3,), temperature=0.5)
+    output = run(DRAFTERS["model"], rows, **options)
+    counted, judged = count_again(output, rows, 3, 24)
+    for ours, theirs in zip(output.metrics, counted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    ids, ends = np.asarray(output.token_ids), np.asarray(output.finish) == Finish.END_OF_SEQUENCE
+    assert ends.sum() > 20
+    # The case has steps that drafted past an accepted end.
+    last = [np.asarray(output.origins)[b, output.lengths[b] - 1] for b in np.flatnonzero(ends)]
+    assert (np.array(last) == Origin.ACCEPTED).sum() > 5
+    assert all(ids[b, place - 1] != 3 for b, _, place in judged)
+
+
+@pytest.mark.once
+@pytest.mark.optimised
+def test_acceptance_is_the_mean_overlap_where_texts_end():
+    """Of every position that was reached before the end, and the end counts as one."""
+    size, k, prompt = 4_000, 3, [1, 2]
+    output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=12, eos_token_ids=(0, 3))
+    _, judged = count_again(output, [prompt] * size, k, 12)
+    b, i, place = np.array(judged).T
+    ids = np.asarray(output.token_ids)
+    overlap = np.minimum(bigrams.probs(TARGET), bigrams.probs(DRAFT)).sum(-1)
+    chance = overlap[ids[b, place - 2], ids[b, place - 1]]
+    accepted = np.asarray(output.metrics.num_accepted).sum(0)
+    for position in range(k):
+        here = chance[i == position]
+        error = np.sqrt((here * (1 - here)).sum())
+        assert abs(accepted[position] - here.sum()) < 4.5 * error
+    # What was verified past the ends would stand out: a position more for each end but the last.
+    ended = np.asarray(output.origins)[np.arange(size), np.asarray(output.lengths) - 1]
+    past = (ended == Origin.ACCEPTED) & (np.asarray(output.finish) == Finish.END_OF_SEQUENCE)
+    assert past.sum() * overlap.min() / 2 > 9 * np.sqrt(len(judged) / 4 / k)
+
+
+def test_the_logprobs_are_those_of_the_target():
+    output = run(DRAFTERS["model"], temperature=0.6)
+    p = bigrams.probs(TARGET, 0.6)
+    for b, row in enumerate(PROMPTS):
+        past = [0, *texts(output)[b]]
+        for i in range(len(row), len(past) - 1):
+            want = np.log(p[past[i - 1], past[i], past[i + 1]])
+            assert abs(float(output.logprobs[b, i]) - want) < 1e-5
+
+
+@pytest.mark.once
+def test_synthetic_acceptance_has_the_length_asked_for():
+    config = SpeculativeConfig(
+        num_speculative_tokens=4,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=2.5,
+    )
+    output = run(DRAFTERS["model"], [[1, 2]] * 64, max_new_tokens=400, config=config)
+    steps = float(np.asarray(output.metrics.num_steps).sum())
+    # A step emits 2 or 3 tokens, half and half: standard deviation 1 / 2.
+    assert abs(float(output.metrics.mean_acceptance_length) - 2.5) < 5 * 0.5 / np.sqrt(steps) + 0.01
+
+
+def test_values_never_recompile():
+    ids, lengths = bigrams.prompts(PROMPTS)
+    drafter = DRAFTERS["model"]
+
+    def call(seed, temperature, eos, rate, table=TARGET):
+        generate(
+            bigrams.model(table),
+            drafter,
+            (ids + seed) % V,
+            lengths,
+            keys=bigrams.keys(4, seed),
+            temperature=temperature,
+            eos_token_ids=(eos,),
+            max_new_tokens=9,
+            config=SpeculativeConfig(
+                num_speculative_tokens=2,
+                rejection_sample_method="synthetic",
+                synthetic_acceptance_rate=rate,
+            ),
+        )
+
+    call(0, 1.0, 3, 0.5)
+    compiled = run_generate._cache_size()
+    call(1, 0.3, 1, 0.7)
+    call(2, 2, 2, 0.1, DRAFT)
+    assert run_generate._cache_size() == compiled
+
+
+def test_parameters_are_arguments_and_not_constants():
+    ids, lengths = bigrams.prompts(PROMPTS)
+
+    def call(target, drafter):
+        return generate(
+            target, drafter, ids, lengths, keys=bigrams.keys(4), max_new_tokens=5
+        ).token_ids
+
+    jaxpr = jax.make_jaxpr(call)(bigrams.model(TARGET), DRAFTERS["model"])
+    assert all(np.size(const) < TARGET.size for const in jaxpr.consts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 2**33}, "max_new_tokens is 8589934592"),
+        ({"rows": [[]]}, "an empty prompt gives"),
+        ({"keys": jnp.zeros((4, 2), jnp.uint32)}, "jax.random.key"),
+        ({"temperature": np.zeros(3)}, "temperature has shape"),
+    ],
+)
+def test_a_wrong_call_is_refused_in_a_sentence(change, words):
+    with pytest.raises(ValueError, match=words):
+        run(DRAFTERS["model"], change.pop("rows", PROMPTS), **change)
+
+
+def test_an_empty_prompt_among_others_is_refused():
+    with pytest.raises(ValueError, match="empty prompt"):
+        generate(
+            bigrams.model(TARGET),
+            None,
+            jnp.ones((2, 3), jnp.int32),
+            jnp.array([3, 0]),
+            keys=jax.random.key(0),
+            max_new_tokens=2,
+        )

@@ -1,0 +1,388 @@
+"""Speculation changes nothing but the speed: exact identities first, then luck.
+
+Every check takes a `Rig`, the functions it judges, so that `test_mutants` can show it
+failing on a wrong one; every statistical check first computes that it would see the
+smallest fault it is there for, a ratio that is 5 % too large.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from scipy import stats
+
+import specjax
+from specjax import Draft, Stream
+from specjax.core.acceptance import accept_random
+from specjax.core.residual import residual_probs
+
+pytestmark = [pytest.mark.once, pytest.mark.optimised]
+
+ALPHA = 1e-6
+
+
+class Rig(NamedTuple):
+    """What the checks call."""
+
+    sample: Callable[..., Any]
+    verify: Callable[..., Any]
+    conditional_rates: Callable[..., Any]
+
+
+def make_rig(implementation):
+    return Rig(
+        functools.partial(specjax.gumbel_sample, implementation=implementation),
+        functools.partial(specjax.rejection_sample, implementation=implementation),
+        specjax.conditional_rates,
+    )
+
+
+class Setting(NamedTuple):
+    """Rows of one step, the same for every request: `target` [K + 1, V], `draft` [K, V_d]."""
+
+    target: np.ndarray
+    draft: np.ndarray
+    temperature: float = 1.0
+    cutoff: float = -np.inf
+    draft_cutoff: float = -np.inf
+
+    def target_law(self, prefix):
+        return oracle.target_law(self.target[len(prefix)], self.temperature, self.cutoff)
+
+    def draft_law(self, prefix):
+        """q over the draft's own vocabulary, in which it draws."""
+        row = self.draft[len(prefix)]
+        return np.exp(oracle.log_softmax(row, self.temperature, self.draft_cutoff))
+
+    def law(self, **fault):
+        """The exact law of one step, over a vocabulary that holds the target's and the draft's."""
+        size = max(self.target.shape[1], self.draft.shape[1])
+
+        def wide(p):
+            return np.pad(p, (0, size - len(p)))
+
+        return oracle.output_law(
+            lambda x: wide(self.target_law(x)),
+            lambda x: wide(self.draft_law(x)),
+            len(self.draft),
+            **fault,
+        )
+
+
+def random_setting(seed, k, vocab_size, draft_vocab=None, spread=1.0, **options):
+    rng = np.random.default_rng(seed)
+    wide = max(vocab_size, draft_vocab or 0)
+    base = rng.normal(size=(k + 1, wide))
+    other = base + spread * rng.normal(size=base.shape)
+    return Setting(
+        target=base[:, :vocab_size].astype(np.float32),
+        draft=other[:k, : draft_vocab or vocab_size].astype(np.float32),
+        **options,
+    )
+
+
+def masked_setting():
+    """Temperature and cutoffs on both sides; some drafted tokens the target cannot emit."""
+    setting = random_setting(1, 2, 5, temperature=0.7, cutoff=-1.0, draft_cutoff=-1.2)
+    setting.target[:, 1] = -np.inf
+    setting.draft[:, 1] = 0.8
+    setting.draft[:, 3] = -np.inf
+    setting.target[:, 3] = 0.3
+    return setting
+
+
+def adversarial_setting():
+    target = 0.8 * np.random.default_rng(2).normal(size=(3, 16)).astype(np.float32)
+    return Setting(target=target, draft=-target[:2])
+
+
+SETTINGS = {
+    "alike": lambda: random_setting(0, 2, 4, spread=0.5),
+    "masked and cut at a temperature": masked_setting,
+    "a draft opposed to its target": adversarial_setting,
+    "a draft of fewer tokens": lambda: random_setting(3, 2, 5, 3),
+    "a draft of more tokens": lambda: random_setting(6, 2, 4, 6),
+}
+
+
+def make_keys(n, seed=0):
+    return jax.random.split(jax.random.key(seed), n)
+
+
+def draw_drafts(rig, setting, keys):
+    """A draft of every request, drawn by the rig on the draft streams with its statistics."""
+    n, k = len(keys), len(setting.draft)
+    draws = [
+        rig.sample(
+            jnp.broadcast_to(jnp.asarray(setting.draft[i]), (n, setting.draft.shape[1])),
+            keys=keys,
+            positions=jnp.full((n,), 5 + i, jnp.int32),
+            stream=Stream.draft(i),
+            temperature=jnp.full((n,), setting.temperature, jnp.float32),
+            cutoff=jnp.full((n,), setting.draft_cutoff, jnp.float32),
+        )
+        for i in range(k)
+    ]
+    return Draft(
+        token_ids=jnp.stack([draw.token_ids for draw in draws], axis=1),
+        logits=jnp.asarray(setting.draft)[None],
+        temperature=jnp.full((n,), setting.temperature, jnp.float32),
+        logprobs=jnp.stack([draw.logprobs for draw in draws], axis=1),
+        logsumexp=jnp.stack([draw.logsumexp for draw in draws], axis=1),
+        cutoff=jnp.full((n, k), setting.draft_cutoff, jnp.float32),
+        rows=jnp.zeros((n,), jnp.int32),
+    )
+
+
+def one_step(rig, setting, n, seed=0, **options):
+    keys = make_keys(n, seed)
+    k = len(setting.draft)
+    return rig.verify(
+        draw_drafts(rig, setting, keys),
+        jnp.broadcast_to(jnp.asarray(setting.target), (n, *setting.target.shape)),
+        keys=keys,
+        positions=jnp.full((n,), 5, jnp.int32),
+        temperature=jnp.full((n,), setting.temperature, jnp.float32),
+        cutoff=jnp.full((n, k + 1), setting.cutoff, jnp.float32),
+        **options,
+    )
+
+
+def pooled(n, *laws):
+    """The cells that expect at least 5 under the first law, and the others as one."""
+    common = n * laws[0] >= 5
+    return [np.append(law[common], law[~common].sum()) for law in laws]
+
+
+def power(n, law, fault):
+    """Chance that a chi-square test of `law` at level ALPHA refuses n draws from `fault`."""
+    law, fault = pooled(n, law, fault)
+    used = law > 0
+    if fault[~used].sum() > 100 / n:
+        return 1.0
+    degrees = used.sum() - 1
+    excess = n * np.sum((fault[used] - law[used]) ** 2 / law[used])
+    return stats.ncx2.sf(stats.chi2.isf(ALPHA, degrees), degrees, excess)
+
+
+def folded(law, fold):
+    out = {}
+    for tokens, mass in law.items():
+        out[fold(tokens)] = out.get(fold(tokens), 0.0) + mass
+    return out
+
+
+def check_counts(samples, law, fault, fold=lambda tokens: tokens):
+    """`samples` [n, L], padded with -1, are draws from `law`; `fault` would be seen."""
+    n = len(samples)
+    rows, numbers = np.unique(samples, axis=0, return_counts=True)
+    tokens = [tuple(int(x) for x in row[row >= 0]) for row in rows]
+    assert all(law.get(x, 0.0) > 0 for x in tokens), "emitted what the law cannot"
+    seen = dict(zip(tokens, numbers / n, strict=True))
+    laws = [folded(x, fold) for x in (law, fault, seen)]
+    keys = sorted(set().union(*laws))
+    exact, wrong, measured = (np.array([x.get(key, 0.0) for key in keys]) for x in laws)
+    assert power(n, exact, wrong) > 0.999
+    expected, measured = pooled(n, exact, measured)
+    used = expected > 0
+    statistic = n * np.sum((measured[used] - expected[used]) ** 2 / expected[used])
+    assert statistic < stats.chi2.isf(ALPHA, used.sum() - 1), "the law is another"
+
+
+def first_and_length(tokens):
+    """Few cells, so that a small fault stands out where a joint law has thousands."""
+    return tokens[0], len(tokens)
+
+
+def check_output_law(rig, name="masked and cut at a temperature", n=100_000):
+    setting = SETTINGS[name]()
+    samples = np.asarray(one_step(rig, setting, n).token_ids)
+    fold = first_and_length if setting.target.shape[1] == 16 else lambda tokens: tokens
+    check_counts(samples, setting.law(), setting.law(ratio=1.05), fold)
+
+
+def check_acceptance(rig, name="alike", n=50_000):
+    """Drafts are kept at the rate of sum min(p, q), and not at that of a draft taken one-hot."""
+    setting = SETTINGS[name]()
+    rows = [(setting.target_law(x), setting.draft_law(x)) for x in [(), (0,)]]
+    rates = np.array([np.minimum(p, q).sum() for p, q in rows])
+    one_hot = np.array([np.sum(p * q) for p, q in rows])
+    kept = np.cumprod(rates)
+    tolerance = stats.norm.isf(ALPHA) * np.sqrt(kept * (1 - kept) / n)
+    assert np.all(np.abs(np.cumprod(one_hot) - kept) > 10 * tolerance)
+    num_accepted = np.asarray(one_step(rig, setting, n).num_accepted)
+    measured = np.mean(num_accepted[:, None] > np.arange(len(rates)), axis=0)
+    assert np.all(np.abs(measured - kept) < tolerance), f"kept at {measured}, not at {kept}"
+
+
+def check_synthetic_rates(rig, n=50_000):
+    """Unconditional rates in, the same out, whatever the models say."""
+    setting = SETTINGS["masked and cut at a temperature"]()
+    rates = np.array([0.7, 0.4], np.float32)
+    conditional = rig.conditional_rates(jnp.asarray(rates))
+    step = one_step(rig, setting, n, conditional_rates=conditional)
+    measured = np.mean(np.asarray(step.num_accepted)[:, None] > np.arange(2), axis=0)
+    tolerance = stats.norm.isf(ALPHA) * np.sqrt(rates * (1 - rates) / n)
+    assert np.all(np.abs(measured - rates) < tolerance), f"kept at {measured}, not at {rates}"
+
+
+def acceptance_probability(accept, target_logprobs, draft_logprobs):
+    """By bisection on the coin, which is uniform: the largest that still accepts."""
+    low = jnp.zeros(target_logprobs.shape, jnp.float32)
+    high = jnp.ones(target_logprobs.shape, jnp.float32)
+    for _ in range(30):
+        middle = (low + high) * jnp.float32(0.5)
+        kept = accept(middle, target_logprobs, draft_logprobs)
+        low, high = jnp.where(kept, middle, low), jnp.where(kept, high, middle)
+    return np.asarray(low).astype(np.float64)
+
+
+def check_accepted_plus_residual_mass(accept, residual):
+    rng = np.random.default_rng(5)
+    for vocab_size in (2, 5, 129):
+        p, q = rng.dirichlet(np.full(vocab_size, 0.7), size=2)
+        p[0], q[-1] = 0.0, 0.0
+        p, q = p / p.sum(), q / q.sum()
+        with np.errstate(divide="ignore"):
+            logs = [jnp.asarray(np.log(x), jnp.float32) for x in (p, q)]
+        accepted = q * acceptance_probability(accept, *logs)
+        left = np.asarray(residual(*logs)).astype(np.float64)
+        emitted = accepted + (1 - accepted.sum()) * left / left.sum()
+        np.testing.assert_allclose(emitted, p, atol=3e-6)
+
+
+def test_accepted_plus_residual_mass_is_the_target():
+    check_accepted_plus_residual_mass(accept_random, residual_probs)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("alike", 50_000),
+        ("masked and cut at a temperature", 100_000),
+        ("a draft opposed to its target", 200_000),
+        ("a draft of fewer tokens", 50_000),
+        ("a draft of more tokens", 50_000),
+    ],
+)
+def test_one_step_follows_the_target(name, n, implementation):
+    check_output_law(make_rig(implementation), name, n)
+
+
+def test_acceptance_rate_is_one_minus_total_variation(implementation):
+    check_acceptance(make_rig(implementation))
+
+
+def test_synthetic_acceptance_has_the_rates_asked_for(implementation):
+    check_synthetic_rates(make_rig(implementation))
+
+
+def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementation):
+    n = 50_000
+    setting = SETTINGS["alike"]()
+    tokens = np.argmax(setting.target[:2], axis=1)
+    keys = make_keys(n, 1)
+    step = make_rig(implementation).verify(
+        Draft(jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (n, 2))),
+        jnp.broadcast_to(jnp.asarray(setting.target), (n, *setting.target.shape)),
+        keys=keys,
+        positions=0,
+    )
+    law, fault = (
+        oracle.output_law(setting.target_law, None, 2, token_ids=tokens, ratio=ratio)
+        for ratio in (1.0, 1.05)
+    )
+    check_counts(np.asarray(step.token_ids), law, fault)
+
+
+def markov_tables(vocab_size=3):
+    rng = np.random.default_rng(6)
+    base = rng.normal(size=(vocab_size, vocab_size))
+    other = base + rng.normal(size=base.shape)
+    return base.astype(np.float32), other.astype(np.float32)
+
+
+NUM_TOKENS, NUM_DRAFTS = 4, 2
+
+
+def propose_by_hand(rig, table, last, keys, lengths):
+    token, tokens, rows, draws = last, [], [], []
+    for i in range(NUM_DRAFTS):
+        rows.append(table[token])
+        position = lengths + jnp.int32(i)
+        draw = rig.sample(rows[-1], keys=keys, positions=position, stream=Stream.draft(i))
+        token = draw.token_ids
+        tokens.append(token)
+        draws.append(draw)
+    return Draft(
+        jnp.stack(tokens, 1),
+        jnp.stack(rows, 1),
+        logprobs=jnp.stack([draw.logprobs for draw in draws], 1),
+        logsumexp=jnp.stack([draw.logsumexp for draw in draws], 1),
+    )
+
+
+def commit_by_hand(token_ids, lengths, step):
+    places = lengths[:, None] + jnp.arange(NUM_DRAFTS + 1, dtype=jnp.int32)[None]
+    places = jnp.where(step.token_ids >= 0, places, token_ids.shape[1])
+    rows = jnp.arange(len(lengths))[:, None]
+    return token_ids.at[rows, places].set(step.token_ids, mode="drop"), lengths + step.num_emitted
+
+
+def propose_by_library(rig, table, last, keys, lengths):
+    def step(carry, token_ids, positions):
+        return table[token_ids], carry
+
+    draft, _ = specjax.propose(step, (), last, num_tokens=NUM_DRAFTS, keys=keys, positions=lengths)
+    return draft
+
+
+def commit_by_library(token_ids, lengths, step):
+    token_ids, lengths, _ = specjax.commit(token_ids, lengths, step)
+    return token_ids, lengths
+
+
+def several_steps(rig, n, propose, commit):
+    """The first tokens of n requests that start at token 0, on Markov tables."""
+    target, draft = (jnp.asarray(table) for table in markov_tables())
+    keys = make_keys(n, 7)
+
+    @jax.jit
+    def run(keys):
+        def step(_, state):
+            token_ids, lengths = state
+            last = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0]
+            drafted = propose(rig, draft, last, keys, lengths)
+            rows = target[jnp.concatenate([last[:, None], drafted.token_ids], axis=1)]
+            judged = rig.verify(drafted, rows, keys=keys, positions=lengths)
+            return commit(token_ids, lengths, judged)
+
+        room = 1 + NUM_TOKENS * (NUM_DRAFTS + 1)
+        token_ids = jnp.full((n, room), -1, jnp.int32).at[:, 0].set(0)
+        return jax.lax.fori_loop(0, NUM_TOKENS, step, (token_ids, jnp.ones((n,), jnp.int32)))[0]
+
+    return np.asarray(run(keys))[:, 1 : 1 + NUM_TOKENS]
+
+
+def check_several_steps(rig, propose=propose_by_hand, commit=commit_by_hand, n=100_000):
+    target, draft = (np.array([oracle.target_law(row) for row in t]) for t in markov_tables())
+
+    def after(table):
+        return lambda prefix: table[prefix[-1] if prefix else 0]
+
+    law = oracle.joint_law(after(target), NUM_TOKENS)
+    fault = oracle.steps_law(after(target), after(draft), NUM_DRAFTS, NUM_TOKENS, ratio=1.05)
+    check_counts(several_steps(rig, n, propose, commit), law, fault)
+
+
+def test_several_steps_of_decoding_follow_the_target_jointly(implementation):
+    check_several_steps(make_rig(implementation))
+
+
+def test_several_steps_of_propose_and_commit_follow_the_target_jointly(implementation):
+    check_several_steps(make_rig(implementation), propose_by_library, commit_by_library)

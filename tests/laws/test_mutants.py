@@ -1,0 +1,326 @@
+"""Wrong samplers, each seen by a check that the right one passes.
+
+A mutant is made from the library by changing what goes into it or one of its functions;
+the check named beside it, which other tests run on the library itself, must fail.
+"""
+
+import functools
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+from test_edges import check_impossible_tokens_are_rejected, check_no_masked_token_at
+from test_laws import (
+    ALPHA,
+    Setting,
+    check_acceptance,
+    check_accepted_plus_residual_mass,
+    check_output_law,
+    check_several_steps,
+    check_synthetic_rates,
+    make_keys,
+    make_rig,
+)
+from test_rejection_sample import calm_case, check_against_oracle
+
+import specjax
+from specjax import Stream
+from specjax.core import acceptance, noise, residual
+
+pytestmark = [pytest.mark.once, pytest.mark.optimised]
+
+
+def with_draft(rig, change):
+    """The rig whose verification sees another draft: `change(draft, target_logits, options)`."""
+
+    def verify(draft, target_logits, **options):
+        return rig.verify(change(draft, target_logits, options), target_logits, **options)
+
+    return rig._replace(verify=verify)
+
+
+def residual_is_the_target(rig):
+    """Carried statistics accept rightly; logits that say q = 0 subtract nothing."""
+    return with_draft(rig, lambda draft, *_: draft._replace(logits=draft.logits * 0 - 1e30))
+
+
+def ratio_is_five_percent_too_large(rig):
+    inflation = jnp.float32(np.log(1.05))
+    return with_draft(rig, lambda draft, *_: draft._replace(logprobs=draft.logprobs - inflation))
+
+
+def noise_is_shared_by_draft_and_residual(rig):
+    def sample(logits, *, stream, **options):
+        return rig.sample(logits, stream=Stream.TARGET, **options)
+
+    return rig._replace(sample=sample)
+
+
+def bonus_is_from_the_draft(rig):
+    def verify(draft, target_logits, **options):
+        bonus = jnp.broadcast_to(draft.logits[:, -1], target_logits[:, -1].shape)
+        return rig.verify(draft, target_logits.at[:, -1].set(bonus), **options)
+
+    return rig._replace(verify=verify)
+
+
+def rows_are_off_by_one(rig):
+    def verify(draft, target_logits, **options):
+        return rig.verify(draft, jnp.roll(target_logits, -1, axis=1), **options)
+
+    return rig._replace(verify=verify)
+
+
+def temperature_is_on_one_side_only(rig):
+    def forget(draft, *_):
+        one = jnp.ones_like(draft.temperature)
+        return draft._replace(temperature=one, logprobs=None, logsumexp=None)
+
+    return with_draft(rig, forget)
+
+
+def drawn_tokens_are_cut_off(rig):
+    """What the target cannot emit becomes -1, "nothing drafted", instead of being rejected."""
+
+    def cut(draft, target_logits, options):
+        rows = target_logits[:, :-1]
+        ids = jnp.clip(draft.token_ids, 0, rows.shape[-1] - 1)
+        logits = jnp.take_along_axis(rows, ids[..., None], axis=-1)[..., 0]
+        possible = (logits > -jnp.inf) & (logits >= options["cutoff"][:, :-1])
+        return draft._replace(token_ids=jnp.where(possible, draft.token_ids, -1))
+
+    return with_draft(rig, cut)
+
+
+def q_is_dropped(rig):
+    def drop(draft, *_):
+        return draft._replace(logits=None, logprobs=None, logsumexp=None, cutoff=None, rows=None)
+
+    return with_draft(rig, drop)
+
+
+def rates_are_taken_as_they_are(rig):
+    return rig._replace(conditional_rates=lambda rates: rates)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "check", "complaint"),
+    [
+        (residual_is_the_target, check_output_law, "the law"),
+        (ratio_is_five_percent_too_large, check_output_law, "the law is another"),
+        (noise_is_shared_by_draft_and_residual, check_output_law, "the law is another"),
+        (bonus_is_from_the_draft, check_output_law, "emitted what the law cannot"),
+        (rows_are_off_by_one, check_output_law, "the law is another"),
+        (temperature_is_on_one_side_only, check_output_law, "the law is another"),
+        (drawn_tokens_are_cut_off, check_output_law, "the law"),
+        (q_is_dropped, check_acceptance, "kept at"),
+        (rates_are_taken_as_they_are, check_synthetic_rates, "kept at"),
+    ],
+)
+def test_a_wrong_sampler_is_seen(mutate, check, complaint, implementation):
+    with pytest.raises(AssertionError, match=complaint):
+        check(mutate(make_rig(implementation)))
+
+
+def test_a_dropped_q_stays_lossless_and_shows_in_the_acceptance_alone(implementation):
+    check_several_steps(q_is_dropped(make_rig(implementation)))
+
+
+def test_noise_at_the_wrong_position_is_seen_by_the_oracle(implementation):
+    """A constant shift keeps the law of one step: only the address tells."""
+
+    def shifted(draft, target_logits, *, positions, **options):
+        verify = make_rig(implementation).verify
+        return verify(draft, target_logits, positions=positions + jnp.int32(1), **options)
+
+    with pytest.raises(AssertionError, match="num_accepted"):
+        check_against_oracle(shifted, calm_case(1))
+
+
+def test_a_wrong_ratio_is_seen_by_the_exact_identity():
+    def inflated(coin, target_logprob, draft_logprob):
+        larger = target_logprob + jnp.float32(np.log(1.05))
+        return acceptance.accept_random(coin, larger, draft_logprob)
+
+    check_accepted_plus_residual_mass(acceptance.accept_random, residual.residual_probs)
+    with pytest.raises(AssertionError, match="tolerance"):
+        check_accepted_plus_residual_mass(inflated, residual.residual_probs)
+    with pytest.raises(AssertionError, match="tolerance"):
+        check_accepted_plus_residual_mass(
+            acceptance.accept_random, lambda target, draft: jnp.exp(target)
+        )
+
+
+def replace_everywhere(monkeypatch, original, replacement):
+    """Also where a module of the library imported it by name."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "specjax":
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    monkeypatch.setattr(module, attribute, replacement)
+
+
+def coin_may_be_zero(monkeypatch):
+    """The textbook rule `u q <= p` with u in [0, 1): at u = 0 it accepts p = 0."""
+
+    def uniform_from_bits(bits):
+        return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
+
+    def accept(coin, target_logprob, draft_logprob):
+        return coin * jnp.exp(draft_logprob) <= jnp.exp(target_logprob)
+
+    replace_everywhere(monkeypatch, noise.uniform_from_bits, uniform_from_bits)
+    replace_everywhere(monkeypatch, acceptance.accept_random, accept)
+
+
+def test_a_coin_that_can_accept_p_zero_is_seen(monkeypatch, implementation):
+    coin_may_be_zero(monkeypatch)
+    with pytest.raises(AssertionError, match="a masked token"):
+        check_no_masked_token_at(0, monkeypatch, make_rig(implementation).verify, vocab_size=306)
+
+
+def test_accepting_p_zero_is_seen_without_luck(monkeypatch, implementation):
+    """A rule that forgets p altogether, in a shape of its own."""
+
+    def padded(columns):
+        def verify(draft, logits, **options):
+            logits = jnp.pad(logits, ((0, 0), (0, 0), (0, columns)), constant_values=-jnp.inf)
+            return make_rig(implementation).verify(draft, logits, **options)
+
+        return verify
+
+    check_impossible_tokens_are_rejected(padded(7))
+    replace_everywhere(
+        monkeypatch, acceptance.accept_random, lambda coin, p, q: jnp.ones_like(p, bool)
+    )
+    with pytest.raises(AssertionError, match="num_accepted"):
+        check_impossible_tokens_are_rejected(padded(8))
+
+
+# The decode loop: a model that reads its cache, so that a gap in it shows.
+
+VOCAB = 5
+
+
+def apply(params, token_ids, positions, cache):
+    if token_ids.shape[1] == 2:
+        fed_again = positions[:, 0]
+        positions = positions.at[:, 0].set(jnp.where(params["forgets"], -1, fed_again))
+    slots = jnp.where(positions < 0, cache.shape[1], positions)
+    rows = jnp.arange(cache.shape[0])[:, None]
+    cache = cache.at[rows, slots].set(token_ids, mode="drop")
+    before = jnp.take_along_axis(cache, jnp.maximum(positions - 1, 0), axis=1)
+    return jnp.stack([before, token_ids], axis=-1).astype(jnp.float32), cache
+
+
+def logits(params, hidden):
+    before, last = jnp.moveaxis(hidden.astype(jnp.int32), -1, 0)
+    return params["table"][before, last]
+
+
+def init_cache(batch_size, max_length):
+    return jnp.zeros((batch_size, max_length), jnp.int32)
+
+
+def second_order_model(table, forgets=False):
+    """Logits from the last two tokens, the one before the last read from the cache.
+
+    What it forgets is data, so that the right model and the wrong one share a program.
+    """
+    params = {"table": table, "forgets": jnp.asarray(forgets)}
+    return specjax.Model(params, init_cache, apply, logits)
+
+
+def random_table(seed):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(VOCAB,) * 3) * 2, jnp.float32)
+
+
+def generate(target, drafter, batch_size, max_new_tokens, k=3):
+    return specjax.generate(
+        target,
+        drafter,
+        jnp.ones((batch_size, 2), jnp.int32),
+        jnp.full((batch_size,), 2, jnp.int32),
+        keys=make_keys(batch_size, 3),
+        config=specjax.SpeculativeConfig(num_speculative_tokens=k),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def check_a_model_accepts_itself(forgets=False):
+    """Over 256 steps and more."""
+    table = random_table(0)
+    drafter = specjax.model_drafter(second_order_model(table, forgets))
+    metrics = generate(second_order_model(table), drafter, 8, 300).metrics
+    assert int(metrics.num_steps.sum()) >= 256
+    rate = float(metrics.draft_acceptance_rate)
+    assert rate > 0.999, f"kept at {rate}"
+
+
+def test_a_model_that_drafts_for_itself_accepts_everything():
+    check_a_model_accepts_itself()
+
+
+def test_a_last_token_missing_from_the_draft_s_cache_is_seen():
+    with pytest.raises(AssertionError, match="kept at"):
+        check_a_model_accepts_itself(forgets=True)
+
+
+@functools.cache
+def changed_model_drafter(change):
+    """The functions of a model's drafter that hands on `change(draft, params["fault"])`."""
+    model = specjax.model_drafter(second_order_model(random_table(0)))
+
+    def init(params, *prompt):
+        return model.init(params["model"], *prompt)
+
+    def propose(params, *arguments, **options):
+        draft, state = model.propose(params["model"], *arguments, **options)
+        return change(draft, params["fault"]), state
+
+    return init, propose
+
+
+def q_is_dropped_by(draft, fault):
+    temperature = jnp.where(fault, 0, draft.temperature)
+    return draft._replace(temperature=temperature)
+
+
+def statistics_are_dropped(draft, fault):
+    return draft._replace(logprobs=None, logsumexp=None)
+
+
+def check_acceptance_of_generate(change=q_is_dropped_by, fault=False, k=2):
+    """Rows that do not depend on the past: position i is kept at (sum min(p, q))^(i + 1)."""
+    rng = np.random.default_rng(9)
+    rows = rng.normal(size=(2, VOCAB)).astype(np.float32)
+    setting = Setting(rows[:1], rows[1:])
+    p, q = setting.target_law(()), setting.draft_law(())
+    target, draft = (
+        second_order_model(jnp.broadcast_to(jnp.asarray(row), (VOCAB,) * 3)) for row in rows
+    )
+    params = {"model": draft.params, "fault": jnp.asarray(fault)}
+    wrapped = specjax.Drafter(params, *changed_model_drafter(change))
+    metrics = generate(target, wrapped, 256, 60, k).metrics
+    kept, one_hot = (rate ** np.arange(1, k + 1) for rate in (np.minimum(p, q).sum(), p @ q))
+    n = np.asarray(metrics.num_drafted).sum(0)
+    tolerance = stats.norm.isf(ALPHA) * np.sqrt(kept * (1 - kept) / n)
+    assert np.all(kept - one_hot > 5 * tolerance)
+    measured = np.asarray(metrics.num_accepted).sum(0) / n
+    assert np.all(np.abs(measured - kept) < tolerance), f"kept at {measured}, not at {kept}"
+
+
+def test_q_arrives_through_generate():
+    check_acceptance_of_generate()
+
+
+def test_a_q_dropped_on_the_way_through_generate_is_seen():
+    with pytest.raises(AssertionError, match="kept at"):
+        check_acceptance_of_generate(fault=True)
+
+
+def test_a_draft_s_own_temperature_is_what_generate_verifies_with():
+    """The right drafter with its statistics recomputed by verification accepts as much."""
+    check_acceptance_of_generate(statistics_are_dropped)

@@ -1,0 +1,207 @@
+"""Products of few rows by kernels: against float64, and how they are shared out."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from machine import has_gpu
+
+from specjax.implementation import read_implementation
+from specjax.models import TransformerConfig, attention, build, ops
+from specjax.models.pallas import few
+from specjax.pallas import launch
+from specjax.pallas.tiles import attention_stages, gate_cut, product_cut
+
+KERNELS = [
+    pytest.param("interpret", marks=pytest.mark.interpret),
+    pytest.param("triton", marks=pytest.mark.gpu),
+]
+# Of float32, whose products the GPU's matrix units round to ten bits first.
+TOLERANCE = {"float32": 3e-3 if has_gpu() else 2e-6, "bfloat16": 1e-5, "float16": 1e-5}
+# Requests and tokens, rows and columns of a matrix.
+SIZES = [(8, 1, 256, 256), (1, 1, 192, 96), (3, 4, 320, 160), (5, 5, 128, 128), (8, 6, 640, 384)]
+
+
+def factors(batch, tokens, size, width, dtype):
+    keys = jax.random.split(jax.random.key(size + batch))
+    x = jax.random.normal(keys[0], (batch, tokens, size)).astype(dtype)
+    matrix = (jax.random.normal(keys[1], (size, width)) * size**-0.5).astype(dtype)
+    return x, matrix
+
+
+def double(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(SIZES[0], "float16"), (SIZES[2], "float32"), *((sizes, "bfloat16") for sizes in SIZES)],
+    ids=str,
+)
+def test_parts_sum_to_the_product(sizes, dtype, kernels):
+    batch, tokens, size, width = sizes
+    x, matrix = factors(*sizes, dtype)
+    cut = product_cut(batch * tokens, size, width, x.dtype.itemsize)
+    wanted = double(x) @ double(matrix)
+    interpret = read_implementation(kernels) == "interpret"
+    # As they are cut, and in parts of which none is as large as the next.
+    uneven = cut._replace(parts=3, turned=not cut.turned)
+    for way in (cut, cut._replace(parts=1), uneven):
+        parts = few.multiplied(x, matrix, cut=way, early=False, interpret=interpret)
+        assert parts.shape == (way.parts, batch, tokens, width)
+        np.testing.assert_allclose(double(parts).sum(0), wanted, atol=TOLERANCE[dtype] * 4)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("sizes", "is_late"), [(SIZES[0], False), *((sizes, True) for sizes in SIZES)], ids=str
+)
+def test_gates_are_of_rows_divided_late(sizes, is_late, kernels):
+    batch, tokens, size, width = sizes
+    x, matrix = factors(batch, tokens, size, 2 * width, "bfloat16")
+    squares = jax.random.uniform(jax.random.key(1), (batch, tokens, 3), minval=1.0, maxval=99.0)
+    mlp = types.SimpleNamespace(activation=jnp.tanh, size=size, eps=0.3)
+    cut = gate_cut(batch * tokens, size, width, 2)
+    scale = 1 / np.sqrt(double(squares).sum(-1, keepdims=True) / size + 0.3) if is_late else 1
+    gate, up = np.split(double(x) @ double(matrix) * scale, 2, axis=-1)
+    squares = squares if is_late else None
+    interpret = read_implementation(kernels) == "interpret"
+    options = {"mlp": mlp, "early": False, "interpret": interpret}
+    for way in (cut, cut._replace(turned=False)):
+        found = few.gated(x, squares, matrix, cut=way, **options)
+        assert found.dtype == x.dtype
+        np.testing.assert_allclose(double(found), np.tanh(gate) * up, rtol=2**-7, atol=1e-4)
+
+
+# Hidden and intermediate size, and columns of queries, keys and values.
+MODELS = {
+    "SmolLM 135M": (576, 1536, 960),
+    "Gemma 3 270M": (640, 2048, 1536),
+    "Qwen 2.5 0.5B": (896, 4864, 1152),
+    "Llama 3.2 1B": (2048, 8192, 3072),
+    "Gemma 2 2B": (2304, 9216, 4096),
+    "Llama 2 7B": (4096, 11008, 12288),
+    "Llama 3.1 8B": (4096, 14336, 6144),
+    "Qwen 2.5 7B": (3584, 18944, 4608),
+    "Llama 3.1 70B": (8192, 28672, 10240),
+}
+
+
+def shared_memory(cut, rows, tiles):
+    """Bytes that a program has in flight."""
+    return (max(rows, 16) + tiles * cut.columns) * cut.depth * 2 * cut.num_stages
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_known_models_fill_a_gpu_and_fit_on_it(name, rows):
+    hidden, inner, heads = MODELS[name]
+    for size, width in ((hidden, heads), (hidden, hidden), (inner, hidden)):
+        cut = product_cut(rows, size, width, 2)
+        assert width % cut.columns == 0
+        assert size % cut.depth == 0
+        assert shared_memory(cut, rows, 1) <= 227 * 1024
+        programs = width // cut.columns * cut.parts
+        assert programs <= 132
+        # More parts than eight cost whoever adds them more than they save here.
+        assert programs > 66 or cut.parts == 8
+    cut = gate_cut(rows, hidden, inner, 2)
+    assert inner % cut.columns == 0
+    # Together on the GPU, if there are not very many.
+    crowd = -(-inner // cut.columns // 132)
+    assert crowd > 3 or shared_memory(cut, rows, 2) * crowd <= 227 * 1024
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_fit_on_a_small_gpu(name, rows):
+    hidden, inner, heads = MODELS[name]
+    room = 99 * 1024
+    for size, width in ((hidden, heads), (hidden, hidden), (inner, hidden)):
+        cut = product_cut(rows, size, width, 2, room)
+        assert cut.num_stages >= 3
+        assert shared_memory(cut, rows, 1) <= room
+    assert shared_memory(gate_cut(rows, hidden, inner, 2, room), rows, 2) <= room
+
+
+@pytest.mark.parametrize("cut", [product_cut, gate_cut])
+def test_a_matrix_that_does_not_divide_is_left_to_xla(cut):
+    assert cut(8, 4096, 4096, 2) is not None
+    assert cut(8, 4096 + 8, 4096, 2) is None
+    assert cut(8, 4096, 4096 + 16, 2) is None
+
+
+def test_parts_for_xla_are_as_many_as_for_the_kernels(monkeypatch):
+    x, matrix = factors(8, 1, 256, 256, "bfloat16")
+    monkeypatch.setattr(ops, "chosen", lambda: "choose")
+    found = ops.multiply(x, matrix)
+    assert found.shape[0] == product_cut(8, 256, 256, 2).parts > 1
+    wanted = double(x) @ double(matrix)
+    np.testing.assert_allclose(double(found).sum(0), wanted, atol=2e-2)
+
+
+def test_a_model_that_does_not_divide_is_served_all_the_same(monkeypatch):
+    config = TransformerConfig(64, 40, 72, 1, 2, 1, 20, dtype="bfloat16")
+    model = build(config)
+    cache = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(0), x.shape), model.init_cache(2, 20)
+    )
+    ids = jnp.array([[3, 4], [5, 6]])
+
+    def read():
+        jax.clear_caches()
+        hidden, _ = jax.jit(model.apply)(model.params, ids, ids, cache)
+        return double(hidden)
+
+    wanted = read()
+    monkeypatch.setattr(ops, "chosen", lambda: "interpret")
+    np.testing.assert_allclose(read(), wanted, atol=0.05)
+
+
+# Kilobytes of keys, values, queries and weights that Triton 3.9 keeps for `look`, compiled for
+# compute capability 9.0: rows, head dimension, bytes of a number, and of 1, 2 and 3 turns.
+LOOKED = [
+    (16, 64, 2, (12, 20, 36)),
+    (16, 128, 2, (22, 38, 70)),
+    (64, 128, 2, (48, 80, 112)),
+    (16, 128, 4, (44, 76, 140)),
+    (16, 256, 2, (42, 74, 138)),
+    (64, 256, 2, (96, 160, 224)),
+    (16, 256, 4, (84, 148, 276)),
+    (64, 256, 4, (192, 320, 448)),
+]
+
+
+@pytest.mark.parametrize(("rows", "head_dim", "itemsize", "kilobytes"), LOOKED)
+def test_attention_loads_as_many_turns_as_fit(rows, head_dim, itemsize, kilobytes):
+    for room in (99, 227):
+        stages = attention_stages(rows, head_dim, itemsize, room * 1024)
+        assert stages == sum(size <= room for size in kilobytes)
+    for stages, size in enumerate(kilobytes, start=1):
+        assert attention_stages(rows, head_dim, itemsize, size * 1024) == stages
+        assert attention_stages(rows, head_dim, itemsize, size * 1024 - 1) == stages - 1
+
+
+def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla(monkeypatch):
+    monkeypatch.setattr(ops, "chosen", lambda: "choose")
+    keys = jax.ShapeDtypeStruct((8, 1, 100, 256), jnp.float32)
+    looked = {}
+    for room in (99, 227):
+        monkeypatch.setattr(attention, "shared_memory", lambda room=room: room * 1024)
+        looked[room] = attention.is_looked_at(8, 8, 8, keys)
+    assert looked == {99: False, 227: True}
+
+
+def test_precisions_that_triton_lacks_are_not_less_exact():
+    tile = jnp.zeros((16, 16))
+    precision = jax.lax.Precision
+    found = {}
+    for asked in ("default", "BF16_BF16_F32_X3", "F64_F64_F64"):
+        with jax.default_matmul_precision(asked):
+            jaxpr = jax.make_jaxpr(lambda x: launch.dot(x, x, (1, 0)))(tile)
+        found[asked] = jaxpr.eqns[0].params["precision"]
+    assert found.pop("default") != (precision.HIGHEST,) * 2
+    assert set(found.values()) == {(precision.HIGHEST,) * 2}

@@ -1,0 +1,154 @@
+"""Every example and benchmark runs as a script, and the numbers that it prints are right."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
+
+
+def run(script, *args, cwd):
+    """Standard output of a script, run where it may write."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", ROOT / script, *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script} does not run:\n{done.stderr}"
+    return done.stdout
+
+
+def rows_of(text, pattern):
+    """The numbers of every line that matches, as floats."""
+    return [[float(x) for x in groups] for groups in re.findall(pattern, text, re.MULTILINE)]
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A script of benchmarks/ as a module."""
+    # It finds its neighbours as it does when run.
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+def test_verify_one_step_accepts_where_the_coin_is_below_the_ratio(tmp_path):
+    text = run("examples/verify_one_step.py", cwd=tmp_path)
+    judged = re.findall(r"= ([\d.]+), coin ([\d.]+): (accepted|rejected)", text)
+    assert {verdict for *_, verdict in judged} == {"accepted", "rejected"}
+    for ratio, coin, verdict in judged:
+        assert (float(coin) < float(ratio)) == (verdict == "accepted")
+    for kind in ("drawn drafts", "one-hot drafts", "greedy"):
+        assert kind in text
+    counts = [int(n) for n in re.findall(r"\((\d) from one pass", text)]
+    assert len(counts) == 3
+    assert text.count("accepted\n") + 3 == sum(counts)
+
+
+def test_your_own_loop_writes_what_plain_decoding_writes_in_fewer_steps(tmp_path):
+    text = run("examples/your_own_loop.py", cwd=tmp_path)
+    ((steps, plain),) = rows_of(text, r"^(\d+) steps instead of (\d+)$")
+    assert steps < 0.8 * plain
+    assert "the greedy requests wrote what plain greedy decoding writes" in text
+    assert "with q as probabilities every request writes the same" in text
+
+
+def test_acceptance_falls_with_temperature_and_is_what_the_laws_say(tmp_path):
+    plot = tmp_path / "plot.png"
+    text = run(
+        "examples/acceptance_vs_temperature.py", "--out", plot, "--max-new-tokens", 24, cwd=tmp_path
+    )
+    rows = rows_of(text, r"^ +([\d.]+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$")
+    assert len(rows) == 6
+    for _, drafted, accepted, expected, _ in rows:
+        error = (expected * (1 - expected) / drafted) ** 0.5
+        # Printed to three digits.
+        assert abs(accepted - expected) < 4 * error + 0.001
+    assert rows[0][4] > rows[-1][4]
+    assert is_png(plot)
+
+
+def test_the_tail_of_each_noise_has_the_error_that_its_words_allow(tmp_path):
+    plot = tmp_path / "plot.png"
+    text = run("examples/gumbel_fp32_vs_fp64.py", "--out", plot, "--rounds", 3, cwd=tmp_path)
+    found = dict(re.findall(r"^(\S.*?) +[\d.]+ +([\d.e+-]+)$", text, re.MULTILINE))
+    error = {name: float(value) for name, value in found.items()}
+    # 131072 rare tokens lose up to 2^-24 each by default, and 2^-33 at the end of 32 bits.
+    assert 1e-3 < error["flat, jax.random.gumbel"] < 131072 * 2.0**-24
+    assert 1e-6 < error["flat FP32"] < 131072 * 2.0**-33
+    assert error["two-level FP32"] < error["flat FP32"] / 30
+    assert error["flat FP64"] < 1e-11
+    assert error["two-level FP64"] < error["flat FP64"]
+    assert is_png(plot)
+
+
+def test_synthetic_acceptance_gives_the_length_that_was_asked_for(tmp_path):
+    text = run("examples/synthetic_acceptance.py", "--repeats", 1, "--requests", 5000, cwd=tmp_path)
+    lengths = rows_of(text, r"([\d.]+) expected, ([\d.]+) \+- ([\d.]+)")
+    assert len(lengths) == 3
+    for expected, measured, error in lengths:
+        # Printed to three digits.
+        assert abs(expected - measured) < 5 * error + 0.001
+    rows = rows_of(text, r"^ +([\d.]+) +([\d.]+) +(\d+) +[\d.]+$")
+    assert [asked for asked, *_ in rows] == [1, 2, 3, 4, 5]
+    for asked, per_step, steps in rows:
+        # The last step has less room than the rest.
+        assert abs(per_step - asked) <= asked / steps
+    assert [steps for *_, steps in rows] == sorted((s for *_, s in rows), reverse=True)
+
+
+def test_generate_counts_the_acceptance_that_the_laws_say_on_held_out_prompts(tmp_path):
+    sizes = ("--files", 16, "--context", 64, "--positions", 32, "--temperatures", 0.7, 1.0)
+    text = run("benchmarks/acceptance.py", "generate", "--batch", 16, *sizes, cwd=tmp_path)
+    rows = rows_of(text, r"^\| [\d.]+ \| \d+ \| ([\d.]+) \| ([\d.]+) \| (\S+) \| (\S+) \|")
+    assert len(rows) == 2
+    for accepted, expected, difference, error in rows:
+        assert abs(accepted - expected - difference) < 0.0015
+        assert abs(difference) < 4 * error
+        assert accepted > 0.3
+
+
+def test_windows_judge_every_token_but_the_first_once(benchmark):
+    import numpy as np
+
+    rows = [np.arange(1, n + 1) for n in (1, 2, 16, 17, 18, 29, 30, 100)]
+    ids, judged = benchmark("bits").windows(rows, 16)
+    expected = np.concatenate([row[1:] for row in rows])
+    assert ids[:, 1:][judged].tolist() == expected.tolist()
+
+
+def test_the_table_of_the_readme_is_that_of_the_measurement(benchmark):
+    table = benchmark("table")
+    path = table.RESULTS / "cpu_verify.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert all(ratio["holds"] for ratio in result["ratios"])
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("There is no README yet.")
+    text = readme.read_text(encoding="utf-8")
+    assert table.put_between_markers(text, table.cpu_table(result)) == text, (
+        "run: python benchmarks/table.py --readme README.md"
+    )
+
+
+def test_a_document_without_markers_is_refused(benchmark):
+    table = benchmark("table")
+    with pytest.raises(ValueError, match="once each"):
+        table.put_between_markers(f"{table.END}\n{table.BEGIN}\n", "|")
+    text = f"a\n{table.BEGIN}\nold\n{table.END}\nb\n"
+    replaced = table.put_between_markers(text, "new")
+    assert replaced == f"a\n{table.BEGIN}\nnew\n{table.END}\nb\n"

@@ -1,0 +1,108 @@
+"""The lists of mutations fit the sources, the tests and the table; what a run says is read right.
+
+The mutations themselves are run by `python -m tests.mutation`, which takes most of an hour.
+"""
+
+import collections
+
+import pytest
+from mutation.listed import MUTATIONS
+from mutation.mutation import ROOT, Mutation, find_test, mutated_file, source_of
+from mutation.run import verdict
+from mutation.table import TABLE, read_table
+
+pytestmark = pytest.mark.once
+
+COUNTED = [mutation for mutation in MUTATIONS if not mutation.equivalent]
+# Nothing but the names of fields, and what a room says of itself.
+NO_CODE = ("__init__", "rows")
+LISTED = (
+    *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
+    *("core.truncation", "core.filters", "samplers.verify", "samplers.next_token"),
+    *(f"decode.{name}" for name in ("drafts", "drafters", "loop", "commit", "metrics", "logprobs")),
+    *(f"processing.{name}" for name in ("process_logits", "cutoff", "cutoff_xla")),
+    "schedules",
+    *(
+        f"{room}.{path.stem}"
+        for room in ("pallas", "models.pallas")
+        for path in sorted((ROOT / "specjax" / room.replace(".", "/")).glob("*.py"))
+        if path.stem not in NO_CODE
+    ),
+)
+
+
+def test_every_mutation_is_of_a_place_that_is_there_once_and_leaves_a_program():
+    for mutation in MUTATIONS:
+        path, text = mutated_file(ROOT, mutation)
+        compile(text, str(path), "exec")
+
+
+def test_every_mutation_names_tests_that_are_there_or_an_argument():
+    for mutation in MUTATIONS:
+        assert mutation.why, mutation
+        assert bool(mutation.killed_by) != bool(mutation.equivalent), mutation
+        for test in mutation.killed_by:
+            find_test(ROOT, test)
+    assert len(set(MUTATIONS)) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("module", LISTED)
+def test_every_module_that_decides_tokens_has_three_mutations(module):
+    counts = collections.Counter(mutation.module for mutation in COUNTED)
+    assert counts[f"specjax.{module}"] >= 3
+
+
+def test_the_table_says_of_every_mutation_which_test_sees_it():
+    """Where it does not, `python -m tests.mutation` writes it anew."""
+    table = ROOT / "tests" / "mutation" / TABLE
+    for mutation, seen in read_table(table.read_text(), MUTATIONS):
+        if mutation.equivalent:
+            assert seen.startswith("no test: ")
+        else:
+            named = [seen == test or seen.startswith(f"{test}[") for test in mutation.killed_by]
+            assert any(named), f"{mutation.function}: {mutation.pattern!r} is {seen}"
+
+
+def report(when, outcome):
+    return ["tests/test_x.py::test_y[1]", when, outcome, "a message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "reports", "says"),
+    [
+        (1, [report("setup", "passed"), report("call", "failed")], "killed"),
+        (0, [report("setup", "passed"), report("call", "passed")], "survived"),
+        # A fixture that fails, a test that is skipped, a module that cannot be imported.
+        (1, [report("setup", "failed")], "broken"),
+        (0, [report("setup", "skipped")], "broken"),
+        (2, [], "broken"),
+        (4, [report("call", "passed")], "broken"),
+    ],
+)
+def test_only_a_test_that_fails_kills(status, reports, says):
+    told = {"exit_status": status, "reports": reports, "output": ""}
+    assert verdict(told, ["tests/test_x.py::test_y"]).verdict == says
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern", "words"),
+    [
+        ("specjax.core.acceptance.accept", "coin", "accept is defined 0 times"),
+        ("specjax.core.acceptance.accept_random", "coin", "occurs 4 times"),
+        ("specjax.core.acceptance.accept_greedy", "coin", "occurs 0 times"),
+        ("elsewhere.accept_greedy", "coin", "no module"),
+    ],
+)
+def test_a_mutation_of_nothing_or_of_several_places_is_refused(function, pattern, words):
+    with pytest.raises(LookupError, match=words):
+        mutated_file(ROOT, Mutation(function, pattern, "token"))
+
+
+def test_a_function_is_found_with_its_decorators_and_inside_others():
+    path, first, last = source_of(ROOT, "specjax.core.noise.threefry2x32")
+    lines = path.read_text().splitlines()[first:last]
+    assert lines[0].startswith("@functools.partial(jax.jit")
+    assert lines[-1] == "    return x0, x1"
+    _, first, last = source_of(ROOT, "specjax.pallas.accept.reduce_rows.reduce_kernel")
+    outer = source_of(ROOT, "specjax.pallas.accept.reduce_rows")
+    assert outer[1] < first < last < outer[2]

@@ -1,0 +1,74 @@
+"""The README's "Bring your checkpoint": its commands run as they stand, on random folders."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+from checkpoints import write_checkpoints
+
+from specjax.cli import main
+from specjax.models import chat_prompt, load_tokenizer, pretrained_folder
+
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
+
+README = (pathlib.Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+(SECTION,) = re.findall(r"^## Bring your checkpoint\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ specjax (.*)$", SECTION, re.MULTILINE)]
+GENERATE = [command for command in COMMANDS if command[0] == "generate"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("readme")
+    write_checkpoints(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _there(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+def test_the_section_shows_a_draft_of_each_kind_a_chat_and_a_sweep():
+    drafts = [command[command.index("--draft") + 1] for command in COMMANDS]
+    assert {"ngram", "path/to/Qwen2.5-0.5B-Instruct"} == set(drafts)
+    assert sum("--chat" in command for command in GENERATE) == 1
+    assert len(COMMANDS) - len(GENERATE) == 1
+
+
+@pytest.mark.parametrize("command", GENERATE, ids=["model", "chat", "ngram"])
+def test_a_checkpoint_writes_and_its_sibling_drafts(capsys, command):
+    assert main(command) == 0
+    text, said = capsys.readouterr()
+    tokens, read = map(int, re.findall(r"^tokens +(\d+) from (\d+),", said, re.MULTILINE)[0])
+    prompt = next(word for word in command if " " in word)
+    if "--chat" in command:
+        message = {"role": "user", "content": prompt}
+        prompt = chat_prompt(command[command.index("--target") + 1], [message])
+    # Of an untrained model: words, but no sense.
+    assert tokens == 128
+    assert len(set(text)) > 40
+    assert read == len(load_tokenizer(pretrained_folder("target")).encode(prompt).ids)
+    ((length, kept),) = re.findall(r"^acceptance +([\d.]+) .* (\d+)% of", said, re.MULTILINE)
+    if "ngram" not in command:
+        assert float(length) > 1.5
+        assert int(kept) > 20
+
+
+def test_a_sweep_of_a_checkpoint_prints_its_table_and_draws_it(capsys, folder):
+    (command,) = (command for command in COMMANDS if command[0] == "sweep")
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    largest = int(command[command.index("--max-speculative-tokens") + 1])
+    row = r"^(\d) +[\d.]+ +[\d.]+ - [\d.]+ +[\d.]+ +([\d.]+) +[\d.]+ +[\d.]+ *$"
+    rows = re.findall(row, said, re.MULTILINE)[: largest + 1]
+    assert [int(K) for K, _ in rows] == list(range(largest + 1))
+    lengths = [float(length) for _, length in rows]
+    assert lengths[0] == 1
+    assert lengths == sorted(set(lengths))
+    assert re.search(rf"^K = [0-{largest}] is best: ", said, re.MULTILINE)
+    assert "draft path/to/" in said
+    drawn = folder / command[command.index("--out") + 1]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
