@@ -18,6 +18,7 @@ __all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "verdict"]
 _COPIED = ("specjax", "tests", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
 _LARGE = 200_000
 _PASSED = ("call", "passed")
+_NO_PROGRAM = ("NameError", "ImportError", "SyntaxError", "UnboundLocalError")
 _OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "mutation.outcomes", "--hypothesis-seed=0")
 
 
@@ -89,12 +90,13 @@ def verdict(told: Any, tests: Sequence[str]) -> Outcome:
     """What the outcomes of the named tests say.
 
     A test that fails where it is called kills; an error before that, as of an import or of a
-    fixture, says that the wrong version is none.
+    fixture, or a name that is not there, says that the wrong version is none.
     """
     failed = [report for report in told["reports"] if report[2] == "failed"]
     if failed:
         test, when, _, message = failed[0]
-        return Outcome("killed" if when == "call" else "broken", test, message)
+        is_kill = when == "call" and not message.startswith(_NO_PROGRAM)
+        return Outcome("killed" if is_kill else "broken", test, message)
     passed = {test for test, when, outcome, _ in told["reports"] if (when, outcome) == _PASSED}
     unseen = [test for test in tests if not any(_is_of(one, test) for one in passed)]
     if told["exit_status"] or unseen:

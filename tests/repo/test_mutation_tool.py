@@ -63,8 +63,8 @@ def test_the_table_says_of_every_mutation_which_test_sees_it():
             assert any(named), f"{mutation.function}: {mutation.pattern!r} is {seen}"
 
 
-def report(when, outcome):
-    return ["tests/test_x.py::test_y[1]", when, outcome, "a message"]
+def report(when, outcome, message="a message"):
+    return ["tests/test_x.py::test_y[1]", when, outcome, message]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ def report(when, outcome):
     [
         (1, [report("setup", "passed"), report("call", "failed")], "killed"),
         (0, [report("setup", "passed"), report("call", "passed")], "survived"),
+        (1, [report("call", "failed", "NameError: name 'jnp' is not defined")], "broken"),
         # A fixture that fails, a test that is skipped, a module that cannot be imported.
         (1, [report("setup", "failed")], "broken"),
         (0, [report("setup", "skipped")], "broken"),

@@ -411,7 +411,7 @@ MUTATIONS = (
     Mutation(
         f"{_PALLAS}verify.verify_rows",
         "Plan(size, num_drafts, noise_dtype,",
-        "Plan(size, num_drafts, jnp.float32,",
+        'Plan(size, num_drafts, "float32",',
         _large("float64 noise"),
         "noise is float32 whatever is asked",
     ),
