@@ -122,7 +122,7 @@ def implementation(request):
     if request.param == "xla":
         yield request.param
         return
-    from specjax.pallas import candidates, cutoff, sample, verify
+    from specjax.pallas import cutoff, cutoff_candidates, sample, verify
     from specjax.pallas.tiles import Tile
 
     with pytest.MonkeyPatch.context() as patch:
@@ -139,5 +139,5 @@ def implementation(request):
         # Of rows this short, too, some are searched where they were noted, and some are not noted.
         patch.setattr(cutoff, "SEARCH_HELD", 64)
         for name, quarters in [("_FEW", 4), ("_MANY", 8), ("_TOO_MANY", 60)]:
-            patch.setattr(candidates, name, quarters)
+            patch.setattr(cutoff_candidates, name, quarters)
         yield request.param

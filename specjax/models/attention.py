@@ -81,7 +81,7 @@ def is_looked_at(padded: int, tokens: int, shared: int, keys: jax.Array) -> bool
       shared: R.
       keys: [B, G, S, D], of the cache.
     """
-    from specjax.pallas.tiles import attention_stages, is_alone, query_rows
+    from specjax.models.pallas.tiles import attention_stages, is_alone, query_rows
 
     batch, _, _, head_dim = keys.shape
     if not is_few(batch, padded) or tokens > 16 or tokens * shared > 64:
@@ -122,7 +122,7 @@ def cached_attention(
     def kernels(
         projected: Product, turns: Any, positions: jax.Array, cache: Any, interpret: bool
     ) -> tuple[jax.Array, Any]:
-        from specjax.models.pallas.few import attend
+        from specjax.models.pallas.attention import attend
         from specjax.models.pallas.qkv import Heads
 
         cos, sin = (x[:, :, 0] for x in turns)

@@ -135,7 +135,7 @@ def _wait(implementation: str, x: jax.Array) -> jax.Array:
     """
 
     def kernels(x: jax.Array, interpret: bool) -> jax.Array:
-        from specjax.models.pallas.few import waited
+        from specjax.models.pallas.add_rms_norm import waited
 
         return waited(x, interpret=interpret)
 
@@ -168,7 +168,7 @@ def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Arr
       matrix: what they are multiplied by.
       early: whether a kernel of ours reads the parts, and may start before they are there.
     """
-    from specjax.pallas.tiles import product_cut
+    from specjax.models.pallas.tiles import product_cut
 
     cut = _cut(product_cut, x, matrix, matrix.shape[1])
     if cut is None:
@@ -180,7 +180,7 @@ def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Arr
         return jnp.pad(whole[None], ((0, cut.parts - 1), *[(0, 0)] * 3))
 
     def kernels(*operands: jax.Array, interpret: bool) -> jax.Array:
-        from specjax.models.pallas.few import multiplied
+        from specjax.models.pallas.matmul import multiplied
 
         return multiplied(
             *operands, cut=cut, early=early and has_early_starts(), interpret=interpret
@@ -199,7 +199,7 @@ def gated(x: Normed, gate_up: jax.Array, down: jax.Array, *, mlp: Any, early: bo
       mlp: has `activation`, and `size` and `eps` of the norm.
       early: as of `multiply`.
     """
-    from specjax.pallas.tiles import gate_cut, product_cut
+    from specjax.models.pallas.tiles import gate_cut, product_cut
 
     def xla(rows: jax.Array, squares: jax.Array | None, gate_up: jax.Array) -> jax.Array:
         y = Product((rows @ gate_up)[None], squares).whole(mlp.size, mlp.eps)
@@ -207,7 +207,7 @@ def gated(x: Normed, gate_up: jax.Array, down: jax.Array, *, mlp: Any, early: bo
         return (mlp.activation(gate) * up).astype(rows.dtype)
 
     def kernels(*operands: Any, interpret: bool) -> jax.Array:
-        from specjax.models.pallas.few import gated
+        from specjax.models.pallas.matmul import gated
 
         # XLA's own product does not wait as ours does.
         next_waits = _cut(product_cut, x.rows, down, down.shape[1]) is not None
@@ -234,7 +234,7 @@ def join(
     Returns:
       [B, T, E], and the same on the way through the norm.
     """
-    from specjax.pallas.tiles import JOIN_TILE
+    from specjax.models.pallas.tiles import JOIN_TILE
 
     def xla(x: jax.Array, parts: jax.Array | None, weight: jax.Array) -> tuple[jax.Array, Normed]:
         if parts is not None:
@@ -247,7 +247,7 @@ def join(
         return x, Normed((wide * scale[None, None]).astype(x.dtype), squares)
 
     def kernels(*operands: jax.Array, interpret: bool) -> tuple[jax.Array, Normed]:
-        from specjax.models.pallas.few import joined
+        from specjax.models.pallas.add_rms_norm import joined
 
         x, *normed = joined(*operands, offset=offset, interpret=interpret)
         return x, Normed(*normed)

@@ -1,41 +1,115 @@
 """`logit_cutoff` in two launches: quarters of blocks are reduced, and one program a row searches.
 
-Where there is no bound, or too much above it, the row itself is searched, which takes far longer.
+The search bisects the candidates in registers, or in memory; without a bound, or with too many
+logits above it, it bisects the row itself, which takes far longer.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.core.bisection import open_bracket
-from specjax.core.filters import Filters, Searched, Source, search_cutoff
-from specjax.pallas.blocks import load_some
-from specjax.pallas.bound import bound_low
-from specjax.pallas.candidates import Found, gather
-from specjax.pallas.launch import divide, launch, like, value_when
-from specjax.pallas.quarters import (
+from specjax.core.bisection import Bracket, Extremes, open_bracket
+from specjax.core.truncation import (
+    Filters,
+    Searched,
+    Source,
+    extremes_blocks,
+    least_kept,
+    mass_above,
+    mass_weights,
+    search_cutoff,
+)
+from specjax.pallas.blocks import load_row, load_some
+from specjax.pallas.cutoff_bound import (
     Quarters,
     Row,
     Rows,
     asks_anything,
+    bound_low,
     load_quarters,
     quarters_like,
     read_row,
     store_tile,
 )
-from specjax.pallas.search import in_memory, in_registers
+from specjax.pallas.cutoff_candidates import Found, gather
+from specjax.pallas.launch import divide, fast_exp2, launch, like, value_when
 from specjax.pallas.tiles import (
     SEARCH_HELD,
     SEARCH_NOTED,
     SEARCH_WARPS,
+    Tile,
     row_tile,
     search_tile,
     whole_search_tile,
 )
 
-__all__ = ["cutoff_rows"]
+__all__ = ["cutoff_rows", "in_memory", "in_registers"]
+
+
+def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
+    """Logits f32[N] that one program holds."""
+    weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
+    return Source(
+        lambda pivot: mass_above(x, None, pivot),
+        lambda pivot: mass_above(x, weights, pivot),
+        lambda bracket: extremes_blocks(x, bracket),
+        lambda low: least_kept(x, low, row.anchor, row.scale, row.filters.min_p),
+        # A look finds few of them left.
+        halvings=4,
+    )
+
+
+def in_memory(
+    logits: Any, b: jax.Array, count: jax.Array, row: Row, tile: Tile, interpret: bool
+) -> Source:
+    """The first `count` logits of row b, read again for every question."""
+    tiles, _ = divide(count + (tile.size - 1), tile.size)
+    lane = jax.lax.iota(jnp.int32, tile.size)
+    zero = lane.astype(jnp.float32) * jnp.float32(0)
+
+    def over(ask: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], first: Any) -> Any:
+        def read(number: jax.Array, so_far: Any) -> Any:
+            index = number * tile.size + lane
+            x = load_row(logits, b, index).astype(jnp.float32)
+            x = jnp.where(index < count, x, jnp.float32(-jnp.inf))
+            return jax.tree.map(merge, so_far, ask(x))
+
+        return jax.lax.fori_loop(jnp.int32(0), tiles, read, first)
+
+    def above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
+        def ask(x: jax.Array) -> jax.Array:
+            return jnp.where(x >= pivot, weights(x), jnp.float32(0))
+
+        return jnp.sum(over(ask, jnp.add, zero))
+
+    def weights(x: jax.Array) -> jax.Array:
+        return mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
+
+    def look(bracket: Bracket) -> Extremes:
+        def ask(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
+            return found.least, -found.most
+
+        least, most = over(ask, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
+        return Extremes(jnp.min(least), -jnp.min(most))
+
+    def least(low: jax.Array) -> jax.Array:
+        def ask(x: jax.Array) -> jax.Array:
+            min_p = row.filters.min_p
+            law = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
+            return least_kept(x[:, None], low[None], *law)
+
+        return jnp.min(over(ask, jnp.minimum, zero + jnp.inf))
+
+    return Source(
+        lambda pivot: above(lambda x: jnp.ones_like(x), pivot),
+        lambda pivot: above(weights, pivot),
+        look,
+        least,
+    )
 
 
 class _Search(NamedTuple):

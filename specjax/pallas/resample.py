@@ -16,13 +16,21 @@ from jax.experimental import pallas as pl
 from specjax.core.gumbel_max import first_argmax
 from specjax.core.residual import ROUNDING, residual_logprobs
 from specjax.pallas.blocks import load_line
-from specjax.pallas.draw import draw_residual, draw_row, finish
-from specjax.pallas.ending import Ending, next_address, read_ending
 from specjax.pallas.gumbel_max import Drawn, draw_noise, draw_token, whole_noise
 from specjax.pallas.inputs import Inputs, Plan
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
-from specjax.pallas.residual import draft_logprobs, reduce_masses, store_masses
-from specjax.pallas.rows import Judged, Reduced
+from specjax.pallas.next_token import (
+    Ending,
+    draft_logprobs,
+    draw_residual,
+    draw_row,
+    finish,
+    next_address,
+    read_ending,
+    reduce_masses,
+    store_masses,
+)
+from specjax.pallas.target_rows import Judged, Reduced
 from specjax.pallas.tiles import DRAW_WARPS
 from specjax.typing import Verification
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from specjax.pallas.accept import accept_rows, reduce_rows
 from specjax.pallas.draft_statistics import with_statistics
 from specjax.pallas.inputs import Inputs, Plan
 from specjax.pallas.resample import resample
+from specjax.pallas.target_rows import accept_rows, reduce_rows
 from specjax.pallas.tiles import is_small, pair_tile, row_tile, target_tile
 from specjax.typing import Verification
 

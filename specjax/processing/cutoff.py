@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, read_array, read_optional
-from specjax.core.filters import Filters
+from specjax.core.truncation import Filters
 from specjax.implementation import by_implementation, read_implementation
 from specjax.mesh import map_batch_shards, vary_like
 from specjax.processing.cutoff_xla import cutoff_of_rows

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.bisection import Bracket, Extremes, key_value, open_bracket, search
-from specjax.core.filters import Filters, Searched, Source, search_cutoff
 from specjax.core.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
 from specjax.core.subnormal import smallest_equal
 from specjax.core.temperature import Scaling, read_temperature
 from specjax.core.truncation import (
     MARGIN,
+    Filters,
+    Searched,
+    Source,
     extremes_blocks,
     keeps_top_k,
     keeps_top_p,
@@ -29,6 +31,7 @@ from specjax.core.truncation import (
     mass_target,
     mass_weights,
     min_p_threshold,
+    search_cutoff,
 )
 from specjax.mesh import vary_like
 

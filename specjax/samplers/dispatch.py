@@ -10,8 +10,7 @@ from specjax.core.gumbel_max import sample_row
 from specjax.core.noise import addresses, fold_in_rows
 from specjax.implementation import by_implementation
 from specjax.mesh import map_batch_shards, vary_like
-from specjax.samplers.ragged import ragged_requests
-from specjax.samplers.request import PerRequest, Request, Rows
+from specjax.samplers.request import PerRequest, Request, Rows, ragged_requests
 from specjax.samplers.verify import verify_batch
 from specjax.typing import Draft, Sample, Verification
 

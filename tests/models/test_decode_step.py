@@ -11,8 +11,8 @@ from machine import has_gpu
 import specjax
 from specjax.implementation import read_implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, ops
+from specjax.models.pallas import attention as attention_launches
 from specjax.models.pallas import combine as parts_of_cache
-from specjax.models.pallas import few
 from specjax.models.pallas.qkv import Placed
 
 # Wide enough for products in parts, and for heads of every kind of tile.
@@ -66,8 +66,8 @@ def through(monkeypatch):
         for module in (ops, attention):
             monkeypatch.setattr(module, "chosen", lambda: read_implementation(name))
         # Two parts of a cache, so that each has chunks to go through.
-        monkeypatch.setattr(few, "num_parts_of_cache", lambda *sizes: parts)
-        monkeypatch.setattr(few, "is_alone", lambda num_requests: alone)
+        monkeypatch.setattr(attention_launches, "num_parts_of_cache", lambda *sizes: parts)
+        monkeypatch.setattr(attention_launches, "is_alone", lambda num_requests: alone)
         jax.clear_caches()
 
     return choose
@@ -300,7 +300,7 @@ def test_parts_are_one_softmax_whoever_puts_them_together(
     parts, at_once, quick, kernels, through, monkeypatch
 ):
     monkeypatch.setattr(parts_of_cache, "num_parts_at_once", lambda *sizes: at_once)
-    monkeypatch.setattr(few, "is_quickly_joined", lambda *sizes: quick)
+    monkeypatch.setattr(attention_launches, "is_quickly_joined", lambda *sizes: quick)
     rule = attention.Rule(0.3, 90, 3.0, size=20, eps=1e-5)
     # Two tokens and one of padding, for which the tile of the two has no room.
     projected, turns, cache = heads(5, 3, 2, 7, 80, 200, parts=2)
@@ -333,7 +333,7 @@ def test_parts_are_counted_from_zero_whatever_the_memory_held(kernels, through, 
         in_place = {**in_place, "counters": held}
         return launch_as_it_is(place, (operands, held), outputs, in_place=in_place, **options)
 
-    launch_as_it_is = few.launch
+    launch_as_it_is = attention_launches.launch
     rule = attention.Rule(0.3, size=20, eps=1e-5)
     projected, turns, cache = heads(5, 2, 2, 3, 16, 200)
     positions = 150 + jnp.tile(jnp.arange(2, dtype=jnp.int32), (5, 1))
@@ -344,7 +344,7 @@ def test_parts_are_counted_from_zero_whatever_the_memory_held(kernels, through, 
     through("xla")
     wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
     through(kernels, alone=False)
-    monkeypatch.setattr(few, "launch", launch)
+    monkeypatch.setattr(attention_launches, "launch", launch)
     found, _ = jax.jit(attend)(projected, turns, positions, cache)
     close(found, wanted)
 

@@ -10,9 +10,9 @@ from machine import has_gpu
 
 from specjax.implementation import read_implementation
 from specjax.models import TransformerConfig, attention, build, ops
-from specjax.models.pallas import few
+from specjax.models.pallas import matmul
+from specjax.models.pallas.tiles import attention_stages, gate_cut, product_cut
 from specjax.pallas import launch
-from specjax.pallas.tiles import attention_stages, gate_cut, product_cut
 
 KERNELS = [
     pytest.param("interpret", marks=pytest.mark.interpret),
@@ -50,7 +50,7 @@ def test_parts_sum_to_the_product(sizes, dtype, kernels):
     # As they are cut, and in parts of which none is as large as the next.
     uneven = cut._replace(parts=3, turned=not cut.turned)
     for way in (cut, cut._replace(parts=1), uneven):
-        parts = few.multiplied(x, matrix, cut=way, early=False, interpret=interpret)
+        parts = matmul.multiplied(x, matrix, cut=way, early=False, interpret=interpret)
         assert parts.shape == (way.parts, batch, tokens, width)
         np.testing.assert_allclose(double(parts).sum(0), wanted, atol=TOLERANCE[dtype] * 4)
 
@@ -71,7 +71,7 @@ def test_gates_are_of_rows_divided_late(sizes, is_late, kernels):
     interpret = read_implementation(kernels) == "interpret"
     options = {"mlp": mlp, "early": False, "interpret": interpret}
     for way in (cut, cut._replace(turned=False)):
-        found = few.gated(x, squares, matrix, cut=way, **options)
+        found = matmul.gated(x, squares, matrix, cut=way, **options)
         assert found.dtype == x.dtype
         np.testing.assert_allclose(double(found), np.tanh(gate) * up, rtol=2**-7, atol=1e-4)
 

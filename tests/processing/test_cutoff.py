@@ -16,7 +16,7 @@ from scipy import stats
 
 import specjax
 from specjax.core import bisection
-from specjax.core import filters as order
+from specjax.core import truncation as order
 from specjax.processing import cutoff_xla
 from specjax.processing.cutoff import _run
 

@@ -45,8 +45,6 @@ GROUND_OF_KERNELS = ("specjax.pallas.launch", "specjax.pallas.tiles", "specjax.m
 CHOOSE_KERNELS = ("specjax.samplers.dispatch", "specjax.processing.cutoff", "specjax.models")
 ANY_THIRD_PARTY = ("models", "cli")
 MOST_MODULES = 15
-# `pallas` still holds 20 modules; those that are one idea are to be joined.
-CROWDED = {PACKAGE / "pallas": 20}
 NOT_BY_IMPORT = {
     "flax",
     "optax",
@@ -153,7 +151,7 @@ def test_imports_go_downhill_only(path):
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=name_of)
 def test_no_room_is_crowded(folder):
     modules = [path for path in FILES if path.parent == folder and path.stem != "__init__"]
-    assert len(modules) <= CROWDED.get(folder, MOST_MODULES)
+    assert len(modules) <= MOST_MODULES
 
 
 @for_each(FILES)

@@ -13,8 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specjax.models.hf.folder import read_folder, read_member
-from specjax.models.hf.objects import read_object
+from specjax.models.hf.folder import read_folder, read_member, read_object
 
 __all__ = ["chat_prompt"]
 

@@ -18,9 +18,8 @@ from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_fields import read_field
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.folder import read_folder, read_member
+from specjax.models.hf.folder import read_folder, read_member, read_object
 from specjax.models.hf.mapped_tensors import MappedTensors
-from specjax.models.hf.objects import read_object
 from specjax.models.hf.progress import loading_bar
 from specjax.models.hf.weight_map import join, layout, put, split, take
 from specjax.models.transformer import build

@@ -16,9 +16,8 @@ from specjax.files import replacing
 from specjax.models.draft_head import HeadConfig
 from specjax.models.hf.checkpoint import dtype_here
 from specjax.models.hf.config_fields import read_field
-from specjax.models.hf.folder import read_folder
+from specjax.models.hf.folder import read_folder, read_object
 from specjax.models.hf.mapped_tensors import MappedTensors
-from specjax.models.hf.objects import read_object
 from specjax.models.hf.weight_map import Entry, join, layout, put, split, take
 
 __all__ = ["is_head", "load_head", "load_head_config", "save_head"]

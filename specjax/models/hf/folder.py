@@ -1,11 +1,13 @@
-"""A Hugging Face folder as a caller names it: it and its files are there, or are refused."""
+"""A Hugging Face folder as a caller names it, and its files: there, or refused in a sentence."""
 
+import json
 import os
 import pathlib
+from typing import Any
 
 from specjax.files import read_file
 
-__all__ = ["read_folder", "read_member", "refuse_pointer"]
+__all__ = ["read_folder", "read_member", "read_object", "refuse_pointer"]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 # Bytes of a file that is read whole: configurations have thousands, tokenizers up to 40 million.
@@ -73,3 +75,30 @@ def read_member(path: pathlib.Path) -> bytes:
     """
     refuse_pointer(path)
     return read_file(path, _LARGEST)
+
+
+def read_object(path: pathlib.Path, needed: str) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Args:
+      path: of the file.
+      needed: what the object is, for a refusal.
+
+    Raises:
+      ValueError: if the file holds anything else, or more than 256 MiB.
+
+    Example:
+      >>> import tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "config.json")
+      >>> _ = path.write_text('{"vocab_size": 64}')
+      >>> read_object(path, "the fields of a configuration")
+      {'vocab_size': 64}
+    """
+    data = read_member(path)
+    try:
+        found = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object; it needs {needed}.")
+    return found

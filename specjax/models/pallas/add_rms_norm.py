@@ -3,6 +3,8 @@
 Axes: `R` rows, `E` hidden, `Q` parts of a sum, `n` tiles of E.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +12,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.pallas.launch import divide
-from specjax.pallas.tiles import JOIN_TILE, power_of_two
+from specjax.models.pallas.tiles import (
+    JOIN_TILE,
+)
+from specjax.pallas.launch import divide, launch, like
+from specjax.pallas.tiles import power_of_two
 
-__all__ = ["Joined", "Sum", "join", "load_squares", "scale_of"]
+__all__ = [
+    "Joined",
+    "Sum",
+    "join",
+    "joined",
+    "load_squares",
+    "scale_of",
+    "waited",
+]
 
 
 class Sum(NamedTuple):
@@ -92,3 +105,39 @@ def _columns(tile: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Arr
 def _load(reference: Any, at: Any, mask: jax.Array) -> jax.Array:
     x = plgpu.load(reference.at[at], mask=mask, other=jnp.zeros((), reference.dtype))
     return x.astype(jnp.float32)
+
+
+def joined(
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
+) -> Joined:
+    """A product added to the residual stream, and the beginning of the norm behind it.
+
+    Args:
+      x: [B, T, E].
+      parts: [Q, B, T, E], of the product; None adds nothing.
+      weight: [E], of the norm, but for its offset.
+      offset: added to the weight.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      The stream [B, T, E], the same with the weight, and sums of its squares f32[B, T, n].
+    """
+    *lead, size = x.shape
+    rows, tiles = math.prod(lead), JOIN_TILE.count(size)
+    parts = None if parts is None else parts.reshape(-1, rows, size)
+    done = launch(
+        functools.partial(join, offset=offset),
+        Sum(x.reshape(rows, size), parts, weight),
+        Joined(like((rows, size), x.dtype), like((rows, size), x.dtype), like((rows, tiles))),
+        num_programs=rows * tiles,
+        num_warps=JOIN_TILE.num_warps,
+        interpret=interpret,
+    )
+    return Joined(*(y.reshape(*lead, -1) for y in done))
+
+
+def waited(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """The same array, read by a kernel of ours: whoever reads it then need not wait as ours do."""
+    rows = x.reshape(1, -1, x.shape[-1])
+    nothing = jnp.zeros(x.shape[-1:], x.dtype)
+    return joined(rows, None, nothing, offset=0.0, interpret=interpret)[0].reshape(x.shape)

@@ -1,7 +1,7 @@
 """Attention of few tokens to a cache: a program to a part of its slots.
 
-Axes as in `specjax.models.pallas.few`; `M` rows of a tile, the query heads of one key-value head,
-token behind token; `N` keys of a tile; `P` parts.
+Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, the query heads of one key-value
+head, token after token; `N` keys of a tile; `P` parts.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from specjax.models.pallas.qkv import (
     of_token,
     tile_mask,
 )
+from specjax.models.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot
 from specjax.pallas.launch import arrive, divide
-from specjax.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot
 
 __all__ = ["Looked", "Rule", "Seen", "Unfinished", "look", "see"]
 

@@ -14,8 +14,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.online_softmax import Softmax, nothing
 from specjax.models.pallas.qkv import load_tile, tile_mask
+from specjax.models.pallas.tiles import at_least_dot, num_parts_at_once
 from specjax.pallas.launch import divide
-from specjax.pallas.tiles import at_least_dot, num_parts_at_once, power_of_two
+from specjax.pallas.tiles import power_of_two
 
 __all__ = ["Parts", "finish", "leave", "together", "write"]
 

@@ -6,6 +6,8 @@ Axes: `R` rows, `M` these and padding, `E` summed over, `N` columns, `C` of them
 parts of the sum.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,10 +16,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.add_rms_norm import load_squares, scale_of
-from specjax.pallas.launch import divide, dot, start_next
-from specjax.pallas.tiles import Cut, at_least_dot
+from specjax.models.pallas.tiles import (
+    Cut,
+    at_least_dot,
+)
+from specjax.pallas.launch import divide, dot, launch, like, start_next
 
-__all__ = ["Block", "Factors", "Gated", "Multiplied", "gate", "multiply"]
+__all__ = [
+    "Block",
+    "Factors",
+    "Gated",
+    "Multiplied",
+    "gate",
+    "gated",
+    "multiplied",
+    "multiply",
+]
 
 
 class Block(Protocol):
@@ -144,3 +158,72 @@ def _store(reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array
         row, column = row[:, None], column[None]
     inside = jnp.broadcast_to(row < num_rows, x.shape)
     plgpu.store(reference.at[(*lead, row, column)], x.astype(reference.dtype), mask=inside)
+
+
+def multiplied(
+    x: jax.Array, matrix: jax.Array, *, cut: Cut, early: bool, interpret: bool
+) -> jax.Array:
+    """A product, as parts of a sum.
+
+    Args:
+      x: [B, T, E].
+      matrix: [E, N].
+      cut: how it is shared out.
+      early: whether the kernel behind may start before the end, as `start_next` says.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      f32[Q, B, T, N].
+    """
+    *lead, size = x.shape
+    rows, width = math.prod(lead), matrix.shape[1]
+    parts = launch(
+        functools.partial(multiply, cut=cut, early=early and not interpret),
+        Factors(x.reshape(rows, size), matrix),
+        Multiplied(like((cut.parts, rows, width))),
+        num_programs=width // cut.columns * cut.parts,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        interpret=interpret,
+    ).parts
+    return parts.reshape(cut.parts, *lead, width)
+
+
+def gated(
+    x: jax.Array,
+    squares: jax.Array | None,
+    matrix: jax.Array,
+    *,
+    mlp: Block,
+    cut: Cut,
+    early: bool,
+    interpret: bool,
+) -> jax.Array:
+    """`activation(gate) * up` of products with a matrix that is both.
+
+    Args:
+      x: [B, T, E].
+      squares: f32[B, T, n], sums of squares of the rows by whose root mean they are to be divided;
+        None where they are.
+      matrix: [E, 2 * I], the gate beside what it gates.
+      mlp: whose gate it is.
+      cut: how it is shared out.
+      early: as of `multiplied`.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      [B, T, I].
+    """
+    *lead, size = x.shape
+    inner, rows = matrix.shape[1] // 2, math.prod(lead)
+    squares = None if squares is None else squares.reshape(rows, -1)
+    y = launch(
+        functools.partial(gate, cut=cut, block=mlp, early=early and not interpret),
+        Factors(x.reshape(rows, size), matrix, squares),
+        Gated(like((rows, inner), x.dtype)),
+        num_programs=inner // cut.columns,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        interpret=interpret,
+    ).y
+    return y.reshape(*lead, inner)

@@ -1,6 +1,6 @@
 """Queries, keys and values on their way from a product to attention: summed, scaled and turned.
 
-Axes as in `specjax.models.pallas.few`; `N` rows of a tile, each a head of a token.
+Axes as in `specjax.models.pallas.attention`; `N` rows of a tile, each a head of a token.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ _OFF = "test_what_is_off_keeps_all_and_greedy_rows_are_not_cut"
 _LAWLESS = "test_a_row_that_is_no_law_stays_one_to_the_samplers"
 _GATHERED = "test_the_blocks_that_are_gathered_are_those_that_matter"
 _BRACKET = "specjax.core.bisection."
-_FILTERS = "specjax.core.filters.search_cutoff"
+_FILTERS = "specjax.core.truncation.search_cutoff"
 _THRESHOLD = "specjax.processing.cutoff_xla."
 _TRUNCATION = "specjax.core.truncation."
 _PALLAS = "specjax.pallas."
@@ -178,63 +178,63 @@ _REFERENCE = (
 
 _KERNELS = (
     Mutation(
-        f"{_PALLAS}bound.bound_low",
+        f"{_PALLAS}cutoff_bound.bound_low",
         "row.cuts_p & ~row.cuts_k",
         "row.cuts_p",
         cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-1025]"),
         "top-p's bound cuts what top-k keeps",
     ),
     Mutation(
-        f"{_PALLAS}bound.bound_low",
+        f"{_PALLAS}cutoff_bound.bound_low",
         "min_p_threshold(filters.min_p) - jnp.float32(MARGIN)",
         "min_p_threshold(filters.min_p) + jnp.float32(MARGIN)",
         cutoffs(f"{_SORT}[interpret-129]"),
         "min-p's bound lies above its threshold",
     ),
     Mutation(
-        f"{_PALLAS}bound._highest",
+        f"{_PALLAS}cutoff_bound._highest",
         "jnp.where(weigh(low) >= target, low, -jnp.inf)",
         "low",
         cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-129]"),
         "a bound that does not reach the target is taken for one",
     ),
     Mutation(
-        f"{_PALLAS}bound.bound_low.weigh",
+        f"{_PALLAS}cutoff_bound.bound_low.weigh",
         "size=QUARTER",
         "size=1",
         cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-1025]"),
         "a quarter that reaches a logit counts whole",
     ),
     Mutation(
-        f"{_PALLAS}candidates.gather",
+        f"{_PALLAS}cutoff_candidates.gather",
         "several = reaches & (others >=",
         "several = reaches & (0 * others >",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "of every quarter the largest logit alone is noted",
     ),
     Mutation(
-        f"{_PALLAS}candidates.gather",
+        f"{_PALLAS}cutoff_candidates.gather",
         "jnp.where(count <= _TOO_MANY, total, jnp.int32(most + 1))",
         "total",
         cutoffs(f"{_SORT}[interpret-5000]"),
         "quarters that are too many to be read are taken for empty",
     ),
     Mutation(
-        f"{_PALLAS}candidates.gather",
+        f"{_PALLAS}cutoff_candidates.gather",
         "jnp.where(wanted, count, 0) + (size - 1), size)",
         "jnp.where(wanted, count, 0), size)",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "the last quarters that do not fill a turn are not read",
     ),
     Mutation(
-        f"{_PALLAS}candidates._note",
+        f"{_PALLAS}cutoff_candidates._note",
         "jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1",
         "jnp.cumsum(ones, axis=1, dtype=jnp.int32)",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "what a quarter notes begins one place too late",
     ),
     Mutation(
-        f"{_PALLAS}candidates._counted",
+        f"{_PALLAS}cutoff_candidates._counted",
         "single.shape[0] >= _SEVERAL",
         "single.shape[0] > 4 * _SEVERAL",
         cutoffs("test_more_quarters_than_one_sum_counts[interpret]"),
@@ -262,56 +262,56 @@ _KERNELS = (
         "the last logit that was noted is not searched",
     ),
     Mutation(
-        f"{_PALLAS}quarters.store_tile",
+        f"{_PALLAS}cutoff_bound.store_tile",
         "reduce_blocks(x, scale[None]",
         "reduce_blocks(x, jnp.ones_like(scale)[None]",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "quarters are summed at temperature 1",
     ),
     Mutation(
-        f"{_PALLAS}quarters.asks_anything",
+        f"{_PALLAS}cutoff_bound.asks_anything",
         "scaling.valid & ~scaling.greedy",
         "scaling.valid",
         cutoffs(f"{_OFF}[interpret]"),
         "greedy rows are cut",
     ),
     Mutation(
-        f"{_PALLAS}quarters.asks_anything",
+        f"{_PALLAS}cutoff_bound.asks_anything",
         "filters.min_p > 0",
         "filters.min_p >= 0",
         cutoffs(f"{_OFF}[interpret]"),
         "a min-p of 0 asks for a cut",
     ),
     Mutation(
-        f"{_PALLAS}quarters.read_row",
+        f"{_PALLAS}cutoff_bound.read_row",
         "& jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)",
         "& (whole.max < jnp.inf)",
         cutoffs(f"{_LAWLESS}[interpret-masked]"),
         "a row of nothing but -inf is cut",
     ),
     Mutation(
-        f"{_PALLAS}search.in_registers",
+        f"{_PALLAS}cutoff.in_registers",
         "mass_above(x, weights, pivot)",
         "mass_above(x, None, pivot)",
         cutoffs(f"{_SORT}[interpret-129]"),
         "top-p counts tokens",
     ),
     Mutation(
-        f"{_PALLAS}search.in_memory",
+        f"{_PALLAS}cutoff.in_memory",
         "count + (tile.size - 1)",
         "count",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "the last tile, which is not full, is not searched",
     ),
     Mutation(
-        f"{_PALLAS}search.in_memory.above.ask",
+        f"{_PALLAS}cutoff.in_memory.above.ask",
         "x >= pivot",
         "x > pivot",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "what lies at a pivot is not above it",
     ),
     Mutation(
-        f"{_PALLAS}search.in_memory.over.read",
+        f"{_PALLAS}cutoff.in_memory.over.read",
         "jnp.where(index < count, x, jnp.float32(-jnp.inf))",
         "x",
         cutoffs("test_what_the_memory_held_is_no_logit[interpret]"),

@@ -37,7 +37,7 @@ MUTATIONS = (
         "a subnormal logit is above zero in its block",
     ),
     Mutation(
-        "specjax.pallas.bound.bound_low",
+        "specjax.pallas.cutoff_bound.bound_low",
         "return smallest_equal(low)",
         "return low",
         subnormal("test_what_ties_with_a_bound_of_the_cutoff_is_searched_with_it[interpret]"),

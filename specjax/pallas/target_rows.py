@@ -1,28 +1,132 @@
-"""Target rows reduced, and in a large batch judged on the spot.
+"""Target rows reduced to statistics and, in a large batch, evaluated on the spot.
 
-Of a small batch every row is reduced, and judged by whoever ends its request. In a large one a row
-is judged by the last of its programs to arrive. The programs of row 0 of all requests come first,
-then those of row 1, and so on: whoever judges a drafted token not kept says so, and programs of
-later rows that start after that leave without reading. No row waits for another: the larger the
-batch, the fewer rows behind a rejection are read. Of a greedy request any tile with a larger logit
-than the drafted token's is verdict enough, before the rest of the row is reduced.
+In a small batch every row is reduced, and the program that draws the request's next token
+evaluates its drafted tokens. In a large batch the last program of a row to arrive evaluates it. The
+programs of row 0 of all requests come first, then those of row 1, and so on: the program that
+rejects a drafted token publishes that, and programs of later rows that start afterwards leave
+without reading. No row waits for another: the larger the batch, the fewer rows after a rejection
+are read. For a greedy request any tile with a larger logit than the drafted token's rejects it
+before the row is reduced.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.core.subnormal import largest_equal
-from specjax.pallas.blocks import Share, load_token, partials_like, store_partials
-from specjax.pallas.inputs import Inputs, Plan, Request, read_request
-from specjax.pallas.judge import judge_rows
+from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
+from specjax.core.gumbel_max import first_argmax, token_logprobs
+from specjax.core.logsumexp import Law, merge_blocks
+from specjax.core.noise import uniform
+from specjax.core.subnormal import flush_subnormals, largest_equal
+from specjax.pallas.blocks import (
+    Partials,
+    Share,
+    load_tiles,
+    load_token,
+    partials_like,
+    store_partials,
+)
+from specjax.pallas.inputs import (
+    DraftedToken,
+    Inputs,
+    Plan,
+    Request,
+    fetch,
+    read_drafted,
+    read_request,
+)
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
-from specjax.pallas.rows import Judged, Reduced
+from specjax.typing import Stream
 
-__all__ = ["accept_rows", "reduce_rows"]
+__all__ = ["Judged", "Reduced", "Verdict", "accept_rows", "judge_rows", "reduce_rows"]
+
+
+class Reduced(NamedTuple):
+    """A small batch's target rows [B * (K + 1)]: their partials.
+
+    Attributes:
+      partials: of the rows that exist.
+      counters: u32[B], zero: programs arrived at the residual.
+    """
+
+    partials: Partials
+    counters: Any
+
+
+class Judged(NamedTuple):
+    """A large batch's target rows [B * (K + 1)]: their partials and the verdicts on them.
+
+    Attributes:
+      partials: of the rows that were read.
+      anchor: f32, and `log_sum`: `Verdict.law`.
+      logprobs: f32, as in `Verdict`; `best` i32 likewise.
+      counters: u32[B, K + 2], programs arrived at each row; then K + 1 less the first row known
+        not to be kept, or 0.
+    """
+
+    partials: Partials
+    anchor: Any
+    log_sum: Any
+    logprobs: Any
+    best: Any
+    counters: Any
+
+
+class Verdict(NamedTuple):
+    """What is known of target rows [R].
+
+    Attributes:
+      law: f32, its `log_sum` NaN where the row is none.
+      logprobs: f32, log p of the drafted tokens.
+      best: i32, the argmax where the request is greedy.
+      kept: bool, whether the drafted token is; the row behind the last of them keeps none.
+      drafted: the drafted tokens; None where K is 0.
+    """
+
+    law: Law
+    logprobs: jax.Array
+    best: jax.Array
+    kept: jax.Array
+    drafted: DraftedToken | None
+
+
+def judge_rows(
+    inputs: Inputs, request: Request, i: jax.Array, partials: Partials, plan: Plan
+) -> Verdict:
+    """Judges rows i32[R] of a request, of which those behind its drafts may not exist."""
+    exists, drafts = i <= request.num_tokens, i < request.num_tokens
+    scale = request.scaling.scale
+    tiles = load_tiles(partials, request.b * plan.num_rows + i, exists)
+    cutoff = request.cutoff(inputs, i, exists)
+    row = request.target_row + jnp.where(exists, i, 0)
+    if plan.num_drafts:
+        drafted = read_drafted(inputs, request, i, drafts, plan)
+        logit = load_token(inputs.target, row, drafted.token_id, cutoff, drafts)
+        at = request.address(inputs, i, Stream.accept(i), plan)
+        coin = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
+    merged = merge_blocks(tiles, jnp.broadcast_to(scale, i.shape))
+    law = merged.law._replace(log_sum=jnp.where(merged.finite, merged.law.log_sum, jnp.nan))
+    # Of a request that is not greedy it is whatever the memory held, and nobody looks at it.
+    place = request.b * plan.num_rows + i
+    tile = first_argmax(flush_subnormals(tiles.max))
+    best = fetch(partials.tile_best, (place, tile), exists)
+    if plan.num_drafts == 0:
+        return Verdict(law, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
+    logprobs = token_logprobs(logit, law, scale)
+    if inputs.rates is None:
+        kept = jnp.where(
+            request.scaling.greedy,
+            accept_greedy(drafted.token_id, best),
+            accept_random(coin, logprobs, drafted.logprob),
+        )
+    else:
+        rate = fetch(inputs.rates, (request.b, i), drafts)
+        inside = (drafted.token_id >= 0) & (drafted.token_id < inputs.target.shape[1])
+        kept = inside & accept_synthetic(coin, rate)
+    return Verdict(law, logprobs, best, kept & drafts & merged.finite, drafted)
 
 
 class _Operands(NamedTuple):

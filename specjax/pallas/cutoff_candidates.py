@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.truncation import mass_weights
+from specjax.pallas.cutoff_bound import QUARTER, Row, Rows
 from specjax.pallas.launch import divide, fast_exp2
-from specjax.pallas.quarters import QUARTER, Row, Rows
 
 __all__ = ["Found", "gather"]
 
