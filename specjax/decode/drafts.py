@@ -129,6 +129,7 @@ def propose(
             history=history,
             drafted_token_ids=drafted,
             first_row=i,
+            implementation=implementation,
         )
         sample = gumbel_sample(
             logits,

@@ -25,6 +25,7 @@ def apply_sampling(
     history: History | None = None,
     drafted_token_ids: Any = None,
     first_row: Any = 0,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`process_logits`, then the `logit_cutoff` of each processed row: what the samplers take.
 
@@ -35,6 +36,7 @@ def apply_sampling(
       history: as in `process_logits`; likewise the arguments below.
       drafted_token_ids: i32[B, D] or None.
       first_row: i32 scalar.
+      implementation: of the cutoffs, as in `logit_cutoff`.
 
     Returns:
       Logits of the same shape and dtype, and the cutoffs f32[B, R] or f32[B]; None where
@@ -67,7 +69,9 @@ def apply_sampling(
     if top_k is None and top_p is None and min_p is None:
         return logits, None
     thresholds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return logits, logit_cutoff(logits, temperature=temperature, **thresholds)
+    return logits, logit_cutoff(
+        logits, temperature=temperature, **thresholds, implementation=implementation
+    )
 
 
 def apply_to_draft(

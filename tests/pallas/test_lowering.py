@@ -349,6 +349,30 @@ def test_cutoffs_lower_for_cuda(dtype):
                 assert num_kernels(lower(cut, logits, shape(BATCH), asked)) == 2
 
 
+@pytest.mark.parametrize(("name", "some"), [("xla", False), ("triton", True)])
+def test_a_named_implementation_is_that_of_everything_a_proposal_does(name, some):
+    def propose(table, token_ids, keys, positions, top_k):
+        def step(carry, fed, at):
+            return table[fed], carry
+
+        return specjax.propose(
+            step,
+            (),
+            token_ids,
+            num_tokens=1,
+            keys=keys,
+            positions=positions,
+            sampling=specjax.SamplingParams(top_k=top_k),
+            implementation=name,
+        )[0]
+
+    batch = shape(BATCH, dtype=I32)
+    with on_gpu():
+        text = lower(propose, shape(VOCAB, VOCAB), batch, key_shapes(), batch, batch)
+    # A cutoff in two launches, and a draw in two.
+    assert num_kernels(text) == 4 * some
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_no_row_of_logits_is_copied_to_float32(dtype):
     filters = {"top_k": I32, "top_p": F32, "min_p": F32}
