@@ -227,7 +227,7 @@ def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(
 
 
 def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(kernels, through):
-    model = build(TransformerConfig(64, 32, 48, 2, 2, 1, 16), seed=3)
+    model = build(TransformerConfig(64, 32, 48, 1, 2, 1, 16), seed=3)
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.params)
     bad = 60
     spoilt = params["embedding"].at[bad].set(jnp.nan)
