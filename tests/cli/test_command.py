@@ -651,7 +651,7 @@ def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
 
-    monkeypatch.setattr("specjax.cli.measure", fail)
+    monkeypatch.setattr("specjax.cli.command.measure", fail)
     assert stream(pair, "--json") == 1
     assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 
