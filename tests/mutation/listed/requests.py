@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.processing.apply_sampling.apply_sampling",
-        "logit_cutoff(logits, temperature=temperature",
-        "logit_cutoff(logits, temperature=1.0",
+        "logits, temperature=temperature",
+        "logits, temperature=1.0",
         sampled_decoding(_HELD),
         "top-p and min-p weigh at temperature 1",
     ),
