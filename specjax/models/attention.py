@@ -57,9 +57,10 @@ def cache_entries(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Ar
       keys: of the cache's dtype, rotated.
       values: of the cache's dtype, of the same shape.
     """
-    finite = jnp.isfinite(values)
-    nan, zero = jnp.asarray(jnp.nan, keys.dtype), jnp.zeros((), values.dtype)
-    return jnp.where(finite & jnp.isfinite(keys), keys, nan), jnp.where(finite, values, zero)
+    # x - x is NaN where x is not finite, and 0 elsewhere. Kernels have to do this with few
+    # instructions: `isfinite` takes two comparisons.
+    keys = keys - (keys - keys) - (values - values)
+    return keys, jnp.where(jnp.abs(values) < jnp.inf, values, jnp.zeros((), values.dtype))
 
 
 def _weights(scores: jax.Array, seen: jax.Array, rule: Rule) -> jax.Array:

@@ -189,10 +189,15 @@ def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels
             close(entry, other)
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
+@pytest.mark.parametrize(
+    ("alone", "quick"),
+    [(True, True), (False, True), (False, False)],
+    ids=["few requests", "more requests", "a launch behind"],
+)
 def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(
-    alone, kernels, through
+    alone, quick, kernels, through, monkeypatch
 ):
+    monkeypatch.setattr(attention_launches, "is_quickly_joined", lambda *sizes: quick)
     rule, (groups, shared, head_dim) = attention.Rule(0.3), (2, 3, 16)
     projected, turns, cache = heads(2, 3, groups, shared, head_dim, 70)
     calm = projected.parts.reshape(1, 2, 3, -1, head_dim)

@@ -92,24 +92,34 @@ def attend(
         placed = launch(
             functools.partial(place, rule=rule, turn=turn, entries=entries),
             heads,
-            Placed(queries, **cache_like, counters=like((pairs,), jnp.uint32)),
+            Placed(
+                queries,
+                **cache_like,
+                places=like((batch, groups, tokens), jnp.int32),
+                counters=like((pairs,), jnp.uint32),
+            ),
             num_programs=batch * (num_heads + 2 * groups),
             num_warps=4,
             interpret=interpret,
             in_place=in_place,
         )
-        cache, quick = (placed.keys, placed.values), is_quickly_joined(parts, rows, head_dim)
+        quick = is_quickly_joined(parts, rows, head_dim)
         looked = launch(
             functools.partial(look, rule=rule, interpret=interpret),
-            Seen(placed.queries, heads.positions, *cache, placed.counters),
-            Looked(unfinished, out if quick else None, like((pairs,), jnp.uint32)),
+            Seen(placed.queries, placed.places, placed.keys, placed.values, placed.counters),
+            Looked(
+                unfinished,
+                out if quick else None,
+                cache_like["keys"],
+                like((pairs,), jnp.uint32),
+            ),
             num_programs=pairs * parts,
             num_warps=num_attention_warps(light),
             num_stages=stages,
             interpret=interpret,
-            in_place={"counters": placed.counters},
+            in_place={"keys": placed.keys, "counters": placed.counters},
         )
-        left, y = looked.parts, looked.y
+        cache, left, y = (looked.keys, placed.values), looked.parts, looked.y
     if y is None:
         y = launch(
             functools.partial(finish, tokens=tokens),

@@ -4,6 +4,7 @@ Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, the query head
 head, token after token; `N` keys of a tile; `P` parts.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.combine import Parts, leave, together, write
-from specjax.models.pallas.online_softmax import Queries, Softmax, add, nothing, summed
+from specjax.models.pallas.online_softmax import Queries, Softmax, add, is_seen, nothing, summed
 from specjax.models.pallas.qkv import (
     Heads,
     Projected,
@@ -23,7 +24,8 @@ from specjax.models.pallas.qkv import (
     tile_mask,
 )
 from specjax.models.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot
-from specjax.pallas.launch import arrive, divide
+from specjax.pallas.launch import arrive, divide, value_when
+from specjax.pallas.tiles import power_of_two
 
 __all__ = ["Looked", "Rule", "Seen", "Unfinished", "look", "see"]
 
@@ -47,14 +49,14 @@ class Seen(NamedTuple):
 
     Attributes:
       queries: [B, T, H, D].
-      positions: i32[B, T], theirs.
-      keys: [B, G, S, D], with those of the positions.
+      places: i32[B, G, T], as `Placed` has them.
+      keys: [B, G, S, D], with those of the places.
       values: [B, G, S, D], likewise.
       counters: u32[B * G], zeros.
     """
 
     queries: Any
-    positions: Any
+    places: Any
     keys: Any
     values: Any
     counters: Any
@@ -66,11 +68,13 @@ class Looked(NamedTuple):
     Attributes:
       parts: `Parts`; anything, where a part is the whole and `y` is asked for.
       y: [B, T', H, D], zeros from T on; None if another launch puts it together.
+      keys: [B, G, S, D], in their own memory, NaN where values were not finite.
       counters: u32[B * G], how many parts have been left; zeros where nobody waits for the last.
     """
 
     parts: Parts
     y: Any
+    keys: Any
     counters: Any
 
 
@@ -158,7 +162,7 @@ def look(placed: Seen, out: Looked, *, rule: Rule, interpret: bool) -> None:
     The last to arrive puts the parts together, if it is to be done here.
     """
     groups, _, head_dim = placed.keys.shape[1:]
-    tokens, parts = placed.positions.shape[1], out.parts.peak.shape[1]
+    tokens, parts = placed.places.shape[2], out.parts.peak.shape[1]
     shared = placed.queries.shape[2] // groups
     pair, part = divide(pl.program_id(0), parts)
     b, g = divide(pair, groups)
@@ -167,11 +171,13 @@ def look(placed: Seen, out: Looked, *, rule: Rule, interpret: bool) -> None:
     row = jax.lax.iota(jnp.int32, out.parts.peak.shape[2])
     token, head = divide(row, shared)
     inside = token < tokens
-    places = [placed.positions[b, t] for t in range(tokens)]
+    marks = [placed.places[b, g, t] for t in range(tokens)]
+    places = [jnp.maximum(mark, -2 - mark) for mark in marks]
     mask = tile_mask(inside, dim, head_dim)
     rows = load_tile(placed.queries, (b, token, g * shared + head), dim, mask)
     queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
     done = share.weigh(None, queries, places, [], rule)
+    done = done._replace(total=done.total + _spoil(marks, queries, out.keys, (b, g), rule))
     if out.y is None:
         leave(out.parts, pair, part, done, inside)
     elif parts == 1:
@@ -182,6 +188,37 @@ def look(placed: Seen, out: Looked, *, rule: Rule, interpret: bool) -> None:
         @pl.when(arrive(out.counters, (pair,), parts, interpret))
         def _() -> None:
             write(out.y, b, g, groups, together(out.parts, pair, inside))
+
+
+def _spoil(marks: list[jax.Array], queries: Queries, keys: Any, pair: Any, rule: Rule) -> jax.Array:
+    """Of each row f32[M], NaN if it sees a token whose values are not finite, and 0 elsewhere.
+
+    Makes the keys of such tokens NaN, for steps to come. Other programs may be reading them: to a
+    row that sees them it is all one what they find, and no other row depends on them.
+
+    Args:
+      marks: `places` of `Placed`, of one request and head.
+      queries: the rows.
+      keys: [B, G, S, D], of the cache.
+      pair: the request and the head.
+      rule: what the rows see.
+    """
+    slots, head_dim = keys.shape[2:]
+
+    def spoil() -> jax.Array:
+        # -1 where there is nothing to do, or no slot.
+        spoilt = [jnp.where(mark >= -1 - slots, -2 - mark, jnp.int32(-1)) for mark in marks]
+        token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
+        dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))
+        slot = of_token(token, spoilt, jnp.int32(-1))
+        mask = tile_mask(slot >= 0, dim, head_dim)
+        nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
+        plgpu.store(keys.at[(*pair, slot[:, None], dim[None])], nan, mask=mask)
+        seen = [is_seen(queries.position, slot, rule) for slot in spoilt]
+        return jnp.where(functools.reduce(jnp.logical_or, seen), jnp.float32(jnp.nan), 0.0)
+
+    is_any = functools.reduce(jnp.minimum, marks) < -1
+    return value_when(is_any, spoil, jnp.zeros(queries.position.shape, jnp.float32))
 
 
 class _Chunk(NamedTuple):

@@ -73,12 +73,12 @@ def together(parts: Parts, pair: jax.Array, inside: jax.Array) -> Softmax:
 
 
 def write(y: Any, b: jax.Array, g: jax.Array, groups: int, state: Softmax) -> None:
-    """Stores the rows of a request and key-value head; zeros where they saw nothing."""
+    """Stores the rows of a request and key-value head: zeros where they saw nothing, NaN of NaN."""
     padded, num_heads, head_dim = y.shape[1:]
     rows, dims = state.mixed.shape
     dim = jax.lax.iota(jnp.int32, dims)
     token, head = divide(jax.lax.iota(jnp.int32, rows), num_heads // groups)
-    values = state.mixed / jnp.where(state.total > 0, state.total, 1.0)[:, None]
+    values = state.mixed / jnp.where(state.total == 0, 1.0, state.total)[:, None]
     at = (b, token[:, None], (g * (num_heads // groups) + head)[:, None], dim[None])
     plgpu.store(y.at[at], values.astype(y.dtype), mask=tile_mask(token < padded, dim, head_dim))
 
@@ -100,7 +100,7 @@ def finish(parts: Parts, out: Any, *, tokens: int) -> None:
     # Padding has no part at all.
     weight = jnp.exp(peak - jnp.maximum(jnp.max(peak), -3e38))
     whole = jnp.sum(weight * total)
-    y = jnp.sum(weight[:, None] * mixed, axis=0) / jnp.where(whole > 0, whole, 1.0)
+    y = jnp.sum(weight[:, None] * mixed, axis=0) / jnp.where(whole == 0, 1.0, whole)
     plgpu.store(out.y.at[b, t, head, dim], y.astype(out.y.dtype), mask=dim < head_dim)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.pallas.launch import dot
 
-__all__ = ["Queries", "Softmax", "add", "nothing", "summed"]
+__all__ = ["Queries", "Softmax", "add", "is_seen", "nothing", "summed"]
 
 _MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
 
@@ -48,6 +48,12 @@ def summed(state: Softmax) -> Softmax:
     return state._replace(total=jnp.sum(state.total, axis=1))
 
 
+def is_seen(position: jax.Array, slot: jax.Array, rule: Any) -> jax.Array:
+    """Whether rows at positions see slots, arrays that broadcast; a slot of -1 is none."""
+    seen = (slot >= 0) & (slot <= position)
+    return seen if rule.window is None else seen & (slot > position - rule.window)
+
+
 def add(
     state: Softmax,
     queries: Queries,
@@ -69,10 +75,7 @@ def add(
     scores = dot(queries.rows, keys, (1, 1)) * rule.scale
     if rule.softcap is not None:
         scores = jnp.tanh(scores / rule.softcap) * rule.softcap
-    position = queries.position[:, None]
-    seen = (slot >= 0)[None] & (slot[None] <= position)
-    if rule.window is not None:
-        seen &= slot[None] > position - rule.window
+    seen = is_seen(queries.position[:, None], slot[None], rule)
     peak = jnp.maximum(state.peak, jnp.max(jnp.where(seen, scores, _MASKED), axis=1))
     weights = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0.0)
     shrunk = jnp.exp(state.peak - peak)

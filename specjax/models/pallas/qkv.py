@@ -56,14 +56,17 @@ class Placed(NamedTuple):
 
     Attributes:
       queries: [B, T, H, D].
-      keys: [B, G, S, D].
-      values: [B, G, S, D].
+      keys: [B, G, S, D], NaN for those that are not finite.
+      values: [B, G, S, D], 0 for those that are not finite.
+      places: i32[B, G, T], the position p of each token, or -2 - p if not all of its values are
+        finite: its key still has to become NaN. -1 for none.
       counters: u32[B * G], zeros, for the launch behind this one to count in.
     """
 
     queries: Any
     keys: Any
     values: Any
+    places: Any
     counters: Any
 
 
@@ -91,51 +94,34 @@ class Projected(NamedTuple):
           dim: i32[dims], in any order.
           mask: bool[N, dims], what there is of them.
         """
-        return self._summed(self._load(token, head, dim, mask), token)
-
-    def _load(self, token: jax.Array, head: jax.Array, dim: jax.Array, mask: jax.Array) -> Any:
-        """The parts of what `tile` gives."""
         parts = self.heads.parts
-        at = (self.b, token, head)
-        return [load_tile(parts, (q, *at), dim, mask) for q in range(parts.shape[0])]
-
-    def _summed(self, parts: list[jax.Array], token: jax.Array) -> jax.Array:
-        total = jnp.zeros(parts[0].shape, jnp.float32)
-        for part in parts:
-            total += part.astype(jnp.float32)
+        total = jnp.zeros(mask.shape, jnp.float32)
+        for q in range(parts.shape[0]):
+            total += load_tile(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
         if self.scale is not None:
             total *= self.scale(token)[:, None]
         return total.astype(self.heads.keys.dtype).astype(jnp.float32)
 
     def halves(
-        self, token: jax.Array, head: jax.Array, inside: jax.Array
-    ) -> Callable[[], tuple[jax.Array, jax.Array]]:
-        """Asks for both halves of heads of tokens; a function that waits for them.
+        self, token: jax.Array, head: jax.Array, inside: jax.Array, turned: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both halves of heads f32[N, at least D / 2] of tokens, rotated if they are to be.
 
         Args:
           token: i32[N].
           head: i32[N] or i32[].
           inside: bool[N], which tokens there are.
-
-        Returns:
-          Of nothing: two f32[N, at least D / 2], not rotated.
+          turned: whether to rotate them.
         """
         half = self.heads.keys.shape[3] // 2
         dim = jax.lax.iota(jnp.int32, power_of_two(half))
         mask = tile_mask(inside, dim, half)
-        low, high = (self._load(token, head, index, mask) for index in (dim, dim + half))
-        return lambda: (self._summed(low, token), self._summed(high, token))
-
-    def rotated_halves(
-        self, token: jax.Array, head: jax.Array, inside: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Both halves of rotated heads; arguments as of `halves`."""
-        half = self.heads.keys.shape[3] // 2
-        dim = jax.lax.iota(jnp.int32, power_of_two(half))
-        mask, at = tile_mask(inside, dim, half), (self.b, token)
-        load = self.halves(token, head, inside)
+        x, y = (self.tile(token, head, index, mask) for index in (dim, dim + half))
+        if not turned:
+            return x, y
+        at = (self.b, token)
         cos, sin = (load_tile(z, at, dim, mask) for z in (self.heads.cos, self.heads.sin))
-        return self.turn(*load(), cos, sin)
+        return self.turn(x, y, cos, sin)
 
     def rotated(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
         """Rotated heads [N, D] of tokens; arguments as of `tile`."""
@@ -177,25 +163,27 @@ def place(
 
     @pl.when(head < num_queries)
     def _() -> None:
-        at = (b, token[:, None], head)
-        store(out.queries, at, inside, projected.rotated_halves(token, head, inside))
+        store(out.queries, (b, token[:, None], head), inside, projected.halves(token, head, inside))
 
     @pl.when((head >= num_queries) & (head < num_queries + groups))
     def _() -> None:
         at = (b, head - num_queries, slot[:, None])
-        # Where values are not finite their keys have to tell. Asked for first: nothing waits twice.
-        load_values = projected.halves(token, head + groups, inside)
-        keys = [x.astype(out.keys.dtype) for x in projected.rotated_halves(token, head, inside)]
-        values = [x.astype(out.values.dtype) for x in load_values()]
-        pairs = zip(keys, values, strict=True)
-        store(out.keys, at, slot < slots, tuple(entries(*pair)[0] for pair in pairs))
+        keys = [x.astype(out.keys.dtype) for x in projected.halves(token, head, inside)]
+        store(out.keys, at, slot < slots, tuple(entries(x, x)[0] for x in keys))
         out.counters[b * groups + head - num_queries] = jnp.uint32(0)
 
     @pl.when(head >= num_queries + groups)
     def _() -> None:
-        at = (b, head - num_queries - groups, slot[:, None])
-        values = [x.astype(out.values.dtype) for x in projected.halves(token, head, inside)()]
+        g = head - num_queries - groups
+        at, halves = (b, g, slot[:, None]), projected.halves(token, head, inside, turned=False)
+        values = [x.astype(out.values.dtype) for x in halves]
         store(out.values, at, slot < slots, tuple(entries(x, x)[1] for x in values))
+        # Their keys are another program's. To wait for one another would take longer than to tell
+        # the launch behind, which seldom has anything to do.
+        low, high = (~(jnp.abs(x) < jnp.inf) for x in values)
+        spoilt = jnp.max((low | high).astype(jnp.int32), axis=1) > 0
+        mark = jnp.maximum(place, -1)
+        plgpu.store(out.places.at[b, g, token], jnp.where(spoilt, -2 - mark, mark), mask=inside)
 
 
 def late_scales(
