@@ -6,10 +6,14 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-__all__ = ["check_whole", "map_batch_shards", "vary_like"]
+__all__ = [
+    "check_unsharded",
+    "pvary_like",
+    "shard_map_batch",
+]
 
 
-def vary_like(tree: Any, *like: Any) -> Any:
+def pvary_like(tree: Any, *like: Any) -> Any:
     """Marks `tree` as varying over every manual mesh axis that `like` varies over.
 
     A loop's first carry must have the type of its later ones; inside `shard_map` that
@@ -37,7 +41,7 @@ def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
     return mesh, spec[0] if len(spec) else None
 
 
-def map_batch_shards(
+def shard_map_batch(
     function: Callable[[Any, Any], Any],
     leader: jax.Array,
     batch: Any,
@@ -68,7 +72,7 @@ def map_batch_shards(
     return mapped(batch, shared)
 
 
-def check_whole(name: str, array: Any) -> None:
+def check_unsharded(name: str, array: Any) -> None:
     """Refuses an array whose leading axis is split over explicit mesh axes."""
     _, axes = _batch_axes(array)
     if axes is not None:

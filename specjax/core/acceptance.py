@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from specjax.core.temperature import Scaling
+from specjax.core.temperature import Temperature
 
-__all__ = ["accept_greedy", "accept_random", "accept_synthetic", "is_one_hot", "num_usable"]
+__all__ = ["accept_greedy", "accept_random", "accept_synthetic", "is_one_hot", "num_valid_drafts"]
 
 
-def num_usable(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
+def num_valid_drafts(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
     """Drafted tokens of each request up to the first -1.
 
     Args:
@@ -67,7 +67,7 @@ def accept_synthetic(coin: jax.Array, rate: jax.Array) -> jax.Array:
     return coin < rate.astype(coin.dtype)
 
 
-def is_one_hot(scaling: Scaling, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
+def is_one_hot(scaling: Temperature, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
     """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
     lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
     return scaling.greedy | ~scaling.valid | lawless

@@ -16,15 +16,15 @@ __all__ = [
     "Bracket",
     "Extremes",
     "HALVINGS",
-    "halve",
-    "is_found",
+    "bisect",
+    "clamp_to_logits",
+    "initial_bracket",
+    "is_closed",
+    "key_midpoint",
     "key_value",
-    "middle_key",
-    "open_bracket",
     "ordered_key",
-    "pivot_key",
     "search",
-    "tighten",
+    "value_midpoint",
 ]
 
 # Halvings between two looks at what is left inside: a look costs as much as two of them.
@@ -68,7 +68,7 @@ def key_value(key: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def open_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Bracket:
+def initial_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Bracket:
     """From a lower bound f32 of the threshold to the row's largest logit.
 
     Closed on `low` where there is nothing to `search`. A bound of -inf stands for none.
@@ -78,7 +78,7 @@ def open_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Brack
     return Bracket(start, jnp.where(search, end, start) + jnp.int32(1))
 
 
-def is_found(bracket: Bracket) -> jax.Array:
+def is_closed(bracket: Bracket) -> jax.Array:
     """Whether one key is left, `low`: the threshold, or no more than a bound below it.
 
     What is kept is then what lies at or above `key_value(low)`.
@@ -86,7 +86,7 @@ def is_found(bracket: Bracket) -> jax.Array:
     return bracket.low + jnp.int32(1) >= bracket.high
 
 
-def pivot_key(bracket: Bracket) -> jax.Array:
+def key_midpoint(bracket: Bracket) -> jax.Array:
     """The key that cuts a bracket in half, above `low`; `high` where nothing is left to cut."""
     # high - low overflows where zero lies far inside; the sum of halves does not.
     start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(1)) for key in bracket)
@@ -95,7 +95,7 @@ def pivot_key(bracket: Bracket) -> jax.Array:
     return jnp.minimum(jnp.maximum(start + end + rest, bracket.low + jnp.int32(1)), bracket.high)
 
 
-def middle_key(bracket: Bracket) -> jax.Array:
+def value_midpoint(bracket: Bracket) -> jax.Array:
     """The key halfway between a bracket's values, above `low`; `high` where nothing is left.
 
     Halfway between keys is halfway between exponents: a bracket from -8 to 0 would be cut at
@@ -107,7 +107,7 @@ def middle_key(bracket: Bracket) -> jax.Array:
     return jnp.minimum(jnp.maximum(middle, bracket.low + jnp.int32(1)), bracket.high)
 
 
-def halve(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Array) -> Bracket:
+def bisect(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Array) -> Bracket:
     """A bracket after a probe; a found one stays.
 
     Args:
@@ -119,19 +119,19 @@ def halve(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Array
     Returns:
       i32[...].
     """
-    open_, enough = ~is_found(bracket), mass >= target
+    open_, enough = ~is_closed(bracket), mass >= target
     low = jnp.where(open_ & enough, jnp.maximum(bracket.low, pivot), bracket.low)
     high = jnp.where(open_ & ~enough, jnp.minimum(bracket.high, pivot), bracket.high)
     return Bracket(low, high)
 
 
-def tighten(bracket: Bracket, extremes: Extremes) -> Bracket:
+def clamp_to_logits(bracket: Bracket, extremes: Extremes) -> Bracket:
     """A bracket that ends at the logits inside it, of the whole row; a found one stays.
 
     Neither end moves outwards, whatever a machine takes subnormal numbers for. A bracket
     with nothing inside closes on `low`.
     """
-    open_ = ~is_found(bracket)
+    open_ = ~is_closed(bracket)
     none = extremes.least > extremes.most
     low = jnp.maximum(ordered_key(extremes.least), bracket.low)
     high = jnp.minimum(ordered_key(extremes.most) + jnp.int32(1), bracket.high)
@@ -144,8 +144,8 @@ def tighten(bracket: Bracket, extremes: Extremes) -> Bracket:
 def search(
     bracket: Bracket,
     target: jax.Array,
-    weigh: Callable[[jax.Array], jax.Array],
-    look: Callable[[Bracket], Extremes] | None,
+    mass_above: Callable[[jax.Array], jax.Array],
+    extremes_inside: Callable[[Bracket], Extremes] | None,
     halvings: int = HALVINGS,
 ) -> Bracket:
     """Halves brackets until all are found.
@@ -153,8 +153,8 @@ def search(
     Args:
       bracket: i32[...].
       target: f32[...], positive.
-      weigh: what of each row lies at or above f32[...].
-      look: what of each row lies inside its bracket; None goes on to the last bit.
+      mass_above: what of each row lies at or above f32[...].
+      extremes_inside: what of each row lies inside its bracket; None goes on to the last bit.
       halvings: between two looks.
 
     Returns:
@@ -162,16 +162,20 @@ def search(
     """
 
     def halving(turn: jax.Array, bracket: Bracket) -> Bracket:
-        pivot = pivot_key(bracket)
-        pivot = jnp.where(turn % 2 == 0, middle_key(bracket), pivot)
-        return halve(bracket, pivot, weigh(key_value(pivot)), target)
+        pivot = key_midpoint(bracket)
+        pivot = jnp.where(turn % 2 == 0, value_midpoint(bracket), pivot)
+        return bisect(bracket, pivot, mass_above(key_value(pivot)), target)
 
     def go_on(bracket: Bracket) -> Bracket:
         bracket = jax.lax.fori_loop(jnp.int32(0), jnp.int32(halvings), halving, bracket)
-        return bracket if look is None else tighten(bracket, look(bracket))
+        return (
+            bracket
+            if extremes_inside is None
+            else clamp_to_logits(bracket, extremes_inside(bracket))
+        )
 
     def is_open(bracket: Bracket) -> jax.Array:
-        found = is_found(bracket)
+        found = is_closed(bracket)
         return ~(jnp.all(found) if found.ndim else found)
 
     return jax.lax.while_loop(is_open, go_on, bracket)

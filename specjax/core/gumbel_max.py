@@ -14,32 +14,32 @@ import jax.numpy as jnp
 
 from specjax.core.logsumexp import (
     BlockPartials,
-    Law,
+    LogNormalizer,
+    block_logprobs,
     block_partials,
-    block_weights,
-    keep,
+    mask_below_cutoff,
     row_logsumexp,
-    row_statistics,
+    row_statistics_once,
 )
 from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
-from specjax.core.temperature import read_temperature
+from specjax.core.temperature import parse_temperature
 from specjax.typing import Sample
 
 __all__ = [
     "argmax_token",
     "first_argmax",
-    "perturbed_token",
+    "gather_logits",
+    "gumbel_max_token",
     "sample_row",
-    "take_logits",
     "token_logprobs",
-    "two_level_token",
+    "two_level_argmax",
 ]
 
 _TokenWeights = Callable[[jax.Array], jax.Array]
 
 
-def take_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+def gather_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
     """Kept logits of a row at token ids: f32, -inf for ids outside the row.
 
     Args:
@@ -51,13 +51,13 @@ def take_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> j
       f32 of the index's shape.
     """
     inside = (index >= 0) & (index < row.shape[0])
-    x = keep(jnp.take(row, index, mode="clip"), cutoff)
+    x = mask_below_cutoff(jnp.take(row, index, mode="clip"), cutoff)
     return jnp.where(inside, x, -jnp.inf)
 
 
-def token_logprobs(logits: jax.Array, law: Law, scale: jax.Array) -> jax.Array:
-    """Log-probabilities of some kept logits of a row, given the row's law."""
-    return (logits - law.anchor) * scale - law.log_sum
+def token_logprobs(logits: jax.Array, normalizer: LogNormalizer, scale: jax.Array) -> jax.Array:
+    """Log-probabilities of some kept logits of a row, given its normalizer."""
+    return (logits - normalizer.shift) * scale - normalizer.log_sum
 
 
 def first_argmax(scores: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def first_argmax(scores: jax.Array) -> jax.Array:
     return jnp.where(first == last, jnp.int32(0), first)
 
 
-def two_level_token(
+def two_level_argmax(
     block_scores: jax.Array, token_scores: _TokenWeights
 ) -> tuple[jax.Array, jax.Array]:
     """The best token of the best block; ties go to the lowest id.
@@ -96,12 +96,12 @@ def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | No
     """The row's argmax, i32[], from its block partials; ties go to the lowest id."""
 
     def logits(index: jax.Array) -> jax.Array:
-        return flush_subnormals(take_logits(row, index, cutoff))
+        return flush_subnormals(gather_logits(row, index, cutoff))
 
-    return two_level_token(flush_subnormals(partials.max), logits)[1]
+    return two_level_argmax(flush_subnormals(partials.max), logits)[1]
 
 
-def perturbed_token(
+def gumbel_max_token(
     weights: jax.Array, token_weights: _TokenWeights, at: Words, noise_dtype: Any
 ) -> jax.Array:
     """Draws a token by two-level Gumbel-max.
@@ -123,7 +123,7 @@ def perturbed_token(
         noise = gumbel(at, 0, index.astype(jnp.uint32), noise_dtype)
         return token_weights(index).astype(noise_dtype) + noise
 
-    return two_level_token(scores, token_scores)[1]
+    return two_level_argmax(scores, token_scores)[1]
 
 
 def sample_row(
@@ -134,19 +134,19 @@ def sample_row(
     noise_dtype: Any,
 ) -> Sample:
     """`gumbel_sample` for one row of logits [V] at its address."""
-    scaling = read_temperature(temperature)
+    scaling = parse_temperature(temperature)
     partials = block_partials(logits, scaling.scale, cutoff)
-    row = row_statistics(partials, scaling.scale)
+    row = row_statistics_once(partials, scaling.scale)
 
     def token_weights(index: jax.Array) -> jax.Array:
-        return token_logprobs(take_logits(logits, index, cutoff), row.law, scaling.scale)
+        return token_logprobs(gather_logits(logits, index, cutoff), row.normalizer, scaling.scale)
 
-    weights = block_weights(partials, row.law, scaling.scale)
-    drawn = perturbed_token(weights, token_weights, at, noise_dtype)
+    weights = block_logprobs(partials, row.normalizer, scaling.scale)
+    drawn = gumbel_max_token(weights, token_weights, at, noise_dtype)
     token = jnp.where(scaling.greedy, argmax_token(logits, partials, cutoff), drawn)
-    valid = scaling.valid & row.finite
+    valid = scaling.valid & row.valid
     return Sample(
         token_ids=jnp.where(valid, token, jnp.int32(-1)),
         logprobs=jnp.where(valid, token_weights(token), jnp.float32(0)),
-        logsumexp=row_logsumexp(row.law, scaling.scale),
+        logsumexp=row_logsumexp(row.normalizer, scaling.scale),
     )

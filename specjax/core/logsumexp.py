@@ -18,18 +18,18 @@ from specjax.core.subnormal import smallest_equal
 __all__ = [
     "BlockPartials",
     "Exp2",
-    "Law",
+    "LogNormalizer",
     "RowStatistics",
+    "block_logprobs",
     "block_partials",
-    "block_weights",
-    "combine_blocks",
-    "drawn_law",
     "exp_scaled",
-    "keep",
-    "merge_blocks",
+    "mask_below_cutoff",
+    "merge_partials",
+    "normalizer_from_statistics",
     "reduce_blocks",
     "row_logsumexp",
     "row_statistics",
+    "row_statistics_once",
     "split_blocks",
 ]
 
@@ -50,16 +50,16 @@ class BlockPartials(NamedTuple):
     sum: jax.Array
 
 
-class Law(NamedTuple):
-    """What turns a raw logit x into a log-probability: `(x - anchor) * scale - log_sum`.
+class LogNormalizer(NamedTuple):
+    """What turns a raw logit x into a log-probability: `(x - shift) * scale - log_sum`.
 
     Attributes:
-      anchor: f32[...], a raw logit of the row near its largest, so that huge rows do not
+      shift: f32[...], a raw logit of the row near its largest, so that huge rows do not
         overflow.
-      log_sum: f32[...], log of the sum of `exp((x - anchor) * scale)`.
+      log_sum: f32[...], log of the sum of `exp((x - shift) * scale)`.
     """
 
-    anchor: jax.Array
+    shift: jax.Array
     log_sum: jax.Array
 
 
@@ -67,15 +67,15 @@ class RowStatistics(NamedTuple):
     """What is kept of a row.
 
     Attributes:
-      law: its anchor is the largest kept raw logit.
-      finite: bool[...], whether it is a law: no NaN, no +inf, not -inf everywhere.
+      normalizer: its shift is the largest kept raw logit.
+      valid: bool[...], whether the row is a distribution: no NaN, no +inf, not -inf everywhere.
     """
 
-    law: Law
-    finite: jax.Array
+    normalizer: LogNormalizer
+    valid: jax.Array
 
 
-def keep(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+def mask_below_cutoff(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
     """Logits in f32, -inf below the cutoff; NaN stays, so that it is seen.
 
     Subnormal numbers count as zero: the cutoff is moved, which is done once per row.
@@ -118,7 +118,7 @@ def reduce_blocks(
     Returns:
       Partials f32[...].
     """
-    x = keep(blocks, cutoff)
+    x = mask_below_cutoff(blocks, cutoff)
     m = jnp.max(x, axis=-1)
     # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
     shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
@@ -126,7 +126,7 @@ def reduce_blocks(
     return BlockPartials(m, jnp.sum(terms, axis=-1))
 
 
-def combine_blocks(
+def merge_partials(
     partials: BlockPartials, scale: jax.Array, exp2: Exp2 = jnp.exp2
 ) -> BlockPartials:
     """One partial of many, in any order the same but for rounding.
@@ -145,11 +145,11 @@ def combine_blocks(
     return BlockPartials(m, jnp.sum(partials.sum * weights, axis=-1))
 
 
-def merge_blocks(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
     """Statistics f32[...] of the rows whose partials f32[..., N] are given, scale f32[...]."""
-    whole = combine_blocks(partials, scale)
-    finite = jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)
-    return RowStatistics(Law(whole.max, jnp.log(whole.sum)), finite)
+    whole = merge_partials(partials, scale)
+    valid = jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)
+    return RowStatistics(LogNormalizer(whole.max, jnp.log(whole.sum)), valid)
 
 
 def block_partials(
@@ -178,33 +178,39 @@ def block_partials(
     return jax.lax.optimization_barrier(partials)
 
 
-def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
-    """`merge_blocks`, behind a barrier: every use sees the same bits, so p == q is exact."""
-    return jax.lax.optimization_barrier(merge_blocks(partials, scale))
+def row_statistics_once(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+    """`row_statistics`, behind a barrier: every use sees the same bits, so p == q is exact."""
+    return jax.lax.optimization_barrier(row_statistics(partials, scale))
 
 
-def row_logsumexp(law: Law, scale: jax.Array) -> jax.Array:
+def row_logsumexp(normalizer: LogNormalizer, scale: jax.Array) -> jax.Array:
     """f32[...], the logsumexp of the kept logits times `scale`."""
-    return law.anchor * scale + law.log_sum
+    return normalizer.shift * scale + normalizer.log_sum
 
 
-def block_weights(partials: BlockPartials, law: Law, scale: jax.Array) -> jax.Array:
+def block_logprobs(
+    partials: BlockPartials, normalizer: LogNormalizer, scale: jax.Array
+) -> jax.Array:
     """Log-probability of each block, f32[..., N], -inf for an empty one.
 
     Args:
       partials: f32[..., N].
-      law: f32[...], of the row the blocks belong to.
+      normalizer: f32[...], of the row the blocks belong to.
       scale: f32[...].
 
     Returns:
       f32[..., N].
     """
-    relative = (partials.max - law.anchor[..., None]) * scale[..., None] - law.log_sum[..., None]
+    relative = (partials.max - normalizer.shift[..., None]) * scale[..., None] - normalizer.log_sum[
+        ..., None
+    ]
     return relative + jnp.log(partials.sum)
 
 
-def drawn_law(logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array) -> Law:
-    """The law of a draft row, from a token's raw logit and the carried statistics.
+def normalizer_from_statistics(
+    logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array
+) -> LogNormalizer:
+    """The normalizer of a draft row, from a token's raw logit and the carried statistics.
 
     From the token itself, whose log-probability is small: a logsumexp of hundreds, as low
     temperatures make it, is rounded in the fourth decimal. Only a token of which q is 0 leaves
@@ -212,4 +218,4 @@ def drawn_law(logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array) -> Law
     """
     known = jnp.isfinite(logit) & jnp.isfinite(logprob)
     zero = jnp.float32(0)
-    return Law(jnp.where(known, logit, zero), jnp.where(known, -logprob, logsumexp))
+    return LogNormalizer(jnp.where(known, logit, zero), jnp.where(known, -logprob, logsumexp))

@@ -16,7 +16,7 @@ __all__ = [
     "SAMPLING_BLOCK",
     "Words",
     "address",
-    "addresses",
+    "batch_addresses",
     "fold_in",
     "fold_in_rows",
     "gumbel",
@@ -100,7 +100,7 @@ def address(key: Words, position: Any, stream: Any) -> Words:
     return fold_in(fold_in(key, position), stream)
 
 
-def addresses(key: Words, positions: jax.Array, streams: jax.Array) -> Words:
+def batch_addresses(key: Words, positions: jax.Array, streams: jax.Array) -> Words:
     """`address` of a whole batch, by `jax.random`.
 
     Its hash is a loop on a CPU: the unrolled one, chained in arrays, compiles for seconds.

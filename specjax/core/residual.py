@@ -5,12 +5,12 @@ import jax.numpy as jnp
 
 from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
 
-__all__ = ["ROUNDING", "block_residual_weights", "residual_logprobs", "residual_probs"]
+__all__ = ["MIN_RESIDUAL_MASS", "block_residual_weights", "residual_logprobs", "residual_probs"]
 
 # A residual of less mass than this is what rounding may leave of p == q: float32's relative step
 # of 2^-23 on both log-probabilities. A rejection is as improbable as its residual is small, unless
 # it is synthetic.
-ROUNDING = 2.0**-18
+MIN_RESIDUAL_MASS = 2.0**-18
 
 
 def residual_probs(

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["MIN_TEMPERATURE", "Scaling", "read_temperature"]
+__all__ = ["MIN_TEMPERATURE", "Temperature", "parse_temperature"]
 
 # Below this a request is greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
 
 
-class Scaling(NamedTuple):
+class Temperature(NamedTuple):
     """A temperature, read.
 
     Attributes:
@@ -29,7 +29,7 @@ class Scaling(NamedTuple):
     valid: jax.Array
 
 
-def read_temperature(temperature: jax.Array) -> Scaling:
+def parse_temperature(temperature: jax.Array) -> Temperature:
     """Splits f32 temperatures of any shape into what the rules ask of them."""
     valid = (temperature >= 0) & jnp.isfinite(temperature)
     greedy = valid & (temperature < jnp.float32(MIN_TEMPERATURE))
@@ -37,4 +37,4 @@ def read_temperature(temperature: jax.Array) -> Scaling:
     scale = jnp.float32(1) / jnp.where(random, temperature, jnp.float32(1))
     # Above 8.5e37 it is subnormal: a CPU takes that for 0, and a masked logit times 0 is NaN.
     scale = jnp.maximum(scale, jnp.float32(jnp.finfo(jnp.float32).tiny))
-    return Scaling(scale, greedy, valid)
+    return Temperature(scale, greedy, valid)

@@ -11,30 +11,30 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.bisection import HALVINGS, Bracket, Extremes, key_value, open_bracket, search
+from specjax.core.bisection import HALVINGS, Bracket, Extremes, initial_bracket, key_value, search
 from specjax.core.logsumexp import BlockPartials, Exp2, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
 
 __all__ = [
+    "BOUND_SLACK",
     "Filters",
-    "MARGIN",
-    "Searched",
-    "Source",
+    "RowBounds",
+    "RowQueries",
     "extremes_blocks",
-    "keeps_top_k",
-    "keeps_top_p",
-    "least_kept",
     "mass_above",
     "mass_bound",
-    "mass_target",
     "mass_weights",
+    "min_kept",
     "min_p_threshold",
+    "required_mass",
     "search_cutoff",
+    "top_k_active",
+    "top_p_active",
 ]
 
 # What a bound leaves to rounding: a share of a mass, and of an exponent.
-MARGIN = 1e-4
+BOUND_SLACK = 1e-4
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -90,17 +90,17 @@ def extremes_blocks(blocks: jax.Array, bracket: Bracket) -> Extremes:
     )
 
 
-def keeps_top_k(top_k: jax.Array, vocab_size: int) -> jax.Array:
+def top_k_active(top_k: jax.Array, vocab_size: int) -> jax.Array:
     """Whether i32 `top_k` cuts; its target is `top_k` itself, in f32."""
     return (top_k > 0) & (top_k < vocab_size)
 
 
-def keeps_top_p(top_p: jax.Array) -> jax.Array:
+def top_p_active(top_p: jax.Array) -> jax.Array:
     """Whether f32 `top_p` cuts."""
     return top_p < 1
 
 
-def mass_target(top_p: jax.Array, mass: jax.Array) -> jax.Array:
+def required_mass(top_p: jax.Array, mass: jax.Array) -> jax.Array:
     """What the kept tokens have to weigh, given the weight of those that top-k kept.
 
     Positive: at 0 and below `top_p` keeps the likeliest alone.
@@ -147,7 +147,7 @@ def min_p_threshold(min_p: jax.Array) -> jax.Array:
     return jnp.log(jnp.minimum(jnp.maximum(min_p, jnp.float32(0)), jnp.float32(1)))
 
 
-def least_kept(
+def min_kept(
     blocks: jax.Array,
     low: jax.Array,
     anchor: jax.Array | None = None,
@@ -187,30 +187,30 @@ class Filters(NamedTuple):
     min_p: jax.Array | None
 
 
-class Source(NamedTuple):
+class RowQueries(NamedTuple):
     """What a search asks of the logits of rows [...].
 
     Attributes:
-      number: how many lie at or above f32[...], as f32[...].
-      weigh: what they weigh, f32[...].
-      look: those inside a `Bracket`.
-      least: the smallest at or above f32[...] that min-p keeps as well; +inf for none.
+      count_above: how many lie at or above f32[...], as f32[...].
+      mass_above: what they weigh, f32[...].
+      extremes_inside: those inside a `Bracket`.
+      min_kept: the smallest at or above f32[...] that min-p keeps as well; +inf for none.
       halvings: of a bracket before the next look into it.
     """
 
-    number: Callable[[jax.Array], jax.Array]
-    weigh: Callable[[jax.Array], jax.Array]
-    look: Callable[[Bracket], Extremes]
-    least: Callable[[jax.Array], jax.Array]
+    count_above: Callable[[jax.Array], jax.Array]
+    mass_above: Callable[[jax.Array], jax.Array]
+    extremes_inside: Callable[[Bracket], Extremes]
+    min_kept: Callable[[jax.Array], jax.Array]
     halvings: int = HALVINGS
 
 
-class Searched(NamedTuple):
+class RowBounds(NamedTuple):
     """What is known of rows [...] before they are searched.
 
     Attributes:
       anchor: f32, the largest logit.
-      mass: f32, of all tokens, in the scale of `Source.weigh`.
+      mass: f32, of all tokens, in the scale of `RowQueries.mass_above`.
       cuts_k: bool, top-k cuts; None where no row asks for it.
       cuts_p: bool, likewise top-p.
       low: f32, a bound of what the filters keep, and of what tells them; -inf for none.
@@ -223,19 +223,27 @@ class Searched(NamedTuple):
     low: jax.Array
 
 
-def search_cutoff(source: Source, filters: Filters, rows: Searched) -> jax.Array:
+def search_cutoff(queries: RowQueries, filters: Filters, rows: RowBounds) -> jax.Array:
     """The smallest logits f32[...] that all filters keep."""
     low, mass = rows.low, rows.mass
     if rows.cuts_k is not None and filters.top_k is not None:
-        bracket = open_bracket(low, rows.anchor, rows.cuts_k)
+        bracket = initial_bracket(low, rows.anchor, rows.cuts_k)
         target = filters.top_k.astype(jnp.float32)
-        low = key_value(search(bracket, target, source.number, source.look, source.halvings).low)
+        low = key_value(
+            search(
+                bracket, target, queries.count_above, queries.extremes_inside, queries.halvings
+            ).low
+        )
         # What ties with it is kept, and weighs.
         low = smallest_equal(low)
         if rows.cuts_p is not None:
-            mass = jnp.where(rows.cuts_k, source.weigh(low), mass)
+            mass = jnp.where(rows.cuts_k, queries.mass_above(low), mass)
     if rows.cuts_p is not None and filters.top_p is not None:
-        bracket = open_bracket(low, rows.anchor, rows.cuts_p)
-        target = mass_target(filters.top_p, mass)
-        low = key_value(search(bracket, target, source.weigh, source.look, source.halvings).low)
-    return source.least(jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min)))
+        bracket = initial_bracket(low, rows.anchor, rows.cuts_p)
+        target = required_mass(filters.top_p, mass)
+        low = key_value(
+            search(
+                bracket, target, queries.mass_above, queries.extremes_inside, queries.halvings
+            ).low
+        )
+    return queries.min_kept(jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min)))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import as_array, check_count, check_shape, read_array
-from specjax.core.acceptance import num_usable
-from specjax.mesh import map_batch_shards, vary_like
+from specjax.core.acceptance import num_valid_drafts
+from specjax.mesh import pvary_like, shard_map_batch
 from specjax.processing.apply_sampling import apply_to_draft
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.processing.token_counts import History
@@ -166,10 +166,10 @@ def _repeat_draw(
         carry, last, drawn = draw(i, carry, last, rows[0])
         put = jax.lax.dynamic_update_index_in_dim
         rows = [put(row, x, i, 1) for row, x in zip(rows, drawn, strict=True)]
-        return vary_like((carry, last, rows), state)
+        return pvary_like((carry, last, rows), state)
 
     start = (carry, last, rows)
-    carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, vary_like(start, start, keys))
+    carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, pvary_like(start, start, keys))
     return rows, carry
 
 
@@ -240,7 +240,7 @@ def gather_drafts(
         same = request_ids[:, None] == cached_request_ids[None]
         same &= (cached_request_ids >= 0)[None]
         slot = jnp.argmax(same, axis=1).astype(jnp.int32)
-        held = num_usable(cache.token_ids, cache.num_tokens)[slot]
+        held = num_valid_drafts(cache.token_ids, cache.num_tokens)[slot]
         usable = jnp.clip(num_tokens, 0, jnp.maximum(held, 0))
         usable = jnp.where(jnp.any(same, axis=1), usable, 0)
         taken: Draft = jax.tree.map(lambda values: values[slot], cache)
@@ -248,7 +248,7 @@ def gather_drafts(
         return taken._replace(num_tokens=jnp.where(num_tokens < 0, -1, usable), rows=rows)
 
     shared = (small, cached_request_ids)
-    draft: Draft = map_batch_shards(align, request_ids, (request_ids, num_tokens), shared)
+    draft: Draft = shard_map_batch(align, request_ids, (request_ids, num_tokens), shared)
     if cache.logits is None:
         return draft._replace(rows=None)
     return draft._replace(logits=cache.logits)

@@ -11,10 +11,15 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, check_logits, read_array
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import Law, block_partials, keep, row_statistics
+from specjax.core.logsumexp import (
+    LogNormalizer,
+    block_partials,
+    mask_below_cutoff,
+    row_statistics_once,
+)
 from specjax.core.subnormal import flush_subnormals, largest_equal
-from specjax.core.temperature import read_temperature
-from specjax.mesh import map_batch_shards
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import shard_map_batch
 
 __all__ = [
     "LogprobsRequest",
@@ -158,23 +163,23 @@ def _run(
     batch = (logits, token_ids, temperature, cutoff)
     if logits.ndim == 1:
         return _top(*batch, n=n)
-    return map_batch_shards(lambda batch, _: _top(*batch, n=n), logits, batch, ())
+    return shard_map_batch(lambda batch, _: _top(*batch, n=n), logits, batch, ())
 
 
 def _top(
     logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
 ) -> TopLogprobs:
-    scaling = read_temperature(temperature)
-    row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
-    valid = scaling.valid & row.finite & (token_ids >= 0)
+    scaling = parse_temperature(temperature)
+    row = row_statistics_once(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+    valid = scaling.valid & row.valid & (token_ids >= 0)
 
     index = jnp.clip(token_ids, 0, logits.shape[-1] - 1)[..., None]
-    x = keep(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
+    x = mask_below_cutoff(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
     x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
-    kept = keep(logits, None if cutoff is None else cutoff[..., None])
+    kept = mask_below_cutoff(logits, None if cutoff is None else cutoff[..., None])
     likelier = jnp.sum((kept > largest_equal(x)[..., None]).astype(jnp.int32), axis=-1)
     best, ids = _largest(logits if cutoff is None else kept.astype(logits.dtype), n)
-    each = Law(row.law.anchor[..., None], row.law.log_sum[..., None])
+    each = LogNormalizer(row.normalizer.shift[..., None], row.normalizer.log_sum[..., None])
     logprobs = token_logprobs(best, each, scaling.scale[..., None])
     zero, none = jnp.float32(0), jnp.int32(-1)
     listed = valid[..., None]
@@ -182,7 +187,7 @@ def _top(
         token_ids=jnp.where(listed & (best > -jnp.inf), ids, none),
         logprobs=jnp.where(listed, logprobs, zero),
         rank=jnp.where(valid, likelier + 1, 0),
-        logprob=jnp.where(valid, token_logprobs(x, row.law, scaling.scale), zero),
+        logprob=jnp.where(valid, token_logprobs(x, row.normalizer, scaling.scale), zero),
     )
 
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.core.acceptance import num_usable
+from specjax.core.acceptance import num_valid_drafts
 from specjax.core.noise import fold_in_rows
 from specjax.decode.commit import append, commit
 from specjax.decode.logprobs import TopLogprobs, check_listed, top_logprobs
 from specjax.decode.metrics import init_metrics, update_metrics
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
-from specjax.mesh import vary_like
+from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.token_counts import History, TokenCounts, count_tokens, update_counts
 from specjax.samplers.api import rejection_sample
@@ -85,7 +85,7 @@ def run_step(
     """`step` on a compile key."""
     draft = state.draft
     k = draft.token_ids.shape[1]
-    num_drafted = num_usable(draft.token_ids, draft.num_tokens)
+    num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
     last = _take_place(state.token_ids, state.lengths - 1)
     fed = jnp.maximum(jnp.concatenate([last[:, None], draft.token_ids], axis=1), 0)
     place = jnp.arange(k + 1, dtype=jnp.int32)[None]
@@ -138,7 +138,7 @@ def _verify_and_commit(
         eos_token_ids=settings.eos_token_ids,
         max_lengths=settings.max_lengths,
     )
-    num_drafted = num_usable(draft.token_ids, draft.num_tokens)
+    num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
     accepted = verification.num_accepted[:, None]
     place = jnp.arange(k + 1, dtype=jnp.int32)[None]
     last = jnp.where(accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED)
@@ -239,7 +239,7 @@ def _propose(
     )
     # Whatever the drafter says, an ended request drafts nothing, another goes on, and the room is
     # kept.
-    usable = num_usable(draft.token_ids, draft.num_tokens)
+    usable = num_valid_drafts(draft.token_ids, draft.num_tokens)
     num_tokens = jnp.minimum(jnp.maximum(usable, 0), wanted)
     return state._replace(draft=draft._replace(num_tokens=num_tokens), drafter_state=drafter_state)
 
@@ -259,7 +259,7 @@ def run_generate(
     state = run_init(target, drafter, config=config, **prompt)
     state = jax.lax.while_loop(
         lambda state: jnp.any(state.finish == 0),
-        lambda state: vary_like(run_step(target, drafter, state, config=config)[0], state),
-        vary_like(state, state, target, drafter),
+        lambda state: pvary_like(run_step(target, drafter, state, config=config)[0], state),
+        pvary_like(state, state, target, drafter),
     )
     return Generation(*(getattr(state, name) for name in Generation._fields))

@@ -19,7 +19,7 @@ from specjax.implementation import (
     read_implementation,
     shared_memory,
 )
-from specjax.mesh import vary_like
+from specjax.mesh import pvary_like
 
 __all__ = [
     "Normed",
@@ -122,7 +122,7 @@ def by_launches(
         return jax.jvp(xla, primals, tangents)
 
     # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
-    operands = vary_like(operands, operands)
+    operands = pvary_like(operands, operands)
     run = jax.custom_jvp(lambda *each: by_implementation(implementation, xla, kernels, *each))
     run.defjvp(differentiate)
     return run(*operands)

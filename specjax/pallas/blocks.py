@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.gumbel_max import first_argmax
-from specjax.core.logsumexp import BlockPartials, combine_blocks, keep, reduce_blocks
+from specjax.core.logsumexp import BlockPartials, mask_below_cutoff, merge_partials, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.launch import fast_exp2, like
@@ -98,7 +98,7 @@ def load_token(
     """Kept logits of tokens, f32 of their shape; -inf for ids outside the row and unwanted ones."""
     inside = wanted & (token_id >= 0) & (token_id < logits.shape[1])
     other = jnp.asarray(-jnp.inf, logits.dtype)
-    return keep(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
+    return mask_below_cutoff(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
 
 
 def store_partials(
@@ -115,7 +115,7 @@ def store_partials(
     where = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
     plgpu.store(partials.block_max.at[place, where], reduced.max)
     plgpu.store(partials.block_sum.at[place, where], reduced.sum)
-    whole = combine_blocks(reduced, share.scale, exp2)
+    whole = merge_partials(reduced, share.scale, exp2)
     if partials.tile_max is not None:
         partials.tile_max[place, number] = whole.max
         partials.tile_sum[place, number] = whole.sum
@@ -136,7 +136,7 @@ def block_argmax(
     """The token i32 of a row's largest logit in a block; ties go to the lowest id."""
     # The block once more, from the cache: comparing every logit of a tile would take as long.
     index = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
-    kept = flush_subnormals(keep(load_row(logits, row, index), cutoff))
+    kept = flush_subnormals(mask_below_cutoff(load_row(logits, row, index), cutoff))
     return block * SAMPLING_BLOCK + first_argmax(kept)
 
 

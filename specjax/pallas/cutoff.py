@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.core.bisection import Bracket, Extremes, open_bracket
+from specjax.core.bisection import Bracket, Extremes, initial_bracket
 from specjax.core.truncation import (
     Filters,
-    Searched,
-    Source,
+    RowBounds,
+    RowQueries,
     extremes_blocks,
-    least_kept,
     mass_above,
     mass_weights,
+    min_kept,
     search_cutoff,
 )
 from specjax.pallas.blocks import load_row, load_some
@@ -49,14 +49,14 @@ from specjax.pallas.tiles import (
 __all__ = ["cutoff_rows", "in_memory", "in_registers"]
 
 
-def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
+def in_registers(x: jax.Array, row: Row, interpret: bool) -> RowQueries:
     """Logits f32[N] that one program holds."""
     weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
-    return Source(
+    return RowQueries(
         lambda pivot: mass_above(x, None, pivot),
         lambda pivot: mass_above(x, weights, pivot),
         lambda bracket: extremes_blocks(x, bracket),
-        lambda low: least_kept(x, low, row.anchor, row.scale, row.filters.min_p),
+        lambda low: min_kept(x, low, row.anchor, row.scale, row.filters.min_p),
         # A look finds few of them left.
         halvings=4,
     )
@@ -64,7 +64,7 @@ def in_registers(x: jax.Array, row: Row, interpret: bool) -> Source:
 
 def in_memory(
     logits: Any, b: jax.Array, count: jax.Array, row: Row, tile: Tile, interpret: bool
-) -> Source:
+) -> RowQueries:
     """The first `count` logits of row b, read again for every question."""
     tiles, _ = divide(count + (tile.size - 1), tile.size)
     lane = jax.lax.iota(jnp.int32, tile.size)
@@ -100,11 +100,11 @@ def in_memory(
         def ask(x: jax.Array) -> jax.Array:
             min_p = row.filters.min_p
             law = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
-            return least_kept(x[:, None], low[None], *law)
+            return min_kept(x[:, None], low[None], *law)
 
         return jnp.min(over(ask, jnp.minimum, zero + jnp.inf))
 
-    return Source(
+    return RowQueries(
         lambda pivot: above(lambda x: jnp.ones_like(x), pivot),
         lambda pivot: above(weights, pivot),
         look,
@@ -192,14 +192,14 @@ def _search_row(rows: Rows, row: Row, b: jax.Array, found: Found, interpret: boo
         in_memory(rows.logits, b, jnp.int32(vocab_size), row, whole, interpret),
     )
 
-    def search(source: Source, low: jax.Array) -> jax.Array:
-        known = Searched(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
+    def search(source: RowQueries, low: jax.Array) -> jax.Array:
+        known = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
         return search_cutoff(source, row.filters, known)
 
     def search_whole() -> jax.Array:
         # Without a bound from the least logit on: halvings from the least float on cost more.
-        bracket = open_bracket(low, row.anchor, row.asks)
-        start = value_when(low == -jnp.inf, lambda: sources[2].look(bracket).least, low)
+        bracket = initial_bracket(low, row.anchor, row.asks)
+        start = value_when(low == -jnp.inf, lambda: sources[2].extremes_inside(bracket).least, low)
         return search(sources[2], start)
 
     # A branch of its own for each place: what is in registers is asked in a fifth of the time.

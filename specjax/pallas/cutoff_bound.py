@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.bisection import key_value, ordered_key
-from specjax.core.logsumexp import BlockPartials, combine_blocks, reduce_blocks
+from specjax.core.logsumexp import BlockPartials, merge_partials, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
-from specjax.core.temperature import read_temperature
+from specjax.core.temperature import parse_temperature
 from specjax.core.truncation import (
-    MARGIN,
+    BOUND_SLACK,
     Filters,
-    keeps_top_k,
-    keeps_top_p,
     mass_above,
     mass_bound,
-    mass_target,
     min_p_threshold,
+    required_mass,
+    top_k_active,
+    top_p_active,
 )
 from specjax.pallas.blocks import load_line, load_row
 from specjax.pallas.launch import fast_exp2, like, value_when
@@ -105,7 +105,7 @@ def store_tile(
     count = tile.size // QUARTER
     quarter = number * count + jax.lax.iota(jnp.int32, count)
     token = quarter[:, None] * QUARTER + jax.lax.iota(jnp.int32, QUARTER)[None]
-    scale = read_temperature(rows.temperature[b]).scale
+    scale = parse_temperature(rows.temperature[b]).scale
     x = load_row(rows.logits, b, token)
     reduced = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
     plgpu.store(out.max.at[b, quarter], reduced.max)
@@ -115,12 +115,12 @@ def store_tile(
 def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
     """Whether a row is cut if it is a law, bool[]."""
     filters = _filters(rows, b)
-    scaling = read_temperature(rows.temperature[b])
+    scaling = parse_temperature(rows.temperature[b])
     asks = scaling.scale < 0  # never, as a value that Triton can branch on
     if filters.top_k is not None:
-        asks |= keeps_top_k(filters.top_k, rows.logits.shape[1])
+        asks |= top_k_active(filters.top_k, rows.logits.shape[1])
     if filters.top_p is not None:
-        asks |= keeps_top_p(filters.top_p)
+        asks |= top_p_active(filters.top_p)
     if filters.min_p is not None:
         asks |= filters.min_p > 0
     return asks & scaling.valid & ~scaling.greedy
@@ -134,11 +134,11 @@ def load_quarters(quarters: Quarters, b: jax.Array) -> BlockPartials:
 def read_row(rows: Rows, b: jax.Array, partials: BlockPartials, interpret: bool) -> Row:
     """What the quarters of row b tell."""
     vocab_size = rows.logits.shape[1]
-    filters, scale = _filters(rows, b), read_temperature(rows.temperature[b]).scale
-    whole = combine_blocks(partials, scale, fast_exp2(interpret))
+    filters, scale = _filters(rows, b), parse_temperature(rows.temperature[b]).scale
+    whole = merge_partials(partials, scale, fast_exp2(interpret))
     asks = asks_anything(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
-    cuts_k = None if filters.top_k is None else asks & keeps_top_k(filters.top_k, vocab_size)
-    cuts_p = None if filters.top_p is None else asks & keeps_top_p(filters.top_p)
+    cuts_k = None if filters.top_k is None else asks & top_k_active(filters.top_k, vocab_size)
+    cuts_p = None if filters.top_p is None else asks & top_p_active(filters.top_p)
     return Row(filters, scale, whole.max, whole.sum, asks, cuts_k, cuts_p, partials)
 
 
@@ -157,7 +157,7 @@ def bound_low(row: Row, interpret: bool) -> jax.Array:
     filters, low = row.filters, row.anchor
     if filters.min_p is not None:
         # The comparison that decides is made on the logit itself, so that this stays below it.
-        relative = min_p_threshold(filters.min_p) - jnp.float32(MARGIN)
+        relative = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
         low = row.anchor + relative / row.scale
     else:
         low = jnp.minimum(row.anchor, -jnp.inf)
@@ -170,7 +170,7 @@ def bound_low(row: Row, interpret: bool) -> jax.Array:
             row.cuts_k, lambda: _highest(row, target, lambda t: mass_above(largest, None, t)), low
         )
     if of_all is not None and filters.top_p is not None:
-        target = mass_target(filters.top_p, row.mass) * jnp.float32(1 + MARGIN)
+        target = required_mass(filters.top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
 
         def weigh(t: jax.Array) -> jax.Array:
             return mass_bound(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import merge_blocks, row_logsumexp
+from specjax.core.logsumexp import row_logsumexp, row_statistics
 from specjax.pallas.blocks import (
     Partials,
     Share,
@@ -56,12 +56,12 @@ def with_statistics(inputs: Inputs, plan: Plan) -> Inputs:
 
             @pl.when(arrive(out.counters, (place,), count, plan.interpret))
             def _() -> None:
-                merged = merge_blocks(load_tiles(out.partials, place, wanted), scale)
+                merged = row_statistics(load_tiles(out.partials, place, wanted), scale)
                 token_id = inputs.token_ids[request.first + i]
                 logit = load_token(inputs.draft, where.row, token_id, where.cutoff, wanted)
-                logsumexp = row_logsumexp(merged.law, scale)
-                out.logsumexp[request.first + i] = jnp.where(merged.finite, logsumexp, jnp.nan)
-                out.logprobs[request.first + i] = token_logprobs(logit, merged.law, scale)
+                logsumexp = row_logsumexp(merged.normalizer, scale)
+                out.logsumexp[request.first + i] = jnp.where(merged.valid, logsumexp, jnp.nan)
+                out.logprobs[request.first + i] = token_logprobs(logit, merged.normalizer, scale)
 
     zeros = jnp.zeros((size * k,), jnp.uint32)
     done = launch(

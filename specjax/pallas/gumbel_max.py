@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import Law, keep
+from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.pallas.blocks import load_row
 from specjax.pallas.launch import only
@@ -32,15 +32,15 @@ class Row(NamedTuple):
     row: jax.Array
     scale: jax.Array
     cutoff: jax.Array | None
-    law: Law
+    normalizer: LogNormalizer
 
     def kept(self, index: jax.Array) -> jax.Array:
         """Kept logits at token ids >= 0, -inf past the row's end."""
-        return keep(load_row(self.logits, self.row, index), self.cutoff)
+        return mask_below_cutoff(load_row(self.logits, self.row, index), self.cutoff)
 
     def logprobs(self, index: jax.Array) -> jax.Array:
         """Log-probabilities at token ids >= 0, -inf past the row's end."""
-        return token_logprobs(self.kept(index), self.law, self.scale)
+        return token_logprobs(self.kept(index), self.normalizer, self.scale)
 
 
 class Noise(NamedTuple):
@@ -103,7 +103,7 @@ def draw_token(
     index = block_index(noise.first + first_argmax(scores))
     x = row.kept(index)
     fine = gumbel(noise.at, 0, index.astype(jnp.uint32), dtype)
-    logprobs = token_logprobs(x, row.law, row.scale)
+    logprobs = token_logprobs(x, row.normalizer, row.scale)
     place = first_argmax(token_weights(index, logprobs).astype(dtype) + fine)
     chosen = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == place
     logit = jnp.max(jnp.where(chosen, x, -jnp.inf))

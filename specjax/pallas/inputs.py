@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.core.acceptance import is_one_hot, num_usable
-from specjax.core.logsumexp import Law, drawn_law
+from specjax.core.acceptance import is_one_hot, num_valid_drafts
+from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Words, fold_in
-from specjax.core.temperature import Scaling, read_temperature
+from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import load_token
 from specjax.pallas.launch import only, settled
 from specjax.pallas.tiles import Tile, power_of_two
@@ -111,7 +111,7 @@ class Request(NamedTuple):
     first: jax.Array
     target_row: jax.Array
     num_tokens: jax.Array
-    scaling: Scaling
+    scaling: Temperature
     active: jax.Array
 
     def address(self, inputs: Inputs, i: jax.Array, stream: Any, plan: Plan) -> Words:
@@ -132,7 +132,7 @@ class DraftPlace(NamedTuple):
     """Where drafted tokens' rows of draft logits lie, and how they are read."""
 
     row: jax.Array
-    scaling: Scaling
+    scaling: Temperature
     cutoff: jax.Array | None
 
 
@@ -141,7 +141,7 @@ class DraftedToken(NamedTuple):
 
     token_id: jax.Array
     logprob: jax.Array
-    law: Law
+    normalizer: LogNormalizer
     one_hot: jax.Array
     place: DraftPlace
 
@@ -151,7 +151,7 @@ class DraftedToken(NamedTuple):
         return DraftedToken(
             only(self.token_id, chosen),
             only(self.logprob, chosen),
-            Law(*[only(x, chosen) for x in self.law]),
+            LogNormalizer(*[only(x, chosen) for x in self.normalizer]),
             only(self.one_hot.astype(jnp.int32), chosen) != 0,
             self.place._replace(
                 row=only(self.place.row, chosen),
@@ -168,7 +168,7 @@ def fetch(values: Any, index: Any, wanted: jax.Array) -> jax.Array:
 def read_request(inputs: Inputs, b: jax.Array, plan: Plan) -> Request:
     """Reads what every program of a request needs."""
     k = plan.num_drafts
-    scaling = read_temperature(inputs.temperature[b])
+    scaling = parse_temperature(inputs.temperature[b])
     if inputs.cu is None:
         first, count = b * k, jnp.int32(k)
     else:
@@ -182,7 +182,7 @@ def read_request(inputs: Inputs, b: jax.Array, plan: Plan) -> Request:
     else:
         lane = jax.lax.iota(jnp.int32, power_of_two(k))
         ids = plgpu.load(inputs.token_ids.at[first + lane], mask=lane < count, other=jnp.int32(-1))
-        usable = num_usable(ids, wanted)
+        usable = num_valid_drafts(ids, wanted)
     return Request(b, first, first + b, usable, scaling, (usable >= 0) & scaling.valid)
 
 
@@ -202,7 +202,7 @@ def draft_place(
         row = jnp.clip(row, 0, inputs.draft.shape[0] - 1)
     given = inputs.temperature if inputs.draft_temperature is None else inputs.draft_temperature
     cutoff = None if inputs.draft_cutoff is None else fetch(inputs.draft_cutoff, place, wanted)
-    return DraftPlace(row, read_temperature(given[request.b]), cutoff)
+    return DraftPlace(row, parse_temperature(given[request.b]), cutoff)
 
 
 def read_drafted(
@@ -215,11 +215,11 @@ def read_drafted(
         none = jnp.zeros_like(token_id, jnp.float32)
         where = DraftPlace(place, request.scaling, None)
         # True, of the places' shape.
-        return DraftedToken(token_id, none, Law(none, none), place >= 0, where)
+        return DraftedToken(token_id, none, LogNormalizer(none, none), place >= 0, where)
     where = draft_place(inputs, request, i, wanted, plan)
     logit = load_token(inputs.draft, where.row, token_id, where.cutoff, wanted)
     logprob = fetch(inputs.logprobs, place, wanted)
     logsumexp = fetch(inputs.logsumexp, place, wanted)
     one_hot = is_one_hot(where.scaling, logprob, logsumexp)
-    law = drawn_law(logit, logprob, logsumexp)
-    return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), law, one_hot, where)
+    normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
+    return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, where)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import Law, block_weights, exp_scaled, keep
+from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words
-from specjax.core.residual import ROUNDING, residual_logprobs, residual_probs
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
 from specjax.pallas.blocks import load_blocks, load_row, tile_index
 from specjax.pallas.gumbel_max import Drawn, Noise, Row, block_index, draw_token
 from specjax.pallas.inputs import (
@@ -47,7 +47,7 @@ class Ending(NamedTuple):
       request: the request.
       end: i32, how many drafts are kept: the place of the row that decides.
       row: that row of target logits.
-      finite: bool, it is a law.
+      valid: bool, it is a distribution.
       rejected: bool, it rejected a drafted token.
       drafted: that token; any, where none was rejected; None where K is 0.
       drawn: bool, the residual of a drawn draft is what the next token comes from.
@@ -58,7 +58,7 @@ class Ending(NamedTuple):
     request: Request
     end: jax.Array
     row: Row
-    finite: jax.Array
+    valid: jax.Array
     rejected: jax.Array
     drafted: DraftedToken | None
     drawn: jax.Array
@@ -76,30 +76,33 @@ def read_ending(inputs: Inputs, rows: Reduced | Judged, b: jax.Array, plan: Plan
         end = jnp.min(jnp.where(ends, lane, jnp.int32(plan.num_rows)))
         end = jnp.where(request.active, end, jnp.int32(0))
         here = lane == end
-        law, best = Law(*[only(x, here) for x in verdict.law]), only(verdict.best, here)
+        normalizer, best = (
+            LogNormalizer(*[only(x, here) for x in verdict.normalizer]),
+            only(verdict.best, here),
+        )
         logprobs, drafted = verdict.logprobs, verdict.drafted and verdict.drafted.only(here)
     else:
         end = plan.num_rows - rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
         end = jnp.where(request.active, end, jnp.int32(0))
         place = b * plan.num_rows + end
-        law, best = Law(rows.anchor[place], rows.log_sum[place]), rows.best[place]
+        normalizer, best = LogNormalizer(rows.shift[place], rows.log_sum[place]), rows.best[place]
         logprobs = fetch(rows.logprobs, b * plan.num_rows + lane, lane < end)
         drafted = None
         if plan.num_drafts:
             drafted = read_drafted(inputs, request, end, end < request.num_tokens, plan)
-    finite = request.active & jnp.isfinite(law.log_sum)
+    valid = request.active & jnp.isfinite(normalizer.log_sum)
     rejected = end < request.num_tokens
     drawn = end < 0  # never, as a value that Triton can branch on
     if inputs.draft is not None and drafted is not None:
-        drawn = rejected & finite & ~request.scaling.greedy & ~drafted.one_hot
+        drawn = rejected & valid & ~request.scaling.greedy & ~drafted.one_hot
     row = Row(
         inputs.target,
         request.target_row + end,
         request.scaling.scale,
         request.cutoff(inputs, end, request.active),
-        law,
+        normalizer,
     )
-    return Ending(request, end, row, finite, rejected, drafted, drawn, best, logprobs)
+    return Ending(request, end, row, valid, rejected, drafted, drawn, best, logprobs)
 
 
 def next_address(inputs: Inputs, ending: Ending, plan: Plan) -> Words:
@@ -111,8 +114,8 @@ def draft_logprobs(draft: Any, drafted: DraftedToken | None, index: jax.Array) -
     """Log q at token ids >= 0 of the target's vocabulary; -inf past the draft's."""
     assert drafted is not None
     place = drafted.place
-    x = keep(load_row(draft, place.row, index), place.cutoff)
-    return token_logprobs(x, drafted.law, place.scaling.scale)
+    x = mask_below_cutoff(load_row(draft, place.row, index), place.cutoff)
+    return token_logprobs(x, drafted.normalizer, place.scaling.scale)
 
 
 def reduce_masses(inputs: Inputs, ending: Ending, number: jax.Array, plan: Plan) -> jax.Array:
@@ -156,25 +159,25 @@ def _next_token(
     """The token after the kept drafts, its log-probability, and whether there is one."""
 
     def greedy() -> tuple[jax.Array, jax.Array]:
-        return ending.best, -ending.row.law.log_sum
+        return ending.best, -ending.row.normalizer.log_sum
 
     def random() -> tuple[jax.Array, jax.Array]:
         drawn = draw()
-        return drawn.token, token_logprobs(drawn.logit, ending.row.law, ending.row.scale)
+        return drawn.token, token_logprobs(drawn.logit, ending.row.normalizer, ending.row.scale)
 
     def either() -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond(ending.request.scaling.greedy, greedy, random)
 
-    token, logprob = value_when(ending.finite, either, (jnp.int32(-1), jnp.float32(0)))
+    token, logprob = value_when(ending.valid, either, (jnp.int32(-1), jnp.float32(0)))
     if inputs.bonus_token_id is None:
-        return token, logprob, ending.finite
+        return token, logprob, ending.valid
     bonus = inputs.bonus_token_id[ending.request.b]
     given = (bonus >= 0) & (bonus < inputs.target.shape[1]) & ~ending.rejected
     bonus_logprob = ending.row.logprobs(jnp.maximum(bonus, 0))
     # A row that is no law gives the token that was handed in no probability.
-    bonus_logprob = jnp.where(ending.finite, bonus_logprob, -jnp.inf)
+    bonus_logprob = jnp.where(ending.valid, bonus_logprob, -jnp.inf)
     logprob = jnp.where(given, bonus_logprob, logprob)
-    return jnp.where(given, bonus, token), logprob, ending.finite | given
+    return jnp.where(given, bonus, token), logprob, ending.valid | given
 
 
 def draw_row(
@@ -217,7 +220,7 @@ def draw_residual(
     inside = lane * SAMPLING_BLOCK < inputs.target.shape[1]
     place, other = (ending.request.b, lane), jnp.float32(-jnp.inf)
     masses = plgpu.load(weights.at[place], mask=inside, other=other)
-    empty = jnp.sum(exp_scaled(masses)) <= ROUNDING
+    empty = jnp.sum(exp_scaled(masses)) <= MIN_RESIDUAL_MASS
     whole = _whole_weights(inputs, rows, ending, plan)
 
     def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -230,4 +233,4 @@ def draw_residual(
 def _whole_weights(inputs: Inputs, rows: Reduced | Judged, ending: Ending, plan: Plan) -> jax.Array:
     place = ending.request.b * plan.num_rows + ending.end
     blocks = load_blocks(rows.partials, place, inputs.target.shape[1])
-    return block_weights(blocks, ending.row.law, ending.row.scale)
+    return block_logprobs(blocks, ending.row.normalizer, ending.row.scale)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.core.gumbel_max import first_argmax
-from specjax.core.residual import ROUNDING, residual_logprobs
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.pallas.blocks import load_line
 from specjax.pallas.gumbel_max import Drawn, draw_noise, draw_token, whole_noise
 from specjax.pallas.inputs import Inputs, Plan
@@ -220,4 +220,4 @@ def _compare(operands: _Operands, ending: Ending, left: _Left, plan: Plan) -> Dr
         noise = whole_noise(at, inputs.target.shape[1], plan.noise_dtype)
         return draw_row(inputs, rows, ending, noise, plan)
 
-    return jax.lax.cond(ending.drawn & (jnp.sum(masses) > ROUNDING), lambda: drawn, row)
+    return jax.lax.cond(ending.drawn & (jnp.sum(masses) > MIN_RESIDUAL_MASS), lambda: drawn, row)

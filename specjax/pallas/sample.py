@@ -8,10 +8,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import block_weights, merge_blocks, row_logsumexp
+from specjax.core.logsumexp import block_logprobs, row_logsumexp, row_statistics
 from specjax.core.noise import Words, address
 from specjax.core.subnormal import flush_subnormals
-from specjax.core.temperature import read_temperature
+from specjax.core.temperature import parse_temperature
 from specjax.pallas.blocks import (
     Partials,
     Share,
@@ -128,7 +128,7 @@ def sample_rows(
 
 def _reduce(rows: _Rows, out: Partials, number: jax.Array, tile: Tile, interpret: bool) -> None:
     b, part = divide(number, tile.count(rows.logits.shape[1]))
-    scale = read_temperature(rows.temperature[b]).scale
+    scale = parse_temperature(rows.temperature[b]).scale
     share = Share(rows.logits, b, part, scale, _at(rows.cutoff, b), None)
     store_partials(share, out, b, tile, interpret)
 
@@ -143,26 +143,26 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
         noise = whole_noise(at, rows.logits.shape[1], noise_dtype)
     else:
         noise = Noise(at, jnp.int32(0), load_line(reduced.noise, b, 0))
-    scaling = read_temperature(rows.temperature[b])
-    merged = merge_blocks(blocks, scaling.scale)
+    scaling = parse_temperature(rows.temperature[b])
+    merged = row_statistics(blocks, scaling.scale)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
         block = first_argmax(flush_subnormals(blocks.max))
         best = block_argmax(rows.logits, b, cutoff, block)
-        return best, merged.law.anchor
+        return best, merged.normalizer.shift
 
     def random() -> tuple[jax.Array, jax.Array]:
-        row = Row(rows.logits, b, scaling.scale, cutoff, merged.law)
-        weights = block_weights(blocks, merged.law, scaling.scale)
+        row = Row(rows.logits, b, scaling.scale, cutoff, merged.normalizer)
+        weights = block_logprobs(blocks, merged.normalizer, scaling.scale)
         drawn = draw_token(row, weights, noise, lambda _, logprobs: logprobs)
         return drawn.token, drawn.logit
 
     token, logit = jax.lax.cond(scaling.greedy, greedy, random)
-    logprob = token_logprobs(logit, merged.law, scaling.scale)
-    valid = scaling.valid & merged.finite
+    logprob = token_logprobs(logit, merged.normalizer, scaling.scale)
+    valid = scaling.valid & merged.valid
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
     out.logprobs[b] = jnp.where(valid, logprob, jnp.float32(0))
-    out.logsumexp[b] = row_logsumexp(merged.law, scaling.scale)
+    out.logsumexp[b] = row_logsumexp(merged.normalizer, scaling.scale)
 
 
 def _at(values: Any, b: jax.Array) -> jax.Array | None:

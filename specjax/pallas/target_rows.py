@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import Law, merge_blocks
+from specjax.core.logsumexp import LogNormalizer, row_statistics
 from specjax.core.noise import uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
@@ -61,14 +61,14 @@ class Judged(NamedTuple):
 
     Attributes:
       partials: of the rows that were read.
-      anchor: f32, and `log_sum`: `Verdict.law`.
+      shift: f32, and `log_sum`: `Verdict.normalizer`.
       logprobs: f32, as in `Verdict`; `best` i32 likewise.
       counters: u32[B, K + 2], programs arrived at each row; then K + 1 less the first row known
         not to be kept, or 0.
     """
 
     partials: Partials
-    anchor: Any
+    shift: Any
     log_sum: Any
     logprobs: Any
     best: Any
@@ -79,14 +79,14 @@ class Verdict(NamedTuple):
     """What is known of target rows [R].
 
     Attributes:
-      law: f32, its `log_sum` NaN where the row is none.
+      normalizer: f32, its `log_sum` NaN where the row is invalid.
       logprobs: f32, log p of the drafted tokens.
       best: i32, the argmax where the request is greedy.
       kept: bool, whether the drafted token is; the row behind the last of them keeps none.
       drafted: the drafted tokens; None where K is 0.
     """
 
-    law: Law
+    normalizer: LogNormalizer
     logprobs: jax.Array
     best: jax.Array
     kept: jax.Array
@@ -107,15 +107,17 @@ def judge_rows(
         logit = load_token(inputs.target, row, drafted.token_id, cutoff, drafts)
         at = request.address(inputs, i, Stream.accept(i), plan)
         coin = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
-    merged = merge_blocks(tiles, jnp.broadcast_to(scale, i.shape))
-    law = merged.law._replace(log_sum=jnp.where(merged.finite, merged.law.log_sum, jnp.nan))
+    merged = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
+    normalizer = merged.normalizer._replace(
+        log_sum=jnp.where(merged.valid, merged.normalizer.log_sum, jnp.nan)
+    )
     # Of a request that is not greedy it is whatever the memory held, and nobody looks at it.
     place = request.b * plan.num_rows + i
     tile = first_argmax(flush_subnormals(tiles.max))
     best = fetch(partials.tile_best, (place, tile), exists)
     if plan.num_drafts == 0:
-        return Verdict(law, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
-    logprobs = token_logprobs(logit, law, scale)
+        return Verdict(normalizer, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
+    logprobs = token_logprobs(logit, normalizer, scale)
     if inputs.rates is None:
         kept = jnp.where(
             request.scaling.greedy,
@@ -126,7 +128,7 @@ def judge_rows(
         rate = fetch(inputs.rates, (request.b, i), drafts)
         inside = (drafted.token_id >= 0) & (drafted.token_id < inputs.target.shape[1])
         kept = inside & accept_synthetic(coin, rate)
-    return Verdict(law, logprobs, best, kept & drafts & merged.finite, drafted)
+    return Verdict(normalizer, logprobs, best, kept & drafts & merged.valid, drafted)
 
 
 class _Operands(NamedTuple):
@@ -221,8 +223,8 @@ def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
             verdict = judge_rows(inputs, request, row, out.partials, plan)
             at = b * num_rows + row
-            plgpu.store(out.anchor.at[at], verdict.law.anchor)
-            plgpu.store(out.log_sum.at[at], verdict.law.log_sum)
+            plgpu.store(out.shift.at[at], verdict.normalizer.shift)
+            plgpu.store(out.log_sum.at[at], verdict.normalizer.log_sum)
             plgpu.store(out.logprobs.at[at], verdict.logprobs)
             plgpu.store(out.best.at[at], verdict.best)
             pl.when(only(verdict.kept.astype(jnp.int32), row == i) == 0)(end)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.checks import as_array, check_logits, read_array, read_optional
 from specjax.core.truncation import Filters
 from specjax.implementation import by_implementation, read_implementation
-from specjax.mesh import map_batch_shards, vary_like
+from specjax.mesh import pvary_like, shard_map_batch
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
 __all__ = ["logit_cutoff"]
@@ -112,7 +112,7 @@ def _run(
         return jnp.broadcast_to(value, leading)
 
     def cut(batch: Any, _: Any) -> jax.Array:
-        logits, temperature, filters = vary_like(batch, batch)
+        logits, temperature, filters = pvary_like(batch, batch)
         rows = (
             logits.reshape(-1, logits.shape[-1]),
             temperature.reshape(-1),
@@ -126,7 +126,7 @@ def _run(
         one = jax.tree.map(lambda x: x[None], batch)
         return cut(one, ())[0]
     check_vma = implementation != "interpret"
-    return map_batch_shards(cut, logits, batch, (), check_vma)
+    return shard_map_batch(cut, logits, batch, (), check_vma)
 
 
 def _cut_rows(

@@ -13,27 +13,27 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.bisection import Bracket, Extremes, key_value, open_bracket, search
-from specjax.core.logsumexp import BlockPartials, block_partials, combine_blocks, split_blocks
+from specjax.core.bisection import Bracket, Extremes, initial_bracket, key_value, search
+from specjax.core.logsumexp import BlockPartials, block_partials, merge_partials, split_blocks
 from specjax.core.subnormal import smallest_equal
-from specjax.core.temperature import Scaling, read_temperature
+from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.truncation import (
-    MARGIN,
+    BOUND_SLACK,
     Filters,
-    Searched,
-    Source,
+    RowBounds,
+    RowQueries,
     extremes_blocks,
-    keeps_top_k,
-    keeps_top_p,
-    least_kept,
     mass_above,
     mass_bound,
-    mass_target,
     mass_weights,
+    min_kept,
     min_p_threshold,
+    required_mass,
     search_cutoff,
+    top_k_active,
+    top_p_active,
 )
-from specjax.mesh import vary_like
+from specjax.mesh import pvary_like
 
 __all__ = ["cutoff_of_rows"]
 
@@ -69,7 +69,7 @@ class _Row(NamedTuple):
 
 def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
     """`logit_cutoff` for rows [R, V] and parameters [R]: f32[R]."""
-    scaling = read_temperature(temperature)
+    scaling = parse_temperature(temperature)
     partials = block_partials(logits, scaling.scale)
     row = _read_rows(partials, scaling, filters, logits.shape[1])
     body, tail = split_blocks(logits)
@@ -92,24 +92,24 @@ def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) 
 
 
 def _read_rows(
-    partials: BlockPartials, scaling: Scaling, filters: Filters, vocab_size: int
+    partials: BlockPartials, scaling: Temperature, filters: Filters, vocab_size: int
 ) -> _Row:
     """What the blocks tell of each row, and what is asked of it."""
-    whole = combine_blocks(partials, scaling.scale)
+    whole = merge_partials(partials, scaling.scale)
     law = jnp.isfinite(whole.max) & jnp.isfinite(whole.sum) & scaling.valid & ~scaling.greedy
     no = jnp.zeros_like(law)
     row = _Row(whole.max, scaling.scale, whole.sum, no, no, no, jnp.full_like(whole.max, -jnp.inf))
     if filters.min_p is not None:
         # What decides is a comparison made for each logit: this bound only has to stay below it.
-        relative = min_p_threshold(filters.min_p) - jnp.float32(MARGIN)
+        relative = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
         low = row.anchor + relative / row.scale
         row = row._replace(low=low, cuts=row.cuts | (law & (filters.min_p > 0)))
     if filters.top_p is not None:
-        cuts = law & keeps_top_p(filters.top_p)
+        cuts = law & top_p_active(filters.top_p)
         row = row._replace(cuts_p=cuts, cuts=row.cuts | cuts)
         row = row._replace(low=jnp.maximum(row.low, _bound_top_p(partials, row, filters.top_p)))
     if filters.top_k is not None:
-        cuts = law & keeps_top_k(filters.top_k, vocab_size)
+        cuts = law & top_k_active(filters.top_k, vocab_size)
         row = row._replace(cuts_k=cuts, cuts=row.cuts | cuts)
         # What top-p weighs is all that top-k kept, down to top-k's own threshold.
         low = _bound_top_k(partials, row, filters.top_k)
@@ -126,7 +126,7 @@ def _likeliest_blocks(body: jax.Array, maxima: jax.Array) -> jax.Array:
 def _bound_top_k(partials: BlockPartials, row: _Row, top_k: jax.Array) -> jax.Array:
     """The k-th largest of the blocks' maxima, f32[R]: as many logits reach it."""
     target = top_k.astype(jnp.float32)
-    bracket = open_bracket(jnp.full_like(row.anchor, -jnp.inf), row.anchor, row.cuts_k)
+    bracket = initial_bracket(jnp.full_like(row.anchor, -jnp.inf), row.anchor, row.cuts_k)
     bracket = _search(
         bracket,
         target,
@@ -138,8 +138,8 @@ def _bound_top_k(partials: BlockPartials, row: _Row, top_k: jax.Array) -> jax.Ar
 
 def _bound_top_p(partials: BlockPartials, row: _Row, top_p: jax.Array) -> jax.Array:
     """A logit, f32[R], at and above which lies enough mass by what the blocks tell."""
-    target = mass_target(top_p, row.mass) * jnp.float32(1 + MARGIN)
-    bracket = open_bracket(row.low, row.anchor, row.cuts_p)
+    target = required_mass(top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
+    bracket = initial_bracket(row.low, row.anchor, row.cuts_p)
     bracket = _search(
         bracket,
         target,
@@ -173,15 +173,15 @@ def _least_kept(parts: tuple[jax.Array, ...], row: _Row, filters: Filters) -> ja
         return Extremes(least, merge(jnp.maximum, [part.most.max(-1) for part in found]))
 
     def least(low: jax.Array) -> jax.Array:
-        kept = [least_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
+        kept = [min_kept(part, low[:, None], anchor, scale, min_p).min(-1) for part in x]
         return merge(jnp.minimum, kept)
 
     cuts_k = None if filters.top_k is None else row.cuts_k
     cuts_p = None if filters.top_p is None else row.cuts_p
-    searched = Searched(row.anchor, row.mass, cuts_k, cuts_p, row.low)
-    return search_cutoff(Source(number, weigh, look, least), filters, searched)
+    searched = RowBounds(row.anchor, row.mass, cuts_k, cuts_p, row.low)
+    return search_cutoff(RowQueries(number, weigh, look, least), filters, searched)
 
 
 def _search(bracket: Bracket, target: jax.Array, weigh: _Weigh, look: _Look | None) -> Bracket:
     """`search` of brackets [R], inside `shard_map`, too."""
-    return search(vary_like(bracket, bracket, target), target, weigh, look)
+    return search(pvary_like(bracket, bracket, target), target, weigh, look)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, check_shape, read_array, read_optional
-from specjax.mesh import map_batch_shards
+from specjax.mesh import shard_map_batch
 from specjax.processing.bad_words import forbid_words
 from specjax.processing.sampling_params import (
     allowed_width,
@@ -222,7 +222,7 @@ def _run(
         return _process(logits, rules, history, drafted, first_row)
 
     batch = (logits, own, history, drafted)
-    return map_batch_shards(process, logits, batch, (for_all, first_row))
+    return shard_map_batch(process, logits, batch, (for_all, first_row))
 
 
 def _process(

@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, read_array
-from specjax.mesh import map_batch_shards, vary_like
+from specjax.mesh import pvary_like, shard_map_batch
 
 __all__ = ["History", "TokenCounts", "count_tokens", "recent_tokens", "update_counts"]
 
@@ -94,13 +94,13 @@ def count_tokens(
             return jnp.where(chosen, token_ids, vocab_size)
 
         shape = (token_ids.shape[0], vocab_size)
-        none = vary_like((jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_)), batch)
+        none = pvary_like((jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_)), batch)
         return TokenCounts(
             none[0].at[rows, at(inside & ~in_prompt)].add(1, mode="drop"),
             none[1].at[rows, at(in_prompt)].set(True, mode="drop"),
         )
 
-    return map_batch_shards(count, token_ids, (token_ids, lengths, prompt_lengths), ())
+    return shard_map_batch(count, token_ids, (token_ids, lengths, prompt_lengths), ())
 
 
 def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
@@ -144,7 +144,7 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
         return generated.at[rows, index].add(1, mode="drop")
 
     batch = (counts.generated, token_ids, num_tokens)
-    return counts._replace(generated=map_batch_shards(add, counts.generated, batch, ()))
+    return counts._replace(generated=shard_map_batch(add, counts.generated, batch, ()))
 
 
 def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:

@@ -18,7 +18,7 @@ from specjax.checks import (
     read_rates,
 )
 from specjax.implementation import read_implementation
-from specjax.mesh import check_whole
+from specjax.mesh import check_unsharded
 from specjax.samplers.dispatch import (
     Options,
     run_gumbel_sample,
@@ -242,7 +242,7 @@ def rejection_sample_ragged(
     check_logits("target_logits", target_logits, "[N + B, V]", num_drafted + size)
     for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
         if logits is not None:
-            check_whole(name, logits)
+            check_unsharded(name, logits)
     return run_rejection_sample_ragged(
         draft,
         target_logits,

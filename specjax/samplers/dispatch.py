@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.gumbel_max import sample_row
-from specjax.core.noise import addresses, fold_in_rows
+from specjax.core.noise import batch_addresses, fold_in_rows
 from specjax.implementation import by_implementation
-from specjax.mesh import map_batch_shards, vary_like
+from specjax.mesh import pvary_like, shard_map_batch
 from specjax.samplers.request import PerRequest, Request, Rows, ragged_requests
 from specjax.samplers.verify import verify_batch
 from specjax.typing import Draft, Sample, Verification
@@ -78,7 +78,7 @@ def run_gumbel_sample(
     def xla(
         logits: Any, key: Any, position: Any, stream: Any, temperature: Any, cutoff: Any
     ) -> Sample:
-        at = addresses((key[:, 0], key[:, 1]), position, stream)
+        at = batch_addresses((key[:, 0], key[:, 1]), position, stream)
         one = functools.partial(sample_row, noise_dtype=noise_dtype)
         return jax.vmap(one)(logits, at, temperature, cutoff)
 
@@ -88,12 +88,12 @@ def run_gumbel_sample(
         return sample_rows(*batch, noise_dtype=noise_dtype, interpret=interpret)
 
     def sample(batch: Any, _: Any) -> Sample:
-        batch = vary_like(batch, batch)
+        batch = pvary_like(batch, batch)
         return by_implementation(implementation, xla, kernels, *batch)
 
     batch = (logits, _request_keys(keys, size), *each, cutoff)
     check_vma = implementation != "interpret"
-    return map_batch_shards(sample, logits, batch, (), check_vma)
+    return shard_map_batch(sample, logits, batch, (), check_vma)
 
 
 @_static
@@ -113,7 +113,7 @@ def run_rejection_sample(
 
     def verify(batch: Any, shared_logits: jax.Array | None) -> Verification:
         # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
-        (draft, target_logits, cutoff, options), shared_logits = vary_like(
+        (draft, target_logits, cutoff, options), shared_logits = pvary_like(
             (batch, shared_logits), batch, shared_logits
         )
         logits = draft.logits if shared_logits is None else shared_logits
@@ -138,7 +138,7 @@ def run_rejection_sample(
         draft, shared_logits = draft._replace(logits=None), draft.logits
     batch = (draft, target_logits, cutoff, spread)
     check_vma = implementation != "interpret"
-    return map_batch_shards(verify, target_logits, batch, shared_logits, check_vma)
+    return shard_map_batch(verify, target_logits, batch, shared_logits, check_vma)
 
 
 @functools.partial(jax.jit, static_argnames=("max_draft_tokens", "noise_dtype", "implementation"))
@@ -168,7 +168,7 @@ def run_rejection_sample_ragged(
         spread,
         cu_num_draft_tokens,
     )
-    done = _verify(vary_like(batch, batch), k, noise_dtype, implementation)
+    done = _verify(pvary_like(batch, batch), k, noise_dtype, implementation)
     return _of_width(done, max_draft_tokens + 1)
 
 

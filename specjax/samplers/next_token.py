@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import argmax_token, perturbed_token, take_logits, token_logprobs
-from specjax.core.logsumexp import BlockPartials, RowStatistics, block_weights, keep
+from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
+from specjax.core.logsumexp import BlockPartials, RowStatistics, block_logprobs, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, address
-from specjax.core.residual import ROUNDING, block_residual_weights, residual_logprobs
-from specjax.core.temperature import read_temperature
+from specjax.core.residual import MIN_RESIDUAL_MASS, block_residual_weights, residual_logprobs
+from specjax.core.temperature import parse_temperature
 from specjax.samplers.request import DraftedToken, Request, Rows, draft_row, take_row
 from specjax.typing import Stream
 
@@ -52,14 +52,16 @@ def next_token(
     Returns:
       Its id i32[] and its log-probability under the target f32[].
     """
-    scaling = read_temperature(request.temperature)
+    scaling = parse_temperature(request.temperature)
     logits, cutoff = take_row(target, request.target_row + ending.num_kept)
     drafted = ending.drafted
     rejected = ending.num_kept < request.num_tokens
-    whole = block_weights(ending.partials, ending.row.law, scaling.scale)
+    whole = block_logprobs(ending.partials, ending.row.normalizer, scaling.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
-        return token_logprobs(take_logits(logits, index, cutoff), ending.row.law, scaling.scale)
+        return token_logprobs(
+            gather_logits(logits, index, cutoff), ending.row.normalizer, scaling.scale
+        )
 
     def one_hot_logprobs(index: jax.Array) -> jax.Array:
         return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
@@ -79,7 +81,7 @@ def next_token(
             request, ending, Rows(logits, cutoff), draft_logits, drawn
         )
         weights = jax.lax.cond(drawn, masses, without_token)
-        rounding = jnp.where(drawn, jnp.float32(ROUNDING), jnp.float32(0))
+        rounding = jnp.where(drawn, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(drawn, drawn_logprobs(index), one_hot_logprobs(index))
@@ -91,7 +93,7 @@ def next_token(
         return jnp.where(empty, logprobs, residual_logprobs(logprobs, draft_logprobs(index)))
 
     at = address(request.key, request.position + ending.num_kept, Stream.TARGET)
-    drawn_token = perturbed_token(jnp.where(empty, whole, weights), token_weights, at, noise_dtype)
+    drawn_token = gumbel_max_token(jnp.where(empty, whole, weights), token_weights, at, noise_dtype)
     best_token = argmax_token(logits, ending.partials, cutoff)
     token = jnp.where(scaling.greedy, best_token, drawn_token)
     return token, target_logprobs(token)
@@ -107,18 +109,20 @@ def _drawn_residual(
     """Log-masses of the blocks of `max(p - q, 0)`, lazily, and log q by token id."""
     i = jnp.minimum(ending.num_kept, request.token_ids.shape[0] - 1)
     row, cutoff = draft_row(request, draft_logits, i)
-    law = ending.drafted.law
-    scale = read_temperature(request.draft_temperature).scale
+    normalizer = ending.drafted.normalizer
+    scale = parse_temperature(request.draft_temperature).scale
 
     def logprobs(index: jax.Array) -> jax.Array:
-        return token_logprobs(take_logits(row, index, cutoff), law, scale)
+        return token_logprobs(gather_logits(row, index, cutoff), normalizer, scale)
 
     def masses() -> jax.Array:
         size = target.logits.shape[0]
-        q = token_logprobs(keep(row[:size], cutoff), law, scale)
+        q = token_logprobs(mask_below_cutoff(row[:size], cutoff), normalizer, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
-        target_scale = read_temperature(request.temperature).scale
-        p = token_logprobs(keep(target.logits, target.cutoff), ending.row.law, target_scale)
+        target_scale = parse_temperature(request.temperature).scale
+        p = token_logprobs(
+            mask_below_cutoff(target.logits, target.cutoff), ending.row.normalizer, target_scale
+        )
         return block_residual_weights(p, q)
 
     return masses, logprobs

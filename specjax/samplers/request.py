@@ -8,11 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.acceptance import is_one_hot, num_usable
-from specjax.core.gumbel_max import take_logits, token_logprobs
-from specjax.core.logsumexp import Law, block_partials, drawn_law, row_logsumexp, row_statistics
+from specjax.core.acceptance import is_one_hot, num_valid_drafts
+from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.logsumexp import (
+    LogNormalizer,
+    block_partials,
+    normalizer_from_statistics,
+    row_logsumexp,
+    row_statistics_once,
+)
 from specjax.core.noise import Words
-from specjax.core.temperature import read_temperature
+from specjax.core.temperature import parse_temperature
 from specjax.typing import Draft
 
 __all__ = [
@@ -98,7 +104,7 @@ class Request(NamedTuple):
             target_row=first * num_target_rows,
             draft_rows=row[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None],
             token_ids=token_ids,
-            num_tokens=num_usable(token_ids, draft.num_tokens),
+            num_tokens=num_valid_drafts(token_ids, draft.num_tokens),
             draft_temperature=options.temperature
             if draft.temperature is None
             else draft.temperature,
@@ -109,18 +115,18 @@ class Request(NamedTuple):
 
 
 class DraftedToken(NamedTuple):
-    """A drafted token and the law it came from.
+    """A drafted token and the distribution it came from.
 
     Attributes:
       token_id: i32.
       logprob: f32, log q of the token, 0 where `one_hot`.
-      law: by which log q of any token follows.
+      normalizer: of its row, which gives log q of any token.
       one_hot: bool.
     """
 
     token_id: jax.Array
     logprob: jax.Array
-    law: Law
+    normalizer: LogNormalizer
     one_hot: jax.Array
 
 
@@ -142,25 +148,25 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
     """Drafted token i with the statistics it carries, or else those of its row.
 
     It is one-hot where there are no logits, where it was chosen rather than drawn, and
-    where its statistics are not those of a law.
+    where its statistics are not those of a distribution.
     """
     token_id = request.token_ids[i]
     zero = jnp.float32(0)
     if draft_logits is None:
-        return DraftedToken(token_id, zero, Law(zero, zero), jnp.bool_(True))
+        return DraftedToken(token_id, zero, LogNormalizer(zero, zero), jnp.bool_(True))
     logits, cutoff = draft_row(request, draft_logits, i)
-    scaling = read_temperature(request.draft_temperature)
-    logit = take_logits(logits, token_id, cutoff)
+    scaling = parse_temperature(request.draft_temperature)
+    logit = gather_logits(logits, token_id, cutoff)
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
     else:
-        row = row_statistics(block_partials(logits, scaling.scale, cutoff), scaling.scale)
-        logsumexp = jnp.where(row.finite, row_logsumexp(row.law, scaling.scale), jnp.nan)
+        row = row_statistics_once(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+        logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, scaling.scale), jnp.nan)
         # The target's own formula, so that equal rows give equal log-probabilities.
-        logprob = token_logprobs(logit, row.law, scaling.scale)
+        logprob = token_logprobs(logit, row.normalizer, scaling.scale)
     one_hot = is_one_hot(scaling, logprob, logsumexp)
-    law = drawn_law(logit, logprob, logsumexp)
-    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), law, one_hot)
+    normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
+    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), normalizer, one_hot)
 
 
 def ragged_requests(

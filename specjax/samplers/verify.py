@@ -16,11 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
-from specjax.core.gumbel_max import argmax_token, take_logits, token_logprobs
-from specjax.core.logsumexp import BlockPartials, Law, RowStatistics, block_partials, row_statistics
+from specjax.core.gumbel_max import argmax_token, gather_logits, token_logprobs
+from specjax.core.logsumexp import (
+    BlockPartials,
+    LogNormalizer,
+    RowStatistics,
+    block_partials,
+    row_statistics_once,
+)
 from specjax.core.noise import SAMPLING_BLOCK, address, uniform
-from specjax.core.temperature import read_temperature
-from specjax.mesh import vary_like
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import pvary_like
 from specjax.samplers.next_token import Ending, next_token
 from specjax.samplers.request import DraftedToken, Request, Rows, drafted_token, take_row
 from specjax.typing import Stream, Verification
@@ -54,7 +60,7 @@ def verify_request(
     num_kept = walk.ending.num_kept
     token, logprob = next_token(request, walk.ending, target, draft_logits, noise_dtype)
     active = _is_active(request)
-    emits = active & walk.ending.row.finite
+    emits = active & walk.ending.row.valid
     if request.bonus_token_id is not None:
         bonus = request.bonus_token_id
         known = (bonus >= 0) & (bonus < target.logits.shape[1])
@@ -62,7 +68,7 @@ def verify_request(
         token = jnp.where(given, bonus, token)
         bonus_logprob = _logprob(request, walk.ending, target, bonus)
         # A row that is no law gives the token that was handed in no probability.
-        bonus_logprob = jnp.where(walk.ending.row.finite, bonus_logprob, -jnp.inf)
+        bonus_logprob = jnp.where(walk.ending.row.valid, bonus_logprob, -jnp.inf)
         logprob = jnp.where(given, bonus_logprob, logprob)
         emits |= given
     place = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
@@ -79,45 +85,47 @@ def verify_request(
 
 
 def _is_active(request: Request) -> jax.Array:
-    return (request.num_tokens >= 0) & read_temperature(request.temperature).valid
+    return (request.num_tokens >= 0) & parse_temperature(request.temperature).valid
 
 
 def _logprob(request: Request, ending: Ending, target: Rows, token_id: jax.Array) -> jax.Array:
     logits, cutoff = take_row(target, request.target_row + ending.num_kept)
-    scale = read_temperature(request.temperature).scale
-    return token_logprobs(take_logits(logits, token_id, cutoff), ending.row.law, scale)
+    scale = parse_temperature(request.temperature).scale
+    return token_logprobs(gather_logits(logits, token_id, cutoff), ending.row.normalizer, scale)
 
 
 def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtype: Any) -> _Walk:
     """Reads target rows in order until a drafted token is not kept, or none is left."""
     k = request.token_ids.shape[0]
-    scale = read_temperature(request.temperature).scale
+    scale = parse_temperature(request.temperature).scale
 
     def step(walk: _Walk) -> _Walk:
         index = walk.ending.num_kept
         i = jnp.minimum(index, k - 1)
         logits, cutoff = take_row(target, request.target_row + index)
         partials = block_partials(logits, scale, cutoff)
-        row = row_statistics(partials, scale)
+        row = row_statistics_once(partials, scale)
         drafted = drafted_token(request, draft_logits, i)
-        logprob = token_logprobs(take_logits(logits, drafted.token_id, cutoff), row.law, scale)
+        logprob = token_logprobs(
+            gather_logits(logits, drafted.token_id, cutoff), row.normalizer, scale
+        )
         best = argmax_token(logits, partials, cutoff)
         kept = _judge(request, i, drafted, logprob, best, logits.shape[0], dtype)
-        kept &= (index < request.num_tokens) & row.finite
+        kept &= (index < request.num_tokens) & row.valid
         logprobs = walk.logprobs.at[i].set(jnp.where(kept, logprob, walk.logprobs[i]))
         ending = Ending(index + kept.astype(jnp.int32), partials, row, drafted)
-        return vary_like(_Walk(ending, kept, logprobs), walk)
+        return pvary_like(_Walk(ending, kept, logprobs), walk)
 
     blocks = jnp.full((-(-target.logits.shape[1] // SAMPLING_BLOCK),), -jnp.inf, jnp.float32)
     zero = jnp.float32(0)
     nothing = Ending(
         num_kept=jnp.int32(0),
         partials=BlockPartials(blocks, jnp.zeros_like(blocks)),
-        row=RowStatistics(Law(zero, zero), jnp.bool_(False)),
-        drafted=DraftedToken(jnp.int32(-1), zero, Law(zero, zero), jnp.bool_(True)),
+        row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
+        drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
     )
     start = _Walk(nothing, _is_active(request), jnp.zeros((k,), jnp.float32))
-    start = vary_like(start, request, target, draft_logits)
+    start = pvary_like(start, request, target, draft_logits)
     return jax.lax.while_loop(lambda walk: walk.going, step, start)
 
 
@@ -137,7 +145,7 @@ def _judge(
         known = (drafted.token_id >= 0) & (drafted.token_id < vocab_size)
         return known & accept_synthetic(coin, request.rates[i])
     return jnp.where(
-        read_temperature(request.temperature).greedy,
+        parse_temperature(request.temperature).greedy,
         accept_greedy(drafted.token_id, best),
         accept_random(coin, logprob, drafted.logprob),
     )

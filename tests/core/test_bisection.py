@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from specjax.core import bisection, truncation
-from specjax.core.logsumexp import block_partials, combine_blocks
+from specjax.core.logsumexp import block_partials, merge_partials
 
 # Subnormal numbers may count as zeros, and stand in no order then.
 SPECIAL = [-np.inf, -3.4e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, 3.4e38, np.inf]
@@ -30,7 +30,7 @@ def nth_largest(x, k):
 
 def start(x):
     size = (len(x),)
-    return bisection.open_bracket(
+    return bisection.initial_bracket(
         jnp.full(size, -jnp.inf, jnp.float32), jnp.max(x, axis=-1), jnp.ones(size, bool)
     )
 
@@ -46,14 +46,14 @@ def test_a_pivot_is_above_low_and_cuts_in_half():
     low = np.array([-(2**31) + 1, -5, 3, 3, 7, -(2**31) + 1, 2**31 - 10], np.int64)
     high = np.array([2**31 - 1, 7, 4, 5, 7 + 2**20, -(2**31) + 9, 2**31 - 1], np.int64)
     ends = bisection.Bracket(*(jnp.asarray(key.astype(np.int32)) for key in (low, high)))
-    pivot = np.array(bisection.pivot_key(ends)).astype(np.int64)
+    pivot = np.array(bisection.key_midpoint(ends)).astype(np.int64)
     np.testing.assert_array_equal(pivot, np.clip((low + high) // 2, low + 1, high))
 
 
 def test_the_middle_of_the_values_is_inside():
     values = np.array([[-8.0, 0.0], [-3.4e38, 3.4e38], [1.0, 1.0000001], [0.0, 1e-38]], np.float32)
     low, high = (bisection.ordered_key(jnp.asarray(end)) for end in values.T)
-    middle = bisection.middle_key(bisection.Bracket(low, high + 1))
+    middle = bisection.value_midpoint(bisection.Bracket(low, high + 1))
     assert np.all((middle > low) & (middle <= high + 1))
     np.testing.assert_allclose(bisection.key_value(middle)[:2], [-4.0, 0.0], atol=1e-30)
 
@@ -74,9 +74,9 @@ def test_a_search_finds_the_kth_largest_in_tiles(k, looks):
 
     target = jnp.full((8,), k, jnp.float32)
     ends = bisection.search(start(x), target, weigh, look if looks else None)
-    assert np.all(bisection.is_found(ends))
+    assert np.all(bisection.is_closed(ends))
     # `low` need not be a logit, but none lies between it and the threshold.
-    least = truncation.least_kept(tiles, bisection.key_value(ends.low)[:, None])
+    least = truncation.min_kept(tiles, bisection.key_value(ends.low)[:, None])
     np.testing.assert_array_equal(jnp.min(least, axis=-1), nth_largest(np.asarray(x), k))
 
 
@@ -87,12 +87,12 @@ def test_extremes_close_a_bracket_on_what_is_inside():
     finite = np.where(np.isfinite(x), x, np.inf)
     np.testing.assert_array_equal(inside.least, finite.min(-1))
     np.testing.assert_array_equal(inside.most, np.max(x, axis=-1))
-    ends = bisection.tighten(ends, inside)
+    ends = bisection.clamp_to_logits(ends, inside)
     np.testing.assert_array_equal(bisection.key_value(ends.low), finite.min(-1))
-    assert bisection.is_found(ends)[2]
+    assert bisection.is_closed(ends)[2]
     nothing = truncation.Extremes(inside.least * 0 + jnp.inf, inside.most * 0 - jnp.inf)
-    closed = bisection.tighten(ends, nothing)
-    assert np.all(bisection.is_found(closed))
+    closed = bisection.clamp_to_logits(ends, nothing)
+    assert np.all(bisection.is_closed(closed))
     np.testing.assert_array_equal(closed.low, ends.low)
 
 
@@ -101,7 +101,7 @@ def test_a_bound_from_blocks_is_never_above_what_is_there():
     for temperature in (0.3, 1.0, 20.0):
         scale = jnp.full((8,), 1 / temperature, jnp.float32)
         partials = block_partials(x, scale)
-        anchor = combine_blocks(partials, scale).max
+        anchor = merge_partials(partials, scale).max
         weights = truncation.mass_weights(x, anchor[:, None], scale[:, None])
         below = np.float32([0, 0.1, 1, 3, 10, 40])
         bounds, masses = [], []

@@ -575,18 +575,18 @@ def _compiled_anew(logits, *, temperature, **filters):
     return cut(logits, temperature, order.Filters(**filters))
 
 
-@pytest.mark.parametrize("name", ["halve", "mass_target", "least_kept", "keeps_top_k"])
+@pytest.mark.parametrize("name", ["bisect", "required_mass", "min_kept", "top_k_active"])
 def test_a_fault_inside_the_search_is_seen(name, monkeypatch):
-    room = {"halve": bisection, "mass_target": order}.get(name, cutoff_xla)
+    room = {"bisect": bisection, "required_mass": order}.get(name, cutoff_xla)
     true = getattr(room, name)
     faults = {
         # More than the target where it has to be reached.
-        "halve": lambda bisection, pivot, mass, target: true(
-            bisection, pivot, jnp.where(mass == target, jnp.float32(0), mass), target
+        "bisect": lambda bracket, pivot, mass, target: true(
+            bracket, pivot, jnp.where(mass == target, jnp.float32(0), mass), target
         ),
-        "mass_target": lambda top_p, mass: top_p,
-        "least_kept": lambda blocks, low, *rest: true(blocks, low),
-        "keeps_top_k": lambda top_k, v: (top_k > 1) & (top_k < v),
+        "required_mass": lambda top_p, mass: top_p,
+        "min_kept": lambda blocks, low, *rest: true(blocks, low),
+        "top_k_active": lambda top_k, v: (top_k > 1) & (top_k < v),
     }
     monkeypatch.setattr(room, name, faults[name])
     with pytest.raises(AssertionError, match=r"is not|inf"):

@@ -16,7 +16,7 @@ from specjax.processing import process_logits
 
 SIZE, K = 3, 3
 NUMBERS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+MIN_RESIDUAL_MASS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 class Case:
@@ -89,7 +89,7 @@ class Case:
         want = self.expect(names)
         found = np.asarray(found, np.float32)
         np.testing.assert_array_equal(np.isneginf(found), np.isneginf(want))
-        np.testing.assert_allclose(found, want, rtol=ROUNDING[self.dtype], atol=2e-6)
+        np.testing.assert_allclose(found, want, rtol=MIN_RESIDUAL_MASS[self.dtype], atol=2e-6)
 
 
 RULES = tuple(Case(5).rules)
@@ -100,7 +100,7 @@ def test_each_rule_is_its_definition(name):
     Case(5).check([name])
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", MIN_RESIDUAL_MASS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 129])
 def test_all_together_are_their_definition(vocab_size, dtype):
     for seed in range(3):
@@ -178,7 +178,7 @@ def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
         np.testing.assert_array_equal(step, found[:, i])
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", MIN_RESIDUAL_MASS)
 def test_a_request_that_asks_nothing_keeps_its_bits(dtype):
     case = Case(129, dtype=dtype)
     logits = np.asarray(case.logits).copy()

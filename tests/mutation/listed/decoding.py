@@ -49,8 +49,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_DRAFTS}gather_drafts.align",
-        "num_usable(cache.token_ids, cache.num_tokens)[slot]",
-        "num_usable(cache.token_ids, None)[slot]",
+        "num_valid_drafts(cache.token_ids, cache.num_tokens)[slot]",
+        "num_valid_drafts(cache.token_ids, None)[slot]",
         drafts("test_a_cached_request_that_was_inactive_or_ended_early_has_what_it_has"),
         "the cached number of tokens is ignored",
     ),
@@ -140,8 +140,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_LOOP}_propose",
-        "num_usable(draft.token_ids, draft.num_tokens)",
-        "num_usable(draft.token_ids, None)",
+        "num_valid_drafts(draft.token_ids, draft.num_tokens)",
+        "num_valid_drafts(draft.token_ids, None)",
         decode("test_a_drafter_s_own_count_smaller_than_its_ids_is_honoured"),
         "a drafter's own number of tokens is ignored",
     ),

@@ -226,7 +226,7 @@ MUTATIONS = (
         "state.mixed * shrunk[:, None] + dot",
         "state.mixed + dot",
         _CROWD,
-        "values of earlier tiles keep the weight of a lower peak",
+        "values of earlier tiles mask_below_cutoff the weight of a lower peak",
     ),
     Mutation(
         f"{_MODELS}online_softmax.add",

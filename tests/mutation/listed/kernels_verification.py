@@ -82,7 +82,7 @@ MUTATIONS = (
     Mutation(
         f"{_PALLAS}next_token.draw_row",
         "<= 0",
-        "<= ROUNDING",
+        "<= MIN_RESIDUAL_MASS",
         edges("test_a_chosen_draft_of_nearly_all_mass_is_left_out[interpret]"),
         "a one-hot draft that has nearly all mass is emitted again",
     ),
@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}next_token.draw_residual",
-        "<= ROUNDING",
+        "<= MIN_RESIDUAL_MASS",
         "<= 0",
         edges(f"{_ROUNDED}[interpret-64]"),
         "a large batch draws from what rounding leaves of p == q",
@@ -112,8 +112,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}next_token._next_token.greedy",
-        "-ending.row.law.log_sum",
-        "jnp.zeros_like(ending.row.law.log_sum)",
+        "-ending.row.normalizer.log_sum",
+        "jnp.zeros_like(ending.row.normalizer.log_sum)",
         edges("test_greedy_statistics_are_at_temperature_one[interpret]"),
         "log p of an argmax is 0",
     ),
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows.judge_rows",
-        "kept & drafts & merged.finite",
+        "kept & drafts & merged.valid",
         "kept & drafts",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[interpret-synthetic-nan]"),
         "a drafted token is kept by an invalid row",
@@ -204,8 +204,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows.judge_rows",
-        "kept & drafts & merged.finite",
-        "kept & exists & merged.finite",
+        "kept & drafts & merged.valid",
+        "kept & exists & merged.valid",
         _small("greedy"),
         "one more token is verified than was drafted",
     ),
@@ -288,7 +288,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}resample._compare",
-        "jnp.sum(masses) > ROUNDING",
+        "jnp.sum(masses) > MIN_RESIDUAL_MASS",
         "jnp.sum(masses) > 0",
         edges(f"{_ROUNDED}[interpret-8]"),
         "a small batch draws from what rounding leaves of p == q",
@@ -309,8 +309,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}next_token.draft_logprobs",
-        "keep(load_row(draft, place.row, index), place.cutoff)",
-        "keep(load_row(draft, place.row, index), None)",
+        "mask_below_cutoff(load_row(draft, place.row, index), place.cutoff)",
+        "mask_below_cutoff(load_row(draft, place.row, index), None)",
         edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[interpret]"),
         "the draft's cutoff is ignored in the residual",
     ),
@@ -337,8 +337,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}sample._draw",
-        "scaling.valid & merged.finite",
-        "merged.finite",
+        "scaling.valid & merged.valid",
+        "merged.valid",
         sampling("test_an_invalid_temperature_draws_nothing[interpret]"),
         "a row of invalid temperature draws a token",
     ),
@@ -372,10 +372,10 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}draft_statistics.with_statistics.statistics_kernel",
-        "jnp.where(merged.finite, logsumexp, jnp.nan)",
+        "jnp.where(merged.valid, logsumexp, jnp.nan)",
         "logsumexp",
         why="the logsumexp of an invalid row is stored as it is",
-        equivalent="it is not finite then either: NaN, or the infinity of the row's largest logit",
+        equivalent="it is not valid then either: NaN, or the infinity of the row's largest logit",
     ),
     Mutation(
         f"{_PALLAS}tiles.Tile.count",

@@ -12,21 +12,21 @@ _RAGGED = "test_ragged_equals_padded[xla-0]"
 
 MUTATIONS = (
     Mutation(
-        "specjax.core.temperature.read_temperature",
+        "specjax.core.temperature.parse_temperature",
         "temperature < jnp.float32(MIN_TEMPERATURE)",
         "temperature <= jnp.float32(MIN_TEMPERATURE)",
         sampling(_ENDS),
         "a temperature of 1e-5 is greedy",
     ),
     Mutation(
-        "specjax.core.temperature.read_temperature",
+        "specjax.core.temperature.parse_temperature",
         "scale = jnp.maximum(scale, jnp.float32(jnp.finfo(jnp.float32).tiny))",
         "scale = jnp.float32(1) * scale",
         sampling(_ENDS),
         "one over a huge temperature is a subnormal number",
     ),
     Mutation(
-        "specjax.core.temperature.read_temperature",
+        "specjax.core.temperature.parse_temperature",
         "(temperature >= 0) & jnp.isfinite(temperature)",
         "temperature >= 0",
         sampling("test_an_invalid_temperature_draws_nothing[xla]"),
@@ -34,8 +34,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.request.drafted_token",
-        "row_logsumexp(row.law, scaling.scale)",
-        "row_logsumexp(row.law, jnp.float32(1))",
+        "row_logsumexp(row.normalizer, scaling.scale)",
+        "row_logsumexp(row.normalizer, jnp.float32(1))",
         verify("test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"),
         "the residual of a token that its draft could not draw forgets the temperature",
     ),
@@ -48,8 +48,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.request.drafted_token",
-        "take_logits(logits, token_id, cutoff)",
-        "take_logits(logits, token_id, None)",
+        "gather_logits(logits, token_id, cutoff)",
+        "gather_logits(logits, token_id, None)",
         edges("test_a_token_the_draft_cannot_draw_is_rejected[xla-cut]"),
         "the draft's cutoff is ignored at the drafted token",
     ),

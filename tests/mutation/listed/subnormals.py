@@ -9,7 +9,7 @@ _ZERO = "test_a_cutoff_of_zero_keeps_subnormal_logits_and_a_greedy_request_the_f
 
 MUTATIONS = (
     Mutation(
-        "specjax.core.logsumexp.keep",
+        "specjax.core.logsumexp.mask_below_cutoff",
         "smallest_equal(cutoff)",
         "cutoff",
         subnormal(f"{_ZERO}[xla]"),
@@ -31,8 +31,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.blocks.block_argmax",
-        "flush_subnormals(keep(load_row(logits, row, index), cutoff))",
-        "keep(load_row(logits, row, index), cutoff)",
+        "flush_subnormals(mask_below_cutoff(load_row(logits, row, index), cutoff))",
+        "mask_below_cutoff(load_row(logits, row, index), cutoff)",
         subnormal(f"{_ZERO}[interpret]"),
         "a subnormal logit is above zero in its block",
     ),

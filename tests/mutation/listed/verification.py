@@ -51,21 +51,21 @@ MUTATIONS = (
     Mutation(f"{_ACCEPTANCE}is_one_hot", **_HEAT, killed_by=edges(f"{_NO_HEAT}[xla--1.0]")),
     Mutation(f"{_ACCEPTANCE}is_one_hot", **_HEAT, killed_by=edges(f"{_NO_HEAT}[interpret-nan]")),
     Mutation(
-        f"{_ACCEPTANCE}num_usable",
+        f"{_ACCEPTANCE}num_valid_drafts",
         "token_ids == -1",
         "token_ids < 0",
         edges(f"{_OUTSIDE}[xla-random--2]"),
         "any negative id ends the drafts, not -1 alone",
     ),
     Mutation(
-        f"{_ACCEPTANCE}num_usable",
+        f"{_ACCEPTANCE}num_valid_drafts",
         "jnp.clip(num_tokens, -1, k)",
         "jnp.clip(num_tokens, 0, k)",
         edges("test_num_tokens_is_clipped[xla]"),
         "an inactive request is one without drafts",
     ),
     Mutation(
-        f"{_ACCEPTANCE}num_usable",
+        f"{_ACCEPTANCE}num_valid_drafts",
         "jnp.minimum(jnp.clip(num_tokens, -1, k), first)",
         "jnp.clip(num_tokens, -1, k)",
         edges("test_minus_one_ends_the_drafts_like_num_tokens[xla-synthetic]"),
@@ -83,7 +83,7 @@ MUTATIONS = (
         "(target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)",
         "draft_logprob > -jnp.inf",
         why="p = 0 is not looked at",
-        equivalent="with log q finite the difference is -inf by itself, which no log u is below",
+        equivalent="with log q valid the difference is -inf by itself, which no log u is below",
     ),
     Mutation(
         f"{_ACCEPTANCE}accept_random",
@@ -99,14 +99,20 @@ MUTATIONS = (
         edges("test_synthetic_rates_of_zero_accept_nothing[xla]"),
         "a rate is compared with the logarithm of the coin",
     ),
-    Mutation(f"{_RESIDUAL}ROUNDING", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[xla-1.0-8]")),
     Mutation(
-        f"{_RESIDUAL}ROUNDING", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[interpret-1.0-8]")
+        f"{_RESIDUAL}MIN_RESIDUAL_MASS", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[xla-1.0-8]")
     ),
     Mutation(
-        f"{_RESIDUAL}ROUNDING", **_LARGE_BOUND, killed_by=edges(f"{_ONE_TOKEN}[interpret-1.0-64]")
+        f"{_RESIDUAL}MIN_RESIDUAL_MASS",
+        **_LARGE_BOUND,
+        killed_by=edges(f"{_ONE_TOKEN}[interpret-1.0-8]"),
     ),
-    Mutation(f"{_RESIDUAL}ROUNDING", **_NO_BOUND, killed_by=edges(f"{_ROUNDED}[xla-64]")),
+    Mutation(
+        f"{_RESIDUAL}MIN_RESIDUAL_MASS",
+        **_LARGE_BOUND,
+        killed_by=edges(f"{_ONE_TOKEN}[interpret-1.0-64]"),
+    ),
+    Mutation(f"{_RESIDUAL}MIN_RESIDUAL_MASS", **_NO_BOUND, killed_by=edges(f"{_ROUNDED}[xla-64]")),
     Mutation(
         f"{_RESIDUAL}residual_probs",
         "q < p",
@@ -136,24 +142,24 @@ MUTATIONS = (
         "inside a block tokens are drawn by p",
     ),
     Mutation(
-        "specjax.core.logsumexp.drawn_law",
+        "specjax.core.logsumexp.normalizer_from_statistics",
         **_ANCHOR,
         killed_by=edges(f"{_ONE_TOKEN}[xla-0.0001-8]"),
     ),
     Mutation(
-        "specjax.core.logsumexp.drawn_law",
+        "specjax.core.logsumexp.normalizer_from_statistics",
         **_ANCHOR,
         killed_by=edges(f"{_ONE_TOKEN}[interpret-0.0001-8]"),
     ),
     Mutation(
-        "specjax.core.logsumexp.keep",
+        "specjax.core.logsumexp.mask_below_cutoff",
         "(x < ",
         "(x <= ",
         sampling("test_a_logit_at_the_cutoff_is_kept[xla]"),
         "a logit at the cutoff is dropped",
     ),
     Mutation(
-        "specjax.core.logsumexp.merge_blocks",
+        "specjax.core.logsumexp.row_statistics",
         "jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)",
         "jnp.isfinite(whole.sum)",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-random--inf]"),
@@ -189,7 +195,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_VERIFY}_is_active",
-        "(request.num_tokens >= 0) & read_temperature(request.temperature).valid",
+        "(request.num_tokens >= 0) & parse_temperature(request.temperature).valid",
         "request.num_tokens >= 0",
         edges("test_an_invalid_temperature_emits_nothing[xla--1.0]"),
         "a request of invalid temperature emits",
@@ -217,15 +223,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_VERIFY}_follow.step",
-        "(index < request.num_tokens) & row.finite",
+        "(index < request.num_tokens) & row.valid",
         "index < request.num_tokens",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-synthetic-nan]"),
         "a drafted token is kept by an invalid row",
     ),
     Mutation(
         f"{_VERIFY}_follow.step",
-        "(index < request.num_tokens) & row.finite",
-        "(index <= request.num_tokens) & row.finite",
+        "(index < request.num_tokens) & row.valid",
+        "(index <= request.num_tokens) & row.valid",
         edges("test_the_shorter_of_num_tokens_and_minus_one_counts[xla]"),
         "one more token is verified than was drafted",
     ),
@@ -252,8 +258,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}next_token",
-        "jnp.where(drawn, jnp.float32(ROUNDING), jnp.float32(0))",
-        "jnp.float32(ROUNDING)",
+        "jnp.where(drawn, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))",
+        "jnp.float32(MIN_RESIDUAL_MASS)",
         edges("test_a_chosen_draft_of_nearly_all_mass_is_left_out[xla]"),
         "a one-hot draft that has nearly all mass is emitted again",
     ),
@@ -294,15 +300,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}_drawn_residual.masses",
-        "ending.row.law, target_scale)",
-        "ending.row.law, scale)",
+        "ending.row.normalizer, target_scale",
+        "ending.row.normalizer, scale",
         verify(_MIXED),
         "p is taken at the draft's temperature",
     ),
     Mutation(
         f"{_RECOVERY}_drawn_residual.logprobs",
-        "take_logits(row, index, cutoff)",
-        "take_logits(row, index, None)",
+        "gather_logits(row, index, cutoff)",
+        "gather_logits(row, index, None)",
         edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[xla]"),
         "inside a block the draft's cutoff is ignored",
     ),
