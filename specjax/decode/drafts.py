@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_count, check_shape, read_array
+from specjax.checks import as_array, check_count, check_logits, check_shape, read_array
 from specjax.core.acceptance import num_valid_drafts
+from specjax.core.truncation import Filters
+from specjax.implementation import read_implementation
 from specjax.mesh import pvary_like, shard_map_batch
-from specjax.processing.apply_sampling import apply_to_draft
-from specjax.processing.sampling_params import SamplingParams, read_sampling
+from specjax.processing.apply_sampling import apply_rules_and_filters, resize_to_vocabulary
+from specjax.processing.logit_rules import LogitRules, RowContext
+from specjax.processing.rule_checks import check_history
+from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
 from specjax.processing.token_counts import History
 from specjax.samplers.api import gumbel_sample
 from specjax.typing import Draft, Stream
@@ -113,47 +117,52 @@ def propose(
             f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
         )
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
-    token_ids, positions, temperature = _read_batch(token_ids, positions, temperature)
+    token_ids, positions, temperature = _check_batch(token_ids, positions, temperature)
+    size = token_ids.shape[0]
     greedy = draft_sample_method == "greedy"
-    heat = jnp.zeros_like(temperature) if greedy else temperature
-    sampling = _read_asked(sampling, token_ids.shape[0], greedy)
+    draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
+    rules, filters = _draft_sampling(sampling, size, greedy)
+    history = check_history(rules, History() if history is None else history, size)
+    resolved = read_implementation(implementation)
 
     def draw(
         i: Any, carry: Any, token_ids: jax.Array, drafted: jax.Array | None
     ) -> tuple[Any, jax.Array, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))
-        logits, cutoff = apply_to_draft(
+        logits = as_array("logits", logits)
+        check_logits("logits", logits, "[B, V_d]", size)
+        fitted, committed = resize_to_vocabulary(rules, history, logits.shape[-1])
+        logits, cutoff = apply_rules_and_filters(
             logits,
-            sampling,
-            temperature=heat,
-            history=history,
-            drafted_token_ids=drafted,
-            first_row=i,
-            implementation=implementation,
+            fitted,
+            filters,
+            RowContext(committed, drafted, jnp.asarray(i, jnp.int32)),
+            temperature=draft_temperature,
+            implementation=resolved,
         )
         sample = gumbel_sample(
             logits,
             keys=keys,
             positions=positions + i,
             stream=Stream.draft(i),
-            temperature=heat,
+            temperature=draft_temperature,
             cutoff=cutoff,
             noise_dtype=noise_dtype,
             implementation=implementation,
         )
-        kept = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
-        kept += [] if cutoff is None else [cutoff]
-        # A row that is no law gives -1, which ends the drafts; the model is fed a token.
-        return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *kept)
+        outputs = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
+        outputs += [] if cutoff is None else [cutoff]
+        # An invalid row gives -1, which ends the drafts; the model is fed a token.
+        return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
-    rows, carry = _repeat_draw(draw, carry, token_ids, num_tokens, keys)
+    rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys)
     if greedy:
         return Draft(rows[0]), carry
     ids, logits, logprobs, logsumexp, *cutoff = rows
     return Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff), carry
 
 
-def _repeat_draw(
+def _draw_tokens(
     draw: Callable[..., Any], carry: Any, token_ids: jax.Array, num_tokens: int, keys: jax.Array
 ) -> tuple[list[jax.Array], Any]:
     """What K draws keep, each array [B, K, ...], the token ids first; and the carry."""
@@ -173,15 +182,14 @@ def _repeat_draw(
     return rows, carry
 
 
-def _read_asked(sampling: Any, size: int, greedy: bool) -> SamplingParams | None:
-    """Checked parameters; nothing is cut off below an argmax."""
-    if sampling is None:
-        return None
-    sampling = read_sampling(sampling, size)
-    return sampling._replace(top_k=None, top_p=None, min_p=None) if greedy else sampling
+def _draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[LogitRules, Filters]:
+    """Returns checked rules and filters; an argmax needs no filters."""
+    sampling = SamplingParams() if sampling is None else read_sampling(sampling, size)
+    rules, filters = split_sampling(sampling)
+    return rules, Filters(None, None, None) if greedy else filters
 
 
-def _read_batch(
+def _check_batch(
     token_ids: Any, positions: Any, temperature: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Last tokens, positions and temperatures, each [B]."""

@@ -1,20 +1,19 @@
-"""The law a request asked for: its processed logits, and the cutoff below which nothing is kept."""
+"""Sampling parameters applied to logits: processed logits, and a cutoff for each row."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from specjax.processing.cutoff import logit_cutoff
+from specjax.core.truncation import Filters
+from specjax.processing.cutoff import find_cutoff, logit_cutoff
+from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
-from specjax.processing.sampling_params import (
-    SamplingParams,
-    check_sampling,
-    fit_vocabulary,
-    fit_width,
-)
+from specjax.processing.rule_checks import mask_width
+from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import History
 
-__all__ = ["apply_sampling", "apply_to_draft"]
+__all__ = ["apply_rules_and_filters", "apply_sampling", "resize_to_vocabulary"]
 
 
 def apply_sampling(
@@ -54,37 +53,74 @@ def apply_sampling(
     """
     if sampling is None:
         return logits, None
-    check_sampling(sampling)
-    top_k, top_p, min_p, *rules = sampling
-    names = SamplingParams._fields[3:]
-    processed = {name: rule for name, rule in zip(names, rules, strict=True) if rule is not None}
-    if processed:
+    rules, filters = split_sampling(sampling)
+    if _has_any(rules):
         logits = process_logits(
             logits,
-            **processed,
+            **rules._asdict(),
             history=history,
             drafted_token_ids=drafted_token_ids,
             first_row=first_row,
         )
-    if top_k is None and top_p is None and min_p is None:
+    if not _has_any(filters):
         return logits, None
-    thresholds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return logits, logit_cutoff(
-        logits, temperature=temperature, **thresholds, implementation=implementation
+    cutoff = logit_cutoff(
+        logits, temperature=temperature, **filters._asdict(), implementation=implementation
     )
+    return logits, cutoff
 
 
-def apply_to_draft(
-    logits: jax.Array, sampling: SamplingParams | None, *, history: History | None, **options: Any
+def apply_rules_and_filters(
+    logits: jax.Array,
+    rules: LogitRules,
+    filters: Filters,
+    context: RowContext,
+    *,
+    temperature: jax.Array,
+    implementation: str,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`apply_sampling` to draft logits [B, V_d], whatever the vocabulary it was asked for.
+    """Returns what `apply_sampling` returns, of checked arrays.
 
-    A bias, a mask and counts are cut or filled up at their end: tokens that the target does
-    not know are not allowed where there is a mask, and count 0.
+    Args:
+      logits: [B, R, V] or [B, V].
+      rules: as `check_rules` returns them, as wide as the logits.
+      filters: arrays [] or [B].
+      context: the tokens before each row.
+      temperature: f32[B].
+      implementation: a resolved one.
     """
-    if sampling is not None:
-        sampling = fit_vocabulary(sampling, logits.shape[-1])
-    if history is not None and history.counts is not None:
-        counts = jax.tree.map(lambda table: fit_width(table, logits.shape[-1]), history.counts)
-        history = history._replace(counts=counts)
-    return apply_sampling(logits, sampling, history=history, **options)
+    if _has_any(rules):
+        logits = apply_rules(logits, rules, context)
+    if not _has_any(filters):
+        return logits, None
+    return logits, find_cutoff(logits, temperature, filters, implementation=implementation)
+
+
+def _has_any(fields: LogitRules | Filters) -> bool:
+    return any(field is not None for field in fields)
+
+
+def resize_to_vocabulary(
+    rules: LogitRules, history: History, vocab_size: int
+) -> tuple[LogitRules, History]:
+    """Returns rules and counts made for one vocabulary as those of another.
+
+    Both are cut or filled with zeros at their end. A token that only the second vocabulary has
+    counts 0, has no bias and is not allowed where there is a mask. The bits that a packed mask has
+    left in its last word are kept.
+    """
+    bias, allowed, counts = rules.bias, rules.allowed, history.counts
+    if bias is not None:
+        bias = _resize(bias, vocab_size)
+    if allowed is not None:
+        allowed = _resize(allowed, mask_width(allowed, vocab_size))
+    if counts is not None:
+        counts = jax.tree.map(lambda table: _resize(table, vocab_size), counts)
+    return rules._replace(bias=bias, allowed=allowed), history._replace(counts=counts)
+
+
+def _resize(array: jax.Array, width: int) -> jax.Array:
+    """Cuts the last axis, or fills it with zeros, to `width`."""
+    array = array[..., :width]
+    padding = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
+    return jnp.pad(array, padding) if padding[-1][1] else array

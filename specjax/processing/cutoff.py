@@ -12,7 +12,7 @@ from specjax.implementation import by_implementation, read_implementation
 from specjax.mesh import pvary_like, shard_map_batch
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
-__all__ = ["logit_cutoff"]
+__all__ = ["find_cutoff", "logit_cutoff"]
 
 # Counts of tokens are exact in f32 up to here.
 _MOST_TOKENS = 2**24
@@ -86,7 +86,7 @@ def logit_cutoff(
         )
     leading = logits.shape[:-1]
     each = [leading[:axes] for axes in range(len(leading) + 1)]
-    return _run(
+    return find_cutoff(
         logits,
         read_array("temperature", temperature, jnp.float32, *each),
         Filters(
@@ -99,10 +99,13 @@ def logit_cutoff(
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def _run(
+def find_cutoff(
     logits: jax.Array, temperature: jax.Array, filters: Filters, *, implementation: str
 ) -> jax.Array:
-    """`logit_cutoff` on checked arguments."""
+    """Returns the cutoffs f32[...] of logits [..., V]: `logit_cutoff` on checked arrays.
+
+    The temperature and the filters have leading axes of the logits, any number of them.
+    """
     leading = logits.shape[:-1]
     if 0 in leading:
         return jnp.zeros(leading, jnp.float32)

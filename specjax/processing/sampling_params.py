@@ -3,36 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
-import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_count, read_array, read_optional
+from specjax.checks import check_count, read_optional
+from specjax.core.truncation import Filters
+from specjax.processing.logit_rules import LogitRules
+from specjax.processing.rule_checks import check_rules
 
 __all__ = [
     "SamplingParams",
-    "allowed_width",
     "bad_words_array",
     "bias_array",
-    "check_sampling",
-    "fit_vocabulary",
-    "fit_width",
-    "read_allowed",
-    "read_bad_words",
-    "read_bias",
     "read_sampling",
+    "split_sampling",
 ]
-
-_WORD = 32
-_NUMBERS = {
-    "top_k": jnp.int32,
-    "top_p": jnp.float32,
-    "min_p": jnp.float32,
-    "repetition_penalty": jnp.float32,
-    "frequency_penalty": jnp.float32,
-    "presence_penalty": jnp.float32,
-}
 
 
 class SamplingParams(NamedTuple):
@@ -154,110 +140,36 @@ def bad_words_array(words: Sequence[Any]) -> np.ndarray:
     return array if nested else array[0]
 
 
-def check_sampling(sampling: Any) -> None:
-    """Refuses everything but `SamplingParams`."""
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(
-            f"sampling is {type(sampling).__name__}; it needs a specjax.SamplingParams or None."
-        )
-
-
 def _is_sequence(value: Any) -> bool:
     # An array without axes is an iterable by its type only.
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
 
 
-def read_sampling(sampling: SamplingParams, size: int) -> SamplingParams:
-    """Parameters as arrays of fixed dtypes, or a `ValueError`; widths are checked by their use."""
-    check_sampling(sampling)
-    each = ((), (size,))
-    numbers = {
-        name: read_optional(f"sampling.{name}", getattr(sampling, name), dtype, *each)
-        for name, dtype in _NUMBERS.items()
-    }
-    return SamplingParams(
-        **numbers,
-        bias=read_bias("sampling.bias", sampling.bias, size),
-        allowed=read_allowed("sampling.allowed", sampling.allowed, size),
-        bad_words=read_bad_words("sampling.bad_words", sampling.bad_words, size),
-    )
+def read_sampling(sampling: Any, size: int) -> SamplingParams:
+    """Returns parameters as arrays of fixed dtypes, or refuses them.
 
-
-def read_bias(name: str, bias: Any, size: int) -> Any:
-    """f32[V] or f32[B, V], or a refusal."""
-    if bias is None:
-        return None
-    if isinstance(bias, Mapping):
-        raise ValueError(
-            f"{name} is a mapping; it needs an array: specjax.bias_array(mapping, vocab_size)."
-        )
-    bias = as_array(name, bias)
-    if bias.ndim not in (1, 2) or (bias.ndim == 2 and bias.shape[0] != size):
-        raise ValueError(f"{name} has shape {bias.shape}; it needs [V] or [{size}, V].")
-    return read_array(name, bias, jnp.float32, bias.shape)
-
-
-def read_allowed(name: str, allowed: Any, size: int, num_rows: int | None = None) -> Any:
-    """Bool or u32 words, [V], [B, V], and [B, R, V] if rows are given, or a refusal."""
-    if allowed is None:
-        return None
-    allowed = as_array(name, allowed)
-    forms = [(), (size,)] + ([] if num_rows is None else [(size, num_rows)])
-    if allowed.ndim == 0 or allowed.shape[:-1] not in forms:
-        wanted = " or ".join(f"[{', '.join([*map(str, form), 'V'])}]" for form in forms)
-        raise ValueError(f"{name} has shape {allowed.shape}; it needs {wanted}.")
-    if allowed.dtype == jnp.bool_ or allowed.dtype == jnp.uint32:
-        return allowed
-    if allowed.dtype != jnp.int32:
-        raise ValueError(
-            f"{name} has dtype {allowed.dtype}; it needs bool, or int32 or uint32 words of 32 "
-            "tokens each, the first in the lowest bit."
-        )
-    if isinstance(allowed, np.ndarray):
-        return allowed.view(np.uint32)
-    return jax.lax.bitcast_convert_type(allowed, jnp.uint32)
-
-
-def read_bad_words(name: str, words: Any, size: int) -> Any:
-    """i32[N, M] or i32[B, N, M], or a refusal."""
-    if words is None:
-        return None
-    cure = "specjax.bad_words_array(sequences) pads them"
-    try:
-        words = as_array(name, words)
-    except ValueError:
-        raise ValueError(f"{name} is no array; {cure}.") from None
-    if words.ndim not in (2, 3) or (words.ndim == 3 and words.shape[0] != size):
-        raise ValueError(
-            f"{name} has shape {words.shape}; it needs [N, M] or [{size}, N, M]: {cure}."
-        )
-    return read_array(name, words, jnp.int32, words.shape)
-
-
-def allowed_width(allowed: Any, vocab_size: int) -> int:
-    """The last axis that a mask of V tokens has in this form: bool, or words."""
-    return vocab_size if allowed.dtype == jnp.bool_ else -(-vocab_size // _WORD)
-
-
-def fit_vocabulary(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Parameters made for one vocabulary as those of another, longer or shorter at its end.
-
-    Tokens that the first does not know have no bias and are not allowed, but for those that
-    the last word of a packed mask has bits for.
+    The widths of a bias and of a mask are checked where the vocabulary is known.
     """
-    bias, allowed = sampling.bias, sampling.allowed
-    if bias is not None:
-        bias = fit_width(bias, vocab_size)
-    if allowed is not None:
-        allowed = fit_width(allowed, allowed_width(allowed, vocab_size))
-    return sampling._replace(bias=bias, allowed=allowed)
+    rules, filters = split_sampling(sampling)
+    each = ((), (size,))
+    filters = Filters(
+        top_k=read_optional("sampling.top_k", filters.top_k, jnp.int32, *each),
+        top_p=read_optional("sampling.top_p", filters.top_p, jnp.float32, *each),
+        min_p=read_optional("sampling.min_p", filters.min_p, jnp.float32, *each),
+    )
+    rules = check_rules(rules, size, prefix="sampling.")
+    return SamplingParams(**filters._asdict(), **rules._asdict())
 
 
-def fit_width(array: Any, width: int) -> Any:
-    """The last axis cut, or filled with zeros, to `width`."""
-    array = array[..., :width]
-    behind = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
-    return jnp.pad(array, behind) if behind[-1][1] else array
+def split_sampling(sampling: Any) -> tuple[LogitRules, Filters]:
+    """Returns what changes logits, and what is applied to them as a cutoff."""
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(
+            f"sampling is {type(sampling).__name__}; it needs a specjax.SamplingParams or None."
+        )
+    fields = sampling._asdict()
+    filters = Filters(*(fields.pop(name) for name in Filters._fields))
+    return LogitRules(**fields), filters
 
 
 jax.export.register_namedtuple_serialization(

@@ -18,7 +18,7 @@ import specjax
 from specjax.core import bisection
 from specjax.core import truncation as order
 from specjax.processing import cutoff_xla
-from specjax.processing.cutoff import _run
+from specjax.processing.cutoff import find_cutoff
 
 pytestmark = pytest.mark.once
 
@@ -440,7 +440,7 @@ def test_a_cutoff_of_minus_infinity_is_none():
 def test_a_change_of_values_compiles_nothing():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 77)).astype(np.float32))
     specjax.logit_cutoff(logits, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1)
-    compiled = _run._cache_size()
+    compiled = find_cutoff._cache_size()
     for change in [
         dict(top_k=7),
         dict(top_k=np.int64(0)),
@@ -453,7 +453,7 @@ def test_a_change_of_values_compiles_nothing():
         specjax.logit_cutoff(
             logits, **dict(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1) | change
         )
-    assert _run._cache_size() == compiled
+    assert find_cutoff._cache_size() == compiled
 
 
 def test_a_filter_that_is_none_is_not_in_the_program():

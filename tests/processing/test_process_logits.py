@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import specjax
 from specjax import History, SamplingParams
-from specjax.processing import process_logits
+from specjax.processing.logit_rules import apply_rules
 
 SIZE, K = 3, 3
 NUMBERS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -245,12 +245,12 @@ def test_counts_grow_by_what_is_emitted():
 def test_values_never_recompile():
     case = Case(5)
     case.run(RULES)
-    compiled = process_logits._run._cache_size()
+    compiled = apply_rules._cache_size()
     other = Case(5, seed=4)
     other.words = (other.words * 9)[: len(case.words)]
     other.rules["bad_words"] = np.resize(specjax.bad_words_array(case.words), (len(case.words), 2))
     other.run(RULES)
-    assert process_logits._run._cache_size() == compiled
+    assert apply_rules._cache_size() == compiled
 
 
 def buffers_of(function, *arguments, size):

@@ -20,7 +20,7 @@ LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
     *("core.truncation", "samplers.verify", "samplers.next_token"),
     *(f"decode.{name}" for name in ("drafts", "drafters", "loop", "commit", "metrics", "logprobs")),
-    *(f"processing.{name}" for name in ("process_logits", "cutoff", "cutoff_xla")),
+    *(f"processing.{name}" for name in ("logit_rules", "cutoff", "cutoff_xla")),
     "schedules",
     *(
         f"{room}.{path.stem}"

@@ -33,7 +33,7 @@ _REFERENCE = (
         "a filter that is NaN keeps all",
     ),
     Mutation(
-        "specjax.processing.cutoff._run.each",
+        "specjax.processing.cutoff.find_cutoff.each",
         "(*value.shape, *(1,) * (len(leading) - value.ndim))",
         "(*(1,) * (len(leading) - value.ndim), *value.shape)",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),

@@ -9,7 +9,7 @@ _DRAFTS = "specjax.decode.drafts."
 _LOOP = "specjax.decode.loop."
 _COMMIT = "specjax.decode.commit.commit"
 _METRICS = "specjax.decode.metrics."
-_PROCESSING = "specjax.processing.process_logits."
+_RULES = "specjax.processing.logit_rules."
 _SCHEDULES = "specjax.schedules."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
@@ -42,8 +42,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_DRAFTS}propose.draw",
-        "(sample.token_ids, *kept)",
-        "(jnp.maximum(sample.token_ids, 0), *kept)",
+        "(sample.token_ids, *outputs)",
+        "(jnp.maximum(sample.token_ids, 0), *outputs)",
         drafts("test_a_row_that_is_no_law_ends_the_drafts_of_its_request"),
         "a row that is not finite drafts token 0",
     ),
@@ -275,42 +275,42 @@ MUTATIONS = (
         "the acceptance length lacks the token after the accepted ones",
     ),
     Mutation(
-        f"{_PROCESSING}_penalise",
+        f"{_RULES}_apply_penalties",
         "row > i",
         "row >= i",
         processing("test_each_rule_is_its_definition[frequency_penalty]"),
         "a row counts the token that is drafted from it",
     ),
     Mutation(
-        f"{_PROCESSING}_penalise",
+        f"{_RULES}_apply_penalties",
         "jnp.where(x > 0, x / r, x * r)",
         "x / r",
         processing("test_each_rule_is_its_definition[repetition_penalty]"),
         "a repetition penalty makes negative logits likelier",
     ),
     Mutation(
-        f"{_PROCESSING}_penalise",
+        f"{_RULES}_apply_penalties",
         "(generated > 0) | counts.prompt[:, None]",
         "generated > 0",
         processing("test_each_rule_is_its_definition[repetition_penalty]"),
         "the prompt is not repeated",
     ),
     Mutation(
-        f"{_PROCESSING}_penalise",
-        "jnp.where(generated > 0, _per_request(rules.presence), jnp.float32(0))",
-        "_per_request(rules.presence) * generated.astype(jnp.float32)",
+        f"{_RULES}_apply_penalties",
+        "jnp.where(generated > 0, penalty, jnp.float32(0))",
+        "penalty * generated.astype(jnp.float32)",
         processing("test_each_rule_is_its_definition[presence_penalty]"),
         "the presence penalty counts",
     ),
     Mutation(
-        f"{_PROCESSING}_process",
-        "valid &= rules.repetition > 0",
-        "valid &= rules.repetition >= 0",
+        f"{_RULES}_process",
+        "valid &= rules.repetition_penalty > 0",
+        "valid &= rules.repetition_penalty >= 0",
         processing("test_a_repetition_penalty_of_nothing_or_less_is_invalid[0.0]"),
         "a repetition penalty of 0 is valid",
     ),
     Mutation(
-        f"{_PROCESSING}_read_mask",
+        f"{_RULES}_unpack_mask",
         "bits.reshape(*allowed.shape[:-1], -1)[..., :vocab_size]",
         "jnp.flip(bits, -1).reshape(*allowed.shape[:-1], -1)[..., :vocab_size]",
         processing("test_a_packed_mask_is_the_mask[5-uint32]"),

@@ -117,16 +117,16 @@ MUTATIONS = (
         "words of a later draft step are compared with the first one's past",
     ),
     Mutation(
-        "specjax.processing.apply_sampling.apply_sampling",
-        "logits, temperature=temperature",
-        "logits, temperature=1.0",
+        "specjax.processing.apply_sampling.apply_rules_and_filters",
+        "logits, temperature, filters",
+        "logits, jnp.ones_like(temperature), filters",
         sampled_decoding(_HELD),
         "top-p and min-p weigh at temperature 1",
     ),
     Mutation(
-        "specjax.decode.drafts._read_asked",
-        "if greedy else sampling",
-        "if not greedy else sampling",
+        "specjax.decode.drafts._draft_sampling",
+        "if greedy else filters",
+        "if not greedy else filters",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions")
         + sampled_decoding(_HELD),
         "a random draft is not cut",

@@ -1,0 +1,141 @@
+"""Bias, penalties and masks as arrays: what turns raw logits into processed logits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.mesh import shard_map_batch
+from specjax.processing.bad_words import forbid_words
+from specjax.processing.token_counts import History
+
+__all__ = ["LogitRules", "RowContext", "apply_rules"]
+
+
+class LogitRules(NamedTuple):
+    """The fields of `SamplingParams` that change logits; None for a rule that is not given.
+
+    Attributes:
+      repetition_penalty: f32, [] or [B].
+      frequency_penalty: f32, [] or [B].
+      presence_penalty: f32, [] or [B].
+      bias: f32, [V] or [B, V].
+      allowed: bool or u32 words, [V], [B, V] or [B, R, V]; words are V / 32 wide.
+      bad_words: i32, [N, M] or [B, N, M], padded at the end with -1.
+    """
+
+    repetition_penalty: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    bias: Any = None
+    allowed: Any = None
+    bad_words: Any = None
+
+    @property
+    def penalties(self) -> list[jax.Array]:
+        """The penalties that are given."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return [penalty for penalty in penalties if penalty is not None]
+
+
+# Axes of a rule that serves all requests; a rule of each request has one more.
+_SHARED_RANKS = LogitRules(0, 0, 0, bias=1, allowed=1, bad_words=2)
+
+
+class RowContext(NamedTuple):
+    """The tokens before each row, which penalties and bad words read.
+
+    Attributes:
+      history: what is committed.
+      drafted_token_ids: i32[B, D], the tokens drafted after it, or None.
+      first_row: i32[]; row r comes after the first `first_row + r` drafted tokens.
+    """
+
+    history: History
+    drafted_token_ids: jax.Array | None
+    first_row: jax.Array
+
+
+@jax.jit
+def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
+    """Returns processed logits of raw ones [B, R, V] or [B, V]: `process_logits` unchecked."""
+    rows = logits[:, None] if logits.ndim == 2 else logits
+    is_shared = [
+        rule is not None and rule.ndim == rank
+        for rule, rank in zip(rules, _SHARED_RANKS, strict=True)
+    ]
+    shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
+    own = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
+    history, drafted, first_row = context
+
+    def process(batch: Any, whole: Any) -> jax.Array:
+        logits, own, history, drafted = batch
+        shared, first_row = whole
+        rules = LogitRules(*(y if x is None else x for x, y in zip(shared, own, strict=True)))
+        return _process(logits, rules, RowContext(history, drafted, first_row))
+
+    batch = (rows, own, history, drafted)
+    processed: jax.Array = shard_map_batch(process, rows, batch, (shared, first_row))
+    return processed.reshape(logits.shape)
+
+
+def _process(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
+    """One elementwise pass, and a scatter of bad words."""
+    x = logits.astype(jnp.float32)
+    if rules.bias is not None:
+        x = x + rules.bias.reshape(-1, 1, logits.shape[-1])
+    if rules.penalties:
+        x = _apply_penalties(x, rules, context)
+    if rules.allowed is not None:
+        x = jnp.where(_unpack_mask(rules.allowed, logits.shape[-1]), x, -jnp.inf)
+    if rules.penalties:
+        valid = jnp.bool_(True)
+        for penalty in rules.penalties:
+            valid &= jnp.isfinite(penalty)
+        if rules.repetition_penalty is not None:
+            valid &= rules.repetition_penalty > 0
+        x = jnp.where(_per_request(valid), x, jnp.nan)
+    x = x.astype(logits.dtype)
+    if rules.bad_words is not None:
+        x = forbid_words(x, rules.bad_words, *context)
+    return x
+
+
+def _per_request(number: jax.Array) -> jax.Array:
+    """Reshapes [] or [B] to broadcast against [B, R, V]."""
+    return number.reshape(-1, 1, 1)
+
+
+def _apply_penalties(x: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
+    """Applies the repetition, frequency and presence penalties to x f32[B, R, V]."""
+    counts, drafted = context.history.counts, context.drafted_token_ids
+    assert counts is not None
+    generated = counts.generated[:, None]
+    if drafted is not None:
+        # Compared rather than counted: a table per row would be larger than the logits.
+        token = jax.lax.broadcasted_iota(jnp.int32, (1, 1, x.shape[2]), 2)
+        row = context.first_row + jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1], 1), 1)
+        for i in range(drafted.shape[1]):
+            is_drafted = (drafted[:, i, None, None] == token) & (row > i)
+            generated = generated + is_drafted.astype(jnp.int32)
+    if rules.repetition_penalty is not None:
+        assert counts.prompt is not None
+        r = _per_request(rules.repetition_penalty)
+        occurs = (generated > 0) | counts.prompt[:, None]
+        x = jnp.where(occurs, jnp.where(x > 0, x / r, x * r), x)
+    if rules.frequency_penalty is not None:
+        x = x - _per_request(rules.frequency_penalty) * generated.astype(jnp.float32)
+    if rules.presence_penalty is not None:
+        penalty = _per_request(rules.presence_penalty)
+        x = x - jnp.where(generated > 0, penalty, jnp.float32(0))
+    return x
+
+
+def _unpack_mask(allowed: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns a mask as bool that broadcasts against [B, R, V]."""
+    if allowed.dtype != jnp.bool_:
+        shift = jnp.arange(32, dtype=jnp.uint32).reshape(*(1,) * allowed.ndim, 32)
+        bits = allowed[..., None] >> shift
+        bits = (bits & jnp.uint32(1)) != 0
+        allowed = bits.reshape(*allowed.shape[:-1], -1)[..., :vocab_size]
+    return allowed if allowed.ndim == 3 else allowed.reshape(-1, 1, vocab_size)

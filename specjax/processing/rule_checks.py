@@ -1,0 +1,197 @@
+"""Checks of logits rules and of the tokens they read, where a call enters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checks import as_array, check_shape, read_array, read_optional
+from specjax.processing.logit_rules import LogitRules
+from specjax.processing.token_counts import History, TokenCounts
+
+__all__ = ["check_drafted", "check_history", "check_rules", "check_widths", "mask_width"]
+
+_BITS_PER_WORD = 32
+
+
+def check_rules(
+    rules: LogitRules, size: int, num_rows: int | None = None, prefix: str = ""
+) -> LogitRules:
+    """Returns the rules as arrays of fixed dtypes, or refuses them.
+
+    Args:
+      rules: as given by the caller.
+      size: B.
+      num_rows: R, where a mask may be [B, R, V]; None where it may not.
+      prefix: what an error puts before the name of a rule.
+
+    Returns:
+      `LogitRules` of arrays. Their width is checked by `check_widths`.
+    """
+    each = ((), (size,))
+
+    def penalty(name: str) -> Any:
+        return read_optional(f"{prefix}{name}", getattr(rules, name), jnp.float32, *each)
+
+    return LogitRules(
+        repetition_penalty=penalty("repetition_penalty"),
+        frequency_penalty=penalty("frequency_penalty"),
+        presence_penalty=penalty("presence_penalty"),
+        bias=_check_bias(f"{prefix}bias", rules.bias, size),
+        allowed=_check_allowed(f"{prefix}allowed", rules.allowed, size, num_rows),
+        bad_words=_check_bad_words(f"{prefix}bad_words", rules.bad_words, size),
+    )
+
+
+def _check_bias(name: str, bias: Any, size: int) -> Any:
+    """Returns f32[V] or f32[B, V], or refuses."""
+    if bias is None:
+        return None
+    if isinstance(bias, Mapping):
+        raise ValueError(
+            f"{name} is a mapping; it needs an array: specjax.bias_array(mapping, vocab_size)."
+        )
+    bias = as_array(name, bias)
+    if bias.ndim not in (1, 2) or (bias.ndim == 2 and bias.shape[0] != size):
+        raise ValueError(f"{name} has shape {bias.shape}; it needs [V] or [{size}, V].")
+    return read_array(name, bias, jnp.float32, bias.shape)
+
+
+def _check_allowed(name: str, allowed: Any, size: int, num_rows: int | None) -> Any:
+    """Returns bool or u32 words, [V], [B, V], or [B, R, V] if rows are given, or refuses."""
+    if allowed is None:
+        return None
+    allowed = as_array(name, allowed)
+    shapes = [(), (size,)] + ([] if num_rows is None else [(size, num_rows)])
+    if allowed.ndim == 0 or allowed.shape[:-1] not in shapes:
+        needed = " or ".join(f"[{', '.join([*map(str, shape), 'V'])}]" for shape in shapes)
+        raise ValueError(f"{name} has shape {allowed.shape}; it needs {needed}.")
+    if allowed.dtype == jnp.bool_ or allowed.dtype == jnp.uint32:
+        return allowed
+    if allowed.dtype != jnp.int32:
+        raise ValueError(
+            f"{name} has dtype {allowed.dtype}; it needs bool, or int32 or uint32 words of 32 "
+            "tokens each, the first in the lowest bit."
+        )
+    if isinstance(allowed, np.ndarray):
+        return allowed.view(np.uint32)
+    return jax.lax.bitcast_convert_type(allowed, jnp.uint32)
+
+
+def _check_bad_words(name: str, words: Any, size: int) -> Any:
+    """Returns i32[N, M] or i32[B, N, M], or refuses."""
+    if words is None:
+        return None
+    cure = "specjax.bad_words_array(sequences) pads them"
+    try:
+        words = as_array(name, words)
+    except ValueError:
+        raise ValueError(f"{name} is no array; {cure}.") from None
+    if words.ndim not in (2, 3) or (words.ndim == 3 and words.shape[0] != size):
+        raise ValueError(
+            f"{name} has shape {words.shape}; it needs [N, M] or [{size}, N, M]: {cure}."
+        )
+    return read_array(name, words, jnp.int32, words.shape)
+
+
+def mask_width(allowed: Any, vocab_size: int) -> int:
+    """Returns the width of a mask of V tokens in this form, bool or words."""
+    return vocab_size if allowed.dtype == jnp.bool_ else -(-vocab_size // _BITS_PER_WORD)
+
+
+def check_widths(rules: LogitRules, vocab_size: int) -> None:
+    """Refuses a bias or a mask made for another vocabulary than the logits have."""
+    bias, allowed = rules.bias, rules.allowed
+    if bias is not None:
+        check_shape("bias", bias, (*bias.shape[:-1], vocab_size))
+    if allowed is not None:
+        width = mask_width(allowed, vocab_size)
+        if width < allowed.shape[-1] == vocab_size:
+            raise ValueError(
+                f"allowed has dtype {allowed.dtype} and shape {allowed.shape}; a mask of a number "
+                f"per token is bool, and words of 32 tokens are {width} wide."
+            )
+        check_shape("allowed", allowed, (*allowed.shape[:-1], width))
+
+
+def check_history(
+    rules: LogitRules, history: History, size: int, vocab_size: int | None = None
+) -> History:
+    """Returns the part of the history that the rules read, or refuses it.
+
+    Args:
+      rules: checked.
+      history: as given by the caller.
+      size: B.
+      vocab_size: V of the counts; None where they are fitted to the logits later.
+
+    Returns:
+      `History` with None for what no rule reads.
+    """
+    if not isinstance(history, History):
+        raise ValueError(f"history is {type(history).__name__}; it needs a specjax.History.")
+    counts = _check_counts(rules, history.counts, size, vocab_size)
+    if rules.bad_words is None or rules.bad_words.shape[-1] < 2:
+        return History(counts=counts)
+    token_ids, lengths = history.token_ids, history.lengths
+    if token_ids is None or lengths is None:
+        raise ValueError(
+            "bad_words has sequences of several tokens and history no token_ids and lengths; "
+            "they are compared with what is committed."
+        )
+    token_ids = as_array("history.token_ids", token_ids)
+    shape = (size, *token_ids.shape[1:2])
+    token_ids = read_array("history.token_ids", token_ids, jnp.int32, shape)
+    return History(token_ids, read_array("history.lengths", lengths, jnp.int32, (size,)), counts)
+
+
+def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | None) -> Any:
+    """Returns the counts that the penalties read, or None."""
+    if not rules.penalties:
+        return None
+    if counts is None:
+        raise ValueError(
+            "a penalty is given without history.counts; specjax.count_tokens makes them once."
+        )
+    if not isinstance(counts, TokenCounts):
+        raise ValueError(
+            f"history.counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
+            "specjax.count_tokens makes them."
+        )
+    if rules.repetition_penalty is None:
+        counts = counts._replace(prompt=None)
+    elif counts.prompt is None:
+        raise ValueError(
+            "repetition_penalty is given and history.counts.prompt is None; it is of the "
+            "prompt's tokens too."
+        )
+    for name, array in zip(TokenCounts._fields, counts, strict=True):
+        if array is not None:
+            width = (0, *array.shape)[-1] if vocab_size is None else vocab_size
+            check_shape(f"history.counts.{name}", array, (size, width))
+    return counts
+
+
+def check_drafted(
+    rules: LogitRules, drafted: Any, size: int, num_rows: int, first_row: jax.Array
+) -> Any:
+    """Returns drafted tokens i32[B, D], None where no rule reads them, or refuses."""
+    reads_tokens = rules.penalties or rules.bad_words is not None
+    if drafted is None:
+        is_later = isinstance(first_row, jax.core.Tracer) or int(first_row) > 0
+        if reads_tokens and (num_rows > 1 or is_later):
+            raise ValueError(
+                f"drafted_token_ids is None for {num_rows} rows{' past the first' * is_later}; "
+                "penalties and bad words of a row depend on the tokens drafted before it."
+            )
+        return None
+    drafted = as_array("drafted_token_ids", drafted)
+    if drafted.ndim != 2 or drafted.shape[0] != size or drafted.shape[1] < num_rows - 1:
+        raise ValueError(
+            f"drafted_token_ids has shape {drafted.shape}; it needs [{size}, D] with "
+            f"D >= {num_rows - 1}, the tokens before the last of {num_rows} rows."
+        )
+    drafted = read_array("drafted_token_ids", drafted, jnp.int32, drafted.shape)
+    return drafted if reads_tokens and drafted.shape[1] else None
