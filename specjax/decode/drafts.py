@@ -12,7 +12,7 @@ from specjax.core.acceptance import num_valid_drafts
 from specjax.core.truncation import Filters
 from specjax.implementation import read_implementation
 from specjax.mesh import pvary_like, shard_map_batch
-from specjax.processing.apply_sampling import apply_rules_and_filters, resize_to_vocabulary
+from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
@@ -125,18 +125,15 @@ def propose(
     history = check_history(rules, History() if history is None else history, size)
     resolved = read_implementation(implementation)
 
-    def draw(
-        i: Any, carry: Any, token_ids: jax.Array, drafted: jax.Array | None
-    ) -> tuple[Any, jax.Array, Any]:
+    def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))
         logits = as_array("logits", logits)
         check_logits("logits", logits, "[B, V_d]", size)
-        fitted, committed = resize_to_vocabulary(rules, history, logits.shape[-1])
-        logits, cutoff = apply_rules_and_filters(
+        logits, cutoff = apply_sampling_to_draft(
             logits,
-            fitted,
+            rules,
             filters,
-            RowContext(committed, drafted, jnp.asarray(i, jnp.int32)),
+            RowContext(history, drafted, jnp.asarray(i, jnp.int32)),
             temperature=draft_temperature,
             implementation=resolved,
         )

@@ -13,7 +13,7 @@ from specjax.processing.rule_checks import mask_width
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import History
 
-__all__ = ["apply_rules_and_filters", "apply_sampling", "resize_to_vocabulary"]
+__all__ = ["apply_rules_and_filters", "apply_sampling", "apply_sampling_to_draft"]
 
 
 def apply_sampling(
@@ -100,23 +100,38 @@ def _has_any(fields: LogitRules | Filters) -> bool:
     return any(field is not None for field in fields)
 
 
-def resize_to_vocabulary(
-    rules: LogitRules, history: History, vocab_size: int
-) -> tuple[LogitRules, History]:
-    """Returns rules and counts made for one vocabulary as those of another.
+def apply_sampling_to_draft(
+    logits: jax.Array,
+    rules: LogitRules,
+    filters: Filters,
+    context: RowContext,
+    *,
+    temperature: jax.Array,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d].
 
-    Both are cut or filled with zeros at their end. A token that only the second vocabulary has
-    counts 0, has no bias and is not allowed where there is a mask. The bits that a packed mask has
-    left in its last word are kept.
+    Rules and counts of another vocabulary are cut or filled with zeros at their end. A token that
+    they do not have counts 0, has no bias and is not allowed where there is a mask; the bits that
+    a packed mask has left in its last word are kept.
     """
-    bias, allowed, counts = rules.bias, rules.allowed, history.counts
+    vocab_size = logits.shape[-1]
+    bias, allowed, history = rules.bias, rules.allowed, context.history
     if bias is not None:
         bias = _resize(bias, vocab_size)
     if allowed is not None:
         allowed = _resize(allowed, mask_width(allowed, vocab_size))
-    if counts is not None:
-        counts = jax.tree.map(lambda table: _resize(table, vocab_size), counts)
-    return rules._replace(bias=bias, allowed=allowed), history._replace(counts=counts)
+    if history.counts is not None:
+        counts = jax.tree.map(lambda table: _resize(table, vocab_size), history.counts)
+        history = history._replace(counts=counts)
+    return apply_rules_and_filters(
+        logits,
+        rules._replace(bias=bias, allowed=allowed),
+        filters,
+        context._replace(history=history),
+        temperature=temperature,
+        implementation=implementation,
+    )
 
 
 def _resize(array: jax.Array, width: int) -> jax.Array:
