@@ -1,4 +1,4 @@
-"""Commits what a verification emitted to each request's tokens, and says who is done."""
+"""Committing: the emitted tokens are appended to each request, and its end is found."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_shape, read_array, read_ids
+from specjax.checks import check_shape, read_array, read_ids, read_optional
 from specjax.typing import Finish, Verification
 
-__all__ = ["append", "commit", "unpad"]
+__all__ = ["append", "append_emitted", "commit", "unpad"]
 
 
 def append(
     buffer: jax.Array, lengths: jax.Array, counts: jax.Array, values: jax.Array
 ) -> jax.Array:
-    """Writes each request's first `counts` values behind its first `lengths` entries.
+    """Returns the buffer with each request's first `counts` values after its first `lengths`.
 
     Args:
       buffer: [B, L, ...].
@@ -26,12 +26,12 @@ def append(
     Returns:
       [B, L, ...].
     """
-    place = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None] - lengths[:, None]
-    inside = (place >= 0) & (place < counts[:, None])
-    behind = tuple(range(2, buffer.ndim))
-    place, inside = (jnp.expand_dims(x, behind) for x in (place, inside))
-    moved = jnp.take_along_axis(values, jnp.clip(place, 0, values.shape[1] - 1), axis=1)
-    return jnp.where(inside, moved, buffer)
+    index = jnp.arange(buffer.shape[1], dtype=jnp.int32)[None] - lengths[:, None]
+    inside = (index >= 0) & (index < counts[:, None])
+    trailing_axes = tuple(range(2, buffer.ndim))
+    index, inside = (jnp.expand_dims(x, trailing_axes) for x in (index, inside))
+    shifted = jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1)
+    return jnp.where(inside, shifted, buffer)
 
 
 def commit(
@@ -42,19 +42,21 @@ def commit(
     eos_token_ids: Any = (),
     max_lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Appends the emitted tokens, up to the end of a sequence or the room there is.
+    """Appends the emitted tokens of a step to each request, and says which requests end.
+
+    A request takes its emitted tokens up to the first that ends it, and up to its maximum length.
 
     Args:
       token_ids: i32[B, L], committed tokens.
-      lengths: i32[B], how many of each row are committed.
-      verification: what the step emitted.
-      eos_token_ids: ints or i32[E], tokens that end a request; they are committed.
-      max_lengths: i32[B], at most L, which is what None means.
+      lengths: i32[B], how many tokens of each row are committed.
+      verification: `Verification` of the step.
+      eos_token_ids: int, ints or i32[E], tokens that end a request; they are committed.
+      max_lengths: i32[B], at most L. None is L.
 
     Returns:
-      token_ids i32[B, L], lengths i32[B], and finish i8[B]: 0 goes on, or one of `Finish`.
-      A request that emitted nothing, for being inactive or invalid, has INVALID, or LENGTH
-      if it is full: a loop keeps the reason by which a request ended first.
+      token_ids i32[B, L], lengths i32[B], and finish i8[B]: 0 for a request that goes on, or one
+      of `Finish`. A request that emitted nothing, because it is inactive or invalid, has INVALID,
+      or LENGTH if it is full. A loop keeps the first reason by which a request ended.
 
     Raises:
       ValueError: if the shapes do not fit together.
@@ -70,40 +72,54 @@ def commit(
     """
     if token_ids.ndim != 2:
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [B, L].")
-    size, room = token_ids.shape
+    size = token_ids.shape[0]
     lengths = read_array("lengths", lengths, jnp.int32, (size,))
     emitted = verification.token_ids
     check_shape("verification.token_ids", emitted, (size, *emitted.shape[1:]))
     check_shape("verification.num_emitted", verification.num_emitted, (size,))
     check_shape("verification.num_accepted", verification.num_accepted, (size,))
-    place = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    counts = verification.num_emitted
-    eos = read_ids("eos_token_ids", eos_token_ids)
-    ends = jnp.any(emitted[..., None] == eos[None, None], axis=-1) & (place < counts[:, None])
-    first_end = jnp.min(jnp.where(ends, place, emitted.shape[1]), axis=1)
-    limit = jnp.int32(room)
+    eos_token_ids = read_ids("eos_token_ids", eos_token_ids)
+    max_lengths = read_optional("max_lengths", max_lengths, jnp.int32, (size,))
+    return append_emitted(token_ids, lengths, verification, eos_token_ids, max_lengths)
+
+
+def append_emitted(
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    verification: Verification,
+    eos_token_ids: jax.Array,
+    max_lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `commit` returns, of checked arrays."""
+    emitted, counts = verification.token_ids, verification.num_emitted
+    index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
+    is_eos = jnp.any(emitted[..., None] == eos_token_ids[None, None], axis=-1)
+    is_eos &= index < counts[:, None]
+    first_eos = jnp.min(jnp.where(is_eos, index, emitted.shape[1]), axis=1)
+    limit = jnp.int32(token_ids.shape[1])
     if max_lengths is not None:
-        limit = jnp.minimum(limit, read_array("max_lengths", max_lengths, jnp.int32, (size,)))
-    counts = jnp.clip(jnp.minimum(counts, first_end + 1), 0, jnp.maximum(limit - lengths, 0))
+        limit = jnp.minimum(limit, max_lengths)
+    counts = jnp.clip(jnp.minimum(counts, first_eos + 1), 0, jnp.maximum(limit - lengths, 0))
     new_lengths = lengths + counts
-    ended = [
-        (first_end < counts, Finish.END_OF_SEQUENCE),
+    finish_cases = [
+        (first_eos < counts, Finish.END_OF_SEQUENCE),
         (new_lengths >= limit, Finish.LENGTH),
         (verification.num_emitted == verification.num_accepted, Finish.INVALID),
     ]
-    finish = jnp.select([case for case, _ in ended], [jnp.int8(why) for _, why in ended], 0)
+    conditions, reasons = zip(*finish_cases, strict=True)
+    finish = jnp.select(conditions, [jnp.int8(reason) for reason in reasons], 0)
     return append(token_ids, lengths, counts, emitted), new_lengths, finish.astype(jnp.int8)
 
 
 def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
-    """Rows of token ids as lists, on the host, without padding.
+    """Returns rows of token ids as lists of ints on the host, without padding.
 
     Args:
       token_ids: i32[B, L]; negative ids are padding.
-      vocab_size: ids at or above it are dropped too. None drops none.
+      vocab_size: int; ids at or above it are dropped too. None drops none.
 
     Returns:
-      One list per row.
+      One list of ints per row.
 
     Example:
       >>> specjax.unpad(jnp.array([[3, 9, -1], [1, -1, -1]]), vocab_size=8)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.checks import check_count, check_keys, check_prompt, read_array, read_ids
 from specjax.config import SpeculativeConfig
-from specjax.decode.logprobs import LogprobsRequest, read_logprobs_request
+from specjax.decode.logprobs import LogprobsConfig, check_logprobs_config
 from specjax.decode.loop import run_generate, run_init, run_step
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
 from specjax.processing.sampling_params import SamplingParams, read_sampling
@@ -78,7 +78,7 @@ def init(
         temperature,
         eos_token_ids,
         sampling,
-        read_logprobs_request(num_logprobs, logprobs_mode),
+        check_logprobs_config(num_logprobs, logprobs_mode),
     )
     return run_init(target, drafter, **arguments)
 
@@ -189,7 +189,7 @@ def generate(
         temperature,
         eos_token_ids,
         sampling,
-        read_logprobs_request(num_logprobs, logprobs_mode),
+        check_logprobs_config(num_logprobs, logprobs_mode),
     )
     return run_generate(target, drafter, **arguments)
 
@@ -205,7 +205,7 @@ def _read_arguments(
     temperature: Any,
     eos_token_ids: Any,
     sampling: SamplingParams | None,
-    logprobs: LogprobsRequest | None,
+    logprobs: LogprobsConfig | None,
 ) -> dict[str, Any]:
     """The checked arguments of `run_init`."""
     config = SpeculativeConfig() if config is None else config
@@ -233,7 +233,7 @@ def _read_arguments(
         "lengths": lengths,
         "settings": settings,
         "config": config.compile_key(),
-        "room": prompt.shape[1] + max_new_tokens,
+        "max_length": prompt.shape[1] + max_new_tokens,
     }
 
 

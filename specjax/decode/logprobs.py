@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row and their log-probabilities, and the rank of a given one."""
+"""Log-probabilities: the likeliest tokens of a row, and the rank of a given token."""
 
 import dataclasses
 import functools
@@ -22,22 +22,23 @@ from specjax.core.temperature import parse_temperature
 from specjax.mesh import shard_map_batch
 
 __all__ = [
-    "LogprobsRequest",
+    "LogprobsConfig",
     "TopLogprobs",
-    "check_listed",
-    "read_logprobs_request",
+    "check_logprobs_config",
+    "check_num_listed",
+    "list_top_logprobs",
     "top_logprobs",
 ]
 
 
 class TopLogprobs(NamedTuple):
-    """The likeliest tokens of each row, and how a given token stands among all.
+    """The likeliest tokens of each row, and the rank of a given token.
 
     Attributes:
-      token_ids: i32[..., n], likeliest first, ties by the lowest id; -1 where no token of
-        any probability is left.
-      logprobs: f32[..., n], theirs; -inf where there is none.
-      rank: i32[...], 1 for the likeliest: one more than the number of likelier tokens.
+      token_ids: i32[..., n], likeliest first, ties by the lowest id; -1 once every token with a
+        probability above 0 is listed.
+      logprobs: f32[..., n], log-probabilities of `token_ids`; -inf where the id is -1.
+      rank: i32[...], one more than the number of likelier tokens; 1 for the likeliest.
       logprob: f32[...], log-probability of the given token.
     """
 
@@ -48,30 +49,31 @@ class TopLogprobs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogprobsRequest:
-    """Which log-probabilities a loop keeps; static, and a pytree without leaves.
+class LogprobsConfig:
+    """Which log-probabilities a decode loop keeps; static, so a pytree without leaves.
 
     Attributes:
       num: likeliest tokens listed per generated token, >= 0.
-      mode: "raw", of the model's own law, or "processed", of the law that was sampled from.
+      mode: "raw" for the model's distribution at temperature 1, "processed" for the one that was
+        sampled from.
     """
 
     num: int
     mode: str
 
 
-def read_logprobs_request(num: Any, mode: Any) -> LogprobsRequest | None:
-    """What `generate` is asked, or a refusal; None for None."""
+def check_logprobs_config(num: Any, mode: Any) -> LogprobsConfig | None:
+    """Returns the config of `num_logprobs` and `logprobs_mode`, None if no tokens are listed."""
     if mode not in ("raw", "processed"):
         raise ValueError(f"logprobs_mode is {mode!r}; it needs to be 'raw' or 'processed'.")
     if num is None:
         return None
     why = "the likeliest tokens listed per generated token, or None"
-    return LogprobsRequest(check_count("num_logprobs", num, 0, why), mode)
+    return LogprobsConfig(check_count("num_logprobs", num, 0, why), mode)
 
 
-def check_listed(name: str, num: int, vocab_size: int) -> None:
-    """Refuses to list more tokens than there are."""
+def check_num_listed(name: str, num: int, vocab_size: int) -> None:
+    """Refuses to list more tokens than the vocabulary has."""
     if num > vocab_size:
         raise ValueError(
             f"{name} is {num} for a vocabulary of {vocab_size}; it needs at most that."
@@ -86,24 +88,27 @@ def top_logprobs(
     temperature: Any = 1.0,
     cutoff: Any = None,
 ) -> TopLogprobs:
-    r"""The n likeliest tokens of each row, and the rank and log-probability of a given one.
+    r"""Returns the n likeliest tokens of each row, and the rank and logprob of a given one.
 
-    :math:`\log p(v) = x_v / t - \log \sum_w e^{x_w / t}` over the logits at or above `cutoff`,
-    computed for the chosen tokens alone. With the defaults it is the model's own law; with
-    processed logits and a request's temperature and cutoff the law that was sampled from.
-    Equal tokens share the best rank among them; vLLM gives them the worst.
+    With logits :math:`x`, temperature :math:`t` and the tokens at or above `cutoff`:
+
+    .. math:: \log p(v) = x_v / t - \log \sum_{w: x_w \ge \text{cutoff}} e^{x_w / t}
+
+    The defaults give the model's distribution. Processed logits with a request's temperature and
+    cutoff give the distribution that was sampled from. Tokens of equal probability share the best
+    rank among them; vLLM gives them the worst.
 
     Args:
-      logits: [..., V], bf16, f16 or f32.
+      logits: [..., V], bf16, f16 or f32. -inf masks a token.
       token_ids: i32[...], the tokens to rank; -1 is padding.
       n: tokens listed, a Python int in [0, V].
-      temperature: f32, of the shape [...], of its first axis alone, or scalar. Below 1e-5
-        it counts as 1, as in every statistic of a greedy request.
-      cutoff: f32[...], logits below it have no probability. None keeps all.
+      temperature: f32, scalar, [...] or its first axis alone. Below 1e-5 it counts as 1, as in
+        every statistic of a greedy request.
+      cutoff: f32[...]; logits below it have probability 0. None keeps all.
 
     Returns:
-      `TopLogprobs`. A row whose token is -1, that is no law (NaN, +inf, -inf everywhere) or
-      has an invalid temperature gives -1, log-probabilities 0 and rank 0.
+      `TopLogprobs`. It holds ids -1, log-probabilities 0 and rank 0 where the token is -1, the row
+      invalid (NaN, +inf, or -inf everywhere) or its temperature invalid.
 
     Raises:
       ValueError: for wrong shapes or dtypes, or n outside [0, V].
@@ -120,53 +125,29 @@ def top_logprobs(
         raise ValueError("logits has shape (); it needs [..., V].")
     check_logits("logits", logits, ",".join(["..."] * logits.ndim))
     leading, vocab_size = logits.shape[:-1], logits.shape[-1]
-    check_listed("n", n, vocab_size)
+    check_num_listed("n", n, vocab_size)
     token_ids = read_array("token_ids", token_ids, jnp.int32, leading)
     temperature = read_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
     if cutoff is not None:
         cutoff = read_array("cutoff", cutoff, jnp.float32, leading)
-    behind = (1,) * (len(leading) - temperature.ndim)
-    temperature = jnp.broadcast_to(
-        jnp.asarray(temperature).reshape(*temperature.shape, *behind), leading
-    )
-    return _run(logits, token_ids, temperature, cutoff, n=n)
-
-
-def _largest(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """The n largest of each row, in f32, and their ids.
-
-    XLA's top-k lists 0.0 before -0.0: what counts as zero is made one zero first.
-    """
-    rows = flush_subnormals(rows.astype(jnp.float32)).astype(rows.dtype)
-
-    def as_they_are(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        best, ids = jax.lax.top_k(rows, n)
-        return best.astype(jnp.float32), ids.astype(jnp.int32)
-
-    def copied(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return as_they_are(rows.astype(jnp.float32))
-
-    if rows.dtype == jnp.float32:
-        return as_they_are(rows)
-    # On a CPU, XLA sorts whole rows of anything but float32, a hundred times as long.
-    found: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
-        rows, cpu=copied, default=as_they_are
-    )
-    return found
+    return list_top_logprobs(logits, token_ids, temperature, cutoff, n=n)
 
 
 @functools.partial(jax.jit, static_argnames="n")
-def _run(
-    logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
+def list_top_logprobs(
+    logits: jax.Array, token_ids: Any, temperature: Any, cutoff: Any, *, n: int
 ) -> TopLogprobs:
-    """`top_logprobs` on checked arguments, on each shard of the batch."""
-    batch = (logits, token_ids, temperature, cutoff)
+    """Returns what `top_logprobs` returns, of checked arrays."""
+    leading = logits.shape[:-1]
+    trailing_ones = (1,) * (len(leading) - temperature.ndim)
+    temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
+    batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
     if logits.ndim == 1:
-        return _top(*batch, n=n)
-    return shard_map_batch(lambda batch, _: _top(*batch, n=n), logits, batch, ())
+        return _top_logprobs(*batch, n=n)
+    return shard_map_batch(lambda batch, _: _top_logprobs(*batch, n=n), logits, batch, ())
 
 
-def _top(
+def _top_logprobs(
     logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
 ) -> TopLogprobs:
     scaling = parse_temperature(temperature)
@@ -176,24 +157,48 @@ def _top(
     index = jnp.clip(token_ids, 0, logits.shape[-1] - 1)[..., None]
     x = mask_below_cutoff(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
     x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
-    kept = mask_below_cutoff(logits, None if cutoff is None else cutoff[..., None])
-    likelier = jnp.sum((kept > largest_equal(x)[..., None]).astype(jnp.int32), axis=-1)
-    best, ids = _largest(logits if cutoff is None else kept.astype(logits.dtype), n)
-    each = LogNormalizer(row.normalizer.shift[..., None], row.normalizer.log_sum[..., None])
-    logprobs = token_logprobs(best, each, scaling.scale[..., None])
-    zero, none = jnp.float32(0), jnp.int32(-1)
+    masked = mask_below_cutoff(logits, None if cutoff is None else cutoff[..., None])
+    is_likelier = masked > largest_equal(x)[..., None]
+    num_likelier = jnp.sum(is_likelier.astype(jnp.int32), axis=-1)
+    best, ids = _top_k(logits if cutoff is None else masked.astype(logits.dtype), n)
+    normalizers = LogNormalizer(row.normalizer.shift[..., None], row.normalizer.log_sum[..., None])
+    logprobs = token_logprobs(best, normalizers, scaling.scale[..., None])
+    zero = jnp.float32(0)
     listed = valid[..., None]
     return TopLogprobs(
-        token_ids=jnp.where(listed & (best > -jnp.inf), ids, none),
+        token_ids=jnp.where(listed & (best > -jnp.inf), ids, jnp.int32(-1)),
         logprobs=jnp.where(listed, logprobs, zero),
-        rank=jnp.where(valid, likelier + 1, 0),
+        rank=jnp.where(valid, num_likelier + 1, 0),
         logprob=jnp.where(valid, token_logprobs(x, row.normalizer, scaling.scale), zero),
     )
 
 
-jax.tree_util.register_dataclass(LogprobsRequest, data_fields=[], meta_fields=["num", "mode"])
+def _top_k(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the n largest logits of each row in float32, and their ids.
+
+    XLA's top-k lists 0.0 before -0.0, so numbers that count as zero are made one zero first.
+    """
+    rows = flush_subnormals(rows.astype(jnp.float32)).astype(rows.dtype)
+
+    def top_k(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best, ids = jax.lax.top_k(rows, n)
+        return best.astype(jnp.float32), ids.astype(jnp.int32)
+
+    def top_k_of_float32(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return top_k(rows.astype(jnp.float32))
+
+    if rows.dtype == jnp.float32:
+        return top_k(rows)
+    # On a CPU, XLA sorts whole rows of anything but float32, a hundred times as long.
+    result: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
+        rows, cpu=top_k_of_float32, default=top_k
+    )
+    return result
+
+
+jax.tree_util.register_dataclass(LogprobsConfig, data_fields=[], meta_fields=["num", "mode"])
 jax.export.register_pytree_node_serialization(
-    LogprobsRequest,
+    LogprobsConfig,
     serialized_name="specjax.LogprobsRequest",
     serialize_auxdata=lambda fields: json.dumps(fields).encode(),
     deserialize_auxdata=lambda data: tuple(json.loads(data)),

@@ -1,10 +1,12 @@
-"""One step of decoding, and the loop of them, compiled.
+"""One step of decoding, and the loop of steps, compiled.
 
-    init:  prompt -> target's last row -> first token -> first draft
-    step:  pending draft -> target's K + 1 rows -> verification -> commit -> next draft
-    generate: init and steps until every request has ended, under one `jit`
+    init:      prompt -> target's last row -> first token -> first draft
+    step:      pending draft -> target's K + 1 rows -> verification -> commit -> next draft
+    generate:  init, then steps until every request has ended, under one `jit`
 
-State is one pytree; parameters are arguments. Plain decoding is the loop without drafts.
+The state is one pytree, and parameters are arguments. Without a drafter K = 0: plain decoding.
+Arguments were checked by `generate`. What the functions of a model or a drafter return is checked
+here, where it enters; functions of arrays are called from there on.
 """
 
 import functools
@@ -13,23 +15,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checks import check_draft, check_logits, check_shape
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
 from specjax.core.noise import fold_in_rows
-from specjax.decode.commit import append, commit
-from specjax.decode.logprobs import TopLogprobs, check_listed, top_logprobs
+from specjax.decode.commit import append, append_emitted
+from specjax.decode.logprobs import TopLogprobs, check_num_listed, list_top_logprobs
 from specjax.decode.metrics import init_metrics, update_metrics
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
+from specjax.implementation import read_implementation
 from specjax.mesh import pvary_like
-from specjax.processing.apply_sampling import apply_sampling
-from specjax.processing.token_counts import History, TokenCounts, count_tokens, update_counts
+from specjax.processing.apply_sampling import apply_rules_and_filters
+from specjax.processing.logit_rules import RowContext
+from specjax.processing.rule_checks import check_widths
+from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.processing.token_counts import History, TokenCounts, add_to_counts, count_committed
 from specjax.samplers.api import rejection_sample
 from specjax.typing import Draft, Drafter, Model, Origin
 
 __all__ = ["run_generate", "run_init", "run_step"]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "room"))
+@functools.partial(jax.jit, static_argnames=("config", "max_length"))
 def run_init(
     target: Model,
     drafter: Drafter | None,
@@ -38,41 +45,42 @@ def run_init(
     lengths: jax.Array,
     settings: Settings,
     config: SpeculativeConfig,
-    room: int,
+    max_length: int,
 ) -> DecodeState:
-    """`init` on checked arguments."""
-    size, longest = prompt.shape
+    """Returns the state that `init` returns, of checked arguments."""
+    size, width = prompt.shape
     settings = settings._replace(
         keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
         temperature=jnp.broadcast_to(settings.temperature, (size,)),
     )
-    place = jnp.arange(longest, dtype=jnp.int32)[None]
-    inside = place < lengths[:, None]
-    fed = jnp.where(inside, prompt, 0)
-    cache = target.init_cache(size, room)
-    hidden, cache = target.apply(target.params, fed, jnp.where(inside, place, -1), cache)
-    hidden = _take_place(hidden, lengths - 1)
-    buffer = jnp.pad(
-        jnp.where(inside, prompt, -1), ((0, 0), (0, room - longest)), constant_values=-1
-    )
-    k = 0 if drafter is None else config.num_speculative_tokens
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    inside = index < lengths[:, None]
+    input_ids = jnp.where(inside, prompt, 0)
+    cache = target.init_cache(size, max_length)
+    positions = jnp.where(inside, index, -1)
+    hidden, cache = target.apply(target.params, input_ids, positions, cache)
+    hidden = _take_at(hidden, lengths - 1)
+    # The first token is the bonus token of a step without drafts.
+    logits = target.logits(target.params, hidden)[:, None]
+    _check_target_logits(logits, settings, size, 1)
+    padding = ((0, 0), (0, max_length - width))
+    token_ids = jnp.pad(jnp.where(inside, prompt, -1), padding, constant_values=-1)
+    drafter_state = None
+    if drafter is not None:
+        drafter_state = drafter.init(drafter.params, input_ids, lengths, max_length)
     state = DecodeState(
-        token_ids=buffer,
+        token_ids=token_ids,
         lengths=lengths,
-        logprobs=jnp.zeros(buffer.shape, jnp.float32),
-        origins=jnp.zeros(buffer.shape, jnp.int8),
+        logprobs=jnp.zeros(token_ids.shape, jnp.float32),
+        origins=jnp.zeros(token_ids.shape, jnp.int8),
         finish=jnp.zeros((size,), jnp.int8),
         draft=Draft(jnp.zeros((size, 0), jnp.int32), num_tokens=jnp.zeros((size,), jnp.int32)),
         target_cache=cache,
-        drafter_state=None if drafter is None else drafter.init(drafter.params, fed, lengths, room),
-        metrics=init_metrics(size, k),
+        drafter_state=drafter_state,
+        metrics=init_metrics(size, 0 if drafter is None else config.num_speculative_tokens),
         settings=settings,
-    )
-    # The first token is the bonus of a step without drafts.
-    logits = target.logits(target.params, hidden)[:, None]
-    state = state._replace(
-        counts=_first_counts(settings, prompt, lengths, logits.shape[-1]),
-        top_logprobs=_no_logprobs(settings, buffer.shape),
+        counts=_count_prompt(settings, prompt, lengths, logits.shape[-1]),
+        top_logprobs=_empty_logprobs(settings, token_ids.shape),
     )
     state, _ = _verify_and_commit(state, logits, config)
     return _propose(drafter, state, hidden, config)
@@ -82,30 +90,56 @@ def run_init(
 def run_step(
     target: Model, drafter: Drafter | None, state: DecodeState, *, config: SpeculativeConfig
 ) -> tuple[DecodeState, StepInfo]:
-    """`step` on a compile key."""
+    """Returns what `step` returns; `config` is a compile key."""
     draft = state.draft
-    k = draft.token_ids.shape[1]
+    size, k = draft.token_ids.shape
     num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
-    last = _take_place(state.token_ids, state.lengths - 1)
-    fed = jnp.maximum(jnp.concatenate([last[:, None], draft.token_ids], axis=1), 0)
-    place = jnp.arange(k + 1, dtype=jnp.int32)[None]
+    last = _take_at(state.token_ids, state.lengths - 1)
+    input_ids = jnp.maximum(jnp.concatenate([last[:, None], draft.token_ids], axis=1), 0)
+    index = jnp.arange(k + 1, dtype=jnp.int32)[None]
     positions = jnp.where(
-        place <= num_drafted[:, None], state.lengths[:, None] - 1 + place, jnp.int32(-1)
+        index <= num_drafted[:, None], state.lengths[:, None] - 1 + index, jnp.int32(-1)
     )
-    hidden, cache = target.apply(target.params, fed, positions, state.target_cache)
+    hidden, cache = target.apply(target.params, input_ids, positions, state.target_cache)
     logits = target.logits(target.params, hidden)
-    before = state.lengths
+    _check_target_logits(logits, state.settings, size, k + 1)
+    lengths = state.lengths
     state, info = _verify_and_commit(state._replace(target_cache=cache), logits, config)
     metrics = update_metrics(
         state.metrics,
         num_drafted,
         info.verification,
-        num_committed=state.lengths - before,
+        num_committed=state.lengths - lengths,
         finish=state.finish,
     )
-    state = state._replace(metrics=metrics)
-    deciding = _take_place(hidden, info.verification.num_accepted)
-    return _propose(drafter, state, deciding, config), info
+    deciding = _take_at(hidden, info.verification.num_accepted)
+    return _propose(drafter, state._replace(metrics=metrics), deciding, config), info
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_length"))
+def run_generate(
+    target: Model, drafter: Drafter | None, *, config: SpeculativeConfig, **arguments: Any
+) -> Generation:
+    """Returns what `generate` returns, of the arguments of `run_init`."""
+    state = run_init(target, drafter, config=config, **arguments)
+    state = jax.lax.while_loop(
+        lambda state: jnp.any(state.finish == 0),
+        lambda state: pvary_like(run_step(target, drafter, state, config=config)[0], state),
+        pvary_like(state, state, target, drafter),
+    )
+    return Generation(*(getattr(state, name) for name in Generation._fields))
+
+
+def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:
+    """Refuses logits [B, K + 1, V] that the settings were not made for."""
+    check_logits("target_logits", logits, "[B, K + 1, V]", size)
+    vocab_size = logits.shape[-1]
+    check_shape("target_logits", logits, (size, num_rows, vocab_size))
+    if settings.sampling is not None:
+        rules, _ = split_sampling(settings.sampling)
+        check_widths(rules, vocab_size)
+    if settings.logprobs is not None:
+        check_num_listed("num_logprobs", settings.logprobs.num, vocab_size)
 
 
 def _verify_and_commit(
@@ -114,16 +148,10 @@ def _verify_and_commit(
     """Verifies the pending draft against rows of target logits and commits the outcome."""
     settings, draft = state.settings, state.draft
     k = draft.token_ids.shape[1]
-    asked, cutoff = apply_sampling(
-        logits,
-        settings.sampling,
-        temperature=settings.temperature,
-        history=_history(state),
-        drafted_token_ids=draft.token_ids,
-    )
+    processed, cutoff = _apply_sampling(state, logits)
     verification = rejection_sample(
         draft,
-        asked,
+        processed,
         cutoff=cutoff,
         keys=settings.keys,
         positions=state.lengths,
@@ -131,51 +159,62 @@ def _verify_and_commit(
         conditional_rates=settings.conditional_rates if k else None,
         noise_dtype=config.noise_dtype,
     )
-    token_ids, lengths, finish = commit(
-        state.token_ids,
-        state.lengths,
-        verification,
-        eos_token_ids=settings.eos_token_ids,
-        max_lengths=settings.max_lengths,
+    token_ids, lengths, finish = append_emitted(
+        state.token_ids, state.lengths, verification, settings.eos_token_ids, settings.max_lengths
     )
     num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
     accepted = verification.num_accepted[:, None]
-    place = jnp.arange(k + 1, dtype=jnp.int32)[None]
+    index = jnp.arange(k + 1, dtype=jnp.int32)[None]
     last = jnp.where(accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED)
-    origins = jnp.where(place < accepted, Origin.ACCEPTED, last).astype(jnp.int8)
-    counts, emitted = lengths - state.lengths, verification.token_ids
-    law = (asked, settings.temperature, cutoff)
+    origins = jnp.where(index < accepted, Origin.ACCEPTED, last).astype(jnp.int8)
+    num_committed, emitted = lengths - state.lengths, verification.token_ids
+    counts = state.counts
+    if counts is not None:
+        counts = add_to_counts(counts, emitted, num_committed)
+    listed = _list_logprobs(settings, logits, processed, cutoff, emitted)
     state = state._replace(
-        counts=None if state.counts is None else update_counts(state.counts, emitted, counts),
-        top_logprobs=_append_logprobs(state, logits, law, emitted, counts),
+        counts=counts,
+        top_logprobs=_append_each(state.top_logprobs, state.lengths, num_committed, listed),
         token_ids=token_ids,
         lengths=lengths,
-        logprobs=append(state.logprobs, state.lengths, counts, verification.logprobs),
-        origins=append(state.origins, state.lengths, counts, origins),
+        logprobs=append(state.logprobs, state.lengths, num_committed, verification.logprobs),
+        origins=append(state.origins, state.lengths, num_committed, origins),
         finish=jnp.where(state.finish == 0, finish, state.finish),
     )
     return state, StepInfo(verification, num_drafted)
+
+
+def _apply_sampling(state: DecodeState, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns processed logits and cutoffs of the target's rows."""
+    settings, drafted = state.settings, state.draft.token_ids
+    rules, filters = split_sampling(settings.sampling or SamplingParams())
+    context = RowContext(_history(state), drafted if drafted.shape[1] else None, jnp.int32(0))
+    return apply_rules_and_filters(
+        logits,
+        rules,
+        filters,
+        context,
+        temperature=settings.temperature,
+        implementation=read_implementation(None),
+    )
 
 
 def _history(state: DecodeState) -> History:
     return History(state.token_ids, state.lengths, state.counts)
 
 
-def _first_counts(
+def _count_prompt(
     settings: Settings, prompt: jax.Array, lengths: jax.Array, vocab_size: int
 ) -> TokenCounts | None:
-    """Counts of the prompt, as far as a penalty reads them."""
-    asked = settings.sampling
-    if asked is None:
+    """Returns the counts of the prompt that the penalties read, None without penalties."""
+    rules, _ = split_sampling(settings.sampling or SamplingParams())
+    if not rules.penalties:
         return None
-    penalties = (asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
-    if all(penalty is None for penalty in penalties):
-        return None
-    counts = count_tokens(prompt, lengths, vocab_size)
-    return counts if asked.repetition_penalty is not None else counts._replace(prompt=None)
+    counts = count_committed(prompt, lengths, lengths, vocab_size)
+    return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)
 
 
-def _no_logprobs(settings: Settings, shape: tuple[int, ...]) -> TopLogprobs | None:
+def _empty_logprobs(settings: Settings, shape: tuple[int, ...]) -> TopLogprobs | None:
     if settings.logprobs is None:
         return None
     listed = (*shape, settings.logprobs.num)
@@ -187,44 +226,42 @@ def _no_logprobs(settings: Settings, shape: tuple[int, ...]) -> TopLogprobs | No
     )
 
 
-def _append_logprobs(
-    state: DecodeState,
+def _list_logprobs(
+    settings: Settings,
     logits: jax.Array,
-    law: tuple[jax.Array, jax.Array, jax.Array | None],
+    processed: jax.Array,
+    cutoff: jax.Array | None,
     token_ids: jax.Array,
-    counts: jax.Array,
 ) -> TopLogprobs | None:
-    """With those of the emitted tokens [B, K + 1], of the raw logits or of the processed law."""
-    kept, asked = state.top_logprobs, state.settings.logprobs
-    if kept is None or asked is None:
+    """Returns the listing of the emitted tokens [B, K + 1], None if none is kept."""
+    config = settings.logprobs
+    if config is None:
         return None
-    check_listed("num_logprobs", asked.num, logits.shape[-1])
-    if asked.mode == "raw":
-        found = top_logprobs(logits, token_ids, asked.num)
-    else:
-        processed, temperature, cutoff = law
-        found = top_logprobs(
-            processed, token_ids, asked.num, temperature=temperature, cutoff=cutoff
-        )
-    pairs = zip(kept, found, strict=True)
-    return TopLogprobs(*(append(old, state.lengths, counts, new) for old, new in pairs))
+    if config.mode == "raw":
+        return list_top_logprobs(logits, token_ids, jnp.float32(1), None, n=config.num)
+    return list_top_logprobs(processed, token_ids, settings.temperature, cutoff, n=config.num)
+
+
+def _append_each(buffers: Any, lengths: jax.Array, counts: jax.Array, values: Any) -> Any:
+    """Appends to every array of a pytree, which may be None."""
+    return jax.tree.map(lambda buffer, x: append(buffer, lengths, counts, x), buffers, values)
 
 
 def _propose(
     drafter: Drafter | None, state: DecodeState, hidden: jax.Array, config: SpeculativeConfig
 ) -> DecodeState:
-    """Puts the next draft into the state; ended requests are inactive from here on."""
+    """Puts the next draft into the state; requests that ended are inactive from here on."""
     settings = state.settings
-    # One token is always emitted besides the drafts, so that as many fit as room less one.
-    room = settings.max_lengths - state.lengths - 1
+    # A step always emits one token besides the accepted drafts.
+    num_tokens_left = settings.max_lengths - state.lengths - 1
     k = 0 if drafter is None else config.num_speculative_tokens
-    wanted = jnp.where(state.finish == 0, jnp.clip(room, 0, k), jnp.int32(-1))
+    max_tokens = jnp.where(state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1))
     if drafter is None:
-        draft = Draft(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), num_tokens=wanted)
+        draft = Draft(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), num_tokens=max_tokens)
         return state._replace(draft=draft)
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if settings.sampling is not None:
-        asked = {"sampling": settings.sampling, "history": _history(state)}
+        options = {"sampling": settings.sampling, "history": _history(state)}
     draft, drafter_state = drafter.propose(
         drafter.params,
         state.drafter_state,
@@ -232,34 +269,20 @@ def _propose(
         hidden,
         keys=settings.keys,
         positions=state.lengths,
-        num_tokens=wanted,
+        num_tokens=max_tokens,
         temperature=settings.temperature,
         config=config,
-        **asked,
+        **options,
     )
-    # Whatever the drafter says, an ended request drafts nothing, another goes on, and the room is
-    # kept.
-    usable = num_valid_drafts(draft.token_ids, draft.num_tokens)
-    num_tokens = jnp.minimum(jnp.maximum(usable, 0), wanted)
+    draft = check_draft(draft)
+    # Only the loop ends requests, and no draft is longer than a request has tokens left.
+    num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
+    num_tokens = jnp.minimum(jnp.maximum(num_drafted, 0), max_tokens)
     return state._replace(draft=draft._replace(num_tokens=num_tokens), drafter_state=drafter_state)
 
 
-def _take_place(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Entry `index[b]` of row b: [B, L, ...] -> [B, ...]."""
+def _take_at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns entry `index[b]` of row b: [B, L, ...] -> [B, ...]."""
     return jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
         values, index
     )
-
-
-@functools.partial(jax.jit, static_argnames=("config", "room"))
-def run_generate(
-    target: Model, drafter: Drafter | None, *, config: SpeculativeConfig, **prompt: Any
-) -> Generation:
-    """`generate` on checked arguments."""
-    state = run_init(target, drafter, config=config, **prompt)
-    state = jax.lax.while_loop(
-        lambda state: jnp.any(state.finish == 0),
-        lambda state: pvary_like(run_step(target, drafter, state, config=config)[0], state),
-        pvary_like(state, state, target, drafter),
-    )
-    return Generation(*(getattr(state, name) for name in Generation._fields))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 
-from specjax.decode.logprobs import LogprobsRequest, TopLogprobs
+from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     eos_token_ids: jax.Array
     conditional_rates: jax.Array | None
     sampling: SamplingParams | None = None
-    logprobs: LogprobsRequest | None = None
+    logprobs: LogprobsConfig | None = None
 
 
 class DecodeState(NamedTuple):

@@ -1,7 +1,7 @@
-"""What processing looks back at: the committed tokens of each request, and how often each came.
+"""Committed tokens of each request and their counts, which penalties and bad words read.
 
-Counts are made once of the prompt and grow by what each step emits, so that no step reads
-the whole text again.
+`count_tokens` reads the prompt once. `update_counts` adds the tokens of a step, so that no step
+reads the whole text again.
 """
 
 from typing import Any, NamedTuple
@@ -13,20 +13,28 @@ import jax.numpy as jnp
 from specjax.checks import as_array, check_count, read_array
 from specjax.mesh import pvary_like, shard_map_batch
 
-__all__ = ["History", "TokenCounts", "count_tokens", "recent_tokens", "update_counts"]
+__all__ = [
+    "History",
+    "TokenCounts",
+    "add_to_counts",
+    "count_committed",
+    "count_tokens",
+    "recent_tokens",
+    "update_counts",
+]
 
 
 class TokenCounts(NamedTuple):
-    """How often each token came in each request: 5 bytes per request and token of V.
+    """How often each token occurs in each request: 5 bytes per request and token of V.
 
-    A batch of 64 with V = 131072 takes 42 MB, and 34 MB without `prompt`. The prompt is
-    apart because frequency and presence penalties are of generated tokens alone, as in
-    vLLM and the OpenAI API, and the repetition penalty of both.
+    A batch of 64 with V = 131072 takes 42 MB, and 34 MB without `prompt`. Frequency and presence
+    penalties count generated tokens alone, as in vLLM and the OpenAI API. The repetition penalty
+    reads the prompt too.
 
     Attributes:
       generated: i32[B, V], how often each token was generated.
-      prompt: bool[B, V], whether it stands in the prompt. None where nobody asks: only the
-        repetition penalty does.
+      prompt: bool[B, V], whether the token occurs in the prompt. None without a repetition
+        penalty.
     """
 
     generated: jax.Array
@@ -34,13 +42,13 @@ class TokenCounts(NamedTuple):
 
 
 class History(NamedTuple):
-    """What is committed, for the penalties and bad words that look back at it.
+    """The committed tokens of a batch, which penalties and bad words read.
 
     Attributes:
-      token_ids: i32[B, L], committed tokens, the prompt among them. Bad words of more than
-        one token read the last of them.
-      lengths: i32[B], how many of each row are committed.
-      counts: of these tokens; penalties read them.
+      token_ids: i32[B, L], the prompt and the generated tokens. Bad words of more than one token
+        read the last of them.
+      lengths: i32[B], how many tokens of each row are committed.
+      counts: `TokenCounts` of these tokens, which penalties read.
     """
 
     token_ids: jax.Array | None = None
@@ -51,13 +59,13 @@ class History(NamedTuple):
 def count_tokens(
     token_ids: jax.Array, lengths: jax.Array, vocab_size: int, *, prompt_lengths: Any = None
 ) -> TokenCounts:
-    """Counts the tokens of each request, once; `update_counts` goes on from there.
+    """Returns the counts of each request's committed tokens; `update_counts` goes on from there.
 
     Args:
       token_ids: i32[B, L], committed tokens. Ids outside [0, vocab_size) are not counted.
-      lengths: i32[B], how many of each row are committed.
-      vocab_size: V, a Python int >= 1, that of the logits.
-      prompt_lengths: i32[B], how many of them are the prompt. None is all of them.
+      lengths: i32[B], how many tokens of each row are committed.
+      vocab_size: V of the logits, a Python int >= 1.
+      prompt_lengths: i32[B], how many of the committed tokens are the prompt. None is all.
 
     Returns:
       `TokenCounts` of V tokens.
@@ -81,35 +89,42 @@ def count_tokens(
     if prompt_lengths is None:
         prompt_lengths = lengths
     prompt_lengths = jnp.asarray(read_array("prompt_lengths", prompt_lengths, jnp.int32, (size,)))
+    return count_committed(token_ids, lengths, prompt_lengths, vocab_size)
+
+
+def count_committed(
+    token_ids: jax.Array, lengths: jax.Array, prompt_lengths: jax.Array, vocab_size: int
+) -> TokenCounts:
+    """Returns what `count_tokens` returns, of checked arrays."""
 
     def count(batch: Any, _: Any) -> TokenCounts:
         token_ids, lengths, prompt_lengths = batch
-        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        inside = (place < lengths[:, None]) & (token_ids >= 0)
-        in_prompt = inside & (place < prompt_lengths[:, None])
+        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        inside = (index < lengths[:, None]) & (token_ids >= 0)
+        in_prompt = inside & (index < prompt_lengths[:, None])
         rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
 
-        def at(chosen: jax.Array) -> jax.Array:
+        def ids_where(counted: jax.Array) -> jax.Array:
             # An index past the end is dropped.
-            return jnp.where(chosen, token_ids, vocab_size)
+            return jnp.where(counted, token_ids, vocab_size)
 
         shape = (token_ids.shape[0], vocab_size)
-        none = pvary_like((jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_)), batch)
+        zeros = pvary_like((jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_)), batch)
         return TokenCounts(
-            none[0].at[rows, at(inside & ~in_prompt)].add(1, mode="drop"),
-            none[1].at[rows, at(in_prompt)].set(True, mode="drop"),
+            zeros[0].at[rows, ids_where(inside & ~in_prompt)].add(1, mode="drop"),
+            zeros[1].at[rows, ids_where(in_prompt)].set(True, mode="drop"),
         )
 
     return shard_map_batch(count, token_ids, (token_ids, lengths, prompt_lengths), ())
 
 
 def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
-    """Counts that include what a step emitted: B * n additions.
+    """Returns the counts with the tokens of a step added: B * n additions.
 
     Args:
-      counts: before the step.
+      counts: `TokenCounts` before the step.
       token_ids: i32[B, n], generated tokens. Ids outside [0, V) are not counted.
-      num_tokens: i32[B], how many of each row count.
+      num_tokens: i32[B] in [0, n], how many tokens of each row are counted.
 
     Returns:
       `TokenCounts` after the step.
@@ -128,30 +143,36 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
             f"counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
             "specjax.count_tokens makes them."
         )
-    size, vocab_size = counts.generated.shape
+    size = counts.generated.shape[0]
     token_ids = as_array("token_ids", token_ids)
     if token_ids.ndim != 2 or token_ids.shape[0] != size:
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [{size}, n].")
     num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, (size,)))
     token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
+    return add_to_counts(counts, token_ids, num_tokens)
+
+
+def add_to_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
+    """Returns what `update_counts` returns, of checked arrays."""
+    vocab_size = counts.generated.shape[1]
 
     def add(batch: Any, _: Any) -> jax.Array:
         generated, token_ids, num_tokens = batch
-        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        counted = (place < num_tokens[:, None]) & (token_ids >= 0)
+        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        counted = (index < num_tokens[:, None]) & (token_ids >= 0)
         rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
-        index = jnp.where(counted, token_ids, vocab_size)
-        return generated.at[rows, index].add(1, mode="drop")
+        ids = jnp.where(counted, token_ids, vocab_size)
+        return generated.at[rows, ids].add(1, mode="drop")
 
     batch = (counts.generated, token_ids, num_tokens)
     return counts._replace(generated=shard_map_batch(add, counts.generated, batch, ()))
 
 
 def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:
-    """The last `num` committed tokens of each request, i32[B, num], -1 before the first."""
-    place = lengths[:, None] - num + jnp.arange(num, dtype=jnp.int32)[None]
-    taken = jnp.take_along_axis(token_ids, jnp.clip(place, 0, token_ids.shape[1] - 1), axis=1)
-    return jnp.where(place >= 0, taken, jnp.int32(-1))
+    """Returns the last `num` committed tokens i32[B, num] of each request, -1 before its first."""
+    index = lengths[:, None] - num + jnp.arange(num, dtype=jnp.int32)[None]
+    recent = jnp.take_along_axis(token_ids, jnp.clip(index, 0, token_ids.shape[1] - 1), axis=1)
+    return jnp.where(index >= 0, recent, jnp.int32(-1))
 
 
 for _kind in (History, TokenCounts):

@@ -160,9 +160,9 @@ def test_the_law_is_that_of_the_sampler():
 
 def test_values_never_recompile():
     top_logprobs(rows(0, (2, 20)), tokens(0, (2,), 20), 3, temperature=0.5)
-    compiled = logprobs._run._cache_size()
+    compiled = logprobs.list_top_logprobs._cache_size()
     top_logprobs(rows(1, (2, 20)), [1, -1], 3, temperature=2)
-    assert logprobs._run._cache_size() == compiled
+    assert logprobs.list_top_logprobs._cache_size() == compiled
 
 
 def test_bfloat16_rows_are_not_copied_in_float32():
@@ -176,7 +176,7 @@ def test_bfloat16_rows_are_not_copied_in_float32():
 
 
 def test_what_a_loop_is_asked_travels_through_an_export():
-    asked = logprobs.read_logprobs_request(3, "processed")
+    asked = logprobs.check_logprobs_config(3, "processed")
 
     def run(asked, x):
         return x * asked.num, asked

@@ -7,7 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _DRAFTS = "specjax.decode.drafts."
 _LOOP = "specjax.decode.loop."
-_COMMIT = "specjax.decode.commit.commit"
+_COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
 _RULES = "specjax.processing.logit_rules."
 _SCHEDULES = "specjax.schedules."
@@ -147,15 +147,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_LOOP}_propose",
-        "jnp.maximum(usable, 0)",
-        "usable",
+        "jnp.maximum(num_drafted, 0)",
+        "num_drafted",
         decode("test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody[-1]"),
         "a drafter's -1 for a request that goes on ends it",
     ),
     Mutation(
         f"{_LOOP}run_step",
-        "state.lengths[:, None] - 1 + place",
-        "state.lengths[:, None] + place",
+        "state.lengths[:, None] - 1 + index",
+        "state.lengths[:, None] + index",
         decode("test_greedy_speculation_is_plain_greedy_decoding[model-greedy]"),
         "tokens are fed one position too late",
     ),
@@ -182,29 +182,29 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_LOOP}_propose",
-        "state.finish == 0, jnp.clip(room, 0, k), jnp.int32(-1)",
-        "state.finish == 0, jnp.clip(room, 0, k), jnp.int32(0)",
+        "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1)",
+        "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(0)",
         decode("test_a_finished_request_changes_nobody_else[model]"),
         "a request that has ended is verified without drafts",
     ),
     Mutation(
         "specjax.decode.commit.append",
-        "place < counts[:, None]",
-        "place <= counts[:, None]",
+        "index < counts[:, None]",
+        "index <= counts[:, None]",
         tokens("test_emitted_tokens_are_appended_to_ragged_rows_and_nothing_else_is_touched"),
         "one value more is written than counts",
     ),
     Mutation(
         _COMMIT,
-        "first_end + 1",
-        "first_end",
+        "first_eos + 1",
+        "first_eos",
         tokens(f"{_ENDS}[[2, 3, 4]-[2]]"),
         "the token that ends a sequence is not committed",
     ),
     Mutation(
         _COMMIT,
-        " & (place < counts[:, None])",
-        "",
+        "is_eos &= index < counts[:, None]",
+        "is_eos &= index >= 0",
         why="padding after what was emitted may end a sequence",
         equivalent="such an end lies at or past the number emitted, which is the smaller then, "
         "and is no reason to end",
@@ -225,8 +225,8 @@ MUTATIONS = (
     ),
     Mutation(
         _COMMIT,
-        "first_end < counts",
-        "first_end <= counts",
+        "first_eos < counts",
+        "first_eos <= counts",
         tokens("test_an_end_counts_where_there_is_room_for_it"),
         "an end for which there was no room is the reason",
     ),

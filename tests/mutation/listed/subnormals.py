@@ -23,7 +23,7 @@ MUTATIONS = (
         "a block's largest subnormal number is above another's zero",
     ),
     Mutation(
-        "specjax.decode.logprobs._top",
+        "specjax.decode.logprobs._top_logprobs",
         "largest_equal(x)",
         "x",
         subnormal("test_listed_tokens_and_ranks_take_subnormal_logits_for_ties"),
