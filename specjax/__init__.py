@@ -10,10 +10,11 @@ Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import commit, unpad
 from specjax.decode.drafters import model_drafter, ngram_drafter
-from specjax.decode.drafts import draft_from_probs, gather_drafts, propose
+from specjax.decode.drafts import draft_from_probs, gather_drafts
 from specjax.decode.generate import generate, init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
+from specjax.decode.propose import propose
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.cutoff import logit_cutoff

@@ -1,4 +1,4 @@
-"""Drafters: a smaller model, or the request's own past."""
+"""Drafters: a smaller model, or prompt lookup in the request's own text."""
 
 import functools
 from typing import Any
@@ -7,36 +7,31 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafts import propose
-from specjax.processing.sampling_params import SamplingParams
-from specjax.processing.token_counts import History
+from specjax.decode.propose import propose_step
 from specjax.typing import Draft, Drafter, Model
 
 __all__ = ["model_drafter", "ngram_drafter"]
 
 
 def model_drafter(model: Model) -> Drafter:
-    """Drafts with a smaller model of the target's vocabulary.
+    """Returns a drafter that samples from a smaller model of the target's vocabulary.
 
-    Every proposal first feeds the last two committed tokens: when all drafts of the step
-    before were kept, the last of them has not been seen by the draft model yet.
+    Every proposal first feeds the last two committed tokens. Where all drafts of the previous step
+    were accepted, the draft model has not read the last of them yet.
 
     Args:
-      model: the draft model.
+      model: the draft `Model`.
 
     Returns:
-      A `Drafter` whose state is the model's cache.
+      `Drafter` whose state is the model's cache.
 
     Example:
-      >>> model = specjax.Model(  # a Markov chain on two tokens
-      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
-      ...     init_cache=lambda batch_size, max_length: (),
-      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
-      ...     logits=lambda params, hidden: params[hidden[..., 0]])
+      >>> from specjax.decode.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
       ...     model, specjax.model_drafter(model), [[0]], [1], keys=jax.random.key(0),
       ...     max_new_tokens=9)
-      >>> float(output.metrics.draft_acceptance_rate)  # a model accepts itself
+      >>> float(output.metrics.draft_acceptance_rate)  # p = q: every draft is accepted
       1.0
     """
     functions = _model_functions(model.init_cache, model.apply, model.logits)
@@ -45,9 +40,11 @@ def model_drafter(model: Model) -> Drafter:
 
 @functools.lru_cache(maxsize=64)
 def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any]:
+    """Returns `init` and `propose` of a drafter; equal ones for equal models, to share programs."""
+
     def init(params: Any, token_ids: jax.Array, lengths: jax.Array, max_length: int) -> Any:
-        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        positions = jnp.where(place < lengths[:, None], place, -1)
+        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        positions = jnp.where(index < lengths[:, None], index, -1)
         cache = init_cache(token_ids.shape[0], max_length)
         return apply(params, jnp.maximum(token_ids, 0), positions, cache)[1]
 
@@ -57,62 +54,48 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any
         token_ids: jax.Array,
         hidden: jax.Array,
         *,
-        keys: jax.Array,
         positions: jax.Array,
         num_tokens: jax.Array,
-        temperature: jax.Array,
-        config: SpeculativeConfig,
-        sampling: SamplingParams | None = None,
-        history: History | None = None,
+        **options: Any,
     ) -> tuple[Draft, Any]:
-        def step(carry: Any, fed: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
-            cache, *before = carry
-            fed, at = fed[:, None], at[:, None]
-            if before:
-                fed = jnp.concatenate([before[0][:, None], fed], axis=1)
+        def step(carry: Any, ids: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
+            cache, *previous = carry
+            ids, at = ids[:, None], at[:, None]
+            if previous:
+                ids = jnp.concatenate([previous[0][:, None], ids], axis=1)
                 at = jnp.concatenate([at - 1, at], axis=1)
             at = jnp.where(num_tokens[:, None] > 0, at, -1)
-            seen, cache = apply(params, fed, at, cache)
-            return logits(params, seen[:, -1]), (cache,)
+            hidden, cache = apply(params, ids, at, cache)
+            return logits(params, hidden[:, -1]), (cache,)
 
-        last, before = _token_at(token_ids, positions - 1), _token_at(token_ids, positions - 2)
-        drafts, (cache,) = propose(
-            step,
-            (cache, before),
-            last,
-            num_tokens=config.num_speculative_tokens,
-            keys=keys,
-            positions=positions,
-            temperature=temperature,
-            draft_sample_method=config.draft_sample_method,
-            sampling=sampling,
-            history=history,
-            noise_dtype=config.noise_dtype,
-        )
-        return drafts._replace(num_tokens=num_tokens), cache
+        last, previous = _token_at(token_ids, positions - 1), _token_at(token_ids, positions - 2)
+        options = {"positions": positions, "num_tokens": num_tokens, **options}
+        drafts, (cache,) = propose_step(step, (cache, previous), last, **options)
+        return drafts, cache
 
     return init, draft
 
 
 def _token_at(token_ids: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the token i32[B] at an index of each row, which is clipped to the row."""
     index = jnp.clip(index, 0, token_ids.shape[1] - 1)
     return jnp.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
 
 
 @functools.lru_cache(maxsize=64)
 def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
-    """Drafts what followed when the request's last tokens stood there before.
+    """Returns a drafter by prompt lookup: it drafts what followed the last tokens before.
 
-    Prompt lookup: the last n tokens are searched in the request's own prompt and output,
-    n from `max_ngram` down to `min_ngram`; of the places where they occur, the one with the
-    most tokens behind it wins, up to K, and of those the latest. Drafts are one-hot.
+    The last n tokens are searched in the request's own prompt and output, n from `max_ngram` down
+    to `min_ngram`. Where they occur more than once, the occurrence with the most tokens after it
+    wins, counted up to K; the latest wins a tie. Drafts are one-hot.
 
     Args:
-      max_ngram: longest suffix searched, >= min_ngram.
-      min_ngram: shortest, >= 1.
+      max_ngram: longest suffix searched, a Python int >= min_ngram.
+      min_ngram: shortest suffix searched, a Python int >= 1.
 
     Returns:
-      A `Drafter` without parameters or state.
+      `Drafter` without parameters or state.
 
     Raises:
       ValueError: if the range is empty or begins below 1.
@@ -143,37 +126,34 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         token_ids: jax.Array,
         hidden: jax.Array,
         *,
-        keys: jax.Array,
         positions: jax.Array,
         num_tokens: jax.Array,
-        temperature: jax.Array,
         config: SpeculativeConfig,
-        sampling: SamplingParams | None = None,
-        history: History | None = None,
+        **options: Any,
     ) -> tuple[Draft, Any]:
         k = config.num_speculative_tokens
-        follow = jax.vmap(lambda row, length: _lookup(row, length, k, max_ngram, min_ngram))
-        ids, count = follow(token_ids, positions)
+        look_up = jax.vmap(lambda row, length: _look_up(row, length, k, max_ngram, min_ngram))
+        ids, count = look_up(token_ids, positions)
         return Draft(ids, num_tokens=jnp.minimum(num_tokens, count)), state
 
     return Drafter((), init, draft)
 
 
-def _lookup(
+def _look_up(
     row: jax.Array, length: jax.Array, k: int, max_ngram: int, min_ngram: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What followed the row's last tokens before: ids i32[k], and how many of them count."""
-    place = jnp.arange(row.shape[0], dtype=jnp.int32)
-    follows = jnp.int32(0)
+    """Returns the tokens i32[k] that followed the row's last tokens, and how many are drafts."""
+    index = jnp.arange(row.shape[0], dtype=jnp.int32)
+    start = jnp.int32(0)
     for n in range(min_ngram, max_ngram + 1):
-        same = place < length - n
+        matches = index < length - n
         for t in range(n):
-            wanted = row[jnp.maximum(length - n + t, 0)]
-            same &= jnp.take(row, place + t, mode="clip") == wanted
-        same &= length > n
-        behind = jnp.minimum(length - place - n, k)
-        best = jnp.max(jnp.where(same, behind * row.shape[0] + place, -1))
-        follows = jnp.where(best >= 0, best % row.shape[0] + n, follows)
-    count = jnp.where(follows > 0, jnp.minimum(length - follows, k), 0)
-    ids = jnp.take(row, follows + jnp.arange(k, dtype=jnp.int32), mode="clip")
+            suffix_token = row[jnp.maximum(length - n + t, 0)]
+            matches &= jnp.take(row, index + t, mode="clip") == suffix_token
+        matches &= length > n
+        num_after = jnp.minimum(length - index - n, k)
+        best = jnp.max(jnp.where(matches, num_after * row.shape[0] + index, -1))
+        start = jnp.where(best >= 0, best % row.shape[0] + n, start)
+    count = jnp.where(start > 0, jnp.minimum(length - start, k), 0)
+    ids = jnp.take(row, start + jnp.arange(k, dtype=jnp.int32), mode="clip")
     return jnp.where(jnp.arange(k, dtype=jnp.int32) < count, ids, -1), count

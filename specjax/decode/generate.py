@@ -8,113 +8,13 @@ import jax.numpy as jnp
 
 from specjax.checks import check_count, check_keys, check_prompt, read_array, read_ids
 from specjax.config import SpeculativeConfig
-from specjax.decode.logprobs import LogprobsConfig, check_logprobs_config
+from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_generate, run_init, run_step
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.typing import Drafter, Model
 
 __all__ = ["generate", "init", "step"]
-
-
-def init(
-    target: Model,
-    drafter: Drafter | None,
-    prompt_token_ids: Any,
-    prompt_lengths: Any,
-    *,
-    keys: jax.Array,
-    config: SpeculativeConfig | None = None,
-    max_new_tokens: int,
-    temperature: Any = 1.0,
-    eos_token_ids: Any = (),
-    sampling: SamplingParams | None = None,
-    num_logprobs: int | None = None,
-    logprobs_mode: str = "raw",
-) -> DecodeState:
-    """Reads the prompts, draws the first token of each request and the first draft.
-
-    Arguments are those of `generate`; `step` goes on from the state.
-
-    Args:
-      target: the model whose law the output follows.
-      drafter: what proposes tokens, or None.
-      prompt_token_ids: i32[B, L].
-      prompt_lengths: i32[B], in [1, L].
-      keys: typed threefry keys, [B] or ().
-      config: a `SpeculativeConfig`; None is the default one.
-      max_new_tokens: a Python int >= 1.
-      temperature: f32, [B] or scalar.
-      eos_token_ids: ints or i32[E].
-      sampling: a `SamplingParams`, or None.
-      num_logprobs: a Python int >= 0, or None.
-      logprobs_mode: "raw" or "processed".
-
-    Returns:
-      `DecodeState` with one token generated.
-
-    Raises:
-      ValueError: for what `generate` refuses.
-
-    Example:
-      >>> model = specjax.Model(  # a Markov chain on two tokens
-      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
-      ...     init_cache=lambda batch_size, max_length: (),
-      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
-      ...     logits=lambda params, hidden: params[hidden[..., 0]])
-      >>> state = specjax.init(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
-      >>> state.token_ids.tolist(), state.lengths.tolist()
-      ([[0, 1, -1, -1]], [2])
-    """
-    arguments = _read_arguments(
-        target,
-        drafter,
-        prompt_token_ids,
-        prompt_lengths,
-        keys,
-        config,
-        max_new_tokens,
-        temperature,
-        eos_token_ids,
-        sampling,
-        check_logprobs_config(num_logprobs, logprobs_mode),
-    )
-    return run_init(target, drafter, **arguments)
-
-
-def step(
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    *,
-    config: SpeculativeConfig | None = None,
-) -> tuple[DecodeState, StepInfo]:
-    """One speculative step of every request that has not ended.
-
-    Args:
-      target: as in `init`.
-      drafter: as in `init`.
-      state: from `init` or `step`.
-      config: as in `init`.
-
-    Returns:
-      The next state, and what the step did.
-
-    Example:
-      >>> model = specjax.Model(  # a Markov chain on two tokens
-      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
-      ...     init_cache=lambda batch_size, max_length: (),
-      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
-      ...     logits=lambda params, hidden: params[hidden[..., 0]])
-      >>> state = specjax.init(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
-      >>> state, info = specjax.step(model, None, state)
-      >>> state.token_ids.tolist(), info.verification.num_emitted.tolist()
-      ([[0, 1, 0, -1]], [1])
-    """
-    config = SpeculativeConfig() if config is None else config
-    return run_step(target, drafter, state, config=config.compile_key())
 
 
 def generate(
@@ -132,88 +32,192 @@ def generate(
     num_logprobs: int | None = None,
     logprobs_mode: str = "raw",
 ) -> Generation:
-    """Generates with speculation; the output follows the target's law exactly.
+    r"""Generates text with speculation; it follows the target's distribution exactly.
 
-    A request's tokens are a function of its own key, prompt, temperature and sampling
-    parameters, of the models, `config` and `max_new_tokens`, never of the other requests. With
-    temperature 0 they are those of plain greedy decoding, whatever drafts.
+    .. math:: P(x_1, \dots, x_n) = \prod_i p_{\text{target}}(x_i \mid \text{prompt}, x_{<i})
+
+    for any drafter, at the request's temperature and sampling parameters. The tokens of a request
+    are a function of its own key, prompt, temperature and sampling parameters, of the models,
+    `config` and `max_new_tokens`. They do not depend on the other requests. At temperature 0 they
+    are the tokens of plain greedy decoding.
 
     Args:
-      target: the model whose law the output follows.
-      drafter: `model_drafter(model)`, `ngram_drafter()`, one of your own, or None for plain
-        decoding through the same code.
-      prompt_token_ids: i32[B, L], padded behind each prompt with anything. That they are of the
-        target's vocabulary, and no longer than it was trained for, is the caller's to see to.
-      prompt_lengths: i32[B], in [1, L].
+      target: the model whose distribution the output follows.
+      drafter: `model_drafter(model)`, `ngram_drafter()`, a `Drafter` of your own, or None for
+        plain decoding by the same code.
+      prompt_token_ids: i32[B, L], B and L >= 1, padded at the end with any ids. The caller makes
+        sure that the ids are in the target's vocabulary and that the target takes texts of
+        L + max_new_tokens tokens.
+      prompt_lengths: i32[B] in [1, L].
       keys: typed threefry keys, [B] or (). With () each request folds in its index.
-      config: a `SpeculativeConfig`; None is the default one.
+      config: a `SpeculativeConfig`. None is the default one.
       max_new_tokens: most tokens generated per request, a Python int >= 1.
-      temperature: f32, [B] or scalar, >= 0; below 1e-5 the request is greedy.
-      eos_token_ids: ints or i32[E], tokens that end a request; they are kept.
-      sampling: truncation, penalties and masks, for all requests or for each, of the target
-        and of a model that drafts alike: `SamplingParams`. Its values are data: only asking
-        for another rule compiles anew. None is none.
-      num_logprobs: likeliest tokens listed for every generated token, besides its own rank
-        and log-probability, a Python int >= 0. None keeps none.
-      logprobs_mode: those of the model's "raw" law, at temperature 1, or of the "processed"
-        one that was sampled from, which `Generation.logprobs` are always of.
+      temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or not
+        finite makes it invalid.
+      eos_token_ids: int, ints or i32[E], tokens that end a request. They are kept.
+      sampling: `SamplingParams` of the target; a draft model samples by them too. They are data:
+        only a rule that is added or taken away compiles anew. None is no rule.
+      num_logprobs: likeliest tokens listed for every generated token, besides its own rank and
+        log-probability, a Python int in [0, V]. None lists none.
+      logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
+        distribution that was sampled from. `Generation.logprobs` are always of the second.
 
     Returns:
-      `Generation` with buffers of L + max_new_tokens places. A request of which a row is
-      no law, because nothing is allowed there or a penalty is invalid, ends as invalid.
+      `Generation` with buffers of L + max_new_tokens tokens. A request ends as
+      `Finish.INVALID` at an invalid row: NaN, +inf, nothing allowed, or an invalid penalty.
 
     Raises:
       ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, more
-        log-probabilities than tokens, or a drafter that takes no sampling parameters.
+        log-probabilities than tokens, or a drafter that does not accept sampling parameters.
 
     Example:
-      >>> model = specjax.Model(  # a Markov chain on two tokens
-      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
-      ...     init_cache=lambda batch_size, max_length: (),
-      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
-      ...     logits=lambda params, hidden: params[hidden[..., 0]])
+      >>> from specjax.decode.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
       ...     model, specjax.ngram_drafter(), [[0]], [1], keys=jax.random.key(0),
       ...     max_new_tokens=5, temperature=0)
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 0, 1, 0, 1]]
+
+    References:
+      Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arguments = _read_arguments(
+    arguments = _check_arguments(
         target,
         drafter,
         prompt_token_ids,
         prompt_lengths,
-        keys,
-        config,
-        max_new_tokens,
-        temperature,
-        eos_token_ids,
-        sampling,
-        check_logprobs_config(num_logprobs, logprobs_mode),
+        keys=keys,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        eos_token_ids=eos_token_ids,
+        sampling=sampling,
+        num_logprobs=num_logprobs,
+        logprobs_mode=logprobs_mode,
     )
     return run_generate(target, drafter, **arguments)
 
 
-def _read_arguments(
+def init(
     target: Model,
     drafter: Drafter | None,
     prompt_token_ids: Any,
     prompt_lengths: Any,
+    *,
+    keys: jax.Array,
+    config: SpeculativeConfig | None = None,
+    max_new_tokens: int,
+    temperature: Any = 1.0,
+    eos_token_ids: Any = (),
+    sampling: SamplingParams | None = None,
+    num_logprobs: int | None = None,
+    logprobs_mode: str = "raw",
+) -> DecodeState:
+    """Reads the prompts, samples the first token of each request and drafts the next ones.
+
+    Args:
+      target: each argument as in `generate`.
+      drafter: a `Drafter`, or None.
+      prompt_token_ids: i32[B, L].
+      prompt_lengths: i32[B].
+      keys: typed threefry keys, [B] or ().
+      config: a `SpeculativeConfig`, or None.
+      max_new_tokens: a Python int.
+      temperature: f32, [B] or scalar.
+      eos_token_ids: int, ints or i32[E].
+      sampling: `SamplingParams`, or None.
+      num_logprobs: a Python int, or None.
+      logprobs_mode: "raw" or "processed".
+
+    Returns:
+      `DecodeState` with one token generated, which `step` takes.
+
+    Raises:
+      ValueError: for what `generate` refuses.
+
+    Example:
+      >>> from specjax.decode.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+      >>> state = specjax.init(
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      >>> state.token_ids.tolist(), state.lengths.tolist()
+      ([[0, 1, -1, -1]], [2])
+    """
+    arguments = _check_arguments(
+        target,
+        drafter,
+        prompt_token_ids,
+        prompt_lengths,
+        keys=keys,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        eos_token_ids=eos_token_ids,
+        sampling=sampling,
+        num_logprobs=num_logprobs,
+        logprobs_mode=logprobs_mode,
+    )
+    return run_init(target, drafter, **arguments)
+
+
+def step(
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    *,
+    config: SpeculativeConfig | None = None,
+) -> tuple[DecodeState, StepInfo]:
+    """Takes one speculative step of every request that has not ended.
+
+    Args:
+      target: as in `init`.
+      drafter: as in `init`.
+      state: from `init` or `step`.
+      config: as in `init`.
+
+    Returns:
+      The next `DecodeState`, and `StepInfo` of the step.
+
+    Raises:
+      ValueError: for a draft whose arrays do not fit together.
+
+    Example:
+      >>> from specjax.decode.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+      >>> state = specjax.init(
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      >>> state, info = specjax.step(model, None, state)
+      >>> state.token_ids.tolist(), info.verification.num_emitted.tolist()
+      ([[0, 1, 0, -1]], [1])
+    """
+    config = SpeculativeConfig() if config is None else config
+    return run_step(target, drafter, state, config=config.compile_key())
+
+
+def _check_arguments(
+    target: Model,
+    drafter: Drafter | None,
+    prompt_token_ids: Any,
+    prompt_lengths: Any,
+    *,
     keys: jax.Array,
     config: SpeculativeConfig | None,
     max_new_tokens: int,
     temperature: Any,
     eos_token_ids: Any,
     sampling: SamplingParams | None,
-    logprobs: LogprobsConfig | None,
+    num_logprobs: int | None,
+    logprobs_mode: str,
 ) -> dict[str, Any]:
-    """The checked arguments of `run_init`."""
+    """Returns the checked arguments of `run_init`."""
+    logprobs = check_logprobs_config(num_logprobs, logprobs_mode)
     config = SpeculativeConfig() if config is None else config
-    _check_kinds(target, drafter, config)
-    if isinstance(sampling, SamplingParams) and all(asked is None for asked in sampling):
+    _check_types(target, drafter, config)
+    if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
     if sampling is not None and drafter is not None:
-        _check_takes_sampling(drafter)
+        _check_accepts_sampling(drafter)
     why = "because it sizes the buffers"
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
     prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
@@ -237,17 +241,19 @@ def _read_arguments(
     }
 
 
-def _check_takes_sampling(drafter: Drafter) -> None:
-    taken = inspect.signature(drafter.propose).parameters.values()
-    names = {parameter.name for parameter in taken}
-    if not names >= {"sampling", "history"} and all(p.kind != p.VAR_KEYWORD for p in taken):
+def _check_accepts_sampling(drafter: Drafter) -> None:
+    """Refuses a drafter whose `propose` has no parameters for what requests ask."""
+    parameters = inspect.signature(drafter.propose).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_any and not names >= {"sampling", "history"}:
         raise ValueError(
-            "drafter.propose takes no sampling and history, which it is given where sampling "
-            "parameters are asked for; one that ignores them is exact, too."
+            "drafter.propose takes no `sampling` and `history`; sampling parameters are given, so "
+            "it must accept both, or **kwargs. It may ignore them: the output is exact."
         )
 
 
-def _check_kinds(target: Any, drafter: Any, config: Any) -> None:
+def _check_types(target: Any, drafter: Any, config: Any) -> None:
     if not isinstance(target, Model):
         raise ValueError(f"target is {type(target).__name__}; it needs a specjax.Model.")
     if drafter is not None and not isinstance(drafter, Drafter):

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafts import propose
+from specjax.decode.propose import propose_step
 from specjax.models.draft_head import HeadConfig, check_head, head_functions
-from specjax.processing.sampling_params import SamplingParams
-from specjax.processing.token_counts import History
 from specjax.typing import Draft, Drafter, Model
 
 __all__ = ["head_drafter"]
@@ -72,13 +70,10 @@ def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
         token_ids: jax.Array,
         hidden: jax.Array,
         *,
-        keys: jax.Array,
         positions: jax.Array,
         num_tokens: jax.Array,
-        temperature: jax.Array,
         config: SpeculativeConfig,
-        sampling: SamplingParams | None = None,
-        history: History | None = None,
+        **options: Any,
     ) -> tuple[Draft, Any]:
         # What the step before drafted lies in the cache with states of the head's own: all that
         # it may have committed is fed anew, as the context that it is now.
@@ -98,20 +93,16 @@ def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
             last = seen[:, -1].astype(dtype)
             return logits(params["target"], last), (cache, last, fed[:, None])
 
-        drafts, (cache, _, _) = propose(
+        drafts, (cache, _, _) = propose_step(
             step,
             (cache, hidden, ids[:, :-1]),
             ids[:, -1],
-            num_tokens=config.num_speculative_tokens,
-            keys=keys,
             positions=positions,
-            temperature=temperature,
-            draft_sample_method=config.draft_sample_method,
-            sampling=sampling,
-            history=history,
-            noise_dtype=config.noise_dtype,
+            num_tokens=num_tokens,
+            config=config,
+            **options,
         )
-        return drafts._replace(num_tokens=num_tokens), cache
+        return drafts, cache
 
     return init, draft
 

@@ -49,11 +49,8 @@ class SamplingParams(NamedTuple):
         `bad_words_array`.
 
     Example:
-      >>> model = specjax.Model(  # a Markov chain on two tokens
-      ...     jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]])),
-      ...     init_cache=lambda batch_size, max_length: (),
-      ...     apply=lambda params, token_ids, positions, cache: (token_ids[..., None], cache),
-      ...     logits=lambda params, hidden: params[hidden[..., 0]])
+      >>> from specjax.decode.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
       ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=4,
       ...     sampling=specjax.SamplingParams(allowed=jnp.array([False, True])))

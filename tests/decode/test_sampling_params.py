@@ -343,7 +343,7 @@ def test_a_drafter_of_ones_own_may_take_sampling_or_any_or_be_told_that_it_does_
     plain = texts(run(None, None, temperature=0))
     for nothing in (None, SamplingParams()):
         assert texts(run(own_drafter(old), nothing, temperature=0)) == plain
-    with pytest.raises(ValueError, match="propose takes no sampling and history"):
+    with pytest.raises(ValueError, match="propose takes no `sampling` and `history`"):
         run(own_drafter(old), SamplingParams(top_k=2))
 
 

@@ -19,7 +19,8 @@ NO_CODE = ("pallas.__init__", "pallas.tiles", "models.pallas.__init__")
 LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
     *("core.truncation", "samplers.verify", "samplers.next_token"),
-    *(f"decode.{name}" for name in ("drafts", "drafters", "loop", "commit", "metrics", "logprobs")),
+    *(f"decode.{name}" for name in ("drafts", "propose", "drafters", "loop", "commit")),
+    *(f"decode.{name}" for name in ("metrics", "logprobs")),
     *(f"processing.{name}" for name in ("logit_rules", "cutoff", "cutoff_xla")),
     "schedules",
     *(

@@ -7,6 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _DRAFTS = "specjax.decode.drafts."
 _LOOP = "specjax.decode.loop."
+_PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
 _RULES = "specjax.processing.logit_rules."
@@ -20,28 +21,28 @@ _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
 MUTATIONS = (
     Mutation(
-        f"{_DRAFTS}propose.draw",
+        f"{_PROPOSE}propose.draw",
         "positions=positions + i",
         "positions=positions",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
         "all drafts are drawn at the first position",
     ),
     Mutation(
-        f"{_DRAFTS}propose.draw",
+        f"{_PROPOSE}propose.draw",
         "Stream.draft(i)",
         "Stream.draft(0)",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
         "all drafts are drawn on the first stream",
     ),
     Mutation(
-        f"{_DRAFTS}propose.draw",
+        f"{_PROPOSE}propose.draw",
         "positions + (i - 1)",
         "positions + i",
         drafts("test_each_token_is_fed_at_its_own_position"),
         "a token is fed one position too late",
     ),
     Mutation(
-        f"{_DRAFTS}propose.draw",
+        f"{_PROPOSE}propose.draw",
         "(sample.token_ids, *outputs)",
         "(jnp.maximum(sample.token_ids, 0), *outputs)",
         drafts("test_a_row_that_is_no_law_ends_the_drafts_of_its_request"),
@@ -56,22 +57,22 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_DRAFTS}gather_drafts.align",
-        "same &= (cached_request_ids >= 0)[None]",
-        "same &= (cached_request_ids > -9)[None]",
+        "matches &= (cached_request_ids >= 0)[None]",
+        "matches &= (cached_request_ids > -9)[None]",
         drafts("test_empty_slots_match_no_request"),
         "an empty slot belongs to a request of its id",
     ),
     Mutation(
         f"{_DRAFTS}gather_drafts.align",
-        "slot if taken.rows is None else taken.rows",
+        "slot if aligned.rows is None else aligned.rows",
         "slot",
         drafts("test_gathering_what_was_gathered_composes_the_rows"),
         "rows of a gathered draft are those of the draft before",
     ),
     Mutation(
         f"{_DRAFTS}gather_drafts.align",
-        "jnp.where(num_tokens < 0, -1, usable)",
-        "usable",
+        "jnp.where(num_tokens < 0, -1, num_drafted)",
+        "num_drafted",
         drafts(f"{_FOLLOW}[inactive]"),
         "an inactive request is one without drafts",
     ),
@@ -90,37 +91,37 @@ MUTATIONS = (
         "the token before the last is fed at the place of the last",
     ),
     Mutation(
-        "specjax.decode.drafters._model_functions.draft",
+        f"{_PROPOSE}propose_step",
         "temperature=temperature",
         "temperature=temperature * 0 + 1",
         decode("test_a_model_drafting_for_itself_is_accepted_over_256_tokens"),
         "drafts are drawn at temperature 1",
     ),
     Mutation(
-        "specjax.decode.drafters._lookup",
-        "behind * row.shape[0] + place",
-        "place",
+        "specjax.decode.drafters._look_up",
+        "num_after * row.shape[0] + index",
+        "index",
         decode(_LONGEST, _LOOKUP),
         "of several places the latest wins, however few tokens follow",
     ),
     Mutation(
-        "specjax.decode.drafters._lookup",
+        "specjax.decode.drafters._look_up",
         "range(min_ngram, max_ngram + 1)",
         "range(max_ngram, min_ngram - 1, -1)",
         decode(_LONGEST, _LOOKUP),
         "the shortest suffix wins over the longest",
     ),
     Mutation(
-        "specjax.decode.drafters._lookup",
-        "place < length - n",
-        "place <= length - n",
+        "specjax.decode.drafters._look_up",
+        "index < length - n",
+        "index <= length - n",
         decode(_LOOKUP),
         "a suffix is found at its own place",
     ),
     Mutation(
-        "specjax.decode.drafters._lookup",
-        "same &= length > n",
-        "same &= length > 0",
+        "specjax.decode.drafters._look_up",
+        "matches &= length > n",
+        "matches &= length > 0",
         why="a text no longer than the suffix is searched",
         equivalent="no place lies before length - n then",
     ),
@@ -132,7 +133,7 @@ MUTATIONS = (
         "verification's noise is float32, whatever `use_fp64_gumbel` says",
     ),
     Mutation(
-        "specjax.decode.drafters._model_functions.draft",
+        f"{_PROPOSE}propose_step",
         "noise_dtype=config.noise_dtype",
         "noise_dtype=jnp.float32",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),

@@ -124,7 +124,7 @@ MUTATIONS = (
         "top-p and min-p weigh at temperature 1",
     ),
     Mutation(
-        "specjax.decode.drafts._draft_sampling",
+        "specjax.decode.propose._draft_sampling",
         "if greedy else filters",
         "if not greedy else filters",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions")

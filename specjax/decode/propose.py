@@ -1,0 +1,213 @@
+"""A draft model's proposal: K tokens, each sampled from the logits after the one before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checks import as_array, check_count, check_logits, read_array
+from specjax.config import SpeculativeConfig
+from specjax.core.truncation import Filters
+from specjax.implementation import read_implementation
+from specjax.mesh import pvary_like
+from specjax.processing.apply_sampling import apply_sampling_to_draft
+from specjax.processing.logit_rules import LogitRules, RowContext
+from specjax.processing.rule_checks import check_history
+from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
+from specjax.processing.token_counts import History
+from specjax.samplers.api import gumbel_sample
+from specjax.typing import Draft, Stream
+
+__all__ = ["propose", "propose_step"]
+
+_StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def propose(
+    step_fn: _StepFn,
+    carry: Any,
+    token_ids: jax.Array,
+    *,
+    num_tokens: int,
+    keys: jax.Array,
+    positions: Any,
+    temperature: Any = 1.0,
+    draft_sample_method: str = "probabilistic",
+    sampling: SamplingParams | None = None,
+    history: History | None = None,
+    noise_dtype: Any = jnp.float32,
+    implementation: str | None = None,
+) -> tuple[Draft, Any]:
+    r"""Drafts K tokens with a model, for a loop of your own; call it under `jax.jit`.
+
+    .. math:: x_i \sim q_i = \mathrm{softmax}(\text{logits}_i / \text{temperature}),
+      \quad i = 0, \dots, K - 1
+
+    where the logits of row i follow the tokens drafted before it. Token i is sampled on
+    ``Stream.draft(i)`` at position ``positions + i``; give `rejection_sample` the same keys and
+    positions. The draft keeps the logits and statistics of every row, so that verification reduces
+    no draft row again.
+
+    Args:
+      step_fn: ``(carry, token_ids[B], positions[B]) -> (logits[B, V_d], carry)``. It feeds one
+        token per request at that absolute position and returns the logits of the next token. The
+        first call is traced apart from the others, so it may take a carry of another structure
+        than it returns.
+      carry: pytree, for instance the draft model's cache.
+      token_ids: i32[B], the last committed tokens, at ``positions - 1``.
+      num_tokens: K, a Python int >= 1.
+      keys: typed threefry keys, [B] or ().
+      positions: i32, [B] or scalar, absolute position of the first drafted token.
+      temperature: f32, [B] or scalar, >= 0. Below 1e-5 the draft is the argmax.
+      draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
+        as a one-hot draft, and keeps no logits.
+      sampling: `SamplingParams` to draft by. Those of the target make drafts likeliest to be
+        accepted. A bias or a mask is cut or filled up to V_d. The draft keeps the processed logits
+        and the cutoffs.
+      history: the committed tokens, which penalties and bad words read, as in `process_logits`.
+        The tokens drafted so far count too.
+      noise_dtype: float32 or float64, as in `gumbel_sample`.
+      implementation: as in `gumbel_sample`, of the draws and the cutoffs.
+
+    Returns:
+      `Draft` with token arrays [B, K], and the carry. An invalid row gives -1, which ends the
+      drafts of its request.
+
+    Raises:
+      ValueError: for an unknown method, K < 1, or what `gumbel_sample` refuses.
+
+    Example:
+      >>> table = jnp.log(jnp.array([[0.5, 0.5], [0.9, 0.1]]))
+      >>> draft, _ = specjax.propose(
+      ...     lambda carry, token_ids, positions: (table[token_ids], carry), (),
+      ...     jnp.array([0, 1]), num_tokens=3, keys=jax.random.key(0), positions=1)
+      >>> draft.logits.shape
+      (2, 3, 2)
+    """
+    if draft_sample_method not in ("probabilistic", "greedy"):
+        raise ValueError(
+            f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
+        )
+    num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
+    token_ids, positions, temperature = _check_batch(token_ids, positions, temperature)
+    size = token_ids.shape[0]
+    greedy = draft_sample_method == "greedy"
+    draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
+    rules, filters = _draft_sampling(sampling, size, greedy)
+    history = check_history(rules, History() if history is None else history, size)
+    resolved = read_implementation(implementation)
+
+    def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
+        logits, carry = step_fn(carry, token_ids, positions + (i - 1))
+        logits = as_array("logits", logits)
+        check_logits("logits", logits, "[B, V_d]", size)
+        logits, cutoff = apply_sampling_to_draft(
+            logits,
+            rules,
+            filters,
+            RowContext(history, drafted, jnp.asarray(i, jnp.int32)),
+            temperature=draft_temperature,
+            implementation=resolved,
+        )
+        sample = gumbel_sample(
+            logits,
+            keys=keys,
+            positions=positions + i,
+            stream=Stream.draft(i),
+            temperature=draft_temperature,
+            cutoff=cutoff,
+            noise_dtype=noise_dtype,
+            implementation=implementation,
+        )
+        outputs = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
+        outputs += [] if cutoff is None else [cutoff]
+        # An invalid row gives -1, which ends the drafts; the model is fed a token.
+        return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
+
+    rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys)
+    if greedy:
+        return Draft(rows[0]), carry
+    ids, logits, logprobs, logsumexp, *cutoff = rows
+    return Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff), carry
+
+
+def propose_step(
+    step_fn: _StepFn,
+    carry: Any,
+    token_ids: jax.Array,
+    *,
+    num_tokens: jax.Array,
+    temperature: jax.Array,
+    config: SpeculativeConfig,
+    **options: Any,
+) -> tuple[Draft, Any]:
+    """Returns the draft of one step of a decode loop: `propose` by a config.
+
+    Args:
+      step_fn: as in `propose`.
+      carry: as in `propose`.
+      token_ids: as in `propose`.
+      num_tokens: i32[B], most drafted tokens of each request, -1 for an inactive one.
+      temperature: f32[B].
+      config: gives K, the method and the dtype of the noise.
+      **options: what else a drafter is given that `propose` takes.
+
+    Returns:
+      `Draft` with these numbers of tokens, and the carry.
+    """
+    draft, carry = propose(
+        step_fn,
+        carry,
+        token_ids,
+        num_tokens=config.num_speculative_tokens,
+        temperature=temperature,
+        draft_sample_method=config.draft_sample_method,
+        noise_dtype=config.noise_dtype,
+        **options,
+    )
+    return draft._replace(num_tokens=num_tokens), carry
+
+
+def _draw_tokens(
+    draw: Callable[..., Any], carry: Any, token_ids: jax.Array, num_tokens: int, keys: jax.Array
+) -> tuple[list[jax.Array], Any]:
+    """Returns the outputs of K draws, each [B, K, ...] and the token ids first, and the carry."""
+    carry, last, outputs = draw(0, carry, token_ids, None)
+    # Every index holds the first draw until its own is made.
+    rows = [jnp.repeat(x[:, None], num_tokens, axis=1) for x in outputs]
+
+    def body(i: jax.Array, state: Any) -> Any:
+        carry, last, rows = state
+        carry, last, outputs = draw(i, carry, last, rows[0])
+        update = jax.lax.dynamic_update_index_in_dim
+        rows = [update(row, x, i, 1) for row, x in zip(rows, outputs, strict=True)]
+        return pvary_like((carry, last, rows), state)
+
+    start = (carry, last, rows)
+    carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, pvary_like(start, start, keys))
+    return rows, carry
+
+
+def _draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[LogitRules, Filters]:
+    """Returns checked rules and filters; an argmax needs no filters."""
+    sampling = SamplingParams() if sampling is None else read_sampling(sampling, size)
+    rules, filters = split_sampling(sampling)
+    return rules, Filters(None, None, None) if greedy else filters
+
+
+def _check_batch(
+    token_ids: Any, positions: Any, temperature: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns last tokens, positions and temperatures, each [B], or refuses."""
+    token_ids = jnp.asarray(as_array("token_ids", token_ids))
+    if token_ids.ndim != 1:
+        raise ValueError(
+            f"token_ids has shape {token_ids.shape}; it needs [B], each request's last token."
+        )
+    each = ((), token_ids.shape)
+    # Sums rather than broadcasts: they keep the sharding of the batch.
+    zeros = jnp.zeros_like(token_ids, jnp.int32)
+    positions = zeros + read_array("positions", positions, jnp.int32, *each)
+    temperature = read_array("temperature", temperature, jnp.float32, *each)
+    return token_ids, positions, zeros.astype(jnp.float32) + temperature
