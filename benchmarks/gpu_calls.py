@@ -21,6 +21,7 @@ from gpu_inputs import (
 from gpu_loop import Loop, Lowered, compile_all, lower_loop, time_loop
 
 import specjax
+from specjax.implementation import Implementation
 
 # Without it a profiled program launches kernel by kernel what it otherwise launches as a graph.
 GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
@@ -106,7 +107,7 @@ class Effort(NamedTuple):
 REHEARSAL = Effort(runs=2, calls=2, most_sets=2, kernels="interpret")
 
 
-def make_call(program: Program, kernels: str) -> Callable[..., Any]:
+def make_call(program: Program, kernels: str | Implementation) -> Callable[..., Any]:
     """The public function of a program as `lower_loop` wants it."""
     implementation = program.implementation or kernels
 
@@ -157,8 +158,8 @@ class Bench:
         count = num_sets(shape, 1, effort.most_sets)
         self._rows = [draw_rows(seed, shape) for seed in range(count)] if kinds - {"verify"} else []
 
-    def lower(self, case: Case) -> Lowered:
-        """Lowers a case's program."""
+    def lower(self, case: Case, kernels: str | Implementation | None = None) -> Lowered:
+        """Lowers a case's program, by default for the kernels that the effort names."""
         program = PROGRAMS[case.program]
         sets = self._sets(case)
         # XLA compiles the reference anew for every call of an iteration.
@@ -169,7 +170,7 @@ class Bench:
         arguments = self._arguments(case, sets, calls, 0)
         x64 = jax.enable_x64(True) if program.noise == "float64" else contextlib.nullcontext()
         with x64:
-            call = make_call(program, self.effort.kernels)
+            call = make_call(program, kernels or self.effort.kernels)
             loop = lower_loop(call, arguments, iterations)
         return Lowered(loop, calls, iterations, GRAPHS if program.graphs else None)
 

@@ -1,18 +1,15 @@
 """Sweeps tile sizes, warps and the path of small batches: what `tiles.py` is to be chosen from."""
 
-import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 from gpu_calls import CASES, Bench, Effort
 from gpu_inputs import Shape
 from gpu_loop import Lowered, compile_all
 
-from specjax.pallas import resample, sample, verify
-from specjax.pallas.tiles import Tile
-from specjax.samplers.dispatch import run_gumbel_sample, run_rejection_sample
+from specjax.implementation import Implementation
+from specjax.pallas.tiles import KernelConfig, Tile
 
 K, V = 5, 131072
 ROW_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8), (32768, 16)]
@@ -20,10 +17,11 @@ GUMBEL_TILES = [(4096, 8), (8192, 8), (16384, 8)]
 PAIR_TILES = [(4096, 8), (8192, 8), (16384, 8)]
 DRAW_WARPS = [4]
 AT_ONCE = 6
+ANY_BATCH = 2**31
 
 
 class Choice(NamedTuple):
-    """What replaces the choices of `tiles.py`; None leaves one as it is.
+    """Sizes that replace the defaults of `KernelConfig`; None leaves one as it is.
 
     Attributes:
       row: logits and warps of a tile of one row.
@@ -58,30 +56,18 @@ def choices() -> Iterator[tuple[str, Choice]]:
         yield "drawn_0.7", Choice(draw=draw)
 
 
-@contextlib.contextmanager
-def chosen(choice: Choice) -> Iterator[None]:
-    """`specjax.pallas` with its choices replaced, and what was traced before forgotten."""
-    tiles: list[tuple[Any, str, Any]] = []
+def config_of(choice: Choice) -> KernelConfig:
+    """The sizes of the kernels that a choice stands for."""
+    fields: dict[str, Any] = {}
     if choice.row is not None:
-        row = Tile(*choice.row)
-        tiles += [(verify, "target_tile", row), (sample, "row_tile", row)]
+        fields |= {"row": Tile(*choice.row), "target": Tile(*choice.row)}
     if choice.pair is not None:
-        tiles.append((verify, "pair_tile", Tile(*choice.pair)))
+        fields["pair"] = Tile(*choice.pair)
     if choice.small is not None:
-        tiles.append((verify, "is_small", choice.small))
-    run_rejection_sample.clear_cache()
-    run_gumbel_sample.clear_cache()
-    with contextlib.ExitStack() as stack:
-        if choice.draw is not None:
-            for module in (resample, sample):
-                stack.enter_context(mock.patch.object(module, "DRAW_WARPS", choice.draw))
-        asked = [
-            stack.enter_context(mock.patch.object(module, name, mock.Mock(return_value=value)))
-            for module, name, value in tiles
-        ]
-        yield
-        if asked and not any(each.called for each in asked):
-            raise RuntimeError(f"The kernels did not ask for {choice}; was an old trace used?")
+        fields["max_small_batch"] = ANY_BATCH if choice.small else 0
+    if choice.draw is not None:
+        fields["draw_warps"] = choice.draw
+    return KernelConfig(**fields)
 
 
 def sweep(effort: Effort, seconds: float, small: bool) -> Iterator[dict[str, Any]]:
@@ -102,12 +88,9 @@ def sweep(effort: Effort, seconds: float, small: bool) -> Iterator[dict[str, Any
             loops = compile_all(_lower(bench, queue[first : first + AT_ONCE]))
             for (name, choice), loop in loops.items():
                 yield bench.measure(name, loop) | {"tiles": str(choice)}
-    run_rejection_sample.clear_cache()
-    run_gumbel_sample.clear_cache()
 
 
 def _lower(bench: Bench, queue: list[tuple[str, Choice]]) -> Iterator[tuple[Any, Lowered]]:
     for name, choice in queue:
-        with chosen(choice):
-            lowered = bench.lower(CASES[name])
-        yield (name, choice), lowered
+        kernels = Implementation(bench.effort.kernels, (config_of(choice),))
+        yield (name, choice), bench.lower(CASES[name], kernels)

@@ -21,7 +21,9 @@ from specjax.processing.cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams, bad_words_array, bias_array
 from specjax.processing.token_counts import History, TokenCounts, count_tokens, update_counts
-from specjax.samplers.api import gumbel_sample, rejection_sample, rejection_sample_ragged
+from specjax.samplers.gumbel_sample import gumbel_sample
+from specjax.samplers.ragged import rejection_sample_ragged
+from specjax.samplers.rejection_sample import rejection_sample
 from specjax.schedules import (
     conditional_rates,
     expected_acceptance_length,

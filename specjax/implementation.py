@@ -1,129 +1,214 @@
-"""Which implementation runs: what a name means, and what None chooses at lowering."""
+"""Which implementation runs a call, with which kernel sizes and for which GPUs: one frozen value.
 
+`resolve_implementation` turns the argument `implementation` of a public call into an
+`Implementation`, once, where the call enters. It is hashable, a static argument of `jit`, and
+reaches everything that the call does. A room of kernels defines a frozen dataclass of its sizes
+with defaults, and asks for it by `implementation.config(KernelConfig)`.
+"""
+
+import dataclasses
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import jax
 
-__all__ = ["by_implementation", "has_early_starts", "read_implementation", "shared_memory"]
+__all__ = [
+    "DeviceFacts",
+    "Implementation",
+    "by_implementation",
+    "has_early_starts",
+    "read_implementation",
+    "resolve_implementation",
+    "select",
+    "shared_memory",
+    "visible_devices",
+]
 
-_MIN_CAPABILITY, _EARLY_CAPABILITY = 8.0, 9.0
-# From the first of these to below the other, GPUs give a program 227 KB of shared memory.
+_MIN_CAPABILITY, _PDL_CAPABILITY = 8.0, 9.0
+# GPUs from the first of these to below the second give a program 227 KB of shared memory.
 _LARGE_CAPABILITIES = 9.0, 12.0
-_NO_GPU = "JAX sees none here"
 _DEPRECATED = "The Pallas Triton backend is deprecated"
 
+_Config = TypeVar("_Config")
 
-def read_implementation(implementation: str | None) -> str:
-    """What is to run: "xla", "triton", "interpret", or "choose" at lowering; or a refusal."""
-    if implementation not in (None, "xla", "triton", "interpret"):
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """Facts about the GPUs that a program is compiled for.
+
+    Attributes:
+      capabilities: compute capability of each; empty where there is no GPU.
+      has_pallas_triton: whether this JAX can lower Triton kernels.
+    """
+
+    capabilities: tuple[float, ...] = ()
+    has_pallas_triton: bool = True
+
+    @property
+    def supports_pdl(self) -> bool:
+        """Whether a kernel can start before the previous one has ended, as from Hopper on."""
+        return bool(self.capabilities) and min(self.capabilities) >= _PDL_CAPABILITY
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Shared memory that a program may have on every one of the GPUs."""
+        low, high = _LARGE_CAPABILITIES
+        large = bool(self.capabilities) and all(low <= each < high for each in self.capabilities)
+        return (227 if large else 99) * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """An implementation and what its kernels are to use.
+
+    Attributes:
+      name: "xla", "triton" or "interpret"; None lets JAX choose. After `resolve_implementation`
+        "auto" stands for a choice that is made at lowering.
+      configs: sizes of kernels, one frozen dataclass per room. A missing one has its defaults.
+      device: facts about the GPUs. None stands for the GPUs that JAX sees.
+    """
+
+    name: str | None = None
+    configs: tuple[Hashable, ...] = ()
+    device: DeviceFacts | None = None
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernels run in Pallas' interpreter."""
+        return self.name == "interpret"
+
+    def config(self, kind: type[_Config]) -> _Config:
+        """Returns the config of class `kind`, or its defaults where none was given."""
+        for config in self.configs:
+            if isinstance(config, kind):
+                return config
+        return kind()
+
+    def device_facts(self) -> DeviceFacts:
+        """Returns the facts about the GPUs that were given, or about those that JAX sees."""
+        return visible_devices() if self.device is None else self.device
+
+
+def resolve_implementation(implementation: str | Implementation | None) -> Implementation:
+    """Returns the implementation that is to run, or refuses one that cannot.
+
+    Args:
+      implementation: None, "xla", "triton" or "interpret", or an `Implementation` of that name.
+
+    Returns:
+      `Implementation` named "xla", "triton", "interpret" or "auto".
+
+    Raises:
+      ValueError: for an unknown name, or kernels that cannot be lowered here.
+    """
+    if not isinstance(implementation, Implementation):
+        implementation = Implementation(implementation)
+    elif implementation.name == "auto":
+        return implementation
+    name = implementation.name
+    if name not in (None, "xla", "triton", "interpret"):
+        raise ValueError(f"implementation is {name!r}; it is None, 'xla', 'triton' or 'interpret'.")
+    if name == "xla":
+        return implementation
+    device = implementation.device_facts()
+    if name is None:
+        name = "xla" if _why_no_kernels(device) else "auto"
+    if name in ("triton", "interpret") and not device.has_pallas_triton:
         raise ValueError(
-            f"implementation is {implementation!r}; it is None, 'xla', 'triton' or 'interpret'."
-        )
-    if implementation is None:
-        implementation = "xla" if _why_no_kernels() else "choose"
-    if implementation in ("triton", "interpret") and not _has_pallas_triton():
-        raise ValueError(
-            f"implementation={implementation!r} names the Pallas Triton kernels, and JAX "
+            f"implementation={name!r} names the Pallas Triton kernels, and JAX "
             f"{jax.__version__} has no Pallas Triton; use None or 'xla', or an older JAX."
         )
-    if implementation == "triton" and (reason := _why_no_kernels()):
+    if name == "triton" and (reason := _why_no_kernels(device)):
         raise ValueError(
             f"implementation='triton' needs an NVIDIA GPU of compute capability 8.0 or newer, and "
             f"{reason}; None chooses what this machine can run, 'interpret' tests the kernels."
         )
-    if implementation in ("choose", "triton"):
+    if name in ("auto", "triton"):
         _silence_deprecation()
-    return implementation
+    return dataclasses.replace(implementation, name=name)
+
+
+def select(
+    implementation: Implementation, xla: Callable[..., Any], kernels: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the function to call: `xla`, `kernels`, or one that JAX chooses at lowering.
+
+    A function is returned, not called, so that no frame stands between a call and its kernels.
+
+    Args:
+      implementation: a resolved one.
+      xla: the reference, a function of arrays.
+      kernels: a function of the same arrays.
+    """
+    if implementation.name == "xla":
+        return xla
+    if implementation.name == "auto":
+        return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=xla)
+    return kernels
+
+
+@functools.cache
+def visible_devices() -> DeviceFacts:
+    """Returns the facts about the GPUs that JAX sees."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        devices = []
+    try:
+        has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    except ImportError:
+        has_triton = False
+    return DeviceFacts(tuple(float(each.compute_capability) for each in devices), has_triton)
+
+
+def _why_no_kernels(device: DeviceFacts) -> str | None:
+    """Says why the kernels cannot be lowered; None where they can."""
+    if not device.has_pallas_triton:
+        return f"JAX {jax.__version__} has no Pallas Triton"
+    if not device.capabilities:
+        # Under an abstract mesh with a device the caller compiles for that one. A mesh of visible
+        # devices names one too, of unknown capability.
+        target = jax.sharding.get_abstract_mesh().abstract_device
+        is_gpu = target is not None and target.platform in ("gpu", "cuda")
+        return None if is_gpu else "JAX sees none here"
+    if (lowest := min(device.capabilities)) < _MIN_CAPABILITY:
+        return f"JAX sees one of {lowest}"
+    return None
+
+
+def _silence_deprecation() -> None:
+    """Keeps JAX >= 0.11 from warning callers about Pallas Triton: the warning is for specjax.
+
+    At every public call and not where kernels are traced: JAX warns as it lowers, maybe an older
+    trace, after the caller has put the filters back. Only if the filter is not the first, because
+    Python shows what it has shown once more after any change of filters.
+    """
+    first = warnings.filters[0] if warnings.filters else None
+    if first is None or getattr(first[1], "pattern", None) != _DEPRECATED:
+        warnings.filterwarnings("ignore", message=_DEPRECATED, category=DeprecationWarning)
+
+
+def read_implementation(implementation: str | None) -> str:
+    """Returns the name of `resolve_implementation`; for the decoder, until it takes the value."""
+    return resolve_implementation(implementation).name or ""
 
 
 def by_implementation(
     implementation: str, xla: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
 ) -> Any:
-    """Runs one of two functions of the same arrays.
-
-    Args:
-      implementation: what `read_implementation` returned.
-      xla: the reference.
-      kernels: of the same arrays and a keyword, `interpret`.
-      *operands: pytrees of arrays.
-
-    Returns:
-      What the function returns.
-    """
-    if implementation == "xla":
-        return xla(*operands)
+    """Runs one of two functions of arrays; for the decoder, until it uses `select`."""
     run = functools.partial(kernels, interpret=implementation == "interpret")
-    if implementation == "choose":
-        return jax.lax.platform_dependent(*operands, cuda=run, default=xla)
-    return run(*operands)
-
-
-@functools.cache
-def _has_pallas_triton() -> bool:
-    try:
-        return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-    except ImportError:
-        return False
-
-
-def _why_no_kernels() -> str | None:
-    """Why the kernels cannot be lowered here; None where they can."""
-    if not _has_pallas_triton():
-        return f"JAX {jax.__version__} has no Pallas Triton"
-    reason = _why_no_gpu()
-    if reason == _NO_GPU:
-        # Under an abstract mesh with a device the caller compiles for that one. A mesh of devices
-        # that are here names one too, of unknown capability.
-        aim = jax.sharding.get_abstract_mesh().abstract_device
-        if aim is not None and aim.platform in ("gpu", "cuda"):
-            return None
-    return reason
-
-
-def _why_no_gpu() -> str | None:
-    capabilities = _capabilities()
-    if not capabilities:
-        return _NO_GPU
-    if (least := min(capabilities)) < _MIN_CAPABILITY:
-        return f"JAX sees one of {least}"
-    return None
+    return select(Implementation(implementation), xla, run)(*operands)
 
 
 def has_early_starts() -> bool:
-    """Whether GPUs here can start a kernel before the one in front has ended, as Hopper does."""
-    capabilities = _capabilities()
-    return bool(capabilities) and min(capabilities) >= _EARLY_CAPABILITY
+    """Returns `DeviceFacts.supports_pdl`; for the decoder, until it takes the facts."""
+    return visible_devices().supports_pdl
 
 
 def shared_memory() -> int:
-    """Bytes that a program may have on every GPU here: the least are those of consumers' GPUs."""
-    least, beyond = _LARGE_CAPABILITIES
-    capabilities = _capabilities()
-    large = bool(capabilities) and all(least <= each < beyond for each in capabilities)
-    return (227 if large else 99) * 1024
-
-
-@functools.cache
-def _capabilities() -> tuple[float, ...]:
-    """Of the GPUs that JAX sees."""
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return ()
-    return tuple(float(device.compute_capability) for device in devices)
-
-
-def _silence_deprecation() -> None:
-    """Keeps JAX >= 0.11 from warning whoever lowers the kernels: it is for us to act on.
-
-    At every call of the door and not where kernels are traced: JAX warns as it lowers, maybe an
-    older trace, after somebody has put the filters back. Only if ours is not the first, because
-    Python shows what it shows once again after any change of filters.
-    """
-    first = warnings.filters[0] if warnings.filters else None
-    if first is None or getattr(first[1], "pattern", None) != _DEPRECATED:
-        warnings.filterwarnings("ignore", message=_DEPRECATED, category=DeprecationWarning)
+    """Returns `DeviceFacts.shared_memory_bytes`; for the decoder, until it takes the facts."""
+    return visible_devices().shared_memory_bytes

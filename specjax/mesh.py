@@ -42,38 +42,37 @@ def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
 
 
 def shard_map_batch(
-    function: Callable[[Any, Any], Any],
-    leader: jax.Array,
-    batch: Any,
-    shared: Any,
-    check_vma: bool = True,
-) -> Any:
-    """`function(batch, shared)`, on each shard of the batch under an explicit-axes mesh.
+    function: Callable[[Any, Any], Any], leader: jax.Array, check_vma: bool = True
+) -> Callable[[Any, Any], Any]:
+    """Returns `function`, or one that runs it on each shard of a batch with explicit mesh axes.
 
     Args:
-      function: gives a pytree of arrays with a leading batch axis.
+      function: of two pytrees of arrays: one with a leading batch axis, and one that every shard
+        needs whole. Returns arrays with a leading batch axis.
       leader: the array whose leading axis says how the batch is sharded.
-      batch: pytree of arrays with a leading batch axis.
-      shared: pytree of arrays that every shard needs whole.
       check_vma: as in `jax.shard_map`; Pallas' interpreter does not pass its check.
 
     Returns:
-      What `function` returns, sharded like the leader's leading axis.
+      A function of the same pytrees. Its results are sharded like the leader's leading axis.
     """
     mesh, axes = _batch_axes(leader)
     if mesh is None:
-        return function(batch, shared)
+        return function
     split, whole = PartitionSpec(axes), PartitionSpec()
-    batch = jax.tree.map(lambda x: jax.sharding.reshard(x, split), batch)
-    shared = jax.tree.map(lambda x: jax.sharding.reshard(x, whole), shared)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=check_vma
     )
-    return mapped(batch, shared)
+
+    def reshard_and_call(batch: Any, shared: Any) -> Any:
+        batch = jax.tree.map(lambda x: jax.sharding.reshard(x, split), batch)
+        shared = jax.tree.map(lambda x: jax.sharding.reshard(x, whole), shared)
+        return mapped(batch, shared)
+
+    return reshard_and_call
 
 
 def check_unsharded(name: str, array: Any) -> None:
-    """Refuses an array whose leading axis is split over explicit mesh axes."""
+    """Raises `ValueError` for an array whose leading axis is split over explicit mesh axes."""
     _, axes = _batch_axes(array)
     if axes is not None:
         raise ValueError(

@@ -118,26 +118,23 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def implementation(request):
-    """The name of an implementation; the kernels cut rows into the smallest tiles of two blocks."""
+    """An implementation; its kernels cut rows into the smallest tiles of two blocks."""
     if request.param == "xla":
-        yield request.param
-        return
-    from specjax.pallas import cutoff, cutoff_candidates, sample, verify
-    from specjax.pallas.tiles import Tile
+        return request.param
+    from specjax.implementation import Implementation
+    from specjax.pallas.tiles import KernelConfig, Tile
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in [
-            (verify, "row_tile"),
-            (verify, "target_tile"),
-            (verify, "pair_tile"),
-            (sample, "row_tile"),
-            (cutoff, "row_tile"),
-            (cutoff, "search_tile"),
-            (cutoff, "whole_search_tile"),
-        ]:
-            patch.setattr(module, name, lambda *shape: Tile(256, 4))
-        # Of rows this short, too, some are searched where they were noted, and some are not noted.
-        patch.setattr(cutoff, "SEARCH_HELD", 64)
-        for name, quarters in [("_FEW", 4), ("_MANY", 8), ("_TOO_MANY", 60)]:
-            patch.setattr(cutoff_candidates, name, quarters)
-        yield request.param
+    tile = Tile(256, 4)
+    config = KernelConfig(
+        row=tile,
+        target=tile,
+        pair=tile,
+        search=tile,
+        whole_search=tile,
+        # Of rows this short, too, some are searched where they were buffered, and some are not.
+        num_register_logits=64,
+        small_scan=4,
+        large_scan=8,
+        max_scanned=60,
+    )
+    return Implementation(request.param, (config,))

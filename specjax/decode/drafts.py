@@ -96,7 +96,7 @@ def gather_drafts(
         return aligned._replace(num_tokens=jnp.where(num_tokens < 0, -1, num_drafted), rows=rows)
 
     shared = (without_logits, cached_request_ids)
-    draft: Draft = shard_map_batch(align, request_ids, (request_ids, num_tokens), shared)
+    draft: Draft = shard_map_batch(align, request_ids)((request_ids, num_tokens), shared)
     if cache.logits is None:
         return draft._replace(rows=None)
     return draft._replace(logits=cache.logits)

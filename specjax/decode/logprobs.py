@@ -144,7 +144,7 @@ def list_top_logprobs(
     batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
     if logits.ndim == 1:
         return _top_logprobs(*batch, n=n)
-    return shard_map_batch(lambda batch, _: _top_logprobs(*batch, n=n), logits, batch, ())
+    return shard_map_batch(lambda batch, _: _top_logprobs(*batch, n=n), logits)(batch, ())
 
 
 def _top_logprobs(

@@ -23,14 +23,14 @@ from specjax.decode.commit import append, append_emitted
 from specjax.decode.logprobs import TopLogprobs, check_num_listed, list_top_logprobs
 from specjax.decode.metrics import init_metrics, update_metrics
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
-from specjax.implementation import read_implementation
+from specjax.implementation import resolve_implementation
 from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import History, TokenCounts, add_to_counts, count_committed
-from specjax.samplers.api import rejection_sample
+from specjax.samplers.rejection_sample import rejection_sample
 from specjax.typing import Draft, Drafter, Model, Origin
 
 __all__ = ["run_generate", "run_init", "run_step"]
@@ -195,7 +195,7 @@ def _apply_sampling(state: DecodeState, logits: jax.Array) -> tuple[jax.Array, j
         filters,
         context,
         temperature=settings.temperature,
-        implementation=read_implementation(None),
+        implementation=resolve_implementation(None),
     )
 
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from specjax.checks import as_array, check_count, check_logits, read_array
 from specjax.config import SpeculativeConfig
 from specjax.core.truncation import Filters
-from specjax.implementation import read_implementation
+from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
 from specjax.processing.token_counts import History
-from specjax.samplers.api import gumbel_sample
+from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.typing import Draft, Stream
 
 __all__ = ["propose", "propose_step"]
@@ -37,7 +37,7 @@ def propose(
     sampling: SamplingParams | None = None,
     history: History | None = None,
     noise_dtype: Any = jnp.float32,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
 ) -> tuple[Draft, Any]:
     r"""Drafts K tokens with a model, for a loop of your own; call it under `jax.jit`.
 
@@ -96,7 +96,7 @@ def propose(
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
     rules, filters = _draft_sampling(sampling, size, greedy)
     history = check_history(rules, History() if history is None else history, size)
-    resolved = read_implementation(implementation)
+    resolved = resolve_implementation(implementation)
 
     def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))

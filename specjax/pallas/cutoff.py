@@ -22,6 +22,7 @@ from specjax.core.truncation import (
     min_kept,
     search_cutoff,
 )
+from specjax.implementation import Implementation
 from specjax.pallas.blocks import load_row, load_some
 from specjax.pallas.cutoff_bound import (
     Quarters,
@@ -36,15 +37,7 @@ from specjax.pallas.cutoff_bound import (
 )
 from specjax.pallas.cutoff_candidates import Found, gather
 from specjax.pallas.launch import divide, fast_exp2, launch, like, value_when
-from specjax.pallas.tiles import (
-    SEARCH_HELD,
-    SEARCH_NOTED,
-    SEARCH_WARPS,
-    Tile,
-    row_tile,
-    search_tile,
-    whole_search_tile,
-)
+from specjax.pallas.tiles import KernelConfig, Tile
 
 __all__ = ["cutoff_rows", "in_memory", "in_registers"]
 
@@ -125,21 +118,22 @@ class _Cutoffs(NamedTuple):
 
 
 def cutoff_rows(
-    logits: jax.Array, temperature: jax.Array, filters: Filters, *, interpret: bool
+    logits: jax.Array, temperature: jax.Array, filters: Filters, *, implementation: Implementation
 ) -> jax.Array:
-    """The cutoffs of rows.
+    """Returns the cutoffs of rows.
 
     Args:
       logits: [R, V], bf16, f16 or f32.
       temperature: f32[R].
       filters: what to keep of each.
-      interpret: run in Pallas' interpreter.
+      implementation: whose kernels run.
 
     Returns:
       f32[R], -inf where nothing is cut.
     """
     size, vocab_size = logits.shape
-    tile, rows = row_tile(size, vocab_size), Rows(logits, temperature, filters)
+    config, interpret = implementation.config(KernelConfig), implementation.interpret
+    tile, rows = config.row_tile(size, vocab_size), Rows(logits, temperature, filters)
     count = tile.count(vocab_size)
 
     def reduce_kernel(rows: Rows, out: Quarters) -> None:
@@ -156,7 +150,7 @@ def cutoff_rows(
 
         def search() -> jax.Array:
             row = read_row(operands.rows, b, partials, interpret)
-            return _search_row(operands.rows, row, b, out.found, interpret)
+            return _search_row(operands.rows, row, b, out.found, config, interpret)
 
         asks = asks_anything(operands.rows, b)
         out.cutoff[b] = value_when(asks, search, jnp.float32(-jnp.inf))
@@ -169,25 +163,27 @@ def cutoff_rows(
         num_warps=tile.num_warps,
         interpret=interpret,
     )
-    room = like((size, min(-(-vocab_size // 4), SEARCH_NOTED)))
+    room = like((size, min(-(-vocab_size // 4), config.num_buffered_logits)))
     found = Found(like(quarters.max.shape, jnp.int32), room)
     return launch(
         search_kernel,
         _Search(rows, quarters),
         _Cutoffs(like((size,)), found),
         num_programs=size,
-        num_warps=SEARCH_WARPS,
+        num_warps=config.search_warps,
         interpret=interpret,
     ).cutoff
 
 
-def _search_row(rows: Rows, row: Row, b: jax.Array, found: Found, interpret: bool) -> jax.Array:
+def _search_row(
+    rows: Rows, row: Row, b: jax.Array, found: Found, config: KernelConfig, interpret: bool
+) -> jax.Array:
     """The cutoff of a row that asks for one."""
     low, vocab_size = bound_low(row, interpret), rows.logits.shape[1]
-    count = gather(rows, row, b, low, found, interpret)
-    noted, whole = search_tile(SEARCH_NOTED), whole_search_tile(vocab_size)
+    count = gather(rows, row, b, low, found, config, interpret)
+    noted, whole = config.search_tile(), config.whole_search_tile(vocab_size)
     sources = (
-        in_registers(load_some(found.values, b, SEARCH_HELD, count), row, interpret),
+        in_registers(load_some(found.values, b, config.num_register_logits, count), row, interpret),
         in_memory(found.values, b, count, row, noted, interpret),
         in_memory(rows.logits, b, jnp.int32(vocab_size), row, whole, interpret),
     )
@@ -204,7 +200,7 @@ def _search_row(rows: Rows, row: Row, b: jax.Array, found: Found, interpret: boo
 
     # A branch of its own for each place: what is in registers is asked in a fifth of the time.
     bounded = row.asks & (low > -jnp.inf) & (count <= found.values.shape[1])
-    held, nowhere = count <= SEARCH_HELD, jnp.minimum(low, -jnp.inf)
+    held, nowhere = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
     least = value_when(bounded & held, lambda: search(sources[0], low), nowhere)
     least = jax.lax.cond(bounded & ~held, lambda: search(sources[1], low), lambda: least)
     least = jax.lax.cond(row.asks & ~bounded, search_whole, lambda: least)

@@ -10,11 +10,10 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.core.truncation import mass_weights
 from specjax.pallas.cutoff_bound import QUARTER, Row, Rows
 from specjax.pallas.launch import divide, fast_exp2
+from specjax.pallas.tiles import KernelConfig
 
 __all__ = ["Found", "gather"]
 
-# Quarters that are looked through at once, be they few or many, and how many are not any more.
-_FEW, _MANY, _TOO_MANY = 64, 256, 2048
 # What is counted by ones and what by these share an i32.
 _SEVERAL = 1 << 15
 
@@ -35,7 +34,13 @@ class Found(NamedTuple):
 
 
 def gather(
-    rows: Rows, row: Row, b: jax.Array, low: jax.Array, found: Found, interpret: bool
+    rows: Rows,
+    row: Row,
+    b: jax.Array,
+    low: jax.Array,
+    found: Found,
+    config: KernelConfig,
+    interpret: bool,
 ) -> jax.Array:
     """Notes the logits of a row that reach `low`, and how many they are, i32.
 
@@ -48,6 +53,7 @@ def gather(
       b: its place.
       low: f32.
       found: where they are noted, behind one another and in any order; only as many as fit.
+      config: how many sub-blocks are read at once.
       interpret: run in Pallas' interpreter.
     """
     largest, most = row.quarters.max, found.values.shape[1]
@@ -66,12 +72,14 @@ def gather(
     plgpu.store(found.quarters.at[b, which], quarter, mask=several)
     _settle(interpret)
     total = known
-    for size, wanted in ((_FEW, count <= _FEW), (_MANY, (count > _FEW) & (count <= _TOO_MANY))):
+    few, scanned = count <= config.small_scan, count <= config.max_scanned
+    many = (count > config.small_scan) & scanned
+    for size, wanted in ((config.small_scan, few), (config.large_scan, many)):
         turns, _ = divide(jnp.where(wanted, count, 0) + (size - 1), size)
         note = functools.partial(_note, rows, b, low, found, count, size)
         total = jax.lax.fori_loop(jnp.int32(0), turns, note, total)
     _settle(interpret)
-    return jnp.where(count <= _TOO_MANY, total, jnp.int32(most + 1))
+    return jnp.where(scanned, total, jnp.int32(most + 1))
 
 
 def _note(

@@ -61,23 +61,21 @@ def launch(
         [place] = [i for i, leaf in enumerate(shapes) if leaf is getattr(outputs, name)]
         aliases[source] = place
 
-    def body(references: Any, *results: Any) -> None:
-        kernel(references, jax.tree.unflatten(tree, results))
-
-    body.__name__ = getattr(kernel, "func", kernel).__name__.strip("_")
     axes = jax.typeof(flat[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in shapes]
-    results = pl.pallas_call(
-        body,
+    # In a list the outputs are one pytree, which the kernel gets as it is.
+    (results,) = pl.pallas_call(
+        kernel,
+        name=getattr(kernel, "func", kernel).__name__.strip("_"),
         grid=(num_programs,),
         in_specs=[jax.tree.map(lambda _: _WHOLE, operands)],
-        out_specs=[_WHOLE] * len(shapes),
-        out_shape=shapes,
+        out_specs=[jax.tree.map(lambda _: _WHOLE, outputs)],
+        out_shape=[jax.tree.unflatten(tree, shapes)],
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
     )(operands)
-    return jax.tree.unflatten(tree, results)
+    return results
 
 
 def like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:

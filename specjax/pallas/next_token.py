@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
+from specjax.arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words
@@ -15,7 +16,6 @@ from specjax.pallas.blocks import load_blocks, load_row, tile_index
 from specjax.pallas.gumbel_max import Drawn, Noise, Row, block_index, draw_token
 from specjax.pallas.inputs import (
     DraftedToken,
-    Inputs,
     Plan,
     Request,
     fetch,
@@ -66,12 +66,12 @@ class Ending(NamedTuple):
     logprobs: jax.Array
 
 
-def read_ending(inputs: Inputs, rows: Reduced | Judged, b: jax.Array, plan: Plan) -> Ending:
+def read_ending(arrays: VerifyArrays, rows: Reduced | Judged, b: jax.Array, plan: Plan) -> Ending:
     """Judges the rows of a small batch's request, or reads how a large one's were judged."""
-    request = read_request(inputs, b, plan)
+    request = read_request(arrays, b, plan)
     lane = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
     if isinstance(rows, Reduced):
-        verdict = judge_rows(inputs, request, lane, rows.partials, plan)
+        verdict = judge_rows(arrays, request, lane, rows.partials, plan)
         ends = ~verdict.kept & (lane <= request.num_tokens)
         end = jnp.min(jnp.where(ends, lane, jnp.int32(plan.num_rows)))
         end = jnp.where(request.active, end, jnp.int32(0))
@@ -89,25 +89,25 @@ def read_ending(inputs: Inputs, rows: Reduced | Judged, b: jax.Array, plan: Plan
         logprobs = fetch(rows.logprobs, b * plan.num_rows + lane, lane < end)
         drafted = None
         if plan.num_drafts:
-            drafted = read_drafted(inputs, request, end, end < request.num_tokens, plan)
+            drafted = read_drafted(arrays, request, end, end < request.num_tokens, plan)
     valid = request.active & jnp.isfinite(normalizer.log_sum)
     rejected = end < request.num_tokens
     drawn = end < 0  # never, as a value that Triton can branch on
-    if inputs.draft is not None and drafted is not None:
+    if arrays.draft_logits is not None and drafted is not None:
         drawn = rejected & valid & ~request.scaling.greedy & ~drafted.one_hot
     row = Row(
-        inputs.target,
+        arrays.target_logits,
         request.target_row + end,
         request.scaling.scale,
-        request.cutoff(inputs, end, request.active),
+        request.cutoff(arrays, end, request.active),
         normalizer,
     )
     return Ending(request, end, row, valid, rejected, drafted, drawn, best, logprobs)
 
 
-def next_address(inputs: Inputs, ending: Ending, plan: Plan) -> Words:
+def next_address(arrays: VerifyArrays, ending: Ending, plan: Plan) -> Words:
     """The address of the draw of the token after the kept drafts."""
-    return ending.request.address(inputs, ending.end, Stream.TARGET, plan)
+    return ending.request.address(arrays, ending.end, Stream.TARGET, plan)
 
 
 def draft_logprobs(draft: Any, drafted: DraftedToken | None, index: jax.Array) -> jax.Array:
@@ -118,23 +118,27 @@ def draft_logprobs(draft: Any, drafted: DraftedToken | None, index: jax.Array) -
     return token_logprobs(x, drafted.normalizer, place.scaling.scale)
 
 
-def reduce_masses(inputs: Inputs, ending: Ending, number: jax.Array, plan: Plan) -> jax.Array:
+def reduce_masses(arrays: VerifyArrays, ending: Ending, number: jax.Array, plan: Plan) -> jax.Array:
     """Masses f32[blocks] of the residual in tile `number`."""
     index = tile_index(plan.tile, number)
-    p, q = ending.row.logprobs(index), draft_logprobs(inputs.draft, ending.drafted, index)
+    p, q = ending.row.logprobs(index), draft_logprobs(arrays.draft_logits, ending.drafted, index)
     return jnp.sum(residual_probs(p, q, fast_exp2(plan.interpret)), axis=-1)
 
 
-def store_masses(inputs: Inputs, ending: Ending, number: jax.Array, out: Any, plan: Plan) -> None:
+def store_masses(
+    arrays: VerifyArrays, ending: Ending, number: jax.Array, out: Any, plan: Plan
+) -> None:
     """Stores the log-masses of tile `number` into row b of `out` [B, blocks]."""
-    masses = reduce_masses(inputs, ending, number, plan)
+    masses = reduce_masses(arrays, ending, number, plan)
     where = number * plan.tile.blocks + jax.lax.iota(jnp.int32, plan.tile.blocks)
     plgpu.store(out.at[ending.request.b, where], jnp.log(masses))
 
 
-def finish(inputs: Inputs, ending: Ending, draw: Callable[[], Drawn], out: Any, plan: Plan) -> None:
+def finish(
+    arrays: VerifyArrays, ending: Ending, draw: Callable[[], Drawn], out: Any, plan: Plan
+) -> None:
     """Writes a request's kept drafts and the token after them, if there is one."""
-    token, logprob, emits = _next_token(inputs, ending, draw)
+    token, logprob, emits = _next_token(arrays, ending, draw)
     request, end = ending.request, ending.end
     emits &= request.active
     lane = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
@@ -143,7 +147,7 @@ def finish(inputs: Inputs, ending: Ending, draw: Callable[[], Drawn], out: Any, 
     logprobs = jnp.where(here, logprob, jnp.float32(0))
     if plan.num_drafts:
         is_kept = lane < end
-        drafted = fetch(inputs.token_ids, request.first + lane, is_kept)
+        drafted = fetch(arrays.token_ids, request.first + lane, is_kept)
         token_ids = jnp.where(is_kept, drafted, token_ids)
         logprobs = jnp.where(is_kept, ending.logprobs, logprobs)
     inside = lane < plan.num_rows
@@ -154,7 +158,7 @@ def finish(inputs: Inputs, ending: Ending, draw: Callable[[], Drawn], out: Any, 
 
 
 def _next_token(
-    inputs: Inputs, ending: Ending, draw: Callable[[], Drawn]
+    arrays: VerifyArrays, ending: Ending, draw: Callable[[], Drawn]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The token after the kept drafts, its log-probability, and whether there is one."""
 
@@ -169,10 +173,10 @@ def _next_token(
         return jax.lax.cond(ending.request.scaling.greedy, greedy, random)
 
     token, logprob = value_when(ending.valid, either, (jnp.int32(-1), jnp.float32(0)))
-    if inputs.bonus_token_id is None:
+    if arrays.bonus_token_ids is None:
         return token, logprob, ending.valid
-    bonus = inputs.bonus_token_id[ending.request.b]
-    given = (bonus >= 0) & (bonus < inputs.target.shape[1]) & ~ending.rejected
+    bonus = arrays.bonus_token_ids[ending.request.b]
+    given = (bonus >= 0) & (bonus < arrays.target_logits.shape[1]) & ~ending.rejected
     bonus_logprob = ending.row.logprobs(jnp.maximum(bonus, 0))
     # A row that is no law gives the token that was handed in no probability.
     bonus_logprob = jnp.where(ending.valid, bonus_logprob, -jnp.inf)
@@ -181,11 +185,11 @@ def _next_token(
 
 
 def draw_row(
-    inputs: Inputs, rows: Reduced | Judged, ending: Ending, noise: Noise, plan: Plan
+    arrays: VerifyArrays, rows: Reduced | Judged, ending: Ending, noise: Noise, plan: Plan
 ) -> Drawn:
     """Draws from the deciding row, less a one-hot draft that it rejected."""
-    row, drafted, vocab_size = ending.row, ending.drafted, inputs.target.shape[1]
-    whole = _whole_weights(inputs, rows, ending, plan)
+    row, drafted, vocab_size = ending.row, ending.drafted, arrays.target_logits.shape[1]
+    whole = _whole_weights(arrays, rows, ending, plan)
     if drafted is None:
         return draw_token(row, whole, noise, lambda _, logprobs: logprobs)
     one_hot = ending.rejected & ~ending.drawn
@@ -207,7 +211,7 @@ def draw_row(
 
 
 def draw_residual(
-    inputs: Inputs,
+    arrays: VerifyArrays,
     rows: Reduced | Judged,
     weights: Any,
     ending: Ending,
@@ -217,20 +221,22 @@ def draw_residual(
     """Draws from a residual by the log-masses f32[B, N] of its blocks, or else from the row."""
     drafted = ending.drafted
     lane = jax.lax.iota(jnp.int32, noise.blocks.shape[0])
-    inside = lane * SAMPLING_BLOCK < inputs.target.shape[1]
+    inside = lane * SAMPLING_BLOCK < arrays.target_logits.shape[1]
     place, other = (ending.request.b, lane), jnp.float32(-jnp.inf)
     masses = plgpu.load(weights.at[place], mask=inside, other=other)
     empty = jnp.sum(exp_scaled(masses)) <= MIN_RESIDUAL_MASS
-    whole = _whole_weights(inputs, rows, ending, plan)
+    whole = _whole_weights(arrays, rows, ending, plan)
 
     def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        left = residual_logprobs(logprobs, draft_logprobs(inputs.draft, drafted, index))
+        left = residual_logprobs(logprobs, draft_logprobs(arrays.draft_logits, drafted, index))
         return jnp.where(empty, logprobs, left)
 
     return draw_token(ending.row, jnp.where(empty, whole, masses), noise, token_weights)
 
 
-def _whole_weights(inputs: Inputs, rows: Reduced | Judged, ending: Ending, plan: Plan) -> jax.Array:
+def _whole_weights(
+    arrays: VerifyArrays, rows: Reduced | Judged, ending: Ending, plan: Plan
+) -> jax.Array:
     place = ending.request.b * plan.num_rows + ending.end
-    blocks = load_blocks(rows.partials, place, inputs.target.shape[1])
+    blocks = load_blocks(rows.partials, place, arrays.target_logits.shape[1])
     return block_logprobs(blocks, ending.row.normalizer, ending.row.scale)

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from specjax.arrays import VerifyArrays
 from specjax.core.gumbel_max import first_argmax
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.pallas.blocks import load_line
 from specjax.pallas.gumbel_max import Drawn, draw_noise, draw_token, whole_noise
-from specjax.pallas.inputs import Inputs, Plan
+from specjax.pallas.inputs import Plan
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
 from specjax.pallas.next_token import (
     Ending,
@@ -31,14 +32,13 @@ from specjax.pallas.next_token import (
     store_masses,
 )
 from specjax.pallas.target_rows import Judged, Reduced
-from specjax.pallas.tiles import DRAW_WARPS
 from specjax.typing import Verification
 
 __all__ = ["resample"]
 
 
 class _Operands(NamedTuple):
-    inputs: Inputs
+    arrays: VerifyArrays
     rows: Reduced | Judged
     masses: Any = None
 
@@ -75,11 +75,11 @@ class _Outcome(NamedTuple):
     counters: Any
 
 
-def resample(inputs: Inputs, rows: Reduced | Judged, plan: Plan) -> Verification:
+def resample(arrays: VerifyArrays, rows: Reduced | Judged, plan: Plan) -> Verification:
     """Ends every request.
 
     Args:
-      inputs: the call's arrays.
+      arrays: the call's arrays.
       rows: what is known of the target rows.
       plan: whose tile cuts the pair of rows of a residual.
 
@@ -93,34 +93,34 @@ def resample(inputs: Inputs, rows: Reduced | Judged, plan: Plan) -> Verification
         num_emitted=like((size,), jnp.int32),
         logprobs=like(shape),
     )
-    if inputs.draft is not None and plan.small:
-        return _draw_tiles(inputs, rows, outcome, plan)
-    masses = None if inputs.draft is None else _reduce_masses(inputs, rows, plan)
+    if arrays.draft_logits is not None and plan.small:
+        return _draw_tiles(arrays, rows, outcome, plan)
+    masses = None if arrays.draft_logits is None else _reduce_masses(arrays, rows, plan)
     return launch(
         functools.partial(_draw_kernel, plan),
-        _Operands(inputs, rows, masses),
+        _Operands(arrays, rows, masses),
         outcome,
         num_programs=size,
-        num_warps=DRAW_WARPS,
+        num_warps=plan.config.draw_warps,
         interpret=plan.interpret,
     )
 
 
-def _reduce_masses(inputs: Inputs, rows: Reduced | Judged, plan: Plan) -> jax.Array:
+def _reduce_masses(arrays: VerifyArrays, rows: Reduced | Judged, plan: Plan) -> jax.Array:
     """The residuals of a large batch."""
-    count = plan.tile.count(inputs.target.shape[1])
+    count = plan.tile.count(arrays.target_logits.shape[1])
 
     def masses_kernel(operands: _Operands, out: _Masses) -> None:
         b, number = divide(pl.program_id(0), count)
-        ending = read_ending(operands.inputs, operands.rows, b, plan)
+        ending = read_ending(operands.arrays, operands.rows, b, plan)
 
         @pl.when(ending.drawn)
         def _() -> None:
-            store_masses(operands.inputs, ending, number, out.weights, plan)
+            store_masses(operands.arrays, ending, number, out.weights, plan)
 
     return launch(
         masses_kernel,
-        _Operands(inputs, rows),
+        _Operands(arrays, rows),
         _Masses(like((plan.size, count * plan.tile.blocks))),
         num_programs=plan.size * count,
         num_warps=plan.tile.num_warps,
@@ -129,37 +129,37 @@ def _reduce_masses(inputs: Inputs, rows: Reduced | Judged, plan: Plan) -> jax.Ar
 
 
 def _draw_kernel(plan: Plan, operands: _Operands, out: Verification) -> None:
-    inputs, rows, masses = operands
+    arrays, rows, masses = operands
     b = pl.program_id(0)
-    ending = read_ending(inputs, rows, b, plan)
+    ending = read_ending(arrays, rows, b, plan)
     noise = whole_noise(
-        next_address(inputs, ending, plan), inputs.target.shape[1], plan.noise_dtype
+        next_address(arrays, ending, plan), arrays.target_logits.shape[1], plan.noise_dtype
     )
 
     def row() -> Drawn:
-        return draw_row(inputs, rows, ending, noise, plan)
+        return draw_row(arrays, rows, ending, noise, plan)
 
     def draw() -> Drawn:
         if masses is None:
             return row()
 
         def residual() -> Drawn:
-            return draw_residual(inputs, rows, masses, ending, noise, plan)
+            return draw_residual(arrays, rows, masses, ending, noise, plan)
 
         return jax.lax.cond(ending.drawn, residual, row)
 
-    finish(inputs, ending, draw, out, plan)
+    finish(arrays, ending, draw, out, plan)
 
 
 def _draw_tiles(
-    inputs: Inputs, rows: Reduced | Judged, outcome: Verification, plan: Plan
+    arrays: VerifyArrays, rows: Reduced | Judged, outcome: Verification, plan: Plan
 ) -> Verification:
     """The end of a small batch in one launch."""
-    tiles = (plan.size, plan.tile.count(inputs.target.shape[1]))
+    tiles = (plan.size, plan.tile.count(arrays.target_logits.shape[1]))
     left = _Left(like(tiles), like(tiles, plan.noise_dtype), like(tiles, jnp.int32), like(tiles))
     return launch(
         functools.partial(_residual_kernel, plan),
-        _Operands(inputs, rows),
+        _Operands(arrays, rows),
         _Outcome(outcome, left, like(rows.counters.shape, jnp.uint32)),
         num_programs=tiles[0] * tiles[1],
         num_warps=plan.tile.num_warps,
@@ -169,13 +169,13 @@ def _draw_tiles(
 
 
 def _residual_kernel(plan: Plan, operands: _Operands, out: _Outcome) -> None:
-    inputs = operands.inputs
-    count = plan.tile.count(inputs.target.shape[1])
+    arrays = operands.arrays
+    count = plan.tile.count(arrays.target_logits.shape[1])
     b, number = divide(pl.program_id(0), count)
-    ending = read_ending(inputs, operands.rows, b, plan)
+    ending = read_ending(arrays, operands.rows, b, plan)
 
     def reduce() -> jax.Array:
-        _draw_tile(inputs, ending, number, out.left, plan)
+        _draw_tile(arrays, ending, number, out.left, plan)
         return arrive(out.counters, (b,), count, plan.interpret)
 
     last = value_when(ending.drawn, reduce, number == 0)
@@ -185,19 +185,23 @@ def _residual_kernel(plan: Plan, operands: _Operands, out: _Outcome) -> None:
         def draw() -> Drawn:
             return _compare(operands, ending, out.left, plan)
 
-        finish(inputs, ending, draw, out.verification, plan)
+        finish(arrays, ending, draw, out.verification, plan)
 
 
-def _draw_tile(inputs: Inputs, ending: Ending, number: jax.Array, out: _Left, plan: Plan) -> None:
+def _draw_tile(
+    arrays: VerifyArrays, ending: Ending, number: jax.Array, out: _Left, plan: Plan
+) -> None:
     """Draws from one tile of a residual the token that is the request's if the tile wins."""
     b = ending.request.b
     # Noise waits for no logit: it is made while they are on their way.
-    at, first = next_address(inputs, ending, plan), number * plan.tile.blocks
+    at, first = next_address(arrays, ending, plan), number * plan.tile.blocks
     noise = draw_noise(at, first, plan.tile.blocks, plan.noise_dtype)
-    masses = reduce_masses(inputs, ending, number, plan)
+    masses = reduce_masses(arrays, ending, number, plan)
 
     def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return residual_logprobs(logprobs, draft_logprobs(inputs.draft, ending.drafted, index))
+        return residual_logprobs(
+            logprobs, draft_logprobs(arrays.draft_logits, ending.drafted, index)
+        )
 
     drawn = draw_token(ending.row, jnp.log(masses), noise, token_weights)
     out.mass[b, number] = jnp.sum(masses)
@@ -208,7 +212,7 @@ def _draw_tile(inputs: Inputs, ending: Ending, number: jax.Array, out: _Left, pl
 
 def _compare(operands: _Operands, ending: Ending, left: _Left, plan: Plan) -> Drawn:
     """The best of a residual's tiles; a draw from the row where there is no residual."""
-    (inputs, rows, _), b = operands, ending.request.b
+    (arrays, rows, _), b = operands, ending.request.b
     masses, scores, tokens, logits = [
         load_line(values, b, other) for values, other in zip(left, _NO_TILE, strict=True)
     ]
@@ -216,8 +220,8 @@ def _compare(operands: _Operands, ending: Ending, left: _Left, plan: Plan) -> Dr
     drawn = Drawn(only(tokens, best), only(logits, best), jnp.max(scores))
 
     def row() -> Drawn:
-        at = next_address(inputs, ending, plan)
-        noise = whole_noise(at, inputs.target.shape[1], plan.noise_dtype)
-        return draw_row(inputs, rows, ending, noise, plan)
+        at = next_address(arrays, ending, plan)
+        noise = whole_noise(at, arrays.target_logits.shape[1], plan.noise_dtype)
+        return draw_row(arrays, rows, ending, noise, plan)
 
     return jax.lax.cond(ending.drawn & (jnp.sum(masses) > MIN_RESIDUAL_MASS), lambda: drawn, row)

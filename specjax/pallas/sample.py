@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from specjax.arrays import CallOptions, SampleArrays
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import block_logprobs, row_logsumexp, row_statistics
 from specjax.core.noise import Words, address
@@ -23,22 +24,10 @@ from specjax.pallas.blocks import (
 )
 from specjax.pallas.gumbel_max import Noise, Row, draw_noise, draw_token, num_noises, whole_noise
 from specjax.pallas.launch import divide, launch, like
-from specjax.pallas.tiles import DRAW_WARPS, Tile, num_parts_of_noise, row_tile
+from specjax.pallas.tiles import KernelConfig, Tile
 from specjax.typing import Sample
 
 __all__ = ["sample_rows"]
-
-
-class _Rows(NamedTuple):
-    logits: Any
-    key: Any
-    position: Any
-    stream: Any
-    temperature: Any
-    cutoff: Any
-
-    def address(self, b: jax.Array) -> Words:
-        return address((self.key[b, 0], self.key[b, 1]), self.position[b], self.stream[b])
 
 
 class _Reduced(NamedTuple):
@@ -47,50 +36,35 @@ class _Reduced(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    rows: _Rows
+    arrays: SampleArrays
     reduced: _Reduced
 
 
-def sample_rows(
-    logits: jax.Array,
-    key: jax.Array,
-    position: jax.Array,
-    stream: jax.Array,
-    temperature: jax.Array,
-    cutoff: jax.Array | None,
-    *,
-    noise_dtype: Any,
-    interpret: bool,
-) -> Sample:
+def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     """Draws one token per row.
 
     Args:
-      logits: [B, V], bf16, f16 or f32.
-      key: u32[B, 2].
-      position: i32[B].
-      stream: i32[B].
-      temperature: f32[B].
-      cutoff: f32[B] or None.
-      noise_dtype: float32 or float64.
-      interpret: run in Pallas' interpreter.
+      arrays: once per row.
+      options: static.
 
     Returns:
       `Sample`.
     """
-    size, vocab_size = logits.shape
-    tile = row_tile(size, vocab_size)
+    size, vocab_size = arrays.logits.shape
+    config = options.implementation.config(KernelConfig)
+    noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
+    tile = config.row_tile(size, vocab_size)
     count, num_blocks = tile.count(vocab_size), num_noises(vocab_size)
-    parts = num_parts_of_noise(size, num_blocks)
-    rows = _Rows(logits, key, position, stream, temperature, cutoff)
+    parts = config.noise_splits(size, num_blocks)
 
-    def reduce_kernel(rows: _Rows, out: _Reduced) -> None:
+    def reduce_kernel(arrays: SampleArrays, out: _Reduced) -> None:
         # The programs of the noise come first: it waits for no logit, and the draw for it.
         number = pl.program_id(0)
         behind = number - size * parts
 
         @pl.when(behind >= 0)
         def _() -> None:
-            _reduce(rows, out.partials, behind, tile, interpret)
+            _reduce(arrays, out.partials, behind, tile, interpret)
 
         if parts:
 
@@ -98,7 +72,7 @@ def sample_rows(
             def _() -> None:
                 b, part = divide(number, parts)
                 num = num_blocks // parts
-                noise = draw_noise(rows.address(b), part * num, num, noise_dtype)
+                noise = draw_noise(_address(arrays, b), part * num, num, noise_dtype)
                 where = noise.first + jax.lax.iota(jnp.int32, num)
                 plgpu.store(out.noise.at[b, where], noise.blocks)
 
@@ -107,7 +81,7 @@ def sample_rows(
 
     reduced = launch(
         reduce_kernel,
-        rows,
+        arrays,
         _Reduced(
             partials_like(size, vocab_size, tile, tiles=False),
             like((size, num_blocks), noise_dtype) if parts else None,
@@ -118,41 +92,43 @@ def sample_rows(
     )
     return launch(
         draw_kernel,
-        _Operands(rows, reduced),
+        _Operands(arrays, reduced),
         Sample(like((size,), jnp.int32), like((size,)), like((size,))),
         num_programs=size,
-        num_warps=DRAW_WARPS,
+        num_warps=config.draw_warps,
         interpret=interpret,
     )
 
 
-def _reduce(rows: _Rows, out: Partials, number: jax.Array, tile: Tile, interpret: bool) -> None:
-    b, part = divide(number, tile.count(rows.logits.shape[1]))
-    scale = parse_temperature(rows.temperature[b]).scale
-    share = Share(rows.logits, b, part, scale, _at(rows.cutoff, b), None)
+def _reduce(
+    arrays: SampleArrays, out: Partials, number: jax.Array, tile: Tile, interpret: bool
+) -> None:
+    b, part = divide(number, tile.count(arrays.logits.shape[1]))
+    scale = parse_temperature(arrays.temperature[b]).scale
+    share = Share(arrays.logits, b, part, scale, _at(arrays.cutoff, b), None)
     store_partials(share, out, b, tile, interpret)
 
 
 def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
     """Draws row b's token and writes its sample."""
-    (rows, reduced), b = operands, pl.program_id(0)
-    cutoff = _at(rows.cutoff, b)
-    blocks = load_blocks(reduced.partials, b, rows.logits.shape[1])
-    at = rows.address(b)
+    (arrays, reduced), b = operands, pl.program_id(0)
+    cutoff = _at(arrays.cutoff, b)
+    blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
+    at = _address(arrays, b)
     if reduced.noise is None:
-        noise = whole_noise(at, rows.logits.shape[1], noise_dtype)
+        noise = whole_noise(at, arrays.logits.shape[1], noise_dtype)
     else:
         noise = Noise(at, jnp.int32(0), load_line(reduced.noise, b, 0))
-    scaling = parse_temperature(rows.temperature[b])
+    scaling = parse_temperature(arrays.temperature[b])
     merged = row_statistics(blocks, scaling.scale)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
         block = first_argmax(flush_subnormals(blocks.max))
-        best = block_argmax(rows.logits, b, cutoff, block)
+        best = block_argmax(arrays.logits, b, cutoff, block)
         return best, merged.normalizer.shift
 
     def random() -> tuple[jax.Array, jax.Array]:
-        row = Row(rows.logits, b, scaling.scale, cutoff, merged.normalizer)
+        row = Row(arrays.logits, b, scaling.scale, cutoff, merged.normalizer)
         weights = block_logprobs(blocks, merged.normalizer, scaling.scale)
         drawn = draw_token(row, weights, noise, lambda _, logprobs: logprobs)
         return drawn.token, drawn.logit
@@ -163,6 +139,10 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
     out.logprobs[b] = jnp.where(valid, logprob, jnp.float32(0))
     out.logsumexp[b] = row_logsumexp(merged.normalizer, scaling.scale)
+
+
+def _address(arrays: SampleArrays, b: jax.Array) -> Words:
+    return address((arrays.keys[b, 0], arrays.keys[b, 1]), arrays.positions[b], arrays.stream[b])
 
 
 def _at(values: Any, b: jax.Array) -> jax.Array | None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from specjax.arrays import VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
@@ -31,7 +32,6 @@ from specjax.pallas.blocks import (
 )
 from specjax.pallas.inputs import (
     DraftedToken,
-    Inputs,
     Plan,
     Request,
     fetch,
@@ -94,18 +94,18 @@ class Verdict(NamedTuple):
 
 
 def judge_rows(
-    inputs: Inputs, request: Request, i: jax.Array, partials: Partials, plan: Plan
+    arrays: VerifyArrays, request: Request, i: jax.Array, partials: Partials, plan: Plan
 ) -> Verdict:
     """Judges rows i32[R] of a request, of which those behind its drafts may not exist."""
     exists, drafts = i <= request.num_tokens, i < request.num_tokens
     scale = request.scaling.scale
     tiles = load_tiles(partials, request.b * plan.num_rows + i, exists)
-    cutoff = request.cutoff(inputs, i, exists)
+    cutoff = request.cutoff(arrays, i, exists)
     row = request.target_row + jnp.where(exists, i, 0)
     if plan.num_drafts:
-        drafted = read_drafted(inputs, request, i, drafts, plan)
-        logit = load_token(inputs.target, row, drafted.token_id, cutoff, drafts)
-        at = request.address(inputs, i, Stream.accept(i), plan)
+        drafted = read_drafted(arrays, request, i, drafts, plan)
+        logit = load_token(arrays.target_logits, row, drafted.token_id, cutoff, drafts)
+        at = request.address(arrays, i, Stream.accept(i), plan)
         coin = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
     merged = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
     normalizer = merged.normalizer._replace(
@@ -118,34 +118,34 @@ def judge_rows(
     if plan.num_drafts == 0:
         return Verdict(normalizer, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
-    if inputs.rates is None:
+    if arrays.conditional_rates is None:
         kept = jnp.where(
             request.scaling.greedy,
             accept_greedy(drafted.token_id, best),
             accept_random(coin, logprobs, drafted.logprob),
         )
     else:
-        rate = fetch(inputs.rates, (request.b, i), drafts)
-        inside = (drafted.token_id >= 0) & (drafted.token_id < inputs.target.shape[1])
+        rate = fetch(arrays.conditional_rates, (request.b, i), drafts)
+        inside = (drafted.token_id >= 0) & (drafted.token_id < arrays.target_logits.shape[1])
         kept = inside & accept_synthetic(coin, rate)
     return Verdict(normalizer, logprobs, best, kept & drafts & merged.valid, drafted)
 
 
 class _Operands(NamedTuple):
-    inputs: Inputs
+    arrays: VerifyArrays
     counters: jax.Array
 
 
-def reduce_rows(inputs: Inputs, plan: Plan) -> Reduced:
+def reduce_rows(arrays: VerifyArrays, plan: Plan) -> Reduced:
     """Reduces every target row that a request has."""
-    vocab_size = inputs.target.shape[1]
+    vocab_size = arrays.target_logits.shape[1]
     count = plan.tile.count(vocab_size)
     flat = plan.size * plan.num_rows
 
-    def reduce_kernel(inputs: Inputs, out: Reduced) -> None:
+    def reduce_kernel(arrays: VerifyArrays, out: Reduced) -> None:
         place, number = divide(pl.program_id(0), count)
         b, i = divide(place, plan.num_rows)
-        request = read_request(inputs, b, plan)
+        request = read_request(arrays, b, plan)
 
         @pl.when((i == 0) & (number == 0))
         def _() -> None:
@@ -153,12 +153,12 @@ def reduce_rows(inputs: Inputs, plan: Plan) -> Reduced:
 
         @pl.when(request.active & (i <= request.num_tokens))
         def _() -> None:
-            share = _share(inputs, request, i, number)
+            share = _share(arrays, request, i, number)
             store_partials(share, out.partials, place, plan.tile, plan.interpret)
 
     return launch(
         reduce_kernel,
-        inputs,
+        arrays,
         Reduced(partials_like(flat, vocab_size, plan.tile), like((plan.size,), jnp.uint32)),
         num_programs=flat * count,
         num_warps=plan.tile.num_warps,
@@ -166,17 +166,17 @@ def reduce_rows(inputs: Inputs, plan: Plan) -> Reduced:
     )
 
 
-def accept_rows(inputs: Inputs, plan: Plan) -> Judged:
+def accept_rows(arrays: VerifyArrays, plan: Plan) -> Judged:
     """Reduces and judges the target rows of a request, until it is known to have ended."""
-    vocab_size, flat = inputs.target.shape[1], plan.size * plan.num_rows
+    vocab_size, flat = arrays.target_logits.shape[1], plan.size * plan.num_rows
 
     def accept_kernel(operands: _Operands, out: Judged) -> None:
-        _accept(operands.inputs, out, plan)
+        _accept(operands.arrays, out, plan)
 
     zeros = jnp.zeros((plan.size, plan.num_rows + 1), jnp.uint32)
     return launch(
         accept_kernel,
-        _Operands(inputs, zeros),
+        _Operands(arrays, zeros),
         Judged(
             partials_like(flat, vocab_size, plan.tile),
             like((flat,)),
@@ -192,12 +192,12 @@ def accept_rows(inputs: Inputs, plan: Plan) -> Judged:
     )
 
 
-def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
+def _accept(arrays: VerifyArrays, out: Judged, plan: Plan) -> None:
     """One tile of a target row, and the verdict on the row by the last of its programs."""
-    count, num_rows = plan.tile.count(inputs.target.shape[1]), plan.num_rows
+    count, num_rows = plan.tile.count(arrays.target_logits.shape[1]), plan.num_rows
     turn, number = divide(pl.program_id(0), count)
     i, b = divide(turn, plan.size)
-    request = read_request(inputs, b, plan)
+    request = read_request(arrays, b, plan)
     ending = (b, jnp.int32(num_rows))
 
     def known() -> jax.Array:
@@ -211,17 +211,17 @@ def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
 
     @pl.when(request.active & (i <= request.num_tokens) & ~is_ended)
     def _() -> None:
-        share = _share(inputs, request, i, number)
+        share = _share(arrays, request, i, number)
         top = store_partials(share, out.partials, b * num_rows + i, plan.tile, plan.interpret)
-        if inputs.rates is None and num_rows > 1:
+        if arrays.conditional_rates is None and num_rows > 1:
             pl.when(request.scaling.greedy & (i < request.num_tokens))(
-                lambda: pl.when(largest_equal(_load_drafted(inputs, request, i)) < top)(end)
+                lambda: pl.when(largest_equal(_load_drafted(arrays, request, i)) < top)(end)
             )
 
         @pl.when(arrive(out.counters, (b, i), count, plan.interpret))
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
-            verdict = judge_rows(inputs, request, row, out.partials, plan)
+            verdict = judge_rows(arrays, request, row, out.partials, plan)
             at = b * num_rows + row
             plgpu.store(out.shift.at[at], verdict.normalizer.shift)
             plgpu.store(out.log_sum.at[at], verdict.normalizer.log_sum)
@@ -230,18 +230,20 @@ def _accept(inputs: Inputs, out: Judged, plan: Plan) -> None:
             pl.when(only(verdict.kept.astype(jnp.int32), row == i) == 0)(end)
 
 
-def _load_drafted(inputs: Inputs, request: Request, i: jax.Array) -> jax.Array:
+def _load_drafted(arrays: VerifyArrays, request: Request, i: jax.Array) -> jax.Array:
     """The target's logit f32[] of a request's drafted token i, which exists."""
     lane = jax.lax.iota(jnp.int32, 1)
-    token_id = plgpu.load(inputs.token_ids.at[request.first + i + lane])
-    cutoff = request.cutoff(inputs, i + lane, lane == 0)
-    logit = load_token(inputs.target, request.target_row + i + lane, token_id, cutoff, lane == 0)
+    token_id = plgpu.load(arrays.token_ids.at[request.first + i + lane])
+    cutoff = request.cutoff(arrays, i + lane, lane == 0)
+    logit = load_token(
+        arrays.target_logits, request.target_row + i + lane, token_id, cutoff, lane == 0
+    )
     return only(logit, lane == 0)
 
 
-def _share(inputs: Inputs, request: Request, i: jax.Array, number: jax.Array) -> Share:
+def _share(arrays: VerifyArrays, request: Request, i: jax.Array, number: jax.Array) -> Share:
     """Tile `number` of a request's target row i, which exists."""
-    cutoff = request.cutoff(inputs, i, i >= 0)
+    cutoff = request.cutoff(arrays, i, i >= 0)
     row = request.target_row + i
     scaling = request.scaling
-    return Share(inputs.target, row, number, scaling.scale, cutoff, scaling.greedy)
+    return Share(arrays.target_logits, row, number, scaling.scale, cutoff, scaling.greedy)

@@ -1,35 +1,11 @@
 """How a row is cut among programs: sizes of tiles and warps, each with its reason."""
 
+import dataclasses
 from typing import NamedTuple
 
 from specjax.core.noise import SAMPLING_BLOCK
 
-__all__ = [
-    "DRAW_WARPS",
-    "SEARCH_HELD",
-    "SEARCH_NOTED",
-    "SEARCH_WARPS",
-    "Tile",
-    "is_small",
-    "num_parts_of_noise",
-    "pair_tile",
-    "power_of_two",
-    "row_tile",
-    "search_tile",
-    "target_tile",
-    "whole_search_tile",
-]
-
-# A token is drawn by one program from about a thousand block weights: four to a thread.
-DRAW_WARPS = 8
-
-# A cutoff is searched by one program, among logits that it holds, eight to a thread, or has noted:
-# no copy of a row, but what lies above a bound where hundreds or thousands of tokens are kept.
-SEARCH_WARPS = 8
-
-SEARCH_HELD = 2048
-
-SEARCH_NOTED = 32768
+__all__ = ["KernelConfig", "Tile", "power_of_two"]
 
 
 class Tile(NamedTuple):
@@ -62,54 +38,95 @@ def _at_most(size: int, vocab_size: int) -> int:
     return min(size, max(SAMPLING_BLOCK, power_of_two(vocab_size)))
 
 
-def row_tile(num_rows: int, vocab_size: int) -> Tile:
-    """For `gumbel_sample` and for draft rows that carry no statistics.
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Sizes of the kernels of sampling, verification and cutoffs.
 
-    Few rows want many programs; with many, a program that has 64 logits to a thread in flight
-    comes nearest to the memory's rate.
+    A tile that is None is chosen by the shape of a call. Passed as
+    `implementation=Implementation("triton", (KernelConfig(...),))`.
+
+    Attributes:
+      row: tile of a row of `gumbel_sample` and `logit_cutoff`, and of draft rows without
+        statistics.
+      target: tile of a target row.
+      pair: tile of a residual, which reads a target and a draft row together.
+      search: tile of a cutoff that is searched among buffered logits.
+      whole_search: tile of a cutoff that is searched in the row itself.
+      draw_warps: warps of the program that draws a token from about a thousand block weights:
+        four to a thread.
+      search_warps: warps of the program that searches a cutoff.
+      max_small_batch: requests up to which a batch leaves most of the GPU idle.
+      num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, or None.
+      num_register_logits: logits that a search holds in registers, eight to a thread.
+      num_buffered_logits: logits that a search keeps in memory. They are no copy of a row, but
+        what lies above a bound where hundreds or thousands of tokens are kept.
+      small_scan: sub-blocks that are read at once, where they are few.
+      large_scan: sub-blocks that are read at once, where they are many.
+      max_scanned: sub-blocks above which a row is searched itself.
     """
-    return Tile(_at_most(4096 if num_rows <= 16 else 16384, vocab_size), 8)
 
+    row: Tile | None = None
+    target: Tile | None = None
+    pair: Tile | None = None
+    search: Tile | None = None
+    whole_search: Tile | None = None
+    draw_warps: int = 8
+    search_warps: int = 8
+    max_small_batch: int = 16
+    num_noise_splits: int | None = None
+    num_register_logits: int = 2048
+    num_buffered_logits: int = 32768
+    small_scan: int = 64
+    large_scan: int = 256
+    max_scanned: int = 2048
 
-def target_tile(num_requests: int, vocab_size: int) -> Tile:
-    """For target rows: smaller programs leave sooner where a request has ended."""
-    return Tile(_at_most(8192, vocab_size), 8 if is_small(num_requests) else 4)
+    def row_tile(self, num_rows: int, vocab_size: int) -> Tile:
+        """Returns the tile of `gumbel_sample` and of draft rows without statistics.
 
+        Few rows need many programs. With many rows, a program that has 64 logits to a thread in
+        flight comes nearest to the memory's rate.
+        """
+        return self.row or Tile(_at_most(4096 if num_rows <= 16 else 16384, vocab_size), 8)
 
-def pair_tile(num_requests: int, vocab_size: int) -> Tile:
-    """For the residual, which reads a target and a draft row side by side.
+    def target_tile(self, num_requests: int, vocab_size: int) -> Tile:
+        """Returns the tile of target rows: smaller programs leave sooner after a rejection."""
+        num_warps = 8 if self.is_small(num_requests) else 4
+        return self.target or Tile(_at_most(8192, vocab_size), num_warps)
 
-    In the smallest batches about two programs to a multiprocessor, in a large one fewer and longer
-    ones.
-    """
-    if num_requests <= 8:
-        return Tile(_at_most(4096, vocab_size), 4)
-    return Tile(_at_most(8192 if is_small(num_requests) else 16384, vocab_size), 8)
+    def pair_tile(self, num_requests: int, vocab_size: int) -> Tile:
+        """Returns the tile of a residual.
 
+        The smallest batches get about two programs to a multiprocessor, a large one fewer and
+        longer ones.
+        """
+        if self.pair is not None:
+            return self.pair
+        if num_requests <= 8:
+            return Tile(_at_most(4096, vocab_size), 4)
+        return Tile(_at_most(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
 
-def search_tile(num_noted: int) -> Tile:
-    """For a cutoff that is searched among noted logits: those of a turn are few, too."""
-    return Tile(_at_most(2048, num_noted), SEARCH_WARPS)
+    def search_tile(self) -> Tile:
+        """Returns the tile of a cutoff that is searched among buffered logits."""
+        return self.search or Tile(_at_most(2048, self.num_buffered_logits), self.search_warps)
 
+    def whole_search_tile(self, vocab_size: int) -> Tile:
+        """Returns the tile of a cutoff that is searched in the row: each pass waits once."""
+        return self.whole_search or Tile(_at_most(16384, vocab_size), self.search_warps)
 
-def whole_search_tile(vocab_size: int) -> Tile:
-    """For one that is searched in the row itself: every turn waits for its logits once."""
-    return Tile(_at_most(16384, vocab_size), SEARCH_WARPS)
+    def noise_splits(self, num_rows: int, num_blocks: int) -> int:
+        """Returns how many programs per row make the noise of `gumbel_sample`'s blocks.
 
+        They shorten the draw while multiprocessors idle; with float64 a thousand blocks are work
+        enough for four. In a larger batch they would only queue: none.
+        """
+        if self.num_noise_splits is not None:
+            return self.num_noise_splits
+        return max(1, num_blocks // 256) if num_rows <= 128 else 0
 
-def num_parts_of_noise(num_rows: int, num_blocks: int) -> int:
-    """Programs of their own that make the noise of `gumbel_sample`'s blocks, for each row.
+    def is_small(self, num_requests: int) -> bool:
+        """Returns whether a batch leaves most of the GPU idle, so that latency decides.
 
-    They shorten the draw while multiprocessors idle, and with float64 a thousand blocks are work
-    enough for four. In a larger batch they would only stand in line: none.
-    """
-    return max(1, num_blocks // 256) if num_rows <= 128 else 0
-
-
-def is_small(num_requests: int) -> bool:
-    """Whether a batch leaves most of the GPU idle, so that latency decides and not work.
-
-    All its target rows are read at once, and residuals are drawn by the last program to arrive,
-    which saves a launch.
-    """
-    return num_requests <= 16
+        All its target rows are read at once, and residuals are drawn by the last program to
+        arrive, which saves a launch.
+        """
+        return num_requests <= self.max_small_batch

@@ -1,36 +1,40 @@
-"""`rejection_sample` on the kernels: rows are reduced and judged, then requests are ended."""
+"""`rejection_sample` on the kernels: rows are reduced and evaluated, then tokens are drawn."""
 
-from typing import Any
-
+from specjax.arrays import CallOptions, VerifyArrays
 from specjax.pallas.draft_statistics import with_statistics
-from specjax.pallas.inputs import Inputs, Plan
+from specjax.pallas.inputs import Plan
 from specjax.pallas.resample import resample
 from specjax.pallas.target_rows import accept_rows, reduce_rows
-from specjax.pallas.tiles import is_small, pair_tile, row_tile, target_tile
+from specjax.pallas.tiles import KernelConfig
 from specjax.typing import Verification
 
 __all__ = ["verify_rows"]
 
 
-def verify_rows(
-    inputs: Inputs, *, num_drafts: int, noise_dtype: Any, interpret: bool
-) -> Verification:
+def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """Verifies a batch.
 
     Args:
-      inputs: the call's arrays, as `Inputs` says.
-      num_drafts: K, at least 0.
-      noise_dtype: float32 or float64.
-      interpret: run in Pallas' interpreter.
+      arrays: rows of logits flat, options once per request.
+      options: static.
 
     Returns:
       `Verification`.
     """
-    size, vocab_size = inputs.temperature.shape[0], inputs.target.shape[1]
-    tile = target_tile(size, vocab_size)
-    plan = Plan(size, num_drafts, noise_dtype, tile, is_small(size), interpret)
-    if inputs.draft is not None and (inputs.logprobs is None or inputs.logsumexp is None):
-        tile = row_tile(size * num_drafts, inputs.draft.shape[1])
-        inputs = with_statistics(inputs, plan._replace(tile=tile))
-    rows = (reduce_rows if plan.small else accept_rows)(inputs, plan)
-    return resample(inputs, rows, plan._replace(tile=pair_tile(size, vocab_size)))
+    config = options.implementation.config(KernelConfig)
+    size, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
+    arrays = _flat(arrays)
+    plan = Plan(size, options, config.target_tile(size, vocab_size))
+    has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
+    if arrays.draft_logits is not None and not has_statistics:
+        tile = config.row_tile(size * options.num_drafts, arrays.draft_logits.shape[1])
+        arrays = with_statistics(arrays, plan._replace(tile=tile))
+    rows = (reduce_rows if plan.small else accept_rows)(arrays, plan)
+    return resample(arrays, rows, plan._replace(tile=config.pair_tile(size, vocab_size)))
+
+
+def _flat(arrays: VerifyArrays) -> VerifyArrays:
+    """Returns the arrays with token arrays [B, K] laid end to end."""
+    names = ("token_ids", "draft_logprobs", "draft_logsumexp", "draft_cutoff")
+    given = {name: getattr(arrays, name) for name in names}
+    return arrays._replace(**{k: x.reshape(-1) for k, x in given.items() if x is not None})

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.truncation import Filters
+from specjax.implementation import Implementation
 from specjax.processing.cutoff import find_cutoff, logit_cutoff
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
@@ -24,7 +25,7 @@ def apply_sampling(
     history: History | None = None,
     drafted_token_ids: Any = None,
     first_row: Any = 0,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`process_logits`, then the `logit_cutoff` of each processed row: what the samplers take.
 
@@ -77,7 +78,7 @@ def apply_rules_and_filters(
     context: RowContext,
     *,
     temperature: jax.Array,
-    implementation: str,
+    implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns what `apply_sampling` returns, of checked arrays.
 
@@ -107,7 +108,7 @@ def apply_sampling_to_draft(
     context: RowContext,
     *,
     temperature: jax.Array,
-    implementation: str,
+    implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d].
 

@@ -1,6 +1,7 @@
 """Top-k, top-p and min-p as one number per row: the smallest logit that is kept."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,14 +9,16 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, read_array, read_optional
 from specjax.core.truncation import Filters
-from specjax.implementation import by_implementation, read_implementation
+from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.mesh import pvary_like, shard_map_batch
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
-__all__ = ["find_cutoff", "logit_cutoff"]
+__all__ = ["cutoff_shard", "find_cutoff", "logit_cutoff"]
 
 # Counts of tokens are exact in f32 up to here.
 _MOST_TOKENS = 2**24
+
+_Batch = tuple[jax.Array, jax.Array, Filters]
 
 
 def logit_cutoff(
@@ -25,7 +28,7 @@ def logit_cutoff(
     top_k: Any = None,
     top_p: Any = None,
     min_p: Any = None,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
 ) -> jax.Array:
     r"""The smallest raw logit that top-k, top-p and min-p keep, in this order, without a sort.
 
@@ -74,7 +77,7 @@ def logit_cutoff(
       (top-p); Nguyen et al., 2024, arXiv:2407.01082 (min-p). The order is that of Hugging
       Face's `transformers`.
     """
-    implementation = read_implementation(implementation)
+    implementation = resolve_implementation(implementation)
     logits = as_array("logits", logits)
     if logits.ndim == 0:
         raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
@@ -98,9 +101,9 @@ def logit_cutoff(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
+@functools.partial(jax.jit, static_argnames="implementation")
 def find_cutoff(
-    logits: jax.Array, temperature: jax.Array, filters: Filters, *, implementation: str
+    logits: jax.Array, temperature: jax.Array, filters: Filters, *, implementation: Implementation
 ) -> jax.Array:
     """Returns the cutoffs f32[...] of logits [..., V]: `logit_cutoff` on checked arrays.
 
@@ -109,40 +112,49 @@ def find_cutoff(
     leading = logits.shape[:-1]
     if 0 in leading:
         return jnp.zeros(leading, jnp.float32)
+    batch = _once_per_row(logits, temperature, filters)
+    run = functools.partial(cutoff_shard, implementation=implementation)
+    if not leading:
+        return run(jax.tree.map(lambda x: x[None], batch), None)[0]
+    return shard_map_batch(run, logits, check_vma=not implementation.interpret)(batch, None)
+
+
+def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -> _Batch:
+    leading = logits.shape[:-1]
 
     def each(value: jax.Array) -> jax.Array:
         value = value.reshape(*value.shape, *(1,) * (len(leading) - value.ndim))
         return jnp.broadcast_to(value, leading)
 
-    def cut(batch: Any, _: Any) -> jax.Array:
-        logits, temperature, filters = pvary_like(batch, batch)
-        rows = (
-            logits.reshape(-1, logits.shape[-1]),
-            temperature.reshape(-1),
-            jax.tree.map(lambda x: x.reshape(-1), filters),
-        )
-        cutoff = _cut_rows(implementation, *rows)
-        return _refuse_nan(cutoff, rows[2]).reshape(logits.shape[:-1])
-
-    batch = (logits, each(temperature), jax.tree.map(each, filters))
-    if not leading:
-        one = jax.tree.map(lambda x: x[None], batch)
-        return cut(one, ())[0]
-    check_vma = implementation != "interpret"
-    return shard_map_batch(cut, logits, batch, (), check_vma)
+    return logits, each(temperature), jax.tree.map(each, filters)
 
 
-def _cut_rows(
-    implementation: str, logits: jax.Array, temperature: jax.Array, filters: Filters
-) -> jax.Array:
-    """The cutoffs f32[R] of rows [R, V], by the implementation that is to run."""
+def cutoff_shard(batch: _Batch, shared: None, *, implementation: Implementation) -> jax.Array:
+    """Returns the cutoffs of a batch, or of one shard of it.
 
-    def kernels(logits: Any, temperature: Any, filters: Filters, interpret: bool) -> jax.Array:
-        from specjax.pallas.cutoff import cutoff_rows
+    Args:
+      batch: logits [..., V], and temperatures and filters [...].
+      shared: None, because no array is needed whole.
+      implementation: a resolved one.
 
-        return cutoff_rows(logits, temperature, filters, interpret=interpret)
+    Returns:
+      f32[...].
+    """
+    logits, temperature, filters = pvary_like(batch, batch)
+    filters = jax.tree.map(lambda x: x.reshape(-1), filters)
+    rows = logits.reshape(-1, logits.shape[-1])
+    cutoff = _searcher(implementation)(rows, temperature.reshape(-1), filters)
+    return _refuse_nan(cutoff, filters).reshape(logits.shape[:-1])
 
-    return by_implementation(implementation, cutoff_of_rows, kernels, logits, temperature, filters)
+
+def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
+    """Returns the function of rows [R, V] that searches: the reference or the kernels."""
+    if implementation.name == "xla":
+        return cutoff_of_rows
+    from specjax.pallas.cutoff import cutoff_rows
+
+    kernels = functools.partial(cutoff_rows, implementation=implementation)
+    return select(implementation, cutoff_of_rows, kernels)
 
 
 def _refuse_nan(cutoff: jax.Array, filters: Filters) -> jax.Array:

@@ -75,7 +75,7 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
         return _process(logits, rules, RowContext(history, drafted, first_row))
 
     batch = (rows, own, history, drafted)
-    processed: jax.Array = shard_map_batch(process, rows, batch, (shared, first_row))
+    processed: jax.Array = shard_map_batch(process, rows)(batch, (shared, first_row))
     return processed.reshape(logits.shape)
 
 

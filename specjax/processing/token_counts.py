@@ -115,7 +115,7 @@ def count_committed(
             zeros[1].at[rows, ids_where(in_prompt)].set(True, mode="drop"),
         )
 
-    return shard_map_batch(count, token_ids, (token_ids, lengths, prompt_lengths), ())
+    return shard_map_batch(count, token_ids)((token_ids, lengths, prompt_lengths), ())
 
 
 def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
@@ -165,7 +165,7 @@ def add_to_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
         return generated.at[rows, ids].add(1, mode="drop")
 
     batch = (counts.generated, token_ids, num_tokens)
-    return counts._replace(generated=shard_map_batch(add, counts.generated, batch, ()))
+    return counts._replace(generated=shard_map_batch(add, counts.generated)(batch, ()))
 
 
 def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:

@@ -1,10 +1,19 @@
-"""`gumbel_sample`, `rejection_sample` and its ragged form: check, compile, choose, and plain JAX.
+"""`gumbel_sample`, `rejection_sample` and its ragged form: checks, jitted bodies, plain JAX.
 
-`api` holds the public functions; `dispatch` compiles and hands arrays to `verify`, the reference,
-or to `specjax.pallas`. A drafted token x is accepted with probability min(1, p(x) / q(x)); after
-the first rejection `next_token` draws from norm(max(p - q, 0)), and a bonus token from p if all
-were accepted. Open `api` first.
+A drafted token x is accepted with probability min(1, p(x) / q(x)). After the first rejection one
+token is drawn from norm(max(p - q, 0)), and a bonus token from p if all were accepted.
 
-Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` rows of a ragged batch. Imported by
-`processing`'s users, that is `decode`; imports `core` and, where kernels are chosen, `pallas`.
+The way of the data, for `rejection_sample`:
+
+1. `rejection_sample` checks its arguments once, and makes `VerifyArrays` and `CallOptions` of them.
+2. `_rejection_sample`, compiled, brings options to one per request (`batch.once_per_request`).
+3. `batch.verify_shard`, once per shard of the batch, makes logits flat rows, and calls one of:
+4. the reference: `Request.from_arrays`, then `verify_request` and `next_token` for each request;
+5. the kernels: `specjax.pallas.verify.verify_rows` on the same arrays and options.
+
+One public call is one file. Code that is inside a program already calls the functions that neither
+check nor shard: `verify_draft`, `sample_shard`. Open `rejection_sample` first.
+
+Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` drafted tokens of a ragged batch.
+Imported by `decode`; imports `core`, and `pallas` where kernels are chosen.
 """

@@ -15,7 +15,7 @@ from specjax.core.logsumexp import BlockPartials, RowStatistics, block_logprobs,
 from specjax.core.noise import SAMPLING_BLOCK, address
 from specjax.core.residual import MIN_RESIDUAL_MASS, block_residual_weights, residual_logprobs
 from specjax.core.temperature import parse_temperature
-from specjax.samplers.request import DraftedToken, Request, Rows, draft_row, take_row
+from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
 from specjax.typing import Stream
 
 __all__ = ["Ending", "next_token"]
@@ -38,7 +38,11 @@ class Ending(NamedTuple):
 
 
 def next_token(
-    request: Request, ending: Ending, target: Rows, draft_logits: jax.Array | None, noise_dtype: Any
+    request: Request,
+    ending: Ending,
+    target: LogitRows,
+    draft_logits: jax.Array | None,
+    noise_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws the token that follows the kept drafts.
 
@@ -78,7 +82,7 @@ def next_token(
     else:
         drawn = rejected & ~drafted.one_hot & ~scaling.greedy
         masses, drawn_logprobs = _drawn_residual(
-            request, ending, Rows(logits, cutoff), draft_logits, drawn
+            request, ending, LogitRows(logits, cutoff), draft_logits, drawn
         )
         weights = jax.lax.cond(drawn, masses, without_token)
         rounding = jnp.where(drawn, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
@@ -102,7 +106,7 @@ def next_token(
 def _drawn_residual(
     request: Request,
     ending: Ending,
-    target: Rows,
+    target: LogitRows,
     draft_logits: jax.Array,
     drawn: jax.Array,
 ) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays import VerifyArrays
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.gumbel_max import gather_logits, token_logprobs
 from specjax.core.logsumexp import (
@@ -19,35 +20,15 @@ from specjax.core.logsumexp import (
 )
 from specjax.core.noise import Words
 from specjax.core.temperature import parse_temperature
-from specjax.typing import Draft
 
-__all__ = [
-    "DraftedToken",
-    "PerRequest",
-    "Request",
-    "Rows",
-    "draft_row",
-    "drafted_token",
-    "ragged_requests",
-    "take_row",
-]
+__all__ = ["DraftedToken", "LogitRows", "Request", "draft_row", "drafted_token", "take_row"]
 
 
-class Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """Flat rows of logits: `logits` [R, V] and `cutoff` f32[R], None keeping all."""
 
     logits: jax.Array
     cutoff: jax.Array | None = None
-
-
-class PerRequest(NamedTuple):
-    """A call's options, each with a leading axis [B]; `key` u32[B, 2], `rates` [B, K]."""
-
-    key: jax.Array
-    position: jax.Array
-    temperature: jax.Array
-    rates: jax.Array | None
-    bonus_token_id: jax.Array | None
 
 
 class Request(NamedTuple):
@@ -83,35 +64,67 @@ class Request(NamedTuple):
     bonus_token_id: jax.Array | None
 
     @classmethod
-    def of_padded(cls, draft: Draft, options: PerRequest, num_target_rows: int) -> "Request":
-        """Requests whose token arrays are [B, K], K >= 1, and which lie row behind row.
+    def from_arrays(cls, arrays: VerifyArrays, num_drafts: int) -> "Request":
+        """Returns the requests of a batch; one without drafts has K = 1 and the token -1.
 
         Args:
-          draft: token arrays [B, K]; of its logits only the places are computed.
-          options: the call's.
-          num_target_rows: rows of target logits per request.
+          arrays: rows of logits flat, options once per request.
+          num_drafts: K, at least 0.
         """
-        size, k = draft.token_ids.shape
-        token_ids = draft.token_ids.astype(jnp.int32)
+        cu, size = arrays.cu_num_draft_tokens, arrays.temperature.shape[0]
         first = jnp.arange(size, dtype=jnp.int32)
-        row = first if draft.rows is None else draft.rows
+        target_row = first * (num_drafts + 1)
+        if num_drafts == 0:
+            draft_rows = jnp.full((size, 1), -1, jnp.int32)
+            arrays = arrays._replace(token_ids=draft_rows)
+            target_row = target_row if cu is None else target_row + cu[:-1]
+        elif cu is None:
+            row = first if arrays.draft_rows is None else arrays.draft_rows
+            draft_rows = row[:, None] * num_drafts + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+        else:
+            target_row = cu[:-1] + first
+            arrays, draft_rows = _pad_ragged(arrays, num_drafts)
+        own = arrays.draft_temperature
+        token_ids = arrays.token_ids.astype(jnp.int32)
         return cls(
-            key=(options.key[:, 0], options.key[:, 1]),
-            position=options.position,
-            temperature=options.temperature,
-            rates=options.rates,
-            bonus_token_id=options.bonus_token_id,
-            target_row=first * num_target_rows,
-            draft_rows=row[:, None] * k + jnp.arange(k, dtype=jnp.int32)[None],
+            key=(arrays.keys[:, 0], arrays.keys[:, 1]),
+            position=arrays.positions,
+            temperature=arrays.temperature,
+            target_row=target_row,
+            draft_rows=draft_rows,
             token_ids=token_ids,
-            num_tokens=num_valid_drafts(token_ids, draft.num_tokens),
-            draft_temperature=options.temperature
-            if draft.temperature is None
-            else draft.temperature,
-            draft_logprobs=draft.logprobs,
-            draft_logsumexp=draft.logsumexp,
-            draft_cutoff=draft.cutoff,
+            num_tokens=num_valid_drafts(token_ids, arrays.num_tokens),
+            draft_temperature=arrays.temperature if own is None else own,
+            draft_logprobs=arrays.draft_logprobs,
+            draft_logsumexp=arrays.draft_logsumexp,
+            draft_cutoff=arrays.draft_cutoff,
+            rates=arrays.conditional_rates,
+            bonus_token_id=arrays.bonus_token_ids,
         )
+
+
+def _pad_ragged(arrays: VerifyArrays, num_drafts: int) -> tuple[VerifyArrays, jax.Array]:
+    """Returns a ragged batch with token arrays [B, K], and each token's row of draft logits.
+
+    Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows
+    `cu[r] + r : cu[r + 1] + r + 1`, the last its bonus row.
+    """
+    starts = arrays.cu_num_draft_tokens[:-1]
+    counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
+    index = starts[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+
+    def pad(values: jax.Array | None) -> jax.Array | None:
+        return None if values is None else jnp.take(values, index, mode="clip")
+
+    rows, num_tokens = pad(arrays.draft_rows), arrays.num_tokens
+    padded = arrays._replace(
+        token_ids=pad(arrays.token_ids),
+        draft_logprobs=pad(arrays.draft_logprobs),
+        draft_logsumexp=pad(arrays.draft_logsumexp),
+        draft_cutoff=pad(arrays.draft_cutoff),
+        num_tokens=counts if num_tokens is None else jnp.minimum(num_tokens, counts),
+    )
+    return padded, index if rows is None else rows
 
 
 class DraftedToken(NamedTuple):
@@ -130,7 +143,7 @@ class DraftedToken(NamedTuple):
     one_hot: jax.Array
 
 
-def take_row(rows: Rows, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Row `index`, [V], and its cutoff."""
     row = jax.lax.dynamic_index_in_dim(rows.logits, index, 0, keepdims=False)
     return row, None if rows.cutoff is None else rows.cutoff[index]
@@ -140,7 +153,7 @@ def draft_row(
     request: Request, draft_logits: jax.Array, i: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """The row of draft logits that token i was drawn from, [V_d], and its cutoff."""
-    row, _ = take_row(Rows(draft_logits), request.draft_rows[i])
+    row, _ = take_row(LogitRows(draft_logits), request.draft_rows[i])
     return row, None if request.draft_cutoff is None else request.draft_cutoff[i]
 
 
@@ -167,43 +180,3 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
     one_hot = is_one_hot(scaling, logprob, logsumexp)
     normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
     return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), normalizer, one_hot)
-
-
-def ragged_requests(
-    draft: Draft, options: PerRequest, cu_num_draft_tokens: jax.Array, max_draft_tokens: int
-) -> Request:
-    """Requests of a ragged draft: token arrays become [B, K], logits stay where they lie.
-
-    Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows
-    `cu[r] + r : cu[r + 1] + r + 1`, the last its bonus row.
-
-    Args:
-      draft: token arrays [N]; `temperature` and `num_tokens` [B].
-      options: the batch's.
-      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing.
-      max_draft_tokens: K, at least 1.
-
-    Returns:
-      `Request` with a leading axis B.
-    """
-    starts = cu_num_draft_tokens[:-1]
-    counts = jnp.maximum(cu_num_draft_tokens[1:] - starts, 0)
-    place = starts[:, None] + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
-
-    def pad(values: jax.Array | None) -> jax.Array | None:
-        return None if values is None else jnp.take(values, place, mode="clip")
-
-    num_tokens = counts if draft.num_tokens is None else jnp.minimum(draft.num_tokens, counts)
-    padded = Draft(
-        token_ids=jnp.take(draft.token_ids, place, mode="clip"),
-        temperature=draft.temperature,
-        logprobs=pad(draft.logprobs),
-        logsumexp=pad(draft.logsumexp),
-        cutoff=pad(draft.cutoff),
-        num_tokens=num_tokens,
-    )
-    requests = Request.of_padded(padded, options, num_target_rows=1)
-    return requests._replace(
-        target_row=starts + jnp.arange(starts.shape[0], dtype=jnp.int32),
-        draft_rows=place if draft.rows is None else jnp.take(draft.rows, place, mode="clip"),
-    )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import argmax_token, gather_logits, token_logprobs
 from specjax.core.logsumexp import (
@@ -28,7 +29,7 @@ from specjax.core.noise import SAMPLING_BLOCK, address, uniform
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.next_token import Ending, next_token
-from specjax.samplers.request import DraftedToken, Request, Rows, drafted_token, take_row
+from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
 from specjax.typing import Stream, Verification
 
 __all__ = ["verify_batch", "verify_request"]
@@ -43,7 +44,7 @@ class _Walk(NamedTuple):
 
 
 def verify_request(
-    request: Request, target: Rows, draft_logits: jax.Array | None, noise_dtype: Any
+    request: Request, target: LogitRows, draft_logits: jax.Array | None, noise_dtype: Any
 ) -> Verification:
     """Verifies the drafts of one request.
 
@@ -88,13 +89,15 @@ def _is_active(request: Request) -> jax.Array:
     return (request.num_tokens >= 0) & parse_temperature(request.temperature).valid
 
 
-def _logprob(request: Request, ending: Ending, target: Rows, token_id: jax.Array) -> jax.Array:
+def _logprob(request: Request, ending: Ending, target: LogitRows, token_id: jax.Array) -> jax.Array:
     logits, cutoff = take_row(target, request.target_row + ending.num_kept)
     scale = parse_temperature(request.temperature).scale
     return token_logprobs(gather_logits(logits, token_id, cutoff), ending.row.normalizer, scale)
 
 
-def _follow(request: Request, target: Rows, draft_logits: jax.Array | None, dtype: Any) -> _Walk:
+def _follow(
+    request: Request, target: LogitRows, draft_logits: jax.Array | None, dtype: Any
+) -> _Walk:
     """Reads target rows in order until a drafted token is not kept, or none is left."""
     k = request.token_ids.shape[0]
     scale = parse_temperature(request.temperature).scale
@@ -151,13 +154,21 @@ def _judge(
     )
 
 
-def verify_batch(
-    requests: Request, target: Rows, draft_logits: jax.Array | None, noise_dtype: Any
-) -> Verification:
-    """Verifies a batch: `verify_request` over the leading axis of `requests`."""
+def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
+    """Verifies a batch: `verify_request` for each of its requests.
+
+    Args:
+      arrays: rows of logits flat, options once per request.
+      options: static.
+
+    Returns:
+      `Verification`, of one drafted token at least.
+    """
+    target = LogitRows(arrays.target_logits, arrays.target_cutoff)
+    requests = Request.from_arrays(arrays, options.num_drafts)
 
     def one(request: Request) -> Verification:
-        return verify_request(request, target, draft_logits, noise_dtype)
+        return verify_request(request, target, arrays.draft_logits, options.noise_dtype)
 
     return jax.lax.platform_dependent(
         requests, cpu=lambda r: jax.lax.map(one, r), default=lambda r: jax.vmap(one)(r)

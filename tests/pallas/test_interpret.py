@@ -25,9 +25,8 @@ from test_rejection_sample import (
 )
 
 import specjax
-from specjax.pallas import sample as pallas_sample
-from specjax.pallas import verify as pallas_verify
-from specjax.pallas.tiles import Tile
+from specjax.implementation import Implementation
+from specjax.pallas.tiles import KernelConfig, Tile
 
 pytestmark = pytest.mark.interpret
 
@@ -136,20 +135,14 @@ def reference(name):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["small", "large"])
 def schedule(request):
-    """The way of a small batch and that of a large one, whatever the batch."""
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pallas_verify, "is_small", lambda num_requests: request.param)
-        tiles = [
-            (pallas_verify, "row_tile", 256),
-            (pallas_verify, "target_tile", 256),
-            (pallas_verify, "pair_tile", 128),
-        ]
-        for module, name, size in [*tiles, (pallas_sample, "row_tile", 512)]:
-            tile = Tile(2 * size if request.param else size, 4)
-            patch.setattr(module, name, lambda num_rows, vocab_size, tile=tile: tile)
-        yield request.param
-    jax.clear_caches()
+    """The kernels by the schedule of a small batch and of a large one, whatever the batch."""
+    config = KernelConfig(
+        row=Tile(512 if request.param else 256, 4),
+        target=Tile(512 if request.param else 256, 4),
+        pair=Tile(256 if request.param else 128, 4),
+        max_small_batch=BATCH if request.param else 0,
+    )
+    return Implementation("interpret", (config,))
 
 
 def check_equal(ours, theirs):
@@ -165,7 +158,7 @@ def test_verification_emits_the_reference_s_tokens(name, schedule):
     options, context = noise_of(name)
     theirs = reference(name)
     with context:
-        ours = run(library("interpret"), CASES[name](), **options)
+        ours = run(library(schedule), CASES[name](), **options)
     check_equal(ours, theirs)
     if name != "no drafts":
         assert len(set(theirs.num_accepted.tolist())) > 1 + 2 * (name == "33 rows")
@@ -180,7 +173,7 @@ def ragged_reference():
 def test_ragged_verification_emits_the_reference_s_tokens(schedule):
     _, ragged, cu = ragged_case(1)
     theirs = ragged_reference()
-    check_equal(run_ragged(ragged, cu, "interpret"), theirs)
+    check_equal(run_ragged(ragged, cu, schedule), theirs)
 
 
 def sampled(implementation, vocab_size):
@@ -210,12 +203,10 @@ def test_samples_are_the_reference_s(vocab_size):
 
 
 @pytest.mark.parametrize("parts", [0, 4])
-def test_noise_in_parts_or_in_none_draws_the_reference_s_samples(parts, monkeypatch):
+def test_noise_in_parts_or_in_none_draws_the_reference_s_samples(parts):
     """As it is made for many rows, and for more blocks than one program makes noise for."""
-    jax.clear_caches()
-    monkeypatch.setattr(pallas_sample, "num_parts_of_noise", lambda *sizes: parts)
-    ours, theirs = (sampled(name, 1025) for name in ("interpret", "xla"))
-    jax.clear_caches()
+    kernels = Implementation("interpret", (KernelConfig(num_noise_splits=parts),))
+    ours, theirs = (sampled(each, 1025) for each in (kernels, "xla"))
     np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
 
 
@@ -224,8 +215,8 @@ def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
     case = mixed_case(0, BATCH, K, VOCAB)
     few = {name: value if name == "draft_logits" else value[:5] for name, value in case.items()}
     keys = make_keys(BATCH)
-    whole = run(library("interpret"), case, keys)
-    some = run(library("interpret"), few, keys[:5])
+    whole = run(library(schedule), case, keys)
+    some = run(library(schedule), few, keys[:5])
     check_equal(some, jax.tree.map(lambda x: x[:5], whole))
 
 
@@ -234,11 +225,11 @@ def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
 def test_vmap_and_while_loop_change_nothing(schedule):
     cases = [calm_case(seed, 4, K, VOCAB) for seed in range(2)]
     keys = make_keys(4)
-    plain = [run(library("interpret"), case, keys) for case in cases]
+    plain = [run(library(schedule), case, keys) for case in cases]
     stacked = {name: jnp.stack([case[name] for case in cases]) for name in cases[0]}
 
     def call(case):
-        return run(library("interpret"), case, keys)
+        return run(library(schedule), case, keys)
 
     mapped = jax.vmap(call)(stacked)
 
@@ -263,7 +254,7 @@ def test_shards_of_a_batch_emit_what_the_batch_does(schedule):
     keys = make_keys(8)
 
     def call(case, keys):
-        return run(library("interpret"), case, keys)
+        return run(library(schedule), case, keys)
 
     spec = PartitionSpec("batch")
     mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

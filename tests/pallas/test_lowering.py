@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
-import types
 import warnings
 
 import jax
@@ -17,11 +16,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 import specjax
 from specjax import Draft
 from specjax import implementation as doors
+from specjax.implementation import (
+    DeviceFacts,
+    Implementation,
+    resolve_implementation,
+    visible_devices,
+)
 from specjax.models import TransformerConfig, build, ops
 from specjax.models.layers import Layer
-from specjax.pallas import sample as pallas_sample
-from specjax.pallas import verify as pallas_verify
-from specjax.pallas.tiles import Tile
+from specjax.pallas.tiles import KernelConfig, Tile
 
 BATCH, K, VOCAB = 4, 3, 5000
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -171,20 +174,12 @@ def sample_text(
 
 
 @pytest.fixture(params=[True, False], ids=["small", "large"])
-def schedule(request, monkeypatch):
-    """Both ways of verification, in tiles that a row does not divide into."""
-    jax.clear_caches()
-    monkeypatch.setattr(pallas_verify, "is_small", lambda num_requests: request.param)
+def schedule(request):
+    """The kernels by both schedules, in tiles that a row does not divide into."""
     tile = Tile(1024, 4) if request.param else Tile(512, 8)
-    for module, name in [
-        (pallas_verify, "row_tile"),
-        (pallas_verify, "target_tile"),
-        (pallas_verify, "pair_tile"),
-        (pallas_sample, "row_tile"),
-    ]:
-        monkeypatch.setattr(module, name, lambda num_rows, vocab_size: tile)
-    yield request.param
-    jax.clear_caches()
+    small = BATCH if request.param else 0
+    config = KernelConfig(row=tile, target=tile, pair=tile, max_small_batch=small)
+    return Implementation("triton", (config,))
 
 
 @pytest.mark.parametrize("noise_dtype", [jnp.float32, jnp.float64])
@@ -318,7 +313,7 @@ def test_parameters_of_another_dtype_than_the_caches_lower_for_cuda(dtype):
 
 
 def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map(monkeypatch):
-    monkeypatch.setattr(doors, "_why_no_kernels", lambda: None)
+    monkeypatch.setattr(doors, "_why_no_kernels", lambda device: None)
     model = build(TransformerConfig(64, 32, 32, 1, 2, 1, 16))
     mesh = h200_mesh(AxisType.Auto)
 
@@ -420,11 +415,12 @@ def test_verification_lowers_for_cuda(dtype, kind):
 @pytest.mark.parametrize("noise_dtype", [jnp.float32, jnp.float64])
 def test_both_schedules_lower_for_cuda(noise_dtype, schedule):
     with on_gpu(), noise_context(noise_dtype):
+        options = dict(noise_dtype=noise_dtype, implementation=schedule)
         for kind in ("drawn", "one-hot", "everything"):
-            text = verify_text(kind, noise_dtype=noise_dtype, synthetic=kind == "everything")
+            text = verify_text(kind, synthetic=kind == "everything", **options)
             assert num_kernels(text) >= 2
-        assert num_kernels(verify_text("without statistics", noise_dtype=noise_dtype)) >= 3
-        assert num_kernels(sample_text(noise_dtype=noise_dtype)) == 2
+        assert num_kernels(verify_text("without statistics", **options)) >= 3
+        assert num_kernels(sample_text(**options)) == 2
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
@@ -519,16 +515,15 @@ def test_none_chooses_the_kernels_for_an_nvidia_gpu_alone():
             assert num_kernels(text(implementation=None, platform="cpu")) == 0
 
 
-def test_none_is_plain_jax_where_there_is_no_gpu(without_gpu):
-    assert num_kernels(sample_text(implementation=None, platform="cpu")) == 0
-    assert num_kernels(verify_text("drawn", implementation=None, platform="cpu")) == 0
+def on_devices(name, capabilities=(), **facts):
+    """An implementation by name, for GPUs that are not those of this machine."""
+    return Implementation(name, device=DeviceFacts(capabilities, **facts))
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
-    if not hasattr(jax.devices()[0], "compute_capability"):
-        return
-    monkeypatch.setattr(doors, "_why_no_gpu", lambda: "JAX sees none here")
+def test_none_is_plain_jax_where_there_is_no_gpu():
+    options = dict(implementation=on_devices(None), platform="cpu")
+    assert num_kernels(sample_text(**options)) == 0
+    assert num_kernels(verify_text("drawn", **options)) == 0
 
 
 def call(implementation):
@@ -541,73 +536,68 @@ def call(implementation):
     )
 
 
-def test_triton_without_a_gpu_is_refused_with_what_to_do(without_gpu):
+def test_triton_without_a_gpu_is_refused_with_what_to_do():
     sentence = (
         "needs an NVIDIA GPU of compute capability 8.0 or newer, and JAX sees none here; None"
     )
     with pytest.raises(ValueError, match=sentence):
-        call("triton")
+        call(on_devices("triton"))
 
 
-def test_triton_on_an_old_gpu_is_refused_by_its_capability(monkeypatch):
-    class Turing:
-        compute_capability = "7.5"
+def test_triton_on_an_old_gpu_is_refused_by_its_capability():
+    """A mesh of visible devices names one, too, and not what it can do."""
+    for context in (contextlib.nullcontext(), on_gpu()):
+        with context:
+            assert resolve_implementation(on_devices(None, (7.5, 9.0))).name == "xla"
+            with pytest.raises(ValueError, match=r"JAX sees one of 7\.5"):
+                call(on_devices("triton", (7.5, 9.0)))
 
-    class Hopper:
-        compute_capability = "9.0"
 
-    monkeypatch.setattr(doors.jax, "devices", lambda *_: [Turing(), Hopper()])
-    monkeypatch.setattr(doors, "_capabilities", doors._capabilities.__wrapped__)
-    assert doors._why_no_gpu() == "JAX sees one of 7.5"
-    assert not doors.has_early_starts()
-    monkeypatch.setattr(doors.jax, "devices", lambda *_: [Hopper()])
-    assert doors._why_no_gpu() is None
-    assert doors.has_early_starts()
+def test_kernels_start_before_the_previous_one_has_ended_if_every_gpu_can():
+    assert not DeviceFacts((7.5, 9.0)).supports_pdl
+    assert not DeviceFacts().supports_pdl
+    assert DeviceFacts((9.0, 10.0)).supports_pdl
 
 
 @pytest.mark.parametrize(
     ("capabilities", "kilobytes"),
     [
-        (["9.0", "10.0"], 227),
-        (["8.0"], 99),
-        (["8.9"], 99),
+        ((9.0, 10.0), 227),
+        ((8.0,), 99),
+        ((8.9,), 99),
         # Consumers' GPUs have as little after Hopper as before.
-        (["12.0"], 99),
-        (["9.0", "12.1"], 99),
-        ([], 99),
+        ((12.0,), 99),
+        ((9.0, 12.1), 99),
+        ((), 99),
     ],
     ids=str,
 )
-def test_a_program_fits_on_the_least_of_the_gpus(capabilities, kilobytes, monkeypatch):
-    devices = [types.SimpleNamespace(compute_capability=each) for each in capabilities]
-    monkeypatch.setattr(doors.jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(doors, "_capabilities", doors._capabilities.__wrapped__)
-    assert doors.shared_memory() == kilobytes * 1024
+def test_a_program_fits_on_the_least_of_the_gpus(capabilities, kilobytes):
+    assert DeviceFacts(capabilities).shared_memory_bytes == kilobytes * 1024
 
 
-def test_an_old_gpu_stays_old_under_a_mesh_that_names_it(monkeypatch):
-    """A mesh of devices that are here names one too, and not what it can do."""
-    monkeypatch.setattr(doors, "_why_no_gpu", lambda: "JAX sees one of 7.5")
-    with on_gpu():
-        assert doors.read_implementation(None) == "xla"
-        with pytest.raises(ValueError, match=r"JAX sees one of 7\.5"):
-            doors.read_implementation("triton")
+def test_facts_are_those_of_the_gpus_that_jax_sees():
+    """A GPU that can be seen says its capability; elsewhere there is none."""
+    seen = [device for device in jax.devices() if hasattr(device, "compute_capability")]
+    assert visible_devices().capabilities == tuple(float(gpu.compute_capability) for gpu in seen)
+    assert visible_devices().has_pallas_triton
 
 
 def test_an_unknown_implementation_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'cuda'; it is None, 'xla', 'triton' or 'interpret'"):
-        call("cuda")
+    for name in ("cuda", "auto", Implementation("cuda")):
+        with pytest.raises(ValueError, match="it is None, 'xla', 'triton' or 'interpret'"):
+            call(name)
 
 
 @pytest.mark.parametrize("named", ["triton", "interpret"])
-def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence(named, monkeypatch):
-    monkeypatch.setattr(doors, "_has_pallas_triton", lambda: False)
+def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence(named):
+    without = on_devices(None, (9.0,), has_pallas_triton=False)
     with on_gpu():
-        assert num_kernels(sample_text(implementation=None)) == 0
-        assert num_kernels(verify_text("drawn", implementation=None)) == 0
-    assert call(None).token_ids.shape == (2,)
+        assert num_kernels(sample_text(implementation=without)) == 0
+        assert num_kernels(verify_text("drawn", implementation=without)) == 0
+    assert call(without).token_ids.shape == (2,)
     with pytest.raises(ValueError, match=f"'{named}' names .* and JAX .* has no Pallas Triton"):
-        call(named)
+        call(dataclasses.replace(without, name=named))
 
 
 def test_the_library_does_not_need_pallas_to_be_imported():

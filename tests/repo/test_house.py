@@ -26,7 +26,7 @@ PACKAGE = ROOT / "specjax"
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
     ("typing", "schedules", "mesh", "implementation", "files"),
-    ("checks", "config"),
+    ("arrays", "checks", "config"),
     ("core",),
     ("pallas",),
     ("samplers", "processing"),
@@ -42,7 +42,12 @@ INSIDE_MODELS = {
 }
 GROUND_OF_KERNELS = ("specjax.pallas.launch", "specjax.pallas.tiles", "specjax.models.pallas")
 # Only modules that choose an implementation import the kernels.
-CHOOSE_KERNELS = ("specjax.samplers.dispatch", "specjax.processing.cutoff", "specjax.models")
+CHOOSE_KERNELS = (
+    "specjax.samplers.batch",
+    "specjax.samplers.gumbel_sample",
+    "specjax.processing.cutoff",
+    "specjax.models",
+)
 ANY_THIRD_PARTY = ("models", "cli")
 MOST_MODULES = 15
 NOT_BY_IMPORT = {

@@ -100,7 +100,7 @@ def test_ragged_logits_are_found_through_rows(implementation):
     found = run_ragged(moved, cu, implementation)
     chex.assert_trees_all_equal(found[:3], ours[:3])
     # Interpreted it is another program, which XLA may round otherwise.
-    rtol = 1e-6 if implementation == "interpret" else 0
+    rtol = 0 if implementation == "xla" else 1e-6
     chex.assert_trees_all_close(found.logprobs, ours.logprobs, rtol=rtol, atol=0)
 
 

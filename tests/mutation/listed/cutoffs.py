@@ -33,7 +33,7 @@ _REFERENCE = (
         "a filter that is NaN keeps all",
     ),
     Mutation(
-        "specjax.processing.cutoff.find_cutoff.each",
+        "specjax.processing.cutoff._once_per_row.each",
         "(*value.shape, *(1,) * (len(leading) - value.ndim))",
         "(*(1,) * (len(leading) - value.ndim), *value.shape)",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),
@@ -214,7 +214,7 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff_candidates.gather",
-        "jnp.where(count <= _TOO_MANY, total, jnp.int32(most + 1))",
+        "jnp.where(scanned, total, jnp.int32(most + 1))",
         "total",
         cutoffs(f"{_SORT}[interpret-5000]"),
         "quarters that are too many to be read are taken for empty",
@@ -242,8 +242,8 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff._search_row",
-        "held, nowhere = count <= SEARCH_HELD",
-        "held, nowhere = count <= 2 * SEARCH_HELD",
+        "held, nowhere = count <= config.num_register_logits",
+        "held, nowhere = count <= 2 * config.num_register_logits",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "a program searches among fewer logits than were noted",
     ),

@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows._accept",
-        "inputs.rates is None and num_rows > 1",
+        "arrays.conditional_rates is None and num_rows > 1",
         "num_rows > 1",
         _large("synthetic"),
         "a greedy request rejects by its argmax under synthetic rates, too",
@@ -147,8 +147,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}inputs.Request.address",
-        "inputs.position[self.b] + i",
-        "inputs.position[self.b] + i * 0",
+        "arrays.positions[self.b] + i",
+        "arrays.positions[self.b] + i * 0",
         _large("random"),
         "all noise of a step stands at its first position",
     ),
@@ -161,15 +161,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}inputs.draft_place",
-        "inputs.rows[request.b] * plan.num_drafts + i",
+        "arrays.draft_rows[request.b] * plan.num_drafts + i",
         "request.b * plan.num_drafts + i",
         verify("test_logits_are_found_through_rows[interpret]"),
         "`Draft.rows` is not followed",
     ),
     Mutation(
         f"{_PALLAS}inputs.draft_place",
-        "inputs.temperature if inputs.draft_temperature is None else inputs.draft_temperature",
-        "inputs.temperature",
+        "arrays.temperature if arrays.draft_temperature is None else arrays.draft_temperature",
+        "arrays.temperature",
         _large("random"),
         "a draft's own temperature is ignored",
     ),
@@ -302,8 +302,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}resample._draw_tile",
-        "next_address(inputs, ending, plan), number * plan.tile.blocks",
-        "next_address(inputs, ending, plan), number * 0",
+        "next_address(arrays, ending, plan), number * plan.tile.blocks",
+        "next_address(arrays, ending, plan), number * 0",
         _small("V = 1025"),
         "every tile draws from the first blocks",
     ),
@@ -330,7 +330,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}sample._reduce",
-        "_at(rows.cutoff, b), None)",
+        "_at(arrays.cutoff, b), None)",
         "None, None)",
         interpreted("test_samples_are_the_reference_s[1025]"),
         "the cutoff is ignored where rows are reduced",
@@ -386,8 +386,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "inputs.logprobs is None or inputs.logsumexp is None",
-        "inputs.logprobs is None",
+        "arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None",
+        "arrays.draft_logprobs is not None",
         edges(
             "test_one_carried_statistic_without_the_other_is_not_read[interpret-draft_logsumexp]"
         ),
@@ -395,8 +395,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "inputs.logprobs is None or inputs.logsumexp is None",
-        "inputs.logsumexp is None",
+        "arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None",
+        "arrays.draft_logsumexp is not None",
         edges("test_one_carried_statistic_without_the_other_is_not_read[interpret-draft_logprobs]"),
         "a logsumexp is taken without the log q that belongs to it",
     ),
@@ -410,8 +410,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "Plan(size, num_drafts, noise_dtype,",
-        'Plan(size, num_drafts, "float32",',
+        "Plan(size, options,",
+        'Plan(size, CallOptions("float32", options.implementation, options.num_drafts),',
         _large("float64 noise"),
         "noise is float32 whatever is asked",
     ),

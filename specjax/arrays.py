@@ -1,0 +1,143 @@
+"""The arrays of a call and its static options, from the public function to the reference or kernel.
+
+One type holds the arrays of each kind of call, and one the options that are compiled into it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from specjax.implementation import Implementation
+from specjax.typing import Draft
+
+__all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """Static options of a call of the samplers.
+
+    Attributes:
+      noise_dtype: float32 or float64.
+      implementation: a resolved one.
+      num_drafts: K, drafted tokens per request at most; at least 0.
+    """
+
+    noise_dtype: Any
+    implementation: Implementation
+    num_drafts: int = 0
+
+
+class SampleArrays(NamedTuple):
+    """Arrays of `gumbel_sample`, or in a kernel the references to them.
+
+    A public call passes typed keys, [B] or (), and options [B] or (). `once_per_request` makes
+    them [B], and the keys words.
+
+    Attributes:
+      logits: [B, V].
+      keys: u32[B, 2].
+      positions: i32[B].
+      stream: i32[B].
+      temperature: f32[B].
+      cutoff: f32[B], or None.
+    """
+
+    logits: Any
+    keys: Any
+    positions: Any
+    stream: Any
+    temperature: Any
+    cutoff: Any
+
+
+class VerifyArrays(NamedTuple):
+    """Arrays of a verification, or in a kernel the references to them.
+
+    A public call passes typed keys, [B] or (), and options [B] or (). `once_per_request` makes
+    them [B], and the keys words. Rows of logits are flat, [R, V], from `verify_shard` on; token
+    arrays [B, K] are flat, [B * K], in kernels. Without drafts, K = 0, the arrays of drafts are
+    None.
+
+    Attributes:
+      target_logits: [B, K + 1, V], or ragged [N + B, V].
+      target_cutoff: f32 of the rows of `target_logits`, or None.
+      draft_logits: [S, K, V_d], or ragged [S, V_d]; None where every draft is one-hot.
+      token_ids: i32[B, K], or ragged i32[N].
+      draft_logprobs: f32 like `token_ids`, or None.
+      draft_logsumexp: f32 like `token_ids`, or None.
+      draft_cutoff: f32 like `token_ids`, or None.
+      draft_temperature: f32[B]; None for the request's own.
+      num_tokens: i32[B], drafted tokens of each request, or None.
+      draft_rows: i32[B], whose rows of `draft_logits` a request has, or ragged i32[N], which row
+        a token has; or None.
+      cu_num_draft_tokens: i32[B + 1] of a ragged batch, else None.
+      keys: u32[B, 2].
+      positions: i32[B].
+      temperature: f32[B].
+      conditional_rates: f32[B, K], or None.
+      bonus_token_ids: i32[B], or None.
+    """
+
+    target_logits: Any
+    target_cutoff: Any
+    draft_logits: Any
+    token_ids: Any
+    draft_logprobs: Any
+    draft_logsumexp: Any
+    draft_cutoff: Any
+    draft_temperature: Any
+    num_tokens: Any
+    draft_rows: Any
+    cu_num_draft_tokens: Any
+    keys: Any
+    positions: Any
+    temperature: Any
+    conditional_rates: Any
+    bonus_token_ids: Any
+
+    @classmethod
+    def from_draft(
+        cls,
+        draft: Draft,
+        target_logits: Any,
+        *,
+        keys: Any,
+        positions: Any,
+        temperature: Any,
+        cutoff: Any = None,
+        conditional_rates: Any = None,
+        bonus_token_ids: Any = None,
+        cu_num_draft_tokens: Any = None,
+    ) -> "VerifyArrays":
+        """Returns the arrays of a public call, whose arguments are named as there."""
+        return cls(
+            target_logits=target_logits,
+            target_cutoff=cutoff,
+            draft_logits=draft.logits,
+            token_ids=draft.token_ids,
+            draft_logprobs=draft.logprobs,
+            draft_logsumexp=draft.logsumexp,
+            draft_cutoff=draft.cutoff,
+            draft_temperature=draft.temperature,
+            num_tokens=draft.num_tokens,
+            draft_rows=draft.rows,
+            cu_num_draft_tokens=cu_num_draft_tokens,
+            keys=keys,
+            positions=positions,
+            temperature=temperature,
+            conditional_rates=conditional_rates,
+            bonus_token_ids=bonus_token_ids,
+        )
+
+    def without_drafts(self) -> "VerifyArrays":
+        """Returns the arrays of a batch that has no drafted tokens."""
+        return self._replace(
+            draft_logits=None,
+            token_ids=None,
+            draft_logprobs=None,
+            draft_logsumexp=None,
+            draft_cutoff=None,
+            draft_temperature=None,
+            draft_rows=None,
+            conditional_rates=None,
+        )

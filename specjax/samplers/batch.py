@@ -1,0 +1,97 @@
+"""A batch of requests: options once per request, and the implementation that verifies it."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specjax.arrays import CallOptions, VerifyArrays
+from specjax.core.noise import fold_in_rows
+from specjax.implementation import select
+from specjax.mesh import pvary_like
+from specjax.samplers.verify import verify_batch
+from specjax.typing import Verification
+
+__all__ = [
+    "empty_verification",
+    "key_words_per_request",
+    "once_per_request",
+    "resize_tokens",
+    "verifier",
+    "verify_shard",
+]
+
+
+def key_words_per_request(keys: jax.Array, size: int) -> jax.Array:
+    """Returns key words u32[B, 2]; a single key folds in the index of each request."""
+    return jax.random.key_data(keys if keys.shape else fold_in_rows(keys, size))
+
+
+def once_per_request(arrays: VerifyArrays, size: int, num_drafts: int) -> VerifyArrays:
+    """Returns the arrays with every option once per request: [B], and rates [B, K]."""
+    if not num_drafts:
+        arrays = arrays.without_drafts()
+    rates = arrays.conditional_rates
+    return arrays._replace(
+        keys=key_words_per_request(arrays.keys, size),
+        positions=jnp.broadcast_to(arrays.positions, (size,)),
+        temperature=jnp.broadcast_to(arrays.temperature, (size,)),
+        conditional_rates=None if rates is None else jnp.broadcast_to(rates, (size, num_drafts)),
+    )
+
+
+def verify_shard(
+    arrays: VerifyArrays, shared_logits: jax.Array | None, *, options: CallOptions
+) -> Verification:
+    """Verifies a padded batch, or one shard of it; neither checks nor shards.
+
+    Args:
+      arrays: from `once_per_request`.
+      shared_logits: draft logits of all shards, where `draft_rows` may name any; else None.
+      options: static.
+
+    Returns:
+      `Verification`.
+    """
+    # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
+    arrays, shared_logits = pvary_like((arrays, shared_logits), arrays, shared_logits)
+    target, cutoff = arrays.target_logits, arrays.target_cutoff
+    draft = arrays.draft_logits if shared_logits is None else shared_logits
+    arrays = arrays._replace(
+        target_logits=target.reshape(-1, target.shape[2]),
+        target_cutoff=None if cutoff is None else cutoff.reshape(-1),
+        draft_logits=None if draft is None else draft.reshape(-1, draft.shape[2]),
+    )
+    return verifier(options)(arrays)
+
+
+def verifier(options: CallOptions) -> Callable[[VerifyArrays], Verification]:
+    """Returns the function that verifies flat rows: the reference or the kernels."""
+    reference = functools.partial(_verify_by_reference, options=options)
+    if options.implementation.name == "xla":
+        return reference
+    from specjax.pallas.verify import verify_rows
+
+    kernels = functools.partial(verify_rows, options=options)
+    return select(options.implementation, reference, kernels)
+
+
+def _verify_by_reference(arrays: VerifyArrays, options: CallOptions) -> Verification:
+    return resize_tokens(verify_batch(arrays, options), options.num_drafts + 1)
+
+
+def empty_verification(num_rows: int) -> Verification:
+    """Returns the verification of no requests."""
+    none = jnp.zeros((0,), jnp.int32)
+    padded = jnp.zeros((0, num_rows), jnp.int32)
+    return Verification(padded, none, none, padded.astype(jnp.float32))
+
+
+def resize_tokens(verification: Verification, num_rows: int) -> Verification:
+    """Returns a verification cut or padded to `num_rows` tokens per request."""
+    ids, logprobs = verification.token_ids[:, :num_rows], verification.logprobs[:, :num_rows]
+    width = ((0, 0), (0, num_rows - ids.shape[1]))
+    return verification._replace(
+        token_ids=jnp.pad(ids, width, constant_values=-1), logprobs=jnp.pad(logprobs, width)
+    )

@@ -1,0 +1,145 @@
+"""`gumbel_sample`: checks, the jitted body, and the choice of the implementation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.arrays import CallOptions, SampleArrays
+from specjax.checks import (
+    as_array,
+    check_keys,
+    check_logits,
+    check_noise_dtype,
+    read_array,
+    read_optional,
+)
+from specjax.core.gumbel_max import sample_row
+from specjax.core.noise import batch_addresses
+from specjax.implementation import Implementation, resolve_implementation, select
+from specjax.mesh import pvary_like, shard_map_batch
+from specjax.samplers.batch import key_words_per_request
+from specjax.typing import Sample
+
+__all__ = ["gumbel_sample", "sample_shard"]
+
+
+def gumbel_sample(
+    logits: jax.Array,
+    *,
+    keys: jax.Array,
+    positions: Any,
+    stream: Any,
+    temperature: Any = 1.0,
+    cutoff: Any = None,
+    noise_dtype: Any = jnp.float32,
+    implementation: str | Implementation | None = None,
+) -> Sample:
+    r"""Draws one token per row by two-level Gumbel-max, with noise by address.
+
+    The token is distributed as :math:`\mathrm{softmax}(\text{logits} / \text{temperature})`
+    over the logits at or above `cutoff`. It is a function of the row and of (key, position,
+    stream) alone.
+
+    Args:
+      logits: [B, V], bf16, f16 or f32, raw. -inf masks a token.
+      keys: typed threefry keys, [B] or (). With () each row folds in its index. From
+        integer seeds: ``jax.vmap(jax.random.key)(seeds)``.
+      positions: i32, [B] or scalar, absolute position of the token to draw.
+      stream: int or i32, a `Stream`: `Stream.TARGET` for plain sampling,
+        ``Stream.draft(i)`` for drafted token i. No default: a draft drawn on the target's
+        stream biases the output of verification.
+      temperature: f32, [B] or scalar, >= 0. Below 1e-5 the row is greedy: its argmax, ties
+        to the lowest id. Negative or not finite makes the row invalid.
+      cutoff: f32, [B], logits below it are left out. None keeps all.
+      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
+      implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
+        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
+        "interpret" the kernels in Pallas' interpreter, for tests. A
+        `specjax.implementation.Implementation` also carries sizes of the kernels.
+
+    Returns:
+      `Sample`; token -1 and log-probability 0 for a row with NaN or +inf, -inf
+      everywhere, or an invalid temperature.
+
+    Raises:
+      ValueError: for wrong shapes, dtypes, keys or an unknown implementation.
+
+    Example:
+      >>> logits = jnp.log(jnp.array([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]]))
+      >>> keys = jax.vmap(jax.random.key)(jnp.array([1, 2]))
+      >>> sample = specjax.gumbel_sample(
+      ...     logits, keys=keys, positions=0, stream=specjax.Stream.TARGET)
+      >>> sample.token_ids.shape
+      (2,)
+
+    References:
+      Gumbel-max in two levels: the maximum of a block's Gumbels is a Gumbel at its
+      logsumexp, independent of which token attains it.
+    """
+    options = CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation))
+    logits = as_array("logits", logits)
+    check_logits("logits", logits, "[B, V]")
+    size = logits.shape[0]
+    each = ((), (size,))
+    arrays = SampleArrays(
+        logits,
+        check_keys(keys, size),
+        read_array("positions", positions, jnp.int32, *each),
+        read_array("stream", stream, jnp.int32, *each),
+        read_array("temperature", temperature, jnp.float32, *each),
+        read_optional("cutoff", cutoff, jnp.float32, (size,)),
+    )
+    return _gumbel_sample(arrays, options=options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _gumbel_sample(arrays: SampleArrays, *, options: CallOptions) -> Sample:
+    """Runs `gumbel_sample` on checked arguments."""
+    size = arrays.logits.shape[0]
+    if size == 0:
+        none = jnp.zeros((0,), jnp.float32)
+        return Sample(none.astype(jnp.int32), none, none)
+    arrays = arrays._replace(
+        keys=key_words_per_request(arrays.keys, size),
+        positions=jnp.broadcast_to(arrays.positions, (size,)),
+        stream=jnp.broadcast_to(arrays.stream, (size,)),
+        temperature=jnp.broadcast_to(arrays.temperature, (size,)),
+    )
+    run = functools.partial(sample_shard, options=options)
+    check_vma = not options.implementation.interpret
+    return shard_map_batch(run, arrays.logits, check_vma)(arrays, None)
+
+
+def sample_shard(arrays: SampleArrays, shared: None = None, *, options: CallOptions) -> Sample:
+    """Draws a token for each row of a batch, or of one shard of it; neither checks nor shards.
+
+    Args:
+      arrays: every option once per row, keys as words.
+      shared: None, because no array is needed whole.
+      options: static.
+
+    Returns:
+      `Sample`.
+    """
+    return _sampler(options)(pvary_like(arrays, arrays))
+
+
+def _sampler(options: CallOptions) -> Callable[[SampleArrays], Sample]:
+    """Returns the function that draws: the reference or the kernels."""
+    reference = functools.partial(_sample_by_reference, options=options)
+    if options.implementation.name == "xla":
+        return reference
+    from specjax.pallas.sample import sample_rows
+
+    kernels = functools.partial(sample_rows, options=options)
+    return select(options.implementation, reference, kernels)
+
+
+def _sample_by_reference(arrays: SampleArrays, options: CallOptions) -> Sample:
+    keys = (arrays.keys[:, 0], arrays.keys[:, 1])
+    at = batch_addresses(keys, arrays.positions, arrays.stream)
+    one = functools.partial(sample_row, noise_dtype=options.noise_dtype)
+    return jax.vmap(one)(arrays.logits, at, arrays.temperature, arrays.cutoff)

@@ -1,0 +1,127 @@
+"""`rejection_sample_ragged`: checks, and the jitted body."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.arrays import CallOptions, VerifyArrays
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_cumulative,
+    check_draft,
+    check_keys,
+    check_logits,
+    check_noise_dtype,
+    read_array,
+    read_optional,
+    read_rates,
+)
+from specjax.implementation import Implementation, resolve_implementation
+from specjax.mesh import check_unsharded, pvary_like
+from specjax.samplers.batch import (
+    empty_verification,
+    once_per_request,
+    resize_tokens,
+    verifier,
+)
+from specjax.typing import Draft, Verification
+
+__all__ = ["rejection_sample_ragged"]
+
+
+def rejection_sample_ragged(
+    draft: Draft,
+    target_logits: jax.Array,
+    *,
+    cu_num_draft_tokens: jax.Array,
+    max_draft_tokens: int,
+    keys: jax.Array,
+    positions: Any,
+    temperature: Any = 1.0,
+    cutoff: Any = None,
+    conditional_rates: Any = None,
+    bonus_token_ids: Any = None,
+    noise_dtype: Any = jnp.float32,
+    implementation: str | Implementation | None = None,
+) -> Verification:
+    r"""`rejection_sample` on drafted rows of all requests laid end to end.
+
+    Request r owns drafted rows ``cu[r]:cu[r + 1]`` and target rows
+    ``cu[r] + r : cu[r + 1] + r + 1``, the last its bonus row, with
+    ``cu = cu_num_draft_tokens``. Rows past ``cu[B]`` are padding and touch nothing. The
+    tokens are those of the padded form.
+
+    Args:
+      draft: `Draft` with `token_ids`, `logprobs`, `logsumexp`, `cutoff` [N], `logits`
+        [S, V_d] with S = N unless `rows` i32[N] is given, `temperature` f32[B] and
+        `num_tokens` i32[B] (None is what `cu_num_draft_tokens` says; -1 is inactive).
+      target_logits: [N + B, V], bf16, f16 or f32, raw.
+      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N.
+      max_draft_tokens: K, a Python int; a request with more has only its first K verified.
+      keys: as in `rejection_sample`; likewise every argument below.
+      positions: i32, [B] or scalar.
+      temperature: f32, [B] or scalar.
+      cutoff: f32, [N + B], or None.
+      conditional_rates: f32, [K] or [B, K], or None.
+      bonus_token_ids: i32, [B], or None.
+      noise_dtype: float32 or float64.
+      implementation: as in `gumbel_sample`.
+
+    Returns:
+      `Verification`, padded to K + 1 tokens.
+
+    Raises:
+      ValueError: for wrong shapes, dtypes, keys or an unknown implementation.
+
+    Example:
+      >>> target_logits = jnp.zeros((5, 8))
+      >>> draft = specjax.Draft(jnp.array([3, 1, 4]))  # two drafts, then one
+      >>> step = specjax.rejection_sample_ragged(
+      ...     draft, target_logits, cu_num_draft_tokens=jnp.array([0, 2, 3]),
+      ...     max_draft_tokens=2, keys=jax.random.key(0), positions=0)
+      >>> step.token_ids.shape
+      (2, 3)
+    """
+    implementation = resolve_implementation(implementation)
+    size = check_cumulative(cu_num_draft_tokens)
+    why = "the most drafted tokens of any request, because it is the width of the result"
+    max_draft_tokens = check_count("max_draft_tokens", max_draft_tokens, 0, why)
+    target_logits = as_array("target_logits", target_logits)
+    draft = check_draft(draft, ragged_batch_size=size)
+    num_drafted = draft.token_ids.shape[0]
+    check_logits("target_logits", target_logits, "[N + B, V]", num_drafted + size)
+    for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
+        if logits is not None:
+            check_unsharded(name, logits)
+    k, each = max_draft_tokens, ((), (size,))
+    arrays = VerifyArrays.from_draft(
+        draft,
+        target_logits,
+        cu_num_draft_tokens=read_array(
+            "cu_num_draft_tokens", cu_num_draft_tokens, jnp.int32, (size + 1,)
+        ),
+        keys=check_keys(keys, size),
+        positions=read_array("positions", positions, jnp.int32, *each),
+        temperature=read_array("temperature", temperature, jnp.float32, *each),
+        cutoff=read_optional("cutoff", cutoff, jnp.float32, (num_drafted + size,)),
+        conditional_rates=read_rates(conditional_rates, size, k),
+        bonus_token_ids=read_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
+    )
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k)
+    return _rejection_sample_ragged(arrays, options=options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _rejection_sample_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+    """Runs `rejection_sample_ragged` on checked arguments."""
+    size, num_rows = arrays.cu_num_draft_tokens.shape[0] - 1, options.num_drafts + 1
+    if size == 0:
+        return empty_verification(num_rows)
+    if not arrays.token_ids.shape[0]:
+        options = dataclasses.replace(options, num_drafts=0)
+    arrays = once_per_request(arrays, size, options.num_drafts)
+    return resize_tokens(verifier(options)(pvary_like(arrays, arrays)), num_rows)

@@ -1,0 +1,142 @@
+"""`rejection_sample`: checks, and the jitted body."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.arrays import CallOptions, VerifyArrays
+from specjax.checks import (
+    as_array,
+    check_draft,
+    check_keys,
+    check_logits,
+    check_noise_dtype,
+    read_array,
+    read_optional,
+    read_rates,
+)
+from specjax.implementation import Implementation, resolve_implementation
+from specjax.mesh import shard_map_batch
+from specjax.samplers.batch import empty_verification, once_per_request, verify_shard
+from specjax.typing import Draft, Verification
+
+__all__ = ["rejection_sample", "verify_draft"]
+
+
+def rejection_sample(
+    draft: Draft,
+    target_logits: jax.Array,
+    *,
+    keys: jax.Array,
+    positions: Any,
+    temperature: Any = 1.0,
+    cutoff: Any = None,
+    conditional_rates: Any = None,
+    bonus_token_ids: Any = None,
+    noise_dtype: Any = jnp.float32,
+    implementation: str | Implementation | None = None,
+) -> Verification:
+    r"""Verifies drafted tokens so that what is emitted follows the target exactly.
+
+    Drafted token x is kept with probability :math:`\min(1, p(x) / q(x))`; after the first
+    that is not, one token is drawn from the residual
+    :math:`\max(p - q, 0) / \sum \max(p - q, 0)`; if all are kept, a bonus token is drawn
+    from the last target row. One-hot drafts have q = 1. Greedy requests keep the target's
+    argmax and nothing else. All of these mix in one batch.
+
+    Args:
+      draft: `Draft` with token arrays [B, K], K >= 0, logits [S, K, V_d].
+      target_logits: [B, K + 1, V], bf16, f16 or f32, raw. Row i decides drafted token i,
+        the row after the last drafted token the bonus.
+      keys: typed threefry keys, [B] or (). With () each request folds in its index; inside
+        `shard_map` pass [B], because every shard counts its requests from 0.
+      positions: i32, [B] or scalar: row i decides the token at absolute position
+        ``positions + i``. Either a fixed key per request and true positions, or a fresh
+        key per call and positions 0.
+      temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or
+        not finite makes the request invalid: it emits nothing.
+      cutoff: f32, [B, K + 1], target logits below it are left out. None keeps all.
+      conditional_rates: f32, [K] or [B, K] in [0, 1], makes the call synthetic: token i is
+        kept with this probability whatever p and q say. See `geometric_rates`.
+      bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
+        log-probability is -inf where the bonus row is no law.
+      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
+      implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
+        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
+        "interpret" the kernels in Pallas' interpreter, for tests. A
+        `specjax.implementation.Implementation` also carries sizes of the kernels.
+
+    Returns:
+      `Verification`. A request emits `num_accepted + 1` tokens; without the last one
+      where the target row that had to decide it holds NaN or +inf or is -inf everywhere.
+
+    Raises:
+      ValueError: for wrong shapes, dtypes, keys or an unknown implementation.
+
+    Example:
+      >>> target_logits = jnp.log(jnp.array([[[0.1, 0.9], [0.5, 0.5]]]))
+      >>> draft = specjax.Draft(jnp.array([[1]]), logits=target_logits[:, :1])
+      >>> step = specjax.rejection_sample(
+      ...     draft, target_logits, keys=jax.random.key(0), positions=0)
+      >>> step.num_accepted, step.num_emitted
+      (Array([1], dtype=int32), Array([2], dtype=int32))
+
+    References:
+      Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    implementation = resolve_implementation(implementation)
+    draft = check_draft(draft)
+    size, k = draft.token_ids.shape
+    target_logits = as_array("target_logits", target_logits)
+    check_logits("target_logits", target_logits, "[B, K + 1, V]", size)
+    if target_logits.shape[1] != k + 1:
+        raise ValueError(
+            f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
+            f"it needs {k + 1}: one per draft and one for the bonus token."
+        )
+    each = ((), (size,))
+    arrays = VerifyArrays.from_draft(
+        draft,
+        target_logits,
+        keys=check_keys(keys, size),
+        positions=read_array("positions", positions, jnp.int32, *each),
+        temperature=read_array("temperature", temperature, jnp.float32, *each),
+        cutoff=read_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
+        conditional_rates=read_rates(conditional_rates, size, k),
+        bonus_token_ids=read_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
+    )
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k)
+    return _rejection_sample(arrays, options=options)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _rejection_sample(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+    """Runs `rejection_sample` on checked arguments."""
+    target_logits = arrays.target_logits
+    size, num_rows = target_logits.shape[:2]
+    if size == 0:
+        return empty_verification(num_rows)
+    arrays = once_per_request(arrays, size, num_rows - 1)
+    shared_logits = None
+    if arrays.draft_rows is not None:
+        # A row may lie on any shard, so that every shard gets all of them.
+        arrays, shared_logits = arrays._replace(draft_logits=None), arrays.draft_logits
+    run = functools.partial(verify_shard, options=options)
+    check_vma = not options.implementation.interpret
+    return shard_map_batch(run, target_logits, check_vma)(arrays, shared_logits)
+
+
+def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+    """Verifies a padded batch inside a program; neither checks, compiles nor shards.
+
+    Args:
+      arrays: what `VerifyArrays.from_draft` makes of checked arguments, B >= 1.
+      options: static.
+
+    Returns:
+      `Verification`.
+    """
+    size, num_rows = arrays.target_logits.shape[:2]
+    return verify_shard(once_per_request(arrays, size, num_rows - 1), None, options=options)
