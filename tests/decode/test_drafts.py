@@ -240,8 +240,8 @@ def test_a_token_of_probability_zero_is_rejected_and_its_residual_is_the_target_
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), (4, 2), (3, 2, 5)])
-def test_probabilities_need_one_law_per_token(shape):
-    with pytest.raises(ValueError, match="one law per drafted token"):
+def test_probabilities_are_one_distribution_per_token(shape):
+    with pytest.raises(ValueError, match="one distribution per drafted token"):
         specjax.draft_from_probs(jnp.zeros((4, 2), jnp.int32), jnp.ones(shape, jnp.float32))
 
 
