@@ -1,4 +1,4 @@
-"""What speculation achieved: counters for a loop's carry and the rates they give."""
+"""Metrics of speculation: counts for a loop's carry, and rates made of them."""
 
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ __all__ = ["Metrics", "init_metrics", "update_metrics"]
 
 
 class Metrics(NamedTuple):
-    """Counts per request; rates over all requests, 0 where nothing was counted.
+    """Counts of each request. Rates are over all requests, and 0 where nothing was counted.
 
     Attributes:
       num_steps: i32[B], verification steps in which the request was active.
-      num_emitted: i32[B], tokens emitted in them and committed.
-      num_drafted: i32[B, K], steps that drafted a token at each position, of which the text
-        did not end before that position.
-      num_accepted: i32[B, K], steps that accepted it, of the same.
+      num_emitted: i32[B], tokens emitted in these steps and committed.
+      num_drafted: i32[B, K], steps that drafted a token at each position. A position after the
+        end of the text does not count.
+      num_accepted: i32[B, K], counted steps that accepted the token at each position.
     """
 
     num_steps: jax.Array
@@ -29,34 +29,34 @@ class Metrics(NamedTuple):
 
     @property
     def mean_acceptance_length(self) -> jax.Array:
-        """f32[], tokens emitted and committed per step."""
+        """Tokens emitted and committed per step, f32[]."""
         return _ratio(self.num_emitted.sum(), self.num_steps.sum())
 
     @property
     def draft_acceptance_rate(self) -> jax.Array:
-        """f32[], accepted draft tokens per drafted token."""
+        """Accepted tokens per drafted token, f32[]."""
         return _ratio(self.num_accepted.sum(), self.num_drafted.sum())
 
     @property
     def acceptance_rates(self) -> jax.Array:
-        """f32[K], unconditional: of the tokens drafted at each position, the part accepted.
+        """Unconditional acceptance rate of each drafted position, f32[K].
 
-        A position is accepted only when all before it are, so these do not increase as long
-        as every step drafts equally many tokens.
+        A position is accepted only if all before it are. So the rates do not increase with the
+        position as long as every step drafts equally many tokens.
         """
         requests = tuple(range(self.num_drafted.ndim - 1))
         return _ratio(self.num_accepted.sum(requests), self.num_drafted.sum(requests))
 
 
 def init_metrics(batch_size: int, K: int) -> Metrics:
-    """Metrics of nothing yet.
+    """Returns metrics before the first step.
 
     Args:
-      batch_size: number of requests B.
-      K: most draft tokens per request and step; 0 counts plain decoding.
+      batch_size: B, a Python int >= 0.
+      K: most drafted tokens per request and step, a Python int >= 0; 0 for plain decoding.
 
     Returns:
-      Zeros, i32[B] and i32[B, K].
+      `Metrics` of zeros, i32[B] and i32[B, K].
 
     Example:
       >>> float(init_metrics(batch_size=2, K=3).mean_acceptance_length)
@@ -78,26 +78,25 @@ def update_metrics(
     num_committed: Any = None,
     finish: Any = None,
 ) -> Metrics:
-    r"""Adds one step to the counts.
+    r"""Returns the metrics with one step added.
 
-    Verification goes on past the end of a text. Of a step that ends it after
-    :math:`c = \text{num_committed}` tokens only the drafted positions :math:`i < c` count, the
-    one that drafted the end among them. Then position i, once reached, is accepted with
-    probability :math:`\sum \min(p, q)` as in any other step.
+    A verification goes on past the end of a text. In a step that ends the text after
+    :math:`c = \text{num_committed}` tokens, only the drafted positions :math:`i < c` count. The
+    position of the token that ends the text is one of them. So position i, once reached, is
+    accepted with probability :math:`\sum \min(p, q)` as in any other step.
 
     Args:
       metrics: the counts so far.
-      draft_num_tokens: i32[B] in [-1, K], the tokens drafted for each request. 0 is a step
-        without drafts; -1 an inactive request, which adds nothing. Tokens for which a text
-        has no room are not to be among them.
-      verification: the outcome of that step.
-      num_committed: i32[B], how many of the emitted tokens were kept, as `commit` lengthens
-        a request. None is all.
-      finish: i8[B], why the text ended, as `commit` says. None is that it did not, except
-        where fewer tokens were committed than emitted.
+      draft_num_tokens: i32[B] in [-1, K], drafted tokens of each request. 0 is a step without
+        drafts, -1 an inactive request, which adds nothing. Pass at most the tokens that a
+        request has left.
+      verification: `Verification` of the step.
+      num_committed: i32[B], how many of the emitted tokens `commit` appended. None is all.
+      finish: i8[B], as `commit` returns it. None means that a text ended only where fewer tokens
+        were committed than emitted.
 
     Returns:
-      The counts with that step in them.
+      `Metrics` with the step added.
 
     Raises:
       ValueError: if the batch sizes of the arguments differ.
@@ -144,7 +143,7 @@ def update_metrics(
 
 
 def _reached(count: jax.Array, like: jax.Array) -> jax.Array:
-    """1 at the first `count` positions of the last axis of `like`, 0 behind them."""
+    """Returns 1 at the first `count` positions of the last axis of `like`, and 0 after them."""
     positions = jax.lax.broadcasted_iota(jnp.int32, (1,) * count.ndim + like.shape[-1:], count.ndim)
     return (positions < count[..., None]).astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""What the decode loop carries, and what it hands out."""
+"""The state that the decode loop carries, and what it returns."""
 
 from typing import Any, NamedTuple
 
@@ -15,16 +15,16 @@ __all__ = ["DecodeState", "Generation", "Settings", "StepInfo"]
 
 
 class Settings(NamedTuple):
-    """What stays the same from step to step; data, so that no change of it recompiles.
+    """What does not change from step to step; data, so that other values do not recompile.
 
     Attributes:
       keys: typed threefry keys, [B].
       temperature: f32[B].
-      max_lengths: i32[B].
-      eos_token_ids: i32[E].
+      max_lengths: i32[B], committed tokens at which a request ends.
+      eos_token_ids: i32[E], tokens that end a request.
       conditional_rates: f32[K] of synthetic acceptance, or None.
-      sampling: what the requests ask besides their temperature, or None.
-      logprobs: which log-probabilities are kept, or None.
+      sampling: `SamplingParams` of the requests, or None.
+      logprobs: which log-probabilities are listed, or None.
     """
 
     keys: jax.Array
@@ -37,22 +37,22 @@ class Settings(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """All that a step needs and gives back.
+    """The state of a batch between two steps, which `step` takes and returns.
 
     Attributes:
-      token_ids: i32[B, L], committed tokens, -1 behind them.
-      lengths: i32[B].
+      token_ids: i32[B, L], committed tokens, then -1.
+      lengths: i32[B], how many tokens of each row are committed.
       logprobs: f32[B, L], log p of each generated token, 0 elsewhere.
       origins: i8[B, L], 0 for the prompt and padding, else one of `Origin`.
-      finish: i8[B], 0 or one of `Finish`.
-      draft: the pending `Draft`.
+      finish: i8[B], 0 for a request that goes on, else one of `Finish`.
+      draft: the pending `Draft`, which the next step verifies.
       target_cache: the target's cache.
-      drafter_state: the drafter's, None without a drafter.
-      metrics: what speculation achieved so far.
-      settings: keys, temperatures, limits.
-      counts: of the committed tokens, kept for penalties; None where none is asked.
-      top_logprobs: of each generated token [B, L, ...], None unless asked for; -1 and 0
-        elsewhere.
+      drafter_state: the drafter's state, None without a drafter.
+      metrics: `Metrics` of all steps so far.
+      settings: keys, temperatures, maximum lengths.
+      counts: `TokenCounts` of the committed tokens, None without penalties.
+      top_logprobs: `TopLogprobs` [B, L, ...] of the generated tokens, -1 and 0 elsewhere; None if
+        none are listed.
     """
 
     token_ids: jax.Array
@@ -70,10 +70,14 @@ class DecodeState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What one step did: its `verification`, and `num_drafted` i32[B], -1 if inactive.
+    """What one step verified.
 
-    Of a step that ends a text the verification goes on past the end; what was committed is in
-    the state, and its metrics count that alone.
+    A verification goes on past the end of a text. The state holds what was committed, and its
+    metrics count that alone.
+
+    Attributes:
+      verification: `Verification` of the step.
+      num_drafted: i32[B], drafted tokens of each request, -1 for an inactive one.
     """
 
     verification: Verification
@@ -81,7 +85,7 @@ class StepInfo(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """The outcome of `generate`: the fields of `DecodeState` that outlive the loop."""
+    """What `generate` returns: fields of `DecodeState`, at the end of the loop."""
 
     token_ids: jax.Array
     lengths: jax.Array

@@ -27,20 +27,20 @@ def apply_sampling(
     first_row: Any = 0,
     implementation: str | Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`process_logits`, then the `logit_cutoff` of each processed row: what the samplers take.
+    """Applies sampling parameters to logits: `process_logits`, then `logit_cutoff` of each row.
 
     Args:
       logits: [B, R, V] or [B, V], bf16, f16 or f32, raw.
-      sampling: what is asked; None leaves all as it is.
-      temperature: f32, [B] or scalar, at which top_p and min_p weigh.
-      history: as in `process_logits`; likewise the arguments below.
-      drafted_token_ids: i32[B, D] or None.
-      first_row: i32 scalar.
+      sampling: `SamplingParams`; None changes nothing.
+      temperature: f32, [B] or scalar, of the probabilities that top_p and min_p compare.
+      history: as in `process_logits`.
+      drafted_token_ids: i32[B, D] or None, as in `process_logits`.
+      first_row: i32 scalar, as in `process_logits`.
       implementation: of the cutoffs, as in `logit_cutoff`.
 
     Returns:
-      Logits of the same shape and dtype, and the cutoffs f32[B, R] or f32[B]; None where
-      neither top_k nor top_p nor min_p is given.
+      The processed logits, of the shape and dtype of `logits`, and the cutoffs, f32[B, R] or
+      f32[B]; None where top_k, top_p and min_p are all None. The samplers take both.
 
     Raises:
       ValueError: for what `process_logits` and `logit_cutoff` refuse.

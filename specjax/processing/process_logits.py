@@ -30,46 +30,46 @@ def process_logits(
     drafted_token_ids: Any = None,
     first_row: Any = 0,
 ) -> jax.Array:
-    r"""Applies a bias, then penalties, then masks; what is forbidden becomes -inf.
+    r"""Applies a bias, then penalties, then masks, and returns the processed logits.
 
-    Of a token with logit x, seen c times among the generated tokens before its row:
+    A token with logit x that occurs c times among the generated tokens before its row gets
 
     .. math:: x' = x + \text{bias}, \quad
-      x'' = x' / r \text{ if } x' > 0 \text{ else } x' r \text{ (once seen, prompt included)},
-      \quad x''' = x'' - f c - s [c > 0]
+      x'' = x' / r \text{ if } x' > 0 \text{ else } x' r
+      \text{ (if it occurs, in the prompt too)}, \quad x''' = x'' - f c - s [c > 0]
 
-    with r, f, s the repetition, frequency and presence penalty. The order is vLLM's. It is
-    computed in float32 and rounded once to the dtype of the logits: bfloat16 ones near 20 lie
-    0.125 apart, and where a small penalty matters they are cast to float32 before. Row r of a
-    request also counts its drafted tokens before that row, and those alone: verification stays
-    exact.
+    with r, f, s the repetition, frequency and presence penalty, and -inf if it is forbidden. The
+    order is vLLM's. The result is computed in float32 and rounded once to the dtype of the logits.
+    bfloat16 logits near 20 lie 0.125 apart, so cast them to float32 where a small penalty matters.
+    Row r of a request also counts its drafted tokens before that row, so verification stays exact.
 
     Args:
-      logits: [B, R, V], or [B, V] for R = 1; bf16, f16 or f32, raw: R = K + 1 target rows of
-        a verification, or one row of a draft step.
+      logits: [B, R, V], or [B, V] for R = 1; bf16, f16 or f32, raw. R = K + 1 target rows of a
+        verification, or one row of a draft step.
       bias: f32, [V] or [B, V]. -inf forbids a token.
-      repetition_penalty: f32, [B] or scalar, > 0; 1 changes nothing.
-      frequency_penalty: f32, [B] or scalar; 0 changes nothing.
-      presence_penalty: f32, [B] or scalar; 0 changes nothing.
-      allowed: bool, [V], [B, V] or [B, R, V], or 32-bit words of it, i32 or u32
-        [..., ceil(V / 32)]: bit ``v % 32`` of word ``v // 32``, 1 for allowed.
-      bad_words: i32, [N, M] or [B, N, M], token sequences padded behind with -1. The last
-        token of one is forbidden where the tokens before the row end with the others,
-        prompt and drafted tokens included. Ids outside [0, V) are no token's.
-      history: what is committed: `counts` for penalties, `token_ids` and `lengths` for bad
+      repetition_penalty: f32, [B] or scalar, > 0. 1 changes nothing.
+      frequency_penalty: f32, [B] or scalar. 0 changes nothing.
+      presence_penalty: f32, [B] or scalar. 0 changes nothing.
+      allowed: bool, [V], [B, V] or [B, R, V]; or the mask in 32-bit words, i32 or u32
+        [..., ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` is 1 for an allowed token.
+      bad_words: i32, [N, M] or [B, N, M], token sequences padded at the end with -1. The last
+        token of a sequence is forbidden in a row if the tokens before the row end with the other
+        ones. The prompt and drafted tokens count. Ids outside [0, V) match nothing.
+      history: the committed tokens: `counts` for penalties, `token_ids` and `lengths` for bad
         words of more than one token.
-      drafted_token_ids: i32, [B, D], D >= R - 1, the tokens drafted behind it; -1 is none.
-      first_row: i32 scalar: row r sees the first ``first_row + r`` drafted tokens. 0 for a
+      drafted_token_ids: i32, [B, D], D >= R - 1, the tokens drafted after the history, padded
+        with -1.
+      first_row: i32 scalar. Row r comes after the first ``first_row + r`` drafted tokens: 0 for a
         verification, i for step i of a draft.
 
     Returns:
-      Logits of the same shape and dtype, one array of that size and none of float32. A
-      request with a penalty that is NaN, infinite, or a repetition penalty <= 0 becomes NaN,
-      and one with nothing allowed -inf: verification ends both as invalid. So does what
-      overflows the dtype.
+      Logits of the shape and dtype of `logits`. One array of that size is made, none in float32.
+      A request whose penalty is NaN or infinite, or whose repetition penalty is <= 0, becomes NaN.
+      A row without allowed tokens becomes -inf. Verification ends both as invalid, and so logits
+      that overflow the dtype.
 
     Raises:
-      ValueError: for wrong shapes or dtypes, or a rule whose history is missing.
+      ValueError: for wrong shapes or dtypes, or a rule without the history that it reads.
 
     Example:
       >>> counts = specjax.count_tokens(

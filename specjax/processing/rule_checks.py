@@ -110,8 +110,8 @@ def check_widths(rules: LogitRules, vocab_size: int) -> None:
         width = mask_width(allowed, vocab_size)
         if width < allowed.shape[-1] == vocab_size:
             raise ValueError(
-                f"allowed has dtype {allowed.dtype} and shape {allowed.shape}; a mask of a number "
-                f"per token is bool, and words of 32 tokens are {width} wide."
+                f"allowed has dtype {allowed.dtype} and shape {allowed.shape}; a mask with one "
+                f"entry per token is bool, and words of 32 tokens are {width} wide."
             )
         check_shape("allowed", allowed, (*allowed.shape[:-1], width))
 
@@ -139,7 +139,7 @@ def check_history(
     if token_ids is None or lengths is None:
         raise ValueError(
             "bad_words has sequences of several tokens and history no token_ids and lengths; "
-            "they are compared with what is committed."
+            "the sequences are compared with the committed tokens."
         )
     token_ids = as_array("history.token_ids", token_ids)
     shape = (size, *token_ids.shape[1:2])
@@ -164,8 +164,8 @@ def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | N
         counts = counts._replace(prompt=None)
     elif counts.prompt is None:
         raise ValueError(
-            "repetition_penalty is given and history.counts.prompt is None; it is of the "
-            "prompt's tokens too."
+            "repetition_penalty is given and history.counts.prompt is None; the penalty reads the "
+            "tokens of the prompt too."
         )
     for name, array in zip(TokenCounts._fields, counts, strict=True):
         if array is not None:
@@ -184,7 +184,7 @@ def check_drafted(
         if reads_tokens and (num_rows > 1 or is_later):
             raise ValueError(
                 f"drafted_token_ids is None for {num_rows} rows{' past the first' * is_later}; "
-                "penalties and bad words of a row depend on the tokens drafted before it."
+                "penalties and bad words of a row read the tokens drafted before it."
             )
         return None
     drafted = as_array("drafted_token_ids", drafted)

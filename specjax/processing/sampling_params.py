@@ -1,4 +1,4 @@
-"""What a request asks of sampling besides its temperature: data, `None` for not asked."""
+"""`SamplingParams`: truncation, penalties, bias and masks, for all requests or for each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
@@ -22,31 +22,30 @@ __all__ = [
 
 
 class SamplingParams(NamedTuple):
-    """Truncation, penalties and masks of a batch; each is data, for all requests or for each.
+    """Truncation, penalties, bias and masks of a batch, for all requests or for each.
 
-    What is None is absent from the compiled program; what is given may change from call to
-    call, and from request to request, without a compilation. A request is left alone by the
-    value named "off".
+    A field that is None is absent from the compiled program. The others are data: their values may
+    differ between calls and between requests without a compilation. The value named "off" changes
+    nothing for its request. `process_logits` and `logit_cutoff` have the formulas.
 
     Attributes:
-      top_k: i32, [B] or scalar, off 0: keeps the k likeliest tokens.
-      top_p: f32, [B] or scalar, off 1: keeps the smallest set of the likeliest tokens whose
+      top_k: i32, [B] or scalar, off 0. Keeps the k likeliest tokens.
+      top_p: f32, [B] or scalar, off 1. Keeps the smallest set of the likeliest tokens whose
         probability reaches it.
-      min_p: f32, [B] or scalar, off 0: keeps tokens at least this likely relative to the
-        likeliest.
-      repetition_penalty: f32, [B] or scalar, > 0, off 1: what stands in the prompt or was
-        generated has its logit divided by it if positive, else multiplied.
-      frequency_penalty: f32, [B] or scalar, off 0: subtracted from a token's logit as often
-        as it was generated. The prompt does not count, as in vLLM and the OpenAI API.
-      presence_penalty: f32, [B] or scalar, off 0: subtracted once if it was generated; the
-        prompt does not count.
-      bias: f32, [V] or [B, V], off 0: added to the logits; see `bias_array`.
-      allowed: what may be emitted, bool [V] or [B, V], or the same in 32-bit words, i32 or
-        u32 [ceil(V / 32)] or [B, ceil(V / 32)]: bit ``v % 32`` of word ``v // 32``, as
-        grammar libraries give it.
-      bad_words: i32, [N, M] or [B, N, M], N token sequences that must not be completed,
-        padded behind with -1, whether they begin in the prompt or behind it; see
-        `bad_words_array`.
+      min_p: f32, [B] or scalar, off 0. Keeps tokens whose probability is at least this fraction
+        of the largest one.
+      repetition_penalty: f32, [B] or scalar, > 0, off 1. Divides a positive logit, and multiplies
+        a negative one, of a token in the prompt or the output.
+      frequency_penalty: f32, [B] or scalar, off 0. Subtracted from a token's logit once per
+        occurrence in the output. The prompt does not count, as in vLLM and the OpenAI API.
+      presence_penalty: f32, [B] or scalar, off 0. Subtracted once from the logit of a token in
+        the output. The prompt does not count.
+      bias: f32, [V] or [B, V], off 0. Added to the logits; see `bias_array`.
+      allowed: bool, [V] or [B, V], tokens that may be emitted; or the mask in 32-bit words, i32
+        or u32, [ceil(V / 32)] or [B, ceil(V / 32)]: bit ``v % 32`` of word ``v // 32``, as grammar
+        libraries make it.
+      bad_words: i32, [N, M] or [B, N, M], N token sequences that must not be completed, padded at
+        the end with -1. A sequence may begin in the prompt; see `bad_words_array`.
 
     Example:
       >>> from specjax.decode.markov_chain import markov_chain
@@ -72,14 +71,14 @@ class SamplingParams(NamedTuple):
 def bias_array(
     biases: Mapping[int, float] | Sequence[Mapping[int, float]], vocab_size: int
 ) -> np.ndarray:
-    """A dense bias of {token id: bias}, on the host: 4 bytes per request and token of V.
+    """Returns a dense bias of {token id: bias} on the host: 4 bytes per request and token of V.
 
     Args:
-      biases: one mapping for all requests, or a sequence of one per request.
-      vocab_size: V, a Python int >= 1, that of the logits.
+      biases: a mapping for all requests, or a sequence of B mappings, one per request.
+      vocab_size: V of the logits, a Python int >= 1.
 
     Returns:
-      f32[V], or f32[B, V] of a sequence.
+      f32[V] of a mapping, f32[B, V] of a sequence; 0 for tokens that are not named.
 
     Raises:
       ValueError: for a token id outside [0, V).
@@ -103,14 +102,13 @@ def bias_array(
 
 
 def bad_words_array(words: Sequence[Any]) -> np.ndarray:
-    """Token sequences as one padded array, on the host.
+    """Returns token sequences as one padded array on the host.
 
     Args:
-      words: a sequence of token sequences for all requests, or a sequence of those, one per
-        request.
+      words: token sequences for all requests, or a sequence of B of these, one per request.
 
     Returns:
-      i32[N, M], or i32[B, N, M], padded with -1.
+      i32[N, M] or i32[B, N, M], padded at the end with -1.
 
     Raises:
       ValueError: for an empty sequence or a negative id among the tokens.
@@ -125,7 +123,9 @@ def bad_words_array(words: Sequence[Any]) -> np.ndarray:
     batch = [list(map(list, request)) for request in (words if nested else [words])]
     ids = [token for request in batch for word in request for token in word]
     if not all(isinstance(token, SupportsIndex) for token in ids):
-        raise ValueError("words holds what is no integer; each word is a sequence of token ids.")
+        raise ValueError(
+            "words holds a token that is no integer; each word is a sequence of token ids."
+        )
     if min(ids, default=0) < 0 or not all(word for request in batch for word in request):
         raise ValueError("words holds an empty sequence or a negative id; a word is token ids.")
     num_words = max((len(request) for request in batch), default=0)

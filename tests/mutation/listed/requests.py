@@ -104,8 +104,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.processing.bad_words.forbid_words",
-        "(at < 0)[:, None] |",
-        "(at < -9)[:, None] |",
+        "(word_index < 0)[:, None] |",
+        "(word_index < -9)[:, None] |",
         processing(_WORDS),
         "words shorter than the longest never match",
     ),
