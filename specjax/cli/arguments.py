@@ -9,16 +9,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.cli.sweep_arguments import add_sweep, read_sweep_options
+from specjax.cli.sweep_arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["read_options", "read_sampling_options"]
+__all__ = ["parse_options", "parse_sampling_options"]
 
-_CONFIG = dataclasses.fields(SpeculativeConfig)
-_HOTTEST = float(np.finfo(np.float32).max)
+_CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 # Of each number of a request: its type, letter, least and largest value, and what it does.
-_SAMPLING: dict[str, tuple[type, str, float, float, str]] = {
+_SAMPLING_OPTIONS: dict[str, tuple[type, str, float, float, str]] = {
     "top_k": (int, "K", 0, 2**31 - 1, "sample of the K likeliest tokens; off: 0"),
     "top_p": (float, "P", 0, 1, "sample of the likeliest tokens that make up P together; off: 1"),
     "min_p": (float, "P", 0, 1, "sample of tokens at least P times as likely as the first; off: 0"),
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def _parse_numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
@@ -42,10 +42,10 @@ def _numbers(text: str) -> tuple[float, ...]:
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
-    found = importlib.metadata.distributions(name="specjax")
-    version = next((one.version for one in found), "(not installed)")
+    installed = importlib.metadata.distributions(name="specjax")
+    version = next((one.version for one in installed), "(not installed)")
     parser.add_argument("--version", action="version", version=f"specjax {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
@@ -56,14 +56,14 @@ def _parser() -> argparse.ArgumentParser:
         "(~/.cache/specjax), unless JAX_ENABLE_COMPILATION_CACHE=0.",
         allow_abbrev=False,
     )
-    _add_models(command.add_argument_group("prompt and models"))
-    _add_decoding(command.add_argument_group("decoding"))
-    _add_speculation(command.add_argument_group("speculation"))
-    add_sweep(commands)
+    _add_model_options(command.add_argument_group("prompt and models"))
+    _add_decoding_options(command.add_argument_group("decoding"))
+    _add_speculation_options(command.add_argument_group("speculation"))
+    add_sweep_command(commands)
     return parser
 
 
-def _add_models(group: Any) -> None:
+def _add_model_options(group: Any) -> None:
     group.add_argument("prompt", nargs="?", help="text to continue; - or nothing: standard input")
     group.add_argument(
         "--prompt-file", metavar="FILE", help="read the prompt from a file of 16 MiB at most"
@@ -87,13 +87,13 @@ def _add_models(group: Any) -> None:
     )
 
 
-def _add_decoding(group: Any) -> None:
+def _add_decoding_options(group: Any) -> None:
     group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     group.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8"
     )
-    for name, (read, letter, _, _, text) in _SAMPLING.items():
-        group.add_argument("--" + name.replace("_", "-"), type=read, metavar=letter, help=text)
+    for name, (parse, letter, _, _, text) in _SAMPLING_OPTIONS.items():
+        group.add_argument("--" + name.replace("_", "-"), type=parse, metavar=letter, help=text)
     group.add_argument(
         "--logprobs", type=int, metavar="N", help="show each token's log-probability, and N more"
     )
@@ -104,42 +104,44 @@ def _add_decoding(group: Any) -> None:
     )
 
 
-def _add_speculation(group: Any) -> None:
-    words = {
+def _add_speculation_options(group: Any) -> None:
+    option_texts = {
         "num_speculative_tokens": (int, "K", "draft tokens per step, 1 to 32"),
         "rejection_sample_method": (str, "METHOD", "standard or synthetic"),
         "draft_sample_method": (str, "METHOD", "probabilistic or greedy"),
         "synthetic_acceptance_rate": (float, "R", "mean of the rates, in [0, 1]"),
-        "synthetic_acceptance_rates": (_numbers, "R,R,...", "rates per position, K of them"),
+        "synthetic_acceptance_rates": (_parse_numbers, "R,R,...", "rates per position, K of them"),
         "synthetic_acceptance_length": (float, "L", "mean tokens per step, in [1, K + 1]"),
     }
-    for field in _CONFIG:
+    for field in _CONFIG_FIELDS:
         option = "--" + field.name.replace("_", "-")
-        if field.name in words:
-            read, metavar, text = words[field.name]
+        if field.name in option_texts:
+            parse, metavar, text = option_texts[field.name]
             if field.default is not None:
                 text += f"; default: {field.default}"
-            group.add_argument(option, type=read, default=field.default, metavar=metavar, help=text)
+            group.add_argument(
+                option, type=parse, default=field.default, metavar=metavar, help=text
+            )
         else:
             group.add_argument(option, action="store_true", help="noise in float64")
 
 
-def _config(options: argparse.Namespace) -> SpeculativeConfig:
-    fields = {field.name: getattr(options, field.name) for field in _CONFIG}
+def _make_config(options: argparse.Namespace) -> SpeculativeConfig:
+    fields = {field.name: getattr(options, field.name) for field in _CONFIG_FIELDS}
     try:
         return SpeculativeConfig(**fields)
     except ValueError as error:
         names = rf"\b(?:{'|'.join(fields)})\b"
-        said = re.sub(names, lambda name: "--" + name[0].replace("_", "-"), str(error))
-        raise ValueError(said) from None
+        message = re.sub(names, lambda name: "--" + name[0].replace("_", "-"), str(error))
+        raise ValueError(message) from None
 
 
-def read_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
+def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
     """What is asked besides a temperature, or None; a `ValueError` outside its range."""
-    given = {name: getattr(options, name) for name in _SAMPLING}
+    given = {name: getattr(options, name) for name in _SAMPLING_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        low, high = _SAMPLING[name][2:4]
+        low, high = _SAMPLING_OPTIONS[name][2:4]
         if not low <= value <= high or math.isnan(value):
             raise ValueError(
                 f"--{name.replace('_', '-')} is {value}; it needs to be in [{low}, {high}]."
@@ -147,7 +149,7 @@ def read_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
     return SamplingParams(**given) if given else None
 
 
-def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, SpeculativeConfig]:
+def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, SpeculativeConfig]:
     """Reads and checks the arguments of the command.
 
     Args:
@@ -159,13 +161,13 @@ def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculativ
     Raises:
       ValueError: in a sentence that names the option.
     """
-    options, unknown = _parser().parse_known_args(argv)
+    options, unknown = _make_parser().parse_known_args(argv)
     if unknown:
         raise ValueError(
             f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
             "lists the options."
         )
-    if not 0 <= options.temperature <= _HOTTEST:
+    if not 0 <= options.temperature <= _MAX_TEMPERATURE:
         raise ValueError(
             f"--temperature is {options.temperature}; it needs to be >= 0, and finite in float32."
         )
@@ -174,10 +176,10 @@ def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculativ
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed is {options.seed}; it needs to be in [0, 2**32).")
     if options.command == "sweep":
-        return options, read_sweep_options(options)
+        return options, parse_sweep_options(options)
     if options.logprobs is not None and options.logprobs < 0:
         raise ValueError(f"--logprobs is {options.logprobs}; it needs to be >= 0.")
-    read_sampling_options(options)
+    parse_sampling_options(options)
     if options.draft == "none" and options.rejection_sample_method == "synthetic":
         raise ValueError(
             "--draft is none and --rejection-sample-method synthetic; there is nothing to accept "
@@ -185,4 +187,4 @@ def read_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculativ
         )
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file came; it needs to be one of them.")
-    return options, _config(options)
+    return options, _make_config(options)

@@ -14,36 +14,50 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from specjax.cli.arguments import read_options, read_sampling_options
-from specjax.cli.generate import Job, Run, compile_stream, measure, report, stream
+from specjax.cli.arguments import parse_options, parse_sampling_options
+from specjax.cli.generate import (
+    GenerateJob,
+    GenerateResult,
+    compile_stream,
+    json_report,
+    measure_speed,
+    stream_text,
+)
 from specjax.cli.prompts import read_prompt, read_prompts
 from specjax.config import SpeculativeConfig
 
 __all__ = ["main"]
 
-_EXTRA = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
+_REQUIRED_PACKAGES = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 
 
-def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str, terminal: Any) -> Job:
+def _read_generate_job(
+    options: argparse.Namespace, config: SpeculativeConfig, text: str, terminal: Any
+) -> GenerateJob:
     # Last what takes long: what can be refused is refused before weights are read.
-    with terminal.working("reading the folders"):
+    with terminal.spinner("reading the folders"):
         from specjax import models
-        from specjax.cli.model_pair import check_draft, encode, load_pair, read_pair
+        from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
 
         pair = read_pair(options)
         if options.chat:
             text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
-        if (options.logprobs or 0) > pair.made.vocab_size:
+        if (options.logprobs or 0) > pair.target_config.vocab_size:
             raise ValueError(
-                f"--logprobs is {options.logprobs}; the target has {pair.made.vocab_size} tokens."
+                f"--logprobs is {options.logprobs}; the target has "
+                f"{pair.target_config.vocab_size} tokens."
             )
-        ids = encode(
-            pair, text, chat=options.chat, room=options.max_new_tokens, asked="--max-new-tokens"
+        ids = encode_prompt(
+            pair,
+            text,
+            chat=options.chat,
+            num_new_tokens=options.max_new_tokens,
+            option="--max-new-tokens",
         )
         check_draft(pair)
     # With a bar of their own, if they take long.
     target, drafter = load_pair(pair)
-    return Job(
+    return GenerateJob(
         pair.name,
         target,
         drafter,
@@ -54,18 +68,20 @@ def _job(options: argparse.Namespace, config: SpeculativeConfig, text: str, term
         key=jax.random.key(options.seed),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        eos_token_ids=pair.made.eos_token_ids,
-        sampling=read_sampling_options(options),
+        eos_token_ids=pair.target_config.eos_token_ids,
+        sampling=parse_sampling_options(options),
         num_logprobs=options.logprobs,
     )
 
 
-def _keep_compilations() -> None:
+def _enable_compilation_cache() -> None:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     try:
-        base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        folder = base / "specjax" / _machine()
+        cache_root = pathlib.Path(
+            os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        )
+        folder = cache_root / "specjax" / _processor_id()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return
@@ -75,106 +91,106 @@ def _keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _machine() -> str:
+def _processor_id() -> str:
     """This machine and its processor: code compiled for one may crash on the next."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = [platform.processor()]
-    known = sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
-    digest = hashlib.sha256("\n".join(known or lines).encode()).hexdigest()
+    relevant_lines = sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    digest = hashlib.sha256("\n".join(relevant_lines or lines).encode()).hexdigest()
     return f"{platform.node()}-{digest[:12]}"
 
 
-def _prepare(argv: list[str] | None, scope: contextlib.ExitStack) -> tuple[Any, Any, Any]:
+def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:
     """Options, job, and the terminal it is shown on; all that can be refused is refused here."""
-    options, config = read_options(argv)
-    sweeps = options.command == "sweep"
-    texts = read_prompts(options) if sweeps else [read_prompt(options)]
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    options, config = parse_options(argv)
+    is_sweep = options.command == "sweep"
+    texts = read_prompts(options) if is_sweep else [read_prompt(options)]
+    missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
     from specjax.cli.terminal import Terminal
 
     terminal = Terminal()
-    if sweeps:
+    if is_sweep:
         from specjax.cli.sweep import read_workload
 
-        _keep_compilations()
+        _enable_compilation_cache()
         return options, read_workload(options, texts, terminal), terminal
     if options.use_fp64_gumbel:
-        scope.enter_context(jax.enable_x64(True))
-    _keep_compilations()
-    return options, _job(options, config, texts[0], terminal), terminal
+        exit_stack.enter_context(jax.enable_x64(True))
+    _enable_compilation_cache()
+    return options, _read_generate_job(options, config, texts[0], terminal), terminal
 
 
-def _generate(options: argparse.Namespace, job: Job, terminal: Any) -> Run:
+def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
     baseline = not options.no_baseline
     if options.json:
-        run, timings = measure(job, baseline=baseline)
-        print(json.dumps(report(job, run, timings)))
-        return run
-    with terminal.working("compiling"):
+        result, timings = measure_speed(job, baseline=baseline)
+        print(json.dumps(json_report(job, result, timings)))
+        return result
+    with terminal.spinner("compiling"):
         compile_seconds = compile_stream(job)
-    terminal.begin(job)
-    run, timings = stream(job, terminal.show)
-    terminal.end()
+    terminal.print_prompt(job)
+    result, timings = stream_text(job, terminal.print_text)
+    terminal.end_line()
     if baseline:
-        with terminal.working("measuring against plain decoding"):
-            run, timings = measure(job, baseline=True)
+        with terminal.spinner("measuring against plain decoding"):
+            result, timings = measure_speed(job, baseline=True)
     timings = timings._replace(compile_seconds=timings.compile_seconds + compile_seconds)
-    terminal.summary(job, run, timings)
-    return run
+    terminal.print_summary(job, result, timings)
+    return result
 
 
-def _run(argv: list[str] | None) -> int:
-    with contextlib.ExitStack() as scope:
+def _run_command(argv: list[str] | None) -> int:
+    with contextlib.ExitStack() as exit_stack:
         try:
-            options, job, terminal = _prepare(argv, scope)
+            options, job, terminal = _read_command(argv, exit_stack)
         except (ValueError, OSError, RuntimeError) as error:
-            return _say(error, 2)
+            return _print_error(error, 2)
         try:
             if options.command == "sweep":
-                from specjax.cli.sweep import sweep
+                from specjax.cli.sweep import run_sweep
 
-                sweep(options, job, terminal, argv)
+                run_sweep(options, job, terminal, argv)
                 return 0
-            run = _generate(options, job, terminal)
+            result = _run_generate(options, job, terminal)
         except (jax.errors.JaxRuntimeError, MemoryError, ArithmeticError, ValueError) as error:
-            return _say(error, 1)
-    if run.finish == "invalid_logits":
-        return _say(ValueError("the target's logits turned invalid."), 1)
+            return _print_error(error, 1)
+    if result.finish == "invalid_logits":
+        return _print_error(ValueError("the target's logits turned invalid."), 1)
     return 0
 
 
-def _say(error: Exception, code: int) -> int:
-    said = str(error) or "there is not enough memory."
+def _print_error(error: Exception, code: int) -> int:
+    message = str(error) or "there is not enough memory."
     if isinstance(error, OSError) and error.filename is not None:
-        said = f"{error.filename} cannot be read: {error.strerror}."
+        message = f"{error.filename} cannot be read: {error.strerror}."
     elif isinstance(error, RuntimeError):
         # JAX says the rest in pages.
-        said = said.split("\n")[0]
+        message = message.split("\n")[0]
     # Standard error may be what cannot be written; the code says it all the same.
     with contextlib.suppress(OSError):
-        print("specjax:", " ".join(said.split()), file=sys.stderr)
+        print("specjax:", " ".join(message.split()), file=sys.stderr)
     return code
 
 
-def _quit(*_: Any) -> NoReturn:
+def _exit_on_interrupt(*_: Any) -> NoReturn:
     # At once: an exception that passes through a compilation can crash the process.
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h\n")
     os._exit(130)
 
 
-def _open_streams() -> None:
+def _open_missing_streams() -> None:
     """A process may be started without these: then no prompt comes, and no note is kept."""
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
-def _settle(stream: TextIO) -> None:
+def _flush_or_discard(stream: TextIO) -> None:
     """Flushes a stream; what it cannot write is dropped, for Python's end would fail of it."""
     try:
         stream.flush()
@@ -193,15 +209,17 @@ def main(argv: list[str] | None = None) -> int:
       written, 2 for what was refused, in a sentence on standard error, 130 when interrupted,
       141 when nobody reads the output any more.
     """
-    _open_streams()
+    _open_missing_streams()
     if argv is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _quit)
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
     if sys.stdout is None:
         # Before minutes of work, whose result would be lost.
-        return _say(ValueError("standard output is closed; the output cannot be written."), 1)
+        return _print_error(
+            ValueError("standard output is closed; the output cannot be written."), 1
+        )
     try:
         try:
-            return _run(argv)
+            return _run_command(argv)
         finally:
             # Here, where a failure is still ours, rather than at Python's end.
             sys.stdout.flush()
@@ -210,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 141
     except OSError as error:
-        return _say(ValueError(f"the output cannot be written: {error.strerror}."), 1)
+        return _print_error(ValueError(f"the output cannot be written: {error.strerror}."), 1)
     finally:
-        _settle(sys.stdout)
-        _settle(sys.stderr)
+        _flush_or_discard(sys.stdout)
+        _flush_or_discard(sys.stderr)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specjax import DecodeState, Generation, generate, init, step
-from specjax.cli.token_text import list_logprobs
+from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -18,30 +18,29 @@ from specjax.processing.sampling_params import SamplingParams
 from specjax.typing import Drafter, Finish, Model
 
 __all__ = [
-    "Job",
-    "Run",
-    "TextStream",
+    "GenerateJob",
+    "GenerateResult",
     "Timings",
     "compile_stream",
-    "measure",
-    "metrics_of",
-    "report",
-    "stream",
+    "json_report",
+    "measure_speed",
+    "metrics_json",
+    "stream_text",
 ]
 
 # Prompts are padded to a multiple of this, so that those of similar length share compilations.
-_WIDTH = 64
-_REPEATS = 3
+_PROMPT_MULTIPLE = 64
+_MAX_ROUNDS = 3
 # Seconds of one round of runs from which on a single one is told from noise well enough.
-_LONG = 5.0
-_REASONS = {
+_MIN_ROUND_SECONDS = 5.0
+_FINISH_NAMES = {
     Finish.LENGTH: "length",
     Finish.END_OF_SEQUENCE: "end_of_sequence",
     Finish.INVALID: "invalid_logits",
 }
 
 
-class Job(NamedTuple):
+class GenerateJob(NamedTuple):
     """What is to be decoded, and how.
 
     Attributes:
@@ -75,7 +74,7 @@ class Job(NamedTuple):
     num_logprobs: int | None = None
 
 
-class Run(NamedTuple):
+class GenerateResult(NamedTuple):
     """What came of it: `token_ids`, why it ended, `metrics`, `top_logprobs` [N, ...] if asked."""
 
     token_ids: list[int]
@@ -108,50 +107,9 @@ class Timings(NamedTuple):
     loop: str = "generate"
 
 
-class TextStream:
-    """Text of tokens that come one by one, given out as soon as no later token can change it.
-
-    A character whose bytes are spread over tokens is held back until it is whole. The tokens
-    of the last piece stay as context, for decoders that treat the first token of a text apart.
-
-    Args:
-      tokenizer: with `decode(ids, skip_special_tokens)`.
-      context: tokens that stand before the text and are no part of it.
-    """
-
-    def __init__(self, tokenizer: Any, context: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(context)
-        self._from, self._done = max(0, len(context) - 8), len(context)
-
-    def _pending(self) -> str:
-        before = self._decode(self._ids[self._from : self._done])
-        return self._decode(self._ids[self._from :])[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-
-    def feed(self, token_id: int) -> str:
-        """The text that this token settles, often empty or more than its own."""
-        self._ids.append(token_id)
-        text = self._pending()
-        # The replacement character is what an unfinished sequence of bytes decodes to.
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._from, self._done = self._done, len(self._ids)
-        return text
-
-    def flush(self) -> str:
-        """The text still held back, as it is."""
-        text = self._pending()
-        self._from = self._done = len(self._ids)
-        return text
-
-
-def _arguments(job: Job) -> dict[str, Any]:
+def _call_arguments(job: GenerateJob) -> dict[str, Any]:
     length = len(job.prompt_ids)
-    prompt = np.zeros((1, -(-length // _WIDTH) * _WIDTH), np.int32)
+    prompt = np.zeros((1, -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE), np.int32)
     prompt[0, :length] = job.prompt_ids
     return {
         "prompt_token_ids": prompt,
@@ -166,30 +124,34 @@ def _arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def _run_of(job: Job, outcome: DecodeState | Generation) -> Run:
-    ids, lengths, finish = jax.device_get((outcome.token_ids, outcome.lengths, outcome.finish))
-    place = slice(len(job.prompt_ids), int(lengths[0]))
-    top = jax.tree.map(lambda values: np.asarray(values)[0, place], outcome.top_logprobs)
-    return Run(ids[0, place].tolist(), _REASONS[int(finish[0])], outcome.metrics, top)
+def _result_of(job: GenerateJob, output: DecodeState | Generation) -> GenerateResult:
+    ids, lengths, finish = jax.device_get((output.token_ids, output.lengths, output.finish))
+    index = slice(len(job.prompt_ids), int(lengths[0]))
+    top = jax.tree.map(lambda values: np.asarray(values)[0, index], output.top_logprobs)
+    return GenerateResult(
+        ids[0, index].tolist(), _FINISH_NAMES[int(finish[0])], output.metrics, top
+    )
 
 
-def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+def _call_and_time(function: Callable[[], Any]) -> tuple[Any, float]:
     start = time.perf_counter()
-    outcome = jax.block_until_ready(function())
-    return outcome, time.perf_counter() - start
+    output = jax.block_until_ready(function())
+    return output, time.perf_counter() - start
 
 
-def compile_stream(job: Job) -> float:
-    """Compiles what `stream` runs, and gives the seconds that took."""
+def compile_stream(job: GenerateJob) -> float:
+    """Compiles what `stream_text` runs, and gives the seconds that took."""
 
-    def first_step() -> Any:
-        state = init(job.target, job.drafter, **_arguments(job))
+    def run_first_step() -> Any:
+        state = init(job.target, job.drafter, **_call_arguments(job))
         return step(job.target, job.drafter, state, config=job.config)
 
-    return max(0.0, _timed(first_step)[1] - _timed(first_step)[1])
+    return max(0.0, _call_and_time(run_first_step)[1] - _call_and_time(run_first_step)[1])
 
 
-def stream(job: Job, show: Callable[[str, int], None]) -> tuple[Run, Timings]:
+def stream_text(
+    job: GenerateJob, show: Callable[[str, int], None]
+) -> tuple[GenerateResult, Timings]:
     """Decodes step by step.
 
     Args:
@@ -201,26 +163,26 @@ def stream(job: Job, show: Callable[[str, int], None]) -> tuple[Run, Timings]:
     """
     start = time.perf_counter()
     text = TextStream(job.tokenizer, job.prompt_ids)
-    done, origin = len(job.prompt_ids), 0
-    state = init(job.target, job.drafter, **_arguments(job))
+    num_shown, origin = len(job.prompt_ids), 0
+    state = init(job.target, job.drafter, **_call_arguments(job))
     while True:
         ids, origins, length, finish = jax.device_get(
             (state.token_ids, state.origins, state.lengths, state.finish)
         )
-        for place in range(done, int(length[0])):
-            origin = int(origins[0, place])
-            show(text.feed(int(ids[0, place])), origin)
-        done = int(length[0])
+        for index in range(num_shown, int(length[0])):
+            origin = int(origins[0, index])
+            show(text.feed(int(ids[0, index])), origin)
+        num_shown = int(length[0])
         if finish[0]:
             break
         state, _ = step(job.target, job.drafter, state, config=job.config)
     show(text.flush(), origin)
     seconds = time.perf_counter() - start
-    run = _run_of(job, state)
-    return run, Timings(0.0, seconds, len(run.token_ids) / seconds, loop="stream")
+    result = _result_of(job, state)
+    return result, Timings(0.0, seconds, len(result.token_ids) / seconds, loop="stream")
 
 
-def measure(job: Job, *, baseline: bool) -> tuple[Run, Timings]:
+def measure_speed(job: GenerateJob, *, baseline: bool) -> tuple[GenerateResult, Timings]:
     """Decodes by `generate`, and again without the drafter, taking turns.
 
     Args:
@@ -230,32 +192,36 @@ def measure(job: Job, *, baseline: bool) -> tuple[Run, Timings]:
     Returns:
       The run with the drafter, and medians.
     """
-    arguments = _arguments(job)
+    arguments = _call_arguments(job)
     drafters = [job.drafter, None] if baseline and job.drafter is not None else [job.drafter]
 
-    def one_round() -> list[tuple[Generation, float]]:
+    def run_round() -> list[tuple[Generation, float]]:
         decode = functools.partial(generate, job.target, **arguments)
-        return [_timed(functools.partial(decode, drafter)) for drafter in drafters]
+        return [_call_and_time(functools.partial(decode, drafter)) for drafter in drafters]
 
-    first, rounds = one_round(), [one_round()]
-    while len(rounds) < _REPEATS and sum(seconds for _, seconds in rounds[0]) < _LONG:
-        rounds.append(one_round())
-    medians = [statistics.median(run[i][1] for run in rounds) for i in range(len(drafters))]
-    runs = [_run_of(job, outcome) for outcome, _ in first]
-    rates = [len(run.token_ids) / median for run, median in zip(runs, medians, strict=True)]
-    compiling = sum(seconds for _, seconds in first) - sum(medians)
-    timings = Timings(max(0.0, compiling), medians[0], rates[0], repeats=len(rounds))
+    first_round, rounds = run_round(), [run_round()]
+    while (
+        len(rounds) < _MAX_ROUNDS and sum(seconds for _, seconds in rounds[0]) < _MIN_ROUND_SECONDS
+    ):
+        rounds.append(run_round())
+    medians = [statistics.median(result[i][1] for result in rounds) for i in range(len(drafters))]
+    results = [_result_of(job, output) for output, _ in first_round]
+    rates = [
+        len(result.token_ids) / median for result, median in zip(results, medians, strict=True)
+    ]
+    compile_seconds = sum(seconds for _, seconds in first_round) - sum(medians)
+    timings = Timings(max(0.0, compile_seconds), medians[0], rates[0], repeats=len(rounds))
     if len(drafters) > 1:
         speedup = rates[0] / rates[1] if rates[1] else None
         timings = timings._replace(
             plain_seconds=medians[1], plain_tokens_per_second=rates[1], speedup=speedup
         )
-    return runs[0], timings
+    return results[0], timings
 
 
-def metrics_of(run: Run) -> dict[str, Any]:
+def metrics_json(result: GenerateResult) -> dict[str, Any]:
     """The counts and rates of a run as plain numbers; lists are per draft position."""
-    metrics = run.metrics
+    metrics = result.metrics
     return {
         "mean_acceptance_length": float(metrics.mean_acceptance_length),
         "draft_acceptance_rate": float(metrics.draft_acceptance_rate),
@@ -267,18 +233,18 @@ def metrics_of(run: Run) -> dict[str, Any]:
     }
 
 
-def report(job: Job, run: Run, timings: Timings) -> dict[str, Any]:
+def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> dict[str, Any]:
     """The object that `--json` prints."""
     text = TextStream(job.tokenizer, job.prompt_ids)
-    pieces = [text.feed(token) for token in run.token_ids]
-    top = run.top_logprobs
+    pieces = [text.feed(token) for token in result.token_ids]
+    top = result.top_logprobs
     return {
         "text": "".join([*pieces, text.flush()]),
-        "token_ids": run.token_ids,
-        "finish": run.finish,
-        "logprobs": None if top is None else list_logprobs(job.tokenizer, run.token_ids, top),
+        "token_ids": result.token_ids,
+        "finish": result.finish,
+        "logprobs": None if top is None else list_logprobs(job.tokenizer, result.token_ids, top),
         "num_prompt_tokens": len(job.prompt_ids),
-        "metrics": metrics_of(run),
+        "metrics": metrics_json(result),
         "timings": timings._asdict(),
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,

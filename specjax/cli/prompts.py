@@ -8,11 +8,11 @@ from specjax.files import read_file, read_stream
 __all__ = ["read_prompt", "read_prompts"]
 
 # Bytes: several million tokens, for which no target has room.
-_LARGEST = 2**24
+_MAX_BYTES = 2**24
 
 # What a sweep decodes if nothing is given: what the embedded pair was trained for, and beginnings
 # that any model of code goes on with.
-_BUILT_IN = (
+_BUILT_IN_PROMPTS = (
     "def fibonacci(n):\n",
     "import unittest\n\nfrom queue import Queue\n\n\nclass TestQueue(unittest.TestCase):\n"
     "    def setUp(self):",
@@ -23,29 +23,29 @@ _BUILT_IN = (
 
 def read_prompt(options: argparse.Namespace) -> str:
     """The prompt of `generate`; a `ValueError` if there is none, or no text."""
-    given, file = options.prompt, options.prompt_file
-    if file is not None:
-        source, data = file, read_file(file, _LARGEST)
-    elif given not in (None, "-"):
-        source, data = "the prompt", given.encode(errors="surrogateescape")
-    elif given is None and sys.stdin.isatty():
+    prompt, path = options.prompt, options.prompt_file
+    if path is not None:
+        source, data = path, read_file(path, _MAX_BYTES)
+    elif prompt not in (None, "-"):
+        source, data = "the prompt", prompt.encode(errors="surrogateescape")
+    elif prompt is None and sys.stdin.isatty():
         raise ValueError(
             "no prompt came; give one as an argument, with --prompt-file, or on standard input."
         )
     else:
         source = "standard input"
-        data = read_stream(sys.stdin.buffer, source, _LARGEST)
-    return _read_text(source, data)
+        data = read_stream(sys.stdin.buffer, source, _MAX_BYTES)
+    return _decode_text(source, data)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of `sweep`, those of its arguments first; built-in ones if there are none."""
-    given = [("a prompt", text.encode(errors="surrogateescape")) for text in options.prompt]
-    given += [(file, read_file(file, _LARGEST)) for file in options.prompt_file or ()]
-    return [_read_text(source, data) for source, data in given] or list(_BUILT_IN)
+    prompts = [("a prompt", text.encode(errors="surrogateescape")) for text in options.prompt]
+    prompts += [(path, read_file(path, _MAX_BYTES)) for path in options.prompt_file or ()]
+    return [_decode_text(source, data) for source, data in prompts] or list(_BUILT_IN_PROMPTS)
 
 
-def _read_text(source: str, data: bytes) -> str:
+def _decode_text(source: str, data: bytes) -> str:
     """Bytes as a prompt; a `ValueError` that names their source if they are none."""
     try:
         text = data.decode()

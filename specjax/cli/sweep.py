@@ -12,12 +12,19 @@ from typing import Any
 import jax
 
 from specjax import models
-from specjax.cli.model_pair import check_draft, encode, load_pair, read_pair
-from specjax.cli.sweep_choice import choose, predicted_lengths, standard_errors
-from specjax.cli.sweep_measure import Workload, measure_acceptance, measure_steps, num_stages, room
-from specjax.cli.sweep_report import plot, tables, to_object, verdict
+from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
+from specjax.cli.sweep_choice import choose_best, predicted_lengths, standard_errors
+from specjax.cli.sweep_measure import (
+    Workload,
+    buffer_tokens,
+    measure_acceptance,
+    measure_steps,
+    num_stages,
+)
+from specjax.cli.sweep_plot import write_plot
+from specjax.cli.sweep_report import conclusion, report_tables, to_json
 
-__all__ = ["read_workload", "sweep"]
+__all__ = ["read_workload", "run_sweep"]
 
 
 def read_workload(
@@ -36,23 +43,32 @@ def read_workload(
     Raises:
       ValueError: in a sentence, before weights are read.
     """
-    largest = options.max_speculative_tokens
-    with terminal.working("reading the folders"):
+    max_drafts = options.max_speculative_tokens
+    with terminal.spinner("reading the folders"):
         pair = read_pair(options)
-        longest = pair.made.max_position_embeddings
-        needed = options.context + room(largest, options.steps)
-        if needed > longest:
+        max_length = pair.target_config.max_position_embeddings
+        tokens_needed = options.context + buffer_tokens(max_drafts, options.steps)
+        if tokens_needed > max_length:
             raise ValueError(
                 f"--context is {options.context}, and --steps {options.steps} of "
-                f"--max-speculative-tokens {largest} need {needed - options.context} tokens "
-                f"behind it; the target has room for {longest} together."
+                f"--max-speculative-tokens {max_drafts} need "
+                f"{tokens_needed - options.context} tokens behind it; "
+                f"the target has room for {max_length} together."
             )
         if options.chat:
-            said = [[{"role": "user", "content": text}] for text in texts]
-            texts = [models.chat_prompt(pair.folder, messages) for messages in said]
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
         # The last step of a text may go beyond it by a whole draft.
-        asked = {"room": options.max_new_tokens + largest + 1, "asked": "--max-new-tokens + K + 1"}
-        prompts = [encode(pair, text, chat=options.chat, **asked) for text in texts]
+        prompts = [
+            encode_prompt(
+                pair,
+                text,
+                chat=options.chat,
+                num_new_tokens=options.max_new_tokens + max_drafts + 1,
+                option="--max-new-tokens + K + 1",
+            )
+            for text in texts
+        ]
         check_draft(pair)
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.
@@ -60,12 +76,12 @@ def read_workload(
         target,
         drafter,
         prompts,
-        max_speculative_tokens=largest,
+        max_speculative_tokens=max_drafts,
         batch_size=options.batch_size,
         context=options.context,
         temperature=options.temperature,
         key=jax.random.key(options.seed),
-        eos_token_ids=pair.made.eos_token_ids,
+        eos_token_ids=pair.target_config.eos_token_ids,
         max_new_tokens=options.max_new_tokens,
         draft_sample_method=options.draft_sample_method,
         num_steps=options.steps,
@@ -73,7 +89,7 @@ def read_workload(
     )
 
 
-def sweep(
+def run_sweep(
     options: argparse.Namespace, job: tuple[str, Workload], terminal: Any, argv: list[str] | None
 ) -> None:
     """Measures, prints, draws.
@@ -89,45 +105,47 @@ def sweep(
       ValueError: if the prompts ended before any draft was verified, or the plot cannot be
         written after all.
     """
-    name, work = job
-    found = _birthplace(name, sys.argv[1:] if argv is None else argv)
-    largest = work.max_speculative_tokens
-    with terminal.stages(num_stages(work) + len(work.prompts)) as stage:
-        acceptance = measure_acceptance(work, largest, stage)
-        if not acceptance.steps:
+    name, workload = job
+    report = _provenance(name, sys.argv[1:] if argv is None else argv)
+    max_drafts = workload.max_speculative_tokens
+    with terminal.progress_bar(num_stages(workload) + len(workload.prompts)) as on_stage:
+        acceptance = measure_acceptance(workload, max_drafts, on_stage)
+        if not acceptance.step_counts:
             raise ValueError(
                 "every prompt ended with its first token, so that nothing was drafted; other "
                 "prompts or more --max-new-tokens are needed."
             )
-        times = measure_steps(work, stage)
-        best = choose(acceptance, [one.step_seconds for one in times], work.batch_size)
-        found = to_object(work, found, acceptance, times, best)
-        if 0 < best.K < largest:
-            decoded = measure_acceptance(work, best.K, stage)
-            found["best"]["decoded_acceptance_length"] = predicted_lengths(decoded.rates)[-1]
-            found["best"]["decoded_standard_error"] = standard_errors(decoded)[-1]
+        times = measure_steps(workload, on_stage)
+        best = choose_best(acceptance, [one.step_seconds for one in times], workload.batch_size)
+        report = to_json(workload, report, acceptance, times, best)
+        if 0 < best.K < max_drafts:
+            decoded = measure_acceptance(workload, best.K, on_stage)
+            report["best"]["decoded_acceptance_length"] = predicted_lengths(decoded.rates)[-1]
+            report["best"]["decoded_standard_error"] = standard_errors(decoded)[-1]
     if options.out is not None:
-        found["plot"] = options.out
+        report["plot"] = options.out
     if options.json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(report), flush=True)
     else:
-        terminal.found(f"{name} · {_where(found)}", tables(found), verdict(found))
+        terminal.print_tables(
+            f"{name} · {_conditions(report)}", report_tables(report), conclusion(report)
+        )
     # Last: a plot that cannot be written takes no measurement with it.
     if options.out is not None:
-        _draw(found, options.out)
+        _write_plot_file(report, options.out)
         if not options.json:
-            terminal.note(f"drawn in {options.out}")
+            terminal.print_note(f"drawn in {options.out}")
 
 
-def _draw(found: dict[str, Any], out: str) -> None:
+def _write_plot_file(report: dict[str, Any], out: str) -> None:
     try:
-        plot(found, pathlib.Path(out))
+        write_plot(report, pathlib.Path(out))
     except OSError as error:
         # Not as an OSError: those of the command are of its standard output.
         raise ValueError(f"--out {out} cannot be written: {error.strerror or error}.") from None
 
 
-def _birthplace(name: str, argv: list[str]) -> dict[str, Any]:
+def _provenance(name: str, argv: list[str]) -> dict[str, Any]:
     versions = importlib.metadata.distributions(name="specjax")
     return {
         "pair": name,
@@ -140,9 +158,9 @@ def _birthplace(name: str, argv: list[str]) -> dict[str, Any]:
     }
 
 
-def _where(found: dict[str, Any]) -> str:
+def _conditions(report: dict[str, Any]) -> str:
     return (
-        f"B = {found['batch_size']}, context {found['context']}, temperature "
-        f"{found['temperature']:g} · {found['device']}, jax {found['jax_version']}, "
-        f"{found['date'][:10]}"
+        f"B = {report['batch_size']}, context {report['context']}, temperature "
+        f"{report['temperature']:g} · {report['device']}, jax {report['jax_version']}, "
+        f"{report['date'][:10]}"
     )

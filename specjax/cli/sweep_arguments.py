@@ -9,21 +9,21 @@ from typing import Any
 
 from specjax.config import SpeculativeConfig
 
-__all__ = ["add_sweep", "read_sweep_options"]
+__all__ = ["add_sweep_command", "parse_sweep_options"]
 
-_MOST_REQUESTS = 4096
-_PLOTS = (".png", ".svg", ".pdf")
+_MAX_BATCH_SIZE = 4096
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # Of each number: its letter, its default, its least and largest value, and what it is.
-_NUMBERS: dict[str, tuple[str, int, int, float, str]] = {
+_NUMBER_OPTIONS: dict[str, tuple[str, int, int, float, str]] = {
     "max_speculative_tokens": ("K", 8, 1, 32, "largest number of drafts per step"),
-    "batch_size": ("B", 1, 1, _MOST_REQUESTS, "requests per step of the timed runs"),
+    "batch_size": ("B", 1, 1, _MAX_BATCH_SIZE, "requests per step of the timed runs"),
     "context": ("N", 256, 1, float("inf"), "tokens that stand before the timed steps"),
     "steps": ("N", 16, 1, float("inf"), "steps of a timed run, in one program"),
     "rounds": ("N", 5, 2, float("inf"), "timed runs per K and acceptance length"),
 }
 
 
-def add_sweep(commands: Any) -> None:
+def add_sweep_command(commands: Any) -> None:
     """Adds the command to the parser's."""
     command = commands.add_parser(
         "sweep",
@@ -65,10 +65,10 @@ def add_sweep(commands: Any) -> None:
         help="probabilistic or greedy; default: probabilistic",
     )
     sweep = command.add_argument_group("sweep")
-    for name, (letter, default, _, _, text) in _NUMBERS.items():
+    for name, (letter, default, _, _, text) in _NUMBER_OPTIONS.items():
         option = "--" + name.replace("_", "-")
-        told = f"{text}; default: {default}"
-        sweep.add_argument(option, type=int, default=default, metavar=letter, help=told)
+        help_text = f"{text}; default: {default}"
+        sweep.add_argument(option, type=int, default=default, metavar=letter, help=help_text)
     sweep.add_argument(
         "--out",
         metavar="FILE",
@@ -77,46 +77,48 @@ def add_sweep(commands: Any) -> None:
     sweep.add_argument("--json", action="store_true", help="print one JSON object, and no table")
 
 
-def read_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
+def parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
     """Refuses what cannot be done, in a sentence that names the option; the config of the rest."""
-    for name, (_, _, low, high, _) in _NUMBERS.items():
+    for name, (_, _, low, high, _) in _NUMBER_OPTIONS.items():
         value = getattr(options, name)
         if not low <= value <= high:
-            needed = f"in [{low}, {high}]" if high < float("inf") else f">= {low}"
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it needs to be {needed}.")
+            requirement = f"in [{low}, {high}]" if high < float("inf") else f">= {low}"
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}; it needs to be {requirement}."
+            )
     if options.draft == "none":
         raise ValueError(
             "--draft is none; a sweep needs drafts, and times plain decoding beside them as K = 0."
         )
     if options.out is not None:
-        _check_out(pathlib.Path(options.out))
+        _check_plot_path(pathlib.Path(options.out))
     try:
         return SpeculativeConfig(
             num_speculative_tokens=options.max_speculative_tokens,
             draft_sample_method=options.draft_sample_method,
         )
     except ValueError as error:
-        said = str(error).replace("draft_sample_method", "--draft-sample-method")
-        raise ValueError(said) from None
+        message = str(error).replace("draft_sample_method", "--draft-sample-method")
+        raise ValueError(message) from None
 
 
-def _check_out(path: pathlib.Path) -> None:
+def _check_plot_path(path: pathlib.Path) -> None:
     # Before the measurement, not after it.
-    if path.name.lower() in _PLOTS:
+    if path.name.lower() in _PLOT_SUFFIXES:
         raise ValueError(
             f"--out is {path}; it needs a name before its ending, as sweep{path.name}."
         )
     if os.path.isdir(path):
         raise ValueError(f"--out is {path}, which is a folder; it needs to be a file.")
-    if path.suffix.lower() not in _PLOTS:
-        raise ValueError(f"--out is {path}; it needs to end in {', '.join(_PLOTS)}.")
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise ValueError(f"--out is {path}; it needs to end in {', '.join(_PLOT_SUFFIXES)}.")
     if not os.path.isdir(path.parent):
         raise ValueError(f"--out is {path}; there is no folder {path.parent}.")
     try:
-        _try_to_write(path.resolve())
+        _check_writable(path.resolve())
     except (OSError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise ValueError(f"--out is {path}, which cannot be written: {said}.") from None
+        message = getattr(error, "strerror", None) or error
+        raise ValueError(f"--out is {path}, which cannot be written: {message}.") from None
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "--out draws with matplotlib, which is missing; pip install 'specjax[examples]', or "
@@ -124,7 +126,7 @@ def _check_out(path: pathlib.Path) -> None:
         )
 
 
-def _try_to_write(path: pathlib.Path) -> None:
+def _check_writable(path: pathlib.Path) -> None:
     """Raises what writing would, and leaves the file, or its absence, as it was."""
     if path.exists():
         path.open("ab").close()

@@ -15,20 +15,20 @@ import numpy as np
 __all__ = [
     "Acceptance",
     "Best",
-    "choose",
+    "choose_best",
     "predicted_lengths",
     "standard_errors",
     "synthetic_lengths",
 ]
 
 # Acceptance lengths at which a K is measured, at most.
-_LENGTHS = 4
+_MAX_LENGTHS = 4
 # Neighbouring steps keep alike for as long as the text stays of a kind: batches are few and long.
 # On 10 to 170 steps of the embedded pair the 95 % interval of five held the truth in 90 - 97 % of
 # runs, that of twenty in 78 - 95 %.
-_BATCHES = 5
+_MAX_BATCHES = 5
 # Student's t of 97.5 %, by number of batches: the errors of so few are themselves uncertain.
-_STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
+_STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
 class Acceptance(NamedTuple):
@@ -36,22 +36,22 @@ class Acceptance(NamedTuple):
 
     Attributes:
       K: drafts per step.
-      kept: of each prompt, the number of drafts that each of its steps kept.
+      num_accepted: of each prompt, the number of drafts that each of its steps kept.
     """
 
     K: int
-    kept: list[list[int]]
+    num_accepted: list[list[int]]
 
     @property
-    def steps(self) -> list[int]:
+    def step_counts(self) -> list[int]:
         """Drafts kept, of the steps of all prompts, one prompt after the other."""
-        return [number for steps in self.kept for number in steps]
+        return [number for counts in self.num_accepted for number in counts]
 
     @property
     def rates(self) -> list[float]:
         """Of all steps, the part that kept each position and those before it."""
-        steps = self.steps
-        return [sum(n > i for n in steps) / max(len(steps), 1) for i in range(self.K)]
+        counts = self.step_counts
+        return [sum(n > i for n in counts) / max(len(counts), 1) for i in range(self.K)]
 
 
 class Best(NamedTuple):
@@ -62,18 +62,18 @@ class Best(NamedTuple):
       tokens_per_second: for each K from 0, at the median step.
       quartiles: for each K, the rates at the slower and the faster quartile of its steps.
       gains: for each K, its rate over that of K = 0.
-      leads: for each K, how much more tokens per second the best makes.
-      lead_errors: standard errors of these, from the acceptance.
-      ties: other Ks that the acceptance and the step times do not tell from it.
+      gaps_to_best: for each K, how much more tokens per second the best makes.
+      gap_errors: standard errors of these, from the acceptance.
+      indistinguishable: other Ks that the acceptance and the step times do not tell from it.
     """
 
     K: int
     tokens_per_second: list[float]
     quartiles: list[tuple[float, float]]
     gains: list[float]
-    leads: list[float]
-    lead_errors: list[float]
-    ties: list[int]
+    gaps_to_best: list[float]
+    gap_errors: list[float]
+    indistinguishable: list[int]
 
 
 def predicted_lengths(rates: Sequence[float]) -> list[float]:
@@ -117,16 +117,16 @@ def standard_errors(acceptance: Acceptance) -> list[float]:
       >>> [round(error, 2) for error in standard_errors(Acceptance(2, [[0, 2], [2, 0]]))]
       [0.0, 0.26, 0.53]
     """
-    return _errors(_tokens(acceptance)).tolist()
+    return _batch_means_errors(_tokens_per_step(acceptance)).tolist()
 
 
-def _tokens(acceptance: Acceptance) -> np.ndarray:
+def _tokens_per_step(acceptance: Acceptance) -> np.ndarray:
     """f64[N + 2, K + 1]: tokens of each step, had so many drafts been made in it."""
-    steps = np.array([0, *acceptance.steps, acceptance.K], np.float64)
-    return 1 + np.minimum(steps[:, None], np.arange(acceptance.K + 1))
+    counts = np.array([0, *acceptance.step_counts, acceptance.K], np.float64)
+    return 1 + np.minimum(counts[:, None], np.arange(acceptance.K + 1))
 
 
-def _errors(values: np.ndarray) -> np.ndarray:
+def _batch_means_errors(values: np.ndarray) -> np.ndarray:
     """Standard errors of the means of columns."""
     num, batches = len(values), np.array_split(values - values.mean(0), _num_batches(values))
     sums = np.stack([batch.sum(0) for batch in batches])
@@ -135,10 +135,10 @@ def _errors(values: np.ndarray) -> np.ndarray:
 
 
 def _num_batches(values: np.ndarray) -> int:
-    return min(len(values), _BATCHES)
+    return min(len(values), _MAX_BATCHES)
 
 
-def choose(
+def choose_best(
     acceptance: Acceptance, step_seconds: Sequence[Sequence[float]], batch_size: int
 ) -> Best:
     r"""Says which K is best, and which others it is not told from.
@@ -159,24 +159,24 @@ def choose(
       `Best`; of equal rates the smallest K.
 
     Example:
-      >>> choose(Acceptance(1, [[1, 1, 0, 1]]), [[0.5], [0.625]], batch_size=1)[:2]
+      >>> choose_best(Acceptance(1, [[1, 1, 0, 1]]), [[0.5], [0.625]], batch_size=1)[:2]
       (1, [2.0, 2.8])
     """
     lengths = np.array(predicted_lengths(acceptance.rates))
     seconds = np.array([np.percentile(runs, [25, 50, 75]) for runs in step_seconds])
-    high, rates, low = batch_size * lengths / seconds.T
+    fast_rates, rates, slow_rates = batch_size * lengths / seconds.T
     best = int(np.argmax(rates))
-    each = batch_size * _tokens(acceptance) / seconds[:, 1]
-    errors = _errors(each[:, [best]] - each)
-    reach = high + _STUDENT[_num_batches(each)] * errors
+    step_rates = batch_size * _tokens_per_step(acceptance) / seconds[:, 1]
+    errors = _batch_means_errors(step_rates[:, [best]] - step_rates)
+    upper_rates = fast_rates + _STUDENT_T[_num_batches(step_rates)] * errors
     return Best(
         best,
         rates.tolist(),
-        list(zip(low.tolist(), high.tolist(), strict=True)),
+        list(zip(slow_rates.tolist(), fast_rates.tolist(), strict=True)),
         (rates / rates[0]).tolist(),
         (rates[best] - rates).tolist(),
         errors.tolist(),
-        [K for K in range(len(rates)) if best != K and reach[K] >= low[best]],
+        [K for K in range(len(rates)) if best != K and upper_rates[K] >= slow_rates[best]],
     )
 
 
@@ -187,4 +187,4 @@ def synthetic_lengths(K: int) -> list[float]:
       >>> synthetic_lengths(0), synthetic_lengths(2), synthetic_lengths(6)
       ([1.0], [1.0, 2.0, 3.0], [1.0, 3.0, 5.0, 7.0])
     """
-    return [float(length) for length in np.linspace(1, K + 1, min(K + 1, _LENGTHS))]
+    return [float(length) for length in np.linspace(1, K + 1, min(K + 1, _MAX_LENGTHS))]

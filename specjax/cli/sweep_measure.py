@@ -24,17 +24,17 @@ from specjax.schedules import expected_acceptance_length, rates_for_length
 from specjax.typing import Drafter, Finish, Model
 
 __all__ = [
-    "Point",
+    "MeasuredPoint",
     "StepTimes",
     "Workload",
     "measure_acceptance",
     "measure_steps",
     "num_stages",
-    "room",
+    "buffer_tokens",
 ]
 
 # Prompts are padded to a multiple of this, so that one compilation reads them all.
-_WIDTH = 64
+_PROMPT_MULTIPLE = 64
 
 
 class Workload(NamedTuple):
@@ -71,18 +71,18 @@ class Workload(NamedTuple):
     num_rounds: int
 
 
-class Point(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """A K at one synthetic acceptance.
 
     Attributes:
-      asked: mean tokens per step that the rates give, by the closed form.
-      length: tokens per step that were emitted.
+      expected_length: mean tokens per step that the rates give, by the closed form.
+      measured_length: tokens per step that were emitted.
       step_seconds: of each round, seconds per step.
       tokens_per_second: of each round, tokens emitted over seconds.
     """
 
-    asked: float
-    length: float
+    expected_length: float
+    measured_length: float
     step_seconds: list[float]
     tokens_per_second: list[float]
 
@@ -92,7 +92,7 @@ class StepTimes(NamedTuple):
 
     K: int
     compile_seconds: float
-    points: list[Point]
+    points: list[MeasuredPoint]
 
     @property
     def step_seconds(self) -> list[float]:
@@ -100,7 +100,7 @@ class StepTimes(NamedTuple):
         return [seconds for point in self.points for seconds in point.step_seconds]
 
 
-def room(max_speculative_tokens: int, num_steps: int) -> int:
+def buffer_tokens(max_speculative_tokens: int, num_steps: int) -> int:
     """Tokens for which buffers are made behind the context, the same for every K.
 
     They hold all that the steps can emit, and a whole draft after the last of them.
@@ -108,18 +108,18 @@ def room(max_speculative_tokens: int, num_steps: int) -> int:
     return 1 + (num_steps + 1) * (max_speculative_tokens + 1)
 
 
-def num_stages(work: Workload) -> int:
-    """How often `measure_acceptance` and `measure_steps` together call `stage`."""
-    return len(work.prompts) + (1 + work.num_rounds) * (work.max_speculative_tokens + 1)
+def num_stages(workload: Workload) -> int:
+    """How often `measure_acceptance` and `measure_steps` together call `on_stage`."""
+    return len(workload.prompts) + (1 + workload.num_rounds) * (workload.max_speculative_tokens + 1)
 
 
-def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> Acceptance:
+def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], None]) -> Acceptance:
     """Decodes the prompts with K drafts per step, one after the other.
 
     Args:
-      work: the pair and the prompts.
+      workload: the pair and the prompts.
       K: drafts per step, >= 1.
-      stage: is told, before each prompt, what begins.
+      on_stage: is told, before each prompt, what begins.
 
     Returns:
       What each step of each prompt kept, up to the end of its text. The last step of a prompt
@@ -129,35 +129,35 @@ def measure_acceptance(work: Workload, K: int, stage: Callable[[str], None]) -> 
       FloatingPointError: if the target's logits turn invalid.
     """
     config = SpeculativeConfig(
-        num_speculative_tokens=K, draft_sample_method=work.draft_sample_method
+        num_speculative_tokens=K, draft_sample_method=workload.draft_sample_method
     )
-    width = -(-max(map(len, work.prompts)) // _WIDTH) * _WIDTH
-    kept: list[list[int]] = []
-    for number, ids in enumerate(work.prompts):
-        stage(f"decoding prompt {number + 1} of {len(work.prompts)}, K = {K}")
+    width = -(-max(map(len, workload.prompts)) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+    num_accepted: list[list[int]] = []
+    for number, ids in enumerate(workload.prompts):
+        on_stage(f"decoding prompt {number + 1} of {len(workload.prompts)}, K = {K}")
         prompt = np.zeros((1, width), np.int32)
         prompt[0, : len(ids)] = ids
         state = init(
-            work.target,
-            work.drafter,
+            workload.target,
+            workload.drafter,
             prompt,
             np.array([len(ids)], np.int32),
-            keys=jax.random.fold_in(work.key, number)[None],
+            keys=jax.random.fold_in(workload.key, number)[None],
             config=config,
-            max_new_tokens=work.max_new_tokens + K + 1,
-            temperature=np.float32(work.temperature),
-            eos_token_ids=np.array(work.eos_token_ids, np.int32),
+            max_new_tokens=workload.max_new_tokens + K + 1,
+            temperature=np.float32(workload.temperature),
+            eos_token_ids=np.array(workload.eos_token_ids, np.int32),
         )
-        kept.append([])
-        while not _ended(state) and int(state.lengths[0]) < len(ids) + work.max_new_tokens:
+        num_accepted.append([])
+        while not _all_ended(state) and int(state.lengths[0]) < len(ids) + workload.max_new_tokens:
             before = int(state.lengths[0])
-            state, _ = step(work.target, work.drafter, state, config=config)
+            state, _ = step(workload.target, workload.drafter, state, config=config)
             # One token is committed besides these; where a draft ends the text, that one.
-            kept[-1].append(int(state.lengths[0]) - before - 1)
-    return Acceptance(K, kept)
+            num_accepted[-1].append(int(state.lengths[0]) - before - 1)
+    return Acceptance(K, num_accepted)
 
 
-def _ended(state: DecodeState) -> bool:
+def _all_ended(state: DecodeState) -> bool:
     finish = np.asarray(state.finish)
     if (finish == Finish.INVALID).any():
         raise FloatingPointError("the target's logits turned invalid.")
@@ -165,7 +165,7 @@ def _ended(state: DecodeState) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_steps"))
-def _several_steps(
+def _run_steps(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
@@ -181,35 +181,37 @@ def _several_steps(
     return jax.lax.fori_loop(0, num_steps, body, state)
 
 
-def _start(work: Workload, K: int, number: int) -> DecodeState:
+def _start_batch(workload: Workload, K: int, number: int) -> DecodeState:
     """A batch that has read the context, and that nothing ends."""
-    text = np.concatenate([np.array(ids, np.int32) for ids in work.prompts])
+    text = np.concatenate([np.array(ids, np.int32) for ids in workload.prompts])
     # Each request begins elsewhere in the text, so that they are not one request many times.
-    rows = [np.resize(np.roll(text, -7 * row), work.context) for row in range(work.batch_size)]
+    rows = [
+        np.resize(np.roll(text, -7 * row), workload.context) for row in range(workload.batch_size)
+    ]
     state = init(
-        work.target,
-        work.drafter if K else None,
+        workload.target,
+        workload.drafter if K else None,
         np.stack(rows),
-        np.full(work.batch_size, work.context, np.int32),
-        keys=jax.random.fold_in(work.key, number),
-        config=_synthetic(work, K),
-        max_new_tokens=room(work.max_speculative_tokens, work.num_steps),
-        temperature=np.float32(work.temperature),
+        np.full(workload.batch_size, workload.context, np.int32),
+        keys=jax.random.fold_in(workload.key, number),
+        config=_synthetic_config(workload, K),
+        max_new_tokens=buffer_tokens(workload.max_speculative_tokens, workload.num_steps),
+        temperature=np.float32(workload.temperature),
     )
     return jax.block_until_ready(state)
 
 
-def _synthetic(work: Workload, K: int) -> SpeculativeConfig:
+def _synthetic_config(workload: Workload, K: int) -> SpeculativeConfig:
     # Which rates are asked for is data of the state: the same program serves them all.
     return SpeculativeConfig(
         num_speculative_tokens=max(K, 1),
         rejection_sample_method="synthetic",
-        draft_sample_method=work.draft_sample_method,
+        draft_sample_method=workload.draft_sample_method,
         synthetic_acceptance_length=1.0,
     )
 
 
-def _with_length(state: DecodeState, K: int, length: float) -> tuple[DecodeState, float]:
+def _set_acceptance_length(state: DecodeState, K: int, length: float) -> tuple[DecodeState, float]:
     """The state under the rates of an acceptance length, and what the closed form says of them."""
     if K == 0:
         return state, 1.0
@@ -218,27 +220,29 @@ def _with_length(state: DecodeState, K: int, length: float) -> tuple[DecodeState
     return state._replace(settings=settings), float(expected_acceptance_length(rates))
 
 
-def _timed_run(work: Workload, K: int, state: DecodeState) -> tuple[float, int]:
+def _time_run(workload: Workload, K: int, state: DecodeState) -> tuple[float, int]:
     """Seconds, and tokens emitted."""
-    drafter, config = work.drafter if K else None, _synthetic(work, K)
+    drafter, config = workload.drafter if K else None, _synthetic_config(workload, K)
     jax.block_until_ready(state)
     start = time.perf_counter()
-    after = _several_steps(work.target, drafter, state, config=config, num_steps=work.num_steps)
-    jax.block_until_ready(after)
+    final_state = _run_steps(
+        workload.target, drafter, state, config=config, num_steps=workload.num_steps
+    )
+    jax.block_until_ready(final_state)
     seconds = time.perf_counter() - start
-    _ended(after)
-    return seconds, int(after.metrics.num_emitted.sum())
+    _all_ended(final_state)
+    return seconds, int(final_state.metrics.num_emitted.sum())
 
 
-def measure_steps(work: Workload, stage: Callable[[str], None]) -> list[StepTimes]:
+def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[StepTimes]:
     """Times the decode loop for K = 0 ... `max_speculative_tokens`.
 
     Every K is compiled once. Then the Ks take turns, so that what else the machine does falls
     on all of them; one state is held at a time.
 
     Args:
-      work: the pair, and the shapes.
-      stage: is told, before each stretch of work, what begins.
+      workload: the pair, and the shapes.
+      on_stage: is told, before each stretch of work, what begins.
 
     Returns:
       The times of each K, in order.
@@ -246,40 +250,45 @@ def measure_steps(work: Workload, stage: Callable[[str], None]) -> list[StepTime
     Raises:
       FloatingPointError: if the target's logits turn invalid.
     """
-    largest = work.max_speculative_tokens
-    first = []
-    for K in range(largest + 1):
-        stage(f"compiling K = {K}")
+    max_drafts = workload.max_speculative_tokens
+    first_seconds = []
+    for K in range(max_drafts + 1):
+        on_stage(f"compiling K = {K}")
         start = time.perf_counter()
-        _timed_run(work, K, _with_length(_start(work, K, 0), K, 1.0)[0])
-        first.append(time.perf_counter() - start)
+        _time_run(workload, K, _set_acceptance_length(_start_batch(workload, K, 0), K, 1.0)[0])
+        first_seconds.append(time.perf_counter() - start)
     runs: dict[tuple[int, float], list[tuple[float, int]]] = {}
-    asked, warm = {}, {}
-    for number in range(work.num_rounds):
-        for K in range(largest + 1):
-            stage(f"timing K = {K}, round {number + 1} of {work.num_rounds}")
+    expected_lengths, later_seconds = {}, {}
+    for number in range(workload.num_rounds):
+        for K in range(max_drafts + 1):
+            on_stage(f"timing K = {K}, round {number + 1} of {workload.num_rounds}")
             start = time.perf_counter()
-            state = _start(work, K, number)
-            read = time.perf_counter() - start
+            state = _start_batch(workload, K, number)
+            prefill_seconds = time.perf_counter() - start
             for length in synthetic_lengths(K):
-                ready, asked[K, length] = _with_length(state, K, length)
-                runs.setdefault((K, length), []).append(_timed_run(work, K, ready))
-            warm[K] = read + runs[K, 1.0][-1][0]
+                timed_state, expected_lengths[K, length] = _set_acceptance_length(state, K, length)
+                runs.setdefault((K, length), []).append(_time_run(workload, K, timed_state))
+            later_seconds[K] = prefill_seconds + runs[K, 1.0][-1][0]
     return [
         StepTimes(
             K,
-            max(0.0, first[K] - warm[K]),
-            [_point(work, asked[K, n], runs[K, n]) for n in synthetic_lengths(K)],
+            max(0.0, first_seconds[K] - later_seconds[K]),
+            [
+                _average_runs(workload, expected_lengths[K, n], runs[K, n])
+                for n in synthetic_lengths(K)
+            ],
         )
-        for K in range(largest + 1)
+        for K in range(max_drafts + 1)
     ]
 
 
-def _point(work: Workload, asked: float, runs: list[tuple[float, int]]) -> Point:
+def _average_runs(
+    workload: Workload, expected_length: float, runs: list[tuple[float, int]]
+) -> MeasuredPoint:
     num_tokens = statistics.fmean(emitted for _, emitted in runs)
-    return Point(
-        asked,
-        num_tokens / (work.num_steps * work.batch_size),
-        [seconds / work.num_steps for seconds, _ in runs],
+    return MeasuredPoint(
+        expected_length,
+        num_tokens / (workload.num_steps * workload.batch_size),
+        [seconds / workload.num_steps for seconds, _ in runs],
         [emitted / seconds for seconds, emitted in runs],
     )

@@ -17,8 +17,9 @@ import pytest
 import tokenizers
 
 from specjax.cli import main
-from specjax.cli.generate import Job, Run, TextStream, Timings
+from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.terminal import Terminal
+from specjax.cli.token_text import TextStream
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import ngram_drafter
 from specjax.decode.logprobs import TopLogprobs
@@ -242,9 +243,9 @@ def test_tokens_are_listed_by_what_stands_in_them(monkeypatch):
         *(np.array(x) for x in ([[0], [-1]], [[-0.5], [-np.inf]], [2, 1], [-1.0, -np.inf]))
     )
     counts = [jnp.array([n], jnp.int32) for n in (1, 1, [0], [0])]
-    job = Job("", None, None, Tokenizer(), "", [1], SpeculativeConfig(), None, 9, 1.0, ())
-    run = Run([2, 1], "length", Metrics(*counts), top)
-    Terminal().summary(job, run, Timings(1.0, 0.01, 1.0))
+    job = GenerateJob("", None, None, Tokenizer(), "", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    run = GenerateResult([2, 1], "length", Metrics(*counts), top)
+    Terminal().print_summary(job, run, Timings(1.0, 0.01, 1.0))
     lines = [line.split() for line in terminal.getvalue().splitlines()]
     assert ['"', '\\n"', "-1.00", "2", '"[b]"', "-0.50"] in lines
     assert ['"\\u001b[2J\ufffd"', "none", "1"] in lines
@@ -270,8 +271,12 @@ def summary(monkeypatch, num_drafted, num_accepted):
         jnp.array([n], jnp.int32) for n in (3, 3 + sum(num_accepted), num_drafted, num_accepted)
     ]
     timings = Timings(1.0, 0.01, 12345.6, 0.01, 11222.3, 1.1)
-    job = Job("", None, ngram_drafter(), None, "", [1], SpeculativeConfig(), None, 9, 1.0, ())
-    Terminal().summary(job, Run([1] * 999, "end_of_sequence", Metrics(*counts)), timings)
+    job = GenerateJob(
+        "", None, ngram_drafter(), None, "", [1], SpeculativeConfig(), None, 9, 1.0, ()
+    )
+    Terminal().print_summary(
+        job, GenerateResult([1] * 999, "end_of_sequence", Metrics(*counts)), timings
+    )
     return re.sub(r" *\n", "\n", re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()))
 
 
@@ -294,8 +299,8 @@ def test_a_name_is_shown_as_it_is_written(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("NO_COLOR", "1")
     name = "target /tmp/[b]a[/i] · draft :smile:"
-    job = Job(name, None, None, None, "x", [1], SpeculativeConfig(), None, 9, 1.0, ())
-    Terminal().begin(job)
+    job = GenerateJob(name, None, None, None, "x", [1], SpeculativeConfig(), None, 9, 1.0, ())
+    Terminal().print_prompt(job)
     assert terminal.getvalue().startswith(name)
 
 
@@ -537,7 +542,7 @@ def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_pat
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specjax.cli.command._prepare", interrupt)
+    monkeypatch.setattr("specjax.cli.command._read_command", interrupt)
     assert main(["generate", "x"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -599,7 +604,7 @@ def test_notes_that_nobody_reads_change_no_refusal_and_end_a_text_without_a_trac
 def test_closed_standard_output_is_refused_before_anything_is_read(capsys, monkeypatch, arguments):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", None)
-        patch.setattr("specjax.cli.command._prepare", None)
+        patch.setattr("specjax.cli.command._read_command", None)
         assert main(arguments) == 1
     said = "specjax: standard output is closed; the output cannot be written.\n"
     assert capsys.readouterr() == ("", said)
@@ -639,7 +644,7 @@ def test_an_interruption_ends_the_script_without_a_word_whenever_it_comes(tmp_pa
     early = script(SCRIPT.format("pass"), tmp_path, path=[tmp_path / "fake"])
     kill = "def kill(*_): import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     late = script(
-        f"{kill}\nfrom specjax.cli import command; command._prepare = kill; "
+        f"{kill}\nfrom specjax.cli import command; command._read_command = kill; "
         + SCRIPT.format("pass"),
         tmp_path,
     )
@@ -651,7 +656,7 @@ def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
 
-    monkeypatch.setattr("specjax.cli.command.measure", fail)
+    monkeypatch.setattr("specjax.cli.command.measure_speed", fail)
     assert stream(pair, "--json") == 1
     assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 

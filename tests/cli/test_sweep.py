@@ -20,13 +20,13 @@ import specjax
 from specjax.cli import main
 from specjax.cli.sweep_choice import (
     Acceptance,
-    choose,
+    choose_best,
     predicted_lengths,
     standard_errors,
     synthetic_lengths,
 )
 from specjax.cli.sweep_measure import Workload, measure_acceptance
-from specjax.cli.sweep_report import tables, verdict
+from specjax.cli.sweep_report import conclusion, report_tables
 from specjax.schedules import conditional_rates, expected_acceptance_length
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
@@ -80,31 +80,31 @@ def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second():
     # Rates 0.8, 0.6, 0.1.
     acceptance = many([0, 2, 1, 2, 3, 0, 2, 2, 1, 2], 3)
     steps = [[0.99, 1.0, 1.01], [1.19, 1.2, 1.21], [1.39, 1.4, 1.41], [1.59, 1.6, 1.61]]
-    best = choose(acceptance, steps, batch_size=10)
+    best = choose_best(acceptance, steps, batch_size=10)
     assert best.K == 2
     assert best.tokens_per_second == pytest.approx([10, 15, 10 * 2.4 / 1.4, 10 * 2.5 / 1.6])
     assert best.gains[2] == pytest.approx(2.4 / 1.4)
-    assert best.leads == pytest.approx([24 / 1.4 - rate for rate in best.tokens_per_second])
-    assert best.ties == []
+    assert best.gaps_to_best == pytest.approx([24 / 1.4 - rate for rate in best.tokens_per_second])
+    assert best.indistinguishable == []
     for K, (low, high) in enumerate(best.quartiles):
         assert low < best.tokens_per_second[K] < high
 
 
 def test_drafts_that_never_pay_leave_plain_decoding_best_and_ties_are_named():
-    assert choose(many([0] * 9 + [1], 2), [[1.0], [1.5], [2.0]], 1).K == 0
+    assert choose_best(many([0] * 9 + [1], 2), [[1.0], [1.5], [2.0]], 1).K == 0
     kept = many([0, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2)
-    wide = choose(kept, [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
-    assert (wide.K, wide.ties) == (2, [1])
+    wide = choose_best(kept, [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
+    assert (wide.K, wide.indistinguishable) == (2, [1])
 
 
 def test_what_few_steps_leave_open_many_decide():
     # Two runs of seven and twelve steps of one pair: alone, each was sure of its own answer.
     seconds = [[2.187e-3], [4.072e-3], [4.772e-3], [4.836e-3], [5.296e-3]]
     for kept, K in [([0, 0, 4, 3, 4, 4, 4], 4), ([2, 1, 3, 1, 0, 0, 0, 0, 1, 2, 0, 1], 0)]:
-        few, sure = (choose(x, seconds, 1) for x in (Acceptance(4, [kept]), many(kept, 4)))
+        few, sure = (choose_best(x, seconds, 1) for x in (Acceptance(4, [kept]), many(kept, 4)))
         assert few.K == sure.K == K
-        assert {few.K, *few.ties} >= {0, 4}
-        assert sure.ties == []
+        assert {few.K, *few.indistinguishable} >= {0, 4}
+        assert sure.indistinguishable == []
 
 
 @pytest.mark.parametrize("alike", [1, 4])
@@ -117,9 +117,9 @@ def test_errors_are_those_of_records_drawn_again_however_neighbours_agree(alike)
         acceptance = Acceptance(3, [kept[:150].tolist(), kept[150:].tolist()])
         lengths.append(predicted_lengths(acceptance.rates))
         errors.append(standard_errors(acceptance))
-        best = choose(acceptance, seconds, 1)
+        best = choose_best(acceptance, seconds, 1)
         rates.append(best.tokens_per_second)
-        found.append((best.K, best.lead_errors))
+        found.append((best.K, best.gap_errors))
     # Of 400 records the ratio of two such variances has a standard error of 8 %; the errors of
     # single steps would make it 1/4, and two Ks that share no steps 5 and more.
     assert np.square(errors)[:, 1:].mean(0) / np.var(lengths, axis=0)[1:] == pytest.approx(
@@ -166,14 +166,17 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
     assert seen["acceptance_length"] == pytest.approx(seen["num_emitted"] / seen["num_steps"])
     acceptance = Acceptance(2, seen["num_kept"])
     assert len(seen["num_kept"]) == 2
-    assert len(acceptance.steps) == seen["num_steps"] > 2
+    assert len(acceptance.step_counts) == seen["num_steps"] > 2
     assert acceptance.rates == seen["rates"]
     assert [row["standard_error"] for row in rows] == standard_errors(acceptance)
     runs = [[n for p in row["synthetic"] for n in p["step_ms"]["runs"]] for row in rows]
-    again = choose(acceptance, runs, 2)
-    assert (again.K, again.ties) == (found["best"]["K"], found["best"]["not_told_apart"])
+    again = choose_best(acceptance, runs, 2)
+    assert (again.K, again.indistinguishable) == (
+        found["best"]["K"],
+        found["best"]["not_told_apart"],
+    )
     assert [row["behind_best_error"] for row in rows] == pytest.approx(
-        [error * 1e3 for error in again.lead_errors]
+        [error * 1e3 for error in again.gap_errors]
     )
     assert [row["K"] for row in rows] == [0, 1, 2]
     assert [row["acceptance_length"] for row in rows] == pytest.approx(
@@ -206,9 +209,9 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
     assert [row["acceptance_length"] for row in found["sweep"]] == [1.0, 2.0, 3.0]
     # One prompt, and how sure it is of how many steps, whether or not others are told apart.
     measured = f"{found['acceptance']['num_steps']} steps of 1 prompt"
-    assert measured in tables(found)[1][0]
+    assert measured in report_tables(found)[1][0]
     for ties, said in [([0, 1], "is not told from K = 0 and 1"), ([], "every other K is slower")]:
-        sentences = " ".join(verdict(found | {"best": found["best"] | {"not_told_apart": ties}}))
+        sentences = " ".join(conclusion(found | {"best": found["best"] | {"not_told_apart": ties}}))
         assert said in sentences
         assert re.search(rf"[Mm]easured over {measured}\b", sentences)
         assert "1 prompts" not in sentences
@@ -234,7 +237,7 @@ def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
     )
     acceptance = measure_acceptance(work, 3, lambda stage: None)
     # One token comes before the first step: 4, 3, 2 and 1 are left.
-    assert acceptance.kept == [[3], [2], [1], [0]]
+    assert acceptance.num_accepted == [[3], [2], [1], [0]]
 
 
 # What is refused ---------------------------------------------------------------------------------
