@@ -14,7 +14,7 @@ import matplotlib.pyplot
 import numpy as np
 
 import specjax
-from specjax.files import replacing
+from specjax.files import replace_file
 from specjax.models import load, load_tokenizer, pretrained_folder
 
 matplotlib.use("Agg")
@@ -111,7 +111,7 @@ def main() -> None:
     right.plot(TEMPERATURES, per_step, "o-")
     most = args.num_speculative_tokens + 1
     right.set(xlabel="temperature", ylabel="tokens per step", ylim=(1, most))
-    with replacing(args.out) as spare:
+    with replace_file(args.out) as spare:
         figure.savefig(spare, dpi=120)
     print(f"wrote {args.out}")
 

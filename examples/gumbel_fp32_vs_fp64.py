@@ -26,7 +26,7 @@ import numpy as np
 import specjax
 from specjax.core.noise import SAMPLING_BLOCK, gumbel_from_uniform, key_words, uniform_from_bits
 from specjax.core.noise import gumbel as gumbel_at
-from specjax.files import replacing
+from specjax.files import replace_file
 
 matplotlib.use("Agg")
 jax.config.update("jax_enable_x64", True)
@@ -252,7 +252,7 @@ def main() -> None:
     right.barh(list(times), list(times.values()))
     right.set(xlabel="ms for 8 rows", xscale="log")
     right.xaxis.set_minor_formatter("")
-    with replacing(args.out) as spare:
+    with replace_file(args.out) as spare:
         figure.savefig(spare, dpi=120)
     print(f"wrote {args.out}")
 

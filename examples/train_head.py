@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from pair import corpus, judgement, losses, tokens, training
 
-from specjax.files import replacing
+from specjax.files import replace_file
 from specjax.models import (
     HeadConfig,
     TransformerConfig,
@@ -128,7 +128,7 @@ def main() -> None:
     report = {"device": device, "seed": args.seed, "seconds": time.perf_counter() - start}
     report |= {"head": log, "heldout": {"acceptance": rates}}
     text = json.dumps(report, indent=1) + "\n"
-    with replacing(args.out / "training.json") as spare:
+    with replace_file(args.out / "training.json") as spare:
         spare.write_text(text, encoding="utf-8")
     for step, value in enumerate(rates):
         print(f"draft {step}: sum min(p, q) {value:.4f}, given that those before it were kept")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from pair import corpus, judgement, losses, tokens, training
 
-from specjax.files import replacing
+from specjax.files import replace_file
 from specjax.models import TransformerConfig, save
 
 TARGET = TransformerConfig(
@@ -113,7 +113,7 @@ def plot(path: pathlib.Path, curves: dict[str, list[tuple[int, float]]]) -> None
     for axis, (name, curve) in zip(axes, curves.items(), strict=True):
         axis.plot(*zip(*curve, strict=True))
         axis.set(title=titles[name], xlabel="step", yscale="log")
-    with replacing(path) as spare:
+    with replace_file(path) as spare:
         figure.savefig(spare, dpi=120)
 
 
@@ -163,7 +163,7 @@ def main() -> None:
     report = {"device": device, "seed": args.seed, "seconds": time.perf_counter() - start}
     report |= {"target": target_log, "draft": draft_log, "heldout": result}
     text = json.dumps(report, indent=1) + "\n"
-    with replacing(args.out / "training.json") as spare:
+    with replace_file(args.out / "training.json") as spare:
         spare.write_text(text, encoding="utf-8")
     for name, value in result.items():
         print(f"{name:24} {value:.4f}")

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-__all__ = ["read_file", "read_stream", "replacing"]
+__all__ = ["read_file", "read_stream", "replace_file"]
 
 
 def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
@@ -70,7 +70,7 @@ def read_stream(stream: BinaryIO, name: str, limit: int) -> bytes:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+def replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Gives the path of a new file that replaces `path` when the context ends without an error.
 
     A writer that fails, on a full disk for example, leaves what was there before, or nothing.
@@ -85,19 +85,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
     Example:
       >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
-      >>> with replacing(path) as spare:
-      ...     _ = spare.write_text("whole")
+      >>> with replace_file(path) as temporary:
+      ...     _ = temporary.write_text("whole")
       >>> path.read_text()
       'whole'
     """
-    place = pathlib.Path(path).resolve()
-    if place.exists() and not place.is_file():
-        yield place
+    destination = pathlib.Path(path).resolve()
+    if destination.exists() and not destination.is_file():
+        yield destination
         return
     # In a folder of its own the new file can have the name, and the mode, that it is to have.
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".") as folder:
-        spare = pathlib.Path(folder, place.name)
-        yield spare
-        if place.exists():
-            shutil.copymode(place, spare)
-        os.replace(spare, place)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".") as folder:
+        temporary = pathlib.Path(folder, destination.name)
+        yield temporary
+        if destination.exists():
+            shutil.copymode(destination, temporary)
+        os.replace(temporary, destination)

@@ -12,7 +12,7 @@ import tarfile
 from typing import Any, NamedTuple
 
 from pair.overlap import shares_of_windows
-from specjax.files import replacing
+from specjax.files import replace_file
 
 PACKAGES = (
     "aiohttp",
@@ -219,7 +219,7 @@ def write_archive(
     """Writes the record and the files of the given sides as one compressed archive."""
     texts, record = corpus
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as spare, tarfile.open(spare, "w:xz", preset=9) as archive:
+    with replace_file(path) as spare, tarfile.open(spare, "w:xz", preset=9) as archive:
         for name, text in [("record.json", json.dumps(record, indent=0).encode())] + [
             (file["path"], texts[file["path"]])
             for file in record["files"]

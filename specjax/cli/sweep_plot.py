@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.files import replacing
+from specjax.files import replace_file
 
 __all__ = ["write_plot"]
 
@@ -56,8 +56,8 @@ def write_plot(report: dict[str, Any], path: pathlib.Path) -> None:
     figure.legend(loc="outside right center", fontsize=8)
     image = io.BytesIO()
     figure.savefig(image, dpi=130, format=path.suffix[1:].lower())
-    with replacing(path) as spare:
-        spare.write_bytes(image.getvalue())
+    with replace_file(path) as temporary:
+        temporary.write_bytes(image.getvalue())
 
 
 def _line_colours(count: int) -> list[Any]:

@@ -19,7 +19,14 @@ from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rotate, rotation
 
-__all__ = ["Head", "HeadConfig", "build_head", "check_head", "head_functions", "unrolled_hidden"]
+__all__ = [
+    "DraftHead",
+    "HeadConfig",
+    "build_head",
+    "check_head",
+    "draft_head_functions",
+    "unrolled_hidden",
+]
 
 _MASKED = -1e30  # Finite: the first token of a sequence has no context.
 
@@ -58,8 +65,8 @@ class HeadConfig:
         return TransformerConfig(vocab_size=1, num_hidden_layers=1, layer_windows=windows, **sizes)
 
 
-class Head(nnx.Module):
-    """The head as an NNX module; `head_functions` is its view as pure functions.
+class DraftHead(nnx.Module):
+    """The head as an NNX module; `draft_head_functions` is its view as pure functions.
 
     Args:
       config: sizes and constants.
@@ -74,70 +81,72 @@ class Head(nnx.Module):
         self.layer = Layer(layer, 0, rngs)
         self.norm = RMSNorm(layer, config.hidden_size)
 
-    def _mixed(self, tokens: jax.Array, before: jax.Array, hidden: jax.Array) -> jax.Array:
-        parts = [self.token_norm(tokens), self.token_norm(before), self.hidden_norm(hidden)]
+    def _fuse(self, tokens: jax.Array, previous: jax.Array, hidden: jax.Array) -> jax.Array:
+        parts = [self.token_norm(tokens), self.token_norm(previous), self.hidden_norm(hidden)]
         return jnp.concatenate(parts, axis=-1) @ self.mix[...]
 
-    def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rotation(*self.layer.rope, self.config.head_dim, positions)
 
     def __call__(
         self,
         tokens: jax.Array,
-        before: jax.Array,
+        previous: jax.Array,
         hidden: jax.Array,
         positions: jax.Array,
         cache: Any,
     ) -> tuple[jax.Array, Any]:
         """Hidden states [B, T, E] behind each token, and the cache with the tokens in it."""
-        x = self._mixed(tokens, before, hidden)
-        x, cache = self.layer(x, self._rotation(positions), positions, cache)
+        x = self._fuse(tokens, previous, hidden)
+        x, cache = self.layer(x, self._cos_sin(positions), positions, cache)
         return self.norm(x), cache
 
-    def _project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+    def _project_qkv(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
         """Queries [B, T, G, R, D], keys and values [B, T, G, D]."""
-        attention, turns = self.layer.attention, self._rotation(positions)
+        attention, cos_sin = self.layer.attention, self._cos_sin(positions)
         y = self.layer.attention_norm(x) @ attention.qkv[...]
         y = y.reshape(*x.shape[:2], -1, self.config.head_dim)
         q, k, v = jnp.split(y, [attention.heads, attention.heads + attention.groups], axis=2)
-        q, k = rotate(q, turns), rotate(k, turns)
+        q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         return q.reshape(*x.shape[:2], attention.groups, -1, self.config.head_dim), k, v
 
-    def _gated(self, x: jax.Array) -> jax.Array:
+    def _apply_mlp(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(x @ self.layer.mlp.gate_up[...], 2, axis=-1)
         return (jax.nn.silu(gate) * up) @ self.layer.mlp.down[...]
 
-    def unrolled(self, tokens: jax.Array, hidden: jax.Array, num_steps: int) -> jax.Array:
+    def unroll(self, tokens: jax.Array, hidden: jax.Array, num_steps: int) -> jax.Array:
         """`unrolled_hidden` on the tokens' embeddings [B, T, E]."""
         length = tokens.shape[1]
-        place = jnp.arange(length, dtype=jnp.int32)[None]
-        before = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
-        context = self._mixed(tokens, before, jnp.zeros_like(tokens))
-        _, context_k, context_v = self._project(context, place)
+        positions = jnp.arange(length, dtype=jnp.int32)[None]
+        previous = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
+        context = self._fuse(tokens, previous, jnp.zeros_like(tokens))
+        _, context_k, context_v = self._project_qkv(context, positions)
         # A draft sees the context before the token that its first step was fed.
-        seen = place < place.T
+        visible = positions < positions.T
         state = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :length]
         keys: list[jax.Array] = []
         values: list[jax.Array] = []
-        found = []
+        states = []
         for step in range(num_steps):
-            x = self._mixed(_ahead(tokens, step), _ahead(before, step), state)
-            q, k, v = self._project(x, place + step)
+            x = self._fuse(_shift(tokens, step), _shift(previous, step), state)
+            q, k, v = self._project_qkv(x, positions + step)
             keys, values = [*keys, k], [*values, v]
             if self.config.window is not None:
-                seen &= place > place.T + (step - self.config.window)
-            far = jnp.einsum("btgrd,bsgd->bgrts", q, context_k)
-            near = [jnp.einsum("btgrd,btgd->bgrt", q, k)[..., None] for k in keys]
-            scores = jnp.concatenate([jnp.where(seen, far, _MASKED), *near], axis=-1)
+                visible &= positions > positions.T + (step - self.config.window)
+            context_scores = jnp.einsum("btgrd,bsgd->bgrts", q, context_k)
+            draft_scores = [jnp.einsum("btgrd,btgd->bgrt", q, k)[..., None] for k in keys]
+            scores = jnp.concatenate(
+                [jnp.where(visible, context_scores, _MASKED), *draft_scores], axis=-1
+            )
             scores = scores.astype(jnp.float32) * self.config.head_dim**-0.5
             weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
             y = jnp.einsum("bgrts,bsgd->btgrd", weights[..., :length], context_v)
             for n, v in enumerate(values):
                 y += jnp.einsum("bgrt,btgd->btgrd", weights[..., length + n], v)
             x = x + y.reshape(*x.shape[:2], -1) @ self.layer.attention.out[...]
-            state = self.norm(x + self._gated(self.layer.mlp_norm(x)))
-            found.append(state)
-        return jnp.stack(found)
+            state = self.norm(x + self._apply_mlp(self.layer.mlp_norm(x)))
+            states.append(state)
+        return jnp.stack(states)
 
 
 def check_head(config: HeadConfig, hidden_size: int) -> None:
@@ -157,21 +166,21 @@ def check_head(config: HeadConfig, hidden_size: int) -> None:
         )
 
 
-def _ahead(x: jax.Array, step: int) -> jax.Array:
+def _shift(x: jax.Array, step: int) -> jax.Array:
     """Row t + step at t, zero behind the end."""
     return jnp.pad(x[:, step:], ((0, 0), (0, step), (0, 0)))
 
 
 @functools.cache
-def _graph(config: HeadConfig) -> Any:
-    return nnx.split(nnx.eval_shape(lambda: Head(config, nnx.Rngs(0))))[0]
+def _graph_def(config: HeadConfig) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: DraftHead(config, nnx.Rngs(0))))[0]
 
 
 @functools.cache
-def head_functions(config: HeadConfig) -> tuple[Any, Any]:
+def draft_head_functions(config: HeadConfig) -> tuple[Any, Any]:
     """`(init_cache, apply)`: as those of a `Model`, but `apply` reads embeddings and states.
 
-    `apply(params, tokens, before, hidden, positions, cache) -> (hidden, cache)`, where tokens,
+    `apply(params, tokens, previous, hidden, positions, cache) -> (hidden, cache)`, where tokens,
     before and hidden are [B, T, E]: the embeddings of the tokens and of those before them, and
     the states that decided the tokens, zero where unknown. Equal configurations give the same
     functions.
@@ -184,13 +193,13 @@ def head_functions(config: HeadConfig) -> tuple[Any, Any]:
     def apply(
         params: Any,
         tokens: jax.Array,
-        before: jax.Array,
+        previous: jax.Array,
         hidden: jax.Array,
         positions: jax.Array,
         cache: Any,
     ) -> tuple[jax.Array, Any]:
-        read = (x.astype(config.dtype) for x in (tokens, before, hidden))
-        return nnx.merge(_graph(config), nnx.State(params))(*read, positions, cache)
+        inputs = (x.astype(config.dtype) for x in (tokens, previous, hidden))
+        return nnx.merge(_graph_def(config), nnx.State(params))(*inputs, positions, cache)
 
     return init_cache, apply
 
@@ -212,8 +221,8 @@ def unrolled_hidden(
       tokens t to t + i and the target's state behind token t - 1; the target's logits of it are
       the draft's law of token t + i + 1. Rows with t + i >= T are of no meaning.
     """
-    head = nnx.merge(_graph(config), nnx.State(params))
-    return head.unrolled(tokens, hidden, num_steps)
+    head = nnx.merge(_graph_def(config), nnx.State(params))
+    return head.unroll(tokens, hidden, num_steps)
 
 
 def build_head(config: HeadConfig, seed: int = 0) -> Any:
@@ -227,4 +236,4 @@ def build_head(config: HeadConfig, seed: int = 0) -> Any:
       >>> sorted(build_head(HeadConfig(16, 32, 4, 2, 4)))
       ['hidden_norm', 'layer', 'mix', 'norm', 'token_norm']
     """
-    return nnx.to_pure_dict(nnx.state(Head(config, nnx.Rngs(seed)), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(DraftHead(config, nnx.Rngs(seed)), nnx.Param))

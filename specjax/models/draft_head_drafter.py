@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.propose import propose_step
-from specjax.models.draft_head import HeadConfig, check_head, head_functions
+from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
 from specjax.typing import Draft, Drafter, Model
 
 __all__ = ["head_drafter"]
@@ -47,22 +47,23 @@ def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
       DeepSeek-AI, 2024, arXiv:2412.19437: multi-token prediction.
     """
     check_head(config, target.params["embedding"].shape[-1])
-    functions = _functions(config, target.logits)
+    functions = _drafter_functions(config, target.logits)
     return Drafter({"target": target.params, "head": params}, *functions)
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
-    init_cache, apply = head_functions(head)
+def _drafter_functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
+    init_cache, apply = draft_head_functions(head)
 
-    feed = functools.partial(_feed, apply)
+    feed = functools.partial(_feed_tokens, apply)
 
     def init(params: Any, token_ids: jax.Array, lengths: jax.Array, max_length: int) -> Any:
-        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         ids = jnp.maximum(jnp.concatenate([token_ids[:, :1], token_ids], axis=1), 0)
-        unknown = jnp.zeros((token_ids.shape[0], head.hidden_size), head.dtype)
-        at = jnp.where(place < lengths[:, None], place, -1)
-        return feed(params, ids, unknown, at, init_cache(token_ids.shape[0], max_length))[1]
+        unknown_hidden = jnp.zeros((token_ids.shape[0], head.hidden_size), head.dtype)
+        fed_positions = jnp.where(index < lengths[:, None], index, -1)
+        cache = init_cache(token_ids.shape[0], max_length)
+        return feed(params, ids, unknown_hidden, fed_positions, cache)[1]
 
     def draft(
         params: Any,
@@ -77,21 +78,21 @@ def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
     ) -> tuple[Draft, Any]:
         # What the step before drafted lies in the cache with states of the head's own: all that
         # it may have committed is fed anew, as the context that it is now.
-        back = config.num_speculative_tokens + 3
-        place = positions[:, None] - jnp.arange(back, 0, -1, dtype=jnp.int32)[None]
-        ids = jnp.take_along_axis(token_ids, jnp.maximum(place, 0), axis=1)
+        num_refed = config.num_speculative_tokens + 3
+        refed_positions = positions[:, None] - jnp.arange(num_refed, 0, -1, dtype=jnp.int32)[None]
+        ids = jnp.take_along_axis(token_ids, jnp.maximum(refed_positions, 0), axis=1)
         # The target's, whatever the head's own is: its table of words is not to be widened.
         dtype = hidden.dtype
 
-        def step(carry: Any, fed: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
-            cache, hidden, before = carry
-            count = before.shape[1]
-            at = at[:, None] - jnp.arange(count - 1, -1, -1, dtype=jnp.int32)[None]
-            at = jnp.where(num_tokens[:, None] >= 0, jnp.maximum(at, -1), -1)
-            ids = jnp.concatenate([before, fed[:, None]], axis=1)
-            seen, cache = feed(params, ids, hidden, at, cache)
-            last = seen[:, -1].astype(dtype)
-            return logits(params["target"], last), (cache, last, fed[:, None])
+        def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
+            cache, hidden, previous = carry
+            offsets = jnp.arange(previous.shape[1] - 1, -1, -1, dtype=jnp.int32)[None]
+            fed_positions = position[:, None] - offsets
+            fed_positions = jnp.where(num_tokens[:, None] >= 0, jnp.maximum(fed_positions, -1), -1)
+            ids = jnp.concatenate([previous, token[:, None]], axis=1)
+            states, cache = feed(params, ids, hidden, fed_positions, cache)
+            last = states[:, -1].astype(dtype)
+            return logits(params["target"], last), (cache, last, token[:, None])
 
         drafts, (cache, _, _) = propose_step(
             step,
@@ -107,10 +108,15 @@ def _functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
     return init, draft
 
 
-def _feed(
-    apply: Any, params: Any, ids: jax.Array, hidden: jax.Array, at: jax.Array, cache: Any
+def _feed_tokens(
+    apply: Any,
+    params: Any,
+    ids: jax.Array,
+    hidden: jax.Array,
+    positions: jax.Array,
+    cache: Any,
 ) -> Any:
     """Feeds `ids` but the first, which stands before; `hidden` is the last one's."""
     embedded = params["target"]["embedding"][ids]
     hidden = jnp.pad(hidden[:, None], ((0, 0), (ids.shape[1] - 2, 0), (0, 0)))
-    return apply(params["head"], embedded[:, 1:], embedded[:, :-1], hidden, at, cache)
+    return apply(params["head"], embedded[:, 1:], embedded[:, :-1], hidden, positions, cache)

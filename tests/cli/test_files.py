@@ -8,7 +8,7 @@ import resource
 import pytest
 from test_command import TARGET, write
 
-from specjax.files import replacing
+from specjax.files import replace_file
 from specjax.models import load, load_tokenizer, save
 
 pytestmark = pytest.mark.lenient
@@ -35,14 +35,14 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
         with (
             no_file_beyond(1000),
             pytest.raises(OSError, match=os.strerror(errno.EFBIG)),
-            replacing(link) as spare,
+            replace_file(link) as spare,
         ):
             spare.write_bytes(bytes(2000))
         assert (path.read_bytes() if path.exists() else None) == before
         assert (
             os.listdir(tmp_path) == ["link"] if before is None else len(os.listdir(tmp_path)) == 2
         )
-    with replacing(link) as spare:
+    with replace_file(link) as spare:
         spare.write_bytes(b"new")
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
@@ -51,7 +51,7 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
 
 
 def test_a_new_file_has_the_mode_that_any_other_has(tmp_path):
-    with replacing(tmp_path / "a") as spare:
+    with replace_file(tmp_path / "a") as spare:
         spare.write_bytes(b"")
     (tmp_path / "b").write_bytes(b"")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
@@ -60,7 +60,7 @@ def test_a_new_file_has_the_mode_that_any_other_has(tmp_path):
 def test_a_device_is_written_to_and_not_replaced(tmp_path):
     link = tmp_path / "a.png"
     link.symlink_to(os.devnull)
-    with replacing(link) as spare:
+    with replace_file(link) as spare:
         assert not spare.is_file()
         spare.write_bytes(b"x")
     assert not os.path.isfile(os.devnull)

@@ -450,7 +450,7 @@ LAST_CHANGED = {
 @pytest.mark.parametrize("turn", LAST_CHANGED.values(), ids=LAST_CHANGED)
 @pytest.mark.parametrize("piece", [2**22, 7])
 def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, turn, piece):
-    monkeypatch.setattr("specjax.models.hf.mapped_tensors._PIECE", piece)
+    monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", piece)
     head = add_head(folder, turn)
     sentence = (
         f"{folder / 'model.safetensors'} holds lm_head.weight, which differs from "
@@ -469,7 +469,7 @@ def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, turn
 def test_a_tied_head_that_is_the_embedding_changes_nothing(tmp_path, monkeypatch, dtype):
     save(tmp_path, build(CONFIG).params, CONFIG, tokenizer(), dtype="bfloat16")
     without, _ = load(tmp_path)
-    monkeypatch.setattr("specjax.models.hf.mapped_tensors._PIECE", 100)
+    monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", 100)
     add_head(tmp_path, lambda a: a.astype(dtype))
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path)[0].params, without.params)
 
@@ -561,7 +561,7 @@ def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(folder, monkeypatch, t
     monkeypatch.setenv("TERM", "xterm-256color")
     load(folder)
     assert not shown.getvalue(), "a short load shows nothing"
-    monkeypatch.setattr("specjax.models.hf.progress._LONG", 0.0)
+    monkeypatch.setattr("specjax.models.hf.progress._SECONDS_BEFORE_BAR", 0.0)
     load(folder)
     assert ("loading model" in shown.getvalue()) is terminal
 

@@ -238,7 +238,7 @@ def asked(**options):
 def test_the_command_finds_the_embedded_head_and_refuses_one_of_another_size(tmp_path, head):
     pair = asked()
     check_draft(pair)
-    assert pair.choice == pretrained_folder("head")
+    assert pair.draft_spec == pretrained_folder("head")
     assert isinstance(load_pair(pair)[1], specjax.Drafter)
     with pytest.raises(ValueError, match="another target"):
         asked(target=str(pretrained_folder("target")))

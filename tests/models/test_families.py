@@ -19,7 +19,7 @@ from hub_configs import (
 from specjax.models import RopeScaling, TransformerConfig, build
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.weight_map import layout, take
+from specjax.models.hf.weight_map import get_path, weight_entries
 from specjax.models.rope import rotation
 
 QWEN = dict(rope_theta=1e6, tie_word_embeddings=True, bos_token_id=151643)
@@ -428,12 +428,12 @@ def test_scaled_wavelengths_are_those_of_the_paper():
 def test_the_layout_names_every_array_of_a_model_once(features):
     config = TransformerConfig(64, 16, 32, 2, 4, 2, 4, **features)
     params = build(config).params
-    entries = list(layout(config))
+    entries = list(weight_entries(config))
     names = [name for entry in entries for name in entry.names]
     assert len(set(names)) == len(names)
     held = 0
     for entry in entries:
-        array = take(params, entry.place)
+        array = get_path(params, entry.path)
         assert array.size == sum(int(np.prod(shape)) for shape in entry.shapes)
         held += array.size
     assert held == sum(a.size for a in _leaves(params))

@@ -13,14 +13,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specjax.models.hf.folder import read_folder, read_member, read_object
+from specjax.models.hf.folder import find_folder, read_json_object, read_small_file
 
 __all__ = ["chat_prompt"]
 
-_FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_TEMPLATE_FILE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """The block that marks, for a training, what the assistant says: here it is its content."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
@@ -32,52 +32,56 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     # Jinja's own escapes for HTML, which no model was trained on.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _make_environment() -> ImmutableSandboxedEnvironment:
     """What transformers gives to templates; the sandbox, since they come with the weights."""
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    made.filters["tojson"] = _json
-    made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
 
 
-def _template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathlib.Path]:
+def _read_template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathlib.Path]:
     """The template, and the file that it is from."""
-    if (path / _FILE).is_file():
-        data = read_member(path / _FILE)
+    if (path / _TEMPLATE_FILE).is_file():
+        data = read_small_file(path / _TEMPLATE_FILE)
         try:
-            return data.decode(), path / _FILE
+            return data.decode(), path / _TEMPLATE_FILE
         except ValueError:
-            raise ValueError(f"{path / _FILE} is not UTF-8 text.") from None
-    found, source = settings.get("chat_template"), path / _CONFIG
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-        if found is None:
+            raise ValueError(f"{path / _TEMPLATE_FILE} is not UTF-8 text.") from None
+    template, source = settings.get("chat_template"), path / _TOKENIZER_CONFIG
+    if isinstance(template, list):
+        templates = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = templates.get("default")
+        if template is None:
             raise ValueError(f"{source} has no chat template of the name 'default'.")
-    if found is None:
+    if template is None:
         raise ValueError(
             f"{path} has no chat template; its model continues text, and answers none."
         )
-    if not isinstance(found, str):
+    if not isinstance(template, str):
         raise ValueError(f"{source} has a chat_template that is no text; it needs to be one.")
-    return found, source
+    return template, source
 
 
 def _check_messages(messages: Any) -> None:
-    several = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    if not several or not all(isinstance(message, Mapping) for message in messages):
+    is_sequence = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_sequence or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(
             f"messages is {reprlib.repr(messages)}; it needs to be a list of mappings with a role "
             "and a content, such as [{'role': 'user', 'content': 'Hello.'}]."
@@ -110,20 +114,24 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
       >>> chat_prompt(folder, [{"role": "user", "content": "Hello."}])
       '<user>Hello.<assistant>'
     """
-    path = read_folder(folder)
+    path = find_folder(folder)
     _check_messages(messages)
-    config = path / _CONFIG
-    settings = read_object(config, "a tokenizer's settings") if config.is_file() else {}
-    text, source = _template(path, settings)
-    tokens = {}
+    config = path / _TOKENIZER_CONFIG
+    settings = read_json_object(config, "a tokenizer's settings") if config.is_file() else {}
+    text, source = _read_template(path, settings)
+    special_tokens = {}
     for name, value in settings.items():
-        said = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(said, str):
-            tokens[name] = said
-    given = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            special_tokens[name] = token
+    variables = {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+    }
     try:
-        template = _environment().from_string(text)
-        return template.render(**tokens | given, add_generation_prompt=True)
+        template = _make_environment().from_string(text)
+        return template.render(**special_tokens | variables, add_generation_prompt=True)
     except Exception as error:  # A template may fail in any way that a program can.
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{source} does not take this conversation ({said}).") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{source} does not take this conversation ({reason}).") from None

@@ -11,30 +11,36 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from jax.typing import DTypeLike
-from safetensors.flax import save as serialized
+from safetensors.flax import save as serialize
 
-from specjax.files import replacing
+from specjax.files import replace_file
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_fields import read_field
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.folder import read_folder, read_member, read_object
+from specjax.models.hf.folder import find_folder, read_json_object, read_small_file
 from specjax.models.hf.mapped_tensors import MappedTensors
 from specjax.models.hf.progress import loading_bar
-from specjax.models.hf.weight_map import join, layout, put, split, take
+from specjax.models.hf.weight_map import (
+    concatenate_tensors,
+    get_path,
+    set_path,
+    split_tensors,
+    weight_entries,
+)
 from specjax.models.transformer import build
 from specjax.typing import Model
 
-__all__ = ["dtype_here", "load", "load_config", "load_tokenizer", "save"]
+__all__ = ["load", "load_config", "load_tokenizer", "resolve_dtype", "save"]
 
-_WEIGHTS, _FIELDS = "model.safetensors", "the fields of a configuration"
+_WEIGHTS, _CONFIG_CONTENT = "model.safetensors", "the fields of a configuration"
 _ADAPTER = "adapter_config.json"
 # Compiled: on the device, and without a copy between turning, joining and casting.
-_join = jax.jit(join, static_argnums=(1, 2))
+_concatenate = jax.jit(concatenate_tensors, static_argnums=(1, 2))
 
 
-def _open(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
-    path = read_folder(folder)
+def _find_member(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
+    path = find_folder(folder)
     if not (path / name).is_file() and not (path / f"{name}.index.json").is_file():
         raise ValueError(f"{path} has no {name}; a Hugging Face folder needs it to be read.")
     return path / name
@@ -49,16 +55,21 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     Raises:
       ValueError: on a missing or unreadable file, or one that asks for what is not built here.
     """
-    path = _open(folder, "config.json")
-    config = read_fields(read_object(path, _FIELDS), str(path))
+    path = _find_member(folder, "config.json")
+    config = read_fields(read_json_object(path, _CONFIG_CONTENT), str(path))
     # Models that chat name the end of a turn there, and often there only.
-    said = path.with_name("generation_config.json")
-    if not said.is_file():
+    generation_config = path.with_name("generation_config.json")
+    if not generation_config.is_file():
         return config
-    ends = read_field("eos_token_id", read_object(said, _FIELDS), str(said))
-    if ends is None:
+    eos_token_ids = read_field(
+        "eos_token_id", read_json_object(generation_config, _CONFIG_CONTENT), str(generation_config)
+    )
+    if eos_token_ids is None:
         return config
-    return dataclasses.replace(config, eos_token_ids=tuple(ends if type(ends) is list else [ends]))
+    return dataclasses.replace(
+        config,
+        eos_token_ids=tuple(eos_token_ids if type(eos_token_ids) is list else [eos_token_ids]),
+    )
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
@@ -67,8 +78,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     Raises:
       ValueError: on a missing or unreadable file.
     """
-    path = _open(folder, "tokenizer.json")
-    data = read_member(path)
+    path = _find_member(folder, "tokenizer.json")
+    data = read_small_file(path)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # The library raises a bare Exception.
@@ -79,22 +90,22 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def dtype_here(asked: DTypeLike | None, own: str) -> str:
+def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
     """The dtype asked for; else a file's own, but float32 on a CPU, where others are slow.
 
     Args:
-      asked: whatever `jnp.dtype` takes for a dtype that models have, or None.
-      own: of the file.
+      dtype: whatever `jnp.dtype` takes for a dtype that models have, or None.
+      folder_dtype: of the file.
 
     Raises:
       ValueError: if it is a dtype that no model has, or none at all.
     """
-    if asked is None:
-        return "float32" if jax.default_backend() == "cpu" else own
+    if dtype is None:
+        return "float32" if jax.default_backend() == "cpu" else folder_dtype
     try:
-        name = jnp.dtype(asked).name
+        name = jnp.dtype(dtype).name
     except (TypeError, ValueError):
-        name = str(asked)
+        name = str(dtype)
     if name not in DTYPES:
         raise ValueError(f"dtype is {name!r}; it needs to be one of {DTYPES}.")
     return name
@@ -127,15 +138,15 @@ def load(
       4096
     """
     config = load_config(folder)
-    config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
-    path = _open(folder, _WEIGHTS)
+    config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
+    path = _find_member(folder, _WEIGHTS)
     if path.with_name(_ADAPTER).is_file():
         raise ValueError(
             f"{path.parent} has {_ADAPTER}; adapters are not read here. Merge it into the weights, "
             "or drop the file if they hold it already."
         )
     tensors, entries, total = MappedTensors(folder), [], 0
-    for entry in layout(config):
+    for entry in weight_entries(config):
         views = list(map(tensors.view, entry.names, entry.shapes))
         entries.append((entry, views))
         total += sum(view.nbytes for view in views)
@@ -147,8 +158,8 @@ def load(
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
         for entry, views in entries:
             # Finished one by one, so that no more than one array's parts lie beside the arrays.
-            array = jax.block_until_ready(_join(views, entry.turned, config.dtype))
-            put(params, entry.place, array)
+            array = jax.block_until_ready(_concatenate(views, entry.transposed, config.dtype))
+            set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))
     return build(config, params), config
 
@@ -178,12 +189,14 @@ def save(
     path.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: jnp.asarray(np.ascontiguousarray(array), dtype)
-        for entry in layout(config)
-        for name, array in zip(entry.names, split(take(params, entry.place), entry), strict=True)
+        for entry in weight_entries(config)
+        for name, array in zip(
+            entry.names, split_tensors(get_path(params, entry.path), entry), strict=True
+        )
     }
-    with replacing(path / _WEIGHTS) as spare:
-        spare.write_bytes(serialized(tensors, metadata={"format": "pt"}))
-    with replacing(path / "config.json") as spare:
-        spare.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    with replacing(path / "tokenizer.json") as spare:
-        tokenizer.save(str(spare))
+    with replace_file(path / _WEIGHTS) as temporary:
+        temporary.write_bytes(serialize(tensors, metadata={"format": "pt"}))
+    with replace_file(path / "config.json") as temporary:
+        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    with replace_file(path / "tokenizer.json") as temporary:
+        tokenizer.save(str(temporary))

@@ -19,8 +19,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class _Field(NamedTuple):
-    fits: Callable[[Any], bool]
-    needed: str
+    is_valid: Callable[[Any], bool]
+    requirement: str
     default: Any = None
 
 
@@ -41,7 +41,7 @@ def _is_scale(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < 2.0**127
 
 
-def _are_types(value: Any) -> bool:
+def _are_layer_types(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(v in _LAYER_TYPES for v in value))
 
 
@@ -79,7 +79,8 @@ _FIELDS = {
     "max_window_layers": _Field(_is_id, "an integer in [0, 2**31)", 28),
     "sliding_window_pattern": _SIZE,
     "layer_types": _Field(
-        _are_types, "null or a list of 'full_attention' and 'sliding_attention', one per layer"
+        _are_layer_types,
+        "null or a list of 'full_attention' and 'sliding_attention', one per layer",
     ),
     "query_pre_attn_scalar": _SCALE,
     "attn_logit_softcapping": _SCALE_OR_NULL,
@@ -103,8 +104,8 @@ def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
     """
     field = _FIELDS[name]
     value = fields.get(name, field.default)
-    if not field.fits(value):
-        raise ValueError(f"{source} has {name} {value!r}; it needs to be {field.needed}.")
+    if not field.is_valid(value):
+        raise ValueError(f"{source} has {name} {value!r}; it needs to be {field.requirement}.")
     return value
 
 

@@ -11,40 +11,40 @@ from specjax.models.hf.unread_fields import refuse_unread
 __all__ = ["read_fields"]
 
 _Fields = dict[str, Any]
-_MOST_LAYERS = 2**16  # Enough, and short of a list that fills the memory.
-_AS_THEY_ARE = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
+_MAX_LAYERS = 2**16  # Enough, and short of a list that fills the memory.
+_COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
 class _Family(NamedTuple):
     """What a `model_type` is beyond the fields of its `config.json`.
 
     Attributes:
-      absent: the values that transformers gives to fields left out, where they differ from
+      defaults: the values that transformers gives to fields left out, where they differ from
         the Llama family's.
-      made_of: fields of the configuration that the architecture fixes.
+      implied: fields of the configuration that the architecture fixes.
       has_window: whether layer n has the window, where `layer_types` does not say; None is a
         family without windows.
-      reads: fields read for this family and refused for others.
-      fixed: values of such fields that the architecture has without reading them.
+      extra_fields: fields read for this family and refused for others.
+      fixed_values: values of such fields that the architecture has without reading them.
       is_gemma: names the activation otherwise, and scales embeddings and queries.
       local_rope: whether layers with a window have rotary frequencies of their own.
     """
 
-    absent: _Fields
-    made_of: _Fields
+    defaults: _Fields
+    implied: _Fields
     has_window: Callable[[int, _Fields], bool] | None = None
-    reads: tuple[str, ...] = ()
-    fixed: _Fields | None = None
+    extra_fields: tuple[str, ...] = ()
+    fixed_values: _Fields | None = None
     is_gemma: bool = False
     local_rope: bool = False
 
 
-def _behind_the_first(layer: int, read: _Fields) -> bool:
-    return read["sliding_window"] is not None and layer >= read["max_window_layers"]
+def _after_max_window_layers(layer: int, values: _Fields) -> bool:
+    return values["sliding_window"] is not None and layer >= values["max_window_layers"]
 
 
-def _but_every_nth(layer: int, read: _Fields) -> bool:
-    return bool((layer + 1) % read["sliding_window_pattern"])
+def _except_every_nth(layer: int, values: _Fields) -> bool:
+    return bool((layer + 1) % values["sliding_window_pattern"])
 
 
 _QWEN = {"sliding_window": 4096, "max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -71,10 +71,10 @@ _GEMMA_3 = _GEMMA | {
     "num_attention_heads": 8,
     "rope_theta": 1e6,
 }
-_SANDWICH = {"sandwich_norms": True, "norm_offset": 1.0}
-_WINDOW = ("sliding_window", "layer_types")
-_SWITCH = "use_sliding_window"
-_SCALES = ("query_pre_attn_scalar", "final_logit_softcapping")
+_GEMMA_IMPLIED = {"sandwich_norms": True, "norm_offset": 1.0}
+_WINDOW_FIELDS = ("sliding_window", "layer_types")
+_WINDOW_SWITCH = "use_sliding_window"
+_SCALE_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _MISTRAL = _Family(
     {
         "use_sliding_window": True,
@@ -83,8 +83,8 @@ _MISTRAL = _Family(
         "num_key_value_heads": 8,
     },
     {},
-    has_window=lambda layer, read: read["sliding_window"] is not None,
-    reads=_WINDOW,
+    has_window=lambda layer, values: values["sliding_window"] is not None,
+    extra_fields=_WINDOW_FIELDS,
 )
 _FAMILIES = {
     "llama": _Family({}, {}),
@@ -92,30 +92,41 @@ _FAMILIES = {
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
     "qwen2": _Family(
-        _QWEN, {"qkv_bias": True, "out_bias": False}, _behind_the_first, (*_WINDOW, _SWITCH)
+        _QWEN,
+        {"qkv_bias": True, "out_bias": False},
+        _after_max_window_layers,
+        (*_WINDOW_FIELDS, _WINDOW_SWITCH),
     ),
     "qwen3": _Family(
-        _QWEN | {"head_dim": 128}, {"qk_norm": True}, _behind_the_first, (*_WINDOW, _SWITCH)
+        _QWEN | {"head_dim": 128},
+        {"qk_norm": True},
+        _after_max_window_layers,
+        (*_WINDOW_FIELDS, _WINDOW_SWITCH),
     ),
     "gemma2": _Family(
         _GEMMA_2,
-        _SANDWICH,
-        _but_every_nth,
-        reads=(*_WINDOW, *_SCALES, "attn_logit_softcapping"),
-        fixed={"sliding_window_pattern": 2},
+        _GEMMA_IMPLIED,
+        _except_every_nth,
+        extra_fields=(*_WINDOW_FIELDS, *_SCALE_FIELDS, "attn_logit_softcapping"),
+        fixed_values={"sliding_window_pattern": 2},
         is_gemma=True,
     ),
     "gemma3_text": _Family(
         _GEMMA_3,
-        _SANDWICH | {"qk_norm": True},
-        _but_every_nth,
-        reads=(*_WINDOW, *_SCALES, "sliding_window_pattern", "rope_local_base_freq"),
+        _GEMMA_IMPLIED | {"qk_norm": True},
+        _except_every_nth,
+        extra_fields=(
+            *_WINDOW_FIELDS,
+            *_SCALE_FIELDS,
+            "sliding_window_pattern",
+            "rope_local_base_freq",
+        ),
         is_gemma=True,
         local_rope=True,
     ),
 }
 # What a model that sees may say of its text model beside that model's own fields.
-_OUTSIDE = (
+_OUTER_FIELDS = (
     "architectures",
     "bos_token_id",
     "eos_token_id",
@@ -126,13 +137,13 @@ _OUTSIDE = (
 )
 
 
-def _text_of(fields: _Fields, source: str) -> _Fields:
+def _text_fields(fields: _Fields, source: str) -> _Fields:
     """The fields of the text model, where they lie inside those of a model that sees too."""
     if fields.get("model_type") != "gemma3":
         return fields
     text = read_field("text_config", fields, source)
-    given = {name: fields[name] for name in _OUTSIDE if fields.get(name) is not None}
-    return {"model_type": "gemma3_text"} | text | given
+    outer = {name: fields[name] for name in _OUTER_FIELDS if fields.get(name) is not None}
+    return {"model_type": "gemma3_text"} | text | outer
 
 
 def read_fields(fields: dict[str, Any], source: str = "config.json") -> TransformerConfig:
@@ -154,41 +165,45 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
       >>> config.head_dim, config.layer_windows
       (4, (8, 8))
     """
-    sees = fields.get("model_type") == "gemma3"
-    fields = _text_of(fields, source)
-    kind = fields.get("model_type")
-    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+    is_multimodal = fields.get("model_type") == "gemma3"
+    fields = _text_fields(fields, source)
+    model_type = fields.get("model_type")
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         names = ", ".join(map(repr, _FAMILIES))
         raise ValueError(
-            f"{source} has model_type {kind!r}; it needs to be one of those built here: {names}, "
-            "or 'gemma3', of which the text model is read."
+            f"{source} has model_type {model_type!r}; it needs to be one of those built here: "
+            f"{names}, or 'gemma3', of which the text model is read."
         )
     # A model that sees does not cap its logits, its text model alone would.
-    reads = [n for n in family.reads if not (sees and n == "final_logit_softcapping")]
-    refuse_unread(fields, source, reads, family.fixed or {})
-    given = family.absent | fields
-    theta, scaling = read_rope(given, source, family.local_rope)
-    heads = read_field("num_attention_heads", given, source)
-    eos, dtype = (read_field(name, given, source) for name in ("eos_token_id", "dtype"))
-    dtype = dtype or read_field("torch_dtype", given, source) or "float32"
-    read = {name: read_field(name, given, source) for name in (*SIZES, *_AS_THEY_ARE)}
-    size = read_field("head_dim", given, source)
-    bias = read_field("attention_bias", given, source)
-    made = {"qkv_bias": bias, "out_bias": bias} | family.made_of
-    made |= _gemma(given, source) if family.is_gemma else {}
-    act = "hidden_activation" if family.is_gemma else "hidden_act"
+    extra_fields = [
+        name
+        for name in family.extra_fields
+        if not (is_multimodal and name == "final_logit_softcapping")
+    ]
+    refuse_unread(fields, source, extra_fields, family.fixed_values or {})
+    merged = family.defaults | fields
+    theta, scaling = read_rope(merged, source, family.local_rope)
+    heads = read_field("num_attention_heads", merged, source)
+    eos, dtype = (read_field(name, merged, source) for name in ("eos_token_id", "dtype"))
+    dtype = dtype or read_field("torch_dtype", merged, source) or "float32"
+    values = {name: read_field(name, merged, source) for name in (*SIZES, *_COPIED_FIELDS)}
+    head_dim = read_field("head_dim", merged, source)
+    bias = read_field("attention_bias", merged, source)
+    implied = {"qkv_bias": bias, "out_bias": bias} | family.implied
+    implied |= _gemma_fields(merged, source) if family.is_gemma else {}
+    activation = "hidden_activation" if family.is_gemma else "hidden_act"
     try:
         return TransformerConfig(
-            **read,
-            **made,
-            num_key_value_heads=read_field("num_key_value_heads", given, source) or heads,
-            head_dim=size or max(1, read["hidden_size"] // heads),
+            **values,
+            **implied,
+            num_key_value_heads=read_field("num_key_value_heads", merged, source) or heads,
+            head_dim=head_dim or max(1, values["hidden_size"] // heads),
             rope_theta=theta,
             rope_scaling=scaling,
-            local_rope_theta=read_local_rope(given, source) if family.local_rope else None,
-            layer_windows=_windows(given, family, source),
-            hidden_act=read_field(act, given, source),
+            local_rope_theta=read_local_rope(merged, source) if family.local_rope else None,
+            layer_windows=_layer_windows(merged, family, source),
+            hidden_act=read_field(activation, merged, source),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             dtype=dtype,
         )
@@ -198,47 +213,50 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
         raise ValueError(f"{source} does not fit together: {error}") from None
 
 
-def _gemma(given: _Fields, source: str) -> _Fields:
-    caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    attention, logits = (read_field(name, given, source) for name in caps)
+def _gemma_fields(fields: _Fields, source: str) -> _Fields:
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    attention, logits = (read_field(name, fields, source) for name in names)
     return {
-        "embedding_scale": read_field("hidden_size", given, source) ** 0.5,
-        "query_scale": read_field("query_pre_attn_scalar", given, source) ** -0.5,
+        "embedding_scale": read_field("hidden_size", fields, source) ** 0.5,
+        "query_scale": read_field("query_pre_attn_scalar", fields, source) ** -0.5,
         "attention_softcap": attention,
         "logit_softcap": logits,
     }
 
 
-def _windows(given: _Fields, family: _Family, source: str) -> tuple[int | None, ...]:
+def _layer_windows(fields: _Fields, family: _Family, source: str) -> tuple[int | None, ...]:
     if family.has_window is None:
         return ()
-    read = {
-        name: read_field(name, given, source)
+    values = {
+        name: read_field(name, fields, source)
         for name in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
     }
-    read["sliding_window_pattern"] = given.get("sliding_window_pattern")
-    layers = read_field("num_hidden_layers", given, source)
-    if layers > _MOST_LAYERS:
+    values["sliding_window_pattern"] = fields.get("sliding_window_pattern")
+    layers = read_field("num_hidden_layers", fields, source)
+    if layers > _MAX_LAYERS:
         raise ValueError(f"{source} has num_hidden_layers {layers}; nothing here is that deep.")
-    if read["sliding_window"] is not None and not read[_SWITCH] and _SWITCH not in family.reads:
+    has_switch = _WINDOW_SWITCH in family.extra_fields
+    if values["sliding_window"] is not None and not values[_WINDOW_SWITCH] and not has_switch:
         raise ValueError(
-            f"{source} has use_sliding_window False and sliding_window {read['sliding_window']}; "
-            f"model_type {given['model_type']!r} has no such switch, a null sliding_window is none."
+            f"{source} has use_sliding_window False and sliding_window {values['sliding_window']}; "
+            f"model_type {fields['model_type']!r} has no such switch, a null sliding_window "
+            "is none."
         )
-    window = read["sliding_window"] = read["sliding_window"] if read[_SWITCH] else None
-    types = read["layer_types"]
-    if types is None:
-        if family.has_window is _but_every_nth:
-            read_field("sliding_window_pattern", given, source)
-        local = [family.has_window(layer, read) for layer in range(layers)]
-    elif len(types) != layers:
+    window = values["sliding_window"] = values["sliding_window"] if values[_WINDOW_SWITCH] else None
+    layer_types = values["layer_types"]
+    if layer_types is None:
+        if family.has_window is _except_every_nth:
+            read_field("sliding_window_pattern", fields, source)
+        has_window = [family.has_window(layer, values) for layer in range(layers)]
+    elif len(layer_types) != layers:
         raise ValueError(
-            f"{source} has {len(types)} layer_types; it needs one for each of its {layers} layers."
+            f"{source} has {len(layer_types)} layer_types; it needs one for each of its "
+            f"{layers} layers."
         )
     else:
-        local = [kind == "sliding_attention" for kind in types]
-    if any(local) and window is None:
+        has_window = [kind == "sliding_attention" for kind in layer_types]
+    if any(has_window) and window is None:
         raise ValueError(
             f"{source} has layers with sliding attention and no sliding_window; it needs its size."
         )
-    return tuple(window if one else None for one in local) if any(local) else ()
+    return tuple(window if is_local else None for is_local in has_window) if any(has_window) else ()

@@ -17,7 +17,7 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_SHARED = (
+_COPIED_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
     *("tie_word_embeddings", "max_position_embeddings", "bos_token_id"),
@@ -38,9 +38,9 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
       'qwen3'
     """
     for kind, architecture in _ARCHITECTURES.items():
-        fields = _llama(config) | {"architectures": [architecture], "model_type": kind}
+        fields = _llama_fields(config) | {"architectures": [architecture], "model_type": kind}
         if kind != "llama":
-            fields |= _beyond_llama(config)
+            fields |= _other_fields(config)
         if kind == "mistral":
             # With them it is a Ministral to transformers.
             del fields["layer_types"]
@@ -55,21 +55,21 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
     )
 
 
-def _llama(config: TransformerConfig) -> dict[str, Any]:
+def _llama_fields(config: TransformerConfig) -> dict[str, Any]:
     eos = list(config.eos_token_ids)
-    return {name: getattr(config, name) for name in _SHARED} | {
+    return {name: getattr(config, name) for name in _COPIED_FIELDS} | {
         "architectures": [],
         "model_type": "",
         "attention_bias": config.out_bias,
         "hidden_act": config.hidden_act,
         "mlp_bias": False,
-        "rope_scaling": _scaling(config),
+        "rope_scaling": _rope_scaling_fields(config),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "torch_dtype": config.dtype,
     }
 
 
-def _scaling(config: TransformerConfig) -> dict[str, Any] | None:
+def _rope_scaling_fields(config: TransformerConfig) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None
     scaling = config.rope_scaling._asdict()
@@ -79,7 +79,7 @@ def _scaling(config: TransformerConfig) -> dict[str, Any] | None:
     return {"rope_type": kind} | scaling
 
 
-def _beyond_llama(config: TransformerConfig) -> dict[str, Any]:
+def _other_fields(config: TransformerConfig) -> dict[str, Any]:
     windows = config.layer_windows or (None,) * config.num_hidden_layers
     window = next((size for size in windows if size is not None), None)
     fields = {
@@ -91,10 +91,10 @@ def _beyond_llama(config: TransformerConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap,
     }
     if config.query_scale is not None:
-        exact = config.query_scale**-2
+        scalar = config.query_scale**-2
         # A whole number, but for the rounding of a square root.
-        whole = abs(exact - round(exact)) < 1e-9 * exact
-        fields["query_pre_attn_scalar"] = round(exact) if whole else exact
+        is_integer = abs(scalar - round(scalar)) < 1e-9 * scalar
+        fields["query_pre_attn_scalar"] = round(scalar) if is_integer else scalar
     if config.local_rope_theta is not None:
         fields["rope_local_base_freq"] = config.local_rope_theta
     return fields

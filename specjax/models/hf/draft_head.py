@@ -10,43 +10,50 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors.flax import save as serialized
+from safetensors.flax import save as serialize
 
-from specjax.files import replacing
+from specjax.files import replace_file
 from specjax.models.draft_head import HeadConfig
-from specjax.models.hf.checkpoint import dtype_here
+from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.config_fields import read_field
-from specjax.models.hf.folder import read_folder, read_object
+from specjax.models.hf.folder import find_folder, read_json_object
 from specjax.models.hf.mapped_tensors import MappedTensors
-from specjax.models.hf.weight_map import Entry, join, layout, put, split, take
+from specjax.models.hf.weight_map import (
+    WeightEntry,
+    concatenate_tensors,
+    get_path,
+    set_path,
+    split_tensors,
+    weight_entries,
+)
 
 __all__ = ["is_head", "load_head", "load_head_config", "save_head"]
 
-_KIND = "specjax_head"
-_NEEDED = (
+_MODEL_TYPE = "specjax_head"
+_REQUIRED_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "rms_norm_eps", "rope_theta"),
 )
 
 
-def _entries(config: HeadConfig) -> Iterator[Entry]:
+def _entries(config: HeadConfig) -> Iterator[WeightEntry]:
     """Where each tensor of a head's folder lies in its parameters."""
     hidden = config.hidden_size
     for name in ("token_norm", "hidden_norm"):
-        yield Entry((name, "weight"), (f"model.{name}.weight",), ((hidden,),), False)
-    yield Entry(("mix",), ("model.mix.weight",), ((hidden, 3 * hidden),), True)
-    for entry in layout(config.layer()):
-        if entry.place[0] == "layers":
-            yield entry._replace(place=("layer", *entry.place[2:]))
-        elif entry.place[0] == "norm":
+        yield WeightEntry((name, "weight"), (f"model.{name}.weight",), ((hidden,),), False)
+    yield WeightEntry(("mix",), ("model.mix.weight",), ((hidden, 3 * hidden),), True)
+    for entry in weight_entries(config.layer()):
+        if entry.path[0] == "layers":
+            yield entry._replace(path=("layer", *entry.path[2:]))
+        elif entry.path[0] == "norm":
             yield entry
 
 
-def _fields(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    path = read_folder(folder) / "config.json"
+def _read_fields(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    path = find_folder(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; a head's folder needs it.")
-    return read_object(path, "the fields of a head"), str(path)
+    return read_json_object(path, "the fields of a head"), str(path)
 
 
 def is_head(folder: str | os.PathLike[str]) -> bool:
@@ -61,7 +68,7 @@ def is_head(folder: str | os.PathLike[str]) -> bool:
       (True, False)
     """
     try:
-        return bool(_fields(folder)[0].get("model_type") == _KIND)
+        return bool(_read_fields(folder)[0].get("model_type") == _MODEL_TYPE)
     except ValueError:
         return False
 
@@ -75,18 +82,18 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
     Raises:
       ValueError: on a missing or unreadable file, or one that is no head's.
     """
-    fields, source = _fields(folder)
-    if fields.get("model_type") != _KIND:
+    fields, source = _read_fields(folder)
+    if fields.get("model_type") != _MODEL_TYPE:
         raise ValueError(
-            f"{source} has model_type {fields.get('model_type')!r}; a head's is {_KIND!r}."
+            f"{source} has model_type {fields.get('model_type')!r}; a head's is {_MODEL_TYPE!r}."
         )
-    other = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_NEEDED})
-    if other:
-        raise ValueError(f"{source} has {', '.join(other)}; a head here has no such field.")
-    missing = [name for name in _NEEDED if fields.get(name) is None]
+    unknown = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_REQUIRED_FIELDS})
+    if unknown:
+        raise ValueError(f"{source} has {', '.join(unknown)}; a head here has no such field.")
+    missing = [name for name in _REQUIRED_FIELDS if fields.get(name) is None]
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}; a head needs it.")
-    read = {name: read_field(name, fields, source) for name in _NEEDED}
+    read = {name: read_field(name, fields, source) for name in _REQUIRED_FIELDS}
     config = HeadConfig(
         **read,
         window=read_field("sliding_window", fields, source),
@@ -124,13 +131,17 @@ def load_head(
     config = load_head_config(folder)
     if not (pathlib.Path(folder) / "model.safetensors").is_file():
         raise ValueError(f"{folder} has no model.safetensors; a head's folder needs it.")
-    config = dataclasses.replace(config, dtype=dtype_here(dtype, config.dtype))
+    config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     tensors = MappedTensors(folder)
     params: dict[str, Any] = {}
     tensors.check_all_read(name for entry in _entries(config) for name in entry.names)
     for entry in _entries(config):
         views = map(tensors.view, entry.names, entry.shapes)
-        put(params, entry.place, join([jnp.asarray(v) for v in views], entry.turned, config.dtype))
+        set_path(
+            params,
+            entry.path,
+            concatenate_tensors([jnp.asarray(v) for v in views], entry.transposed, config.dtype),
+        )
     return params, config
 
 
@@ -151,12 +162,16 @@ def save_head(
     tensors = {
         name: jnp.asarray(np.ascontiguousarray(array), dtype)
         for entry in _entries(config)
-        for name, array in zip(entry.names, split(take(params, entry.place), entry), strict=True)
+        for name, array in zip(
+            entry.names, split_tensors(get_path(params, entry.path), entry), strict=True
+        )
     }
-    fields = {"model_type": _KIND} | {name: getattr(config, name) for name in _NEEDED}
+    fields = {"model_type": _MODEL_TYPE} | {
+        name: getattr(config, name) for name in _REQUIRED_FIELDS
+    }
     fields |= {"sliding_window": config.window, "dtype": dtype}
     text = json.dumps(fields, indent=2) + "\n"
-    with replacing(path / "model.safetensors") as spare:
-        spare.write_bytes(serialized(tensors, metadata={"format": "pt"}))
-    with replacing(path / "config.json") as spare:
-        spare.write_text(text, encoding="utf-8")
+    with replace_file(path / "model.safetensors") as temporary:
+        temporary.write_bytes(serialize(tensors, metadata={"format": "pt"}))
+    with replace_file(path / "config.json") as temporary:
+        temporary.write_text(text, encoding="utf-8")

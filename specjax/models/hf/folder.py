@@ -7,15 +7,15 @@ from typing import Any
 
 from specjax.files import read_file
 
-__all__ = ["read_folder", "read_member", "read_object", "refuse_pointer"]
+__all__ = ["find_folder", "read_json_object", "read_small_file", "refuse_lfs_pointer"]
 
-_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Bytes of a file that is read whole: configurations have thousands, tokenizers up to 40 million.
-_LARGEST = 2**28
-_NEEDED = "a Hugging Face folder with config.json, model.safetensors and tokenizer.json"
+_MAX_BYTES = 2**28
+_FOLDER_CONTENT = "a Hugging Face folder with config.json, model.safetensors and tokenizer.json"
 
 
-def read_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
+def find_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
     """The path of a folder that is there.
 
     Args:
@@ -25,7 +25,7 @@ def read_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
       ValueError: if there is no such folder.
 
     Example:
-      >>> read_folder("")
+      >>> find_folder("")
       Traceback (most recent call last):
         ...
       ValueError: the name of the folder is empty; it needs to be that of a Hugging Face folder \
@@ -33,14 +33,16 @@ with config.json, model.safetensors and tokenizer.json.
     """
     # As a shell gives a variable that is not set; to pathlib it is the current folder.
     if not os.fspath(folder):
-        raise ValueError(f"the name of the folder is empty; it needs to be that of {_NEEDED}.")
+        raise ValueError(
+            f"the name of the folder is empty; it needs to be that of {_FOLDER_CONTENT}."
+        )
     path = pathlib.Path(folder)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; it needs to be {_NEEDED}.")
+        raise ValueError(f"{path} is not a folder; it needs to be {_FOLDER_CONTENT}.")
     return path
 
 
-def refuse_pointer(path: pathlib.Path) -> None:
+def refuse_lfs_pointer(path: pathlib.Path) -> None:
     """Refuses a file that only names what Git LFS did not download.
 
     Args:
@@ -53,17 +55,17 @@ def refuse_pointer(path: pathlib.Path) -> None:
       >>> import tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "tokenizer.json")
       >>> _ = path.write_text("{}")
-      >>> refuse_pointer(path)
+      >>> refuse_lfs_pointer(path)
     """
     with path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError(
                 f"{path} is a Git LFS pointer, a few lines that stand for the file; `git lfs pull` "
                 "in its folder downloads the file itself."
             )
 
 
-def read_member(path: pathlib.Path) -> bytes:
+def read_small_file(path: pathlib.Path) -> bytes:
     """Reads a file of a folder that holds no weights.
 
     Args:
@@ -73,16 +75,16 @@ def read_member(path: pathlib.Path) -> bytes:
       ValueError: if it is a Git LFS pointer, or has more than 256 MiB, which no such file has.
       OSError: if it cannot be read.
     """
-    refuse_pointer(path)
-    return read_file(path, _LARGEST)
+    refuse_lfs_pointer(path)
+    return read_file(path, _MAX_BYTES)
 
 
-def read_object(path: pathlib.Path, needed: str) -> dict[str, Any]:
+def read_json_object(path: pathlib.Path, expected: str) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Args:
       path: of the file.
-      needed: what the object is, for a refusal.
+      expected: what the object is, for a refusal.
 
     Raises:
       ValueError: if the file holds anything else, or more than 256 MiB.
@@ -91,14 +93,14 @@ def read_object(path: pathlib.Path, needed: str) -> dict[str, Any]:
       >>> import tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "config.json")
       >>> _ = path.write_text('{"vocab_size": 64}')
-      >>> read_object(path, "the fields of a configuration")
+      >>> read_json_object(path, "the fields of a configuration")
       {'vocab_size': 64}
     """
-    data = read_member(path)
+    data = read_small_file(path)
     try:
-        found = json.loads(data.decode())
+        content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object; it needs {needed}.")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; it needs {expected}.")
+    return content

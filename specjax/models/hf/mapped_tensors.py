@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specjax.models.hf.folder import read_member, refuse_pointer
+from specjax.models.hf.folder import read_small_file, refuse_lfs_pointer
 
 __all__ = ["MappedTensors"]
 
@@ -23,16 +23,16 @@ _FLOATS = {
     "F64": np.dtype(np.float64),
 }
 # What a model's tensors begin with: alone, and inside models that see, newer and older.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+_MODEL_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 # Buffers that older checkpoints hold, and that follow from config.json.
-_ROTARY = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_ROTARY_BUFFER = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 # What only a model that sees has, and that its text model does without.
-_SIGHT = ("vision_tower.", "multi_modal_projector.")
+_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 # Numbers that are compared at a time.
-_PIECE = 2**22
+_COMPARE_CHUNK = 2**22
 
 
-class _Tensor(NamedTuple):
+class _MappedTensor(NamedTuple):
     path: pathlib.Path
     dtype: str
     shape: tuple[int, ...]
@@ -54,24 +54,24 @@ class MappedTensors:
         self.source = path / _FILE
         if not self.source.is_file() and (path / _INDEX).is_file():
             self.source = path / _INDEX
-            self._places = _places(self.source)
-            self._held = {file: _mapped(file) for file in sorted(set(self._places.values()))}
+            self._files = _read_index(self.source)
+            self._tensors = {file: _map_file(file) for file in sorted(set(self._files.values()))}
         else:
-            self._held = {self.source: _mapped(self.source)}
-            self._places = dict.fromkeys(self._held[self.source], self.source)
-        begin = [p for p in _PREFIXES if p + "embed_tokens.weight" in self._places]
-        self._prefix = begin[0] if begin else "model."
+            self._tensors = {self.source: _map_file(self.source)}
+            self._files = dict.fromkeys(self._tensors[self.source], self.source)
+        prefixes = [p for p in _MODEL_PREFIXES if p + "embed_tokens.weight" in self._files]
+        self._prefix = prefixes[0] if prefixes else "model."
 
-    def _name(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         if name.startswith("model."):
             return self._prefix + name.removeprefix("model.")
         outer = self._prefix.removesuffix("model.")
-        return outer + name if outer + name in self._places else name
+        return outer + name if outer + name in self._files else name
 
-    def _find(self, name: str) -> _Tensor | None:
+    def _find_tensor(self, name: str) -> _MappedTensor | None:
         # From the file that the index names, and no other: there a stale one may lie.
-        place = self._places.get(name)
-        return None if place is None else self._held[place].get(name)
+        path = self._files.get(name)
+        return None if path is None else self._tensors[path].get(name)
 
     def check_tied(self, name: str, tied: str) -> None:
         """Refuses a tensor that is there although another stands for it, unless they are equal.
@@ -83,11 +83,11 @@ class MappedTensors:
         Raises:
           ValueError: if both are there and differ; which is meant, loaders do not agree on.
         """
-        name, tied = self._name(name), self._name(tied)
-        one, other = self._find(name), self._find(tied)
-        if one is not None and other is not None and not _same(one, other):
+        name, tied = self._stored_name(name), self._stored_name(tied)
+        first, second = self._find_tensor(name), self._find_tensor(tied)
+        if first is not None and second is not None and not _tensors_equal(first, second):
             raise ValueError(
-                f"{one.path} holds {name}, which differs from {tied} to which config.json ties "
+                f"{first.path} holds {name}, which differs from {tied} to which config.json ties "
                 "it; set tie_word_embeddings to false there, or drop the tensor."
             )
 
@@ -101,26 +101,28 @@ class MappedTensors:
         Raises:
           ValueError: on any other but rotary buffers and, in a model that sees, its sight.
         """
-        known = set(map(self._name, names))
-        if tied is not None and self._find(self._name(tied)) is not None:
-            known.add(self._name(tied))
-        rest = {
+        accounted_for = set(map(self._stored_name, names))
+        if tied is not None and self._find_tensor(self._stored_name(tied)) is not None:
+            accounted_for.add(self._stored_name(tied))
+        unread = {
             name: path
-            for path, held in self._held.items()
-            for name in held
-            if name not in known and not _ROTARY.search(name) and not self._is_sight(name)
+            for path, tensors in self._tensors.items()
+            for name in tensors
+            if name not in accounted_for
+            and not _ROTARY_BUFFER.search(name)
+            and not self._is_vision_tensor(name)
         }
-        if rest:
-            name = next(iter(rest))
-            more = f", and {len(rest) - 1} more that are not read" if len(rest) > 1 else ""
+        if unread:
+            name = next(iter(unread))
+            more = f", and {len(unread) - 1} more that are not read" if len(unread) > 1 else ""
             raise ValueError(
-                f"{rest[name]} holds {name}{more}; config.json asks for no such tensor, and the "
+                f"{unread[name]} holds {name}{more}; config.json asks for no such tensor, and the "
                 "logits may need it. Mend config.json, or drop from the file what is no part of "
                 "the model."
             )
 
-    def _is_sight(self, name: str) -> bool:
-        return self._prefix != "model." and name.removeprefix("model.").startswith(_SIGHT)
+    def _is_vision_tensor(self, name: str) -> bool:
+        return self._prefix != "model." and name.removeprefix("model.").startswith(_VISION_PREFIXES)
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor as it lies in its file, read-only.
@@ -132,11 +134,11 @@ class MappedTensors:
         Raises:
           ValueError: if there is none, or one of another shape or of no float.
         """
-        name = self._name(name)
-        tensor = self._find(name)
-        if tensor is None and name in self._places:
+        name = self._stored_name(name)
+        tensor = self._find_tensor(name)
+        if tensor is None and name in self._files:
             raise ValueError(
-                f"{self.source} names '{self._places[name].name}' for the tensor {name}, which "
+                f"{self.source} names '{self._files[name].name}' for the tensor {name}, which "
                 "that file does not hold."
             )
         if tensor is None:
@@ -154,12 +156,12 @@ class MappedTensors:
         return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
 
 
-def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
+def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file that an index names for each tensor, each of them there."""
-    data = read_member(index)
+    data = read_small_file(index)
     try:
-        places = json.loads(data.decode())["weight_map"]
-        names = {tensor: pathlib.PurePath(name) for tensor, name in places.items()}
+        weight_map = json.loads(data.decode())["weight_map"]
+        names = {tensor: pathlib.PurePath(name) for tensor, name in weight_map.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"{index} cannot be read as an index; it needs a weight_map from tensors to files."
@@ -171,45 +173,49 @@ def _places(index: pathlib.Path) -> dict[str, pathlib.Path]:
     return {tensor: index.parent / name for tensor, name in names.items()}
 
 
-def _mapped(path: pathlib.Path) -> dict[str, _Tensor]:
-    refuse_pointer(path)
+def _map_file(path: pathlib.Path) -> dict[str, _MappedTensor]:
+    refuse_lfs_pointer(path)
     try:
         # The library checks the whole header: what is cut out below lies inside the file.
         with safetensors.safe_open(path, framework="numpy"):
             pass
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}).") from None
-    pages = np.memmap(path, mode="r")
-    start = 8 + int.from_bytes(pages[:8].tobytes(), "little")
-    header: dict[str, Any] = json.loads(pages[8:start].tobytes())
+    file_bytes = np.memmap(path, mode="r")
+    start = 8 + int.from_bytes(file_bytes[:8].tobytes(), "little")
+    header: dict[str, Any] = json.loads(file_bytes[8:start].tobytes())
     header.pop("__metadata__", None)
     return {
-        name: _Tensor(path, lies["dtype"], tuple(lies["shape"]), _cut(pages, start, lies))
-        for name, lies in header.items()
+        name: _MappedTensor(
+            path, entry["dtype"], tuple(entry["shape"]), _tensor_bytes(file_bytes, start, entry)
+        )
+        for name, entry in header.items()
     }
 
 
-def _same(one: _Tensor, other: _Tensor) -> bool:
+def _tensors_equal(first: _MappedTensor, second: _MappedTensor) -> bool:
     """Compares in pieces, of which alone there are copies."""
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return False
-    if one.dtype == other.dtype:
-        return _equal(one.data, other.data)
-    if not {one.dtype, other.dtype} <= set(_FLOATS):
+    if first.dtype == second.dtype:
+        return _arrays_equal(first.data, second.data)
+    if not {first.dtype, second.dtype} <= set(_FLOATS):
         return False
-    return _equal(one.data.view(_FLOATS[one.dtype]), other.data.view(_FLOATS[other.dtype]))
+    return _arrays_equal(
+        first.data.view(_FLOATS[first.dtype]), second.data.view(_FLOATS[second.dtype])
+    )
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    dtype = one.dtype if one.dtype == other.dtype else np.float64
-    for start in range(0, one.size, _PIECE):
-        piece = slice(start, start + _PIECE)
-        a, b = one[piece].astype(dtype, copy=False), other[piece].astype(dtype, copy=False)
+def _arrays_equal(first: np.ndarray, second: np.ndarray) -> bool:
+    dtype = first.dtype if first.dtype == second.dtype else np.float64
+    for start in range(0, first.size, _COMPARE_CHUNK):
+        chunk = slice(start, start + _COMPARE_CHUNK)
+        a, b = first[chunk].astype(dtype, copy=False), second[chunk].astype(dtype, copy=False)
         if not np.array_equal(a, b):
             return False
     return True
 
 
-def _cut(pages: np.ndarray, start: int, lies: dict[str, Any]) -> np.ndarray:
-    begin, end = lies["data_offsets"]
-    return pages[start + begin : start + end]
+def _tensor_bytes(file_bytes: np.ndarray, start: int, entry: dict[str, Any]) -> np.ndarray:
+    begin, end = entry["data_offsets"]
+    return file_bytes[start + begin : start + end]

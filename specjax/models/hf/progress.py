@@ -10,15 +10,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 __all__ = ["loading_bar"]
 
-_LONG = 1.0  # Seconds without a bar: what is loaded by then needs none.
+_SECONDS_BEFORE_BAR = 1.0  # Seconds without a bar: what is loaded by then needs none.
 
 
 @contextlib.contextmanager
-def loading_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def loading_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Gives a function that is told the bytes done, and may show a bar on standard error.
 
     Args:
-      what: is loaded, in a few words.
+      description: is loaded, in a few words.
       total: bytes there are.
     """
     if sys.stderr is None or not sys.stderr.isatty():
@@ -28,11 +28,11 @@ def loading_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     console = Console(file=sys.stderr)
     start = time.monotonic()
     progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-    task = progress.add_task(what, total=total)
+    task = progress.add_task(description, total=total)
 
-    def advance(done: int) -> None:
-        progress.advance(task, done)
-        if time.monotonic() - start > _LONG:
+    def advance(num_bytes: int) -> None:
+        progress.advance(task, num_bytes)
+        if time.monotonic() - start > _SECONDS_BEFORE_BAR:
             progress.start()
 
     try:

@@ -7,11 +7,11 @@ from typing import Any
 __all__ = ["refuse_unread"]
 
 # How the names of architectures with a head for the next token end.
-_HEADED = ("ForCausalLM", "Gemma3ForConditionalGeneration")
+_LM_HEAD_SUFFIXES = ("ForCausalLM", "Gemma3ForConditionalGeneration")
 _NONE, _OFF, _ONE = (None,), (None, False), (None, 1)
 # Fields that change the logits of some family, and the values that change those of none. A field
 # that a family reads, or that is not listed, passes. A list passes if each of its elements does.
-_UNREAD: dict[str, tuple[Any, ...]] = {
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "layer_types": (None, "full_attention"),
     "mlp_layer_types": (None, "dense"),
     "per_layer_config": (None, {}),
@@ -57,15 +57,18 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unread(
-    fields: dict[str, Any], source: str, reads: Collection[str], fixed: Mapping[str, Any]
+    fields: dict[str, Any],
+    source: str,
+    extra_fields: Collection[str],
+    fixed_values: Mapping[str, Any],
 ) -> None:
     """Refuses fields that change the logits and that the family does not read.
 
     Args:
       fields: the parsed JSON.
       source: how a refusal names it.
-      reads: names of the fields that the family reads.
-      fixed: values of fields that the architecture fixes: they pass too.
+      extra_fields: names of the fields that the family reads.
+      fixed_values: values of fields that the architecture fixes: they pass too.
 
     Raises:
       ValueError: on the first such field, on quantised weights, or on an architecture without
@@ -79,14 +82,18 @@ def refuse_unread(
       ValueError: config.json has logit_scale 0.5, which changes the logits and is not read for \
 model_type 'llama'; it needs to be 1 or absent.
     """
-    _check_weights(fields, source)
-    _check_architectures(fields.get("architectures"), source)
-    unused = fields.get("use_sliding_window") is False
-    for name, harmless in _UNREAD.items():
-        if name not in fields or name in reads or (name == "sliding_window" and unused):
+    _refuse_quantised(fields, source)
+    _check_lm_head(fields.get("architectures"), source)
+    window_is_off = fields.get("use_sliding_window") is False
+    for name, harmless in _HARMLESS_VALUES.items():
+        if (
+            name not in fields
+            or name in extra_fields
+            or (name == "sliding_window" and window_is_off)
+        ):
             continue
-        allowed = (*harmless, fixed[name]) if name in fixed else harmless
-        if _passes(fields[name], allowed):
+        allowed = (*harmless, fixed_values[name]) if name in fixed_values else harmless
+        if _is_allowed(fields[name], allowed):
             continue
         raise ValueError(
             f"{source} has {name} {reprlib.repr(fields[name])}, which changes the logits and is "
@@ -95,27 +102,27 @@ model_type 'llama'; it needs to be 1 or absent.
         )
 
 
-def _passes(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
     return value in allowed or (isinstance(value, list) and all(v in allowed for v in value))
 
 
-def _check_weights(fields: dict[str, Any], source: str) -> None:
-    quantised = fields.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+def _refuse_quantised(fields: dict[str, Any], source: str) -> None:
+    quantization = fields.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ValueError(
             f"{source} has a quantization_config with quant_method {method!r}; quantised weights "
             "are not read here, the folder needs to hold them in a float dtype."
         )
 
 
-def _check_architectures(found: Any, source: str) -> None:
+def _check_lm_head(architectures: Any, source: str) -> None:
     # Where several are named, one that predicts the next token is enough.
-    names = found if isinstance(found, list) else [found]
-    if found in (None, []) or any(str(name).endswith(_HEADED) for name in names):
+    names = architectures if isinstance(architectures, list) else [architectures]
+    if architectures in (None, []) or any(str(name).endswith(_LM_HEAD_SUFFIXES) for name in names):
         return
     raise ValueError(
-        f"{source} has architectures {reprlib.repr(found)}; a model needs a head for the next "
-        f"token, such as 'LlamaForCausalLM' has it: embeddings, classifiers and reward models "
-        "have none."
+        f"{source} has architectures {reprlib.repr(architectures)}; a model needs a head for "
+        f"the next token, such as 'LlamaForCausalLM' has it: embeddings, classifiers "
+        "and reward models have none."
     )
