@@ -1,8 +1,16 @@
 """The `specjax` command: `generate` and `sweep`.
 
-`command` parses and runs, `arguments` and `sweep_arguments` are the options, `model_pair` loads
-target and draft, `generate` decodes and streams, `sweep` measures which number of drafted tokens is
-best. Open `command` first.
+Open `command` first: it parses the arguments and runs one of the two.
+
+| module | what it holds |
+|---|---|
+| `arguments`, `sweep_arguments` | the options and their checks |
+| `prompts` | prompts from arguments, files and standard input |
+| `model_pair` | loads the target and the draft |
+| `generate`, `token_text` | decodes one prompt, times it, turns tokens into text |
+| `sweep`, `sweep_measure` | measures every number of drafted tokens, K = 0, 1, ... |
+| `sweep_choice`, `sweep_report`, `sweep_plot` | chooses the best K and reports it |
+| `terminal` | what appears on a terminal |
 
 No other room imports this one.
 """

@@ -1,4 +1,4 @@
-"""What the command can be asked, and what of it is refused before anything is read."""
+"""Options of `specjax generate`, checked before any file is read."""
 
 import argparse
 import dataclasses
@@ -17,14 +17,23 @@ __all__ = ["parse_options", "parse_sampling_options"]
 
 _CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-# Of each number of a request: its type, letter, least and largest value, and what it does.
+# Sampling options: type, letter, minimum, maximum, help text.
 _SAMPLING_OPTIONS: dict[str, tuple[type, str, float, float, str]] = {
-    "top_k": (int, "K", 0, 2**31 - 1, "sample of the K likeliest tokens; off: 0"),
-    "top_p": (float, "P", 0, 1, "sample of the likeliest tokens that make up P together; off: 1"),
-    "min_p": (float, "P", 0, 1, "sample of tokens at least P times as likely as the first; off: 0"),
-    "repetition_penalty": (float, "R", 1e-6, 1e6, "> 1 is against what was said, or asked; off: 1"),
-    "frequency_penalty": (float, "F", -1e6, 1e6, "off a logit each time it was generated; off: 0"),
-    "presence_penalty": (float, "F", -1e6, 1e6, "off a logit once it was generated; off: 0"),
+    "top_k": (int, "K", 0, 2**31 - 1, "keep the K most probable tokens; 0 disables"),
+    "top_p": (float, "P", 0, 1, "keep the most probable tokens that sum to P; 1 disables"),
+    "min_p": (float, "P", 0, 1, "keep tokens >= P times as probable as the top one; 0 disables"),
+    "repetition_penalty": (
+        *(float, "R", 1e-6, 1e6),
+        "> 1 discourages tokens of the prompt and the output; 1 disables",
+    ),
+    "frequency_penalty": (
+        *(float, "F", -1e6, 1e6),
+        "subtracted from a token's logit per occurrence in the output; 0 disables",
+    ),
+    "presence_penalty": (
+        *(float, "F", -1e6, 1e6),
+        "subtracted from the logit of every token in the output; 0 disables",
+    ),
 }
 
 
@@ -38,7 +47,7 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} came; it needs numbers with commas between, like 0.8,0.6,0.4"
+            f"{text!r} is no list of numbers; separate them by commas, like 0.8,0.6,0.4"
         ) from None
 
 
@@ -50,10 +59,11 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "generate",
-        help="continue a prompt, and say what speculation gained",
-        description="Continues a prompt with a draft model and a target model, streaming, and "
-        "measures it against plain decoding. Compilations are kept in $XDG_CACHE_HOME/specjax "
-        "(~/.cache/specjax), unless JAX_ENABLE_COMPILATION_CACHE=0.",
+        help="continue a prompt by speculative decoding and report the speedup",
+        description="Continues a prompt by speculative decoding: a draft proposes tokens, the "
+        "target verifies them. The text streams to standard output; then the speed is compared "
+        "with plain decoding. Compiled programs are cached in $XDG_CACHE_HOME/specjax "
+        "(~/.cache/specjax); JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.",
         allow_abbrev=False,
     )
     _add_model_options(command.add_argument_group("prompt and models"))
@@ -64,54 +74,92 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_model_options(group: Any) -> None:
-    group.add_argument("prompt", nargs="?", help="text to continue; - or nothing: standard input")
     group.add_argument(
-        "--prompt-file", metavar="FILE", help="read the prompt from a file of 16 MiB at most"
+        "prompt", nargs="?", help="text to continue; without it, or with -, standard input is read"
+    )
+    group.add_argument(
+        "--prompt-file", metavar="FILE", help="read the prompt from FILE, at most 16 MiB"
     )
     group.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is a message: it is put into the chat template of the target's folder",
+        help="treat the prompt as a user's message and apply the target's chat template",
     )
     group.add_argument(
         "--target",
         metavar="DIR",
-        help="Hugging Face folder of a Llama, Mistral, Qwen or Gemma; default: the embedded one",
+        help="Hugging Face folder of a Llama, Mistral, Qwen or Gemma model; default: the target "
+        "that ships with specjax",
     )
     group.add_argument(
         "--draft",
         metavar="DIR|head|ngram|none",
-        help="a folder with the target's tokenizer, or of the target's head, the embedded head, "
-        "prompt lookup, or plain decoding; default: the embedded draft, which fits the embedded "
-        "target only, as its head does, and ngram with --target",
+        help="DIR: folder of a draft model with the target's tokenizer, or of a draft head (a "
+        "small network on the target's hidden states) trained for it; "
+        "head: the draft head that ships with specjax, for the default target; "
+        "ngram: prompt lookup, which copies earlier text; none: plain decoding. Default: the draft "
+        "model that ships with specjax, or ngram if --target is given",
     )
 
 
 def _add_decoding_options(group: Any) -> None:
-    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     group.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8"
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to generate; default: 128",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature, 0 is greedy; default: 0.8",
     )
     for name, (parse, letter, _, _, text) in _SAMPLING_OPTIONS.items():
         group.add_argument("--" + name.replace("_", "-"), type=parse, metavar=letter, help=text)
     group.add_argument(
-        "--logprobs", type=int, metavar="N", help="show each token's log-probability, and N more"
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="list each token's log-probability and those of the N most probable tokens",
     )
-    group.add_argument("--seed", type=int, default=0, help="in [0, 2**32); default: 0")
-    group.add_argument("--json", action="store_true", help="print one JSON object, and no stream")
+    group.add_argument("--seed", type=int, default=0, help="random seed in [0, 2**32); default: 0")
     group.add_argument(
-        "--no-baseline", action="store_true", help="do not measure plain decoding beside it"
+        "--json", action="store_true", help="print one JSON object instead of the stream"
     )
+    group.add_argument("--no-baseline", action="store_true", help="skip timing plain decoding")
 
 
 def _add_speculation_options(group: Any) -> None:
     option_texts = {
-        "num_speculative_tokens": (int, "K", "draft tokens per step, 1 to 32"),
-        "rejection_sample_method": (str, "METHOD", "standard or synthetic"),
-        "draft_sample_method": (str, "METHOD", "probabilistic or greedy"),
-        "synthetic_acceptance_rate": (float, "R", "mean of the rates, in [0, 1]"),
-        "synthetic_acceptance_rates": (_parse_numbers, "R,R,...", "rates per position, K of them"),
-        "synthetic_acceptance_length": (float, "L", "mean tokens per step, in [1, K + 1]"),
+        "num_speculative_tokens": (int, "K", "drafted tokens per step (K), 1 to 32"),
+        "rejection_sample_method": (
+            str,
+            "METHOD",
+            "standard: accept by min(1, p / q); synthetic: accept at given rates",
+        ),
+        "draft_sample_method": (
+            str,
+            "METHOD",
+            "probabilistic: sample drafted tokens; greedy: draft the most probable",
+        ),
+        "synthetic_acceptance_rate": (
+            float,
+            "R",
+            "for synthetic: mean of the rates, in [0, 1]",
+        ),
+        "synthetic_acceptance_rates": (
+            _parse_numbers,
+            "R,R,...",
+            "for synthetic: K rates; rate i is the share of steps that accept positions 1 to i",
+        ),
+        "synthetic_acceptance_length": (
+            float,
+            "L",
+            "for synthetic: mean tokens per step, in [1, K + 1]",
+        ),
     }
     for field in _CONFIG_FIELDS:
         option = "--" + field.name.replace("_", "-")
@@ -123,7 +171,7 @@ def _add_speculation_options(group: Any) -> None:
                 option, type=parse, default=field.default, metavar=metavar, help=text
             )
         else:
-            group.add_argument(option, action="store_true", help="noise in float64")
+            group.add_argument(option, action="store_true", help="draw Gumbel noise in float64")
 
 
 def _make_config(options: argparse.Namespace) -> SpeculativeConfig:
@@ -137,7 +185,7 @@ def _make_config(options: argparse.Namespace) -> SpeculativeConfig:
 
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
-    """What is asked besides a temperature, or None; a `ValueError` outside its range."""
+    """Returns the sampling options that were given, or None; refuses one outside its range."""
     given = {name: getattr(options, name) for name in _SAMPLING_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
@@ -150,16 +198,16 @@ def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, SpeculativeConfig]:
-    """Reads and checks the arguments of the command.
+    """Parses and checks the arguments of the command.
 
     Args:
-      argv: arguments; None is those of the process.
+      argv: arguments; None takes those of the process.
 
     Returns:
-      The options, and the config that some of them make.
+      The options, and the `SpeculativeConfig` that they describe.
 
     Raises:
-      ValueError: in a sentence that names the option.
+      ValueError: if an option is wrong; the sentence names it.
     """
     options, unknown = _make_parser().parse_known_args(argv)
     if unknown:
@@ -182,9 +230,9 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     parse_sampling_options(options)
     if options.draft == "none" and options.rejection_sample_method == "synthetic":
         raise ValueError(
-            "--draft is none and --rejection-sample-method synthetic; there is nothing to accept "
-            "without drafts."
+            "--draft is none, so there are no drafted tokens to accept; --rejection-sample-method "
+            "synthetic needs a draft."
         )
     if options.prompt is not None and options.prompt_file is not None:
-        raise ValueError("a prompt and --prompt-file came; it needs to be one of them.")
+        raise ValueError("a prompt and --prompt-file are given; give one of them.")
     return options, _make_config(options)

@@ -1,4 +1,4 @@
-"""The `specjax` command: a prompt and two models are read, then streamed and measured."""
+"""The `specjax` command: parses, runs `generate` or `sweep`, turns errors into exit codes."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ _REQUIRED_PACKAGES = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 def _read_generate_job(
     options: argparse.Namespace, config: SpeculativeConfig, text: str, terminal: Any
 ) -> GenerateJob:
-    # Last what takes long: what can be refused is refused before weights are read.
+    # Weights are read last: everything that can be refused is refused before.
     with terminal.spinner("reading the folders"):
         from specjax import models
         from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
@@ -55,7 +55,7 @@ def _read_generate_job(
             option="--max-new-tokens",
         )
         check_draft(pair)
-    # With a bar of their own, if they take long.
+    # Outside the spinner: a long load shows a progress bar.
     target, drafter = load_pair(pair)
     return GenerateJob(
         pair.name,
@@ -92,7 +92,7 @@ def _enable_compilation_cache() -> None:
 
 
 def _processor_id() -> str:
-    """This machine and its processor: code compiled for one may crash on the next."""
+    """Returns an id of host and processor: code compiled for one may crash on another."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -103,7 +103,7 @@ def _processor_id() -> str:
 
 
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:
-    """Options, job, and the terminal it is shown on; all that can be refused is refused here."""
+    """Returns options, job and terminal; everything that can be refused is refused here."""
     options, config = parse_options(argv)
     is_sweep = options.command == "sweep"
     texts = read_prompts(options) if is_sweep else [read_prompt(options)]
@@ -164,34 +164,34 @@ def _run_command(argv: list[str] | None) -> int:
 
 
 def _print_error(error: Exception, code: int) -> int:
-    message = str(error) or "there is not enough memory."
+    message = str(error) or "there is not enough memory; take a smaller model or batch."
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename} cannot be read: {error.strerror}."
     elif isinstance(error, RuntimeError):
-        # JAX says the rest in pages.
+        # The first line of a JAX error says what happened; pages follow.
         message = message.split("\n")[0]
-    # Standard error may be what cannot be written; the code says it all the same.
+    # Standard error itself may be broken; the exit code remains.
     with contextlib.suppress(OSError):
         print("specjax:", " ".join(message.split()), file=sys.stderr)
     return code
 
 
 def _exit_on_interrupt(*_: Any) -> NoReturn:
-    # At once: an exception that passes through a compilation can crash the process.
+    # Not by an exception, which can crash the process if it passes through a compilation.
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h\n")
     os._exit(130)
 
 
 def _open_missing_streams() -> None:
-    """A process may be started without these: then no prompt comes, and no note is kept."""
+    """Opens the null device for standard input or error of a process started without them."""
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _flush_or_discard(stream: TextIO) -> None:
-    """Flushes a stream; what it cannot write is dropped, for Python's end would fail of it."""
+    """Flushes a stream; drops what it cannot write, which would fail again when Python exits."""
     try:
         stream.flush()
     except OSError:
@@ -202,18 +202,22 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-      argv: arguments; None is those of the process.
+      argv: arguments; None takes those of the process.
 
     Returns:
-      The exit code: 0, 1 when the target's logits turned invalid or the output could not be
-      written, 2 for what was refused, in a sentence on standard error, 130 when interrupted,
-      141 when nobody reads the output any more.
+      The exit code.
+
+      0: done.
+      1: the target's logits turned invalid, or the output could not be written.
+      2: arguments or files were refused; a sentence on standard error says why.
+      130: interrupted.
+      141: the reader closed the output.
     """
     _open_missing_streams()
     if argv is None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _exit_on_interrupt)
     if sys.stdout is None:
-        # Before minutes of work, whose result would be lost.
+        # Refused before minutes of work whose result would be lost.
         return _print_error(
             ValueError("standard output is closed; the output cannot be written."), 1
         )
@@ -221,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run_command(argv)
         finally:
-            # Here, where a failure is still ours, rather than at Python's end.
+            # A failure here is still handled below; when Python exits it would not be.
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130

@@ -1,4 +1,4 @@
-"""One prompt's decoding on the host: streamed as text, and timed against plain decoding."""
+"""Decodes one prompt: streams its text and times it against plain decoding."""
 
 import functools
 import statistics
@@ -28,10 +28,10 @@ __all__ = [
     "stream_text",
 ]
 
-# Prompts are padded to a multiple of this, so that those of similar length share compilations.
+# Prompts are padded to a multiple of this: similar lengths share one compilation.
 _PROMPT_MULTIPLE = 64
 _MAX_ROUNDS = 3
-# Seconds of one round of runs from which on a single one is told from noise well enough.
+# If a round of runs takes at least this long, one round is precise enough.
 _MIN_ROUND_SECONDS = 5.0
 _FINISH_NAMES = {
     Finish.LENGTH: "length",
@@ -41,22 +41,22 @@ _FINISH_NAMES = {
 
 
 class GenerateJob(NamedTuple):
-    """What is to be decoded, and how.
+    """A prompt, a pair and the options of a decoding.
 
     Attributes:
       name: of the pair, for people.
-      target: the model that is followed.
-      drafter: what drafts for it, or None.
-      tokenizer: of both, with the interface of the `tokenizers` library.
+      target: the model whose distribution the output follows.
+      drafter: proposes tokens, or None for plain decoding.
+      tokenizer: with the interface of the `tokenizers` library.
       text: the prompt.
-      prompt_ids: its tokens, not empty.
-      config: how drafts are made and verified.
+      prompt_ids: tokens of the prompt, not empty.
+      config: how tokens are drafted and verified.
       key: typed threefry key, ().
       max_new_tokens: most tokens generated.
       temperature: >= 0.
       eos_token_ids: tokens that end the text.
-      sampling: truncation and penalties, or None.
-      num_logprobs: likeliest tokens listed per token, or None.
+      sampling: cutoffs and penalties, or None.
+      num_logprobs: most probable tokens listed per token, or None.
     """
 
     name: str
@@ -75,7 +75,7 @@ class GenerateJob(NamedTuple):
 
 
 class GenerateResult(NamedTuple):
-    """What came of it: `token_ids`, why it ended, `metrics`, `top_logprobs` [N, ...] if asked."""
+    """Generated tokens, why decoding ended, metrics, and `top_logprobs` [N, ...] or None."""
 
     token_ids: list[int]
     finish: str
@@ -84,15 +84,15 @@ class GenerateResult(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Wall-clock figures; prefill is in them, compilation is not.
+    """Wall-clock times, with prefill and without compilation.
 
     Attributes:
-      compile_seconds: of everything compiled, or read from the compilation cache.
-      seconds: median of one decoding.
-      tokens_per_second: tokens of that decoding over its seconds.
-      plain_seconds: median of the same job without a drafter, None if not measured.
-      plain_tokens_per_second: as above.
-      speedup: ratio of the two rates.
+      compile_seconds: spent on compiling, or on reading the compilation cache.
+      seconds: median over decodings.
+      tokens_per_second: generated tokens / `seconds`.
+      plain_seconds: median without a drafter, None if not measured.
+      plain_tokens_per_second: without a drafter, None if not measured.
+      speedup: tokens_per_second / plain_tokens_per_second.
       repeats: decodings per median.
       loop: "generate", the whole loop as one program, or "stream", a program per step.
     """
@@ -140,7 +140,7 @@ def _call_and_time(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def compile_stream(job: GenerateJob) -> float:
-    """Compiles what `stream_text` runs, and gives the seconds that took."""
+    """Compiles the programs of `stream_text` and returns the seconds of it."""
 
     def run_first_step() -> Any:
         state = init(job.target, job.drafter, **_call_arguments(job))
@@ -152,14 +152,14 @@ def compile_stream(job: GenerateJob) -> float:
 def stream_text(
     job: GenerateJob, show: Callable[[str, int], None]
 ) -> tuple[GenerateResult, Timings]:
-    """Decodes step by step.
+    """Decodes step by step and passes on text as soon as it is final.
 
     Args:
       job: what to decode.
-      show: is given each piece of text, and the `Origin` of the token that completed it.
+      show: called with each piece of text and the `Origin` of the token that completed it.
 
     Returns:
-      The run, and the time of it, `show` included.
+      The result, and its time with `show` included.
     """
     start = time.perf_counter()
     text = TextStream(job.tokenizer, job.prompt_ids)
@@ -183,14 +183,14 @@ def stream_text(
 
 
 def measure_speed(job: GenerateJob, *, baseline: bool) -> tuple[GenerateResult, Timings]:
-    """Decodes by `generate`, and again without the drafter, taking turns.
+    """Times `generate` with the drafter and, in alternation, without.
 
     Args:
       job: what to decode.
-      baseline: whether to time plain decoding too; a job without a drafter is plain itself.
+      baseline: whether to time plain decoding too; ignored if the job has no drafter.
 
     Returns:
-      The run with the drafter, and medians.
+      The result with the drafter, and median times.
     """
     arguments = _call_arguments(job)
     drafters = [job.drafter, None] if baseline and job.drafter is not None else [job.drafter]
@@ -220,7 +220,7 @@ def measure_speed(job: GenerateJob, *, baseline: bool) -> tuple[GenerateResult, 
 
 
 def metrics_json(result: GenerateResult) -> dict[str, Any]:
-    """The counts and rates of a run as plain numbers; lists are per draft position."""
+    """Returns counts and rates of a result as plain numbers; lists are per drafted position."""
     metrics = result.metrics
     return {
         "mean_acceptance_length": float(metrics.mean_acceptance_length),
@@ -234,7 +234,7 @@ def metrics_json(result: GenerateResult) -> dict[str, Any]:
 
 
 def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Returns the object that `--json` prints."""
     text = TextStream(job.tokenizer, job.prompt_ids)
     pieces = [text.feed(token) for token in result.token_ids]
     top = result.top_logprobs

@@ -1,4 +1,4 @@
-"""The target and the draft that a command was asked for, refused before weights are read."""
+"""Target and draft of a command: found, checked, then loaded."""
 
 import argparse
 import os
@@ -12,14 +12,14 @@ __all__ = ["ModelPair", "check_draft", "encode_prompt", "load_pair", "read_pair"
 
 
 class ModelPair(NamedTuple):
-    """Two models as folders, of which no weights are read yet.
+    """A target and a draft whose weights are not read yet.
 
     Attributes:
-      name: for people.
+      name: of the pair, for people.
       folder: of the target.
-      draft_spec: the folder of a draft or of a head, "ngram" or "none".
+      draft_spec: the folder of a draft model or draft head, "ngram" or "none".
       target_config: the target's `TransformerConfig`.
-      tokenizer: of both.
+      tokenizer: of the target, and so of the draft.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ModelPair(NamedTuple):
 
 
 def read_pair(options: argparse.Namespace) -> ModelPair:
-    """The pair that `--target` and `--draft` name; a `ValueError` if a folder cannot be read."""
+    """Returns the pair that `--target` and `--draft` name; refuses an unreadable folder."""
     embedded = options.target is None
     folder = models.pretrained_folder("target") if embedded else options.target
     draft_spec, draft_name = options.draft, options.draft
@@ -41,8 +41,8 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         draft_spec = models.pretrained_folder("head")
     elif draft_name == "head" and not os.path.isdir(draft_name):
         raise ValueError(
-            "--draft is head, which is the embedded one, and --target names another target than "
-            "it was trained for; it needs the folder of a head of its own."
+            "--draft head is the head that ships with specjax, trained for the default target; "
+            "with --target, give the folder of a head trained for that target."
         )
     name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
     return ModelPair(
@@ -51,7 +51,7 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
 
 
 def check_draft(pair: ModelPair) -> None:
-    """Refuses a draft model that does not have the target's tokens."""
+    """Refuses a draft model whose vocabulary is not the target's, or a head that does not fit."""
     if pair.draft_spec in ("ngram", "none"):
         return
     if models.is_head(pair.draft_spec):
@@ -59,7 +59,7 @@ def check_draft(pair: ModelPair) -> None:
         return
     models.load_config(pair.draft_spec)
     target_vocab = pair.tokenizer.get_vocab()
-    # The heads may be padded to different sizes; what they have in common is what is spoken.
+    # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()
     if draft_vocab != target_vocab:
         raise ValueError(
@@ -70,7 +70,7 @@ def check_draft(pair: ModelPair) -> None:
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
-    """Reads the weights, with a bar if that takes long."""
+    """Reads the weights and returns target and drafter (None for plain decoding)."""
     target = models.load(pair.folder)[0]
     if pair.draft_spec == "none":
         return target, None
@@ -85,34 +85,34 @@ def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
 def encode_prompt(
     pair: ModelPair, text: str, *, chat: bool, num_new_tokens: int, option: str
 ) -> list[int]:
-    """The tokens of a prompt, for which the target has room.
+    """Returns the tokens of a prompt.
 
     Args:
-      pair: whose tokenizer reads.
+      pair: gives the tokenizer and the longest sequence.
       text: the prompt.
-      chat: whether it came of a chat template.
-      num_new_tokens: tokens that have to fit behind it.
-      option: the option that asked for them.
+      chat: whether a chat template made it.
+      num_new_tokens: tokens that have to fit after it.
+      option: names `num_new_tokens` in an error.
 
     Raises:
-      ValueError: in a sentence.
+      ValueError: if the prompt is empty, too long, or not in the target's vocabulary.
     """
     try:
-        # A chat template has written the tokens that begin a text.
+        # A chat template has already written the special tokens that begin a text.
         ids: list[int] = pair.tokenizer.encode(text, add_special_tokens=not chat).ids
     except Exception as error:  # The library raises a bare Exception.
         raise ValueError(f"the target's tokenizer cannot read the prompt ({error}).") from None
     max_length = pair.target_config.max_position_embeddings
     if not ids:
-        raise ValueError("the prompt is empty in the target's tokens.")
+        raise ValueError("the prompt has no tokens; give a longer one.")
     if len(ids) + num_new_tokens > max_length:
         raise ValueError(
             f"the prompt has {len(ids)} tokens and {option} is {num_new_tokens}; "
-            f"the target has room for {max_length} together."
+            f"together they may be at most {max_length}, the target's longest sequence."
         )
     if max(ids) >= pair.target_config.vocab_size:
         raise ValueError(
-            f"the prompt has token {max(ids)}, and config.json of the target a vocabulary of "
+            f"the prompt has token {max(ids)}, but the target's config.json has vocab_size "
             f"{pair.target_config.vocab_size}; tokenizer.json belongs to another model."
         )
     return ids

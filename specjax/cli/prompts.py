@@ -1,4 +1,4 @@
-"""Prompts as they are given: as an argument, in a file, on standard input, or not at all."""
+"""Reads prompts from arguments, files or standard input."""
 
 import argparse
 import sys
@@ -7,11 +7,11 @@ from specjax.files import read_file, read_stream
 
 __all__ = ["read_prompt", "read_prompts"]
 
-# Bytes: several million tokens, for which no target has room.
+# Several million tokens, more than any target takes.
 _MAX_BYTES = 2**24
 
-# What a sweep decodes if nothing is given: what the embedded pair was trained for, and beginnings
-# that any model of code goes on with.
+# Prompts of a sweep without prompts: beginnings of Python files, which the embedded pair was
+# trained for and any model of code can continue.
 _BUILT_IN_PROMPTS = (
     "def fibonacci(n):\n",
     "import unittest\n\nfrom queue import Queue\n\n\nclass TestQueue(unittest.TestCase):\n"
@@ -22,7 +22,7 @@ _BUILT_IN_PROMPTS = (
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """The prompt of `generate`; a `ValueError` if there is none, or no text."""
+    """Returns the prompt of `generate`; raises a `ValueError` if there is none or it is no text."""
     prompt, path = options.prompt, options.prompt_file
     if path is not None:
         source, data = path, read_file(path, _MAX_BYTES)
@@ -30,7 +30,7 @@ def read_prompt(options: argparse.Namespace) -> str:
         source, data = "the prompt", prompt.encode(errors="surrogateescape")
     elif prompt is None and sys.stdin.isatty():
         raise ValueError(
-            "no prompt came; give one as an argument, with --prompt-file, or on standard input."
+            "there is no prompt; give one as an argument, by --prompt-file or on standard input."
         )
     else:
         source = "standard input"
@@ -39,21 +39,21 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """The prompts of `sweep`, those of its arguments first; built-in ones if there are none."""
+    """Returns the prompts of `sweep`: arguments, then files; without both, built-in ones."""
     prompts = [("a prompt", text.encode(errors="surrogateescape")) for text in options.prompt]
     prompts += [(path, read_file(path, _MAX_BYTES)) for path in options.prompt_file or ()]
     return [_decode_text(source, data) for source, data in prompts] or list(_BUILT_IN_PROMPTS)
 
 
 def _decode_text(source: str, data: bytes) -> str:
-    """Bytes as a prompt; a `ValueError` that names their source if they are none."""
+    """Decodes a prompt; raises a `ValueError` that names `source` if `data` is no text."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
         raise ValueError(f"{source} is not UTF-8 text.") from None
     if not text:
-        raise ValueError(f"{source} is empty; a model needs something to continue.")
+        raise ValueError(f"{source} is empty; it needs to hold text to continue.")
     if "\0" in text:
-        # UTF-16 of ASCII is UTF-8, too, and every other character of it is this one.
+        # ASCII in UTF-16 is valid UTF-8 as well, with NUL as every other character.
         raise ValueError(f"{source} holds NUL characters; it needs to be UTF-8 text.")
     return text

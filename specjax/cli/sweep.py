@@ -1,4 +1,4 @@
-"""The `sweep` command: a pair is read and measured, and what was found is shown."""
+"""Runs `specjax sweep`: loads a pair, measures it, reports the best K."""
 
 import argparse
 import datetime
@@ -30,18 +30,18 @@ __all__ = ["read_workload", "run_sweep"]
 def read_workload(
     options: argparse.Namespace, texts: list[str], terminal: Any
 ) -> tuple[str, Workload]:
-    """Reads what the options name.
+    """Reads prompts and models into a `Workload`.
 
     Args:
-      options: checked.
+      options: from `parse_options`.
       texts: the prompts.
-      terminal: the command's.
+      terminal: of the command.
 
     Returns:
       The pair's name, and the workload.
 
     Raises:
-      ValueError: in a sentence, before weights are read.
+      ValueError: if a prompt, a folder or a length is wrong; before weights are read.
     """
     max_drafts = options.max_speculative_tokens
     with terminal.spinner("reading the folders"):
@@ -52,13 +52,13 @@ def read_workload(
             raise ValueError(
                 f"--context is {options.context}, and --steps {options.steps} of "
                 f"--max-speculative-tokens {max_drafts} need "
-                f"{tokens_needed - options.context} tokens behind it; "
-                f"the target has room for {max_length} together."
+                f"{tokens_needed - options.context} tokens after it; together they "
+                f"may be at most {max_length}, the target's longest sequence."
             )
         if options.chat:
             chats = [[{"role": "user", "content": text}] for text in texts]
             texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
-        # The last step of a text may go beyond it by a whole draft.
+        # The last step may emit K + 1 tokens beyond --max-new-tokens.
         prompts = [
             encode_prompt(
                 pair,
@@ -92,18 +92,18 @@ def read_workload(
 def run_sweep(
     options: argparse.Namespace, job: tuple[str, Workload], terminal: Any, argv: list[str] | None
 ) -> None:
-    """Measures, prints, draws.
+    """Measures every K, then prints the report and writes the plot.
 
     Args:
-      options: checked.
-      job: of `read_workload`.
-      terminal: the command's.
-      argv: arguments, for the record; None is those of the process.
+      options: from `parse_options`.
+      job: from `read_workload`.
+      terminal: of the command.
+      argv: arguments, for the report; None takes those of the process.
 
     Raises:
       FloatingPointError: if the target's logits turn invalid.
-      ValueError: if the prompts ended before any draft was verified, or the plot cannot be
-        written after all.
+      ValueError: if every prompt ended before a draft was verified, or the plot cannot be
+        written.
     """
     name, workload = job
     report = _provenance(name, sys.argv[1:] if argv is None else argv)
@@ -112,8 +112,8 @@ def run_sweep(
         acceptance = measure_acceptance(workload, max_drafts, on_stage)
         if not acceptance.step_counts:
             raise ValueError(
-                "every prompt ended with its first token, so that nothing was drafted; other "
-                "prompts or more --max-new-tokens are needed."
+                "every prompt ended with its first token, so nothing was drafted; give other "
+                "prompts or more --max-new-tokens."
             )
         times = measure_steps(workload, on_stage)
         best = choose_best(acceptance, [one.step_seconds for one in times], workload.batch_size)
@@ -130,18 +130,18 @@ def run_sweep(
         terminal.print_tables(
             f"{name} · {_conditions(report)}", report_tables(report), conclusion(report)
         )
-    # Last: a plot that cannot be written takes no measurement with it.
+    # Written last: an error here does not lose the measurement.
     if options.out is not None:
         _write_plot_file(report, options.out)
         if not options.json:
-            terminal.print_note(f"drawn in {options.out}")
+            terminal.print_note(f"plotted in {options.out}")
 
 
 def _write_plot_file(report: dict[str, Any], out: str) -> None:
     try:
         write_plot(report, pathlib.Path(out))
     except OSError as error:
-        # Not as an OSError: those of the command are of its standard output.
+        # The command takes an OSError for one of its standard output.
         raise ValueError(f"--out {out} cannot be written: {error.strerror or error}.") from None
 
 

@@ -1,4 +1,4 @@
-"""What `specjax sweep` can be asked, and what of it is refused before anything is read."""
+"""Options of `specjax sweep`, checked before any file is read."""
 
 import argparse
 import importlib.util
@@ -13,56 +13,80 @@ __all__ = ["add_sweep_command", "parse_sweep_options"]
 
 _MAX_BATCH_SIZE = 4096
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# Of each number: its letter, its default, its least and largest value, and what it is.
+# Number options: letter, default, minimum, maximum, help text.
 _NUMBER_OPTIONS: dict[str, tuple[str, int, int, float, str]] = {
-    "max_speculative_tokens": ("K", 8, 1, 32, "largest number of drafts per step"),
+    "max_speculative_tokens": ("K", 8, 1, 32, "largest number of drafted tokens per step"),
     "batch_size": ("B", 1, 1, _MAX_BATCH_SIZE, "requests per step of the timed runs"),
-    "context": ("N", 256, 1, float("inf"), "tokens that stand before the timed steps"),
-    "steps": ("N", 16, 1, float("inf"), "steps of a timed run, in one program"),
-    "rounds": ("N", 5, 2, float("inf"), "timed runs per K and acceptance length"),
+    "context": ("N", 256, 1, float("inf"), "tokens in the cache before the timed steps"),
+    "steps": ("N", 16, 1, float("inf"), "decode steps per timed run"),
+    "rounds": ("N", 5, 2, float("inf"), "timed runs for each K and acceptance length"),
 }
 
 
 def add_sweep_command(commands: Any) -> None:
-    """Adds the command to the parser's."""
+    """Adds `sweep` to the commands of a parser."""
     command = commands.add_parser(
         "sweep",
-        help="time a pair for every number of drafts, and say which is best",
-        description="Times decode steps of a pair with K = 0, 1, ... drafts on this machine, "
-        "under synthetic acceptance; decodes prompts at the largest K for the acceptance that "
-        "the pair really has; and says which K gives the most tokens per second there.",
+        help="find the number of drafted tokens per step that is fastest for a pair",
+        description="Finds the number K of drafted tokens per step that gives the most tokens per "
+        "second. Step times are measured on this machine for K = 0, 1, ... under synthetic "
+        "acceptance (drafted tokens are accepted at given rates). The pair's real acceptance is "
+        "measured by decoding the prompts at the "
+        "largest K. K = 0 is plain decoding.",
         allow_abbrev=False,
     )
     models = command.add_argument_group("prompts and models")
-    models.add_argument("prompt", nargs="*", help="texts to continue; default: built-in ones")
+    models.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
     models.add_argument(
-        "--prompt-file", metavar="FILE", nargs="+", action="extend", help="read prompts from files"
+        "--prompt-file",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        help="read a prompt from each FILE",
     )
     models.add_argument(
-        "--chat", action="store_true", help="prompts are messages, for the target's chat template"
+        "--chat",
+        action="store_true",
+        help="treat prompts as users' messages and apply the target's chat template",
     )
     models.add_argument(
-        "--target", metavar="DIR", help="Hugging Face folder; default: the embedded one"
+        "--target",
+        metavar="DIR",
+        help="Hugging Face folder; default: the target that ships with specjax",
     )
     models.add_argument(
         "--draft",
         metavar="DIR|head|ngram",
-        help="a folder with the target's tokenizer, or of the target's head, the embedded head, "
-        "or prompt lookup; default: the embedded draft, and ngram with --target",
+        help="DIR: folder of a draft model with the target's tokenizer, or of a draft head (a "
+        "small network on the target's hidden states) trained for it; "
+        "head: the draft head that ships with specjax, for the default target; "
+        "ngram: prompt lookup, which copies earlier text. Default: the draft model that ships with "
+        "specjax, or ngram if --target is given",
     )
     decoding = command.add_argument_group("decoding of the prompts")
     decoding.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="of each; default: 128"
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens per prompt; default: 128",
     )
     decoding.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature, 0 is greedy; default: 0.8",
     )
-    decoding.add_argument("--seed", type=int, default=0, help="in [0, 2**32); default: 0")
+    decoding.add_argument(
+        "--seed", type=int, default=0, help="random seed in [0, 2**32); default: 0"
+    )
     decoding.add_argument(
         "--draft-sample-method",
         default="probabilistic",
         metavar="METHOD",
-        help="probabilistic or greedy; default: probabilistic",
+        help="probabilistic: sample drafted tokens; greedy: draft the most probable; default: "
+        "probabilistic",
     )
     sweep = command.add_argument_group("sweep")
     for name, (letter, default, _, _, text) in _NUMBER_OPTIONS.items():
@@ -72,13 +96,15 @@ def add_sweep_command(commands: Any) -> None:
     sweep.add_argument(
         "--out",
         metavar="FILE",
-        help="draw tokens per second against acceptance length: .png, .svg or .pdf",
+        help="plot tokens per second against acceptance length into a .png, .svg or .pdf file",
     )
-    sweep.add_argument("--json", action="store_true", help="print one JSON object, and no table")
+    sweep.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
 
 
 def parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
-    """Refuses what cannot be done, in a sentence that names the option; the config of the rest."""
+    """Returns the `SpeculativeConfig` of the options; refuses a wrong one by its name."""
     for name, (_, _, low, high, _) in _NUMBER_OPTIONS.items():
         value = getattr(options, name)
         if not low <= value <= high:
@@ -88,7 +114,7 @@ def parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
             )
     if options.draft == "none":
         raise ValueError(
-            "--draft is none; a sweep needs drafts, and times plain decoding beside them as K = 0."
+            "--draft is none; a sweep needs a draft (it times plain decoding as K = 0)."
         )
     if options.out is not None:
         _check_plot_path(pathlib.Path(options.out))
@@ -103,11 +129,9 @@ def parse_sweep_options(options: argparse.Namespace) -> SpeculativeConfig:
 
 
 def _check_plot_path(path: pathlib.Path) -> None:
-    # Before the measurement, not after it.
+    # Checked before the measurement, which takes minutes.
     if path.name.lower() in _PLOT_SUFFIXES:
-        raise ValueError(
-            f"--out is {path}; it needs a name before its ending, as sweep{path.name}."
-        )
+        raise ValueError(f"--out is {path}; it needs a file name, like sweep{path.name}.")
     if os.path.isdir(path):
         raise ValueError(f"--out is {path}, which is a folder; it needs to be a file.")
     if path.suffix.lower() not in _PLOT_SUFFIXES:
@@ -121,15 +145,15 @@ def _check_plot_path(path: pathlib.Path) -> None:
         raise ValueError(f"--out is {path}, which cannot be written: {message}.") from None
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "--out draws with matplotlib, which is missing; pip install 'specjax[examples]', or "
-            "leave --out away for the table alone."
+            "--out needs matplotlib; pip install 'specjax[examples]', or leave --out away to get "
+            "the tables alone."
         )
 
 
 def _check_writable(path: pathlib.Path) -> None:
-    """Raises what writing would, and leaves the file, or its absence, as it was."""
+    """Raises the error that writing `path` would raise; creates and changes nothing."""
     if path.exists():
         path.open("ab").close()
     if path.is_file() or not path.exists():
-        # The new one is written beside it.
+        # `replace_file` writes a new file in the same folder.
         tempfile.TemporaryFile(dir=path.parent).close()

@@ -1,10 +1,10 @@
-"""Which number of drafts is best, and which others might be: tokens over seconds, for every K.
+"""Chooses the number K of drafted tokens with the most tokens per second, and its equals.
 
-kept[s]           drafts that step s kept, of the largest K: all that the prompts say
-tokens[s, K]      = 1 + min(kept[s], K), for every K from the one record
-length[K]         its mean over the steps; length / seconds says which K is best
-lead[s, K]        what step s adds to the best's lead over K, in tokens per second
-margin[K]         the lead's error; a K is told apart where the lead exceeds it, and more
+num_accepted[s]   accepted tokens of step s, measured at the largest K
+tokens[s, K]      = 1 + min(num_accepted[s], K)
+length[K]         = mean of tokens[s, K] over steps; the best K has the largest length / seconds
+gap[K]            tokens per second of the best K minus those of K
+error[K]          standard error of gap[K]; K differs from the best if the gap exceeds it clearly
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ __all__ = [
     "synthetic_lengths",
 ]
 
-# Acceptance lengths at which a K is measured, at most.
+# Most acceptance lengths at which a K is timed.
 _MAX_LENGTHS = 4
-# Neighbouring steps keep alike for as long as the text stays of a kind: batches are few and long.
-# On 10 to 170 steps of the embedded pair the 95 % interval of five held the truth in 90 - 97 % of
-# runs, that of twenty in 78 - 95 %.
+# Acceptance of neighbouring steps is correlated, so batches are few and long. On 10 to 170 steps of
+# the embedded pair the 95 % interval from 5 batches covered the truth in 90 - 97 % of runs, from
+# 20 batches in 78 - 95 %.
 _MAX_BATCHES = 5
-# Student's t of 97.5 %, by number of batches: the errors of so few are themselves uncertain.
+# 97.5 % quantile of Student's t, by number of batches.
 _STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
 class Acceptance(NamedTuple):
-    """What the pair's own drafts achieved.
+    """Accepted tokens of every step, measured at one K.
 
     Attributes:
-      K: drafts per step.
-      num_accepted: of each prompt, the number of drafts that each of its steps kept.
+      K: drafted tokens per step.
+      num_accepted: for each prompt, the number of accepted tokens in each of its steps.
     """
 
     K: int
@@ -44,27 +44,27 @@ class Acceptance(NamedTuple):
 
     @property
     def step_counts(self) -> list[int]:
-        """Drafts kept, of the steps of all prompts, one prompt after the other."""
+        """Accepted tokens per step, over all prompts in order."""
         return [number for counts in self.num_accepted for number in counts]
 
     @property
     def rates(self) -> list[float]:
-        """Of all steps, the part that kept each position and those before it."""
+        """Unconditional rates: for each position, the share of steps that accepted up to it."""
         counts = self.step_counts
         return [sum(n > i for n in counts) / max(len(counts), 1) for i in range(self.K)]
 
 
 class Best(NamedTuple):
-    """The K of the most tokens per second at the pair's own acceptance.
+    """The K with the most tokens per second at the pair's acceptance.
 
     Attributes:
-      K: it.
+      K: the best number of drafted tokens per step.
       tokens_per_second: for each K from 0, at the median step.
       quartiles: for each K, the rates at the slower and the faster quartile of its steps.
       gains: for each K, its rate over that of K = 0.
-      gaps_to_best: for each K, how much more tokens per second the best makes.
-      gap_errors: standard errors of these, from the acceptance.
-      indistinguishable: other Ks that the acceptance and the step times do not tell from it.
+      gaps_to_best: for each K, tokens per second of the best minus those of K.
+      gap_errors: standard errors of the gaps, from the acceptance.
+      indistinguishable: other Ks that may be as fast, within the errors.
     """
 
     K: int
@@ -77,18 +77,19 @@ class Best(NamedTuple):
 
 
 def predicted_lengths(rates: Sequence[float]) -> list[float]:
-    r"""Mean tokens per step of every K up to `len(rates)`, from the rates of the largest.
+    r"""Returns mean tokens per step for every K up to `len(rates)`.
 
-    :math:`L_K = 1 + \sum_{i < K} a_i`, which is :math:`1 + \sum_i \prod_{j \le i} c_j` of the
-    conditional rates: position i of a model's draft is judged alike however many follow it.
-    Assumed is that steps begin in places of the same kind whatever K is. A prompt lookup
-    may, in addition, find other drafts when fewer are asked for.
+    :math:`L_K = 1 + \sum_{i < K} a_i = 1 + \sum_{i < K} \prod_{j \le i} c_j`
+
+    with unconditional rates a and conditional rates c. Acceptance at position i does not depend on
+    the number of positions after it. The prediction assumes that it does not depend on K through
+    the text either. Prompt lookup may propose other tokens for another K.
 
     Args:
-      rates: unconditional, in [0, 1], non-increasing.
+      rates: unconditional rates, in [0, 1], non-increasing.
 
     Returns:
-      Of K = 0, 1, ..., `len(rates)`.
+      A length for each K = 0, 1, ..., `len(rates)`.
 
     Example:
       >>> predicted_lengths([0.75, 0.5])
@@ -98,20 +99,20 @@ def predicted_lengths(rates: Sequence[float]) -> list[float]:
 
 
 def standard_errors(acceptance: Acceptance) -> list[float]:
-    r"""Of `predicted_lengths`: how far those of other texts of these prompts may lie.
+    r"""Returns standard errors of `predicted_lengths`, from batch means.
 
-    From batch means: of N steps in b batches of consecutive ones, the square is
-    :math:`\frac{b}{b - 1} \sum_j \big(\sum_{s \in j} (x_s - \bar x)\big)^2 / N^2`. Assumed is
-    that batches are independent: neighbouring steps may keep alike, but not for longer than
-    a batch. How other prompts would do is in it only as far as these ones differ. A step that
-    kept nothing and one that kept all are added to those seen, so that a few steps that
-    kept alike are not taken for certainty.
+    :math:`\sigma^2 = \frac{b}{b - 1} \sum_j \big(\sum_{s \in j} (x_s - \bar x)\big)^2 / N^2`
+
+    for N steps in b batches j of consecutive steps. Batches are assumed to be independent;
+    neighbouring steps may be correlated. The errors are those of other texts after these prompts,
+    not of other prompts. One step without accepted tokens and one with K are added, so that a few
+    equal steps do not give an error of 0.
 
     Args:
-      acceptance: of the largest K.
+      acceptance: at the largest K.
 
     Returns:
-      Of K = 0, 1, ..., `acceptance.K`.
+      An error for each K = 0, 1, ..., `acceptance.K`.
 
     Example:
       >>> [round(error, 2) for error in standard_errors(Acceptance(2, [[0, 2], [2, 0]]))]
@@ -121,13 +122,13 @@ def standard_errors(acceptance: Acceptance) -> list[float]:
 
 
 def _tokens_per_step(acceptance: Acceptance) -> np.ndarray:
-    """f64[N + 2, K + 1]: tokens of each step, had so many drafts been made in it."""
+    """Returns f64[N + 2, K + 1]: tokens of each step if it had 0, 1, ..., K drafted tokens."""
     counts = np.array([0, *acceptance.step_counts, acceptance.K], np.float64)
     return 1 + np.minimum(counts[:, None], np.arange(acceptance.K + 1))
 
 
 def _batch_means_errors(values: np.ndarray) -> np.ndarray:
-    """Standard errors of the means of columns."""
+    """Returns standard errors of column means, from batch means."""
     num, batches = len(values), np.array_split(values - values.mean(0), _num_batches(values))
     sums = np.stack([batch.sum(0) for batch in batches])
     error: np.ndarray = np.sqrt(len(sums) / (len(sums) - 1) * np.square(sums).sum(0)) / num
@@ -141,22 +142,25 @@ def _num_batches(values: np.ndarray) -> int:
 def choose_best(
     acceptance: Acceptance, step_seconds: Sequence[Sequence[float]], batch_size: int
 ) -> Best:
-    r"""Says which K is best, and which others it is not told from.
+    r"""Returns the best K and the Ks that may be as fast.
 
-    With :math:`x_{sK}` the tokens of step s and :math:`t_K` the median seconds, the best leads
-    K by the mean over s of :math:`x_{s*} / t_* - x_{sK} / t_K`. The same steps are in both
-    terms, and the error of the lead is that of their difference, of the assumptions of
-    `standard_errors`. K is told from the best if the rate at the faster quartile of its
-    steps, and half of the lead's 95 % interval (Student's t) on top, stay below the best's
-    rate at its slower quartile.
+    :math:`\mathrm{gap}_K = B \cdot \mathrm{mean}_s (x_{s*} / t_* - x_{sK} / t_K)`
+
+    with :math:`x_{sK}` the tokens of step s, :math:`t_K` the median seconds and * the best K. The
+    error of the gap is that of the difference, under the assumptions of `standard_errors`. K
+    differs from the best if
+
+        rate of K at the faster quartile of its steps + t * error  <  best's rate at its slower one
+
+    where t is the 97.5 % quantile of Student's t.
 
     Args:
-      acceptance: of the largest K, of at least one step.
-      step_seconds: of each K from 0, seconds per step of several runs.
+      acceptance: at the largest K, with at least one step.
+      step_seconds: for each K from 0, seconds per step of several runs.
       batch_size: requests per step.
 
     Returns:
-      `Best`; of equal rates the smallest K.
+      `Best`; the smallest K among equal rates.
 
     Example:
       >>> choose_best(Acceptance(1, [[1, 1, 0, 1]]), [[0.5], [0.625]], batch_size=1)[:2]
@@ -181,7 +185,7 @@ def choose_best(
 
 
 def synthetic_lengths(K: int) -> list[float]:
-    """Tokens per step at which a K is measured, from 1 to K + 1.
+    """Returns the acceptance lengths at which a K is timed, from 1 to K + 1.
 
     Example:
       >>> synthetic_lengths(0), synthetic_lengths(2), synthetic_lengths(6)

@@ -1,10 +1,10 @@
-"""What each number of drafts is worth: step times, and tokens per second at an acceptance.
+"""Measures step times and acceptance of a pair for K = 0, 1, ... drafted tokens per step.
 
-    tokens per second = requests * tokens per step / seconds per step
+    tokens per second = batch size * tokens per step / seconds per step
 
-The seconds depend on K and the machine, hardly on what is accepted; the tokens on the pair, hardly
-on the machine. So each is measured where it is cheap: seconds under synthetic acceptance, from
-none of the drafts kept to all of them, tokens by decoding prompts once at the largest K.
+Seconds per step depend on K and the machine, hardly on acceptance: they are measured under
+synthetic acceptance, from no drafted token accepted to all. Tokens per step depend on the pair,
+hardly on the machine: they are measured by decoding the prompts once, at the largest K.
 """
 
 import functools
@@ -33,20 +33,20 @@ __all__ = [
     "buffer_tokens",
 ]
 
-# Prompts are padded to a multiple of this, so that one compilation reads them all.
+# Prompts are padded to a multiple of this.
 _PROMPT_MULTIPLE = 64
 
 
 class Workload(NamedTuple):
-    """A pair, and what it is measured on.
+    """A pair, the prompts, and the sizes of the measurement.
 
     Attributes:
-      target: the model that is followed.
-      drafter: what drafts for it.
+      target: the model whose distribution the output follows.
+      drafter: proposes tokens.
       prompts: tokens of each prompt, none empty.
       max_speculative_tokens: the largest K.
       batch_size: requests per step.
-      context: tokens that stand before the measured steps.
+      context: tokens in the cache before the timed steps.
       temperature: >= 0.
       key: typed threefry key, ().
       eos_token_ids: tokens that end a text.
@@ -72,13 +72,13 @@ class Workload(NamedTuple):
 
 
 class MeasuredPoint(NamedTuple):
-    """A K at one synthetic acceptance.
+    """Timed runs of one K at one synthetic acceptance length.
 
     Attributes:
-      expected_length: mean tokens per step that the rates give, by the closed form.
-      measured_length: tokens per step that were emitted.
-      step_seconds: of each round, seconds per step.
-      tokens_per_second: of each round, tokens emitted over seconds.
+      expected_length: mean tokens per step under the synthetic rates, by the closed form.
+      measured_length: mean tokens per step that were emitted.
+      step_seconds: for each round, seconds per step.
+      tokens_per_second: for each round, tokens emitted / seconds.
     """
 
     expected_length: float
@@ -88,7 +88,7 @@ class MeasuredPoint(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """What a step with `K` drafts took, at each synthetic acceptance."""
+    """Compile time and timed runs of one K, at each synthetic acceptance length."""
 
     K: int
     compile_seconds: float
@@ -96,34 +96,35 @@ class StepTimes(NamedTuple):
 
     @property
     def step_seconds(self) -> list[float]:
-        """Seconds per step of every run, whatever it accepted."""
+        """Seconds per step of every run at every acceptance length."""
         return [seconds for point in self.points for seconds in point.step_seconds]
 
 
 def buffer_tokens(max_speculative_tokens: int, num_steps: int) -> int:
-    """Tokens for which buffers are made behind the context, the same for every K.
+    """Returns the buffer length after the context, equal for every K.
 
-    They hold all that the steps can emit, and a whole draft after the last of them.
+    = 1 + (num_steps + 1) (K_max + 1): one token of the prefill, the most that the steps can emit,
+    and room for one more draft.
     """
     return 1 + (num_steps + 1) * (max_speculative_tokens + 1)
 
 
 def num_stages(workload: Workload) -> int:
-    """How often `measure_acceptance` and `measure_steps` together call `on_stage`."""
+    """Returns how often `measure_acceptance` and `measure_steps` together call `on_stage`."""
     return len(workload.prompts) + (1 + workload.num_rounds) * (workload.max_speculative_tokens + 1)
 
 
 def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], None]) -> Acceptance:
-    """Decodes the prompts with K drafts per step, one after the other.
+    """Decodes the prompts one by one and counts accepted tokens per step.
 
     Args:
       workload: the pair and the prompts.
-      K: drafts per step, >= 1.
-      on_stage: is told, before each prompt, what begins.
+      K: drafted tokens per step, >= 1.
+      on_stage: called before each prompt with a sentence about it.
 
     Returns:
-      What each step of each prompt kept, up to the end of its text. The last step of a prompt
-      drafts as many as the others: the buffer is longer than the text.
+      The number of drafted tokens that each step of each prompt accepted, up to the end of its
+      text. The last step drafts K tokens, too: the buffer is longer than the text.
 
     Raises:
       FloatingPointError: if the target's logits turn invalid.
@@ -152,7 +153,7 @@ def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], Non
         while not _all_ended(state) and int(state.lengths[0]) < len(ids) + workload.max_new_tokens:
             before = int(state.lengths[0])
             state, _ = step(workload.target, workload.drafter, state, config=config)
-            # One token is committed besides these; where a draft ends the text, that one.
+            # Each step commits one token beyond the accepted ones, or ends in an accepted EOS.
             num_accepted[-1].append(int(state.lengths[0]) - before - 1)
     return Acceptance(K, num_accepted)
 
@@ -173,7 +174,7 @@ def _run_steps(
     config: SpeculativeConfig,
     num_steps: int,
 ) -> DecodeState:
-    """Steps within one program, as `generate` takes them."""
+    """Runs several decode steps in one program, like `generate`."""
 
     def body(_: Any, state: DecodeState) -> DecodeState:
         return step(target, drafter, state, config=config)[0]
@@ -182,9 +183,9 @@ def _run_steps(
 
 
 def _start_batch(workload: Workload, K: int, number: int) -> DecodeState:
-    """A batch that has read the context, and that nothing ends."""
+    """Returns a batch after prefill, without EOS tokens, so that no request ends."""
     text = np.concatenate([np.array(ids, np.int32) for ids in workload.prompts])
-    # Each request begins elsewhere in the text, so that they are not one request many times.
+    # Requests start at different places of the text, so that they differ.
     rows = [
         np.resize(np.roll(text, -7 * row), workload.context) for row in range(workload.batch_size)
     ]
@@ -202,7 +203,7 @@ def _start_batch(workload: Workload, K: int, number: int) -> DecodeState:
 
 
 def _synthetic_config(workload: Workload, K: int) -> SpeculativeConfig:
-    # Which rates are asked for is data of the state: the same program serves them all.
+    # The rates in use are data of the state: one program serves every acceptance length.
     return SpeculativeConfig(
         num_speculative_tokens=max(K, 1),
         rejection_sample_method="synthetic",
@@ -212,7 +213,7 @@ def _synthetic_config(workload: Workload, K: int) -> SpeculativeConfig:
 
 
 def _set_acceptance_length(state: DecodeState, K: int, length: float) -> tuple[DecodeState, float]:
-    """The state under the rates of an acceptance length, and what the closed form says of them."""
+    """Returns the state with the rates of an acceptance length, and the expected length."""
     if K == 0:
         return state, 1.0
     rates = rates_for_length(length, K)
@@ -221,7 +222,7 @@ def _set_acceptance_length(state: DecodeState, K: int, length: float) -> tuple[D
 
 
 def _time_run(workload: Workload, K: int, state: DecodeState) -> tuple[float, int]:
-    """Seconds, and tokens emitted."""
+    """Returns the seconds of one timed run and the tokens that it emitted."""
     drafter, config = workload.drafter if K else None, _synthetic_config(workload, K)
     jax.block_until_ready(state)
     start = time.perf_counter()
@@ -237,15 +238,15 @@ def _time_run(workload: Workload, K: int, state: DecodeState) -> tuple[float, in
 def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[StepTimes]:
     """Times the decode loop for K = 0 ... `max_speculative_tokens`.
 
-    Every K is compiled once. Then the Ks take turns, so that what else the machine does falls
-    on all of them; one state is held at a time.
+    Every K is compiled once. Then the Ks are timed in alternation, so that other load on the
+    machine affects all of them. One state is held at a time.
 
     Args:
-      workload: the pair, and the shapes.
-      on_stage: is told, before each stretch of work, what begins.
+      workload: the pair and the sizes.
+      on_stage: called before each compilation and each timing with a sentence about it.
 
     Returns:
-      The times of each K, in order.
+      The times of each K from 0.
 
     Raises:
       FloatingPointError: if the target's logits turn invalid.

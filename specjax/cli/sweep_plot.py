@@ -1,4 +1,4 @@
-"""What a sweep found, as a plot."""
+"""Plots a sweep: tokens per second against acceptance length."""
 
 import io
 import pathlib
@@ -12,19 +12,19 @@ __all__ = ["write_plot"]
 
 
 def write_plot(report: dict[str, Any], path: pathlib.Path) -> None:
-    """Tokens per second against acceptance length, a line and its measured points per K.
+    """Plots tokens per second against acceptance length: per K a line and measured points.
 
     Args:
-      report: of `to_json`.
-      path: of a .png, .svg or .pdf, which is replaced once the new one is written whole.
+      report: from `to_json`.
+      path: a .png, .svg or .pdf file; an existing one is replaced once the new one is complete.
 
     Raises:
-      OSError: if it cannot be written.
+      OSError: if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Not pyplot: whoever calls this may have a figure and a backend of their own.
+    # Not pyplot, which would touch the figures and the backend of a calling program.
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -49,10 +49,10 @@ def write_plot(report: dict[str, Any], path: pathlib.Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title(_plot_title(report), fontsize=9)
     axes.grid(alpha=0.3)
-    # What the marks are, once, in no K's colour.
+    # Empty lines: the legend explains the marks once, in grey.
     axes.plot([], [], "-", color="0.4", label="closed form")
     axes.plot([], [], "o", color="0.4", ms=4, label="measured, quartiles")
-    axes.plot([], [], "*", color="0.8", mec="black", ms=11, label="the pair's own")
+    axes.plot([], [], "*", color="0.8", mec="black", ms=11, label="at the pair's acceptance")
     figure.legend(loc="outside right center", fontsize=8)
     image = io.BytesIO()
     figure.savefig(image, dpi=130, format=path.suffix[1:].lower())
@@ -68,7 +68,7 @@ def _line_colours(count: int) -> list[Any]:
 
 def _plot_title(report: dict[str, Any]) -> str:
     best = report["best"]
-    # A folder's name may hold what matplotlib takes for mathematics.
+    # matplotlib takes dollar signs for mathematics.
     pair = report["pair"].replace("$", r"\$")
     return (
         f"{pair}\nB = {report['batch_size']}, context {report['context']}, temperature "

@@ -1,4 +1,4 @@
-"""What a sweep found, as one object, as tables and in sentences."""
+"""Reports a sweep: as a JSON object, as tables and in sentences."""
 
 from typing import Any
 
@@ -19,17 +19,17 @@ def to_json(
     times: list[StepTimes],
     best: Best,
 ) -> dict[str, Any]:
-    """All of it, as JSON can hold it.
+    """Returns the report of a sweep as plain lists, dicts and numbers.
 
     Args:
       workload: what was measured.
       provenance: device, versions, date, command, pair.
       acceptance: of the prompts, at the largest K.
-      times: of each K.
-      best: what follows from both.
+      times: for each K from 0.
+      best: the choice, from `choose_best`.
 
     Returns:
-      Plain lists, dicts and numbers; times in milliseconds, `spread` as quartiles.
+      The object that `--json` prints; times in milliseconds.
     """
     lengths, errors = predicted_lengths(acceptance.rates), standard_errors(acceptance)
     rows = []
@@ -103,7 +103,7 @@ def _quartiles(values: list[float]) -> dict[str, Any]:
 
 
 def conclusion(report: dict[str, Any]) -> list[str]:
-    """Which K is best, and how sure that is, in sentences."""
+    """Returns sentences that say which K is best and how certain that is."""
     best, rows = report["best"], report["sweep"]
     row, plain = rows[best["K"]], rows[0]["tokens_per_second"]
     measured, length = _sample_size(report), _with_error(row["acceptance_length"], row)
@@ -113,28 +113,28 @@ def conclusion(report: dict[str, Any]) -> list[str]:
     ]
     if best["K"] == 0:
         sentences = [
-            f"K = 0 is best: plain decoding's {plain:.1f} tokens/s; no number of drafts paid for "
-            "itself here."
+            f"K = 0 is best: plain decoding reaches {plain:.1f} tokens/s, and no number of drafted "
+            "tokens is faster here."
         ]
     if best["not_told_apart"]:
         *others, last = map(str, best["not_told_apart"])
         listed = f"{', '.join(others)} and {last}" if others else last
         sentences.append(
-            f"It is not told from K = {listed}: the acceptance, measured over {measured}, and the "
-            "quartiles of the step times leave that open. More prompts and --max-new-tokens make "
-            "the one surer, more --rounds the other."
+            f"K = {listed} may be as fast: the difference is within the error of the acceptance, "
+            f"measured over {measured}, and of the step times. More prompts or --max-new-tokens "
+            "make the first error smaller, more --rounds the second."
         )
     else:
         sentences.append(
-            f"Measured over {measured}: every other K is slower by more than the acceptance's "
-            "error and the quartiles of the step times explain."
+            f"Every other K is slower, by more than the error of the acceptance, measured over "
+            f"{measured}, and of the step times."
         )
     decoded = best.get("decoded_acceptance_length")
     if decoded is not None:
         error = best["decoded_standard_error"]
         sentences.append(
             f"Decoding the prompts at K = {best['K']} gave {decoded:.2f} ± {error:.2f} tokens per "
-            f"step; {length} was predicted of K = {report['max_speculative_tokens']} (± is a "
+            f"step; predicted from K = {report['max_speculative_tokens']}: {length} (± is a "
             "standard error)."
         )
     return sentences
@@ -155,20 +155,21 @@ def _count_noun(count: int, noun: str) -> str:
 
 
 def report_tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
-    """By title: of each K what it achieves, how sure that is, and what it does if it is told."""
+    """Returns titled tables: speed of each K, its certainty, speed at synthetic acceptance."""
     largest = report["max_speculative_tokens"]
     return [
         (
-            "at the pair's own acceptance; a K pays from so many tokens per step on",
+            "at the pair's acceptance; break-even: tokens per step from which on a K is faster "
+            "than K = 0",
             _acceptance_table(report),
         ),
         (
-            f"how sure that is, of {_sample_size(report)} at K = {largest}; kept: the part that "
-            "kept K drafts",
+            f"certainty, from {_sample_size(report)} at K = {largest}; accepted: share of steps "
+            "that accepted the first K drafted tokens",
             _confidence_table(report),
         ),
         (
-            "at synthetic acceptance; closed form: expected tokens over the median step",
+            "at synthetic acceptance; closed form: expected tokens / median step time",
             _synthetic_table(report),
         ),
     ]
@@ -176,7 +177,7 @@ def report_tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
 
 def _acceptance_table(report: dict[str, Any]) -> Table:
     table = _new_table(
-        "K", "ms per step", "quartiles", "pays from", "tokens/step", "tokens/s", "gain"
+        "K", "ms per step", "quartiles", "break-even", "tokens/step", "tokens/s", "gain"
     )
     for row in report["sweep"]:
         step, best = row["step_ms"], row["K"] == report["best"]["K"]
@@ -195,7 +196,13 @@ def _acceptance_table(report: dict[str, Any]) -> Table:
 
 def _confidence_table(report: dict[str, Any]) -> Table:
     table = _new_table(
-        "K", "kept", "tokens/step", "± std. error", "tokens/s behind", "± std. error", "told"
+        "K",
+        "accepted",
+        "tokens/step",
+        "± std. error",
+        "tokens/s below best",
+        "± std. error",
+        "differs",
     )
     best = report["best"]
     for K, row in enumerate(report["sweep"]):
@@ -208,18 +215,18 @@ def _confidence_table(report: dict[str, Any]) -> Table:
         if best["K"] == K:
             cells += ["", "", "best"]
         else:
-            is_distinguishable = "no" if K in best["not_told_apart"] else "yes"
+            differs = "no" if K in best["not_told_apart"] else "yes"
             cells += [
                 f"{row['behind_best']:.1f}",
                 f"{row['behind_best_error']:.1f}",
-                is_distinguishable,
+                differs,
             ]
         table.add_row(*(Text(cell, "bold green" if best["K"] == K else "") for cell in cells))
     return table
 
 
 def _synthetic_table(report: dict[str, Any]) -> Table:
-    table = _new_table("K", "asked for", "tokens/step", "tokens/s", "quartiles", "closed form")
+    table = _new_table("K", "expected", "tokens/step", "tokens/s", "quartiles", "closed form")
     for row in report["sweep"]:
         for position, point in enumerate(row["synthetic"]):
             rate = point["tokens_per_second"]

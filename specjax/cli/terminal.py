@@ -1,4 +1,4 @@
-"""What the command shows: coloured text and a summary on a terminal, plain text elsewhere."""
+"""Output of the command: coloured text and a summary on a terminal, plain text elsewhere."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ _ORIGIN_STYLES = {
 }
 _BAR_WIDTH = 24
 _BAR_BLOCKS, _BAR_ASCII = "█░", "#."
-# A model may write what a terminal would obey.
+# Control characters, which a terminal would obey if a model wrote them.
 _REPLACED_CONTROLS = {
     code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
 }
@@ -44,7 +44,7 @@ def _supports_style(file: TextIO) -> bool:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        # rich's own ends the process, with a code of an error.
+        # The method of rich ends the process with an error code.
         raise BrokenPipeError
 
 
@@ -56,8 +56,8 @@ def _make_console(file: TextIO) -> Console:
 class Terminal:
     """Standard output and standard error of the command.
 
-    The text goes to standard output, alone unless that is a terminal; the summary goes with
-    it on a terminal and to standard error elsewhere.
+    Generated text goes to standard output. Everything else goes to standard output if that is a
+    terminal, and to standard error otherwise.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class Terminal:
         self._line_ended = True
 
     def spinner(self, text: str) -> contextlib.AbstractContextManager[Any]:
-        """A spinner for as long as the context lasts."""
+        """Returns a context that shows a spinner with a text."""
         if _supports_style(sys.stderr):
             return self._stderr.status(f"{text} ...", spinner_style="cyan")
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def progress_bar(self, total: int) -> Iterator[Callable[[str], None]]:
-        """Gives a function that is told what begins, `total` times at most, and moves a bar."""
+        """Yields a function that advances a bar; call it `total` times with what begins."""
         if not _supports_style(sys.stderr):
             yield lambda _: None
             return
@@ -94,7 +94,7 @@ class Terminal:
     def print_tables(
         self, heading: str, tables: list[tuple[str, Table]], sentences: list[str]
     ) -> None:
-        """Tables below their heading, and what follows from them."""
+        """Prints a heading, titled tables and sentences."""
         # As Text: a folder's name may look like markup.
         self._stdout.print(Text(heading, "dim"))
         for title, table in tables:
@@ -106,11 +106,11 @@ class Terminal:
             self._stdout.print(Text(sentence))
 
     def print_note(self, sentence: str) -> None:
-        """A line that is no part of the output."""
+        """Prints a line to standard error."""
         self._stderr.print(Text(sentence, "dim"))
 
     def print_prompt(self, job: GenerateJob) -> None:
-        """What decodes, the legend, and the prompt; nothing unless on a terminal."""
+        """Prints heading, legend and prompt if standard output is a terminal."""
         if not self._is_terminal:
             return
         # As Text: a folder's name may look like markup.
@@ -126,7 +126,7 @@ class Terminal:
         self.print_text(job.text, _PROMPT)
 
     def print_text(self, text: str, origin: int) -> None:
-        """Writes a piece of text as it is, in the colour of its origin."""
+        """Writes a piece of text in the colour of its origin."""
         if not text:
             return
         self._line_ended = text.endswith("\n")
@@ -144,7 +144,7 @@ class Terminal:
         sys.stdout.flush()
 
     def print_summary(self, job: GenerateJob, result: GenerateResult, timings: Timings) -> None:
-        """Log-probabilities if asked for, speed, compilation, acceptance."""
+        """Prints log-probabilities if there are any, then speed, compilation and acceptance."""
         console = self._stdout if self._is_terminal else self._stderr
         if result.top_logprobs is not None:
             console.print()
@@ -154,7 +154,7 @@ class Terminal:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
-        # In an encoding without blocks they would be written as escapes.
+        # An encoding without block characters would write them as escapes.
         blocks = _BAR_BLOCKS if console.encoding.startswith("utf") else _BAR_ASCII
         for name, value in _summary_rows(job, result, timings, blocks):
             table.add_row(name, value)
@@ -163,7 +163,7 @@ class Terminal:
 
 
 def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
-    """A row for each token: its log-probability, its rank, and the likeliest in its place."""
+    """Returns a table with one row per token: log-probability, rank, most probable tokens."""
 
     def quoted(token: dict[str, Any]) -> str:
         return json.dumps(token["token"], ensure_ascii=False).translate(_REPLACED_CONTROLS)
@@ -175,7 +175,7 @@ def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
     table.add_column("token")
     table.add_column("log p", justify="right")
     table.add_column("rank", justify="right")
-    table.add_column("likeliest" if any(token["top"] for token in tokens) else "")
+    table.add_column("most probable" if any(token["top"] for token in tokens) else "")
     for token in tokens:
         top = [f"{quoted(other)} {number(other)}" for other in token["top"]]
         # As Text: a token may look like markup.
@@ -206,20 +206,26 @@ def _summary_rows(
     if timings.loop == "generate":
         method = f"whole loop in one program, prefill included, median of {timings.repeats}"
     else:
-        method = "this stream, step by step"
+        method = "this stream, one program per step"
     rows = [
-        ("tokens", Text(f"{len(result.token_ids)} from {len(job.prompt_ids)}, ended by {reason}")),
+        (
+            "tokens",
+            Text(
+                f"{len(result.token_ids)} after a prompt of {len(job.prompt_ids)}, "
+                f"ended by {reason}"
+            ),
+        ),
         ("speed", speed),
         ("", Text(method, "dim")),
-        ("compilation", Text(f"{timings.compile_seconds:.1f} s, apart from the above")),
+        ("compilation", Text(f"{timings.compile_seconds:.1f} s, not included above")),
     ]
     if job.drafter is None:
         return rows
     numbers = metrics_json(result)
     length, rate = numbers["mean_acceptance_length"], numbers["draft_acceptance_rate"]
     if not numbers["num_drafted"][0]:
-        return [*rows, ("acceptance", Text("nothing was drafted"))]
-    accepted = f" tokens per step, {rate:.0%} of the drafted ones kept"
+        return [*rows, ("acceptance", Text("no tokens were drafted"))]
+    accepted = f" tokens per step, {rate:.0%} of drafted tokens accepted"
     rows.append(("acceptance", Text.assemble((f"{length:.2f}", "bold"), accepted)))
     for position, position_rate in enumerate(numbers["acceptance_rates"]):
         if not numbers["num_drafted"][position]:

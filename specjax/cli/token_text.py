@@ -1,4 +1,4 @@
-"""Generated tokens as text, as it streams, and with their log-probabilities."""
+"""Turns generated tokens into text, piece by piece, and lists their log-probabilities."""
 
 import math
 from typing import Any
@@ -9,14 +9,15 @@ __all__ = ["TextStream", "list_logprobs"]
 
 
 class TextStream:
-    """Text of tokens that come one by one, given out as soon as no later token can change it.
+    """Decodes tokens one by one and returns text as soon as later tokens cannot change it.
 
-    A character whose bytes are spread over tokens is held back until it is whole. The tokens
-    of the last piece stay as context, for decoders that treat the first token of a text apart.
+    A character whose bytes are spread over several tokens is held back until it is complete. The
+    tokens of the last piece are decoded again as context: some decoders treat the first token of
+    a text specially.
 
     Args:
       tokenizer: with `decode(ids, skip_special_tokens)`.
-      context: tokens that stand before the text and are no part of it.
+      context: tokens before the text, which are not returned.
     """
 
     def __init__(self, tokenizer: Any, context: list[int]) -> None:
@@ -33,33 +34,34 @@ class TextStream:
         return text
 
     def feed(self, token_id: int) -> str:
-        """The text that this token settles, often empty or more than its own."""
+        """Adds a token and returns the text that is final now, perhaps none."""
         self._ids.append(token_id)
         text = self._pending_text()
-        # The replacement character is what an unfinished sequence of bytes decodes to.
+        # An incomplete sequence of bytes decodes to the replacement character.
         if not text or text.endswith("\ufffd"):
             return ""
         self._context_start, self._num_settled = self._num_settled, len(self._ids)
         return text
 
     def flush(self) -> str:
-        """The text still held back, as it is."""
+        """Returns the text that was held back."""
         text = self._pending_text()
         self._context_start = self._num_settled = len(self._ids)
         return text
 
 
 def list_logprobs(tokenizer: Any, token_ids: list[int], top: TopLogprobs) -> list[dict[str, Any]]:
-    """What is known of each token, and of the likeliest in its place, likeliest first.
+    """Lists each generated token with its log-probability and its most probable alternatives.
 
     Args:
       tokenizer: with `decode(ids, skip_special_tokens)`.
-      token_ids: the generated tokens.
-      top: theirs, a leading axis of as many.
+      token_ids: N generated tokens.
+      top: with a leading axis of N.
 
     Returns:
-      Of each token `token_id`, `token` (its text), `logprob` (None for no probability),
-      `rank` (1 is the likeliest), and in `top` the first three of the others.
+      N dicts: `token_id`, `token` (text), `logprob` (None for -inf), `rank` (1 for the most
+      probable token) and `top`, the most probable tokens in descending order, each with
+      `token_id`, `token` and `logprob`.
     """
 
     def describe(token_id: int, logprob: float) -> dict[str, Any]:

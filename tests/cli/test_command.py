@@ -224,7 +224,7 @@ def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("token "))
-    assert re.fullmatch(r"token +log p +rank +likeliest *", lines[start])
+    assert re.fullmatch(r"token +log p +rank +most probable *", lines[start])
     assert re.match(r'".+" +-\d+\.\d\d +\d+ +".+" -\d+\.\d\d  ".+" -\d+\.\d\d', lines[start + 1])
     assert "log p" not in captured.out
 
@@ -283,7 +283,7 @@ def summary(monkeypatch, num_drafted, num_accepted):
 def test_the_summary_fits_a_terminal_of_80_columns(monkeypatch):
     said = summary(monkeypatch, [3, 2], [2, 1])
     assert "12345.6 tokens/s with drafts, 11222.3 without: 1.10 times as fast\n" in said
-    assert "2.00 tokens per step, 60% of the drafted ones kept\n" in said
+    assert "2.00 tokens per step, 60% of drafted tokens accepted\n" in said
     assert re.search(r"position 2 +█{12}░{12} 0.50\n$", said)
 
 
@@ -291,7 +291,7 @@ def test_positions_where_nothing_was_drafted_show_no_rate(monkeypatch):
     said = summary(monkeypatch, [3, 0], [2, 0])
     assert "position 1" in said
     assert "position 2" not in said
-    assert "nothing was drafted" in summary(monkeypatch, [0, 0], [0, 0])
+    assert "no tokens were drafted" in summary(monkeypatch, [0, 0], [0, 0])
 
 
 def test_a_name_is_shown_as_it_is_written(monkeypatch):
@@ -378,11 +378,11 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1.5"], "acceptance-rate is 1.5;.*0, 1]"),
         (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "-0.1"], "acceptance-rate is -0.1"),
         (["x", *SYNTHETIC], 'method "synthetic" needs exactly one of --synthetic-acc'),
-        (["x", *SYNTHETIC, "--synthetic-acceptance-rates", "1,x"], "commas between"),
+        (["x", *SYNTHETIC, "--synthetic-acceptance-rates", "1,x"], "is no list of numbers"),
         (["x", "--synthetic-acceptance-rate", "0.5"], "-rate is given, but --rejection-sample-m"),
         (
             ["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1", "--draft", "none"],
-            "nothing to acc",
+            "no drafted tokens to accept",
         ),
         (["x", "--num-speculative-tokens", "0"], "--num-speculative-tokens is 0"),
         (["x", "--draft-sample-method", "gumbel"], '"probabilistic"'),
@@ -401,7 +401,7 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--logprobs", "-1"], "--logprobs is -1"),
         (["x", "--logprobs", "99999"], "--logprobs is 99999; the target has"),
         (["x", "--seed", str(2**32)], "--seed is 4294967296"),
-        (["x", "--max-new-tokens", "9" * 30], "room for 1024 together"),
+        (["x", "--max-new-tokens", "9" * 30], "at most 1024"),
         (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "nan"], "acceptance-rate is nan"),
         (["x", "--sead", "1"], "unrecognized arguments: --sead"),
         (["x", "--prompt-file", "y"], "one of them"),
@@ -432,14 +432,14 @@ def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp
     assert "standard input is empty" in refusal(capsys, "-", "--target", pair[0])
     sys.stdin.close()
     monkeypatch.setattr(sys, "stdin", FakeTerminal())
-    assert "no prompt came" in refusal(capsys, "--target", pair[0])
+    assert "there is no prompt" in refusal(capsys, "--target", pair[0])
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     assert "not UTF-8" in refusal(capsys, "--prompt-file", str(tmp_path / "bytes"))
     (tmp_path / "bytes").write_bytes("ab".encode("utf-16-le"))
     assert "bytes holds NUL characters; it" in refusal(capsys, "--prompt-file", f"{tmp_path}/bytes")
     long = refusal(capsys, "x" * 100, "--target", pair[0], "--max-new-tokens", "29")
     assert "has 100 tokens and --max-new-tokens is 29" in long
-    assert "room for 128" in long
+    assert "at most 128" in long
 
 
 class Endless(io.RawIOBase):
@@ -521,7 +521,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read_is_refused(capsys, tmp_path):
 
 def test_what_can_be_refused_is_refused_before_weights_are_read(capsys, pair, monkeypatch):
     monkeypatch.setattr("specjax.models.load", None)
-    assert "room for 128" in refusal(capsys, "x" * 200, "--target", pair[0])
+    assert "at most 128" in refusal(capsys, "x" * 200, "--target", pair[0])
     assert "different vocabularies" in refusal(
         capsys, "x", "--target", pair[0], "--draft", EMBEDDED, *SHORT
     )
