@@ -1,4 +1,4 @@
-"""The `specjax` script: what it does before JAX is imported, which any import from specjax does."""
+"""Entry point of the `specjax` script: handles signals and streams before JAX is imported."""
 
 import os
 import signal
@@ -7,20 +7,20 @@ from typing import NoReturn
 __all__ = ["main"]
 
 
-def _quit(*_: object) -> NoReturn:
+def _exit_on_interrupt(*_: object) -> NoReturn:
     os._exit(130)
 
 
 def main() -> int:
-    """Runs `specjax.cli.main`; from here on an interruption ends the process with 130 in silence.
+    """Runs `specjax.cli.main`; an interruption ends the process with exit code 130, silently.
 
     Returns:
-      Its exit code.
+      The exit code.
     """
-    # Not in `specjax/__init__.py`: a library leaves signals to the program that imports it.
+    # Not in `specjax/__init__.py`: a library does not change the signals of its program.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _quit)
-    # Closed standard streams: no file that is opened later may be taken for one of them.
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
+    # Fills closed standard streams, so that no file opened later gets their numbers.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

@@ -1,4 +1,4 @@
-"""Files: read up to a limit, and written whole or not at all."""
+"""Reads files up to a size limit, and writes them completely or not at all."""
 
 import contextlib
 import os
@@ -15,15 +15,15 @@ def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
     """Reads a file of at most `limit` bytes.
 
     Args:
-      path: of a file, a device or a pipe; the last two have no size, and perhaps no end.
+      path: of a file, a device or a pipe; the last two have no size and may have no end.
       limit: >= 0.
 
     Returns:
-      All that it holds.
+      The content.
 
     Raises:
-      ValueError: if it holds more; no more than `limit + 1` bytes are read.
-      OSError: if it cannot be read; its `filename` is the path.
+      ValueError: if the file is larger; at most `limit + 1` bytes are read.
+      OSError: if the file cannot be read; its `filename` is the path.
 
     Example:
       >>> path = pathlib.Path(tempfile.mkdtemp(), "prompt.txt")
@@ -43,15 +43,15 @@ def read_stream(stream: BinaryIO, name: str, limit: int) -> bytes:
 
     Args:
       stream: open for reading.
-      name: of the stream, for a refusal.
+      name: of the stream, for an error.
       limit: >= 0.
 
     Returns:
-      All that it holds.
+      The content.
 
     Raises:
-      ValueError: if it holds more; no more than `limit + 1` bytes are read.
-      OSError: if it cannot be read; its `filename` is `name`.
+      ValueError: if the stream is larger; at most `limit + 1` bytes are read.
+      OSError: if the stream cannot be read; its `filename` is `name`.
 
     Example:
       >>> import io
@@ -71,17 +71,17 @@ def read_stream(stream: BinaryIO, name: str, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Gives the path of a new file that replaces `path` when the context ends without an error.
+    """Yields the path of a new file, which replaces `path` if the context ends without an error.
 
-    A writer that fails, on a full disk for example, leaves what was there before, or nothing.
-    The new file is written in the same folder, which therefore has to be writable.
+    If writing fails, for example on a full disk, `path` stays as it was. The new file is written
+    in the same folder, which has to be writable.
 
     Args:
-      path: of the file, which may not exist. A link stays a link. A device or a pipe cannot be
-        replaced: its own path is given.
+      path: of the file, which need not exist. A link stays a link. A device or a pipe cannot be
+        replaced; its path itself is yielded.
 
     Raises:
-      OSError: if the folder takes no new file.
+      OSError: if no file can be created in the folder.
 
     Example:
       >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
@@ -94,7 +94,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     if destination.exists() and not destination.is_file():
         yield destination
         return
-    # In a folder of its own the new file can have the name, and the mode, that it is to have.
+    # In a temporary folder the new file can already have its name and mode.
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".") as folder:
         temporary = pathlib.Path(folder, destination.name)
         yield temporary

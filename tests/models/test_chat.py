@@ -76,15 +76,15 @@ def test_a_template_has_what_transformers_gives_it(tmp_path):
     ("settings", "sentence"),
     [
         ({}, "has no chat template; its model continues text"),
-        ({"chat_template": [{"name": "rag", "template": "x"}]}, "no chat template of the name 'de"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "none is named 'de"),
         ({"chat_template": 3}, "chat_template that is no text"),
-        ({"chat_template": "{% for %}"}, "does not take this conversation"),
+        ({"chat_template": "{% for %}"}, "cannot render this conversation"),
         ({"chat_template": "{{ raise_exception('Only\\nodd turns.') }}"}, r"\(Only odd turns\.\)"),
         ({"chat_template": "{{ 1 / 0 }}"}, "division by zero"),
         ({"chat_template": "{{ ''.__class__.__mro__ }}"}, "unsafe"),
-        ({"chat_template": "{% do messages.append(1) %}"}, "does not take"),
+        ({"chat_template": "{% do messages.append(1) %}"}, "cannot render"),
         ({"chat_template": "{% if messages.append(1) %}{% endif %}"}, "unsafe"),
-        ({"chat_template": "{% include 'config.json' %}"}, "does not take"),
+        ({"chat_template": "{% include 'config.json' %}"}, "cannot render"),
     ],
 )
 def test_what_a_template_cannot_do_is_said(tmp_path, settings, sentence):

@@ -255,7 +255,7 @@ def test_sizes_that_do_not_fit_together_are_refused_by_file(folder, fields, sent
     edit_config(folder, **fields)
     with pytest.raises(ValueError, match=sentence) as refusal:
         load_config(folder)
-    assert str(refusal.value).startswith(f"{folder / 'config.json'} does not fit together: ")
+    assert str(refusal.value).startswith(f"{folder / 'config.json'} contradicts itself: ")
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_a_tensor_that_is_not_read_is_refused(folder, name):
     file = folder / "model.safetensors"
     held = load_file(file)
     save_file(held | {name: jnp.ones(24)}, file)
-    sentence = f"{file} holds {name}; config.json asks for no such tensor, and the logits may"
+    sentence = f"{file} holds {name}; config.json asks for no such tensor, but the logits may"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         load(folder)
     save_file(held | {name: jnp.ones(24), "other": jnp.ones(1)}, file)
@@ -385,7 +385,7 @@ def test_the_sight_of_a_model_that_sees_is_left_out_and_nothing_else(folder, out
 
 def test_an_adapter_is_refused(folder):
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has adapter_config\.json; adapters are not read here"):
+    with pytest.raises(ValueError, match=r"has adapter_config\.json; adapters are not supported"):
         load(folder)
 
 
@@ -418,7 +418,7 @@ def test_what_git_lfs_did_not_download_is_named_with_its_remedy(folder, name, re
         in_parts(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / name).write_text(POINTER)
-    sentence = f"{folder / name} is a Git LFS pointer, a few lines that stand for the file; `git l"
+    sentence = f"{folder / name} is a Git LFS pointer, not the file itself; run `git l"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}fs pull` in its folder"):
         reads(folder)
 
@@ -454,8 +454,8 @@ def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, turn
     head = add_head(folder, turn)
     sentence = (
         f"{folder / 'model.safetensors'} holds lm_head.weight, which differs from "
-        "model.embed_tokens.weight to which config.json ties it; set tie_word_embeddings to false "
-        "there, or drop the tensor."
+        "model.embed_tokens.weight, to which config.json ties it; set tie_word_embeddings to false "
+        "there, or remove the tensor."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         load(folder)
@@ -539,7 +539,7 @@ def test_an_index_names_no_file_outside_its_folder(folder):
     (folder.parent / "other.safetensors").write_bytes(b"")
     for name in ("../other.safetensors", str(folder.parent / "other.safetensors"), "", "..", 3):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-        with pytest.raises(ValueError, match=r"index|there is no such file beside it"):
+        with pytest.raises(ValueError, match=r"index|there is no such file in its folder"):
             load(folder)
 
 

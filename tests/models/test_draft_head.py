@@ -198,7 +198,7 @@ def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
     assert not is_head("")
     with pytest.raises(ValueError, match="the name of the folder is empty"):
         load_head("")
-    with pytest.raises(ValueError, match="a head's is 'specjax_head'"):
+    with pytest.raises(ValueError, match="a draft head has 'specjax_head'"):
         load_head(pretrained_folder("draft"))
     save_head(tmp_path, head, HEAD)
     path = tmp_path / "config.json"
@@ -207,8 +207,11 @@ def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
         ({"head_dim": None}, "has no head_dim"),
         ({"head_dim": 5}, "needs? it even"),
         ({"hidden_size": -1}, "a positive integer"),
-        ({"intermediate_size": 31}, "config.json makes it"),
-        ({"attention_bias": True, "hidden_act": "silu"}, "has attention_bias, hidden_act; a head"),
+        ({"intermediate_size": 31}, "by config.json it needs to be"),
+        (
+            {"attention_bias": True, "hidden_act": "silu"},
+            "has attention_bias, hidden_act; a draft head",
+        ),
     ):
         path.write_text(json.dumps(fields | change), encoding="utf-8")
         with pytest.raises(ValueError, match=said):
@@ -240,7 +243,7 @@ def test_the_command_finds_the_embedded_head_and_refuses_one_of_another_size(tmp
     check_draft(pair)
     assert pair.draft_spec == pretrained_folder("head")
     assert isinstance(load_pair(pair)[1], specjax.Drafter)
-    with pytest.raises(ValueError, match="another target"):
+    with pytest.raises(ValueError, match="a head trained for that target"):
         asked(target=str(pretrained_folder("target")))
     save_head(tmp_path, head, HEAD)
     with pytest.raises(ValueError, match="of size 24 and the target's have 256"):

@@ -114,7 +114,7 @@ def test_a_head_of_its_own_is_said_outside_the_text_model_too():
 
 def test_a_mixture_that_no_family_has_is_not_written():
     config = dataclasses.replace(MISTRAL, qk_norm=True, attention_softcap=5.0)
-    with pytest.raises(ValueError, match="no family has this configuration"):
+    with pytest.raises(ValueError, match="no supported family has this combination"):
         write_fields(config)
 
 
@@ -321,12 +321,12 @@ LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
         (
             QWEN_2_5_05B,
             {"layer_types": ["sliding_attention"] * 24},
-            "sliding attention and no sliding_window",
+            "sliding attention; it needs sliding_window",
         ),
-        (GEMMA_2_2B, {"sliding_window": None}, "sliding attention and no sliding_window"),
+        (GEMMA_2_2B, {"sliding_window": None}, "sliding attention; it needs sliding_window"),
         (GEMMA_3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern 0; it needs"),
         (MISTRAL_7B, {"sliding_window": 0}, "sliding_window 0; it needs to be a positive"),
-        (MISTRAL_7B, {"num_hidden_layers": 2**30}, "nothing here is that deep"),
+        (MISTRAL_7B, {"num_hidden_layers": 2**30}, "at most 65536 are supported"),
         (GEMMA_2_2B, {"query_pre_attn_scalar": 0}, f"query_pre_attn_scalar 0; {NUMBER}"),
         (GEMMA_2_2B, {"attn_logit_softcapping": -1}, f"attn_logit_softcapping -1; {NUMBER}"),
         (GEMMA_2_2B, {"hidden_activation": "relu"}, "hidden_activation 'relu'; it needs to be 's"),
@@ -349,7 +349,7 @@ LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
         (
             LLAMA_3_2_1B,
             {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_type": "default"}},
-            "turns a part of each head",
+            "rotates a part of each head",
         ),
         (
             LLAMA_3_2_1B,

@@ -1,7 +1,15 @@
-"""Hugging Face folders: configurations, weights, chat templates, read and written.
+"""Reads and writes Hugging Face folders: configuration, weights, tokenizer, chat template.
 
-`checkpoint` holds `load`, `load_config`, `load_tokenizer` and `save`. `config_reader` turns
-`config.json` into a `TransformerConfig` and refuses what it does not read (`unread_fields`);
-`weight_map` names each tensor, and `mapped_tensors` maps the files without a copy on the host. Open
-`checkpoint` first. Imported by `specjax.models`.
+Open `checkpoint` first: it holds `load`, `load_config`, `load_tokenizer` and `save`.
+
+| module | what it holds |
+|---|---|
+| `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
+| `config_writer` | `TransformerConfig` to `config.json` |
+| `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
+| `draft_head` | folders of draft heads |
+| `chat_template` | messages to a prompt |
+| `folder`, `progress` | files of a folder, a bar for long loads |
+
+`specjax.models` imports this room.
 """

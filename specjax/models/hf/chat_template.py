@@ -1,4 +1,4 @@
-"""Chat templates: messages become the prompt that a folder's model was trained to answer."""
+"""Turns messages into a prompt by the chat template of a Hugging Face folder."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ _TEMPLATE_FILE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.jso
 
 
 class _GenerationBlock(Extension):
-    """The block that marks, for a training, what the assistant says: here it is its content."""
+    """The `generation` block, which marks assistant text for training; renders its content."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -37,12 +37,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own escapes for HTML, which no model was trained on.
+    # The filter of Jinja escapes HTML, which no model was trained on.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
 def _make_environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives to templates; the sandbox, since they come with the weights."""
+    """Returns a sandbox with the filters and functions that transformers gives to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -53,7 +53,7 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _read_template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathlib.Path]:
-    """The template, and the file that it is from."""
+    """Returns the template and the file that holds it."""
     if (path / _TEMPLATE_FILE).is_file():
         data = read_small_file(path / _TEMPLATE_FILE)
         try:
@@ -69,13 +69,13 @@ def _read_template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, p
         }
         template = templates.get("default")
         if template is None:
-            raise ValueError(f"{source} has no chat template of the name 'default'.")
+            raise ValueError(f"{source} has several chat templates and none is named 'default'.")
     if template is None:
         raise ValueError(
-            f"{path} has no chat template; its model continues text, and answers none."
+            f"{path} has no chat template; its model continues text and does not answer messages."
         )
     if not isinstance(template, str):
-        raise ValueError(f"{source} has a chat_template that is no text; it needs to be one.")
+        raise ValueError(f"{source} has a chat_template that is no text; it needs to be text.")
     return template, source
 
 
@@ -89,22 +89,21 @@ def _check_messages(messages: Any) -> None:
 
 
 def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a conversation in the words of a folder's chat template, up to the answer.
+    """Returns the prompt of a conversation, up to where the answer begins.
 
-    The template is rendered in Jinja's sandbox. The text holds the special tokens that begin
-    it: it is to be encoded without adding any.
+    The template is rendered in Jinja's sandbox. The prompt contains its special tokens: encode it
+    without adding any.
 
     Args:
       folder: a Hugging Face folder with chat_template.jinja, or with a chat_template in
-        tokenizer_config.json; of several named ones "default" is taken.
-      messages: each with a "role" and a "content", the oldest first.
+        tokenizer_config.json. The one named "default" is used if there are several.
+      messages: each with a "role" and a "content", oldest first.
 
     Returns:
       The prompt.
 
     Raises:
-      ValueError: in a sentence, if there is no folder, no template in it, or it does not take
-        these messages.
+      ValueError: if there is no folder or no template, or the template fails on the messages.
 
     Example:
       >>> import tempfile
@@ -132,6 +131,6 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
     try:
         template = _make_environment().from_string(text)
         return template.render(**special_tokens | variables, add_generation_prompt=True)
-    except Exception as error:  # A template may fail in any way that a program can.
+    except Exception as error:  # A template is a program and may raise anything.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{source} does not take this conversation ({reason}).") from None
+        raise ValueError(f"{source} cannot render this conversation ({reason}).") from None

@@ -1,4 +1,4 @@
-"""Models as Hugging Face folders: config.json, model.safetensors, tokenizer.json."""
+"""Loads and saves models as Hugging Face folders."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ __all__ = ["load", "load_config", "load_tokenizer", "resolve_dtype", "save"]
 
 _WEIGHTS, _CONFIG_CONTENT = "model.safetensors", "the fields of a configuration"
 _ADAPTER = "adapter_config.json"
-# Compiled: on the device, and without a copy between turning, joining and casting.
+# Compiled, so that transposing, concatenating and casting make no copies in between.
 _concatenate = jax.jit(concatenate_tensors, static_argnums=(1, 2))
 
 
@@ -47,17 +47,20 @@ def _find_member(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
 
 
 def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
-    """Reads `config.json`, and what ends a sequence from `generation_config.json` if there is one.
+    """Reads `config.json`; EOS tokens come from `generation_config.json` if there is one.
 
     Args:
-      folder: a Hugging Face folder of a family that is built here.
+      folder: a Hugging Face folder of a supported family.
+
+    Returns:
+      The configuration, with the dtype that the file names.
 
     Raises:
-      ValueError: on a missing or unreadable file, or one that asks for what is not built here.
+      ValueError: if a file is missing or unreadable, or asks for something unsupported.
     """
     path = _find_member(folder, "config.json")
     config = read_fields(read_json_object(path, _CONFIG_CONTENT), str(path))
-    # Models that chat name the end of a turn there, and often there only.
+    # Chat models name the token that ends a turn there, often only there.
     generation_config = path.with_name("generation_config.json")
     if not generation_config.is_file():
         return config
@@ -73,10 +76,13 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
-    """Reads `tokenizer.json` with the `tokenizers` library; it neither truncates nor pads.
+    """Reads `tokenizer.json` as a tokenizer that neither truncates nor pads.
+
+    Args:
+      folder: a Hugging Face folder.
 
     Raises:
-      ValueError: on a missing or unreadable file.
+      ValueError: if the file is missing or unreadable.
     """
     path = _find_member(folder, "tokenizer.json")
     data = read_small_file(path)
@@ -84,21 +90,21 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # The library raises a bare Exception.
         raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from None
-    # A training's lengths, left in the file: they would cut prompts in silence.
+    # The file may hold lengths of the training, which would cut prompts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
-    """The dtype asked for; else a file's own, but float32 on a CPU, where others are slow.
+    """Returns the name of the dtype to load: `dtype`, else float32 on a CPU, else the folder's.
 
     Args:
-      dtype: whatever `jnp.dtype` takes for a dtype that models have, or None.
-      folder_dtype: of the file.
+      dtype: bfloat16, float16 or float32 in any form that `jnp.dtype` takes, or None.
+      folder_dtype: in `config.json`.
 
     Raises:
-      ValueError: if it is a dtype that no model has, or none at all.
+      ValueError: if `dtype` is another dtype or none.
     """
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else folder_dtype
@@ -114,22 +120,23 @@ def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
 def load(
     folder: str | os.PathLike[str], dtype: DTypeLike | None = None
 ) -> tuple[Model, TransformerConfig]:
-    """Reads a model: Llama, Mistral, Ministral, Qwen 2 and 3, or Gemma 2 and 3.
+    """Loads a model: Llama, Mistral, Ministral, Qwen 2, Qwen 3, Gemma 2 or Gemma 3.
 
-    The files are mapped, and each array is put together on the device: the host holds no copy
-    of the weights. A load that takes long shows a bar, on a terminal.
+    The files are mapped into memory and arrays are assembled on the device, so that the host holds
+    no copy of the weights. On a terminal, a load of more than a second shows a progress bar.
 
     Args:
-      folder: holds config.json and model.safetensors, or its parts and their index, in
-        Hugging Face's layout.
-      dtype: of parameters, activations and cache, as "bfloat16" or jnp.bfloat16. None is the
-        file's own, but float32 on a CPU, where bfloat16 products are slow.
+      folder: a Hugging Face folder with config.json and model.safetensors, or with
+        model.safetensors.index.json and the files that it names.
+      dtype: of parameters, activations and cache, such as "bfloat16" or jnp.bfloat16. None is
+        float32 on a CPU, where bfloat16 products are slow, and the folder's dtype elsewhere.
 
     Returns:
       The model, and its configuration with that dtype.
 
     Raises:
-      ValueError: in a sentence that names the file, or the tensor, and what is needed.
+      ValueError: if a file or a tensor is missing, unreadable or unsupported; the sentence names
+        it.
 
     Example:
       >>> from specjax.models import pretrained_folder
@@ -142,8 +149,8 @@ def load(
     path = _find_member(folder, _WEIGHTS)
     if path.with_name(_ADAPTER).is_file():
         raise ValueError(
-            f"{path.parent} has {_ADAPTER}; adapters are not read here. Merge it into the weights, "
-            "or drop the file if they hold it already."
+            f"{path.parent} has {_ADAPTER}; adapters are not supported. Merge the adapter into the "
+            "weights, or remove the file if they already contain it."
         )
     tensors, entries, total = MappedTensors(folder), [], 0
     for entry in weight_entries(config):
@@ -157,7 +164,7 @@ def load(
     params: dict[str, Any] = {}
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
         for entry, views in entries:
-            # Finished one by one, so that no more than one array's parts lie beside the arrays.
+            # One array at a time, so that the tensors of only one are on the device as well.
             array = jax.block_until_ready(_concatenate(views, entry.transposed, config.dtype))
             set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))
@@ -171,18 +178,18 @@ def save(
     tokenizer: tokenizers.Tokenizer,
     dtype: str = "bfloat16",
 ) -> None:
-    """Writes a Hugging Face folder that `load` reads back, up to rounding to `dtype`.
+    """Saves a Hugging Face folder that `load` reads back, up to rounding to `dtype`.
 
     Args:
-      folder: is made if absent; its config.json, model.safetensors and
-        tokenizer.json are replaced, each once it is written whole.
+      folder: created if absent. Its config.json, model.safetensors and tokenizer.json are
+        replaced, each after the new one is complete.
       params: as in `Model.params`.
       config: of the model; its dtype is replaced by `dtype`.
-      tokenizer: written beside the weights.
+      tokenizer: saved as tokenizer.json.
       dtype: of the tensors on disk.
 
     Raises:
-      ValueError: if no family has such a configuration.
+      ValueError: if no supported family has this configuration.
     """
     path = pathlib.Path(folder)
     fields = write_fields(dataclasses.replace(config, dtype=dtype))

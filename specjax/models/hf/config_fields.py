@@ -1,4 +1,4 @@
-"""What a field of `config.json` may hold, in code and in words, and what its absence means."""
+"""Fields of `config.json`: allowed values, their description for errors, defaults."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from specjax.models.config import ACTIVATIONS, DTYPES
 
 __all__ = ["SIZES", "read_field", "read_scale"]
 
-# Without them there is no model.
+# Required fields.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -37,7 +37,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    # Strictly inside float32, which also turns away the NaN and Infinity of Python's JSON.
+    # Inside float32; this also refuses the NaN and Infinity that Python's JSON allows.
     return type(value) in (int, float) and 0 < value < 2.0**127
 
 
@@ -92,15 +92,15 @@ _FIELDS = {
 
 
 def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
-    """The value of a field, or what its absence means.
+    """Returns the checked value of a field, or its default.
 
     Args:
-      name: one of those known here.
+      name: of the field.
       fields: the parsed JSON.
-      source: how a refusal names it.
+      source: names the file in an error.
 
     Raises:
-      ValueError: if it holds what it may not.
+      ValueError: if the value is not allowed.
     """
     field = _FIELDS[name]
     value = fields.get(name, field.default)
@@ -110,16 +110,16 @@ def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
 
 
 def read_scale(name: str, group: str, fields: dict[str, Any], source: str) -> float:
-    """A positive number inside an object of `config.json`, such as `factor`.
+    """Returns a positive number inside an object of `config.json`, such as `factor`.
 
     Args:
       name: of the number.
-      group: of the object.
-      fields: what the object holds.
-      source: how a refusal names the file.
+      group: of the object, for an error.
+      fields: of the object.
+      source: names the file in an error.
 
     Raises:
-      ValueError: if it is no such number, or absent.
+      ValueError: if the number is absent or not positive.
     """
     if not _is_scale(fields.get(name)):
         raise ValueError(

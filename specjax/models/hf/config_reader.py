@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json`, family by family, and the configuration it means."""
+"""Reads `config.json` of each supported family into a `TransformerConfig`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,23 +11,22 @@ from specjax.models.hf.unread_fields import refuse_unread
 __all__ = ["read_fields"]
 
 _Fields = dict[str, Any]
-_MAX_LAYERS = 2**16  # Enough, and short of a list that fills the memory.
+_MAX_LAYERS = 2**16  # Refuses a number whose list of layers would fill the memory.
 _COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
 class _Family(NamedTuple):
-    """What a `model_type` is beyond the fields of its `config.json`.
+    """Properties of a `model_type` that its `config.json` does not state.
 
     Attributes:
-      defaults: the values that transformers gives to fields left out, where they differ from
-        the Llama family's.
-      implied: fields of the configuration that the architecture fixes.
-      has_window: whether layer n has the window, where `layer_types` does not say; None is a
-        family without windows.
+      defaults: values of absent fields in transformers, where they differ from Llama's.
+      implied: fields of `TransformerConfig` that the architecture fixes.
+      has_window: `(layer, fields) -> bool`, whether a layer has the sliding window if
+        `layer_types` is absent; None for a family without windows.
       extra_fields: fields read for this family and refused for others.
-      fixed_values: values of such fields that the architecture has without reading them.
-      is_gemma: names the activation otherwise, and scales embeddings and queries.
-      local_rope: whether layers with a window have rotary frequencies of their own.
+      fixed_values: values of unread fields that the architecture has anyway.
+      is_gemma: names the activation `hidden_activation`, scales embeddings and queries.
+      local_rope: whether layers with a window have other rotary frequencies.
     """
 
     defaults: _Fields
@@ -88,7 +87,7 @@ _MISTRAL = _Family(
 )
 _FAMILIES = {
     "llama": _Family({}, {}),
-    # To transformers a Mistral with `layer_types` is a Ministral, and without them both are one.
+    # In transformers, a Ministral is a Mistral with `layer_types`.
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
     "qwen2": _Family(
@@ -125,7 +124,7 @@ _FAMILIES = {
         local_rope=True,
     ),
 }
-# What a model that sees may say of its text model beside that model's own fields.
+# Fields of a multimodal config.json that describe its text model.
 _OUTER_FIELDS = (
     "architectures",
     "bos_token_id",
@@ -138,7 +137,7 @@ _OUTER_FIELDS = (
 
 
 def _text_fields(fields: _Fields, source: str) -> _Fields:
-    """The fields of the text model, where they lie inside those of a model that sees too."""
+    """Returns the fields of the text model, also if the model is multimodal."""
     if fields.get("model_type") != "gemma3":
         return fields
     text = read_field("text_config", fields, source)
@@ -147,15 +146,14 @@ def _text_fields(fields: _Fields, source: str) -> _Fields:
 
 
 def read_fields(fields: dict[str, Any], source: str = "config.json") -> TransformerConfig:
-    """Reads the fields of a Hugging Face `config.json`, as transformers 4 or 5 writes them.
+    """Returns the configuration that a `config.json` of transformers 4 or 5 describes.
 
     Args:
       fields: the parsed JSON.
-      source: how a refusal names it.
+      source: names the file in an error.
 
     Raises:
-      ValueError: on a field that is missing, of another type than it needs, or that asks
-        for what is not built here.
+      ValueError: if a field is missing, has a wrong type, or asks for something unsupported.
 
     Example:
       >>> config = read_fields({
@@ -172,10 +170,10 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
     if family is None:
         names = ", ".join(map(repr, _FAMILIES))
         raise ValueError(
-            f"{source} has model_type {model_type!r}; it needs to be one of those built here: "
-            f"{names}, or 'gemma3', of which the text model is read."
+            f"{source} has model_type {model_type!r}; it needs to be one of "
+            f"{names}, or 'gemma3', whose text model is loaded."
         )
-    # A model that sees does not cap its logits, its text model alone would.
+    # The multimodal model ignores this field of its text model.
     extra_fields = [
         name
         for name in family.extra_fields
@@ -210,7 +208,7 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
     except ValueError as error:
         if str(error).startswith(source):
             raise
-        raise ValueError(f"{source} does not fit together: {error}") from None
+        raise ValueError(f"{source} contradicts itself: {error}") from None
 
 
 def _gemma_fields(fields: _Fields, source: str) -> _Fields:
@@ -234,13 +232,15 @@ def _layer_windows(fields: _Fields, family: _Family, source: str) -> tuple[int |
     values["sliding_window_pattern"] = fields.get("sliding_window_pattern")
     layers = read_field("num_hidden_layers", fields, source)
     if layers > _MAX_LAYERS:
-        raise ValueError(f"{source} has num_hidden_layers {layers}; nothing here is that deep.")
+        raise ValueError(
+            f"{source} has num_hidden_layers {layers}; at most {_MAX_LAYERS} are supported."
+        )
     has_switch = _WINDOW_SWITCH in family.extra_fields
     if values["sliding_window"] is not None and not values[_WINDOW_SWITCH] and not has_switch:
         raise ValueError(
             f"{source} has use_sliding_window False and sliding_window {values['sliding_window']}; "
-            f"model_type {fields['model_type']!r} has no such switch, a null sliding_window "
-            "is none."
+            f"model_type {fields['model_type']!r} has no such switch; set sliding_window to "
+            "null for none."
         )
     window = values["sliding_window"] = values["sliding_window"] if values[_WINDOW_SWITCH] else None
     layer_types = values["layer_types"]
@@ -257,6 +257,6 @@ def _layer_windows(fields: _Fields, family: _Family, source: str) -> tuple[int |
         has_window = [kind == "sliding_attention" for kind in layer_types]
     if any(has_window) and window is None:
         raise ValueError(
-            f"{source} has layers with sliding attention and no sliding_window; it needs its size."
+            f"{source} has layers with sliding attention; it needs sliding_window, their size."
         )
     return tuple(window if is_local else None for is_local in has_window) if any(has_window) else ()

@@ -1,4 +1,4 @@
-"""The `config.json` of a configuration, in the words of a family that reads it back."""
+"""Writes a `TransformerConfig` as the `config.json` of a family that has it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from specjax.models.hf.config_reader import read_fields
 
 __all__ = ["write_fields"]
 
-# In this order: a configuration goes to the first that has it.
+# In order of preference: the first family that has a configuration gets it.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -25,13 +25,13 @@ _COPIED_FIELDS = (
 
 
 def write_fields(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of a Hugging Face `config.json` that `read_fields` reads back.
+    """Returns the fields of a `config.json` that `read_fields` reads back to `config`.
 
     Args:
       config: of the model.
 
     Raises:
-      ValueError: if no family has such a configuration.
+      ValueError: if no supported family has this configuration.
 
     Example:
       >>> write_fields(TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True))["model_type"]
@@ -42,7 +42,7 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         if kind != "llama":
             fields |= _other_fields(config)
         if kind == "mistral":
-            # With them it is a Ministral to transformers.
+            # With `layer_types`, transformers would take it for a Ministral.
             del fields["layer_types"]
         try:
             if read_fields(fields) == config:
@@ -50,8 +50,8 @@ def write_fields(config: TransformerConfig) -> dict[str, Any]:
         except ValueError:
             continue
     raise ValueError(
-        "no family has this configuration; config.json can say what differs between "
-        f"{', '.join(_ARCHITECTURES)}, and no other mixture of it."
+        "no supported family has this combination of features; it needs to be one that "
+        f"{' or '.join(_ARCHITECTURES)} has."
     )
 
 
@@ -92,7 +92,7 @@ def _other_fields(config: TransformerConfig) -> dict[str, Any]:
     }
     if config.query_scale is not None:
         scalar = config.query_scale**-2
-        # A whole number, but for the rounding of a square root.
+        # An integer, up to the rounding of the square root.
         is_integer = abs(scalar - round(scalar)) < 1e-9 * scalar
         fields["query_pre_attn_scalar"] = round(scalar) if is_integer else scalar
     if config.local_rope_theta is not None:

@@ -1,4 +1,4 @@
-"""Heads as folders: config.json, and model.safetensors under the names of a Llama's layer."""
+"""Loads and saves draft heads as folders of config.json and model.safetensors."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ _REQUIRED_FIELDS = (
 
 
 def _entries(config: HeadConfig) -> Iterator[WeightEntry]:
-    """Where each tensor of a head's folder lies in its parameters."""
+    """Yields the arrays of a head's parameters and their tensors, named like a Llama layer's."""
     hidden = config.hidden_size
     for name in ("token_norm", "hidden_norm"):
         yield WeightEntry((name, "weight"), (f"model.{name}.weight",), ((hidden,),), False)
@@ -52,15 +52,15 @@ def _entries(config: HeadConfig) -> Iterator[WeightEntry]:
 def _read_fields(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     path = find_folder(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; a head's folder needs it.")
+        raise ValueError(f"{folder} has no config.json; the folder of a draft head needs it.")
     return read_json_object(path, "the fields of a head"), str(path)
 
 
 def is_head(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a head rather than a model of its own.
+    """Returns whether a folder holds a draft head rather than a model.
 
     Args:
-      folder: with a config.json, or not.
+      folder: any path; False if it has no readable config.json.
 
     Example:
       >>> from specjax.models import pretrained_folder
@@ -74,25 +74,26 @@ def is_head(folder: str | os.PathLike[str]) -> bool:
 
 
 def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
-    """Reads the `config.json` of a head.
+    """Reads the `config.json` of a draft head.
 
     Args:
-      folder: that `save_head` wrote.
+      folder: written by `save_head`.
 
     Raises:
-      ValueError: on a missing or unreadable file, or one that is no head's.
+      ValueError: if the file is missing, unreadable, or not a head's.
     """
     fields, source = _read_fields(folder)
     if fields.get("model_type") != _MODEL_TYPE:
         raise ValueError(
-            f"{source} has model_type {fields.get('model_type')!r}; a head's is {_MODEL_TYPE!r}."
+            f"{source} has model_type {fields.get('model_type')!r}; a draft head "
+            f"has {_MODEL_TYPE!r}."
         )
     unknown = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_REQUIRED_FIELDS})
     if unknown:
-        raise ValueError(f"{source} has {', '.join(unknown)}; a head here has no such field.")
+        raise ValueError(f"{source} has {', '.join(unknown)}; a draft head has no such field.")
     missing = [name for name in _REQUIRED_FIELDS if fields.get(name) is None]
     if missing:
-        raise ValueError(f"{source} has no {', '.join(missing)}; a head needs it.")
+        raise ValueError(f"{source} has no {', '.join(missing)}; a draft head needs it.")
     read = {name: read_field(name, fields, source) for name in _REQUIRED_FIELDS}
     config = HeadConfig(
         **read,
@@ -102,25 +103,26 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
     try:
         config.layer()
     except ValueError as error:
-        raise ValueError(f"{source} cannot be built: {error}") from None
+        raise ValueError(f"{source} contradicts itself: {error}") from None
     return config
 
 
 def load_head(
     folder: str | os.PathLike[str], dtype: DTypeLike | None = None
 ) -> tuple[Any, HeadConfig]:
-    """Reads a head, for `head_drafter`.
+    """Loads the parameters of a draft head, for `head_drafter`.
 
     Args:
-      folder: that `save_head` wrote.
-      dtype: of parameters, activations and cache, as "bfloat16" or jnp.bfloat16. None is the
-        file's own, but float32 on a CPU, where bfloat16 products are slow.
+      folder: written by `save_head`.
+      dtype: of parameters, activations and cache, such as "bfloat16" or jnp.bfloat16. None is
+        float32 on a CPU, where bfloat16 products are slow, and the folder's dtype elsewhere.
 
     Returns:
       The parameters, and the head's configuration with that dtype.
 
     Raises:
-      ValueError: in a sentence that names the file, or the tensor, and what is needed.
+      ValueError: if a file or a tensor is missing, unreadable or unsupported; the sentence names
+        it.
 
     Example:
       >>> from specjax.models import pretrained_folder
@@ -130,7 +132,7 @@ def load_head(
     """
     config = load_head_config(folder)
     if not (pathlib.Path(folder) / "model.safetensors").is_file():
-        raise ValueError(f"{folder} has no model.safetensors; a head's folder needs it.")
+        raise ValueError(f"{folder} has no model.safetensors; the folder of a draft head needs it.")
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     tensors = MappedTensors(folder)
     params: dict[str, Any] = {}
@@ -148,11 +150,11 @@ def load_head(
 def save_head(
     folder: str | os.PathLike[str], params: Any, config: HeadConfig, dtype: str = "bfloat16"
 ) -> None:
-    """Writes a folder that `load_head` reads back, up to rounding to `dtype`.
+    """Saves a draft head as a folder that `load_head` reads back, up to rounding to `dtype`.
 
     Args:
-      folder: is made if absent; its config.json and model.safetensors are replaced, each once
-        it is written whole.
+      folder: created if absent. Its config.json and model.safetensors are replaced, each after
+        the new one is complete.
       params: of the head.
       config: of the head; its dtype is replaced by `dtype`.
       dtype: of the tensors on disk.

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a caller names it, and its files: there, or refused in a sentence."""
+"""Finds a Hugging Face folder and reads its small files, or raises an error that names them."""
 
 import json
 import os
@@ -10,16 +10,16 @@ from specjax.files import read_file
 __all__ = ["find_folder", "read_json_object", "read_small_file", "refuse_lfs_pointer"]
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Bytes of a file that is read whole: configurations have thousands, tokenizers up to 40 million.
+# Most bytes of a file without weights: configurations have thousands, tokenizers up to 40 million.
 _MAX_BYTES = 2**28
 _FOLDER_CONTENT = "a Hugging Face folder with config.json, model.safetensors and tokenizer.json"
 
 
 def find_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """The path of a folder that is there.
+    """Returns the path of an existing folder.
 
     Args:
-      folder: "." is the current one; the empty string is none.
+      folder: "." is the current one; the empty string is refused.
 
     Raises:
       ValueError: if there is no such folder.
@@ -31,7 +31,7 @@ def find_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
       ValueError: the name of the folder is empty; it needs to be that of a Hugging Face folder \
 with config.json, model.safetensors and tokenizer.json.
     """
-    # As a shell gives a variable that is not set; to pathlib it is the current folder.
+    # An unset shell variable arrives as ""; for pathlib that is the current folder.
     if not os.fspath(folder):
         raise ValueError(
             f"the name of the folder is empty; it needs to be that of {_FOLDER_CONTENT}."
@@ -43,13 +43,13 @@ with config.json, model.safetensors and tokenizer.json.
 
 
 def refuse_lfs_pointer(path: pathlib.Path) -> None:
-    """Refuses a file that only names what Git LFS did not download.
+    """Refuses a Git LFS pointer, which stands for a file that was not downloaded.
 
     Args:
-      path: of a file that is there.
+      path: of an existing file.
 
     Raises:
-      ValueError: if it is such a pointer.
+      ValueError: if the file is a pointer.
 
     Example:
       >>> import tempfile
@@ -60,19 +60,19 @@ def refuse_lfs_pointer(path: pathlib.Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError(
-                f"{path} is a Git LFS pointer, a few lines that stand for the file; `git lfs pull` "
-                "in its folder downloads the file itself."
+                f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its "
+                "folder to download the file."
             )
 
 
 def read_small_file(path: pathlib.Path) -> bytes:
-    """Reads a file of a folder that holds no weights.
+    """Reads a file that holds no weights, of at most 256 MiB.
 
     Args:
-      path: of the file, which is there.
+      path: of an existing file.
 
     Raises:
-      ValueError: if it is a Git LFS pointer, or has more than 256 MiB, which no such file has.
+      ValueError: if the file is a Git LFS pointer or larger.
       OSError: if it cannot be read.
     """
     refuse_lfs_pointer(path)
@@ -80,14 +80,14 @@ def read_small_file(path: pathlib.Path) -> bytes:
 
 
 def read_json_object(path: pathlib.Path, expected: str) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Returns the object in a JSON file.
 
     Args:
       path: of the file.
-      expected: what the object is, for a refusal.
+      expected: describes the object in an error.
 
     Raises:
-      ValueError: if the file holds anything else, or more than 256 MiB.
+      ValueError: if the file holds no JSON object, or more than 256 MiB.
 
     Example:
       >>> import tempfile
@@ -102,5 +102,5 @@ def read_json_object(path: pathlib.Path, expected: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; it needs {expected}.")
+        raise ValueError(f"{path} holds no JSON object; it needs to be an object with {expected}.")
     return content

@@ -1,4 +1,4 @@
-"""The tensors of a folder, in one safetensors file or several, mapped rather than read."""
+"""Maps the tensors of a folder into memory, from one safetensors file or several."""
 
 import json
 import os
@@ -22,13 +22,13 @@ _FLOATS = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-# What a model's tensors begin with: alone, and inside models that see, newer and older.
+# Prefixes of tensor names: text models, and multimodal ones of newer and older transformers.
 _MODEL_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-# Buffers that older checkpoints hold, and that follow from config.json.
+# Rotary buffers in older checkpoints, which follow from config.json.
 _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-# What only a model that sees has, and that its text model does without.
+# Tensors of a multimodal model that its text model does not need.
 _VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
-# Numbers that are compared at a time.
+# Elements compared at a time.
 _COMPARE_CHUNK = 2**22
 
 
@@ -40,13 +40,13 @@ class _MappedTensor(NamedTuple):
 
 
 class MappedTensors:
-    """Views of a folder's tensors: the pages of the files, which nothing here copies.
+    """Read-only views of a folder's tensors, without copies.
 
     Args:
-      folder: with model.safetensors, or with several such files and their index.
+      folder: with model.safetensors, or with model.safetensors.index.json and its files.
 
     Raises:
-      ValueError: on a file that is missing or is no safetensors.
+      ValueError: if a file is missing or not in safetensors format.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -69,37 +69,38 @@ class MappedTensors:
         return outer + name if outer + name in self._files else name
 
     def _find_tensor(self, name: str) -> _MappedTensor | None:
-        # From the file that the index names, and no other: there a stale one may lie.
+        # Only from the file that the index names: another may hold a stale copy.
         path = self._files.get(name)
         return None if path is None else self._tensors[path].get(name)
 
     def check_tied(self, name: str, tied: str) -> None:
-        """Refuses a tensor that is there although another stands for it, unless they are equal.
+        """Refuses a stored tensor that differs from the tensor that config.json ties it to.
 
         Args:
-          name: as in `view`.
-          tied: of the tensor that stands for it.
+          name: of the tensor, as in `view`.
+          tied: name of the tensor that is used instead.
 
         Raises:
-          ValueError: if both are there and differ; which is meant, loaders do not agree on.
+          ValueError: if both are stored and differ; other loaders disagree on which one counts.
         """
         name, tied = self._stored_name(name), self._stored_name(tied)
         first, second = self._find_tensor(name), self._find_tensor(tied)
         if first is not None and second is not None and not _tensors_equal(first, second):
             raise ValueError(
-                f"{first.path} holds {name}, which differs from {tied} to which config.json ties "
-                "it; set tie_word_embeddings to false there, or drop the tensor."
+                f"{first.path} holds {name}, which differs from {tied}, to which config.json ties "
+                "it; set tie_word_embeddings to false there, or remove the tensor."
             )
 
     def check_all_read(self, names: Iterable[str], tied: str | None = None) -> None:
-        """Refuses tensors that are neither read nor known to change no logits.
+        """Refuses stored tensors that are not read and may change the logits.
 
         Args:
-          names: of those that are read, as in `view`.
-          tied: of one that `check_tied` compared.
+          names: of the tensors that are read, as in `view`.
+          tied: name of a tensor that `check_tied` compared.
 
         Raises:
-          ValueError: on any other but rotary buffers and, in a model that sees, its sight.
+          ValueError: if there is another tensor, except rotary buffers and the vision tensors
+            of a multimodal model.
         """
         accounted_for = set(map(self._stored_name, names))
         if tied is not None and self._find_tensor(self._stored_name(tied)) is not None:
@@ -116,23 +117,23 @@ class MappedTensors:
             name = next(iter(unread))
             more = f", and {len(unread) - 1} more that are not read" if len(unread) > 1 else ""
             raise ValueError(
-                f"{unread[name]} holds {name}{more}; config.json asks for no such tensor, and the "
-                "logits may need it. Mend config.json, or drop from the file what is no part of "
-                "the model."
+                f"{unread[name]} holds {name}{more}; config.json asks for no such tensor, but the "
+                "logits may depend on it. Correct config.json, or remove from the file what is "
+                "not part of the model."
             )
 
     def _is_vision_tensor(self, name: str) -> bool:
         return self._prefix != "model." and name.removeprefix("model.").startswith(_VISION_PREFIXES)
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor as it lies in its file, read-only.
+        """Returns a read-only view of a tensor.
 
         Args:
-          name: as it is when the model stands alone.
-          shape: that it needs to have.
+          name: of the tensor in a text model.
+          shape: that config.json gives it.
 
         Raises:
-          ValueError: if there is none, or one of another shape or of no float.
+          ValueError: if the tensor is missing, has another shape, or is not of a float dtype.
         """
         name = self._stored_name(name)
         tensor = self._find_tensor(name)
@@ -145,19 +146,19 @@ class MappedTensors:
             raise ValueError(f"{self.source} has no tensor {name}; config.json asks for it.")
         if tensor.shape != shape:
             raise ValueError(
-                f"{tensor.path} holds {name} with shape {tensor.shape}; config.json makes it "
-                f"{shape}."
+                f"{tensor.path} holds {name} with shape {tensor.shape}; by config.json it needs to "
+                f"be {shape}."
             )
         if tensor.dtype not in _FLOATS:
             raise ValueError(
-                f"{tensor.path} holds {name} in {tensor.dtype}; quantised weights are not read "
-                f"here, it needs to be one of {', '.join(_FLOATS)}."
+                f"{tensor.path} holds {name} in {tensor.dtype}; quantised weights are not "
+                f"supported, it needs to be one of {', '.join(_FLOATS)}."
             )
         return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
 
 
 def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The file that an index names for each tensor, each of them there."""
+    """Returns the file of each tensor in an index; checks that the files exist."""
     data = read_small_file(index)
     try:
         weight_map = json.loads(data.decode())["weight_map"]
@@ -167,16 +168,16 @@ def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
             f"{index} cannot be read as an index; it needs a weight_map from tensors to files."
         ) from None
     for name in sorted(set(names.values())):
-        # A name alone: an index is no way out of its folder.
+        # Only names, no paths: an index must not point outside its folder.
         if name.name != str(name) or not (index.parent / name).is_file():
-            raise ValueError(f"{index} names '{name}'; there is no such file beside it.")
+            raise ValueError(f"{index} names '{name}'; there is no such file in its folder.")
     return {tensor: index.parent / name for tensor, name in names.items()}
 
 
 def _map_file(path: pathlib.Path) -> dict[str, _MappedTensor]:
     refuse_lfs_pointer(path)
     try:
-        # The library checks the whole header: what is cut out below lies inside the file.
+        # The library checks the header, so the slices below lie inside the file.
         with safetensors.safe_open(path, framework="numpy"):
             pass
     except safetensors.SafetensorError as error:
@@ -194,7 +195,7 @@ def _map_file(path: pathlib.Path) -> dict[str, _MappedTensor]:
 
 
 def _tensors_equal(first: _MappedTensor, second: _MappedTensor) -> bool:
-    """Compares in pieces, of which alone there are copies."""
+    """Compares two tensors in chunks, so that copies stay small."""
     if first.shape != second.shape:
         return False
     if first.dtype == second.dtype:

@@ -1,4 +1,4 @@
-"""A bar for loads that take long, on a terminal."""
+"""Shows a progress bar for long loads on a terminal."""
 
 import contextlib
 import sys
@@ -10,16 +10,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 __all__ = ["loading_bar"]
 
-_SECONDS_BEFORE_BAR = 1.0  # Seconds without a bar: what is loaded by then needs none.
+_SECONDS_BEFORE_BAR = 1.0
 
 
 @contextlib.contextmanager
 def loading_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told the bytes done, and may show a bar on standard error.
+    """Yields a function that counts loaded bytes; after a second a bar appears on standard error.
 
     Args:
-      description: is loaded, in a few words.
-      total: bytes there are.
+      description: stands next to the bar.
+      total: bytes to load.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _: None

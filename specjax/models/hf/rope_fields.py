@@ -1,4 +1,4 @@
-"""The rotary embeddings that a `config.json` describes, in the words of transformers 4 or 5."""
+"""Reads the rotary embeddings of a `config.json` of transformers 4 or 5."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from specjax.models.hf.config_fields import read_field, read_scale
 __all__ = ["read_local_rope", "read_rope"]
 
 _Fields = dict[str, Any]
-# Since transformers 5, and before; where both are, the older one counts, as it does there.
+# Of transformers 5 and 4. If both are present the older one counts, as in transformers.
 _NEW_FIELD, _OLD_FIELD = "rope_parameters", "rope_scaling"
 _LOCAL_LAYERS = "sliding_attention"
 _LAYER_KINDS = ("full_attention", _LOCAL_LAYERS)
@@ -17,16 +17,16 @@ _LAYER_KINDS = ("full_attention", _LOCAL_LAYERS)
 def read_rope(
     fields: _Fields, source: str, has_local: bool = False
 ) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary frequencies, of full attention where they are several.
+    """Returns base and scaling of the rotary frequencies in layers with full attention.
 
     Args:
       fields: the parsed JSON.
-      source: how a refusal names it.
-      has_local: whether layers with a window have rotary frequencies of their own.
+      source: names the file in an error.
+      has_local: whether layers with a window have other rotary frequencies.
 
     Raises:
-      ValueError: if something else than "linear" or "llama3" scales them, or incompletely, or if
-        there is one kind of them where there need to be two, or the reverse.
+      ValueError: if the scaling is neither "linear" nor "llama3" or lacks a number, or if
+        `rope_parameters` does not match `has_local`.
     """
     new, old = (
         read_field(_NEW_FIELD, fields, source) or {},
@@ -42,7 +42,7 @@ def read_rope(
     for name, rope in ((_NEW_FIELD, new), (_OLD_FIELD, old)):
         _check_rope(name, rope, source)
     name, rope = (_OLD_FIELD, old) if old else (_NEW_FIELD, new)
-    # Where both are, the older takes the place of the newer; of several kinds it is a part.
+    # The older field replaces the newer one; with local frequencies it is merged into it.
     theta = float(read_field("rope_theta", fields | (new | old if has_local else rope), source))
     kind = _scaling_kind(rope)
     if kind == "default":
@@ -57,7 +57,7 @@ def read_rope(
     if outer_length not in (None, length):
         raise ValueError(
             f"{source} has original_max_position_embeddings {outer_length!r} and {name} with "
-            f"{length:g}; readers differ in which one counts, they need to be equal."
+            f"{length:g}; loaders differ in which one counts, so they need to be equal."
         )
     if low >= high:
         raise ValueError(
@@ -68,14 +68,14 @@ def read_rope(
 
 
 def read_local_rope(fields: _Fields, source: str) -> float:
-    """Base of the rotary frequencies in layers with a window, which nothing scales.
+    """Returns the base of the unscaled rotary frequencies in layers with a window.
 
     Args:
       fields: the parsed JSON.
-      source: how a refusal names it.
+      source: names the file in an error.
 
     Raises:
-      ValueError: if something scales them.
+      ValueError: if the frequencies are scaled.
     """
     rope = _rope_of_layers(_LOCAL_LAYERS, read_field(_NEW_FIELD, fields, source) or {}, source)
     _check_rope(_NEW_FIELD, rope, source)
@@ -84,13 +84,13 @@ def read_local_rope(fields: _Fields, source: str) -> float:
             f"{source} has {_NEW_FIELD} that scales those of {_LOCAL_LAYERS} by "
             f"{_scaling_kind(rope)!r}; only those of full attention are scaled here."
         )
-    # The newer words give each kind of layer its own `rope_theta`.
+    # `rope_parameters` gives each kind of layer a `rope_theta`.
     renamed = {"rope_local_base_freq": rope["rope_theta"]} if "rope_theta" in rope else fields
     return float(read_field("rope_local_base_freq", renamed, source))
 
 
 def _rope_of_layers(kind: str, rope: _Fields, source: str) -> _Fields:
-    """The rotary embeddings of one kind of layer, where each kind has its own."""
+    """Returns the rotary fields of one kind of layer, if kinds differ."""
     if not rope.keys() & set(_LAYER_KINDS):
         return {} if kind == _LOCAL_LAYERS else rope
     kind_rope = rope.get(kind) or {}
@@ -111,7 +111,9 @@ def _check_rope(name: str, rope: _Fields, source: str) -> None:
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
             f"{source} has {name} that scales the rotary embeddings by {kind!r}; only 'linear' and "
-            "'llama3' are built here."
+            "'llama3' are supported."
         )
     if rope.get("partial_rotary_factor", 1) not in (1, None):
-        raise ValueError(f"{source} has {name} that turns a part of each head; all is turned here.")
+        raise ValueError(
+            f"{source} has {name} that rotates a part of each head; only whole heads are supported."
+        )

@@ -1,4 +1,4 @@
-"""What a `config.json` asks for and is not read here: refused where it changes the logits."""
+"""Refuses fields of `config.json` that change the logits and are not read."""
 
 import reprlib
 from collections.abc import Collection, Mapping
@@ -6,16 +6,16 @@ from typing import Any
 
 __all__ = ["refuse_unread"]
 
-# How the names of architectures with a head for the next token end.
+# Names of architectures that predict the next token end like this.
 _LM_HEAD_SUFFIXES = ("ForCausalLM", "Gemma3ForConditionalGeneration")
 _NONE, _OFF, _ONE = (None,), (None, False), (None, 1)
-# Fields that change the logits of some family, and the values that change those of none. A field
-# that a family reads, or that is not listed, passes. A list passes if each of its elements does.
+# Fields that change the logits of some family, with the values that change nothing. Fields that a
+# family reads or that are not listed pass. A list passes if each element does.
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "layer_types": (None, "full_attention"),
     "mlp_layer_types": (None, "dense"),
     "per_layer_config": (None, {}),
-    # What a token sees.
+    # Which tokens are attended to.
     "attention_chunk_size": _NONE,
     "interleaved_sliding_window": _NONE,
     "is_causal": (True,),
@@ -24,7 +24,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": _NONE,
     "sliding_window_pattern": _NONE,
     "use_bidirectional_attention": _OFF,
-    # Where it is.
+    # Positions.
     "alibi": _OFF,
     "no_rope_layer_interval": (None, 0),
     "no_rope_layers": _ONE,
@@ -34,7 +34,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "rope_local_base_freq": _NONE,
     "rotary_pct": _ONE,
     "use_mrope": _OFF,
-    # Attention's products.
+    # Queries, keys and attention scores.
     "attention_multiplier": _NONE,
     "attn_logit_softcapping": _NONE,
     "attn_temperature_tuning": _OFF,
@@ -66,13 +66,13 @@ def refuse_unread(
 
     Args:
       fields: the parsed JSON.
-      source: how a refusal names it.
+      source: names the file in an error.
       extra_fields: names of the fields that the family reads.
-      fixed_values: values of fields that the architecture fixes: they pass too.
+      fixed_values: values that the architecture fixes; they pass as well.
 
     Raises:
-      ValueError: on the first such field, on quantised weights, or on an architecture without
-        a head for the next token.
+      ValueError: if there is such a field, if weights are quantised, or if the architecture does
+        not predict the next token.
 
     Example:
       >>> refuse_unread({"model_type": "llama", "logit_scale": 1.0}, "config.json", (), {})
@@ -112,12 +112,12 @@ def _refuse_quantised(fields: dict[str, Any], source: str) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ValueError(
             f"{source} has a quantization_config with quant_method {method!r}; quantised weights "
-            "are not read here, the folder needs to hold them in a float dtype."
+            "are not supported; use a folder with weights in a float dtype."
         )
 
 
 def _check_lm_head(architectures: Any, source: str) -> None:
-    # Where several are named, one that predicts the next token is enough.
+    # One architecture that predicts the next token is enough.
     names = architectures if isinstance(architectures, list) else [architectures]
     if architectures in (None, []) or any(str(name).endswith(_LM_HEAD_SUFFIXES) for name in names):
         return

@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face folder lies in the parameters, and how it is turned."""
+"""Maps the tensors of a Hugging Face folder to arrays of the parameters."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ __all__ = [
 
 
 class WeightEntry(NamedTuple):
-    """One array of the parameters, and the tensors that it is made of.
+    """An array of the parameters and the tensors that it concatenates.
 
     Attributes:
-      path: keys of the nested parameters.
-      names: of the tensors, side by side in the array's last axis.
-      shapes: theirs in the file; matrices of layers are `(out, in)` there.
-      transposed: whether the array holds them transposed.
+      path: keys into the nested parameters.
+      names: of the tensors, concatenated along the array's last axis.
+      shapes: of the tensors in the file; matrices of layers are `(out, in)` there.
+      transposed: whether the array holds the tensors transposed, as `(in, out)`.
     """
 
     path: tuple[str | int, ...]
@@ -36,7 +36,7 @@ class WeightEntry(NamedTuple):
 
 
 def weight_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
-    """All arrays of the parameters, one by one: config.json may ask for any number of layers."""
+    """Yields every array of the parameters of a model."""
     hidden = config.hidden_size
     table = ((config.vocab_size, hidden),)
     yield WeightEntry(("norm", "weight"), ("model.norm.weight",), ((hidden,),), False)
@@ -86,7 +86,7 @@ def _layer_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
 
 
 def concatenate_tensors(parts: list[jax.Array], transposed: bool, dtype: str) -> jax.Array:
-    """The array of an entry, of its tensors as they lie in the file."""
+    """Returns the array of an entry from its tensors."""
     arrays = [part.T if transposed else part for part in parts]
     if len(arrays) == 1:
         return arrays[0].astype(dtype)
@@ -94,7 +94,7 @@ def concatenate_tensors(parts: list[jax.Array], transposed: bool, dtype: str) ->
 
 
 def split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
-    """The tensors of an entry, of its array: what `concatenate_tensors` is undone by."""
+    """Returns the tensors of an entry from its array, the inverse of `concatenate_tensors`."""
     if len(entry.shapes) == 1:
         parts = [array]
     else:
@@ -104,14 +104,14 @@ def split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
 
 
 def set_path(params: dict[Any, Any], path: tuple[str | int, ...], array: jax.Array) -> None:
-    """Sets one array of nested parameters."""
+    """Sets an array in nested parameters."""
     for key in path[:-1]:
         params = params.setdefault(key, {})
     params[path[-1]] = array
 
 
 def get_path(params: Any, path: tuple[str | int, ...]) -> jax.Array:
-    """One array of nested parameters."""
+    """Returns an array of nested parameters."""
     for key in path:
         params = params[key]
     return params
