@@ -1,4 +1,13 @@
-"""One decoder for Llama, Mistral, Qwen and Gemma, its folders, and the pair that ships with it."""
+"""A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the pair that ships with it.
+
+Open `transformer` first: it stacks the layers of `layers`. `config` says what differs between
+families. `ops` and `attention` choose between plain JAX and the kernels in `pallas/`; `hf/` reads
+and writes Hugging Face folders; `draft_head` and `draft_head_drafter` draft from the target's
+hidden states; `pretrained/` holds the pair.
+
+Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension, `V` vocabulary. The command
+imports this room; the sampling rooms do not, so Flax is optional.
+"""
 
 from specjax.models.config import RopeScaling, TransformerConfig
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden

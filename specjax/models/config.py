@@ -1,4 +1,4 @@
-"""The configuration of the one decoder: what differs between families is a field of it."""
+"""`TransformerConfig`: sizes of the decoder and everything that differs between families."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,17 +10,17 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 class RopeScaling(NamedTuple):
-    """Longer rotary wavelengths, for sequences longer than those of the first training.
+    """Stretches rotary wavelengths for sequences longer than those of pretraining.
 
     Attributes:
-      kind: "linear" makes every wavelength `factor` times as long. "llama3" does so from
-        `original_max_position_embeddings / low_freq_factor` on, leaves those below
-        `original_max_position_embeddings / high_freq_factor`, and passes from one to the
-        other between them.
-      factor: >= 1 as a rule.
-      low_freq_factor: wavelengths in the first training's length from which on they grow.
-      high_freq_factor: up to which they stay; larger than `low_freq_factor`.
-      original_max_position_embeddings: length of the first training.
+      kind: "linear" multiplies every wavelength by `factor`. "llama3" does so for wavelengths
+        above `original_max_position_embeddings / low_freq_factor`, leaves those below
+        `original_max_position_embeddings / high_freq_factor`, and interpolates in between.
+      factor: usually >= 1.
+      low_freq_factor: periods within the pretraining length below which a wavelength is
+        stretched fully.
+      high_freq_factor: periods above which it is unchanged; larger than `low_freq_factor`.
+      original_max_position_embeddings: the pretraining length.
     """
 
     kind: str
@@ -32,9 +32,9 @@ class RopeScaling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes and constants of a decoder, under their Hugging Face names where they have one.
+    """Sizes and constants of a decoder, with Hugging Face's names where there are any.
 
-    The defaults from `rope_scaling` on are those of the Llama family.
+    The defaults from `rope_scaling` on are the Llama family's.
 
     Attributes:
       vocab_size: tokens of the vocabulary.
@@ -47,27 +47,27 @@ class TransformerConfig:
       rms_norm_eps: added to the mean square in every RMSNorm.
       rope_theta: base of the rotary frequencies.
       tie_word_embeddings: whether the head is the embedding table.
-      max_position_embeddings: longest sequence the model was trained for.
-      bos_token_id: starts a sequence, None if there is none.
+      max_position_embeddings: longest sequence that the model was trained for.
+      bos_token_id: starts a sequence, or None.
       eos_token_ids: tokens that end a sequence.
-      dtype: of parameters, activations and cache. Norms, rotations and attention
-        weights are computed in float32 whatever it is.
-      rope_scaling: of the frequencies of `rope_theta`, or None.
-      local_rope_theta: base of the unscaled frequencies in layers with a window; None is
-        those of all layers.
-      layer_windows: per layer how many tokens back it sees, itself included, or None for
-        all. Empty is None for every layer.
+      dtype: of parameters, activations and cache. Norms, rotary embeddings and attention
+        weights are always computed in float32.
+      rope_scaling: scaling of the frequencies of `rope_theta`, or None.
+      local_rope_theta: base of the unscaled frequencies in layers with a window; None if all
+        layers share their frequencies.
+      layer_windows: for each layer, the number of tokens that a token attends to, itself
+        included; None is all. Empty is None for every layer.
       qkv_bias: whether queries, keys and values have a bias.
-      out_bias: whether attention's output has one.
-      qk_norm: whether each head of queries and keys goes through an RMSNorm.
-      sandwich_norms: whether what attention and MLP give is normed too.
-      norm_offset: added to the weights of every RMSNorm; 1 in the Gemma family, which then
-        multiplies in float32.
+      out_bias: whether the output projection of attention has a bias.
+      qk_norm: whether each head of queries and keys has an RMSNorm.
+      sandwich_norms: whether the outputs of attention and MLP have an RMSNorm as well.
+      norm_offset: added to the weights of every RMSNorm; 1 in the Gemma family, where the
+        weights multiply in float32.
       embedding_scale: multiplies the embeddings, rounded to `dtype`. None is 1.
       query_scale: multiplies the attention scores. None is `head_dim**-0.5`.
       attention_softcap: c, where scores s become c tanh(s / c), or None.
-      logit_softcap: the same for the logits.
-      hidden_act: of the MLP's gate, "silu" or "gelu_pytorch_tanh".
+      logit_softcap: c, where logits s become c tanh(s / c), or None.
+      hidden_act: activation of the MLP's gate, "silu" or "gelu_pytorch_tanh".
     """
 
     vocab_size: int
@@ -102,11 +102,11 @@ class TransformerConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}; it needs to be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads}), which they share."
+                f"num_key_value_heads ({self.num_key_value_heads})."
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim is {self.head_dim}; rotary embeddings need it even, they turn pairs."
+                f"head_dim is {self.head_dim}; it needs to be even for rotary embeddings."
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it needs to be one of {DTYPES}.")
@@ -117,15 +117,15 @@ class TransformerConfig:
         if len(self.layer_windows) not in (0, self.num_hidden_layers):
             raise ValueError(
                 f"layer_windows has {len(self.layer_windows)} entries; it needs one for each of "
-                f"the {self.num_hidden_layers} layers, or none at all."
+                f"the {self.num_hidden_layers} layers, or to be empty."
             )
 
     def window(self, layer: int) -> int | None:
-        """How many tokens back this layer sees, itself included; None is all."""
+        """Returns the number of tokens that a token of this layer attends to, or None for all."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | None]:
-        """Base and scaling of this layer's rotary frequencies."""
+        """Returns base and scaling of this layer's rotary frequencies."""
         if self.local_rope_theta is not None and self.window(layer) is not None:
             return self.local_rope_theta, None
         return self.rope_theta, self.rope_scaling

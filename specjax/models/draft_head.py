@@ -1,8 +1,11 @@
-"""A head of one layer: drafts from the target's hidden state, embeddings and logits.
+"""A draft head: one decoder layer on the target's embeddings and hidden states, like EAGLE.
 
-Each position reads its token, the token before it, and the hidden state that decided its token
-where that is known: the target's behind the last committed token, the head's own behind its
-drafts, and zero in the context, of which a drafter is told the tokens alone.
+    x[t]      = concat(norm(embed(token[t])), norm(embed(token[t - 1])), norm(hidden[t])) @ mix
+    hidden'   = norm(layer(x)),  logits = target.logits(hidden')
+
+hidden[t] is the state whose logits decided token[t]: the target's for the last committed token,
+for drafted tokens the head's own, and zero for the context, whose hidden states a drafter is not
+given.
 Axes: `B` requests, `T` tokens fed, `E` hidden, `G` key-value heads, `R` query heads per
 key-value head, `D` head dimension.
 """
@@ -28,12 +31,12 @@ __all__ = [
     "unrolled_hidden",
 ]
 
-_MASKED = -1e30  # Finite: the first token of a sequence has no context.
+_MASKED = -1e30  # Finite, since the first token of a sequence has no context.
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """Sizes of a head; its layer is a plain Llama layer, whatever family the target is of.
+    """Sizes of a draft head; its layer is a Llama layer for every family of targets.
 
     Attributes:
       hidden_size: of the target.
@@ -43,8 +46,8 @@ class HeadConfig:
       head_dim: size of one attention head, even.
       rms_norm_eps: added to the mean square in every RMSNorm.
       rope_theta: base of the rotary frequencies.
-      window: how many tokens back the layer sees, itself included: no more than it was trained
-        on, however long a sequence grows. None is all.
+      window: number of tokens that a token attends to, itself included, so that long sequences
+        do not exceed what the head was trained on. None is all.
       dtype: of parameters, activations and cache.
     """
 
@@ -59,14 +62,14 @@ class HeadConfig:
     dtype: str = "float32"
 
     def layer(self) -> TransformerConfig:
-        """The configuration of the layer; embeddings and logits are the target's."""
+        """Returns the configuration of the layer; embeddings and logits are the target's."""
         sizes = dataclasses.asdict(self)
         windows = (sizes.pop("window"),)
         return TransformerConfig(vocab_size=1, num_hidden_layers=1, layer_windows=windows, **sizes)
 
 
 class DraftHead(nnx.Module):
-    """The head as an NNX module; `draft_head_functions` is its view as pure functions.
+    """A draft head as an NNX module; `draft_head_functions` makes pure functions of it.
 
     Args:
       config: sizes and constants.
@@ -96,13 +99,13 @@ class DraftHead(nnx.Module):
         positions: jax.Array,
         cache: Any,
     ) -> tuple[jax.Array, Any]:
-        """Hidden states [B, T, E] behind each token, and the cache with the tokens in it."""
+        """Returns hidden states [B, T, E] after each token, and the cache with the tokens."""
         x = self._fuse(tokens, previous, hidden)
         x, cache = self.layer(x, self._cos_sin(positions), positions, cache)
         return self.norm(x), cache
 
     def _project_qkv(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
-        """Queries [B, T, G, R, D], keys and values [B, T, G, D]."""
+        """Returns queries [B, T, G, R, D], keys and values [B, T, G, D]."""
         attention, cos_sin = self.layer.attention, self._cos_sin(positions)
         y = self.layer.attention_norm(x) @ attention.qkv[...]
         y = y.reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -115,13 +118,13 @@ class DraftHead(nnx.Module):
         return (jax.nn.silu(gate) * up) @ self.layer.mlp.down[...]
 
     def unroll(self, tokens: jax.Array, hidden: jax.Array, num_steps: int) -> jax.Array:
-        """`unrolled_hidden` on the tokens' embeddings [B, T, E]."""
+        """Returns `unrolled_hidden` of embeddings [B, T, E]."""
         length = tokens.shape[1]
         positions = jnp.arange(length, dtype=jnp.int32)[None]
         previous = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
         context = self._fuse(tokens, previous, jnp.zeros_like(tokens))
         _, context_k, context_v = self._project_qkv(context, positions)
-        # A draft sees the context before the token that its first step was fed.
+        # Drafted tokens attend to the context before the token fed in the first step.
         visible = positions < positions.T
         state = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :length]
         keys: list[jax.Array] = []
@@ -150,24 +153,24 @@ class DraftHead(nnx.Module):
 
 
 def check_head(config: HeadConfig, hidden_size: int) -> None:
-    """Refuses a head for a target whose hidden states are of another size.
+    """Refuses a draft head for a target whose hidden states have another size.
 
     Args:
       config: of the head.
       hidden_size: of the target.
 
     Raises:
-      ValueError: if they do not fit.
+      ValueError: if the sizes differ.
     """
     if hidden_size != config.hidden_size:
         raise ValueError(
-            f"the head reads hidden states of size {config.hidden_size} and the target's have "
-            f"{hidden_size}; a head drafts for the target that it was trained for."
+            f"the draft head reads hidden states of size {config.hidden_size} and the target's "
+            f"have {hidden_size}; use the head that was trained for this target."
         )
 
 
 def _shift(x: jax.Array, step: int) -> jax.Array:
-    """Row t + step at t, zero behind the end."""
+    """Returns x with row t + step at t, and zeros after the end."""
     return jnp.pad(x[:, step:], ((0, 0), (0, step), (0, 0)))
 
 
@@ -178,12 +181,15 @@ def _graph_def(config: HeadConfig) -> Any:
 
 @functools.cache
 def draft_head_functions(config: HeadConfig) -> tuple[Any, Any]:
-    """`(init_cache, apply)`: as those of a `Model`, but `apply` reads embeddings and states.
+    """Returns `(init_cache, apply)` like those of a `Model`, for embeddings and hidden states.
 
-    `apply(params, tokens, previous, hidden, positions, cache) -> (hidden, cache)`, where tokens,
-    before and hidden are [B, T, E]: the embeddings of the tokens and of those before them, and
-    the states that decided the tokens, zero where unknown. Equal configurations give the same
-    functions.
+    `apply(params, tokens, previous, hidden, positions, cache) -> (hidden, cache)`
+
+    tokens: [B, T, E], embeddings of the tokens.
+    previous: [B, T, E], embeddings of the tokens before them.
+    hidden: [B, T, E], states whose logits decided the tokens, zero where unknown.
+
+    Equal configurations give the same functions, and so share compilations.
     """
 
     def init_cache(batch_size: int, max_length: int) -> Any:
@@ -207,26 +213,26 @@ def draft_head_functions(config: HeadConfig) -> tuple[Any, Any]:
 def unrolled_hidden(
     config: HeadConfig, params: Any, tokens: jax.Array, hidden: jax.Array, num_steps: int
 ) -> jax.Array:
-    """What a head would find if it drafted the tokens that follow, from every place at once.
+    """Returns the hidden states of proposals that begin at every token, for training.
 
     Args:
       config: sizes and constants.
       params: of the head, of any floating dtype.
       tokens: [B, T, E], embeddings of whole sequences at positions 0 to T - 1.
-      hidden: [B, T, E], the target's states behind the same tokens.
-      num_steps: tokens drafted, a Python int >= 1.
+      hidden: [B, T, E], the target's hidden states after the same tokens.
+      num_steps: drafted tokens per proposal, a Python int >= 1.
 
     Returns:
-      [num_steps, B, T, E]: the state of step i of a proposal behind token t, that has been fed
-      tokens t to t + i and the target's state behind token t - 1; the target's logits of it are
-      the draft's law of token t + i + 1. Rows with t + i >= T are of no meaning.
+      [num_steps, B, T, E]. Entry [i, :, t] belongs to the proposal that begins after token t: it
+      was fed tokens t to t + i and the target's state after token t - 1, and its target logits
+      give the draft's distribution of token t + i + 1. Rows with t + i >= T are meaningless.
     """
     head = nnx.merge(_graph_def(config), nnx.State(params))
     return head.unroll(tokens, hidden, num_steps)
 
 
 def build_head(config: HeadConfig, seed: int = 0) -> Any:
-    """Random parameters of a head: its own weights, nested.
+    """Returns random parameters of a draft head as a nested dict.
 
     Args:
       config: sizes and constants.

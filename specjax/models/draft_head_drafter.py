@@ -1,4 +1,4 @@
-"""Drafts with a head that reads the target's hidden state."""
+"""`head_drafter`: a drafter that runs a draft head on the target's hidden states."""
 
 import functools
 from typing import Any
@@ -15,14 +15,14 @@ __all__ = ["head_drafter"]
 
 
 def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
-    """Drafts with a head of one layer on top of the target.
+    """Returns a drafter that runs a draft head of one layer on top of the target.
 
-    The first draft of a proposal reads the target's hidden state that decided the last
-    committed token, the others the head's own in its place. The head attends to the tokens
-    before, as far back as its window. Embeddings and logits are the target's, and held once.
+    The first drafted token of a step is proposed from the target's hidden state that decided the
+    last committed token, each other one from the head's own state. The head attends to the tokens
+    within its window. Embeddings and logits are the target's; they are held in memory once.
 
     Args:
-      target: from `load` or `build`; what the head was trained for.
+      target: from `load` or `build`; the target that the head was trained for.
       config: of the head.
       params: of the head, from `load_head` or `build_head`.
 
@@ -30,7 +30,7 @@ def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
       A `Drafter` whose state is the head's cache.
 
     Raises:
-      ValueError: if the target's states are of another size.
+      ValueError: if the target's hidden states have another size.
 
     Example:
       >>> from specjax.models import load, load_head, pretrained_folder
@@ -76,12 +76,12 @@ def _drafter_functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
         config: SpeculativeConfig,
         **options: Any,
     ) -> tuple[Draft, Any]:
-        # What the step before drafted lies in the cache with states of the head's own: all that
-        # it may have committed is fed anew, as the context that it is now.
+        # The tokens that the last step may have committed are in the cache as drafted tokens, with
+        # the head's own states. They are fed again as context, with zeros.
         num_refed = config.num_speculative_tokens + 3
         refed_positions = positions[:, None] - jnp.arange(num_refed, 0, -1, dtype=jnp.int32)[None]
         ids = jnp.take_along_axis(token_ids, jnp.maximum(refed_positions, 0), axis=1)
-        # The target's, whatever the head's own is: its table of words is not to be widened.
+        # In the target's dtype: a wider one would cast the target's embedding table.
         dtype = hidden.dtype
 
         def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
@@ -116,7 +116,7 @@ def _feed_tokens(
     positions: jax.Array,
     cache: Any,
 ) -> Any:
-    """Feeds `ids` but the first, which stands before; `hidden` is the last one's."""
+    """Feeds `ids[:, 1:]`, with `hidden` for the last token and zeros for the others."""
     embedded = params["target"]["embedding"][ids]
     hidden = jnp.pad(hidden[:, None], ((0, 0), (ids.shape[1] - 2, 0), (0, 0)))
     return apply(params["head"], embedded[:, 1:], embedded[:, :-1], hidden, positions, cache)

@@ -247,8 +247,8 @@ def test_a_field_of_the_wrong_type_is_refused_by_name_and_file(folder, name, val
     ("fields", "sentence"),
     [
         ({"num_key_value_heads": 3}, "num_attention_heads is 4; it needs to be a multiple"),
-        ({"head_dim": 5}, "head_dim is 5; rotary embeddings need it even"),
-        ({"head_dim": None, "num_attention_heads": 48}, "head_dim is 1; rotary"),
+        ({"head_dim": 5}, "head_dim is 5; it needs to be even"),
+        ({"head_dim": None, "num_attention_heads": 48}, "head_dim is 1; it needs to be even"),
     ],
 )
 def test_sizes_that_do_not_fit_together_are_refused_by_file(folder, fields, sentence):

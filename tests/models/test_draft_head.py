@@ -205,7 +205,7 @@ def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
     fields = json.loads(path.read_text(encoding="utf-8"))
     for change, said in (
         ({"head_dim": None}, "has no head_dim"),
-        ({"head_dim": 5}, "needs? it even"),
+        ({"head_dim": 5}, "needs to be even"),
         ({"hidden_size": -1}, "a positive integer"),
         ({"intermediate_size": 31}, "by config.json it needs to be"),
         (

@@ -1,4 +1,4 @@
-"""Where the trained pair and the head lie that ship as package data."""
+"""Folders of the trained pair and draft head that ship as package data."""
 
 import importlib.resources
 import pathlib
@@ -7,15 +7,15 @@ __all__ = ["pretrained_folder"]
 
 
 def pretrained_folder(role: str) -> pathlib.Path:
-    """The Hugging Face folder of one model of the pair, or the folder of the target's head.
+    """Returns the folder of the embedded target, draft model or draft head.
 
-    Target and draft share one vocabulary.
+    Target and draft share a vocabulary; the head is trained for the target.
 
     Args:
       role: "target", "draft" or "head".
 
     Raises:
-      ValueError: on another role.
+      ValueError: if `role` is something else.
 
     Example:
       >>> pretrained_folder("draft").name
