@@ -1,4 +1,4 @@
-"""Target and draft of a command: found, checked, then loaded."""
+"""Target and draft of a command: their folders are checked, then their weights loaded."""
 
 import argparse
 import os
