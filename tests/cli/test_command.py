@@ -60,7 +60,7 @@ def byte_tokenizer(vocab_size=260):
     return tokenizer
 
 
-def write(folder, config, seed, scale=12.0):
+def write_model(folder, config, seed, scale=12.0):
     # Larger weights than at the start of a training, so that texts are not one token repeated.
     params = jax.tree.map(
         lambda a: a * jnp.asarray(scale, a.dtype), build(config, seed=seed).params
@@ -73,11 +73,11 @@ def write(folder, config, seed, scale=12.0):
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     # Of one configuration, so that every drafter that is a model shares its compilations.
-    return write(folder / "target", TARGET, 0), write(folder / "draft", TARGET, 1)
+    return write_model(folder / "target", TARGET, 0), write_model(folder / "draft", TARGET, 1)
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(tmp_path, monkeypatch):
+def _use_own_compilation_cache(tmp_path, monkeypatch):
     for name in ("NO_COLOR", "TERM", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
@@ -94,7 +94,7 @@ def run_json(capsys, pair, *options):
     return json.loads(captured.out)
 
 
-def stream(pair, *options):
+def run_generate(pair, *options):
     target, draft = pair
     return main(["generate", PROMPT, "--target", target, "--draft", draft, *SHORT, *options])
 
@@ -120,13 +120,13 @@ def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
 
 
 def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
-    found = run_json(capsys, pair)
-    ids, metrics, timings = found["token_ids"], found["metrics"], found["timings"]
+    report = run_json(capsys, pair)
+    ids, metrics, timings = report["token_ids"], report["metrics"], report["timings"]
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode(PROMPT).ids
-    assert PROMPT + found["text"] == tokenizer.decode(prompt + ids)
-    assert found["num_prompt_tokens"] == len(prompt)
-    assert found["finish"] == ("end_of_sequence" if ids[-1] == 0 else "length")
+    assert PROMPT + report["text"] == tokenizer.decode(prompt + ids)
+    assert report["num_prompt_tokens"] == len(prompt)
+    assert report["finish"] == ("end_of_sequence" if ids[-1] == 0 else "length")
     # The first token comes of the prompt alone, and is in no step.
     assert len(ids) - 1 <= metrics["num_emitted"] <= len(ids) + 1
     drafted, accepted = metrics["num_drafted"], metrics["num_accepted"]
@@ -146,33 +146,33 @@ def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
 
 
 def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
-    one, again, other = (
+    first, again, other = (
         run_json(capsys, pair, "--no-baseline", "--temperature", "1", "--seed", seed)["token_ids"]
         for seed in ("5", "5", "6")
     )
-    assert one == again != other
+    assert first == again != other
 
 
 @pytest.mark.once
 def test_synthetic_acceptance_is_what_was_asked_for(capsys, pair):
     options = ["--rejection-sample-method", "synthetic", "--no-baseline"]
     for asked in (["--synthetic-acceptance-rates", "1,0"], ["--synthetic-acceptance-length", "2"]):
-        found = run_json(capsys, pair, *options, *asked)
-        assert found["metrics"]["acceptance_rates"] == [1.0, 0.0]
+        report = run_json(capsys, pair, *options, *asked)
+        assert report["metrics"]["acceptance_rates"] == [1.0, 0.0]
 
 
 def test_noise_in_float64_leaves_the_process_as_it_was(capsys, pair):
-    found = run_json(capsys, pair, "--use-fp64-gumbel", "--no-baseline", "--draft", "none")
-    assert found["token_ids"]
+    report = run_json(capsys, pair, "--use-fp64-gumbel", "--no-baseline", "--draft", "none")
+    assert report["token_ids"]
     assert not jax.config.jax_enable_x64
 
 
 def test_piped_output_is_the_text_alone(capsys, pair, monkeypatch):
-    found = run_json(capsys, pair)
+    report = run_json(capsys, pair)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert stream(pair) == 0
+    assert run_generate(pair) == 0
     captured = capsys.readouterr()
-    assert captured.out == found["text"] + "\n" * (not found["text"].endswith("\n"))
+    assert captured.out == report["text"] + "\n" * (not report["text"].endswith("\n"))
     assert "\x1b" not in captured.out + captured.err
     assert "times as fast" in captured.err
     assert "position 2" in captured.err
@@ -185,11 +185,11 @@ def test_a_terminal_shows_origins_in_colour_unless_told_not_to(pair, monkeypatch
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert stream(pair, "--no-baseline") == 0
-    shown = terminal.getvalue()
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert ("\x1b" in shown) is not no_color
-    assert ("accepted draft" in shown) is not no_color
+    assert run_generate(pair, "--no-baseline") == 0
+    output = terminal.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    assert ("\x1b" in output) is not no_color
+    assert ("accepted draft" in output) is not no_color
     assert "\x1b" not in plain
     assert PROMPT in plain
     assert "tokens per step" in plain
@@ -202,25 +202,25 @@ SAMPLING += ["--frequency-penalty", "0.1", "--presence-penalty", "-0.1", "--logp
 @pytest.mark.once
 def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pair):
     options = ("--no-baseline", *SAMPLING)
-    found = run_json(capsys, pair, *options)
-    listed = found["logprobs"]
-    assert [token["token_id"] for token in listed] == found["token_ids"]
-    assert "".join(token["token"] for token in listed if token["token"].isascii()) != ""
-    for token in listed:
+    report = run_json(capsys, pair, *options)
+    tokens = report["logprobs"]
+    assert [token["token_id"] for token in tokens] == report["token_ids"]
+    assert "".join(token["token"] for token in tokens if token["token"].isascii()) != ""
+    for token in tokens:
         top = token["top"]
         assert top[0]["logprob"] >= top[1]["logprob"]
         # Of the model's own law: the penalties may put another first, and never the third.
         assert (token["rank"] == 1) == (token["logprob"] == top[0]["logprob"])
     # One token left to draw is the greedy choice, whatever the temperature.
-    one = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]
+    first = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]
     greedy = run_json(capsys, pair, *options, "--temperature", "0")["token_ids"]
-    assert one == greedy != found["token_ids"]
+    assert first == greedy != report["token_ids"]
     assert run_json(capsys, pair, "--no-baseline")["logprobs"] is None
 
 
 @pytest.mark.once
 def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
-    assert stream(pair, "--no-baseline", *SAMPLING) == 0
+    assert run_generate(pair, "--no-baseline", *SAMPLING) == 0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("token "))
@@ -262,7 +262,7 @@ def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_p
         assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
 
-def summary(monkeypatch, num_drafted, num_accepted):
+def summary_text(monkeypatch, num_drafted, num_accepted):
     """What a terminal shows of a run with such counts, without colours."""
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -281,17 +281,17 @@ def summary(monkeypatch, num_drafted, num_accepted):
 
 
 def test_the_summary_fits_a_terminal_of_80_columns(monkeypatch):
-    said = summary(monkeypatch, [3, 2], [2, 1])
-    assert "12345.6 tokens/s with drafts, 11222.3 without: 1.10 times as fast\n" in said
-    assert "2.00 tokens per step, 60% of drafted tokens accepted\n" in said
-    assert re.search(r"position 2 +█{12}░{12} 0.50\n$", said)
+    message = summary_text(monkeypatch, [3, 2], [2, 1])
+    assert "12345.6 tokens/s with drafts, 11222.3 without: 1.10 times as fast\n" in message
+    assert "2.00 tokens per step, 60% of drafted tokens accepted\n" in message
+    assert re.search(r"position 2 +█{12}░{12} 0.50\n$", message)
 
 
 def test_positions_where_nothing_was_drafted_show_no_rate(monkeypatch):
-    said = summary(monkeypatch, [3, 0], [2, 0])
-    assert "position 1" in said
-    assert "position 2" not in said
-    assert "no tokens were drafted" in summary(monkeypatch, [0, 0], [0, 0])
+    message = summary_text(monkeypatch, [3, 0], [2, 0])
+    assert "position 1" in message
+    assert "position 2" not in message
+    assert "no tokens were drafted" in summary_text(monkeypatch, [0, 0], [0, 0])
 
 
 def test_a_name_is_shown_as_it_is_written(monkeypatch):
@@ -307,7 +307,7 @@ def test_a_name_is_shown_as_it_is_written(monkeypatch):
 def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
     encoded = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(encoded, "ascii", write_through=True))
-    assert stream(pair, "--no-baseline") == 0
+    assert run_generate(pair, "--no-baseline") == 0
     assert re.search(rb"position 1 +[#.]{24} [01]\.\d\d", encoded.getvalue())
 
 
@@ -442,7 +442,7 @@ def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp
     assert "at most 128" in long
 
 
-class Endless(io.RawIOBase):
+class EndlessStream(io.RawIOBase):
     """A stream that goes on for longer than any prompt; one that is read without end fails."""
 
     num_bytes = 0
@@ -458,20 +458,20 @@ class Endless(io.RawIOBase):
 
 
 def test_a_prompt_without_end_is_read_up_to_the_limit(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(EndlessStream())))
     assert "standard input has more than 16777216 bytes; it needs to have" in refusal(capsys, "-")
     large = tmp_path / "large"
     large.touch()
     os.truncate(large, 10**12)
-    said = f"{large} has 1000000000000 bytes; it needs to have at most 16777216."
-    assert said in refusal(capsys, "--prompt-file", str(large))
+    message = f"{large} has 1000000000000 bytes; it needs to have at most 16777216."
+    assert message in refusal(capsys, "--prompt-file", str(large))
 
 
 def test_a_file_too_large_for_what_it_is_called_is_not_read(capsys, tmp_path):
-    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    folder = pathlib.Path(write_model(tmp_path / "model", TARGET, 0))
     (folder / "model.safetensors").unlink()
 
-    def said(name):
+    def refuse_huge(name):
         (folder / name).touch()
         size = (folder / name).stat().st_size
         os.truncate(folder / name, 10**12)
@@ -480,20 +480,20 @@ def test_a_file_too_large_for_what_it_is_called_is_not_read(capsys, tmp_path):
         return sentence
 
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
-        assert f"{folder / name} has 1000000000000 bytes; it needs to have" in said(name)
+        assert f"{folder / name} has 1000000000000 bytes; it needs to have" in refuse_huge(name)
         # A template or settings that are empty are none.
         if not (folder / name).stat().st_size:
             (folder / name).unlink()
     (folder / "chat_template.jinja").write_text("x")
     index = "model.safetensors.index.json"
-    assert f"{folder / index} has 1000000000000 bytes; it needs to have" in said(index)
+    assert f"{folder / index} has 1000000000000 bytes; it needs to have" in refuse_huge(index)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(capsys, pair, tmp_path):
-    write(tmp_path / "larger", dataclasses.replace(TARGET, vocab_size=261), 0)
+    write_model(tmp_path / "larger", dataclasses.replace(TARGET, vocab_size=261), 0)
     other = refusal(capsys, "x", "--target", pair[0], "--draft", str(tmp_path / "larger"), *SHORT)
     assert "different vocabularies (261 and 260 tokens)" in other
-    renamed = pathlib.Path(write(tmp_path / "renamed", TARGET, 0)) / "tokenizer.json"
+    renamed = pathlib.Path(write_model(tmp_path / "renamed", TARGET, 0)) / "tokenizer.json"
     renamed.write_text(renamed.read_text().replace("<|end|>", "<|stop|>"))
     assert "different vocabularies" in refusal(
         capsys, "x", "--target", pair[0], "--draft", str(renamed.parent), *SHORT
@@ -503,20 +503,20 @@ def test_a_draft_of_another_vocabulary_is_refused(capsys, pair, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("content", [None, b"", b"no such thing", b"{}"])
 def test_a_bad_folder_is_refused(capsys, tmp_path, name, content):
-    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    folder = pathlib.Path(write_model(tmp_path / "model", TARGET, 0))
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    said = refusal(capsys, "x", "--target", str(folder), "--draft", "none", *SHORT)
-    assert str(folder) in said
+    message = refusal(capsys, "x", "--target", str(folder), "--draft", "none", *SHORT)
+    assert str(folder) in message
 
 
 def test_a_prompt_that_the_tokenizer_cannot_read_is_refused(capsys, tmp_path):
-    folder = pathlib.Path(write(tmp_path / "model", TARGET, 0))
+    folder = pathlib.Path(write_model(tmp_path / "model", TARGET, 0))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "[UNK]"))
     words.save(str(folder / "tokenizer.json"))
-    said = refusal(capsys, "x", "--target", str(folder))
-    assert "tokenizer cannot read the prompt" in said
+    message = refusal(capsys, "x", "--target", str(folder))
+    assert "tokenizer cannot read the prompt" in message
 
 
 def test_what_can_be_refused_is_refused_before_weights_are_read(capsys, pair, monkeypatch):
@@ -533,7 +533,7 @@ def test_without_the_extra_the_sentence_says_what_to_install(capsys, monkeypatch
 
 
 def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_path, monkeypatch):
-    broken = write(tmp_path / "broken", TARGET, 0, scale=float("nan"))
+    broken = write_model(tmp_path / "broken", TARGET, 0, scale=float("nan"))
     assert main(["generate", "x", "--target", broken, "--draft", "none", "--json", *SHORT]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["finish"] == "invalid_logits"
@@ -547,8 +547,8 @@ def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_pat
     assert capsys.readouterr() == ("", "")
 
 
-class Failing(io.StringIO):
-    """Standard output that nobody reads, or a disk that is full."""
+class FailingOutput(io.StringIO):
+    """Standard output whose reader is gone, or on a full disk."""
 
     def __init__(self, error, file):
         super().__init__()
@@ -563,7 +563,7 @@ class Failing(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (BrokenPipeError(32, "Broken pipe"), 141, ""),
         (
@@ -573,24 +573,24 @@ class Failing(io.StringIO):
         ),
     ],
 )
-def test_output_that_nobody_takes_ends_without_a_traceback(
-    capsys, pair, tmp_path, monkeypatch, error, code, said
+def test_output_that_cannot_be_written_ends_without_a_traceback(
+    capsys, pair, tmp_path, monkeypatch, error, code, message
 ):
     with (tmp_path / "out").open("w") as file:
         for options in (["--json"], []):
             with monkeypatch.context() as patch:
-                patch.setattr(sys, "stdout", Failing(error, file))
-                assert stream(pair, "--no-baseline", *options) == code
-            assert capsys.readouterr().err == said
+                patch.setattr(sys, "stdout", FailingOutput(error, file))
+                assert run_generate(pair, "--no-baseline", *options) == code
+            assert capsys.readouterr().err == message
 
 
-def test_notes_that_nobody_reads_change_no_refusal_and_end_a_text_without_a_traceback(
+def test_a_closed_standard_error_changes_no_refusal_and_ends_a_text_without_a_traceback(
     capsys, pair, monkeypatch
 ):
     # The text is written, its summary is not.
     for call, code in [
         (lambda: main(["generate", ""]), 2),
-        (lambda: stream(pair, "--no-baseline"), 141),
+        (lambda: run_generate(pair, "--no-baseline"), 141),
     ]:
         reader, writer = os.pipe()
         os.close(reader)
@@ -606,8 +606,8 @@ def test_closed_standard_output_is_refused_before_anything_is_read(capsys, monke
         patch.setattr(sys, "stdout", None)
         patch.setattr("specjax.cli.command._read_command", None)
         assert main(arguments) == 1
-    said = "specjax: standard output is closed; the output cannot be written.\n"
-    assert capsys.readouterr() == ("", said)
+    message = "specjax: standard output is closed; the output cannot be written.\n"
+    assert capsys.readouterr() == ("", message)
 
 
 # What pip makes of the entry point, and before its end a statement of a test.
@@ -616,7 +616,7 @@ SCRIPT = "import sys; from {} import {} as main".format(*ENTRY.split(":"))
 SCRIPT += "; code = main(); {}; sys.exit(code)"
 
 
-def script(program, folder, *, streams="", path=()):
+def run_script(program, folder, *, streams="", path=()):
     """Runs `specjax generate` as its script does, in a process."""
     return subprocess.run(
         ["sh", "-c", f'exec "$0" -c "$1" generate {streams}', sys.executable, program],
@@ -629,8 +629,8 @@ def script(program, folder, *, streams="", path=()):
 
 
 def test_a_process_without_standard_streams_opens_nothing_in_their_place(tmp_path):
-    there = "import os; same = [os.path.sameopenfile(n, 0) for n in (0, 1)]; assert all(same)"
-    run = script(SCRIPT.format(there), tmp_path, streams="<&- >&-")
+    statement = "import os; same = [os.path.sameopenfile(n, 0) for n in (0, 1)]; assert all(same)"
+    run = run_script(SCRIPT.format(statement), tmp_path, streams="<&- >&-")
     assert run.stderr == b"specjax: standard output is closed; the output cannot be written.\n"
     assert run.returncode == 1
 
@@ -641,14 +641,14 @@ def test_an_interruption_ends_the_script_without_a_word_whenever_it_comes(tmp_pa
     (tmp_path / "fake" / "jax.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     )
-    early = script(SCRIPT.format("pass"), tmp_path, path=[tmp_path / "fake"])
+    during_import = run_script(SCRIPT.format("pass"), tmp_path, path=[tmp_path / "fake"])
     kill = "def kill(*_): import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-    late = script(
+    during_run = run_script(
         f"{kill}\nfrom specjax.cli import command; command._read_command = kill; "
         + SCRIPT.format("pass"),
         tmp_path,
     )
-    for run in (early, late):
+    for run in (during_import, during_run):
         assert (run.returncode, run.stdout, run.stderr) == (130, b"", b"")
 
 
@@ -657,7 +657,7 @@ def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
 
     monkeypatch.setattr("specjax.cli.command.measure_speed", fail)
-    assert stream(pair, "--json") == 1
+    assert run_generate(pair, "--json") == 1
     assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 
 

@@ -6,7 +6,7 @@ import os
 import resource
 
 import pytest
-from test_command import TARGET, write
+from test_command import TARGET, write_model
 
 from specjax.files import replace_file
 from specjax.models import load, load_tokenizer, save
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.lenient
 
 
 @contextlib.contextmanager
-def no_file_beyond(num_bytes):
+def limit_file_size(num_bytes):
     """A write beyond so many bytes fails half way, as on a disk that is full."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
@@ -33,7 +33,7 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
             path.write_bytes(before)
             path.chmod(0o640)
         with (
-            no_file_beyond(1000),
+            limit_file_size(1000),
             pytest.raises(OSError, match=os.strerror(errno.EFBIG)),
             replace_file(link) as spare,
         ):
@@ -69,9 +69,9 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path):
 
 def test_a_model_that_cannot_be_saved_leaves_the_one_that_was_there(tmp_path):
     folder = tmp_path / "model"
-    write(folder, TARGET, 0)
+    write_model(folder, TARGET, 0)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     model, config = load(folder)
-    with no_file_beyond(5000), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+    with limit_file_size(5000), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
         save(folder, model.params, config, load_tokenizer(folder), dtype="bfloat16")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

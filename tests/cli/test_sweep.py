@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_command import TARGET, write
-from test_files import no_file_beyond
+from test_command import TARGET, write_model
+from test_files import limit_file_size
 
 import specjax
 from specjax.cli import main
@@ -41,14 +41,14 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     return [
         "--target",
-        write(folder / "target", TARGET, 0),
+        write_model(folder / "target", TARGET, 0),
         "--draft",
-        write(folder / "d", TARGET, 1),
+        write_model(folder / "d", TARGET, 1),
     ]
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(tmp_path, monkeypatch):
+def _use_own_compilation_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
 
 
@@ -58,27 +58,27 @@ def _leaves_nothing_behind(tmp_path, monkeypatch):
 def test_predicted_lengths_are_those_of_all_outcomes_enumerated():
     conditional = [0.9, 0.5, 0.75]
     rates = np.cumprod(conditional)
-    for K, found in enumerate(predicted_lengths(rates.tolist())):
+    for K, length in enumerate(predicted_lengths(rates.tolist())):
         total = 0.0
-        for coins in itertools.product([True, False], repeat=K):
-            pairs = zip(coins, conditional, strict=False)
-            probability = np.prod([c if coin else 1 - c for coin, c in pairs])
-            run = next((n for n, coin in enumerate(coins) if not coin), K)
+        for outcomes in itertools.product([True, False], repeat=K):
+            pairs = zip(outcomes, conditional, strict=False)
+            probability = np.prod([c if is_accepted else 1 - c for is_accepted, c in pairs])
+            run = next((n for n, is_accepted in enumerate(outcomes) if not is_accepted), K)
             total += probability * (run + 1)
-        assert found == pytest.approx(total)
+        assert length == pytest.approx(total)
         if K:
             closed = expected_acceptance_length(conditional_rates(jnp.array(rates))[:K])
-            assert found == pytest.approx(float(closed), rel=1e-6)
+            assert length == pytest.approx(float(closed), rel=1e-6)
 
 
-def many(kept, K):
+def long_record_of(num_accepted, K):
     """So many steps that their error is next to none."""
-    return Acceptance(K, [kept * 1000])
+    return Acceptance(K, [num_accepted * 1000])
 
 
 def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second():
     # Rates 0.8, 0.6, 0.1.
-    acceptance = many([0, 2, 1, 2, 3, 0, 2, 2, 1, 2], 3)
+    acceptance = long_record_of([0, 2, 1, 2, 3, 0, 2, 2, 1, 2], 3)
     steps = [[0.99, 1.0, 1.01], [1.19, 1.2, 1.21], [1.39, 1.4, 1.41], [1.59, 1.6, 1.61]]
     best = choose_best(acceptance, steps, batch_size=10)
     assert best.K == 2
@@ -91,52 +91,57 @@ def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second():
 
 
 def test_drafts_that_never_pay_leave_plain_decoding_best_and_ties_are_named():
-    assert choose_best(many([0] * 9 + [1], 2), [[1.0], [1.5], [2.0]], 1).K == 0
-    kept = many([0, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2)
-    wide = choose_best(kept, [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
-    assert (wide.K, wide.indistinguishable) == (2, [1])
+    assert choose_best(long_record_of([0] * 9 + [1], 2), [[1.0], [1.5], [2.0]], 1).K == 0
+    record = long_record_of([0, 2, 1, 1, 1, 1, 1, 1, 1, 1], 2)
+    noisy_choice = choose_best(record, [[1.0], [1.0, 1.2, 1.4], [1.0, 1.2, 1.4]], 1)
+    assert (noisy_choice.K, noisy_choice.indistinguishable) == (2, [1])
 
 
 def test_what_few_steps_leave_open_many_decide():
     # Two runs of seven and twelve steps of one pair: alone, each was sure of its own answer.
     seconds = [[2.187e-3], [4.072e-3], [4.772e-3], [4.836e-3], [5.296e-3]]
-    for kept, K in [([0, 0, 4, 3, 4, 4, 4], 4), ([2, 1, 3, 1, 0, 0, 0, 0, 1, 2, 0, 1], 0)]:
-        few, sure = (choose_best(x, seconds, 1) for x in (Acceptance(4, [kept]), many(kept, 4)))
-        assert few.K == sure.K == K
-        assert {few.K, *few.indistinguishable} >= {0, 4}
-        assert sure.indistinguishable == []
+    for num_accepted, K in [([0, 0, 4, 3, 4, 4, 4], 4), ([2, 1, 3, 1, 0, 0, 0, 0, 1, 2, 0, 1], 0)]:
+        short_choice, long_choice = (
+            choose_best(x, seconds, 1)
+            for x in (Acceptance(4, [num_accepted]), long_record_of(num_accepted, 4))
+        )
+        assert short_choice.K == long_choice.K == K
+        assert {short_choice.K, *short_choice.indistinguishable} >= {0, 4}
+        assert long_choice.indistinguishable == []
 
 
 @pytest.mark.parametrize("alike", [1, 4])
 def test_errors_are_those_of_records_drawn_again_however_neighbours_agree(alike):
     generator = np.random.default_rng(0)
     seconds = [[1.0], [1.2], [1.3], [1.4]]
-    lengths, errors, rates, found = [], [], [], []
+    lengths, errors, rates, choices = [], [], [], []
     for _ in range(400):
-        kept = np.repeat(generator.choice(4, 400 // alike, p=[0.3, 0.3, 0.2, 0.2]), alike)
-        acceptance = Acceptance(3, [kept[:150].tolist(), kept[150:].tolist()])
+        num_accepted = np.repeat(generator.choice(4, 400 // alike, p=[0.3, 0.3, 0.2, 0.2]), alike)
+        acceptance = Acceptance(3, [num_accepted[:150].tolist(), num_accepted[150:].tolist()])
         lengths.append(predicted_lengths(acceptance.rates))
         errors.append(standard_errors(acceptance))
         best = choose_best(acceptance, seconds, 1)
         rates.append(best.tokens_per_second)
-        found.append((best.K, best.gap_errors))
+        choices.append((best.K, best.gap_errors))
     # Of 400 records the ratio of two such variances has a standard error of 8 %; the errors of
     # single steps would make it 1/4, and two Ks that share no steps 5 and more.
     assert np.square(errors)[:, 1:].mean(0) / np.var(lengths, axis=0)[1:] == pytest.approx(
         1, abs=0.3
     )
-    at = max({K for K, _ in found}, key=[K for K, _ in found].count)
-    lead = np.array(rates)[:, at] - np.array(rates)[:, at - 1]
-    own = [error[at - 1] for K, error in found if at == K]
-    assert np.mean(np.square(own)) / lead.var() == pytest.approx(1, abs=0.3)
+    best_K = max({K for K, _ in choices}, key=[K for K, _ in choices].count)
+    gap = np.array(rates)[:, best_K] - np.array(rates)[:, best_K - 1]
+    gap_error = [error[best_K - 1] for K, error in choices if best_K == K]
+    assert np.mean(np.square(gap_error)) / gap.var() == pytest.approx(1, abs=0.3)
 
 
 def test_a_few_steps_that_kept_alike_are_no_certainty():
-    for kept in (0, 4):
-        few, lots = (standard_errors(Acceptance(4, [[kept] * n])) for n in (3, 3000))
-        assert few[0] == lots[0] == 0
-        assert few[4] > 0.5
-        assert lots[4] < 0.005
+    for num_accepted in (0, 4):
+        short_errors, long_errors = (
+            standard_errors(Acceptance(4, [[num_accepted] * n])) for n in (3, 3000)
+        )
+        assert short_errors[0] == long_errors[0] == 0
+        assert short_errors[4] > 0.5
+        assert long_errors[4] < 0.005
 
 
 def test_synthetic_lengths_reach_from_no_draft_kept_to_all():
@@ -157,30 +162,32 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
     assert main(["sweep", "ab ac ab", *options, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert not captured.err
-    found = json.loads(captured.out)
+    report = json.loads(captured.out)
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert found["device"] == jax.devices()[0].device_kind
-    assert found["command"].startswith("specjax sweep 'ab ac ab'")
-    seen, rows = found["acceptance"], found["sweep"]
-    assert seen["num_prompts"] == 2
-    assert seen["acceptance_length"] == pytest.approx(seen["num_emitted"] / seen["num_steps"])
-    acceptance = Acceptance(2, seen["num_kept"])
-    assert len(seen["num_kept"]) == 2
-    assert len(acceptance.step_counts) == seen["num_steps"] > 2
-    assert acceptance.rates == seen["rates"]
+    assert report["device"] == jax.devices()[0].device_kind
+    assert report["command"].startswith("specjax sweep 'ab ac ab'")
+    measured, rows = report["acceptance"], report["sweep"]
+    assert measured["num_prompts"] == 2
+    assert measured["acceptance_length"] == pytest.approx(
+        measured["num_emitted"] / measured["num_steps"]
+    )
+    acceptance = Acceptance(2, measured["num_kept"])
+    assert len(measured["num_kept"]) == 2
+    assert len(acceptance.step_counts) == measured["num_steps"] > 2
+    assert acceptance.rates == measured["rates"]
     assert [row["standard_error"] for row in rows] == standard_errors(acceptance)
     runs = [[n for p in row["synthetic"] for n in p["step_ms"]["runs"]] for row in rows]
-    again = choose_best(acceptance, runs, 2)
-    assert (again.K, again.indistinguishable) == (
-        found["best"]["K"],
-        found["best"]["not_told_apart"],
+    repeated_choice = choose_best(acceptance, runs, 2)
+    assert (repeated_choice.K, repeated_choice.indistinguishable) == (
+        report["best"]["K"],
+        report["best"]["not_told_apart"],
     )
     assert [row["behind_best_error"] for row in rows] == pytest.approx(
-        [error * 1e3 for error in again.gap_errors]
+        [error * 1e3 for error in repeated_choice.gap_errors]
     )
     assert [row["K"] for row in rows] == [0, 1, 2]
     assert [row["acceptance_length"] for row in rows] == pytest.approx(
-        predicted_lengths(seen["rates"])
+        predicted_lengths(measured["rates"])
     )
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(
@@ -193,8 +200,8 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
                 2e3 * point["asked_length"]
             )
     best = max(rows, key=lambda row: row["tokens_per_second"])
-    assert found["best"]["K"] == best["K"]
-    assert found["best"]["gain"] == pytest.approx(
+    assert report["best"]["K"] == best["K"]
+    assert report["best"]["gain"] == pytest.approx(
         best["tokens_per_second"] / rows[0]["tokens_per_second"]
     )
 
@@ -204,15 +211,17 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
     # As above, and so compiled already.
     options += ["--batch-size", "2"]
     assert main(["sweep", "ab", *options]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["acceptance"]["rates"] == [1.0, 1.0]
-    assert [row["acceptance_length"] for row in found["sweep"]] == [1.0, 2.0, 3.0]
+    report = json.loads(capsys.readouterr().out)
+    assert report["acceptance"]["rates"] == [1.0, 1.0]
+    assert [row["acceptance_length"] for row in report["sweep"]] == [1.0, 2.0, 3.0]
     # One prompt, and how sure it is of how many steps, whether or not others are told apart.
-    measured = f"{found['acceptance']['num_steps']} steps of 1 prompt"
-    assert measured in report_tables(found)[1][0]
-    for ties, said in [([0, 1], "K = 0 and 1 may be as fast"), ([], "Every other K is slower")]:
-        sentences = " ".join(conclusion(found | {"best": found["best"] | {"not_told_apart": ties}}))
-        assert said in sentences
+    measured = f"{report['acceptance']['num_steps']} steps of 1 prompt"
+    assert measured in report_tables(report)[1][0]
+    for ties, sentence in [([0, 1], "K = 0 and 1 may be as fast"), ([], "Every other K is slower")]:
+        sentences = " ".join(
+            conclusion(report | {"best": report["best"] | {"not_told_apart": ties}})
+        )
+        assert sentence in sentences
         assert re.search(rf"measured over {measured}\b", sentences)
         assert "1 prompts" not in sentences
 
@@ -220,7 +229,7 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
 def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
     """A model that counts to 5 and drafts for itself: all is accepted, past the 5 as well."""
     table = np.tile(20 * np.roll(np.eye(6), 1, axis=1), (6, 1, 1))
-    work = Workload(
+    workload = Workload(
         target=bigrams.model(table),
         drafter=specjax.model_drafter(bigrams.model(table)),
         prompts=[[0], [1], [2], [3]],
@@ -235,7 +244,7 @@ def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
         num_steps=1,
         num_rounds=2,
     )
-    acceptance = measure_acceptance(work, 3, lambda stage: None)
+    acceptance = measure_acceptance(workload, 3, lambda stage: None)
     # One token comes before the first step: 4, 3, 2 and 1 are left.
     assert acceptance.num_accepted == [[3], [2], [1], [0]]
 
@@ -284,12 +293,12 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(capsys
 
 
 def test_logits_that_turn_invalid_are_a_sentence(capsys, tmp_path):
-    broken = write(tmp_path / "broken", TARGET, 0, scale=float("nan"))
+    broken = write_model(tmp_path / "broken", TARGET, 0, scale=float("nan"))
     assert main(["sweep", "ab", "--target", broken, *SMALLER]) == 1
     assert capsys.readouterr() == ("", "specjax: the target's logits turned invalid.\n")
 
 
-def refused(capsys, out):
+def refuse_plot(capsys, out):
     """What is said of an --out, on models that are not even there."""
     assert main(["sweep", "--target", "/no/such/folder", "--out", str(out)]) == 2
     captured = capsys.readouterr()
@@ -301,26 +310,28 @@ def refused(capsys, out):
 def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_read(capsys, tmp_path):
     folder = tmp_path / "folder.png"
     folder.mkdir()
-    assert f"--out is {folder}, which is a folder" in refused(capsys, folder)
+    assert f"--out is {folder}, which is a folder" in refuse_plot(capsys, folder)
     dangling = tmp_path / "dangling.svg"
     dangling.symlink_to(tmp_path / "nowhere" / "a.svg")
-    assert f"--out is {dangling}, which cannot be written: " in refused(capsys, dangling)
+    assert f"--out is {dangling}, which cannot be written: " in refuse_plot(capsys, dangling)
     long = tmp_path / ("a" * 300 + ".png")
-    assert f"--out is {long}, which cannot be written: " in refused(capsys, long)
+    assert f"--out is {long}, which cannot be written: " in refuse_plot(capsys, long)
     if os.path.isdir("/proc/self"):
-        assert "--out is /proc/a.png, which cannot be written: " in refused(capsys, "/proc/a.png")
+        assert "--out is /proc/a.png, which cannot be written: " in refuse_plot(
+            capsys, "/proc/a.png"
+        )
     if os.getuid():
         (folder / "old.png").write_bytes(b"old")
         folder.chmod(0o500)
         for name in ("a.png", "old.png"):
-            assert "which cannot be written: " in refused(capsys, folder / name)
+            assert "which cannot be written: " in refuse_plot(capsys, folder / name)
 
 
 def test_asking_whether_a_plot_can_be_written_leaves_what_is_there(capsys, tmp_path):
     old, absent = tmp_path / "old.png", tmp_path / "absent.png"
     old.write_bytes(b"old")
     for out in (old, absent):
-        assert "/no/such/folder" in refused(capsys, out)
+        assert "/no/such/folder" in refuse_plot(capsys, out)
     assert old.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["old.png"]
 
@@ -336,7 +347,7 @@ def test_a_plot_that_fails_takes_neither_the_measurement_nor_the_old_plot(
 
         def fills(*arguments, **options):
             draw(*arguments, **options)
-            full.enter_context(no_file_beyond(1000))
+            full.enter_context(limit_file_size(1000))
 
         monkeypatch.setattr(Figure, "savefig", fills)
         out.parent.mkdir()
@@ -344,7 +355,7 @@ def test_a_plot_that_fails_takes_neither_the_measurement_nor_the_old_plot(
         assert main(["sweep", "ab", *pair, *SMALLER, "--json", "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["best"]
-    said = f"specjax: --out {out} cannot be written: {os.strerror(errno.EFBIG)}.\n"
-    assert captured.err == said
+    sentence = f"specjax: --out {out} cannot be written: {os.strerror(errno.EFBIG)}.\n"
+    assert captured.err == sentence
     assert out.read_bytes() == b"old"
     assert os.listdir(out.parent) == ["sweep.png"]

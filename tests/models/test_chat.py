@@ -34,30 +34,30 @@ SPECIAL = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}
 
 
 def tokenizer(*added):
-    words = ["<s>", "</s>", "<user>", "<a>", "a", "b", " ", *added]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: n for n, word in enumerate(words)}, [])
+    vocabulary = ["<s>", "</s>", "<user>", "<a>", "a", "b", " ", *added]
+    bpe = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: n for n, word in enumerate(vocabulary)}, [])
     )
-    made.add_special_tokens(words[:4])
-    made.post_processor = tokenizers.processors.TemplateProcessing(
+    bpe.add_special_tokens(vocabulary[:4])
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
-    return made
+    return bpe
 
 
-def folder_of(path, **settings):
+def write_settings(path, **settings):
     path.mkdir(exist_ok=True)
     (path / "tokenizer_config.json").write_text(json.dumps(SPECIAL | settings))
     return path
 
 
 def test_a_template_is_found_where_transformers_4_and_5_put_it(tmp_path):
-    said = "<s><user>ab ba</s><a>"
-    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    for template in (TEMPLATE, named):
-        assert chat_prompt(folder_of(tmp_path, chat_template=template), HELLO) == said
+    prompt = "<s><user>ab ba</s><a>"
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    for template in (TEMPLATE, templates):
+        assert chat_prompt(write_settings(tmp_path, chat_template=template), HELLO) == prompt
     (tmp_path / "chat_template.jinja").write_text("file: " + TEMPLATE)
-    assert chat_prompt(tmp_path, HELLO) == "file:" + said
+    assert chat_prompt(tmp_path, HELLO) == "file:" + prompt
 
 
 def test_a_template_has_what_transformers_gives_it(tmp_path):
@@ -89,7 +89,7 @@ def test_a_template_has_what_transformers_gives_it(tmp_path):
 )
 def test_what_a_template_cannot_do_is_said(tmp_path, settings, sentence):
     with pytest.raises(ValueError, match=sentence) as refusal:
-        chat_prompt(folder_of(tmp_path, **settings), HELLO)
+        chat_prompt(write_settings(tmp_path, **settings), HELLO)
     assert str(tmp_path) in str(refusal.value)
 
 
@@ -121,11 +121,11 @@ def test_settings_that_are_no_settings_are_refused(tmp_path):
 # Through the command -----------------------------------------------------------------------------
 
 
-def write(path, size, seed, *added):
+def write_model(path, size, seed, *added):
     config = dataclasses.replace(CONFIG, vocab_size=size)
     params = jax.tree.map(lambda a: a * jnp.float32(12), build(config, seed=seed).params)
     save(path, params, config, tokenizer(*added), dtype="float32")
-    return str(folder_of(path, chat_template=TEMPLATE))
+    return str(write_settings(path, chat_template=TEMPLATE))
 
 
 def generate(capsys, *options):
@@ -135,25 +135,25 @@ def generate(capsys, *options):
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(tmp_path, monkeypatch):
+def _use_own_compilation_cache(tmp_path, monkeypatch):
     # Else the command turns on the user's cache, for all tests that follow in this process.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture
 def target(tmp_path):
-    return write(tmp_path / "target", 16, 0)
+    return write_model(tmp_path / "target", 16, 0)
 
 
 def test_a_message_is_put_into_the_template_and_encoded_as_it_stands(capsys, target):
     prompt = chat_prompt(target, HELLO)
     ids = load_tokenizer(target).encode(prompt, add_special_tokens=False).ids
     assert ids == [0, 2, 4, 5, 6, 5, 4, 1, 3]
-    found = generate(capsys, "ab ba ", "--chat", "--target", target, "--draft", "none")
-    assert found["num_prompt_tokens"] == len(ids)
+    output = generate(capsys, "ab ba ", "--chat", "--target", target, "--draft", "none")
+    assert output["num_prompt_tokens"] == len(ids)
     # The same tokens as text: the tokenizer adds the first of them.
     text = generate(capsys, prompt.removeprefix("<s>"), "--target", target, "--draft", "none")
-    assert found["token_ids"] == text["token_ids"]
+    assert output["token_ids"] == text["token_ids"]
 
 
 def test_a_folder_that_does_not_chat_is_refused(capsys, monkeypatch):
@@ -163,16 +163,16 @@ def test_a_folder_that_does_not_chat_is_refused(capsys, monkeypatch):
 
 @pytest.mark.parametrize("size", [12, 24])
 def test_a_draft_may_have_a_head_padded_to_another_size(capsys, tmp_path, target, size):
-    draft = write(tmp_path / "draft", size, 1)
+    draft = write_model(tmp_path / "draft", size, 1)
     for temperature in ("0", "1"):
         options = ["ab", "--target", target, "--temperature", temperature]
-        found = generate(capsys, *options, "--draft", draft)
-        assert sum(found["metrics"]["num_drafted"])
+        output = generate(capsys, *options, "--draft", draft)
+        assert sum(output["metrics"]["num_drafted"])
         if temperature == "0":
-            assert found["token_ids"] == generate(capsys, *options, "--draft", "none")["token_ids"]
+            assert output["token_ids"] == generate(capsys, *options, "--draft", "none")["token_ids"]
 
 
 def test_a_draft_of_another_tokenizer_is_refused(capsys, tmp_path, target):
-    draft = write(tmp_path / "draft", 16, 1, "c")
-    said = generate(capsys, "ab", "--target", target, "--draft", draft)
-    assert "have different vocabularies (8 and 7 tokens); a draft needs the target's" in said
+    draft = write_model(tmp_path / "draft", 16, 1, "c")
+    error = generate(capsys, "ab", "--target", target, "--draft", draft)
+    assert "have different vocabularies (8 and 7 tokens); a draft needs the target's" in error

@@ -57,8 +57,8 @@ def test_a_saved_model_is_read_back_bit_for_bit(tmp_path, tied):
     config = TransformerConfig(32, 16, 24, 2, 4, 1, 4, tie_word_embeddings=tied)
     model = build(config, seed=1)
     save(tmp_path, model.params, config, tokenizer(), dtype="float32")
-    again, found = load(tmp_path, "float32")
-    assert found == config
+    again, loaded_config = load(tmp_path, "float32")
+    assert loaded_config == config
     assert (again.init_cache, again.apply, again.logits) == tuple(
         getattr(model, name) for name in ("init_cache", "apply", "logits")
     )
@@ -105,8 +105,12 @@ def llama(tensors, token_ids):
         k, v = (np.repeat(a, group, axis=0) for a in (rotate(k), v))
         scores = rotate(q) @ k.transpose(0, 2, 1) / np.sqrt(size)
         scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        y = (shares / shares.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(length, -1)
+        exp_scores = np.exp(scores - scores.max(-1, keepdims=True))
+        y = (
+            (exp_scores / exp_scores.sum(-1, keepdims=True) @ v)
+            .transpose(1, 0, 2)
+            .reshape(length, -1)
+        )
         x = x + y @ weights[layer + "self_attn.o_proj.weight"].T
         y = norm(x, layer + "post_attention_layernorm.weight")
         gate, up = (y @ weights[f"{layer}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
@@ -133,10 +137,14 @@ def test_a_checkpoint_is_bfloat16_and_read_as_asked(tmp_path):
     save(tmp_path, build(CONFIG).params, CONFIG, tokenizer())
     assert load_config(tmp_path).dtype == "bfloat16"
     default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    for asked, given in ((None, default), ("bfloat16", "bfloat16"), ("float32", "float32")):
+    for asked, expected_dtype in (
+        (None, default),
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+    ):
         model, config = load(tmp_path, asked)
-        assert config.dtype == given
-        assert model.params["embedding"].dtype == jnp.dtype(given)
+        assert config.dtype == expected_dtype
+        assert model.params["embedding"].dtype == jnp.dtype(expected_dtype)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -149,9 +157,9 @@ def test_a_missing_file_is_named(folder, name):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere is not a folder"):
         load(tmp_path / "nowhere")
-    for reads in (load, load_config, load_tokenizer):
+    for read in (load, load_config, load_tokenizer):
         with pytest.raises(ValueError, match="the name of the folder is empty; it needs to be"):
-            reads("")
+            read("")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -308,11 +316,11 @@ def test_absent_and_null_fields_mean_what_they_mean_to_hugging_face(folder):
 
 
 def test_what_ends_a_generation_is_said_beside_the_configuration(folder):
-    said = folder / "generation_config.json"
-    for ends, expected in (([0, 7], (0, 7)), (9, (9,)), (None, (0, 5))):
-        said.write_text(json.dumps({"eos_token_id": ends, "top_k": 20}))
+    path = folder / "generation_config.json"
+    for eos_token_ids, expected in (([0, 7], (0, 7)), (9, (9,)), (None, (0, 5))):
+        path.write_text(json.dumps({"eos_token_id": eos_token_ids, "top_k": 20}))
         assert load_config(folder).eos_token_ids == expected
-    said.write_text(json.dumps({"eos_token_id": "x"}))
+    path.write_text(json.dumps({"eos_token_id": "x"}))
     with pytest.raises(ValueError, match=r"generation_config\.json has eos_token_id 'x'; it needs"):
         load_config(folder)
 
@@ -339,20 +347,20 @@ UNREAD = {
 @pytest.mark.parametrize("name", UNREAD.values(), ids=UNREAD)
 def test_a_tensor_that_is_not_read_is_refused(folder, name):
     file = folder / "model.safetensors"
-    held = load_file(file)
-    save_file(held | {name: jnp.ones(24)}, file)
+    tensors = load_file(file)
+    save_file(tensors | {name: jnp.ones(24)}, file)
     sentence = f"{file} holds {name}; config.json asks for no such tensor, but the logits may"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
         load(folder)
-    save_file(held | {name: jnp.ones(24), "other": jnp.ones(1)}, file)
+    save_file(tensors | {name: jnp.ones(24), "other": jnp.ones(1)}, file)
     with pytest.raises(ValueError, match=r"holds .*, and 1 more that are not read; config"):
         load(folder)
 
 
 def test_a_tensor_that_the_index_leaves_out_is_refused_too(folder):
-    names, _ = in_parts(folder)
-    own = load_file(folder / names[1])
-    save_file(own | {"lm_head.weight": jnp.ones((48, 24))}, folder / names[1])
+    names, _ = split_into_shards(folder)
+    tensors = load_file(folder / names[1])
+    save_file(tensors | {"lm_head.weight": jnp.ones((48, 24))}, folder / names[1])
     with pytest.raises(ValueError, match=f"{names[1]} holds lm_head.weight; config.json asks for"):
         load(folder)
 
@@ -369,16 +377,16 @@ def test_buffers_of_rotary_embeddings_are_left_out(folder):
 def test_the_sight_of_a_model_that_sees_is_left_out_and_nothing_else(folder, outer):
     before, _ = load(folder, "float32")
     inner = "model." if outer == "language_model." else ""
-    seen = "" if outer == "language_model." else "model."
-    held = {
+    vision_prefix = "" if outer == "language_model." else "model."
+    tensors = {
         name.replace("model.", outer + inner, 1): array
         for name, array in load_file(folder / "model.safetensors").items()
     }
     for name in ("vision_tower.patch.weight", "multi_modal_projector.mm_input_projection_weight"):
-        held[seen + name] = jnp.ones(3)
-    save_file(held, folder / "model.safetensors")
+        tensors[vision_prefix + name] = jnp.ones(3)
+    save_file(tensors, folder / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, load(folder, "float32")[0].params, before.params)
-    save_file(held | {"audio_tower.patch.weight": jnp.ones(3)}, folder / "model.safetensors")
+    save_file(tensors | {"audio_tower.patch.weight": jnp.ones(3)}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds audio_tower\.patch\.weight; config.json asks for"):
         load(folder)
 
@@ -396,12 +404,12 @@ size 12345
 """
 
 
-def chat(folder):
+def render_chat(folder):
     return chat_prompt(folder, [{"role": "user", "content": "a"}])
 
 
 @pytest.mark.parametrize(
-    ("name", "reads"),
+    ("name", "read"),
     [
         ("config.json", load),
         ("generation_config.json", load),
@@ -409,18 +417,18 @@ def chat(folder):
         ("model-00001-of-00002.safetensors", load),
         ("model.safetensors.index.json", load),
         ("tokenizer.json", load_tokenizer),
-        ("tokenizer_config.json", chat),
-        ("chat_template.jinja", chat),
+        ("tokenizer_config.json", render_chat),
+        ("chat_template.jinja", render_chat),
     ],
 )
-def test_what_git_lfs_did_not_download_is_named_with_its_remedy(folder, name, reads):
+def test_what_git_lfs_did_not_download_is_named_with_its_remedy(folder, name, read):
     if "model-" in name or "index" in name:
-        in_parts(folder)
+        split_into_shards(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / name).write_text(POINTER)
     sentence = f"{folder / name} is a Git LFS pointer, not the file itself; run `git l"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}fs pull` in its folder"):
-        reads(folder)
+        read(folder)
 
 
 def test_quantised_weights_are_not_read_as_numbers(folder):
@@ -431,10 +439,10 @@ def test_quantised_weights_are_not_read_as_numbers(folder):
         load(folder)
 
 
-def add_head(folder, turn):
+def add_tied_head(folder, change):
     """Puts a head beside the embedding to which it is tied, and returns its values."""
     tensors = load_file(folder / "model.safetensors")
-    head = turn(tensors["model.embed_tokens.weight"])
+    head = change(tensors["model.embed_tokens.weight"])
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
     return head
 
@@ -447,11 +455,11 @@ LAST_CHANGED = {
 }
 
 
-@pytest.mark.parametrize("turn", LAST_CHANGED.values(), ids=LAST_CHANGED)
-@pytest.mark.parametrize("piece", [2**22, 7])
-def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, turn, piece):
-    monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", piece)
-    head = add_head(folder, turn)
+@pytest.mark.parametrize("change", LAST_CHANGED.values(), ids=LAST_CHANGED)
+@pytest.mark.parametrize("chunk", [2**22, 7])
+def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, change, chunk):
+    monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", chunk)
+    head = add_tied_head(folder, change)
     sentence = (
         f"{folder / 'model.safetensors'} holds lm_head.weight, which differs from "
         "model.embed_tokens.weight, to which config.json ties it; set tie_word_embeddings to false "
@@ -470,58 +478,60 @@ def test_a_tied_head_that_is_the_embedding_changes_nothing(tmp_path, monkeypatch
     save(tmp_path, build(CONFIG).params, CONFIG, tokenizer(), dtype="bfloat16")
     without, _ = load(tmp_path)
     monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", 100)
-    add_head(tmp_path, lambda a: a.astype(dtype))
+    add_tied_head(tmp_path, lambda a: a.astype(dtype))
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path)[0].params, without.params)
 
 
-def in_parts(folder):
+def split_into_shards(folder):
     """The same folder with its tensors in two files and an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    places = {tensor: names[place % 2] for place, tensor in enumerate(sorted(tensors))}
+    weight_map = {tensor: names[place % 2] for place, tensor in enumerate(sorted(tensors))}
     for name in names:
-        save_file({t: tensors[t] for t, place in places.items() if place == name}, folder / name)
+        save_file(
+            {t: tensors[t] for t, place in weight_map.items() if place == name}, folder / name
+        )
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return names, index
 
 
 def test_weights_in_several_files_are_those_in_one(folder):
     whole, _ = load(folder, "float32")
-    in_parts(folder)
-    parts, _ = load(folder, "float32")
-    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+    split_into_shards(folder)
+    sharded, _ = load(folder, "float32")
+    jax.tree.map(np.testing.assert_array_equal, sharded.params, whole.params)
 
 
 def test_a_tensor_is_read_from_the_part_that_the_index_names(folder):
     whole, _ = load(folder, "float32")
-    names, index = in_parts(folder)
-    places = json.loads(index.read_text())["weight_map"]
+    names, index = split_into_shards(folder)
+    weight_map = json.loads(index.read_text())["weight_map"]
     # Stale ones in every part that the index does not name for them.
     for name in names:
-        own = load_file(folder / name)
-        stale = {t: jnp.full((3,), 7.0) for t, place in places.items() if place != name}
-        save_file(own | stale, folder / name)
-    parts, _ = load(folder, "float32")
-    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+        tensors = load_file(folder / name)
+        stale = {t: jnp.full((3,), 7.0) for t, place in weight_map.items() if place != name}
+        save_file(tensors | stale, folder / name)
+    sharded, _ = load(folder, "float32")
+    jax.tree.map(np.testing.assert_array_equal, sharded.params, whole.params)
 
 
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
 )
 def test_an_index_that_names_the_wrong_part_for_a_tensor_is_refused(folder, name):
-    names, index = in_parts(folder)
-    places = json.loads(index.read_text())["weight_map"]
-    wrong = next(part for part in names if part != places[name])
-    index.write_text(json.dumps({"weight_map": places | {name: wrong}}))
+    names, index = split_into_shards(folder)
+    weight_map = json.loads(index.read_text())["weight_map"]
+    wrong = next(part for part in names if part != weight_map[name])
+    index.write_text(json.dumps({"weight_map": weight_map | {name: wrong}}))
     sentence = f"{index} names '{wrong}' for the tensor {name}, which that file does not hold."
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         load(folder)
 
 
 def test_a_part_that_is_missing_or_garbage_is_named(folder):
-    names, index = in_parts(folder)
+    names, index = split_into_shards(folder)
     (folder / names[0]).write_bytes(b"garbage, not a file of this kind")
     with pytest.raises(ValueError, match=f"{names[0]} cannot be read as safetensors"):
         load(folder)
@@ -535,7 +545,7 @@ def test_a_part_that_is_missing_or_garbage_is_named(folder):
 
 
 def test_an_index_names_no_file_outside_its_folder(folder):
-    _, index = in_parts(folder)
+    _, index = split_into_shards(folder)
     (folder.parent / "other.safetensors").write_bytes(b"")
     for name in ("../other.safetensors", str(folder.parent / "other.safetensors"), "", "..", 3):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
@@ -555,15 +565,15 @@ def test_parameters_outlive_their_file(folder):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_load_that_takes_long_shows_a_bar_on_a_terminal(folder, monkeypatch, terminal):
-    shown = io.StringIO()
-    monkeypatch.setattr(shown, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", shown)
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("TERM", "xterm-256color")
     load(folder)
-    assert not shown.getvalue(), "a short load shows nothing"
+    assert not stderr.getvalue(), "a short load shows nothing"
     monkeypatch.setattr("specjax.models.hf.progress._SECONDS_BEFORE_BAR", 0.0)
     load(folder)
-    assert ("loading model" in shown.getvalue()) is terminal
+    assert ("loading model" in stderr.getvalue()) is terminal
 
 
 def test_a_configuration_nested_without_end_is_refused(folder):
