@@ -35,26 +35,31 @@ def add_sweep_command(commands: Any) -> None:
         "largest K. K = 0 is plain decoding.",
         allow_abbrev=False,
     )
-    models = command.add_argument_group("prompts and models")
-    models.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
-    models.add_argument(
+    _add_model_options(command.add_argument_group("prompts and models"))
+    _add_decoding_options(command.add_argument_group("decoding of the prompts"))
+    _add_measurement_options(command.add_argument_group("sweep"))
+
+
+def _add_model_options(group: Any) -> None:
+    group.add_argument("prompt", nargs="*", help="texts to continue; default: four built-in ones")
+    group.add_argument(
         "--prompt-file",
         metavar="FILE",
         nargs="+",
         action="extend",
         help="read a prompt from each FILE",
     )
-    models.add_argument(
+    group.add_argument(
         "--chat",
         action="store_true",
         help="treat prompts as users' messages and apply the target's chat template",
     )
-    models.add_argument(
+    group.add_argument(
         "--target",
         metavar="DIR",
         help="Hugging Face folder; default: the target that ships with specjax",
     )
-    models.add_argument(
+    group.add_argument(
         "--draft",
         metavar="DIR|head|ngram",
         help="DIR: folder of a draft model with the target's tokenizer, or of a draft head (a "
@@ -63,42 +68,44 @@ def add_sweep_command(commands: Any) -> None:
         "ngram: prompt lookup, which copies earlier text. Default: the draft model that ships with "
         "specjax, or ngram if --target is given",
     )
-    decoding = command.add_argument_group("decoding of the prompts")
-    decoding.add_argument(
+
+
+def _add_decoding_options(group: Any) -> None:
+    group.add_argument(
         "--max-new-tokens",
         type=int,
         default=128,
         metavar="N",
         help="tokens per prompt; default: 128",
     )
-    decoding.add_argument(
+    group.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="T",
         help="sampling temperature, 0 is greedy; default: 0.8",
     )
-    decoding.add_argument(
-        "--seed", type=int, default=0, help="random seed in [0, 2**32); default: 0"
-    )
-    decoding.add_argument(
+    group.add_argument("--seed", type=int, default=0, help="random seed in [0, 2**32); default: 0")
+    group.add_argument(
         "--draft-sample-method",
         default="probabilistic",
         metavar="METHOD",
         help="probabilistic: sample drafted tokens; greedy: draft the most probable; default: "
         "probabilistic",
     )
-    sweep = command.add_argument_group("sweep")
+
+
+def _add_measurement_options(group: Any) -> None:
     for name, (letter, default, _, _, text) in _NUMBER_OPTIONS.items():
         option = "--" + name.replace("_", "-")
         help_text = f"{text}; default: {default}"
-        sweep.add_argument(option, type=int, default=default, metavar=letter, help=help_text)
-    sweep.add_argument(
+        group.add_argument(option, type=int, default=default, metavar=letter, help=help_text)
+    group.add_argument(
         "--out",
         metavar="FILE",
         help="plot tokens per second against acceptance length into a .png, .svg or .pdf file",
     )
-    sweep.add_argument(
+    group.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
 

@@ -27,10 +27,10 @@ __all__ = [
     "MeasuredPoint",
     "StepTimes",
     "Workload",
+    "buffer_tokens",
     "measure_acceptance",
     "measure_steps",
     "num_stages",
-    "buffer_tokens",
 ]
 
 # Prompts are padded to a multiple of this.
