@@ -175,5 +175,5 @@ def test_the_cache_may_be_bfloat16(config):
 def test_heads_that_cannot_share_keys_are_refused():
     with pytest.raises(ValueError, match="multiple of num_key_value_heads"):
         dataclasses.replace(CONFIG, num_key_value_heads=3)
-    with pytest.raises(ValueError, match="head_dim is 5; rotary embeddings need it even"):
+    with pytest.raises(ValueError, match="head_dim is 5; it needs to be even"):
         dataclasses.replace(CONFIG, head_dim=5)
