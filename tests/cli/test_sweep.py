@@ -97,7 +97,7 @@ def test_drafts_that_never_pay_leave_plain_decoding_best_and_ties_are_named():
     assert (noisy_choice.K, noisy_choice.indistinguishable) == (2, [1])
 
 
-def test_what_few_steps_leave_open_many_decide():
+def test_many_steps_decide_what_few_leave_open():
     # Two runs of seven and twelve steps of one pair: alone, each was sure of its own answer.
     seconds = [[2.187e-3], [4.072e-3], [4.772e-3], [4.836e-3], [5.296e-3]]
     for num_accepted, K in [([0, 0, 4, 3, 4, 4, 4], 4), ([2, 1, 3, 1, 0, 0, 0, 0, 1, 2, 0, 1], 0)]:

@@ -60,7 +60,7 @@ def test_a_template_is_found_where_transformers_4_and_5_put_it(tmp_path):
     assert chat_prompt(tmp_path, HELLO) == "file:" + prompt
 
 
-def test_a_template_has_what_transformers_gives_it(tmp_path):
+def test_a_template_has_the_filters_and_globals_of_transformers(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
@@ -87,13 +87,13 @@ def test_a_template_has_what_transformers_gives_it(tmp_path):
         ({"chat_template": "{% include 'config.json' %}"}, "cannot render"),
     ],
 )
-def test_what_a_template_cannot_do_is_said(tmp_path, settings, sentence):
+def test_a_template_that_fails_is_refused_by_its_folder(tmp_path, settings, sentence):
     with pytest.raises(ValueError, match=sentence) as refusal:
         chat_prompt(write_settings(tmp_path, **settings), HELLO)
     assert str(tmp_path) in str(refusal.value)
 
 
-def test_a_folder_that_is_not_there_is_not_one_that_does_not_chat(tmp_path):
+def test_a_missing_folder_is_told_from_one_without_a_template(tmp_path):
     with pytest.raises(ValueError, match="nowhere is not a folder; it needs to be a Hugging Face"):
         chat_prompt(tmp_path / "nowhere", HELLO)
     with pytest.raises(ValueError, match="the name of the folder is empty; it needs to be that"):
@@ -107,7 +107,7 @@ def test_messages_that_are_no_list_of_messages_are_refused(tmp_path, messages):
         chat_prompt(tmp_path, messages)
 
 
-def test_settings_that_are_no_settings_are_refused(tmp_path):
+def test_unreadable_settings_are_refused(tmp_path):
     for content, sentence in (("x", "is not valid JSON"), ("[]", "holds no JSON object")):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(ValueError, match=sentence):

@@ -118,7 +118,7 @@ def llama(tensors, token_ids):
     return norm(x, "model.norm.weight") @ weights["model.embed_tokens.weight"].T
 
 
-def test_a_folder_means_what_it_means_to_llama(tmp_path):
+def test_a_loaded_model_computes_the_logits_of_llama(tmp_path):
     params = jax.tree.map(lambda a: a * 8, build(CONFIG, seed=2).params)
     save(tmp_path, params, CONFIG, tokenizer(), dtype="float32")
     model, _ = load(tmp_path, "float32")
@@ -287,7 +287,7 @@ def test_scaled_rotary_embeddings_are_refused_wherever_they_are_asked_for(
         load_config(folder)
 
 
-def test_absent_and_null_fields_mean_what_they_mean_to_hugging_face(folder):
+def test_absent_and_null_fields_have_the_defaults_of_hugging_face(folder):
     path = folder / "config.json"
     fields = json.loads(path.read_text())
     for name in (
@@ -315,7 +315,7 @@ def test_absent_and_null_fields_mean_what_they_mean_to_hugging_face(folder):
     assert load_config(folder) == dataclasses.replace(expected, rope_theta=500.0, dtype="float16")
 
 
-def test_what_ends_a_generation_is_said_beside_the_configuration(folder):
+def test_eos_tokens_are_read_from_the_generation_config(folder):
     path = folder / "generation_config.json"
     for eos_token_ids, expected in (([0, 7], (0, 7)), (9, (9,)), (None, (0, 5))):
         path.write_text(json.dumps({"eos_token_id": eos_token_ids, "top_k": 20}))
@@ -339,7 +339,7 @@ UNREAD = {
     "a norm": "model.layers.1.self_attn.q_norm.weight",
     "a bias of the head": "lm_head.bias",
     "what makes it a classifier": "score.weight",
-    "the sight of a model that sees nothing": "vision_tower.patch.weight",
+    "vision of a text model": "vision_tower.patch.weight",
     "nearly a buffer": "model.layers.0.self_attn.rotary_emb.weight",
 }
 
@@ -374,7 +374,7 @@ def test_buffers_of_rotary_embeddings_are_left_out(folder):
 
 
 @pytest.mark.parametrize("outer", ["language_model.", "model.language_model."])
-def test_the_sight_of_a_model_that_sees_is_left_out_and_nothing_else(folder, outer):
+def test_only_the_vision_tensors_of_a_multimodal_model_are_left_out(folder, outer):
     before, _ = load(folder, "float32")
     inner = "model." if outer == "language_model." else ""
     vision_prefix = "" if outer == "language_model." else "model."
@@ -421,7 +421,7 @@ def render_chat(folder):
         ("chat_template.jinja", render_chat),
     ],
 )
-def test_what_git_lfs_did_not_download_is_named_with_its_remedy(folder, name, read):
+def test_a_git_lfs_pointer_is_named_with_its_remedy(folder, name, read):
     if "model-" in name or "index" in name:
         split_into_shards(folder)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -440,7 +440,7 @@ def test_quantised_weights_are_not_read_as_numbers(folder):
 
 
 def add_tied_head(folder, change):
-    """Puts a head beside the embedding to which it is tied, and returns its values."""
+    """Adds a head that is tied to the embedding, and returns its values."""
     tensors = load_file(folder / "model.safetensors")
     head = change(tensors["model.embed_tokens.weight"])
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
@@ -457,7 +457,7 @@ LAST_CHANGED = {
 
 @pytest.mark.parametrize("change", LAST_CHANGED.values(), ids=LAST_CHANGED)
 @pytest.mark.parametrize("chunk", [2**22, 7])
-def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, change, chunk):
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(folder, monkeypatch, change, chunk):
     monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", chunk)
     head = add_tied_head(folder, change)
     sentence = (
@@ -474,7 +474,7 @@ def test_a_tied_head_that_is_another_matrix_is_refused(folder, monkeypatch, chan
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tied_head_that_is_the_embedding_changes_nothing(tmp_path, monkeypatch, dtype):
+def test_a_tied_head_that_equals_the_embedding_changes_nothing(tmp_path, monkeypatch, dtype):
     save(tmp_path, build(CONFIG).params, CONFIG, tokenizer(), dtype="bfloat16")
     without, _ = load(tmp_path)
     monkeypatch.setattr("specjax.models.hf.mapped_tensors._COMPARE_CHUNK", 100)
@@ -483,7 +483,7 @@ def test_a_tied_head_that_is_the_embedding_changes_nothing(tmp_path, monkeypatch
 
 
 def split_into_shards(folder):
-    """The same folder with its tensors in two files and an index."""
+    """Splits the tensors of a folder into two files and an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -590,14 +590,14 @@ def test_a_dtype_that_no_model_has_is_refused(folder, asked):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_a_dtype_is_asked_for_as_jax_asks_for_it(folder, name):
+def test_a_dtype_is_given_as_jax_takes_it(folder, name):
     for asked in (getattr(jnp, name), jnp.dtype(name), jnp.zeros(1, name).dtype):
         model, config = load(folder, asked)
         assert config == load(folder, name)[1]
         assert model.params["embedding"].dtype == jnp.dtype(name)
 
 
-def test_the_lengths_of_a_training_neither_cut_nor_fill_a_prompt(folder):
+def test_lengths_in_the_tokenizer_neither_truncate_nor_pad_a_prompt(folder):
     trained = tokenizer()
     trained.enable_truncation(2)
     trained.enable_padding(length=8)

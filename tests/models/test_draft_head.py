@@ -1,4 +1,4 @@
-"""The head: what it drafts is what it was trained to draft, and the text is the target's."""
+"""The draft head: decoding drafts as training unrolls, and the text is the target's."""
 
 import dataclasses
 import importlib
@@ -132,7 +132,7 @@ def test_a_request_drafts_the_same_in_any_place_and_beside_one_that_ended(target
         assert ended == text[:length] + written[: [*written, end].index(end) + 1]
 
 
-def test_the_head_sees_its_window_and_no_further(target, head):
+def test_the_head_attends_to_its_window_and_no_further(target, head):
     ids = jax.random.randint(jax.random.key(2), (1, 20), 0, TARGET.vocab_size, jnp.int32)
     table = target.params["embedding"]
     hidden = causal_hidden(TARGET, target.params, ids)
@@ -283,7 +283,7 @@ def test_the_embedded_head_is_accepted_and_a_greedy_text_stays_the_target_s():
     assert metrics.num_accepted[:, 0].sum() / metrics.num_drafted[:, 0].sum() > 0.3
 
 
-def test_the_training_draws_near_to_the_target(tmp_path, monkeypatch):
+def test_training_brings_the_head_near_to_the_target(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     corpus = importlib.import_module("pair.corpus")
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])

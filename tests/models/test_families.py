@@ -36,7 +36,7 @@ MISTRAL = TransformerConfig(
     dtype="bfloat16",
     layer_windows=(4096,) * 32,
 )
-MEANT = {
+EXPECTED = {
     "Llama 2 7B": TransformerConfig(
         *(32000, 4096, 11008, 32, 32, 32, 128, 1e-5, 1e4, False, 4096, 1, (2,), "float16")
     ),
@@ -89,14 +89,14 @@ MEANT = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_configuration_means_this(name):
-    assert read_fields(PUBLISHED[name]) == MEANT[name]
+def test_a_published_configuration_is_read(name):
+    assert read_fields(PUBLISHED[name]) == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_configuration_is_written_so_that_it_is_read_back(name):
-    fields = write_fields(MEANT[name])
-    assert read_fields(fields) == MEANT[name]
+    fields = write_fields(EXPECTED[name])
+    assert read_fields(fields) == EXPECTED[name]
     # Without a window and with nothing else of its own, it is a Llama.
     kind = {"Mistral 7B v0.3": "llama", "Gemma 3 4B": "gemma3_text"}
     assert fields["model_type"] == kind.get(name, PUBLISHED[name]["model_type"])
@@ -106,32 +106,32 @@ def test_a_quantization_of_null_is_none():
     assert read_fields(MISTRAL_7B | {"quantization_config": None}) == MISTRAL
 
 
-def test_a_head_of_its_own_is_said_outside_the_text_model_too():
-    assert MEANT["Gemma 3 4B"].tie_word_embeddings
-    untied = dataclasses.replace(MEANT["Gemma 3 4B"], tie_word_embeddings=False)
+def test_untied_embeddings_are_read_outside_the_text_model_too():
+    assert EXPECTED["Gemma 3 4B"].tie_word_embeddings
+    untied = dataclasses.replace(EXPECTED["Gemma 3 4B"], tie_word_embeddings=False)
     assert read_fields(GEMMA_3_4B | {"tie_word_embeddings": False}) == untied
 
 
-def test_a_mixture_that_no_family_has_is_not_written():
+def test_a_combination_that_no_family_has_is_not_written():
     config = dataclasses.replace(MISTRAL, qk_norm=True, attention_softcap=5.0)
     with pytest.raises(ValueError, match="no supported family has this combination"):
         write_fields(config)
 
 
-def test_the_newer_words_mean_the_same():
-    newer = {k: v for k, v in LLAMA_3_2_1B.items() if k not in ("rope_theta", "rope_scaling")}
-    newer["rope_parameters"] = LLAMA_3_2_1B["rope_scaling"] | {"rope_theta": 5e5}
-    newer["dtype"] = newer.pop("torch_dtype")
-    assert read_fields(newer) == MEANT["Llama 3.2 1B"]
+def test_the_fields_of_transformers_5_are_read():
+    fields = {k: v for k, v in LLAMA_3_2_1B.items() if k not in ("rope_theta", "rope_scaling")}
+    fields["rope_parameters"] = LLAMA_3_2_1B["rope_scaling"] | {"rope_theta": 5e5}
+    fields["dtype"] = fields.pop("torch_dtype")
+    assert read_fields(fields) == EXPECTED["Llama 3.2 1B"]
     gone = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
-    newer = {k: v for k, v in GEMMA_3_1B.items() if k not in gone}
-    newer["layer_types"] = ((["sliding_attention"] * 5 + ["full_attention"]) * 5)[:26]
-    newer["rope_parameters"] = {
+    fields = {k: v for k, v in GEMMA_3_1B.items() if k not in gone}
+    fields["layer_types"] = ((["sliding_attention"] * 5 + ["full_attention"]) * 5)[:26]
+    fields["rope_parameters"] = {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    scaled = dataclasses.replace(MEANT["Gemma 3 1B"], rope_scaling=RopeScaling("linear", 2.0))
-    assert read_fields(newer) == scaled
+    scaled = dataclasses.replace(EXPECTED["Gemma 3 1B"], rope_scaling=RopeScaling("linear", 2.0))
+    assert read_fields(fields) == scaled
 
 
 def test_the_layers_behind_the_first_have_the_window_if_it_is_used():
@@ -202,39 +202,43 @@ CHANGING = {
     "use_parallel_residual": (True, False),
 }
 # Those that a family has; Llama has none.
-WINDOW = {"sliding_window", "layer_types"}
-SEEING = WINDOW | {"query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"}
-CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
-HAD = {
+WINDOW_FIELDS = {"sliding_window", "layer_types"}
+MULTIMODAL_FIELDS = WINDOW_FIELDS | {
+    "query_pre_attn_scalar",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+}
+SOFTCAP_FIELDS = {"attn_logit_softcapping", "final_logit_softcapping"}
+FAMILY_FIELDS = {
     "llama": set(),
-    "mistral": WINDOW,
-    "qwen2": WINDOW,
-    "qwen3": WINDOW,
-    "gemma2": WINDOW | CAPS | {"query_pre_attn_scalar", "sliding_window_pattern"},
-    "gemma3_text": SEEING | {"final_logit_softcapping"},
-    "gemma3": SEEING,
+    "mistral": WINDOW_FIELDS,
+    "qwen2": WINDOW_FIELDS,
+    "qwen3": WINDOW_FIELDS,
+    "gemma2": WINDOW_FIELDS | SOFTCAP_FIELDS | {"query_pre_attn_scalar", "sliding_window_pattern"},
+    "gemma3_text": MULTIMODAL_FIELDS | {"final_logit_softcapping"},
+    "gemma3": MULTIMODAL_FIELDS,
 }
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_a_field_that_changes_logits_and_is_not_read_is_refused(model):
     fields = PUBLISHED[model]
-    for name in CHANGING.keys() - HAD[fields["model_type"]]:
+    for name in CHANGING.keys() - FAMILY_FIELDS[fields["model_type"]]:
         changing, *harmless = CHANGING[name]
-        for value, refused in ((changing, True), *((value, False) for value in harmless)):
+        for value, is_refused in ((changing, True), *((value, False) for value in harmless)):
             change = {name: value}
             if "text_config" in fields:
                 change = {"text_config": fields["text_config"] | change}
-            if not refused:
-                assert read_fields(fields | change) == MEANT[model], (name, value)
+            if not is_refused:
+                assert read_fields(fields | change) == EXPECTED[model], (name, value)
                 continue
             with pytest.raises(ValueError, match=f"{name} .*, which changes the logits and is not"):
                 read_fields(fields | change)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_what_says_nothing_of_the_logits_passes(model):
-    said = {
+def test_fields_that_do_not_change_the_logits_pass(model):
+    fields = {
         "_name_or_path": "here",
         "architectures": ["XForCausalLM"],
         "attention_dropout": 0.1,
@@ -248,39 +252,39 @@ def test_what_says_nothing_of_the_logits_passes(model):
         "transformers_version": "4.46.0",
         "use_cache": False,
     }
-    assert read_fields(PUBLISHED[model] | said) == MEANT[model]
+    assert read_fields(PUBLISHED[model] | fields) == EXPECTED[model]
 
 
 def test_a_window_that_is_switched_off_is_none_where_there_is_a_switch():
-    off = {"use_sliding_window": False, "sliding_window": 4096}
-    assert read_fields(LLAMA_3_2_1B | off) == MEANT["Llama 3.2 1B"]
-    assert read_fields(QWEN_2_5_05B | off) == MEANT["Qwen2.5 0.5B"]
+    switched_off = {"use_sliding_window": False, "sliding_window": 4096}
+    assert read_fields(LLAMA_3_2_1B | switched_off) == EXPECTED["Llama 3.2 1B"]
+    assert read_fields(QWEN_2_5_05B | switched_off) == EXPECTED["Qwen2.5 0.5B"]
     null = {"use_sliding_window": False, "sliding_window": None}
     assert read_fields(MISTRAL_7B | null) == dataclasses.replace(MISTRAL, layer_windows=())
     for fields in (MISTRAL_7B, GEMMA_2_2B):
         with pytest.raises(ValueError, match="use_sliding_window False and sliding_window 4096; m"):
-            read_fields(fields | off)
+            read_fields(fields | switched_off)
 
 
-def test_of_two_gemma_2_layers_one_has_the_window_whatever_is_said():
-    assert read_fields(GEMMA_2_2B | {"sliding_window_pattern": 2}) == MEANT["Gemma 2 2B"]
+def test_every_other_gemma_2_layer_has_the_window_regardless_of_the_pattern():
+    assert read_fields(GEMMA_2_2B | {"sliding_window_pattern": 2}) == EXPECTED["Gemma 2 2B"]
     with pytest.raises(ValueError, match=r"sliding_window_pattern 3, .*; it needs to be 2 or a"):
         read_fields(GEMMA_2_2B | {"sliding_window_pattern": 3})
 
 
-def test_qwen_2_has_its_biases_whatever_is_said():
-    for said in (True, False):
-        assert read_fields(QWEN_2_5_05B | {"attention_bias": said}) == MEANT["Qwen2.5 0.5B"]
+def test_qwen_2_has_its_biases_regardless_of_attention_bias():
+    for bias in (True, False):
+        assert read_fields(QWEN_2_5_05B | {"attention_bias": bias}) == EXPECTED["Qwen2.5 0.5B"]
 
 
-def test_the_older_scaling_takes_the_place_of_the_newer_with_its_base():
+def test_the_older_scaling_replaces_the_newer_with_its_base():
     # Transformers 5 drops the newer words whole.
     both = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
-    assert read_fields(LLAMA_3_2_1B | both) == MEANT["Llama 3.2 1B"]
+    assert read_fields(LLAMA_3_2_1B | both) == EXPECTED["Llama 3.2 1B"]
 
 
 @pytest.mark.parametrize(
-    "named",
+    "architectures",
     [
         ["LlamaForSequenceClassification"],
         ["LlamaModel"],
@@ -291,17 +295,17 @@ def test_the_older_scaling_takes_the_place_of_the_newer_with_its_base():
         3,
     ],
 )
-def test_an_architecture_without_a_head_for_the_next_token_is_refused(named):
+def test_an_architecture_without_a_head_for_the_next_token_is_refused(architectures):
     for fields in (LLAMA_3_2_1B, GEMMA_3_4B):
         with pytest.raises(ValueError, match=r"has architectures .*; a model needs a head for the"):
-            read_fields(fields | {"architectures": named})
+            read_fields(fields | {"architectures": architectures})
 
 
-@pytest.mark.parametrize("named", [None, [], ["LlamaModel", "LlamaForCausalLM"]])
-def test_an_architecture_with_one_or_none_that_is_named_passes(named):
-    assert read_fields(LLAMA_3_2_1B | {"architectures": named}) == MEANT["Llama 3.2 1B"]
-    seeing = GEMMA_3_4B | {"architectures": ["Gemma3ForConditionalGeneration"]}
-    assert read_fields(seeing) == MEANT["Gemma 3 4B"]
+@pytest.mark.parametrize("architectures", [None, [], ["LlamaModel", "LlamaForCausalLM"]])
+def test_an_architecture_that_predicts_tokens_or_is_not_named_passes(architectures):
+    assert read_fields(LLAMA_3_2_1B | {"architectures": architectures}) == EXPECTED["Llama 3.2 1B"]
+    multimodal = GEMMA_3_4B | {"architectures": ["Gemma3ForConditionalGeneration"]}
+    assert read_fields(multimodal) == EXPECTED["Gemma 3 4B"]
 
 
 NUMBER = "it needs to be a positive number"
@@ -385,7 +389,7 @@ LLAMA_3 = LLAMA_3_2_1B["rope_scaling"]
         ({"model_type": "mixtral"}, {}, "model_type 'mixtral'; it needs to be one of"),
     ],
 )
-def test_what_no_family_has_is_refused_in_a_sentence(fields, change, sentence):
+def test_fields_that_no_family_has_are_refused_in_a_sentence(fields, change, sentence):
     with pytest.raises(ValueError, match=sentence) as refusal:
         read_fields(fields | change, "the file")
     assert re.match(r"the file [^\n]*\.$", str(refusal.value))
@@ -404,16 +408,16 @@ def test_scaled_wavelengths_are_those_of_the_paper():
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
     plain = 1e4 ** -(np.arange(0, 32, 2) / 32)
     lengths = 2 * np.pi / plain
-    part = (64 / lengths - 1) / 3
-    between = (1 - part) * plain / 8 + part * plain
-    expected = np.where(lengths > 64, plain / 8, np.where(lengths < 16, plain, between))
+    fraction = (64 / lengths - 1) / 3
+    interpolated = (1 - fraction) * plain / 8 + fraction * plain
+    expected = np.where(lengths > 64, plain / 8, np.where(lengths < 16, plain, interpolated))
     assert len({*np.sign(expected - plain), *np.sign(expected - plain / 8)}) == 3
     cos, sin = rotation(1e4, scaling, 32, jnp.array([[1]]))
     np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0, 0], expected, rtol=1e-5)
     linear = rotation(1e4, RopeScaling("linear", 4.0), 32, jnp.array([[4]]))
-    close = rotation(1e4, None, 32, jnp.array([[1]]))
-    for one, other in zip(linear, close, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    unscaled = rotation(1e4, None, 32, jnp.array([[1]]))
+    for first, second in zip(linear, unscaled, strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -425,18 +429,18 @@ def test_scaled_wavelengths_are_those_of_the_paper():
         dict(sandwich_norms=True, norm_offset=1.0),
     ],
 )
-def test_the_layout_names_every_array_of_a_model_once(features):
+def test_the_weight_entries_name_every_array_of_a_model_once(features):
     config = TransformerConfig(64, 16, 32, 2, 4, 2, 4, **features)
     params = build(config).params
     entries = list(weight_entries(config))
     names = [name for entry in entries for name in entry.names]
     assert len(set(names)) == len(names)
-    held = 0
+    num_parameters = 0
     for entry in entries:
         array = get_path(params, entry.path)
         assert array.size == sum(int(np.prod(shape)) for shape in entry.shapes)
-        held += array.size
-    assert held == sum(a.size for a in _leaves(params))
+        num_parameters += array.size
+    assert num_parameters == sum(a.size for a in _leaves(params))
 
 
 def _leaves(params):

@@ -28,7 +28,7 @@ TINY = TransformerConfig(64, 16, 32, 1, 4, 2, 4)
 
 
 @pytest.fixture
-def pair(monkeypatch):
+def import_pair(monkeypatch):
     """Gives a module of the training by its name."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return lambda name: importlib.import_module(f"pair.{name}")
@@ -39,31 +39,31 @@ def sources(*names):
     return {f"python/{name}": (library / name).read_bytes() for name in names}
 
 
-def brute_share(text, others):
+def brute_force_share(text, others):
     def windows(text):
         return [text[i : i + 64] for i in range(len(text) - 63)]
 
-    known = set(itertools.chain.from_iterable(map(windows, others)))
-    found = [window in known for window in windows(text)]
-    return sum(found) / len(found) if found else 0.0
+    windows_of_others = set(itertools.chain.from_iterable(map(windows, others)))
+    matches = [window in windows_of_others for window in windows(text)]
+    return sum(matches) / len(matches) if matches else 0.0
 
 
-def test_the_script_trains_a_pair_that_loads(pair, tmp_path):
+def test_the_script_trains_a_pair_that_loads(import_pair, tmp_path):
     texts = sources("csv.py", "shlex.py", "textwrap.py", "bisect.py")
     sides = {path: "heldout" if "bisect" in path else "train" for path in texts}
     record = {"packages": [], "files": [{"path": p, "split": s} for p, s in sides.items()]}
     archive, out = tmp_path / "corpus.tar.xz", tmp_path / "out"
-    pair("corpus").write_archive(archive, (texts, record))
+    import_pair("corpus").write_archive(archive, (texts, record))
     sizes = "--tiny --target-steps 7 --draft-steps 4 --batch 4 --length 32 --steps-per-call 2"
     command = [EXAMPLES / "train_pair.py", "--from-archive", archive, "--out", out, *sizes.split()]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", *map(str, command)],
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
     report = json.loads((out / "training.json").read_text(encoding="utf-8"))
     for name, steps in (("target", 8), ("draft", 4)):
@@ -92,14 +92,14 @@ def test_the_script_trains_a_pair_that_loads(pair, tmp_path):
     for name in ("target", "draft"):
         assert heldout[f"{name}_bits_per_byte"] * len(text) < math.log2(512) * (len(ids) + 1)
     assert 0 < heldout["acceptance"] <= 1
-    assert f"{heldout['acceptance']:.4f}" in done.stdout
+    assert f"{heldout['acceptance']:.4f}" in process.stdout
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_training_that_was_stopped_and_continued_gives_the_same_weights(
-    pair, tmp_path, monkeypatch
+    import_pair, tmp_path, monkeypatch
 ):
-    training, losses = pair("training"), pair("losses")
+    training, losses = import_pair("training"), import_pair("losses")
     recipe = training.Recipe(
         steps=6,
         minutes=0.0,
@@ -118,7 +118,7 @@ def test_a_training_that_was_stopped_and_continued_gives_the_same_weights(
         folder.mkdir(exist_ok=True)
         return training.train("toy", TINY, recipe, loss, data, folder)
 
-    straight, log = train(tmp_path / "straight")
+    uninterrupted, log = train(tmp_path / "straight")
     save = training._save
 
     def save_and_stop(path, content):
@@ -134,18 +134,18 @@ def test_a_training_that_was_stopped_and_continued_gives_the_same_weights(
     saved = pickle.loads((tmp_path / "stopped" / "toy.checkpoint").read_bytes())
     assert saved["done"] == 2
     continued, continued_log = train(tmp_path / "stopped")
-    jax.tree.map(np.testing.assert_array_equal, continued, straight)
+    jax.tree.map(np.testing.assert_array_equal, continued, uninterrupted)
     assert continued_log["curve"] == log["curve"]
     assert json.loads(json.dumps(continued_log))["steps"] == 6
     assert [step for step, _ in log["curve"]] == [2, 4, 6]
-    half = saved["state"][0]["embedding"]
-    assert np.abs(half - np.asarray(straight["embedding"])).max() > 1e-3
+    first_weights = saved["state"][0]["embedding"]
+    assert np.abs(first_weights - np.asarray(uninterrupted["embedding"])).max() > 1e-3
 
-    again, _ = train(tmp_path / "stopped")
-    jax.tree.map(np.testing.assert_array_equal, again, straight)
+    repeated, _ = train(tmp_path / "stopped")
+    jax.tree.map(np.testing.assert_array_equal, repeated, uninterrupted)
 
 
-def test_the_share_of_windows_is_that_of_brute_force(pair):
+def test_the_share_of_windows_is_that_of_brute_force(import_pair):
     rng = np.random.default_rng(0)
     pieces = [
         rng.integers(97, 100, size, dtype=np.uint8).tobytes() for size in (200, 90, 64, 30, 0)
@@ -155,16 +155,16 @@ def test_the_share_of_windows_is_that_of_brute_force(pair):
     periodic = [b"ab" * 50, b"ba" * 40, bytes(100), bytes(64)]
     texts = [*pieces, a[:100] + b, c + a[37:150], b"x" + c, c + b"x", d + a[:63], *periodic]
     others = [a, b"y" + c + b"y", d * 3, b[:63], b"ab" * 33, bytes(70), b""]
-    shares = pair("overlap").shares_of_windows(texts, others)
-    expected = [brute_share(text, others) for text in texts]
+    shares = import_pair("overlap").shares_of_windows(texts, others)
+    expected = [brute_force_share(text, others) for text in texts]
     assert shares == pytest.approx(expected, abs=1e-12)
     assert {0.0, 1.0} < set(expected)
-    assert pair("overlap").shares_of_windows([], others) == []
-    assert pair("overlap").shares_of_windows(texts, []) == [0.0] * len(texts)
+    assert import_pair("overlap").shares_of_windows([], others) == []
+    assert import_pair("overlap").shares_of_windows(texts, []) == [0.0] * len(texts)
 
 
-def test_a_held_out_file_of_which_more_than_a_fifth_is_known_is_dropped(pair):
-    corpus, rng = pair("corpus"), np.random.default_rng(1)
+def test_a_held_out_file_of_which_more_than_a_fifth_is_known_is_dropped(import_pair):
+    corpus, rng = import_pair("corpus"), np.random.default_rng(1)
 
     def text_of(size):
         return rng.integers(32, 127, size, dtype=np.uint8).tobytes()
@@ -181,25 +181,25 @@ def test_a_held_out_file_of_which_more_than_a_fifth_is_known_is_dropped(pair):
         assert record["path"] == file.path
         if record["split"] == "train":
             continue
-        share = brute_share(file.text, sides[0])
+        share = brute_force_share(file.text, sides[0])
         assert record["shared"] == round(share, 4)
         assert record["split"] == ("heldout" if share <= 0.2 else "dropped")
-    found = {record["shared"]: record["split"] for record in records if "shared" in record}
-    assert {found[0.198], found[0.2]} == {"heldout"}
-    assert found[0.202] == "dropped"
+    splits = {record["shared"]: record["split"] for record in records if "shared" in record}
+    assert {splits[0.198], splits[0.2]} == {"heldout"}
+    assert splits[0.202] == "dropped"
 
 
-def test_an_archive_is_read_back_and_may_hold_one_side(pair, tmp_path):
-    corpus = pair("corpus")
+def test_an_archive_is_read_back_and_may_hold_one_side(import_pair, tmp_path):
+    corpus = import_pair("corpus")
     texts = {"python/a.py": b"a = 1\n", "python/b.py": b"b = 2\n"}
     files = [{"path": "python/a.py", "split": "train"}, {"path": "python/b.py", "split": "heldout"}]
     whole = (texts, {"packages": [], "files": files})
     corpus.write_archive(tmp_path / "all.tar.xz", whole)
     assert corpus.read_archive(tmp_path / "all.tar.xz") == whole
     corpus.write_archive(tmp_path / "heldout.tar.xz", whole, ("heldout",))
-    half = corpus.read_archive(tmp_path / "heldout.tar.xz")
-    assert half == ({"python/b.py": b"b = 2\n"}, whole[1])
-    assert corpus.texts_of(half, "heldout") == [b"b = 2\n"]
+    heldout = corpus.read_archive(tmp_path / "heldout.tar.xz")
+    assert heldout == ({"python/b.py": b"b = 2\n"}, whole[1])
+    assert corpus.texts_of(heldout, "heldout") == [b"b = 2\n"]
 
 
 def test_the_card_names_the_packages_of_the_record():
