@@ -165,10 +165,10 @@ class Terminal:
 def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
     """Returns a table with one row per token: log-probability, rank, most probable tokens."""
 
-    def quoted(token: dict[str, Any]) -> str:
+    def quote_token(token: dict[str, Any]) -> str:
         return json.dumps(token["token"], ensure_ascii=False).translate(_REPLACED_CONTROLS)
 
-    def number(token: dict[str, Any]) -> str:
+    def format_logprob(token: dict[str, Any]) -> str:
         return "none" if token["logprob"] is None else f"{token['logprob']:.2f}"
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -177,9 +177,9 @@ def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
     table.add_column("rank", justify="right")
     table.add_column("most probable" if any(token["top"] for token in tokens) else "")
     for token in tokens:
-        top = [f"{quoted(other)} {number(other)}" for other in token["top"]]
+        top = [f"{quote_token(other)} {format_logprob(other)}" for other in token["top"]]
         # As Text: a token may look like markup.
-        cells = (quoted(token), number(token), str(token["rank"]), "  ".join(top))
+        cells = (quote_token(token), format_logprob(token), str(token["rank"]), "  ".join(top))
         table.add_row(*map(Text, cells))
     return table
 

@@ -36,7 +36,7 @@ _REQUIRED_FIELDS = (
 )
 
 
-def _entries(config: HeadConfig) -> Iterator[WeightEntry]:
+def _head_entries(config: HeadConfig) -> Iterator[WeightEntry]:
     """Yields the arrays of a head's parameters and their tensors, named like a Llama layer's."""
     hidden = config.hidden_size
     for name in ("token_norm", "hidden_norm"):
@@ -136,8 +136,8 @@ def load_head(
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     tensors = MappedTensors(folder)
     params: dict[str, Any] = {}
-    tensors.check_all_read(name for entry in _entries(config) for name in entry.names)
-    for entry in _entries(config):
+    tensors.check_all_read(name for entry in _head_entries(config) for name in entry.names)
+    for entry in _head_entries(config):
         views = map(tensors.view, entry.names, entry.shapes)
         set_path(
             params,
@@ -163,7 +163,7 @@ def save_head(
     path.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: jnp.asarray(np.ascontiguousarray(array), dtype)
-        for entry in _entries(config)
+        for entry in _head_entries(config)
         for name, array in zip(
             entry.names, split_tensors(get_path(params, entry.path), entry), strict=True
         )

@@ -54,40 +54,40 @@ def _layer_entries(config: TransformerConfig) -> Iterator[WeightEntry]:
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
 
-    def vector(path: tuple[str, ...], name: str, size: int) -> WeightEntry:
+    def vector_entry(path: tuple[str, ...], name: str, size: int) -> WeightEntry:
         return WeightEntry(path, (name,), ((size,),), False)
 
-    def matrices(block: str, name: str, parts: dict[str, int], width: int) -> WeightEntry:
-        names = tuple(f"{block}.{part}_proj.weight" for part in parts)
-        shapes = tuple((out, width) for out in parts.values())
+    def matrix_entry(block: str, name: str, projections: dict[str, int], width: int) -> WeightEntry:
+        names = tuple(f"{block}.{projection}_proj.weight" for projection in projections)
+        shapes = tuple((out, width) for out in projections.values())
         return WeightEntry(("mlp" if block == "mlp" else "attention", name), names, shapes, True)
 
-    after = "pre_feedforward" if config.sandwich_norms else "post_attention"
+    mlp_norm = "pre_feedforward" if config.sandwich_norms else "post_attention"
     qkv = {"q": queries, "k": keys, "v": keys}
-    yield vector(("attention_norm", "weight"), "input_layernorm.weight", hidden)
-    yield matrices("self_attn", "qkv", qkv, hidden)
-    yield matrices("self_attn", "out", {"o": hidden}, queries)
-    yield vector(("mlp_norm", "weight"), f"{after}_layernorm.weight", hidden)
-    yield matrices("mlp", "gate_up", {"gate": inner, "up": inner}, hidden)
-    yield matrices("mlp", "down", {"down": hidden}, inner)
+    yield vector_entry(("attention_norm", "weight"), "input_layernorm.weight", hidden)
+    yield matrix_entry("self_attn", "qkv", qkv, hidden)
+    yield matrix_entry("self_attn", "out", {"o": hidden}, queries)
+    yield vector_entry(("mlp_norm", "weight"), f"{mlp_norm}_layernorm.weight", hidden)
+    yield matrix_entry("mlp", "gate_up", {"gate": inner, "up": inner}, hidden)
+    yield matrix_entry("mlp", "down", {"down": hidden}, inner)
     if config.qkv_bias:
-        names = tuple(f"self_attn.{part}_proj.bias" for part in qkv)
+        names = tuple(f"self_attn.{projection}_proj.bias" for projection in qkv)
         shapes = tuple((out,) for out in qkv.values())
         yield WeightEntry(("attention", "qkv_bias"), names, shapes, False)
     if config.out_bias:
-        yield vector(("attention", "out_bias"), "self_attn.o_proj.bias", hidden)
+        yield vector_entry(("attention", "out_bias"), "self_attn.o_proj.bias", hidden)
     if config.qk_norm:
-        yield vector(("attention", "query_norm", "weight"), "self_attn.q_norm.weight", size)
-        yield vector(("attention", "key_norm", "weight"), "self_attn.k_norm.weight", size)
+        yield vector_entry(("attention", "query_norm", "weight"), "self_attn.q_norm.weight", size)
+        yield vector_entry(("attention", "key_norm", "weight"), "self_attn.k_norm.weight", size)
     if config.sandwich_norms:
         name = "post_attention_layernorm.weight"
-        yield vector(("attention_out_norm", "weight"), name, hidden)
-        yield vector(("mlp_out_norm", "weight"), "post_feedforward_layernorm.weight", hidden)
+        yield vector_entry(("attention_out_norm", "weight"), name, hidden)
+        yield vector_entry(("mlp_out_norm", "weight"), "post_feedforward_layernorm.weight", hidden)
 
 
-def concatenate_tensors(parts: list[jax.Array], transposed: bool, dtype: str) -> jax.Array:
+def concatenate_tensors(tensors: list[jax.Array], transposed: bool, dtype: str) -> jax.Array:
     """Returns the array of an entry from its tensors."""
-    arrays = [part.T if transposed else part for part in parts]
+    arrays = [tensor.T if transposed else tensor for tensor in tensors]
     if len(arrays) == 1:
         return arrays[0].astype(dtype)
     return jnp.concatenate(arrays, axis=-1).astype(dtype)
@@ -96,11 +96,11 @@ def concatenate_tensors(parts: list[jax.Array], transposed: bool, dtype: str) ->
 def split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
     """Returns the tensors of an entry from its array, the inverse of `concatenate_tensors`."""
     if len(entry.shapes) == 1:
-        parts = [array]
+        tensors = [array]
     else:
         ends = itertools.accumulate(shape[0] for shape in entry.shapes)
-        parts = jnp.split(array, list(ends)[:-1], axis=-1)
-    return [part.T if entry.transposed else part for part in parts]
+        tensors = jnp.split(array, list(ends)[:-1], axis=-1)
+    return [tensor.T if entry.transposed else tensor for tensor in tensors]
 
 
 def set_path(params: dict[Any, Any], path: tuple[str | int, ...], array: jax.Array) -> None:
