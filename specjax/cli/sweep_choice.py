@@ -1,4 +1,4 @@
-"""Chooses the number K of drafted tokens with the most tokens per second, and its equals.
+"""Chooses the number K of drafted tokens with the most tokens per second, and Ks as fast as it.
 
 num_accepted[s]   accepted tokens of step s, measured at the largest K
 tokens[s, K]      = 1 + min(num_accepted[s], K)
@@ -104,9 +104,9 @@ def standard_errors(acceptance: Acceptance) -> list[float]:
     :math:`\sigma^2 = \frac{b}{b - 1} \sum_j \big(\sum_{s \in j} (x_s - \bar x)\big)^2 / N^2`
 
     for N steps in b batches j of consecutive steps. Batches are assumed to be independent;
-    neighbouring steps may be correlated. The errors are those of other texts after these prompts,
-    not of other prompts. One step without accepted tokens and one with K are added, so that a few
-    equal steps do not give an error of 0.
+    neighbouring steps may be correlated. The errors are those of other texts after these prompts;
+    other prompts are covered only as far as these differ. One step without accepted tokens and one
+    with K are added, so that a few equal steps do not give an error of 0.
 
     Args:
       acceptance: at the largest K.
