@@ -145,13 +145,13 @@ FAMILIES = {
 }
 LENGTHS = (13, 9, 1)
 SLOTS = 16
-KEPT = (8, 4, 1)  # of each request, when it is rewound
-AGAIN = 4
+REWOUND_LENGTHS = (8, 4, 1)  # of each request, when it is rewound
+NUM_STEPS = 4
 FED = (4, 2, 3)  # tokens of each request in a step that verifies them at once
 
 
-def randomized(model):
-    """Weights large enough that attention is not uniform, norms and biases that do something."""
+def randomize_weights(model):
+    """Gives a model weights so large that attention is not uniform and norms and biases matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -171,7 +171,7 @@ def reference(name):
     kind, fields, _ = FAMILIES[name]
     config = getattr(transformers, kind)(**fields)
     config._attn_implementation = "eager"
-    return randomized(transformers.AutoModelForCausalLM.from_config(config))
+    return randomize_weights(transformers.AutoModelForCausalLM.from_config(config))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -193,43 +193,45 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def token_ids():
-    ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (len(LENGTHS), SLOTS + AGAIN))
+    ids = np.random.default_rng(1).integers(
+        0, SIZES["vocab_size"], (len(LENGTHS), SLOTS + NUM_STEPS)
+    )
     return ids.astype(np.int32)
 
 
 def expected(name, row):
-    """Logits [T, V] of one sequence on its own, without padding and without a cache."""
+    """Returns logits [T, V] of one sequence alone, without padding or cache."""
     with torch.no_grad():
         return reference(name)(torch.tensor(row[None].astype(np.int64))).logits[0].numpy()
 
 
 @jax.jit
-def run(model, token_ids, positions, cache):
+def apply_model(model, token_ids, positions, cache):
     hidden, cache = model.apply(model.params, token_ids, positions, cache)
     return model.logits(model.params, hidden), cache
 
 
 def prefill(model, token_ids):
-    """Logits of a ragged batch, and its cache; the padding stands behind."""
+    """Returns logits of a ragged batch, padded at the end, and its cache."""
     place = np.arange(max(LENGTHS), dtype=np.int32)[None]
     positions = np.where(place < np.array(LENGTHS)[:, None], place, -1)
-    return run(model, token_ids[:, : max(LENGTHS)], positions, model.init_cache(3, SLOTS))
+    return apply_model(model, token_ids[:, : max(LENGTHS)], positions, model.init_cache(3, SLOTS))
 
 
 def step_by_step(model, token_ids, cache, starts, num_steps):
-    """Logits [B, num_steps, V] of one token after the other, each request at its own place."""
-    found = []
+    """Returns logits [B, num_steps, V] of tokens fed one by one, and the cache."""
+    steps = []
     for step in range(num_steps):
         at = np.array(starts, np.int32) + step
-        fed = np.take_along_axis(token_ids, at[:, None], axis=1)
-        logits, cache = run(model, fed, at[:, None], cache)
-        found.append(logits[:, 0])
-    return np.stack(found, axis=1), cache
+        fed_ids = np.take_along_axis(token_ids, at[:, None], axis=1)
+        logits, cache = apply_model(model, fed_ids, at[:, None], cache)
+        steps.append(logits[:, 0])
+    return np.stack(steps, axis=1), cache
 
 
-def close(found, wanted):
-    assert wanted.std() > 0.3, "logits that hardly differ show nothing"
-    error = np.abs(np.asarray(found) - wanted).max()
+def assert_close(logits, expected_logits):
+    assert expected_logits.std() > 0.3, "logits that hardly differ show nothing"
+    error = np.abs(np.asarray(logits) - expected_logits).max()
     assert error < TOLERANCE, error
 
 
@@ -239,49 +241,53 @@ def test_a_ragged_prefill_gives_the_logits_of_transformers(
     logits, _ = prefill(model, token_ids)
     errors = []
     for row, length in enumerate(LENGTHS):
-        wanted = expected(family, token_ids[row, :length])
-        close(logits[row, :length], wanted)
-        errors.append(np.abs(np.asarray(logits[row, :length]) - wanted).max())
+        expected_logits = expected(family, token_ids[row, :length])
+        assert_close(logits[row, :length], expected_logits)
+        errors.append(np.abs(np.asarray(logits[row, :length]) - expected_logits).max())
     record_property("max_abs_error", float(max(errors)))
 
 
-def test_one_token_after_the_other_gives_them_too(family, model, token_ids):
-    found, _ = step_by_step(model, token_ids, model.init_cache(3, SLOTS), (0, 0, 0), SLOTS)
+def test_tokens_fed_one_by_one_give_the_logits_of_transformers(family, model, token_ids):
+    logits, _ = step_by_step(model, token_ids, model.init_cache(3, SLOTS), (0, 0, 0), SLOTS)
     for row in range(3):
-        close(found[row], expected(family, token_ids[row, :SLOTS]))
+        assert_close(logits[row], expected(family, token_ids[row, :SLOTS]))
 
 
-def test_they_are_the_same_after_each_request_was_rewound(family, model, token_ids):
+def test_logits_after_a_rewind_are_those_of_transformers(family, model, token_ids):
     _, cache = prefill(model, token_ids)
     # What is taken back is replaced by other tokens.
     other = (token_ids + 7) % SIZES["vocab_size"]
-    kept = np.arange(token_ids.shape[1])[None] < np.array(KEPT)[:, None]
+    kept = np.arange(token_ids.shape[1])[None] < np.array(REWOUND_LENGTHS)[:, None]
     ids = np.where(kept, token_ids, other)
-    found, _ = step_by_step(model, ids, cache, KEPT, AGAIN)
-    for row, length in enumerate(KEPT):
-        wanted = expected(family, ids[row, : length + AGAIN])
-        close(found[row], wanted[length:])
+    logits, _ = step_by_step(model, ids, cache, REWOUND_LENGTHS, NUM_STEPS)
+    for row, length in enumerate(REWOUND_LENGTHS):
+        expected_logits = expected(family, ids[row, : length + NUM_STEPS])
+        assert_close(logits[row], expected_logits[length:])
 
 
-def test_several_tokens_at_once_behind_the_cache_give_them_too(family, model, token_ids):
+def test_several_tokens_after_the_cache_give_the_logits_of_transformers(family, model, token_ids):
     _, cache = prefill(model, token_ids)
-    ids, at, lengths = (token_ids + 7) % SIZES["vocab_size"], np.arange(AGAIN), np.array(KEPT)
+    ids, at, lengths = (
+        (token_ids + 7) % SIZES["vocab_size"],
+        np.arange(NUM_STEPS),
+        np.array(REWOUND_LENGTHS),
+    )
     positions = lengths[:, None] + at
     ids = np.where(np.arange(ids.shape[1]) < lengths[:, None], token_ids, ids)
     for _ in range(2):
-        fed = np.take_along_axis(ids, positions, axis=1)
-        asked = np.where(at < np.array(FED)[:, None], positions, -1).astype(np.int32)
-        logits, cache = run(model, fed, asked, cache)
+        fed_ids = np.take_along_axis(ids, positions, axis=1)
+        fed_positions = np.where(at < np.array(FED)[:, None], positions, -1).astype(np.int32)
+        logits, cache = apply_model(model, fed_ids, fed_positions, cache)
         for row, (start, count) in enumerate(zip(positions[:, 0], FED, strict=True)):
-            wanted = expected(family, ids[row, : start + count])
-            close(logits[row, :count], wanted[start:])
+            expected_logits = expected(family, ids[row, : start + count])
+            assert_close(logits[row, :count], expected_logits[start:])
         # Of each request one token less is kept than it was fed.
         positions += np.array(FED)[:, None] - 1
 
 
-def test_what_a_family_has_of_its_own_is_felt(family, folder, model, token_ids):
+def test_each_property_of_a_family_changes_the_logits(family, folder, model, token_ids):
     config = load_config(folder)
-    wanted = expected(family, token_ids[0, : LENGTHS[0]])
+    expected_logits = expected(family, token_ids[0, : LENGTHS[0]])
     for field, value in FAMILIES[family][2].items():
         assert getattr(config, field) != value
         other = dataclasses.replace(config, **{field: value})
@@ -289,21 +295,23 @@ def test_what_a_family_has_of_its_own_is_felt(family, folder, model, token_ids):
             model, **dict(zip(("init_cache", "apply", "logits"), functions(other), strict=True))
         )
         logits, _ = prefill(faulty, token_ids)
-        error = np.abs(np.asarray(logits[0, : LENGTHS[0]]) - wanted).max()
+        error = np.abs(np.asarray(logits[0, : LENGTHS[0]]) - expected_logits).max()
         assert error > 20 * TOLERANCE, (field, error)
 
 
-def test_the_forward_for_training_gives_them_too(family, folder, model, token_ids):
+def test_the_forward_for_training_gives_the_logits_of_transformers(
+    family, folder, model, token_ids
+):
     config = dataclasses.replace(load_config(folder), dtype="float32")
     causal = jax.jit(causal_hidden, static_argnums=0)(config, model.params, token_ids[:1, :SLOTS])
-    close(model.logits(model.params, causal)[0], expected(family, token_ids[0, :SLOTS]))
+    assert_close(model.logits(model.params, causal)[0], expected(family, token_ids[0, :SLOTS]))
 
 
 # Folders -----------------------------------------------------------------------------------------
 
 
-def read(path):
-    """What transformers makes of a folder; its other attentions leave out soft caps in silence."""
+def load_reference(path):
+    """Loads a folder by transformers; only eager attention applies soft caps."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -312,53 +320,56 @@ def read(path):
 @pytest.mark.parametrize("name", ["llama-3.2", "qwen2", "gemma-3"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_short_floats_in_several_files_are_read_as_they_are(tmp_path, token_ids, name, dtype):
-    short = copy.deepcopy(reference(name)).to(getattr(torch, dtype))
-    short.save_pretrained(tmp_path, max_shard_size="8KB")
+    low_precision = copy.deepcopy(reference(name)).to(getattr(torch, dtype))
+    low_precision.save_pretrained(tmp_path, max_shard_size="8KB")
     # Read again: the frequencies of the rotary embeddings were made short with the weights.
-    long = read(tmp_path)
+    float32_reference = load_reference(tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert load_config(tmp_path).dtype == dtype
     logits, _ = prefill(load(tmp_path, "float32")[0], token_ids)
     with torch.no_grad():
         ids = torch.tensor(token_ids[:1, : LENGTHS[0]].astype(np.int64))
-        wanted = long(ids).logits[0].numpy()
-    close(logits[0], wanted)
+        expected_logits = float32_reference(ids).logits[0].numpy()
+    assert_close(logits[0], expected_logits)
 
 
-def test_in_bfloat16_it_strays_no_further_than_transformers(family, tmp_path, token_ids):
-    short = copy.deepcopy(reference(family)).to(torch.bfloat16)
-    short.save_pretrained(tmp_path)
+def test_the_error_in_bfloat16_is_about_that_of_transformers(family, tmp_path, token_ids):
+    low_precision = copy.deepcopy(reference(family)).to(torch.bfloat16)
+    low_precision.save_pretrained(tmp_path)
     ids = torch.tensor(token_ids[:, :SLOTS].astype(np.int64))
     with torch.no_grad():
-        exact = read(tmp_path)(ids).logits.numpy()
-        theirs = short(ids).logits.float().numpy()
+        exact = load_reference(tmp_path)(ids).logits.numpy()
+        reference_logits = low_precision(ids).logits.float().numpy()
     model, _ = load(tmp_path, "bfloat16")
     place = np.broadcast_to(np.arange(SLOTS, dtype=np.int32), (3, SLOTS))
-    ours, _ = run(model, token_ids[:, :SLOTS], place, model.init_cache(3, SLOTS))
-    assert ours.dtype == jnp.bfloat16
-    strayed = [np.square(np.asarray(found, np.float32) - exact).mean() for found in (ours, theirs)]
-    # On one machine it was between 0.55 and 1.07 of theirs.
-    assert strayed[0] < 1.5 * strayed[1], strayed
+    own_logits, _ = apply_model(model, token_ids[:, :SLOTS], place, model.init_cache(3, SLOTS))
+    assert own_logits.dtype == jnp.bfloat16
+    squared_errors = [
+        np.square(np.asarray(logits, np.float32) - exact).mean()
+        for logits in (own_logits, reference_logits)
+    ]
+    # On one machine it was between 0.55 and 1.07 of transformers' error.
+    assert squared_errors[0] < 1.5 * squared_errors[1], squared_errors
 
 
 def words_tokenizer():
     words = ["<s>", "</s>", "<u>", "<a>", *(f"w{n}" for n in range(60)), "?"]
     model = tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "?")
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.post_processor = tokenizers.processors.TemplateProcessing(
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
-    return made
+    return tokenizer
 
 
 def test_transformers_reads_what_is_saved_here(family, folder, model, token_ids, tmp_path):
     config = dataclasses.replace(load_config(folder), dtype="float32")
     save(tmp_path, model.params, config, words_tokenizer(), dtype="float32")
-    again = read(tmp_path)
+    again = load_reference(tmp_path)
     ids = token_ids[:1, :SLOTS].astype(np.int64)
     with torch.no_grad():
-        close(again(torch.tensor(ids)).logits[0].numpy(), expected(family, ids[0]))
+        assert_close(again(torch.tensor(ids)).logits[0].numpy(), expected(family, ids[0]))
 
 
 def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path, token_ids):
@@ -367,31 +378,33 @@ def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path, token_ids):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": TYPES}))
     with torch.no_grad():
         ids = torch.tensor(token_ids[:1, : LENGTHS[0]].astype(np.int64))
-        wanted = read(tmp_path)(ids).logits[0].numpy()
-    assert np.abs(wanted - expected("mistral", token_ids[0, : LENGTHS[0]])).max() > 0.1
+        expected_logits = load_reference(tmp_path)(ids).logits[0].numpy()
+    assert np.abs(expected_logits - expected("mistral", token_ids[0, : LENGTHS[0]])).max() > 0.1
     logits, _ = prefill(load(tmp_path, "float32")[0], token_ids)
-    close(logits[0], wanted)
+    assert_close(logits[0], expected_logits)
 
 
-def test_the_text_model_of_one_that_sees_is_read(tmp_path, token_ids):
+def test_the_text_model_of_a_multimodal_model_is_read(tmp_path, token_ids):
     fields = FAMILIES["gemma-3"][1] | {"final_logit_softcapping": None}  # has no cap around it
-    seeing = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    seeing |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    vision_config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision_config |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
     config = transformers.Gemma3Config(
-        text_config=fields, vision_config=seeing, mm_tokens_per_image=4, image_token_index=99
+        text_config=fields, vision_config=vision_config, mm_tokens_per_image=4, image_token_index=99
     )
     config._attn_implementation = "eager"
-    whole = randomized(transformers.Gemma3ForConditionalGeneration(config))
+    whole = randomize_weights(transformers.Gemma3ForConditionalGeneration(config))
     whole.save_pretrained(tmp_path)
     logits, _ = prefill(load(tmp_path, "float32")[0], token_ids % 90)
     with torch.no_grad():
         ids = torch.tensor((token_ids[:1, : LENGTHS[0]] % 90).astype(np.int64))
-        wanted = whole(input_ids=ids, token_type_ids=torch.zeros_like(ids)).logits[0].numpy()
-    close(logits[0], wanted)
+        expected_logits = (
+            whole(input_ids=ids, token_type_ids=torch.zeros_like(ids)).logits[0].numpy()
+        )
+    assert_close(logits[0], expected_logits)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_mean_the_same_in_the_words_of_this_transformers(name):
+def test_published_configurations_are_read_as_transformers_writes_them(name):
     fields = PUBLISHED[name]
     config = transformers.AutoConfig.for_model(**fields)
     assert read_fields(json.loads(config.to_json_string(use_diff=False))) == read_fields(fields)
@@ -411,17 +424,17 @@ TEMPLATE = """\
 
 
 def test_tokenizers_and_chat_templates_come_back_as_transformers_wrote_them(tmp_path):
-    theirs = transformers.PreTrainedTokenizerFast(
+    reference = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words_tokenizer(), bos_token="<s>", eos_token="</s>", unk_token="?"
     )
-    theirs.chat_template = TEMPLATE
-    theirs.save_pretrained(tmp_path)
-    ours = load_tokenizer(tmp_path)
+    reference.chat_template = TEMPLATE
+    reference.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
     for text in ("w1 w2 w59", "w3 absent </s>", ""):
-        ids = ours.encode(text).ids
-        assert ids == theirs.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    assert ours.get_vocab() == theirs.get_vocab()
+        ids = loaded.encode(text).ids
+        assert ids == reference.encode(text)
+        assert loaded.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert loaded.get_vocab() == reference.get_vocab()
     messages = [{"role": role, "content": f" w{n} "} for n, role in enumerate(("system", "user"))]
-    wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat_prompt(tmp_path, messages) == wanted
+    prompt = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat_prompt(tmp_path, messages) == prompt
