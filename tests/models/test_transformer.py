@@ -1,4 +1,4 @@
-"""The decoder: what goes through the cache is what a whole forward gives."""
+"""The decoder: steps through the cache give what a whole forward gives."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ CONFIG = TransformerConfig(
     num_key_value_heads=2,
     head_dim=6,
 )
-# What one family or another has, all at once.
+# The features of all families at once.
 FULL = dataclasses.replace(
     CONFIG,
     tie_word_embeddings=False,
@@ -46,9 +46,9 @@ def config(request):
 
 @pytest.fixture(scope="module")
 def model(config):
-    made = build(config, seed=3)
+    model = build(config, seed=3)
     # Larger weights than at the start of a training, so that attention is not uniform.
-    return dataclasses.replace(made, params=jax.tree.map(lambda a: a * 8, made.params))
+    return dataclasses.replace(model, params=jax.tree.map(lambda a: a * 8, model.params))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def span(start, stop, batch=2):
     return jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32)[None], (batch, stop - start))
 
 
-def close(a, b):
+def assert_close(a, b):
     np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
 
 
@@ -68,70 +68,70 @@ def close(a, b):
 _apply = jax.jit(lambda model, *tokens: model.apply(model.params, *tokens))
 
 
-def run(model, token_ids, positions, cache=None):
+def apply_model(model, token_ids, positions, cache=None):
     cache = model.init_cache(token_ids.shape[0], SLOTS) if cache is None else cache
     return _apply(model, token_ids, positions, cache)
 
 
 def test_the_forward_for_training_is_the_forward_through_the_cache(config, model, token_ids):
-    hidden, _ = run(model, token_ids, span(0, LENGTH))
+    hidden, _ = apply_model(model, token_ids, span(0, LENGTH))
     causal = jax.jit(causal_hidden, static_argnums=0)(config, model.params, token_ids)
-    close(causal, hidden)
+    assert_close(causal, hidden)
 
 
 @pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 5), (7, 3)])
 def test_tokens_fed_in_pieces_give_what_they_give_at_once(model, token_ids, pieces):
-    whole, _ = run(model, token_ids, span(0, LENGTH))
-    cache, start, found = None, 0, []
+    whole, _ = apply_model(model, token_ids, span(0, LENGTH))
+    cache, start, outputs = None, 0, []
     for size in pieces:
         stop = start + size
-        hidden, cache = run(model, token_ids[:, start:stop], span(start, stop), cache)
-        found.append(hidden)
+        hidden, cache = apply_model(model, token_ids[:, start:stop], span(start, stop), cache)
+        outputs.append(hidden)
         start = stop
-    close(jnp.concatenate(found, axis=1), whole)
+    assert_close(jnp.concatenate(outputs, axis=1), whole)
 
 
 def test_a_ragged_batch_gives_what_each_request_gives_alone(model, token_ids):
     lengths = jnp.array([LENGTH, 4])
     positions = jnp.where(span(0, LENGTH) < lengths[:, None], span(0, LENGTH), -1)
-    hidden, cache = run(model, token_ids, positions)
-    alone, own = run(model, token_ids[1:, :4], span(0, 4, 1))
-    close(hidden[1, :4], alone[0])
-    for together, single in zip(jax.tree.leaves(cache), jax.tree.leaves(own), strict=True):
-        close(together[1], single[0])
+    hidden, cache = apply_model(model, token_ids, positions)
+    alone, single_cache = apply_model(model, token_ids[1:, :4], span(0, 4, 1))
+    assert_close(hidden[1, :4], alone[0])
+    for together, single in zip(jax.tree.leaves(cache), jax.tree.leaves(single_cache), strict=True):
+        assert_close(together[1], single[0])
 
 
 def test_a_request_does_not_depend_on_where_padding_stands(model, token_ids):
     padded = jnp.insert(token_ids, jnp.array([0, 3]), 7, axis=1)
     positions = jnp.insert(span(0, LENGTH), jnp.array([0, 3]), -1, axis=1)
-    hidden, _ = run(model, padded, positions)
-    whole, _ = run(model, token_ids, span(0, LENGTH))
-    close(hidden[:, -1], whole[:, -1])
+    hidden, _ = apply_model(model, padded, positions)
+    whole, _ = apply_model(model, token_ids, span(0, LENGTH))
+    assert_close(hidden[:, -1], whole[:, -1])
 
 
 def test_padding_writes_nothing_and_gives_finite_numbers(model, token_ids):
-    _, cache = run(model, token_ids, span(0, LENGTH))
-    hidden, after = run(model, token_ids[:, :3], jnp.full((2, 3), -1, jnp.int32), cache)
+    _, cache = apply_model(model, token_ids, span(0, LENGTH))
+    hidden, after = apply_model(model, token_ids[:, :3], jnp.full((2, 3), -1, jnp.int32), cache)
     assert jnp.isfinite(hidden).all()
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
 def test_a_rewind_leaves_no_trace(model, token_ids):
-    _, cache = run(model, token_ids, span(0, LENGTH))
+    _, cache = apply_model(model, token_ids, span(0, LENGTH))
     other = (token_ids[:, 5:8] + 1) % CONFIG.vocab_size
-    rewound, _ = run(model, other, span(5, 8), cache)
-    fresh, _ = run(model, jnp.concatenate([token_ids[:, :5], other], axis=1), span(0, 8))
+    rewound, _ = apply_model(model, other, span(5, 8), cache)
+    fresh, _ = apply_model(model, jnp.concatenate([token_ids[:, :5], other], axis=1), span(0, 8))
     logits = model.logits(model.params, rewound)
-    close(logits, model.logits(model.params, fresh[:, 5:]))
+    assert_close(logits, model.logits(model.params, fresh[:, 5:]))
     assert logits.shape == (2, 3, CONFIG.vocab_size)
 
 
-def test_positions_change_what_is_said(model, token_ids):
-    here, _ = run(model, token_ids, span(0, LENGTH))
-    other_order, _ = run(model, token_ids[:, ::-1], span(0, LENGTH)[:, ::-1])
-    close(other_order[:, ::-1], here)
-    exchanged, _ = run(model, token_ids[:, ::-1], span(0, LENGTH))
-    assert jnp.abs(here[:, -1] - exchanged[:, 0]).max() > 1e-2
+def test_positions_change_the_hidden_states(model, token_ids):
+    in_order, _ = apply_model(model, token_ids, span(0, LENGTH))
+    other_order, _ = apply_model(model, token_ids[:, ::-1], span(0, LENGTH)[:, ::-1])
+    assert_close(other_order[:, ::-1], in_order)
+    reversed_tokens, _ = apply_model(model, token_ids[:, ::-1], span(0, LENGTH))
+    assert jnp.abs(in_order[:, -1] - reversed_tokens[:, 0]).max() > 1e-2
 
 
 def test_models_of_equal_configurations_share_one_compilation():
@@ -149,15 +149,15 @@ def test_models_of_equal_configurations_share_one_compilation():
     assert len(traces) == 1
 
 
-def test_a_window_hides_what_lies_before_it():
+def test_a_window_hides_the_tokens_before_it():
     windowed = dataclasses.replace(CONFIG, layer_windows=(3, 3))
     model = build(windowed, seed=3)
     ids = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, CONFIG.vocab_size, jnp.int32)
-    one, _ = run(model, ids, span(0, LENGTH))
+    reference, _ = apply_model(model, ids, span(0, LENGTH))
     # Two layers of three tokens reach four tokens back.
-    other, _ = run(model, ids.at[:, LENGTH - 6].add(1), span(0, LENGTH))
-    close(other[:, -1], one[:, -1])
-    assert jnp.abs(other[:, -2] - one[:, -2]).max() > 1e-5
+    other, _ = apply_model(model, ids.at[:, LENGTH - 6].add(1), span(0, LENGTH))
+    assert_close(other[:, -1], reference[:, -1])
+    assert jnp.abs(other[:, -2] - reference[:, -2]).max() > 1e-5
 
 
 def test_a_soft_cap_is_trained_by_one_implementation_only():
@@ -168,7 +168,7 @@ def test_a_soft_cap_is_trained_by_one_implementation_only():
 
 def test_the_cache_may_be_bfloat16(config):
     model = build(dataclasses.replace(config, dtype="bfloat16"))
-    hidden, cache = run(model, jnp.ones((1, 3), jnp.int32), span(0, 3, 1))
+    hidden, cache = apply_model(model, jnp.ones((1, 3), jnp.int32), span(0, 3, 1))
     assert {a.dtype for a in jax.tree.leaves((hidden, cache))} == {jnp.dtype("bfloat16")}
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax.models import TransformerConfig, build, load_tokenizer, pretrained_folder, save
 
-# The head has more rows than the tokenizer has words, and the draft's has not.
+# The target's vocabulary is padded beyond the tokenizer's, the draft's is not.
 TARGET = TransformerConfig(
     vocab_size=4160,
     hidden_size=32,
@@ -26,9 +26,9 @@ def write_checkpoints(folder):
     """Writes a Qwen and its small sibling under the names that the README gives them."""
     tokenizer = load_tokenizer(pretrained_folder("target"))
     for name, config in (("Qwen2.5-7B-Instruct", TARGET), ("Qwen2.5-0.5B-Instruct", DRAFT)):
-        # Larger weights than at the start of a training, so that texts are not one token repeated;
-        # the models agree no more than their laws are flat, which is about half of the time.
+        # Weights are scaled up, so that texts are not one token repeated. The models are unrelated
+        # but their distributions flat: about half of the drafted tokens are accepted.
         params = jax.tree.map(lambda a: a * jnp.asarray(2, a.dtype), build(config, seed=0).params)
-        made = folder / "path" / "to" / name
-        save(made, params, config, tokenizer)
-        (made / "chat_template.jinja").write_text(TEMPLATE)
+        path = folder / "path" / "to" / name
+        save(path, params, config, tokenizer)
+        (path / "chat_template.jinja").write_text(TEMPLATE)
