@@ -20,13 +20,13 @@ GENERATE = [command for command in COMMANDS if command[0] == "generate"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("readme")
-    write_checkpoints(made)
-    return made
+    path = tmp_path_factory.mktemp("readme")
+    write_checkpoints(path)
+    return path
 
 
 @pytest.fixture(autouse=True)
-def _there(folder, tmp_path, monkeypatch):
+def _run_in_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
 
@@ -41,34 +41,38 @@ def test_the_section_shows_a_draft_of_each_kind_a_chat_and_a_sweep():
 @pytest.mark.parametrize("command", GENERATE, ids=["model", "chat", "ngram"])
 def test_a_checkpoint_writes_and_its_sibling_drafts(capsys, command):
     assert main(command) == 0
-    text, said = capsys.readouterr()
-    tokens, read = map(int, re.findall(r"^tokens +(\d+) from (\d+),", said, re.MULTILINE)[0])
+    text, summary = capsys.readouterr()
+    num_tokens, num_prompt_tokens = map(
+        int, re.findall(r"^tokens +(\d+) after a prompt of (\d+),", summary, re.MULTILINE)[0]
+    )
     prompt = next(word for word in command if " " in word)
     if "--chat" in command:
         message = {"role": "user", "content": prompt}
         prompt = chat_prompt(command[command.index("--target") + 1], [message])
-    # Of an untrained model: words, but no sense.
-    assert tokens == 128
+    # An untrained model writes words without sense.
+    assert num_tokens == 128
     assert len(set(text)) > 40
-    assert read == len(load_tokenizer(pretrained_folder("target")).encode(prompt).ids)
-    ((length, kept),) = re.findall(r"^acceptance +([\d.]+) .* (\d+)% of", said, re.MULTILINE)
+    assert num_prompt_tokens == len(load_tokenizer(pretrained_folder("target")).encode(prompt).ids)
+    ((length, acceptance_percent),) = re.findall(
+        r"^acceptance +([\d.]+) .* (\d+)% of", summary, re.MULTILINE
+    )
     if "ngram" not in command:
         assert float(length) > 1.5
-        assert int(kept) > 20
+        assert int(acceptance_percent) > 20
 
 
 def test_a_sweep_of_a_checkpoint_prints_its_table_and_draws_it(capsys, folder):
     (command,) = (command for command in COMMANDS if command[0] == "sweep")
     assert main(command) == 0
-    said = capsys.readouterr().out
-    largest = int(command[command.index("--max-speculative-tokens") + 1])
+    summary = capsys.readouterr().out
+    max_drafts = int(command[command.index("--max-speculative-tokens") + 1])
     row = r"^(\d) +[\d.]+ +[\d.]+ - [\d.]+ +[\d.]+ +([\d.]+) +[\d.]+ +[\d.]+ *$"
-    rows = re.findall(row, said, re.MULTILINE)[: largest + 1]
-    assert [int(K) for K, _ in rows] == list(range(largest + 1))
+    rows = re.findall(row, summary, re.MULTILINE)[: max_drafts + 1]
+    assert [int(K) for K, _ in rows] == list(range(max_drafts + 1))
     lengths = [float(length) for _, length in rows]
     assert lengths[0] == 1
     assert lengths == sorted(set(lengths))
-    assert re.search(rf"^K = [0-{largest}] is best: ", said, re.MULTILINE)
-    assert "draft path/to/" in said
-    drawn = folder / command[command.index("--out") + 1]
-    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert re.search(rf"^K = [0-{max_drafts}] is best: ", summary, re.MULTILINE)
+    assert "draft path/to/" in summary
+    plot = folder / command[command.index("--out") + 1]
+    assert plot.read_bytes().startswith(b"\x89PNG")
