@@ -19,17 +19,17 @@ __all__ = [
     "check_noise_dtype",
     "check_prompt",
     "check_shape",
-    "read_array",
-    "read_ids",
-    "read_optional",
-    "read_rates",
+    "parse_array",
+    "parse_ids",
+    "parse_optional",
+    "parse_rates",
 ]
 
 _MOST = 2**31 - 1
 _LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def read_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
+def parse_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
     """An argument as an array of `dtype` and of one of `shapes`, or a `ValueError`.
 
     Python and NumPy numbers become arrays here, on the host and of a fixed dtype, so
@@ -99,21 +99,21 @@ def check_count(name: str, value: Any, least: int, why: str) -> int:
     return count
 
 
-def read_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
-    """`read_array`, or None for None."""
-    return None if value is None else read_array(name, value, dtype, *shapes)
+def parse_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
+    """`parse_array`, or None for None."""
+    return None if value is None else parse_array(name, value, dtype, *shapes)
 
 
-def read_ids(name: str, value: Any) -> jax.Array:
+def parse_ids(name: str, value: Any) -> jax.Array:
     """Token ids given as one int, several, or none: i32[E]."""
     ids = as_array(name, [] if value is None else value)
-    ids = ids.astype(np.int32) if ids.size == 0 else read_array(name, ids, jnp.int32, ids.shape)
+    ids = ids.astype(np.int32) if ids.size == 0 else parse_array(name, ids, jnp.int32, ids.shape)
     return jnp.asarray(ids).reshape(-1)
 
 
-def read_rates(rates: Any, size: int, k: int) -> Any:
+def parse_rates(rates: Any, size: int, k: int) -> Any:
     """Conditional acceptance rates f32[K] or f32[B, K]; those known here lie in [0, 1]."""
-    rates = read_optional("conditional_rates", rates, jnp.float32, (k,), (size, k))
+    rates = parse_optional("conditional_rates", rates, jnp.float32, (k,), (size, k))
     if isinstance(rates, np.ndarray) and not np.all((rates >= 0) & (rates <= 1)):
         raise ValueError("conditional_rates holds numbers outside [0, 1]; each is a probability.")
     return rates
@@ -173,14 +173,14 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
             )
     i32, f32, shape = jnp.int32, jnp.float32, ids.shape
     return Draft(
-        token_ids=read_array("draft.token_ids", ids, i32, shape),
+        token_ids=parse_array("draft.token_ids", ids, i32, shape),
         logits=draft.logits,
-        temperature=read_optional("draft.temperature", draft.temperature, f32, (size,)),
-        logprobs=read_optional("draft.logprobs", draft.logprobs, f32, shape),
-        logsumexp=read_optional("draft.logsumexp", draft.logsumexp, f32, shape),
-        cutoff=read_optional("draft.cutoff", draft.cutoff, f32, shape),
-        num_tokens=read_optional("draft.num_tokens", draft.num_tokens, i32, (size,)),
-        rows=read_optional("draft.rows", draft.rows, i32, shape[:1]),
+        temperature=parse_optional("draft.temperature", draft.temperature, f32, (size,)),
+        logprobs=parse_optional("draft.logprobs", draft.logprobs, f32, shape),
+        logsumexp=parse_optional("draft.logsumexp", draft.logsumexp, f32, shape),
+        cutoff=parse_optional("draft.cutoff", draft.cutoff, f32, shape),
+        num_tokens=parse_optional("draft.num_tokens", draft.num_tokens, i32, (size,)),
+        rows=parse_optional("draft.rows", draft.rows, i32, shape[:1]),
     )
 
 
@@ -226,8 +226,8 @@ def check_prompt(token_ids: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
         raise ValueError(
             f"prompt_token_ids has shape {token_ids.shape}; it needs [B, L] with B, L >= 1."
         )
-    ids = read_array("prompt_token_ids", token_ids, jnp.int32, token_ids.shape)
-    lengths = read_array("prompt_lengths", lengths, jnp.int32, token_ids.shape[:1])
+    ids = parse_array("prompt_token_ids", token_ids, jnp.int32, token_ids.shape)
+    lengths = parse_array("prompt_lengths", lengths, jnp.int32, token_ids.shape[:1])
     if not isinstance(lengths, jax.core.Tracer):
         known = np.asarray(lengths)
         low, high = int(known.min(initial=1)), int(known.max(initial=1))

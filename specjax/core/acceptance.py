@@ -67,7 +67,7 @@ def accept_synthetic(coin: jax.Array, rate: jax.Array) -> jax.Array:
     return coin < rate.astype(coin.dtype)
 
 
-def is_one_hot(scaling: Temperature, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
+def is_one_hot(temperature: Temperature, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
     """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
     lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
-    return scaling.greedy | ~scaling.valid | lawless
+    return temperature.greedy | ~temperature.valid | lawless

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_shape, read_array, read_ids, read_optional
+from specjax.checks import check_shape, parse_array, parse_ids, parse_optional
 from specjax.typing import Finish, Verification
 
 __all__ = ["append", "append_emitted", "commit", "unpad"]
@@ -73,13 +73,13 @@ def commit(
     if token_ids.ndim != 2:
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [B, L].")
     size = token_ids.shape[0]
-    lengths = read_array("lengths", lengths, jnp.int32, (size,))
+    lengths = parse_array("lengths", lengths, jnp.int32, (size,))
     emitted = verification.token_ids
     check_shape("verification.token_ids", emitted, (size, *emitted.shape[1:]))
     check_shape("verification.num_emitted", verification.num_emitted, (size,))
     check_shape("verification.num_accepted", verification.num_accepted, (size,))
-    eos_token_ids = read_ids("eos_token_ids", eos_token_ids)
-    max_lengths = read_optional("max_lengths", max_lengths, jnp.int32, (size,))
+    eos_token_ids = parse_ids("eos_token_ids", eos_token_ids)
+    max_lengths = parse_optional("max_lengths", max_lengths, jnp.int32, (size,))
     return append_emitted(token_ids, lengths, verification, eos_token_ids, max_lengths)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_shape, read_array
+from specjax.checks import as_array, check_shape, parse_array
 from specjax.core.acceptance import num_valid_drafts
 from specjax.mesh import shard_map_batch
 from specjax.typing import Draft
@@ -32,7 +32,7 @@ def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:
       >>> draft.temperature
       Array([1.], dtype=float32)
     """
-    token_ids = read_array("token_ids", token_ids, jnp.int32, np.shape(token_ids))
+    token_ids = parse_array("token_ids", token_ids, jnp.int32, np.shape(token_ids))
     probs = jnp.asarray(as_array("probs", probs))
     if probs.ndim != 3 or probs.shape[:2] != token_ids.shape:
         raise ValueError(
@@ -78,7 +78,7 @@ def gather_drafts(
     request_ids = jnp.asarray(as_array("request_ids", request_ids))
     if request_ids.ndim != 1:
         raise ValueError(f"request_ids has shape {request_ids.shape}; it needs [B].")
-    num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, request_ids.shape))
+    num_tokens = jnp.asarray(parse_array("num_tokens", num_tokens, jnp.int32, request_ids.shape))
     check_shape("cached_request_ids", cached_request_ids, (slots,))
     without_logits = cache._replace(logits=None)
 

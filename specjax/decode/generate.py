@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import check_count, check_keys, check_prompt, read_array, read_ids
+from specjax.checks import check_count, check_keys, check_prompt, parse_array, parse_ids
 from specjax.config import SpeculativeConfig
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_generate, run_init, run_step
@@ -222,12 +222,12 @@ def _check_arguments(
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
     prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
     size = prompt.shape[0]
-    temperature = read_array("temperature", temperature, jnp.float32, (), (size,))
+    temperature = parse_array("temperature", temperature, jnp.float32, (), (size,))
     settings = Settings(
         keys=check_keys(keys, size),
         temperature=temperature,
         max_lengths=lengths + max_new_tokens,
-        eos_token_ids=read_ids("eos_token_ids", eos_token_ids),
+        eos_token_ids=parse_ids("eos_token_ids", eos_token_ids),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,

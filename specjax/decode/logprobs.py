@@ -9,7 +9,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, check_logits, read_array
+from specjax.checks import as_array, check_count, check_logits, parse_array
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
     LogNormalizer,
@@ -126,10 +126,10 @@ def top_logprobs(
     check_logits("logits", logits, ",".join(["..."] * logits.ndim))
     leading, vocab_size = logits.shape[:-1], logits.shape[-1]
     check_num_listed("n", n, vocab_size)
-    token_ids = read_array("token_ids", token_ids, jnp.int32, leading)
-    temperature = read_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
+    token_ids = parse_array("token_ids", token_ids, jnp.int32, leading)
+    temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
     if cutoff is not None:
-        cutoff = read_array("cutoff", cutoff, jnp.float32, leading)
+        cutoff = parse_array("cutoff", cutoff, jnp.float32, leading)
     return list_top_logprobs(logits, token_ids, temperature, cutoff, n=n)
 
 

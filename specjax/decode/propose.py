@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, check_logits, read_array
+from specjax.checks import as_array, check_count, check_logits, parse_array
 from specjax.config import SpeculativeConfig
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation, resolve_implementation
@@ -208,6 +208,6 @@ def _check_batch(
     each = ((), token_ids.shape)
     # Sums rather than broadcasts: they keep the sharding of the batch.
     zeros = jnp.zeros_like(token_ids, jnp.int32)
-    positions = zeros + read_array("positions", positions, jnp.int32, *each)
-    temperature = read_array("temperature", temperature, jnp.float32, *each)
+    positions = zeros + parse_array("positions", positions, jnp.int32, *each)
+    temperature = parse_array("temperature", temperature, jnp.float32, *each)
     return token_ids, positions, zeros.astype(jnp.float32) + temperature

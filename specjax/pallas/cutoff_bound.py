@@ -115,15 +115,15 @@ def store_tile(
 def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
     """Whether a row is cut if it is a law, bool[]."""
     filters = _filters(rows, b)
-    scaling = parse_temperature(rows.temperature[b])
-    asks = scaling.scale < 0  # never, as a value that Triton can branch on
+    temperature = parse_temperature(rows.temperature[b])
+    asks = temperature.scale < 0  # never, as a value that Triton can branch on
     if filters.top_k is not None:
         asks |= top_k_active(filters.top_k, rows.logits.shape[1])
     if filters.top_p is not None:
         asks |= top_p_active(filters.top_p)
     if filters.min_p is not None:
         asks |= filters.min_p > 0
-    return asks & scaling.valid & ~scaling.greedy
+    return asks & temperature.valid & ~temperature.greedy
 
 
 def load_quarters(quarters: Quarters, b: jax.Array) -> BlockPartials:

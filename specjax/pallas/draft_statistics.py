@@ -17,7 +17,7 @@ from specjax.pallas.blocks import (
     partials_like,
     store_partials,
 )
-from specjax.pallas.inputs import Plan, draft_place, read_request
+from specjax.pallas.inputs import Plan, load_request, locate_draft_row
 from specjax.pallas.launch import arrive, divide, launch, like
 
 __all__ = ["with_statistics"]
@@ -45,21 +45,21 @@ def with_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
         arrays = operands.arrays
         place, number = divide(pl.program_id(0), count)
         b, i = divide(place, k)
-        request = read_request(arrays, b, plan)
+        request = load_request(arrays, b, plan)
         wanted = request.active & (i < request.num_tokens)
 
         @pl.when(wanted)
         def _() -> None:
-            where = draft_place(arrays, request, i, wanted, plan)
-            scale = where.scaling.scale
-            share = Share(arrays.draft_logits, where.row, number, scale, where.cutoff, None)
+            row = locate_draft_row(arrays, request, i, wanted, plan)
+            scale = row.temperature.scale
+            share = Share(arrays.draft_logits, row.row_index, number, scale, row.cutoff, None)
             store_partials(share, out.partials, place, plan.tile, plan.interpret)
 
             @pl.when(arrive(out.counters, (place,), count, plan.interpret))
             def _() -> None:
                 merged = row_statistics(load_tiles(out.partials, place, wanted), scale)
                 token_id = arrays.token_ids[request.first + i]
-                logit = load_token(arrays.draft_logits, where.row, token_id, where.cutoff, wanted)
+                logit = load_token(arrays.draft_logits, row.row_index, token_id, row.cutoff, wanted)
                 logsumexp = row_logsumexp(merged.normalizer, scale)
                 out.logsumexp[request.first + i] = jnp.where(merged.valid, logsumexp, jnp.nan)
                 out.logprobs[request.first + i] = token_logprobs(logit, merged.normalizer, scale)

@@ -1,4 +1,4 @@
-"""What verification reads of a request, as kernels find it: scalars, and where rows lie."""
+"""What a kernel of verification loads of a request: scalars, drafted tokens and their rows."""
 
 from typing import Any, NamedTuple
 
@@ -16,24 +16,24 @@ from specjax.pallas.launch import only, settled
 from specjax.pallas.tiles import KernelConfig, Tile, power_of_two
 
 __all__ = [
-    "DraftPlace",
+    "DraftRow",
     "DraftedToken",
     "Plan",
-    "Request",
-    "draft_place",
-    "fetch",
-    "read_drafted",
-    "read_request",
+    "RequestScalars",
+    "load_drafted",
+    "load_masked",
+    "load_request",
+    "locate_draft_row",
 ]
 
 
 class Plan(NamedTuple):
-    """What is known before a kernel is made.
+    """The static schedule of a launch.
 
     Attributes:
       size: B.
       options: of the call.
-      tile: how a row is cut.
+      tile: the share of a row that one program reduces.
     """
 
     size: int
@@ -42,12 +42,12 @@ class Plan(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """K, at least 0."""
+        """K, drafted tokens per request at most; at least 0."""
         return self.options.num_drafts
 
     @property
     def num_rows(self) -> int:
-        """Target rows of a request, at most."""
+        """K + 1, target rows per request at most."""
         return self.num_drafts + 1
 
     @property
@@ -67,135 +67,151 @@ class Plan(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether the schedule is that of least latency, as a small batch needs it."""
+        """Whether the schedule is the one of least latency, for a small batch."""
         return self.config.is_small(self.size)
 
 
-class Request(NamedTuple):
-    """One request: scalars.
+class RequestScalars(NamedTuple):
+    """Scalars of one request.
 
     Attributes:
-      b: i32, its index.
-      first: i32, where its token arrays begin.
-      target_row: i32, its first target row.
-      num_tokens: i32, usable drafted tokens, -1 for an inactive request.
-      scaling: the target's temperature.
-      active: bool, it emits anything.
+      b: i32, its index in the batch.
+      first: i32, index of its first drafted token in the flat token arrays.
+      target_row: i32, index of its first target row.
+      num_tokens: i32, valid drafted tokens; -1 for an inactive request.
+      temperature: the target's, parsed.
+      active: bool, whether it may emit tokens.
     """
 
     b: jax.Array
     first: jax.Array
     target_row: jax.Array
     num_tokens: jax.Array
-    scaling: Temperature
+    temperature: Temperature
     active: jax.Array
 
     def address(self, arrays: VerifyArrays, i: jax.Array, stream: Any, plan: Plan) -> Words:
-        """The addresses of draws at the request's positions i."""
+        """Returns the addresses of draws i tokens after the request's first position."""
         first, second = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
         key = jnp.broadcast_to(first, i.shape), jnp.broadcast_to(second, i.shape)
         at = settled(fold_in(key, arrays.positions[self.b] + i), plan.interpret)
         return settled(fold_in(at, stream), plan.interpret)
 
     def cutoff(self, arrays: VerifyArrays, i: jax.Array, wanted: jax.Array) -> jax.Array | None:
-        """The cutoffs of the wanted ones of target rows i."""
+        """Returns the cutoffs of target rows i, 0 where not wanted; None without cutoffs."""
         if arrays.target_cutoff is None:
             return None
-        return fetch(arrays.target_cutoff, self.target_row + i, wanted)
+        return load_masked(arrays.target_cutoff, self.target_row + i, wanted)
 
 
-class DraftPlace(NamedTuple):
-    """Where drafted tokens' rows of draft logits lie, and how they are read."""
+class DraftRow(NamedTuple):
+    """The row of draft logits that a drafted token was sampled from.
 
-    row: jax.Array
-    scaling: Temperature
+    Attributes:
+      row_index: i32, of the row in the draft logits.
+      temperature: the draft's, parsed.
+      cutoff: f32, or None.
+    """
+
+    row_index: jax.Array
+    temperature: Temperature
     cutoff: jax.Array | None
 
 
 class DraftedToken(NamedTuple):
-    """Drafted tokens: their ids, log q of them (0 where one-hot), and the law of their rows."""
+    """A drafted token and the distribution that it came from.
+
+    Attributes:
+      token_id: i32.
+      logprob: f32, log q of the token; 0 where one-hot.
+      normalizer: of the draft row.
+      one_hot: bool, whether q is 1 at the token.
+      row: the draft row.
+    """
 
     token_id: jax.Array
     logprob: jax.Array
     normalizer: LogNormalizer
     one_hot: jax.Array
-    place: DraftPlace
+    row: DraftRow
 
     def only(self, chosen: jax.Array) -> "DraftedToken":
-        """The chosen one of several."""
-        cutoff = self.place.cutoff
+        """Returns the chosen one of several tokens."""
+        cutoff = self.row.cutoff
         return DraftedToken(
             only(self.token_id, chosen),
             only(self.logprob, chosen),
             LogNormalizer(*[only(x, chosen) for x in self.normalizer]),
             only(self.one_hot.astype(jnp.int32), chosen) != 0,
-            self.place._replace(
-                row=only(self.place.row, chosen),
+            self.row._replace(
+                row_index=only(self.row.row_index, chosen),
                 cutoff=None if cutoff is None else only(cutoff, chosen),
             ),
         )
 
 
-def fetch(values: Any, index: Any, wanted: jax.Array) -> jax.Array:
-    """The wanted elements of a reference, 0 for the others."""
+def load_masked(values: Any, index: Any, wanted: jax.Array) -> jax.Array:
+    """Loads the wanted elements of a reference, 0 for the others."""
     return plgpu.load(values.at[index], mask=wanted, other=jnp.zeros((), values.dtype))
 
 
-def read_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> Request:
-    """Reads what every program of a request needs."""
+def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScalars:
+    """Loads the scalars of request b."""
     k = plan.num_drafts
-    scaling = parse_temperature(arrays.temperature[b])
+    temperature = parse_temperature(arrays.temperature[b])
     if arrays.cu_num_draft_tokens is None:
         first, count = b * k, jnp.int32(k)
     else:
         # A wrong count must not lead outside the arrays: that would end the whole process.
         most = arrays.target_logits.shape[0] - plan.size
-        first, last = [jnp.clip(arrays.cu_num_draft_tokens[place], 0, most) for place in (b, b + 1)]
+        first, last = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, most) for i in (b, b + 1)]
         count = jnp.clip(last - first, 0, k)
-    wanted = count if arrays.num_tokens is None else jnp.minimum(arrays.num_tokens[b], count)
+    num_given = count if arrays.num_tokens is None else jnp.minimum(arrays.num_tokens[b], count)
     if arrays.token_ids is None:
-        usable = jnp.maximum(wanted, jnp.int32(-1))
+        num_tokens = jnp.maximum(num_given, jnp.int32(-1))
     else:
         lane = jax.lax.iota(jnp.int32, power_of_two(k))
         ids = plgpu.load(arrays.token_ids.at[first + lane], mask=lane < count, other=jnp.int32(-1))
-        usable = num_valid_drafts(ids, wanted)
-    return Request(b, first, first + b, usable, scaling, (usable >= 0) & scaling.valid)
+        num_tokens = num_valid_drafts(ids, num_given)
+    active = (num_tokens >= 0) & temperature.valid
+    return RequestScalars(b, first, first + b, num_tokens, temperature, active)
 
 
-def draft_place(
-    arrays: VerifyArrays, request: Request, i: jax.Array, wanted: jax.Array, plan: Plan
-) -> DraftPlace:
-    """Follows `rows` to drafted tokens i's rows."""
-    place = request.first + i
+def locate_draft_row(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, wanted: jax.Array, plan: Plan
+) -> DraftRow:
+    """Returns the draft rows of drafted tokens i, found through `draft_rows` where it is given."""
+    index = request.first + i
     if arrays.draft_rows is None:
-        row = place
+        row = index
     elif arrays.cu_num_draft_tokens is None:
         row = arrays.draft_rows[request.b] * plan.num_drafts + i
     else:
-        row = fetch(arrays.draft_rows, place, wanted)
+        row = load_masked(arrays.draft_rows, index, wanted)
     if arrays.draft_rows is not None:
-        # Nor must a wrong row.
+        # A wrong row must not lead outside the arrays either.
         row = jnp.clip(row, 0, arrays.draft_logits.shape[0] - 1)
-    given = arrays.temperature if arrays.draft_temperature is None else arrays.draft_temperature
-    cutoff = None if arrays.draft_cutoff is None else fetch(arrays.draft_cutoff, place, wanted)
-    return DraftPlace(row, parse_temperature(given[request.b]), cutoff)
+    own, cutoff = arrays.draft_temperature, arrays.draft_cutoff
+    temperature = (arrays.temperature if own is None else own)[request.b]
+    cutoff = None if cutoff is None else load_masked(cutoff, index, wanted)
+    return DraftRow(row, parse_temperature(temperature), cutoff)
 
 
-def read_drafted(
-    arrays: VerifyArrays, request: Request, i: jax.Array, wanted: jax.Array, plan: Plan
+def load_drafted(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, wanted: jax.Array, plan: Plan
 ) -> DraftedToken:
-    """Reads the wanted ones of a request's drafted tokens i; `arrays` has drafts."""
-    place = request.first + i
-    token_id = fetch(arrays.token_ids, place, wanted)
+    """Loads the wanted ones of a request's drafted tokens i; needs token ids."""
+    index = request.first + i
+    token_id = load_masked(arrays.token_ids, index, wanted)
     if arrays.draft_logits is None:
-        none = jnp.zeros_like(token_id, jnp.float32)
-        where = DraftPlace(place, request.scaling, None)
-        # True, of the places' shape.
-        return DraftedToken(token_id, none, LogNormalizer(none, none), place >= 0, where)
-    where = draft_place(arrays, request, i, wanted, plan)
-    logit = load_token(arrays.draft_logits, where.row, token_id, where.cutoff, wanted)
-    logprob = fetch(arrays.draft_logprobs, place, wanted)
-    logsumexp = fetch(arrays.draft_logsumexp, place, wanted)
-    one_hot = is_one_hot(where.scaling, logprob, logsumexp)
+        zero = jnp.zeros_like(token_id, jnp.float32)
+        row = DraftRow(index, request.temperature, None)
+        # `index >= 0` is True, of the index's shape.
+        return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
+    row = locate_draft_row(arrays, request, i, wanted, plan)
+    logit = load_token(arrays.draft_logits, row.row_index, token_id, row.cutoff, wanted)
+    logprob = load_masked(arrays.draft_logprobs, index, wanted)
+    logsumexp = load_masked(arrays.draft_logsumexp, index, wanted)
+    one_hot = is_one_hot(row.temperature, logprob, logsumexp)
     normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
-    return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, where)
+    return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, row)

@@ -17,10 +17,10 @@ from specjax.pallas.gumbel_max import Drawn, Noise, Row, block_index, draw_token
 from specjax.pallas.inputs import (
     DraftedToken,
     Plan,
-    Request,
-    fetch,
-    read_drafted,
-    read_request,
+    RequestScalars,
+    load_drafted,
+    load_masked,
+    load_request,
 )
 from specjax.pallas.launch import divide, fast_exp2, only, value_when
 from specjax.pallas.target_rows import Judged, Reduced, judge_rows
@@ -55,7 +55,7 @@ class Ending(NamedTuple):
       logprobs: f32[N], log p of the drafted tokens up to `end`.
     """
 
-    request: Request
+    request: RequestScalars
     end: jax.Array
     row: Row
     valid: jax.Array
@@ -68,7 +68,7 @@ class Ending(NamedTuple):
 
 def read_ending(arrays: VerifyArrays, rows: Reduced | Judged, b: jax.Array, plan: Plan) -> Ending:
     """Judges the rows of a small batch's request, or reads how a large one's were judged."""
-    request = read_request(arrays, b, plan)
+    request = load_request(arrays, b, plan)
     lane = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
     if isinstance(rows, Reduced):
         verdict = judge_rows(arrays, request, lane, rows.partials, plan)
@@ -86,19 +86,19 @@ def read_ending(arrays: VerifyArrays, rows: Reduced | Judged, b: jax.Array, plan
         end = jnp.where(request.active, end, jnp.int32(0))
         place = b * plan.num_rows + end
         normalizer, best = LogNormalizer(rows.shift[place], rows.log_sum[place]), rows.best[place]
-        logprobs = fetch(rows.logprobs, b * plan.num_rows + lane, lane < end)
+        logprobs = load_masked(rows.logprobs, b * plan.num_rows + lane, lane < end)
         drafted = None
         if plan.num_drafts:
-            drafted = read_drafted(arrays, request, end, end < request.num_tokens, plan)
+            drafted = load_drafted(arrays, request, end, end < request.num_tokens, plan)
     valid = request.active & jnp.isfinite(normalizer.log_sum)
     rejected = end < request.num_tokens
     drawn = end < 0  # never, as a value that Triton can branch on
     if arrays.draft_logits is not None and drafted is not None:
-        drawn = rejected & valid & ~request.scaling.greedy & ~drafted.one_hot
+        drawn = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
     row = Row(
         arrays.target_logits,
         request.target_row + end,
-        request.scaling.scale,
+        request.temperature.scale,
         request.cutoff(arrays, end, request.active),
         normalizer,
     )
@@ -113,9 +113,9 @@ def next_address(arrays: VerifyArrays, ending: Ending, plan: Plan) -> Words:
 def draft_logprobs(draft: Any, drafted: DraftedToken | None, index: jax.Array) -> jax.Array:
     """Log q at token ids >= 0 of the target's vocabulary; -inf past the draft's."""
     assert drafted is not None
-    place = drafted.place
-    x = mask_below_cutoff(load_row(draft, place.row, index), place.cutoff)
-    return token_logprobs(x, drafted.normalizer, place.scaling.scale)
+    row = drafted.row
+    x = mask_below_cutoff(load_row(draft, row.row_index, index), row.cutoff)
+    return token_logprobs(x, drafted.normalizer, row.temperature.scale)
 
 
 def reduce_masses(arrays: VerifyArrays, ending: Ending, number: jax.Array, plan: Plan) -> jax.Array:
@@ -147,7 +147,7 @@ def finish(
     logprobs = jnp.where(here, logprob, jnp.float32(0))
     if plan.num_drafts:
         is_kept = lane < end
-        drafted = fetch(arrays.token_ids, request.first + lane, is_kept)
+        drafted = load_masked(arrays.token_ids, request.first + lane, is_kept)
         token_ids = jnp.where(is_kept, drafted, token_ids)
         logprobs = jnp.where(is_kept, ending.logprobs, logprobs)
     inside = lane < plan.num_rows
@@ -170,7 +170,7 @@ def _next_token(
         return drawn.token, token_logprobs(drawn.logit, ending.row.normalizer, ending.row.scale)
 
     def either() -> tuple[jax.Array, jax.Array]:
-        return jax.lax.cond(ending.request.scaling.greedy, greedy, random)
+        return jax.lax.cond(ending.request.temperature.greedy, greedy, random)
 
     token, logprob = value_when(ending.valid, either, (jnp.int32(-1), jnp.float32(0)))
     if arrays.bonus_token_ids is None:

@@ -119,8 +119,8 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
         noise = whole_noise(at, arrays.logits.shape[1], noise_dtype)
     else:
         noise = Noise(at, jnp.int32(0), load_line(reduced.noise, b, 0))
-    scaling = parse_temperature(arrays.temperature[b])
-    merged = row_statistics(blocks, scaling.scale)
+    temperature = parse_temperature(arrays.temperature[b])
+    merged = row_statistics(blocks, temperature.scale)
 
     def greedy() -> tuple[jax.Array, jax.Array]:
         block = first_argmax(flush_subnormals(blocks.max))
@@ -128,17 +128,17 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
         return best, merged.normalizer.shift
 
     def random() -> tuple[jax.Array, jax.Array]:
-        row = Row(arrays.logits, b, scaling.scale, cutoff, merged.normalizer)
-        weights = block_logprobs(blocks, merged.normalizer, scaling.scale)
+        row = Row(arrays.logits, b, temperature.scale, cutoff, merged.normalizer)
+        weights = block_logprobs(blocks, merged.normalizer, temperature.scale)
         drawn = draw_token(row, weights, noise, lambda _, logprobs: logprobs)
         return drawn.token, drawn.logit
 
-    token, logit = jax.lax.cond(scaling.greedy, greedy, random)
-    logprob = token_logprobs(logit, merged.normalizer, scaling.scale)
-    valid = scaling.valid & merged.valid
+    token, logit = jax.lax.cond(temperature.greedy, greedy, random)
+    logprob = token_logprobs(logit, merged.normalizer, temperature.scale)
+    valid = temperature.valid & merged.valid
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
     out.logprobs[b] = jnp.where(valid, logprob, jnp.float32(0))
-    out.logsumexp[b] = row_logsumexp(merged.normalizer, scaling.scale)
+    out.logsumexp[b] = row_logsumexp(merged.normalizer, temperature.scale)
 
 
 def _address(arrays: SampleArrays, b: jax.Array) -> Words:

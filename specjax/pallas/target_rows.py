@@ -33,10 +33,10 @@ from specjax.pallas.blocks import (
 from specjax.pallas.inputs import (
     DraftedToken,
     Plan,
-    Request,
-    fetch,
-    read_drafted,
-    read_request,
+    RequestScalars,
+    load_drafted,
+    load_masked,
+    load_request,
 )
 from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
 from specjax.typing import Stream
@@ -94,16 +94,16 @@ class Verdict(NamedTuple):
 
 
 def judge_rows(
-    arrays: VerifyArrays, request: Request, i: jax.Array, partials: Partials, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
 ) -> Verdict:
     """Judges rows i32[R] of a request, of which those behind its drafts may not exist."""
     exists, drafts = i <= request.num_tokens, i < request.num_tokens
-    scale = request.scaling.scale
+    scale = request.temperature.scale
     tiles = load_tiles(partials, request.b * plan.num_rows + i, exists)
     cutoff = request.cutoff(arrays, i, exists)
     row = request.target_row + jnp.where(exists, i, 0)
     if plan.num_drafts:
-        drafted = read_drafted(arrays, request, i, drafts, plan)
+        drafted = load_drafted(arrays, request, i, drafts, plan)
         logit = load_token(arrays.target_logits, row, drafted.token_id, cutoff, drafts)
         at = request.address(arrays, i, Stream.accept(i), plan)
         coin = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
@@ -114,18 +114,18 @@ def judge_rows(
     # Of a request that is not greedy it is whatever the memory held, and nobody looks at it.
     place = request.b * plan.num_rows + i
     tile = first_argmax(flush_subnormals(tiles.max))
-    best = fetch(partials.tile_best, (place, tile), exists)
+    best = load_masked(partials.tile_best, (place, tile), exists)
     if plan.num_drafts == 0:
         return Verdict(normalizer, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
     if arrays.conditional_rates is None:
         kept = jnp.where(
-            request.scaling.greedy,
+            request.temperature.greedy,
             accept_greedy(drafted.token_id, best),
             accept_random(coin, logprobs, drafted.logprob),
         )
     else:
-        rate = fetch(arrays.conditional_rates, (request.b, i), drafts)
+        rate = load_masked(arrays.conditional_rates, (request.b, i), drafts)
         inside = (drafted.token_id >= 0) & (drafted.token_id < arrays.target_logits.shape[1])
         kept = inside & accept_synthetic(coin, rate)
     return Verdict(normalizer, logprobs, best, kept & drafts & merged.valid, drafted)
@@ -145,7 +145,7 @@ def reduce_rows(arrays: VerifyArrays, plan: Plan) -> Reduced:
     def reduce_kernel(arrays: VerifyArrays, out: Reduced) -> None:
         place, number = divide(pl.program_id(0), count)
         b, i = divide(place, plan.num_rows)
-        request = read_request(arrays, b, plan)
+        request = load_request(arrays, b, plan)
 
         @pl.when((i == 0) & (number == 0))
         def _() -> None:
@@ -197,7 +197,7 @@ def _accept(arrays: VerifyArrays, out: Judged, plan: Plan) -> None:
     count, num_rows = plan.tile.count(arrays.target_logits.shape[1]), plan.num_rows
     turn, number = divide(pl.program_id(0), count)
     i, b = divide(turn, plan.size)
-    request = read_request(arrays, b, plan)
+    request = load_request(arrays, b, plan)
     ending = (b, jnp.int32(num_rows))
 
     def known() -> jax.Array:
@@ -214,7 +214,7 @@ def _accept(arrays: VerifyArrays, out: Judged, plan: Plan) -> None:
         share = _share(arrays, request, i, number)
         top = store_partials(share, out.partials, b * num_rows + i, plan.tile, plan.interpret)
         if arrays.conditional_rates is None and num_rows > 1:
-            pl.when(request.scaling.greedy & (i < request.num_tokens))(
+            pl.when(request.temperature.greedy & (i < request.num_tokens))(
                 lambda: pl.when(largest_equal(_load_drafted(arrays, request, i)) < top)(end)
             )
 
@@ -230,7 +230,7 @@ def _accept(arrays: VerifyArrays, out: Judged, plan: Plan) -> None:
             pl.when(only(verdict.kept.astype(jnp.int32), row == i) == 0)(end)
 
 
-def _load_drafted(arrays: VerifyArrays, request: Request, i: jax.Array) -> jax.Array:
+def _load_drafted(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
     """The target's logit f32[] of a request's drafted token i, which exists."""
     lane = jax.lax.iota(jnp.int32, 1)
     token_id = plgpu.load(arrays.token_ids.at[request.first + i + lane])
@@ -241,9 +241,9 @@ def _load_drafted(arrays: VerifyArrays, request: Request, i: jax.Array) -> jax.A
     return only(logit, lane == 0)
 
 
-def _share(arrays: VerifyArrays, request: Request, i: jax.Array, number: jax.Array) -> Share:
+def _share(arrays: VerifyArrays, request: RequestScalars, i: jax.Array, number: jax.Array) -> Share:
     """Tile `number` of a request's target row i, which exists."""
     cutoff = request.cutoff(arrays, i, i >= 0)
     row = request.target_row + i
-    scaling = request.scaling
-    return Share(arrays.target_logits, row, number, scaling.scale, cutoff, scaling.greedy)
+    temperature = request.temperature
+    return Share(arrays.target_logits, row, number, temperature.scale, cutoff, temperature.greedy)

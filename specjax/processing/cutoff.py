@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_logits, read_array, read_optional
+from specjax.checks import as_array, check_logits, parse_array, parse_optional
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.mesh import pvary_like, shard_map_batch
@@ -91,11 +91,11 @@ def logit_cutoff(
     each = [leading[:axes] for axes in range(len(leading) + 1)]
     return find_cutoff(
         logits,
-        read_array("temperature", temperature, jnp.float32, *each),
+        parse_array("temperature", temperature, jnp.float32, *each),
         Filters(
-            read_optional("top_k", top_k, jnp.int32, *each),
-            read_optional("top_p", top_p, jnp.float32, *each),
-            read_optional("min_p", min_p, jnp.float32, *each),
+            parse_optional("top_k", top_k, jnp.int32, *each),
+            parse_optional("top_p", top_p, jnp.float32, *each),
+            parse_optional("min_p", min_p, jnp.float32, *each),
         ),
         implementation=implementation,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_logits, read_array
+from specjax.checks import as_array, check_logits, parse_array
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.rule_checks import check_drafted, check_history, check_rules, check_widths
 from specjax.processing.token_counts import History
@@ -97,7 +97,7 @@ def process_logits(
     )
     rules = check_rules(rules, size, num_rows)
     check_widths(rules, vocab_size)
-    first_row = read_array("first_row", first_row, jnp.int32, ())
+    first_row = parse_array("first_row", first_row, jnp.int32, ())
     history = check_history(rules, History() if history is None else history, size, vocab_size)
     drafted = check_drafted(rules, drafted_token_ids, size, num_rows, first_row)
     return apply_rules(logits, rules, RowContext(history, drafted, first_row))

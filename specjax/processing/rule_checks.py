@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import as_array, check_shape, read_array, read_optional
+from specjax.checks import as_array, check_shape, parse_array, parse_optional
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.token_counts import History, TokenCounts
 
@@ -33,7 +33,7 @@ def check_rules(
     each = ((), (size,))
 
     def penalty(name: str) -> Any:
-        return read_optional(f"{prefix}{name}", getattr(rules, name), jnp.float32, *each)
+        return parse_optional(f"{prefix}{name}", getattr(rules, name), jnp.float32, *each)
 
     return LogitRules(
         repetition_penalty=penalty("repetition_penalty"),
@@ -56,7 +56,7 @@ def _check_bias(name: str, bias: Any, size: int) -> Any:
     bias = as_array(name, bias)
     if bias.ndim not in (1, 2) or (bias.ndim == 2 and bias.shape[0] != size):
         raise ValueError(f"{name} has shape {bias.shape}; it needs [V] or [{size}, V].")
-    return read_array(name, bias, jnp.float32, bias.shape)
+    return parse_array(name, bias, jnp.float32, bias.shape)
 
 
 def _check_allowed(name: str, allowed: Any, size: int, num_rows: int | None) -> Any:
@@ -93,7 +93,7 @@ def _check_bad_words(name: str, words: Any, size: int) -> Any:
         raise ValueError(
             f"{name} has shape {words.shape}; it needs [N, M] or [{size}, N, M]: {cure}."
         )
-    return read_array(name, words, jnp.int32, words.shape)
+    return parse_array(name, words, jnp.int32, words.shape)
 
 
 def mask_width(allowed: Any, vocab_size: int) -> int:
@@ -143,8 +143,8 @@ def check_history(
         )
     token_ids = as_array("history.token_ids", token_ids)
     shape = (size, *token_ids.shape[1:2])
-    token_ids = read_array("history.token_ids", token_ids, jnp.int32, shape)
-    return History(token_ids, read_array("history.lengths", lengths, jnp.int32, (size,)), counts)
+    token_ids = parse_array("history.token_ids", token_ids, jnp.int32, shape)
+    return History(token_ids, parse_array("history.lengths", lengths, jnp.int32, (size,)), counts)
 
 
 def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | None) -> Any:
@@ -193,5 +193,5 @@ def check_drafted(
             f"drafted_token_ids has shape {drafted.shape}; it needs [{size}, D] with "
             f"D >= {num_rows - 1}, the tokens before the last of {num_rows} rows."
         )
-    drafted = read_array("drafted_token_ids", drafted, jnp.int32, drafted.shape)
+    drafted = parse_array("drafted_token_ids", drafted, jnp.int32, drafted.shape)
     return drafted if reads_tokens and drafted.shape[1] else None

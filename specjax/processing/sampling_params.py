@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checks import check_count, read_optional
+from specjax.checks import check_count, parse_optional
 from specjax.core.truncation import Filters
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.rule_checks import check_rules
@@ -150,9 +150,9 @@ def read_sampling(sampling: Any, size: int) -> SamplingParams:
     rules, filters = split_sampling(sampling)
     each = ((), (size,))
     filters = Filters(
-        top_k=read_optional("sampling.top_k", filters.top_k, jnp.int32, *each),
-        top_p=read_optional("sampling.top_p", filters.top_p, jnp.float32, *each),
-        min_p=read_optional("sampling.min_p", filters.min_p, jnp.float32, *each),
+        top_k=parse_optional("sampling.top_k", filters.top_k, jnp.int32, *each),
+        top_p=parse_optional("sampling.top_p", filters.top_p, jnp.float32, *each),
+        min_p=parse_optional("sampling.min_p", filters.min_p, jnp.float32, *each),
     )
     rules = check_rules(rules, size, prefix="sampling.")
     return SamplingParams(**filters._asdict(), **rules._asdict())

@@ -10,7 +10,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, read_array
+from specjax.checks import as_array, check_count, parse_array
 from specjax.mesh import pvary_like, shard_map_batch
 
 __all__ = [
@@ -83,12 +83,12 @@ def count_tokens(
     token_ids = as_array("token_ids", token_ids)
     if token_ids.ndim != 2:
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [B, L].")
-    token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
+    token_ids = jnp.asarray(parse_array("token_ids", token_ids, jnp.int32, token_ids.shape))
     size = token_ids.shape[0]
-    lengths = jnp.asarray(read_array("lengths", lengths, jnp.int32, (size,)))
+    lengths = jnp.asarray(parse_array("lengths", lengths, jnp.int32, (size,)))
     if prompt_lengths is None:
         prompt_lengths = lengths
-    prompt_lengths = jnp.asarray(read_array("prompt_lengths", prompt_lengths, jnp.int32, (size,)))
+    prompt_lengths = jnp.asarray(parse_array("prompt_lengths", prompt_lengths, jnp.int32, (size,)))
     return count_committed(token_ids, lengths, prompt_lengths, vocab_size)
 
 
@@ -147,8 +147,8 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
     token_ids = as_array("token_ids", token_ids)
     if token_ids.ndim != 2 or token_ids.shape[0] != size:
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [{size}, n].")
-    num_tokens = jnp.asarray(read_array("num_tokens", num_tokens, jnp.int32, (size,)))
-    token_ids = jnp.asarray(read_array("token_ids", token_ids, jnp.int32, token_ids.shape))
+    num_tokens = jnp.asarray(parse_array("num_tokens", num_tokens, jnp.int32, (size,)))
+    token_ids = jnp.asarray(parse_array("token_ids", token_ids, jnp.int32, token_ids.shape))
     return add_to_counts(counts, token_ids, num_tokens)
 
 

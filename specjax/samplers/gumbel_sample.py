@@ -13,8 +13,8 @@ from specjax.checks import (
     check_keys,
     check_logits,
     check_noise_dtype,
-    read_array,
-    read_optional,
+    parse_array,
+    parse_optional,
 )
 from specjax.core.gumbel_max import sample_row
 from specjax.core.noise import batch_addresses
@@ -87,10 +87,10 @@ def gumbel_sample(
     arrays = SampleArrays(
         logits,
         check_keys(keys, size),
-        read_array("positions", positions, jnp.int32, *each),
-        read_array("stream", stream, jnp.int32, *each),
-        read_array("temperature", temperature, jnp.float32, *each),
-        read_optional("cutoff", cutoff, jnp.float32, (size,)),
+        parse_array("positions", positions, jnp.int32, *each),
+        parse_array("stream", stream, jnp.int32, *each),
+        parse_array("temperature", temperature, jnp.float32, *each),
+        parse_optional("cutoff", cutoff, jnp.float32, (size,)),
     )
     return _gumbel_sample(arrays, options=options)
 

@@ -1,7 +1,7 @@
-"""The token after the kept drafts: recovered from the residual, or the bonus.
+"""The reference: the token after the accepted ones, recovered from the residual or a bonus token.
 
-One-hot drafts need no second pass over the target row: only the block of the drafted
-token changes its mass. Drawn drafts read the target's and the draft's row once more.
+A one-hot draft needs no second pass over the target row: only the block of the drafted token
+changes its mass. A sampled draft needs one more pass over the target's row and the draft's.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from specjax.core.temperature import parse_temperature
 from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
 from specjax.typing import Stream
 
-__all__ = ["Ending", "next_token"]
+__all__ = ["AcceptedPrefix", "next_token"]
 
 
-class Ending(NamedTuple):
-    """Where the kept drafts end, and what is known of that row.
+class AcceptedPrefix(NamedTuple):
+    """The accepted drafted tokens of a request, and the target row that decides the next token.
 
     Attributes:
-      num_kept: i32, number of kept drafts: the deciding row's place among the request's.
-      partials: of the deciding target row.
-      row: statistics of the deciding target row.
-      drafted: the rejected token; of no meaning when every draft was kept.
+      num_accepted: i32, the accepted tokens; index of the deciding row among the request's.
+      partials: of the deciding row.
+      row: statistics of the deciding row.
+      drafted: the rejected token; without meaning where every token was accepted.
     """
 
-    num_kept: jax.Array
+    num_accepted: jax.Array
     partials: BlockPartials
     row: RowStatistics
     drafted: DraftedToken
@@ -39,16 +39,16 @@ class Ending(NamedTuple):
 
 def next_token(
     request: Request,
-    ending: Ending,
+    prefix: AcceptedPrefix,
     target: LogitRows,
     draft_logits: jax.Array | None,
     noise_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws the token that follows the kept drafts.
+    """Draws the token after the accepted ones.
 
     Args:
       request: one request.
-      ending: where its drafts end.
+      prefix: its accepted tokens.
       target: rows of target logits.
       draft_logits: [M, V_d] or None.
       noise_dtype: float32 or float64.
@@ -56,64 +56,64 @@ def next_token(
     Returns:
       Its id i32[] and its log-probability under the target f32[].
     """
-    scaling = parse_temperature(request.temperature)
-    logits, cutoff = take_row(target, request.target_row + ending.num_kept)
-    drafted = ending.drafted
-    rejected = ending.num_kept < request.num_tokens
-    whole = block_logprobs(ending.partials, ending.row.normalizer, scaling.scale)
+    temperature = parse_temperature(request.temperature)
+    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
+    drafted = prefix.drafted
+    rejected = prefix.num_accepted < request.num_tokens
+    row_weights = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
         return token_logprobs(
-            gather_logits(logits, index, cutoff), ending.row.normalizer, scaling.scale
+            gather_logits(logits, index, cutoff), prefix.row.normalizer, temperature.scale
         )
 
     def one_hot_logprobs(index: jax.Array) -> jax.Array:
         return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
 
-    def without_token() -> jax.Array:
+    def one_hot_residual() -> jax.Array:
         block = jnp.clip(drafted.token_id, 0, logits.shape[0] - 1) // SAMPLING_BLOCK
         index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
-        left = jnp.exp(residual_logprobs(target_logprobs(index), one_hot_logprobs(index)))
-        return jnp.where(rejected, whole.at[block].set(jnp.log(jnp.sum(left))), whole)
+        residual = jnp.exp(residual_logprobs(target_logprobs(index), one_hot_logprobs(index)))
+        return jnp.where(
+            rejected, row_weights.at[block].set(jnp.log(jnp.sum(residual))), row_weights
+        )
 
     if draft_logits is None:
-        weights, draft_logprobs = without_token(), one_hot_logprobs
-        rounding = jnp.float32(0)
+        weights, draft_logprobs = one_hot_residual(), one_hot_logprobs
+        max_empty_mass = jnp.float32(0)
     else:
-        drawn = rejected & ~drafted.one_hot & ~scaling.greedy
-        masses, drawn_logprobs = _drawn_residual(
-            request, ending, LogitRows(logits, cutoff), draft_logits, drawn
+        sampled = rejected & ~drafted.one_hot & ~temperature.greedy
+        masses, sampled_logprobs = _sampled_residual(
+            request, prefix, LogitRows(logits, cutoff), draft_logits
         )
-        weights = jax.lax.cond(drawn, masses, without_token)
-        rounding = jnp.where(drawn, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
+        weights = jax.lax.cond(sampled, masses, one_hot_residual)
+        max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
-            return jnp.where(drawn, drawn_logprobs(index), one_hot_logprobs(index))
+            return jnp.where(sampled, sampled_logprobs(index), one_hot_logprobs(index))
 
-    empty = jnp.sum(jnp.exp(weights)) <= rounding
+    empty = jnp.sum(jnp.exp(weights)) <= max_empty_mass
 
     def token_weights(index: jax.Array) -> jax.Array:
         logprobs = target_logprobs(index)
         return jnp.where(empty, logprobs, residual_logprobs(logprobs, draft_logprobs(index)))
 
-    at = address(request.key, request.position + ending.num_kept, Stream.TARGET)
-    drawn_token = gumbel_max_token(jnp.where(empty, whole, weights), token_weights, at, noise_dtype)
-    best_token = argmax_token(logits, ending.partials, cutoff)
-    token = jnp.where(scaling.greedy, best_token, drawn_token)
+    at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
+    random_token = gumbel_max_token(
+        jnp.where(empty, row_weights, weights), token_weights, at, noise_dtype
+    )
+    best_token = argmax_token(logits, prefix.partials, cutoff)
+    token = jnp.where(temperature.greedy, best_token, random_token)
     return token, target_logprobs(token)
 
 
-def _drawn_residual(
-    request: Request,
-    ending: Ending,
-    target: LogitRows,
-    draft_logits: jax.Array,
-    drawn: jax.Array,
+def _sampled_residual(
+    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft_logits: jax.Array
 ) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Log-masses of the blocks of `max(p - q, 0)`, lazily, and log q by token id."""
-    i = jnp.minimum(ending.num_kept, request.token_ids.shape[0] - 1)
+    """Returns two functions: log-masses of the blocks of `max(p - q, 0)`, and log q by token id."""
+    i = jnp.minimum(prefix.num_accepted, request.token_ids.shape[0] - 1)
     row, cutoff = draft_row(request, draft_logits, i)
-    normalizer = ending.drafted.normalizer
+    normalizer = prefix.drafted.normalizer
     scale = parse_temperature(request.draft_temperature).scale
 
     def logprobs(index: jax.Array) -> jax.Array:
@@ -125,7 +125,7 @@ def _drawn_residual(
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
         target_scale = parse_temperature(request.temperature).scale
         p = token_logprobs(
-            mask_below_cutoff(target.logits, target.cutoff), ending.row.normalizer, target_scale
+            mask_below_cutoff(target.logits, target.cutoff), prefix.row.normalizer, target_scale
         )
         return block_residual_weights(p, q)
 

@@ -16,9 +16,9 @@ from specjax.checks import (
     check_keys,
     check_logits,
     check_noise_dtype,
-    read_array,
-    read_optional,
-    read_rates,
+    parse_array,
+    parse_optional,
+    parse_rates,
 )
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded, pvary_like
@@ -101,15 +101,15 @@ def rejection_sample_ragged(
     arrays = VerifyArrays.from_draft(
         draft,
         target_logits,
-        cu_num_draft_tokens=read_array(
+        cu_num_draft_tokens=parse_array(
             "cu_num_draft_tokens", cu_num_draft_tokens, jnp.int32, (size + 1,)
         ),
         keys=check_keys(keys, size),
-        positions=read_array("positions", positions, jnp.int32, *each),
-        temperature=read_array("temperature", temperature, jnp.float32, *each),
-        cutoff=read_optional("cutoff", cutoff, jnp.float32, (num_drafted + size,)),
-        conditional_rates=read_rates(conditional_rates, size, k),
-        bonus_token_ids=read_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
+        positions=parse_array("positions", positions, jnp.int32, *each),
+        temperature=parse_array("temperature", temperature, jnp.float32, *each),
+        cutoff=parse_optional("cutoff", cutoff, jnp.float32, (num_drafted + size,)),
+        conditional_rates=parse_rates(conditional_rates, size, k),
+        bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     options = CallOptions(check_noise_dtype(noise_dtype), implementation, k)
     return _rejection_sample_ragged(arrays, options=options)

@@ -13,9 +13,9 @@ from specjax.checks import (
     check_keys,
     check_logits,
     check_noise_dtype,
-    read_array,
-    read_optional,
-    read_rates,
+    parse_array,
+    parse_optional,
+    parse_rates,
 )
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import shard_map_batch
@@ -101,11 +101,11 @@ def rejection_sample(
         draft,
         target_logits,
         keys=check_keys(keys, size),
-        positions=read_array("positions", positions, jnp.int32, *each),
-        temperature=read_array("temperature", temperature, jnp.float32, *each),
-        cutoff=read_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
-        conditional_rates=read_rates(conditional_rates, size, k),
-        bonus_token_ids=read_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
+        positions=parse_array("positions", positions, jnp.int32, *each),
+        temperature=parse_array("temperature", temperature, jnp.float32, *each),
+        cutoff=parse_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
+        conditional_rates=parse_rates(conditional_rates, size, k),
+        bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     options = CallOptions(check_noise_dtype(noise_dtype), implementation, k)
     return _rejection_sample(arrays, options=options)

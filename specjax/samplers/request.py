@@ -1,6 +1,7 @@
-"""What verification reads of one request: its rows of logits, its drafted tokens.
+"""The reference: one request of a batch, its rows of logits and its drafted tokens.
 
-Ragged batches hold the drafted rows of all requests end to end, cut by cumulative counts.
+A ragged batch holds the drafted tokens of all requests end to end. Cumulative counts say which are
+whose.
 """
 
 from typing import NamedTuple
@@ -25,14 +26,14 @@ __all__ = ["DraftedToken", "LogitRows", "Request", "draft_row", "drafted_token",
 
 
 class LogitRows(NamedTuple):
-    """Flat rows of logits: `logits` [R, V] and `cutoff` f32[R], None keeping all."""
+    """Flat rows of logits: `logits` [R, V], and `cutoff` f32[R] or None."""
 
     logits: jax.Array
     cutoff: jax.Array | None = None
 
 
 class Request(NamedTuple):
-    """What verification reads of one request; of a batch, with a leading axis [B].
+    """One request; with a leading axis [B], those of a batch.
 
     Attributes:
       key: two u32 words.
@@ -128,13 +129,13 @@ def _pad_ragged(arrays: VerifyArrays, num_drafts: int) -> tuple[VerifyArrays, ja
 
 
 class DraftedToken(NamedTuple):
-    """A drafted token and the distribution it came from.
+    """A drafted token and the distribution that it came from.
 
     Attributes:
       token_id: i32.
-      logprob: f32, log q of the token, 0 where `one_hot`.
-      normalizer: of its row, which gives log q of any token.
-      one_hot: bool.
+      logprob: f32, log q of the token; 0 where one-hot.
+      normalizer: of the draft row.
+      one_hot: bool, whether q is 1 at the token.
     """
 
     token_id: jax.Array
@@ -144,7 +145,7 @@ class DraftedToken(NamedTuple):
 
 
 def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Row `index`, [V], and its cutoff."""
+    """Returns row `index`, [V], and its cutoff."""
     row = jax.lax.dynamic_index_in_dim(rows.logits, index, 0, keepdims=False)
     return row, None if rows.cutoff is None else rows.cutoff[index]
 
@@ -152,31 +153,33 @@ def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | 
 def draft_row(
     request: Request, draft_logits: jax.Array, i: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The row of draft logits that token i was drawn from, [V_d], and its cutoff."""
+    """Returns the row of draft logits that token i came from, [V_d], and its cutoff."""
     row, _ = take_row(LogitRows(draft_logits), request.draft_rows[i])
     return row, None if request.draft_cutoff is None else request.draft_cutoff[i]
 
 
 def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array) -> DraftedToken:
-    """Drafted token i with the statistics it carries, or else those of its row.
+    """Returns drafted token i with the statistics that it carries, or else with those of its row.
 
-    It is one-hot where there are no logits, where it was chosen rather than drawn, and
-    where its statistics are not those of a distribution.
+    The token is one-hot without draft logits, at a greedy temperature, and where its statistics
+    are not those of a distribution.
     """
     token_id = request.token_ids[i]
     zero = jnp.float32(0)
     if draft_logits is None:
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), jnp.bool_(True))
     logits, cutoff = draft_row(request, draft_logits, i)
-    scaling = parse_temperature(request.draft_temperature)
+    temperature = parse_temperature(request.draft_temperature)
     logit = gather_logits(logits, token_id, cutoff)
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
     else:
-        row = row_statistics_once(block_partials(logits, scaling.scale, cutoff), scaling.scale)
-        logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, scaling.scale), jnp.nan)
-        # The target's own formula, so that equal rows give equal log-probabilities.
-        logprob = token_logprobs(logit, row.normalizer, scaling.scale)
-    one_hot = is_one_hot(scaling, logprob, logsumexp)
+        row = row_statistics_once(
+            block_partials(logits, temperature.scale, cutoff), temperature.scale
+        )
+        logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, temperature.scale), jnp.nan)
+        # The target's formula, so that equal rows give equal log-probabilities.
+        logprob = token_logprobs(logit, row.normalizer, temperature.scale)
+    one_hot = is_one_hot(temperature, logprob, logsumexp)
     normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
     return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), normalizer, one_hot)

@@ -270,8 +270,8 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff_bound.asks_anything",
-        "scaling.valid & ~scaling.greedy",
-        "scaling.valid",
+        "temperature.valid & ~temperature.greedy",
+        "temperature.valid",
         cutoffs(f"{_OFF}[interpret]"),
         "greedy rows are cut",
     ),

@@ -34,7 +34,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.request.drafted_token",
-        "row_logsumexp(row.normalizer, scaling.scale)",
+        "row_logsumexp(row.normalizer, temperature.scale)",
         "row_logsumexp(row.normalizer, jnp.float32(1))",
         verify("test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"),
         "the residual of a token that its draft could not draw forgets the temperature",
