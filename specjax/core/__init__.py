@@ -1,10 +1,18 @@
 """The mathematics of sampling and verification: functions of arrays, for all implementations.
 
-Nothing here checks an argument, compiles, or knows where it runs. `noise` gives the random numbers
-of an address, `logsumexp` a row's statistics, block by block, `gumbel_max` a token from log-
-weights; `acceptance` and `residual` are the rule of rejection sampling, `temperature` splits
-temperatures into data; `bisection` and `truncation` find the cutoff of top-k, top-p and min-p. Open
-`gumbel_max` first.
+No function here checks an argument, compiles, or knows where it runs. The plain-JAX reference and
+the kernels call the same functions.
 
-Letters: `V` vocabulary, `n` blocks of `SAMPLING_BLOCK` tokens. Imported by every room above.
+    noise          random numbers at an address
+    temperature    temperatures parsed into scale, greedy, valid
+    logsumexp      log-normalizer of a row from partials of its blocks
+    gumbel_max     a token from log-weights
+    acceptance     the rules by which a drafted token is accepted: min(1, p / q)
+    residual       max(p - q, 0), which a rejected token is replaced from
+    bisection      a threshold among floats, by bisection of their bits
+    truncation     top-k, top-p and min-p as such thresholds
+    subnormal      float32 numbers below 2^-126, which count as zero
+
+Open `gumbel_max` first. Letters: `V` vocabulary, `n` or `N` blocks of `SAMPLING_BLOCK` tokens.
+Every room after this one may import it.
 """

@@ -1,4 +1,4 @@
-"""The rules by which one drafted token is kept: greedy, drawn, one-hot, synthetic."""
+"""The rules by which a drafted token is accepted: greedy, sampled, one-hot, synthetic."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ __all__ = ["accept_greedy", "accept_random", "accept_synthetic", "is_one_hot", "
 
 
 def num_valid_drafts(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
-    """Drafted tokens of each request up to the first -1.
+    """Returns how many drafted tokens each request has, up to the first -1.
 
     Args:
       token_ids: i32[..., K].
@@ -19,21 +19,19 @@ def num_valid_drafts(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.
       i32[...] in [-1, K].
     """
     k = token_ids.shape[-1]
-    places = jnp.where(token_ids == -1, jnp.arange(k, dtype=jnp.int32), jnp.int32(k))
-    first = jnp.min(places, axis=-1, initial=k)
+    stops = jnp.where(token_ids == -1, jnp.arange(k, dtype=jnp.int32), jnp.int32(k))
+    first = jnp.min(stops, axis=-1, initial=k)
     return first if num_tokens is None else jnp.minimum(jnp.clip(num_tokens, -1, k), first)
 
 
-def accept_random(
-    coin: jax.Array, target_logprob: jax.Array, draft_logprob: jax.Array
-) -> jax.Array:
-    r"""Keeps a drawn token with probability :math:`\min(1, p / q)`.
+def accept_random(u: jax.Array, target_logprob: jax.Array, draft_logprob: jax.Array) -> jax.Array:
+    r"""Accepts a sampled token with probability :math:`\min(1, p / q)`.
 
-    A one-hot draft has q = 1, that is `draft_logprob` 0. A token with p = 0 is never
-    kept, nor one that its draft could not have drawn (q = 0).
+    A one-hot draft has q = 1, that is `draft_logprob` 0. A token with p = 0 is never accepted, nor
+    one that its draft could not have sampled (q = 0).
 
     Args:
-      coin: f32 or f64 in (0, 1).
+      u: f32 or f64, a uniform in (0, 1).
       target_logprob: f32, log p of the token.
       draft_logprob: f32, log q of the token.
 
@@ -46,28 +44,28 @@ def accept_random(
     possible = (target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)
     # The difference is 0 when p == q; log u + log q < log p would round and reject.
     ratio = jnp.where(possible, target_logprob - draft_logprob, -jnp.inf)
-    return jnp.log(coin) < ratio.astype(coin.dtype)
+    return jnp.log(u) < ratio.astype(u.dtype)
 
 
 def accept_greedy(token_id: jax.Array, argmax: jax.Array) -> jax.Array:
-    """Keeps a drafted token that is the target's argmax."""
+    """Accepts a drafted token that is the target's argmax."""
     return token_id == argmax
 
 
-def accept_synthetic(coin: jax.Array, rate: jax.Array) -> jax.Array:
-    """Keeps any token with probability `rate` in [0, 1], whatever p and q say.
+def accept_synthetic(u: jax.Array, rate: jax.Array) -> jax.Array:
+    """Accepts any token with probability `rate` in [0, 1], whatever p and q are.
 
     Args:
-      coin: f32 or f64 in (0, 1).
-      rate: f32, conditional on everything before having been kept.
+      u: f32 or f64, a uniform in (0, 1).
+      rate: f32, conditional on all tokens before it having been accepted.
 
     Returns:
       bool.
     """
-    return coin < rate.astype(coin.dtype)
+    return u < rate.astype(u.dtype)
 
 
 def is_one_hot(temperature: Temperature, logprob: jax.Array, logsumexp: jax.Array) -> jax.Array:
-    """Whether a token was chosen rather than drawn, or its statistics are those of no law."""
-    lawless = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
-    return temperature.greedy | ~temperature.valid | lawless
+    """Returns whether a token came from a greedy draft, or its statistics are invalid."""
+    invalid = ~jnp.isfinite(logsumexp) | ~(logprob < jnp.inf)
+    return temperature.greedy | ~temperature.valid | invalid

@@ -1,9 +1,10 @@
-r"""A threshold among floats, narrowed by halving a bracket of their keys.
+r"""A threshold among floats, found by bisection of their bits.
 
-What lies at or above t, counted or weighed, falls as t rises; the threshold is the largest
-t at which it still reaches a target. Floats are searched through integers in the same
-order, their keys, so that a search ends after at most as many halvings as a float has
-bits; and a bracket shrinks to the logits inside it, so that it ends once one value is left.
+    threshold = max { t : mass_above(t) >= target }
+
+`mass_above(t)`, a count or a mass of the logits at or above t, falls as t rises. Each float has a
+key, an integer in the order of the floats: a search ends after at most as many halvings as a float
+has bits. A bracket is also clamped to the logits inside it, so that it ends once one value is left.
 """
 
 from collections.abc import Callable
@@ -27,17 +28,17 @@ __all__ = [
     "value_midpoint",
 ]
 
-# Halvings between two looks at what is left inside: a look costs as much as two of them.
+# Halvings between two clamps to the logits inside: a clamp costs as much as two halvings.
 HALVINGS = 6
 _MOST = float(jnp.finfo(jnp.float32).max)
 
 
 class Bracket(NamedTuple):
-    """Where a threshold can still be.
+    """Keys between which a threshold lies.
 
     Attributes:
-      low: i32, a key; what lies at or above it reaches the target.
-      high: i32, a key above `low`; what lies at or above it does not.
+      low: i32, a key; the mass at or above it reaches the target.
+      high: i32, a key above `low`; the mass at or above it does not.
     """
 
     low: jax.Array
@@ -45,7 +46,7 @@ class Bracket(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """The logits of a row that lie inside a bracket.
+    """The smallest and the largest logit of a row inside a bracket.
 
     Attributes:
       least: f32, the smallest; +inf where there is none.
@@ -57,21 +58,21 @@ class Extremes(NamedTuple):
 
 
 def ordered_key(x: jax.Array) -> jax.Array:
-    """An i32 in the order of f32; both zeros are 0. Not for NaN."""
+    """Returns the key of a float: an i32 in the order of f32; both zeros are 0. Not for NaN."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def key_value(key: jax.Array) -> jax.Array:
-    """The f32 of which `key` is the key."""
+    """Returns the f32 that `key` is the key of."""
     bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def initial_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Bracket:
-    """From a lower bound f32 of the threshold to the row's largest logit.
+    """Returns the bracket from a lower bound f32 of the threshold to the row's largest logit.
 
-    Closed on `low` where there is nothing to `search`. A bound of -inf stands for none.
+    The bracket is closed on `low` where `search` is False. A bound of -inf stands for none.
     """
     start = ordered_key(jnp.maximum(low, jnp.float32(-_MOST)))
     end = ordered_key(jnp.where(search, largest, jnp.float32(0)))
@@ -79,15 +80,15 @@ def initial_bracket(low: jax.Array, largest: jax.Array, search: jax.Array) -> Br
 
 
 def is_closed(bracket: Bracket) -> jax.Array:
-    """Whether one key is left, `low`: the threshold, or no more than a bound below it.
+    """Returns whether one key is left, `low`: the threshold, or a bound below it.
 
-    What is kept is then what lies at or above `key_value(low)`.
+    The kept logits are then those at or above `key_value(low)`.
     """
     return bracket.low + jnp.int32(1) >= bracket.high
 
 
 def key_midpoint(bracket: Bracket) -> jax.Array:
-    """The key that cuts a bracket in half, above `low`; `high` where nothing is left to cut."""
+    """Returns the key halfway between a bracket's keys, above `low`; `high` if it is closed."""
     # high - low overflows where zero lies far inside; the sum of halves does not.
     start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(1)) for key in bracket)
     left, right = (key & jnp.int32(1) for key in bracket)
@@ -96,10 +97,10 @@ def key_midpoint(bracket: Bracket) -> jax.Array:
 
 
 def value_midpoint(bracket: Bracket) -> jax.Array:
-    """The key halfway between a bracket's values, above `low`; `high` where nothing is left.
+    """Returns the key halfway between a bracket's values, above `low`; `high` if it is closed.
 
-    Halfway between keys is halfway between exponents: a bracket from -8 to 0 would be cut at
-    1e-19. Where logits are spread over exponents, this one in turn hardly cuts; so take turns.
+    Halfway between keys is halfway between exponents: it cuts a bracket from -8 to 0 at 1e-19.
+    Halfway between values hardly cuts logits that are spread over exponents. A search alternates.
     """
     half = jnp.float32(0.5)
     last = jnp.maximum(bracket.high - jnp.int32(1), bracket.low)
@@ -108,7 +109,7 @@ def value_midpoint(bracket: Bracket) -> jax.Array:
 
 
 def bisect(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Array) -> Bracket:
-    """A bracket after a probe; a found one stays.
+    """Returns the half of a bracket that holds the threshold; a closed one stays.
 
     Args:
       bracket: i32[...].
@@ -126,18 +127,18 @@ def bisect(bracket: Bracket, pivot: jax.Array, mass: jax.Array, target: jax.Arra
 
 
 def clamp_to_logits(bracket: Bracket, extremes: Extremes) -> Bracket:
-    """A bracket that ends at the logits inside it, of the whole row; a found one stays.
+    """Returns a bracket that ends at the logits inside it; a closed one stays.
 
-    Neither end moves outwards, whatever a machine takes subnormal numbers for. A bracket
-    with nothing inside closes on `low`.
+    Neither end moves outwards, however a machine compares subnormal numbers. A bracket without
+    logits inside closes on `low`.
     """
     open_ = ~is_closed(bracket)
-    none = extremes.least > extremes.most
+    is_empty = extremes.least > extremes.most
     low = jnp.maximum(ordered_key(extremes.least), bracket.low)
     high = jnp.minimum(ordered_key(extremes.most) + jnp.int32(1), bracket.high)
     return Bracket(
-        jnp.where(open_ & ~none, low, bracket.low),
-        jnp.where(open_, jnp.where(none, bracket.low + jnp.int32(1), high), bracket.high),
+        jnp.where(open_ & ~is_empty, low, bracket.low),
+        jnp.where(open_, jnp.where(is_empty, bracket.low + jnp.int32(1), high), bracket.high),
     )
 
 
@@ -148,25 +149,26 @@ def search(
     extremes_inside: Callable[[Bracket], Extremes] | None,
     halvings: int = HALVINGS,
 ) -> Bracket:
-    """Halves brackets until all are found.
+    """Bisects brackets until all are closed.
 
     Args:
       bracket: i32[...].
       target: f32[...], positive.
-      mass_above: what of each row lies at or above f32[...].
-      extremes_inside: what of each row lies inside its bracket; None goes on to the last bit.
-      halvings: between two looks.
+      mass_above: the mass or the count of each row at or above f32[...].
+      extremes_inside: the extreme logits of each row inside its bracket; None searches to the
+        last bit.
+      halvings: between two clamps.
 
     Returns:
-      i32[...], `low` the threshold or no logit away from it.
+      i32[...], closed: no logit lies between `low` and the threshold.
     """
 
-    def halving(turn: jax.Array, bracket: Bracket) -> Bracket:
+    def halving(iteration: jax.Array, bracket: Bracket) -> Bracket:
         pivot = key_midpoint(bracket)
-        pivot = jnp.where(turn % 2 == 0, value_midpoint(bracket), pivot)
+        pivot = jnp.where(iteration % 2 == 0, value_midpoint(bracket), pivot)
         return bisect(bracket, pivot, mass_above(key_value(pivot)), target)
 
-    def go_on(bracket: Bracket) -> Bracket:
+    def narrow(bracket: Bracket) -> Bracket:
         bracket = jax.lax.fori_loop(jnp.int32(0), jnp.int32(halvings), halving, bracket)
         return (
             bracket
@@ -175,7 +177,7 @@ def search(
         )
 
     def is_open(bracket: Bracket) -> jax.Array:
-        found = is_closed(bracket)
-        return ~(jnp.all(found) if found.ndim else found)
+        closed = is_closed(bracket)
+        return ~(jnp.all(closed) if closed.ndim else closed)
 
-    return jax.lax.while_loop(is_open, go_on, bracket)
+    return jax.lax.while_loop(is_open, narrow, bracket)

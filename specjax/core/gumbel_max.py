@@ -40,7 +40,7 @@ _TokenWeights = Callable[[jax.Array], jax.Array]
 
 
 def gather_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
-    """Kept logits of a row at token ids: f32, -inf for ids outside the row.
+    """Returns the kept logits of a row at token ids: f32, -inf for ids outside the row.
 
     Args:
       row: [V].
@@ -56,14 +56,15 @@ def gather_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) ->
 
 
 def token_logprobs(logits: jax.Array, normalizer: LogNormalizer, scale: jax.Array) -> jax.Array:
-    """Log-probabilities of some kept logits of a row, given its normalizer."""
+    """Returns the log-probabilities of kept logits of a row, given its normalizer."""
     return (logits - normalizer.shift) * scale - normalizer.log_sum
 
 
 def first_argmax(scores: jax.Array) -> jax.Array:
-    """Index i32[...] of the largest of scores f[..., N], the lowest of equals; 0 if all are NaN.
+    """Returns the index i32[...] of the largest of scores f[..., N], the lowest of equals.
 
-    A max and a masked min of the index: both vectorise, an argmax does not.
+    The index is 0 if all scores are NaN. A max and a masked min of the index vectorise, which an
+    argmax does not.
     """
     last = jnp.int32(scores.shape[-1])
     index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
@@ -75,7 +76,7 @@ def first_argmax(scores: jax.Array) -> jax.Array:
 def two_level_argmax(
     block_scores: jax.Array, token_scores: _TokenWeights
 ) -> tuple[jax.Array, jax.Array]:
-    """The best token of the best block; ties go to the lowest id.
+    """Returns the best block and its best token; ties go to the lowest id.
 
     Args:
       block_scores: f[N].
@@ -93,7 +94,7 @@ def two_level_argmax(
 
 
 def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | None) -> jax.Array:
-    """The row's argmax, i32[], from its block partials; ties go to the lowest id."""
+    """Returns the row's argmax, i32[], from its block partials; ties go to the lowest id."""
 
     def logits(index: jax.Array) -> jax.Array:
         return flush_subnormals(gather_logits(row, index, cutoff))
@@ -133,20 +134,20 @@ def sample_row(
     cutoff: jax.Array | None,
     noise_dtype: Any,
 ) -> Sample:
-    """`gumbel_sample` for one row of logits [V] at its address."""
-    scaling = parse_temperature(temperature)
-    partials = block_partials(logits, scaling.scale, cutoff)
-    row = row_statistics_once(partials, scaling.scale)
+    """Draws the `Sample` of one row of logits [V] at its address."""
+    parsed = parse_temperature(temperature)
+    partials = block_partials(logits, parsed.scale, cutoff)
+    row = row_statistics_once(partials, parsed.scale)
 
     def token_weights(index: jax.Array) -> jax.Array:
-        return token_logprobs(gather_logits(logits, index, cutoff), row.normalizer, scaling.scale)
+        return token_logprobs(gather_logits(logits, index, cutoff), row.normalizer, parsed.scale)
 
-    weights = block_logprobs(partials, row.normalizer, scaling.scale)
-    drawn = gumbel_max_token(weights, token_weights, at, noise_dtype)
-    token = jnp.where(scaling.greedy, argmax_token(logits, partials, cutoff), drawn)
-    valid = scaling.valid & row.valid
+    weights = block_logprobs(partials, row.normalizer, parsed.scale)
+    random = gumbel_max_token(weights, token_weights, at, noise_dtype)
+    token = jnp.where(parsed.greedy, argmax_token(logits, partials, cutoff), random)
+    valid = parsed.valid & row.valid
     return Sample(
         token_ids=jnp.where(valid, token, jnp.int32(-1)),
         logprobs=jnp.where(valid, token_weights(token), jnp.float32(0)),
-        logsumexp=row_logsumexp(row.normalizer, scaling.scale),
+        logsumexp=row_logsumexp(row.normalizer, parsed.scale),
     )

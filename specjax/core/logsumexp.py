@@ -1,8 +1,11 @@
-"""Block partials of a logsumexp and their associative merge.
+"""Partials of the blocks of a row, and their merge into the row's log-normalizer.
 
-A row of logits is cut into blocks of `SAMPLING_BLOCK`; each block keeps its largest
-logit and its sum of exponentials relative to it. From these follow the row's
-logsumexp, the masses that choose a block when sampling, and the argmax.
+    m_b = max x, s_b = sum exp((x - m_b) * scale)            over the tokens of block b
+    m = max m_b, s = sum s_b * exp((m_b - m) * scale)        over the blocks
+    logsumexp = m * scale + log s
+
+From the partials of the blocks also follow the masses that choose a block in sampling, and the
+argmax.
 """
 
 import math
@@ -39,7 +42,7 @@ _LOG2_E = math.log2(math.e)
 
 
 class BlockPartials(NamedTuple):
-    """What is kept of each of N blocks.
+    """Partials of N blocks.
 
     Attributes:
       max: f32[..., N], largest kept raw logit.
@@ -51,7 +54,7 @@ class BlockPartials(NamedTuple):
 
 
 class LogNormalizer(NamedTuple):
-    """What turns a raw logit x into a log-probability: `(x - shift) * scale - log_sum`.
+    """Makes log-probabilities of raw logits x: `log p = (x - shift) * scale - log_sum`.
 
     Attributes:
       shift: f32[...], a raw logit of the row near its largest, so that huge rows do not
@@ -64,7 +67,7 @@ class LogNormalizer(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What is kept of a row.
+    """Statistics of a row.
 
     Attributes:
       normalizer: its shift is the largest kept raw logit.
@@ -76,7 +79,7 @@ class RowStatistics(NamedTuple):
 
 
 def mask_below_cutoff(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
-    """Logits in f32, -inf below the cutoff; NaN stays, so that it is seen.
+    """Returns logits in f32 with -inf below the cutoff; NaN stays, so that the row is invalid.
 
     Subnormal numbers count as zero: the cutoff is moved, which is done once per row.
     """
@@ -87,8 +90,8 @@ def mask_below_cutoff(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
 def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Cuts the last axis into whole blocks `[..., n, SAMPLING_BLOCK]` and a tail.
 
-    A view and not a padded copy: the tail, of less than a block, is apart, and None
-    where the blocks come out even.
+    The blocks are a view and no padded copy. The tail is shorter than a block, and None where the
+    axis is a multiple of the block.
     """
     num_whole, num_left = divmod(row.shape[-1], SAMPLING_BLOCK)
     edge = num_whole * SAMPLING_BLOCK
@@ -97,7 +100,7 @@ def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 
 
 def exp_scaled(x: jax.Array, scale: Any = 1.0, exp2: Exp2 = jnp.exp2) -> jax.Array:
-    """`exp(x * scale)` as a power of two, which a GPU has an instruction for."""
+    """Returns `exp(x * scale)` as a power of two, which a GPU has an instruction for."""
     return exp2(x * (scale * jnp.float32(_LOG2_E)))
 
 
@@ -107,7 +110,7 @@ def reduce_blocks(
     cutoff: jax.Array | None = None,
     exp2: Exp2 = jnp.exp2,
 ) -> BlockPartials:
-    """Partials of blocks laid out as rows.
+    """Returns the partials of blocks that are laid out as rows.
 
     Args:
       blocks: [..., N], bf16, f16 or f32; -inf where a block is shorter than N.
@@ -129,7 +132,7 @@ def reduce_blocks(
 def merge_partials(
     partials: BlockPartials, scale: jax.Array, exp2: Exp2 = jnp.exp2
 ) -> BlockPartials:
-    """One partial of many, in any order the same but for rounding.
+    """Merges partials into one; another order changes its rounding alone.
 
     Args:
       partials: f32[..., N]; max -inf and sum 0 where there is no block.
@@ -146,7 +149,7 @@ def merge_partials(
 
 
 def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
-    """Statistics f32[...] of the rows whose partials f32[..., N] are given, scale f32[...]."""
+    """Returns the statistics [...] of rows from their partials f32[..., N] and scales f32[...]."""
     whole = merge_partials(partials, scale)
     valid = jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)
     return RowStatistics(LogNormalizer(whole.max, jnp.log(whole.sum)), valid)
@@ -155,7 +158,7 @@ def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
 def block_partials(
     logits: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None
 ) -> BlockPartials:
-    """Partials of every block in one pass over the logits.
+    """Returns the partials of every block of a row, in one pass over the logits.
 
     Args:
       logits: [..., V], bf16, f16 or f32.
@@ -179,19 +182,19 @@ def block_partials(
 
 
 def row_statistics_once(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
-    """`row_statistics`, behind a barrier: every use sees the same bits, so p == q is exact."""
+    """Returns `row_statistics` computed once: every use has the same bits, so p == q is exact."""
     return jax.lax.optimization_barrier(row_statistics(partials, scale))
 
 
 def row_logsumexp(normalizer: LogNormalizer, scale: jax.Array) -> jax.Array:
-    """f32[...], the logsumexp of the kept logits times `scale`."""
+    """Returns the logsumexp f32[...] of the kept logits times `scale`."""
     return normalizer.shift * scale + normalizer.log_sum
 
 
 def block_logprobs(
     partials: BlockPartials, normalizer: LogNormalizer, scale: jax.Array
 ) -> jax.Array:
-    """Log-probability of each block, f32[..., N], -inf for an empty one.
+    """Returns the log-probability of each block; -inf for an empty one.
 
     Args:
       partials: f32[..., N].
@@ -210,11 +213,10 @@ def block_logprobs(
 def normalizer_from_statistics(
     logit: jax.Array, logprob: jax.Array, logsumexp: jax.Array
 ) -> LogNormalizer:
-    """The normalizer of a draft row, from a token's raw logit and the carried statistics.
+    """Returns the normalizer of a draft row, from a token's raw logit and carried statistics.
 
-    From the token itself, whose log-probability is small: a logsumexp of hundreds, as low
-    temperatures make it, is rounded in the fourth decimal. Only a token of which q is 0 leaves
-    nothing else.
+    The token's log-probability is small and exact. A logsumexp of hundreds, as low temperatures
+    make it, is rounded in the fourth decimal: it is used only for a token of q = 0.
     """
     known = jnp.isfinite(logit) & jnp.isfinite(logprob)
     zero = jnp.float32(0)

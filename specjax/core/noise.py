@@ -1,9 +1,11 @@
-"""Noise by address: a word is a function of (key, position, stream, index) alone.
+"""Noise by address: a random number is a function of (key, position, stream, index) alone.
 
-`address = fold_in(fold_in(key, position), stream)` names one draw; the words at an
-address are those of `jax.random.bits` there, computed by a threefry of our own so
-that kernels and plain JAX share it. A word becomes a uniform in (0, 1) and a uniform
-becomes a Gumbel, in float32 or, by choice, in float64.
+    address = fold_in(fold_in(key, position), stream)      one draw
+    bits    = random_bits(address, index)                  those of `jax.random.bits`
+    u       = uniform_from_bits(bits)                      in (0, 1)
+    gumbel  = -log(-log1p(-u))                             in float32 or float64
+
+The hash is written out here, so that kernels and plain JAX share it.
 """
 
 import functools
@@ -40,7 +42,7 @@ _PARITY = 0x1BD11BDA
 
 @functools.partial(jax.jit, inline=True)  # traced once per shape: every draw hashes four times
 def threefry2x32(key: Words, count: Words) -> Words:
-    """Threefry-2x32 with 20 rounds, the hash behind `jax.random`'s default keys.
+    """Computes Threefry-2x32 with 20 rounds, the hash of `jax.random`'s default keys.
 
     Args:
       key: two u32 arrays.
@@ -66,13 +68,13 @@ def threefry2x32(key: Words, count: Words) -> Words:
 
 
 def key_words(keys: jax.Array) -> Words:
-    """The two u32 words of typed threefry keys, of the keys' shape."""
+    """Returns the two u32 words of typed threefry keys, each of the keys' shape."""
     data = jax.random.key_data(keys)
     return data[..., 0], data[..., 1]
 
 
 def fold_in(key: Words, data: Any) -> Words:
-    """`jax.random.fold_in` on words.
+    """Returns `jax.random.fold_in` of words.
 
     Args:
       key: two u32 arrays.
@@ -87,7 +89,7 @@ def fold_in(key: Words, data: Any) -> Words:
 
 
 def address(key: Words, position: Any, stream: Any) -> Words:
-    """Names one draw: `fold_in(fold_in(key, position), stream)`.
+    """Returns the address of a draw: `fold_in(fold_in(key, position), stream)`.
 
     Args:
       key: the request's two u32 words.
@@ -101,9 +103,10 @@ def address(key: Words, position: Any, stream: Any) -> Words:
 
 
 def batch_addresses(key: Words, positions: jax.Array, streams: jax.Array) -> Words:
-    """`address` of a whole batch, by `jax.random`.
+    """Returns the `address` of each row of a batch, by `jax.random`.
 
-    Its hash is a loop on a CPU: the unrolled one, chained in arrays, compiles for seconds.
+    The hash of `jax.random` is a loop on a CPU. The unrolled hash, chained over arrays, compiles
+    for seconds.
 
     Args:
       key: two u32[B].
@@ -122,16 +125,16 @@ def batch_addresses(key: Words, positions: jax.Array, streams: jax.Array) -> Wor
 
 
 def fold_in_rows(key: jax.Array, size: int) -> jax.Array:
-    """Typed keys [size]: a single key with each row's index folded in."""
+    """Returns typed keys [size]: a single key with each row's index folded in."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(size, dtype=jnp.uint32))
 
 
 def random_bits(at: Words, index: jax.Array, dtype: Any = jnp.uint32) -> jax.Array:
-    """Word `index` of `jax.random.bits` at an address, whatever the length asked for.
+    """Returns word `index` of `jax.random.bits` at an address, for any length of the bits.
 
     Args:
       at: two u32 arrays, broadcast against `index`.
-      index: u32, the place of the word.
+      index: u32, the index of the word.
       dtype: uint32 or uint64.
 
     Returns:
@@ -145,7 +148,7 @@ def random_bits(at: Words, index: jax.Array, dtype: Any = jnp.uint32) -> jax.Arr
 
 
 def uniform_from_bits(bits: jax.Array) -> jax.Array:
-    r"""A uniform strictly inside (0, 1): f32 from 32 bits, f64 from 64 bits.
+    r"""Returns a uniform strictly inside (0, 1): f32 from 32 bits, f64 from 64 bits.
 
     .. math:: u_{32} = \min((b + 1/2)\, 2^{-32}, 1 - 2^{-24}) \qquad
               u_{64} = \min((\lfloor b / 2^{11} \rfloor + 1/2)\, 2^{-53}, 1 - 2^{-53})
@@ -161,16 +164,16 @@ def uniform_from_bits(bits: jax.Array) -> jax.Array:
 
 
 def gumbel_from_uniform(u: jax.Array) -> jax.Array:
-    """A standard Gumbel, `-log(-log1p(-u))`.
+    """Returns a standard Gumbel, `-log(-log1p(-u))`.
 
-    The small end of u, where floats are dense, is the large end of the Gumbel, so
-    that the tail which decides rare tokens has full resolution.
+    Small u, where floats are dense, give large Gumbels: the tail that decides rare tokens has full
+    resolution.
     """
     return -jnp.log(-jnp.log1p(-u))
 
 
 def uniform(at: Words, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Uniforms at an address: the coin of `Stream.accept(i)` is index 0.
+    """Returns uniforms at an address; an acceptance test reads index 0 of `Stream.accept(i)`.
 
     Args:
       at: two u32 arrays, broadcast against `index`.
@@ -185,7 +188,7 @@ def uniform(at: Words, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def gumbel(at: Words, level: int, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Gumbels of one level of two-level sampling at an address.
+    """Returns the Gumbels of one level of two-level sampling at an address.
 
     Args:
       at: two u32 arrays of a shape that broadcasts against `index`.

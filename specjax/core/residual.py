@@ -1,4 +1,4 @@
-r"""What is left of the target once the draft is spent: :math:`\max(p - q, 0)`."""
+r"""The residual of a rejected token, unnormalised: :math:`\max(p - q, 0)`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,43 +7,43 @@ from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
 
 __all__ = ["MIN_RESIDUAL_MASS", "block_residual_weights", "residual_logprobs", "residual_probs"]
 
-# A residual of less mass than this is what rounding may leave of p == q: float32's relative step
-# of 2^-23 on both log-probabilities. A rejection is as improbable as its residual is small, unless
-# it is synthetic.
+# Rounding may leave a residual of this mass where p == q: float32's relative step of 2^-23 on both
+# log-probabilities. Such a residual counts as empty. A rejection that is not synthetic is as
+# improbable as its residual is small.
 MIN_RESIDUAL_MASS = 2.0**-18
 
 
 def residual_probs(
     target_logprobs: jax.Array, draft_logprobs: jax.Array, exp2: Exp2 = jnp.exp2
 ) -> jax.Array:
-    """Unnormalised residual `max(p - q, 0)`, elementwise.
+    """Returns the unnormalised residual `max(p - q, 0)`, elementwise.
 
     Args:
       target_logprobs: f32, log p.
-      draft_logprobs: f32, log q; -inf where the draft puts no mass. +inf leaves no
-        residual: that is how the token of a one-hot draft is removed.
+      draft_logprobs: f32, log q; -inf where the draft puts no mass. +inf leaves no residual, which
+        removes the token of a one-hot draft.
       exp2: of f32; kernels have a faster one.
 
     Returns:
       f32 >= 0.
     """
     p, q = [exp_scaled(x, 1.0, exp2) for x in (target_logprobs, draft_logprobs)]
-    # Of p and q and not of their logs: the difference is never negative.
+    # p and q are compared, not their logs: the difference is never negative.
     return jnp.where(q < p, p - q, jnp.float32(0))
 
 
 def residual_logprobs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
-    """Log of `residual_probs`: -inf where nothing is left, log p itself where q = 0.
+    """Returns the log of `residual_probs`: -inf where the residual is 0, log p where q = 0.
 
-    The log of the very numbers that are summed into the masses of blocks, so that a
-    block chosen for its mass always holds a token.
+    The masses of blocks are sums of the numbers whose log this is, so that a block chosen for its
+    mass always holds a token.
     """
-    left = jnp.log(residual_probs(target_logprobs, draft_logprobs))
-    return jnp.where(draft_logprobs == -jnp.inf, target_logprobs, left)
+    logprobs = jnp.log(residual_probs(target_logprobs, draft_logprobs))
+    return jnp.where(draft_logprobs == -jnp.inf, target_logprobs, logprobs)
 
 
 def block_residual_weights(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
-    """Log-mass of the residual in every block, -inf where nothing is left.
+    """Returns the log-mass of the residual in every block, -inf where it is 0.
 
     Args:
       target_logprobs: f32[V].

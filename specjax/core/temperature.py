@@ -1,7 +1,7 @@
-"""What happens to logits before they are a law: for now, the temperature.
+"""Temperatures, parsed into a scale and two flags.
 
-Temperature is data. It is applied once, inside the passes that reduce a row, and
-logits are never divided by it.
+A temperature is data. It is applied once, inside the passes that reduce a row. Logits are never
+divided by it.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 class Temperature(NamedTuple):
-    """A temperature, read.
+    """A parsed temperature.
 
     Attributes:
       scale: f32, one over the temperature; 1 for greedy and invalid requests.
@@ -30,7 +30,7 @@ class Temperature(NamedTuple):
 
 
 def parse_temperature(temperature: jax.Array) -> Temperature:
-    """Splits f32 temperatures of any shape into what the rules ask of them."""
+    """Parses f32 temperatures of any shape."""
     valid = (temperature >= 0) & jnp.isfinite(temperature)
     greedy = valid & (temperature < jnp.float32(MIN_TEMPERATURE))
     random = valid & ~greedy

@@ -1,8 +1,10 @@
-r"""Top-k, top-p and min-p on blocks of logits: what a filter counts, weighs and asks for.
+r"""Top-k, top-p and min-p as thresholds of logits, found without a sort.
 
-Top-k keeps the logits at or above the largest t that k of them reach; top-p those at or
-above the largest t whose probability reaches its share of what top-k kept. One search
-finds either (`specjax.core.bisection`): no sort. What lies at an edge is kept with its equals.
+    top-k: the largest t that k logits reach
+    top-p: the largest t at or above which lies top_p of the mass that top-k kept
+    min-p: exp((t - max) * scale) = min_p
+
+`specjax.core.bisection` finds the first two. Ties at a threshold are kept.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,7 @@ __all__ = [
     "top_p_active",
 ]
 
-# What a bound leaves to rounding: a share of a mass, and of an exponent.
+# Slack of a bound against rounding: a share of a mass, and of an exponent.
 BOUND_SLACK = 1e-4
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -41,7 +43,7 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 def mass_weights(
     x: jax.Array, anchor: jax.Array, scale: jax.Array, exp2: Exp2 = jnp.exp2
 ) -> jax.Array:
-    """Probabilities of f32 logits, times the same factor: 1 at the anchor, 0 at -inf.
+    """Returns probabilities of f32 logits in the scale that is 1 at the anchor, 0 at -inf.
 
     Args:
       x: f32.
@@ -56,7 +58,7 @@ def mass_weights(
 
 
 def mass_above(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -> jax.Array:
-    """What of blocks laid out as rows lies at or above a pivot.
+    """Returns the mass, or the count, of logits at or above a pivot, in blocks laid out as rows.
 
     Args:
       blocks: f32[..., N], raw logits; -inf where there are none.
@@ -71,7 +73,7 @@ def mass_above(blocks: jax.Array, weights: jax.Array | None, pivot: jax.Array) -
 
 
 def extremes_blocks(blocks: jax.Array, bracket: Bracket) -> Extremes:
-    """What of blocks laid out as rows lies inside a bracket.
+    """Returns the extreme logits inside a bracket, of blocks laid out as rows.
 
     Args:
       blocks: f32[..., N], raw logits; -inf where there are none.
@@ -91,19 +93,19 @@ def extremes_blocks(blocks: jax.Array, bracket: Bracket) -> Extremes:
 
 
 def top_k_active(top_k: jax.Array, vocab_size: int) -> jax.Array:
-    """Whether i32 `top_k` cuts; its target is `top_k` itself, in f32."""
+    """Returns whether i32 `top_k` cuts."""
     return (top_k > 0) & (top_k < vocab_size)
 
 
 def top_p_active(top_p: jax.Array) -> jax.Array:
-    """Whether f32 `top_p` cuts."""
+    """Returns whether f32 `top_p` cuts."""
     return top_p < 1
 
 
 def required_mass(top_p: jax.Array, mass: jax.Array) -> jax.Array:
-    """What the kept tokens have to weigh, given the weight of those that top-k kept.
+    """Returns the mass that the kept tokens need, from the mass of those that top-k kept.
 
-    Positive: at 0 and below `top_p` keeps the likeliest alone.
+    It is positive: at 0 and below `top_p` keeps the likeliest token alone.
     """
     return jnp.maximum(top_p * mass, jnp.float32(_TINY))
 
@@ -116,16 +118,16 @@ def mass_bound(
     exp2: Exp2 = jnp.exp2,
     size: int = SAMPLING_BLOCK,
 ) -> jax.Array:
-    """A lower bound of what of a row lies at or above a pivot, from its blocks alone.
+    """Returns a lower bound of a row's mass at or above a pivot, from its blocks alone.
 
-    A block whose largest logit reaches the pivot holds that one at least; and all it weighs
-    but what its other tokens can weigh below the pivot.
+    A block whose largest logit m reaches the pivot has at least m's mass there, and at least its
+    own mass less (size - 1) times the mass of a token at the pivot.
 
     Args:
       partials: f32[..., N], of blocks of at most `size` tokens, in `mass_weights`' scale.
       pivot: f32, finite, of a shape that broadcasts against [...].
-      anchor: f32, the row's largest logit, likewise.
-      scale: f32, likewise.
+      anchor: f32, the row's largest logit, of such a shape.
+      scale: f32, one over the temperature, of such a shape.
       exp2: of f32; kernels have a faster one.
       size: of a block.
 
@@ -140,9 +142,9 @@ def mass_bound(
 
 
 def min_p_threshold(min_p: jax.Array) -> jax.Array:
-    """What `(x - anchor) * scale` is at least where min-p keeps x; -inf where it keeps all.
+    """Returns the smallest `(x - anchor) * scale` that min-p keeps; -inf where it keeps all.
 
-    The likeliest token is kept whatever `min_p` is.
+    The likeliest token is kept at any `min_p`.
     """
     return jnp.log(jnp.minimum(jnp.maximum(min_p, jnp.float32(0)), jnp.float32(1)))
 
@@ -154,14 +156,14 @@ def min_kept(
     scale: jax.Array | None = None,
     min_p: jax.Array | None = None,
 ) -> jax.Array:
-    """The smallest logit at or above a threshold that min-p keeps as well.
+    """Returns the smallest logit at or above a threshold that min-p keeps, too.
 
     Args:
       blocks: f32[..., N], raw logits; -inf where there are none.
       low: f32, finite, of a shape that broadcasts against [...].
-      anchor: f32, the row's largest logit, likewise; read with `min_p` only.
-      scale: f32, one over the temperature, likewise.
-      min_p: f32, likewise. None is no min-p.
+      anchor: f32, the row's largest logit, of such a shape; read with `min_p` only.
+      scale: f32, one over the temperature, of such a shape.
+      min_p: f32, of such a shape. None is no min-p.
 
     Returns:
       f32[...]; +inf where nothing is kept.
@@ -174,7 +176,7 @@ def min_kept(
 
 
 class Filters(NamedTuple):
-    """What to keep of rows [...]; None is a filter that no row asks for.
+    """Filters of rows [...]; None is a filter that no row has.
 
     Attributes:
       top_k: i32[...] or None; cuts from 1 to below V.
@@ -188,14 +190,14 @@ class Filters(NamedTuple):
 
 
 class RowQueries(NamedTuple):
-    """What a search asks of the logits of rows [...].
+    """Queries that a search makes of the logits of rows [...].
 
     Attributes:
       count_above: how many lie at or above f32[...], as f32[...].
-      mass_above: what they weigh, f32[...].
-      extremes_inside: those inside a `Bracket`.
-      min_kept: the smallest at or above f32[...] that min-p keeps as well; +inf for none.
-      halvings: of a bracket before the next look into it.
+      mass_above: their mass f32[...].
+      extremes_inside: the `Extremes` of a `Bracket`.
+      min_kept: the smallest at or above f32[...] that min-p keeps, too; +inf for none.
+      halvings: of a bracket between two clamps to the logits inside it.
     """
 
     count_above: Callable[[jax.Array], jax.Array]
@@ -206,14 +208,14 @@ class RowQueries(NamedTuple):
 
 
 class RowBounds(NamedTuple):
-    """What is known of rows [...] before they are searched.
+    """Bounds of rows [...], known before they are searched.
 
     Attributes:
       anchor: f32, the largest logit.
       mass: f32, of all tokens, in the scale of `RowQueries.mass_above`.
-      cuts_k: bool, top-k cuts; None where no row asks for it.
-      cuts_p: bool, likewise top-p.
-      low: f32, a bound of what the filters keep, and of what tells them; -inf for none.
+      cuts_k: bool, whether top-k cuts; None where no row has it.
+      cuts_p: bool, whether top-p cuts; None where no row has it.
+      low: f32, a bound below every threshold of the filters; -inf for none.
     """
 
     anchor: jax.Array
@@ -224,7 +226,7 @@ class RowBounds(NamedTuple):
 
 
 def search_cutoff(queries: RowQueries, filters: Filters, rows: RowBounds) -> jax.Array:
-    """The smallest logits f32[...] that all filters keep."""
+    """Returns the smallest logits f32[...] that all filters keep."""
     low, mass = rows.low, rows.mass
     if rows.cuts_k is not None and filters.top_k is not None:
         bracket = initial_bracket(low, rows.anchor, rows.cuts_k)
@@ -234,7 +236,7 @@ def search_cutoff(queries: RowQueries, filters: Filters, rows: RowBounds) -> jax
                 bracket, target, queries.count_above, queries.extremes_inside, queries.halvings
             ).low
         )
-        # What ties with it is kept, and weighs.
+        # Ties with the threshold are kept, and count in the mass.
         low = smallest_equal(low)
         if rows.cuts_p is not None:
             mass = jnp.where(rows.cuts_k, queries.mass_above(low), mass)

@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_SAMPLING}sample_row",
-        "scaling.valid & row.valid",
+        "parsed.valid & row.valid",
         "row.valid",
         sampling("test_an_invalid_temperature_draws_nothing[xla]"),
         "a row of invalid temperature draws a token",

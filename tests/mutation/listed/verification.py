@@ -25,8 +25,8 @@ _LAWLESS = {
     "why": "of carried statistics only the logsumexp says that a draft is one-hot",
 }
 _HEAT = {
-    "pattern": "temperature.greedy | ~temperature.valid | lawless",
-    "replacement": "temperature.greedy | lawless",
+    "pattern": "temperature.greedy | ~temperature.valid | invalid",
+    "replacement": "temperature.greedy | invalid",
     "why": "a NaN or negative temperature of a draft is taken for 1",
 }
 _LARGE_BOUND = {
@@ -94,8 +94,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ACCEPTANCE}accept_synthetic",
-        "coin < rate",
-        "jnp.log(coin) < rate",
+        "u < rate",
+        "jnp.log(u) < rate",
         edges("test_synthetic_rates_of_zero_accept_nothing[xla]"),
         "a rate is compared with the logarithm of the coin",
     ),
@@ -136,8 +136,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RESIDUAL}residual_logprobs",
-        "draft_logprobs == -jnp.inf, target_logprobs, left",
-        "draft_logprobs == -jnp.inf, left, target_logprobs",
+        "draft_logprobs == -jnp.inf, target_logprobs, logprobs",
+        "draft_logprobs == -jnp.inf, logprobs, target_logprobs",
         verify(_CALM),
         "inside a block tokens are drawn by p",
     ),
