@@ -1,4 +1,4 @@
-"""Refusals at the door: one sentence that says what came, what is needed and why."""
+"""Checks of public arguments: a `ValueError` names the argument, its value and what is needed."""
 
 import operator
 from typing import Any
@@ -30,7 +30,7 @@ _LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parse_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
-    """An argument as an array of `dtype` and of one of `shapes`, or a `ValueError`.
+    """Returns an argument as an array of `dtype` and of one of `shapes`, or raises `ValueError`.
 
     Python and NumPy numbers become arrays here, on the host and of a fixed dtype, so
     that 1, 1.0 and np.float64(1) share one compilation.
@@ -50,20 +50,20 @@ def parse_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> 
 
 
 def as_array(name: str, value: Any) -> Any:
-    """An argument with a shape and a dtype: itself, or a list of numbers made an array."""
+    """Returns an argument that has a shape and a dtype, or makes an array of its numbers."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return value
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name} is no array: {error}") from None
+        raise ValueError(f"{name} is not an array: {error}") from None
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is {type(value).__name__}; it needs an array of numbers.")
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _narrow(name: str, value: Any, wanted: Any) -> Any:
-    """Integers inside the range of `wanted`: never wrapped, refused where they are known."""
+    """Returns integers clipped to the range of `wanted`; refuses known ones outside it."""
     limits = jnp.iinfo(wanted)
     given = jnp.iinfo(value.dtype)
     if given.min >= limits.min and given.max <= limits.max:
@@ -78,14 +78,14 @@ def _narrow(name: str, value: Any, wanted: Any) -> Any:
 
 
 def check_shape(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
-    """Refuses an array whose shape is none of `shapes`."""
+    """Raises `ValueError` for an array whose shape is none of `shapes`."""
     if value.shape not in shapes:
         wanted = " or ".join(str(shape) for shape in shapes)
         raise ValueError(f"{name} has shape {value.shape}; it needs {wanted}.")
 
 
 def check_count(name: str, value: Any, least: int, why: str) -> int:
-    """A Python int of at least `least`; `why` says what it is needed for."""
+    """Returns a Python int of at least `least`; the error ends with `why` it is needed."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -100,19 +100,19 @@ def check_count(name: str, value: Any, least: int, why: str) -> int:
 
 
 def parse_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> Any:
-    """`parse_array`, or None for None."""
+    """Returns what `parse_array` returns, and None for None."""
     return None if value is None else parse_array(name, value, dtype, *shapes)
 
 
 def parse_ids(name: str, value: Any) -> jax.Array:
-    """Token ids given as one int, several, or none: i32[E]."""
+    """Returns token ids i32[E] of one int, several, or None."""
     ids = as_array(name, [] if value is None else value)
     ids = ids.astype(np.int32) if ids.size == 0 else parse_array(name, ids, jnp.int32, ids.shape)
     return jnp.asarray(ids).reshape(-1)
 
 
 def parse_rates(rates: Any, size: int, k: int) -> Any:
-    """Conditional acceptance rates f32[K] or f32[B, K]; those known here lie in [0, 1]."""
+    """Returns conditional rates f32[K] or f32[B, K]; refuses known ones outside [0, 1]."""
     rates = parse_optional("conditional_rates", rates, jnp.float32, (k,), (size, k))
     if isinstance(rates, np.ndarray) and not np.all((rates >= 0) & (rates <= 1)):
         raise ValueError("conditional_rates holds numbers outside [0, 1]; each is a probability.")
@@ -120,7 +120,7 @@ def parse_rates(rates: Any, size: int, k: int) -> Any:
 
 
 def check_logits(name: str, logits: Any, form: str, leading: int | None = None) -> None:
-    """Refuses logits that have not the axes of `form`, `leading` first, or the dtype."""
+    """Raises `ValueError` unless logits have the axes of `form`, `leading` first, and the dtype."""
     if logits.ndim != len(form.split(",")):
         raise ValueError(f"{name} has shape {logits.shape}; it needs {form}.")
     if leading is not None and logits.shape[0] != leading:
@@ -136,15 +136,15 @@ def check_logits(name: str, logits: Any, form: str, leading: int | None = None) 
 
 
 def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
-    """Refuses a draft whose arrays do not fit together.
+    """Returns a draft with its small arrays in their dtypes; refuses arrays that do not fit.
 
     Args:
-      draft: what came.
+      draft: the argument.
       ragged_batch_size: None for the padded form, whose token arrays are [B, K]; B for
         the ragged one, whose token arrays are [N].
 
     Returns:
-      The draft, its small arrays in their dtypes.
+      `Draft`.
     """
     if not isinstance(draft, Draft):
         raise ValueError(f"draft is {type(draft).__name__}; it needs a specjax.Draft.")
@@ -185,7 +185,7 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
 
 
 def check_cumulative(cu_num_draft_tokens: Any) -> int:
-    """The batch size of a ragged call, or a refusal."""
+    """Returns the batch size of a ragged call."""
     cu_num_draft_tokens = as_array("cu_num_draft_tokens", cu_num_draft_tokens)
     if cu_num_draft_tokens.ndim != 1 or cu_num_draft_tokens.shape[0] < 1:
         raise ValueError(
@@ -196,18 +196,18 @@ def check_cumulative(cu_num_draft_tokens: Any) -> int:
 
 
 def check_keys(keys: Any, batch_size: int) -> Any:
-    """Refuses everything but typed threefry keys of shape () or [B]."""
+    """Returns typed threefry keys of shape () or [B]; refuses everything else."""
     cure = (
         "make typed threefry keys with jax.random.key(seed, impl='threefry2x32'), or "
         "jax.vmap(jax.random.key)(seeds) where that is the default"
     )
     dtype = getattr(keys, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        came = f"dtype {dtype}" if dtype is not None else type(keys).__name__
-        raise ValueError(f"keys has {came}, which is no typed key; {cure}.")
+        given = f"dtype {dtype}" if dtype is not None else type(keys).__name__
+        raise ValueError(f"keys has {given}, which is not a typed key; {cure}.")
     if str(jax.random.key_impl(keys)) != "threefry2x32":
         raise ValueError(
-            f"keys are of the kind {jax.random.key_impl(keys)}; noise by address is defined for "
+            f"keys have the implementation {jax.random.key_impl(keys)}; noise is defined for "
             f"threefry2x32; {cure}."
         )
     if keys.shape not in ((), (batch_size,)):
@@ -219,7 +219,7 @@ def check_keys(keys: Any, batch_size: int) -> Any:
 
 
 def check_prompt(token_ids: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """Prompts as i32[B, L] and i32[B], or a refusal."""
+    """Returns prompts i32[B, L] and their lengths i32[B]."""
     token_ids = as_array("prompt_token_ids", token_ids)
     lengths = as_array("prompt_lengths", lengths)
     if token_ids.ndim != 2 or 0 in token_ids.shape:
@@ -241,7 +241,7 @@ def check_prompt(token_ids: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def check_noise_dtype(noise_dtype: Any) -> Any:
-    """The noise dtype as a `jnp.dtype`: float32, or float64 where x64 is on."""
+    """Returns the noise dtype as a `jnp.dtype`: float32, or float64 where x64 is on."""
     try:
         dtype = jnp.dtype(noise_dtype)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a decode loop is told about speculation, checked when it is written down."""
+"""`SpeculativeConfig`: how a decode loop speculates, checked when it is made."""
 
 import dataclasses
 import math
@@ -20,15 +20,15 @@ _MOST_SPECULATIVE_TOKENS = 32
 class SpeculativeConfig:
     r"""How a decode loop drafts and verifies. Hashable, so that it can be a static argument.
 
-    A synthetic acceptance is asked for in exactly one of three ways: `synthetic_acceptance_rate`,
-    `synthetic_acceptance_rates` or `synthetic_acceptance_length`; the other verification methods
+    Synthetic acceptance needs exactly one of `synthetic_acceptance_rate`,
+    `synthetic_acceptance_rates` and `synthetic_acceptance_length`. The other verification methods
     refuse all three.
 
     Attributes:
       num_speculative_tokens: draft tokens K per step, 1 to 32.
-      rejection_sample_method: "standard" keeps the target's law; "synthetic" accepts at given
-        rates whatever the models say, for measuring what an acceptance is worth.
-      draft_sample_method: "probabilistic" draws drafts at the request's temperature and carries
+      rejection_sample_method: "standard" follows the target's distribution; "synthetic" accepts
+        at given rates whatever p and q are, to time a step at that acceptance.
+      draft_sample_method: "probabilistic" samples drafts at the request's temperature, and carries
         their logits to verification; "greedy" takes the likeliest tokens, verified as one-hot.
       synthetic_acceptance_rate: in [0, 1], mean of the unconditional rates, by geometric decay.
       synthetic_acceptance_rates: K unconditional rates in [0, 1], non-increasing.
@@ -36,7 +36,7 @@ class SpeculativeConfig:
       use_fp64_gumbel: noise in float64, which needs `jax_enable_x64`.
 
     Raises:
-      ValueError: if a value is outside the ranges above, in a sentence that names it.
+      ValueError: if a value is outside the ranges above.
 
     Example:
       >>> config = SpeculativeConfig(
@@ -48,7 +48,7 @@ class SpeculativeConfig:
       Array([1. , 0.5, 0. ], dtype=float32)
       >>> SpeculativeConfig(draft_sample_method="gumbel")
       Traceback (most recent call last):
-      ValueError: draft_sample_method is 'gumbel'; the name of that is "probabilistic" here.
+      ValueError: draft_sample_method is 'gumbel'; it is named "probabilistic" here.
     """
 
     num_speculative_tokens: int = 4
@@ -82,7 +82,7 @@ class SpeculativeConfig:
             self._set("synthetic_acceptance_length", length)
 
     def conditional_rates(self) -> jax.Array | None:
-        """f32[K] for `conditional_rates=` of a verification; None unless "synthetic"."""
+        """Returns f32[K] for `conditional_rates=` of a verification; None unless "synthetic"."""
         if self.synthetic_acceptance_rate is not None:
             return schedules.geometric_rates(
                 self.synthetic_acceptance_rate, self.num_speculative_tokens
@@ -103,10 +103,10 @@ class SpeculativeConfig:
         return jnp.float64 if self.use_fp64_gumbel else jnp.float32
 
     def compile_key(self) -> "SpeculativeConfig":
-        """This config without its synthetic numbers: what a compiled function may depend on.
+        """Returns this config without its synthetic numbers, as a key of compiled functions.
 
-        Every synthetic config of equal K, method and noise has the same key. Taken as the static
-        argument, with `conditional_rates()` as data beside it, a change of rates never recompiles.
+        Synthetic configs of equal K, method and noise have one key. With the key as the static
+        argument and `conditional_rates()` as data, a change of rates never recompiles.
         """
         return dataclasses.replace(
             self,
@@ -135,7 +135,7 @@ class SpeculativeConfig:
             came = " and ".join(given) if given else "none of them"
             raise ValueError(
                 'rejection_sample_method "synthetic" needs exactly one of '
-                f"{', '.join(names)}; {came} came."
+                f"{', '.join(names)}; it has {came}."
             )
 
 
@@ -166,9 +166,7 @@ def _check_rejection_sample_method(method: Any) -> None:
 
 def _check_draft_sample_method(method: Any) -> None:
     if method == "gumbel":
-        raise ValueError(
-            "draft_sample_method is 'gumbel'; the name of that is \"probabilistic\" here."
-        )
+        raise ValueError("draft_sample_method is 'gumbel'; it is named \"probabilistic\" here.")
     if method not in ("greedy", "probabilistic"):
         raise ValueError(
             f'draft_sample_method is {method!r}; it needs to be "greedy" or "probabilistic".'

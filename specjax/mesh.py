@@ -1,4 +1,4 @@
-"""Meshes: the same call on every shard of a batch, and carries that vary with it."""
+"""Meshes: a call on every shard of a batch, and loop carries that vary over mesh axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ __all__ = [
 def pvary_like(tree: Any, *like: Any) -> Any:
     """Marks `tree` as varying over every manual mesh axis that `like` varies over.
 
-    A loop's first carry must have the type of its later ones; inside `shard_map` that
-    type says over which axes a value differs, which constants do not say.
+    A loop's first carry must have the type of its later ones. Inside `shard_map` the type says over
+    which axes a value differs, and a constant differs over none.
     """
     axes: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves(like)))
 
@@ -33,7 +33,7 @@ def _varying(leaf: Any) -> frozenset[str]:
 
 
 def _batch_axes(array: jax.Array) -> tuple[Any, Any]:
-    """The mesh and the explicit mesh axes of the leading axis; None where there are none."""
+    """Returns the mesh and the explicit mesh axes of the leading axis, or None for both."""
     sharding: Any = jax.typeof(array).sharding
     mesh, spec = sharding.mesh, sharding.spec
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:

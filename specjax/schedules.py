@@ -1,4 +1,4 @@
-"""Synthetic acceptance: from the acceptance one asks for to per-position rates."""
+"""Synthetic acceptance: rates of each position for a given acceptance."""
 
 import math
 import operator
@@ -16,13 +16,13 @@ __all__ = [
     "rates_for_length",
 ]
 
-# Below this a geometric schedule falls off faster than measured drafts do; where its mean is
-# out of reach, the decay gives way before the mean does.
+# Below this a geometric schedule falls off faster than measured drafts do. Where no base reaches
+# the mean at this decay, the decay rises.
 _SMALLEST_DECAY = 0.85
 
 
 def geometric_rates(mean_rate: float, K: int) -> jax.Array:
-    r"""Conditional rates that fall off geometrically, with a given mean acceptance rate.
+    r"""Returns conditional rates that fall off geometrically, with a given mean acceptance rate.
 
     :math:`c_i = \mathrm{base} \cdot \mathrm{decay}^i`, so that position i and all before it
     are accepted with :math:`a_i = \mathrm{base}^{i+1}\, \mathrm{decay}^{i(i+1)/2}`, and
@@ -67,7 +67,7 @@ def geometric_rates(mean_rate: float, K: int) -> jax.Array:
 
 
 def rates_for_length(length: float, K: int) -> jax.Array:
-    r"""Conditional rates of a given mean acceptance length, with the least variance.
+    r"""Returns conditional rates of a given mean acceptance length, with the least variance.
 
     Ones, one fraction, zeros: :math:`c_i = \min(\max(\mathrm{length} - 1 - i, 0), 1)`. Every
     step emits `floor(length)` or `ceil(length)` tokens, and no schedule of that mean varies
@@ -94,15 +94,14 @@ def rates_for_length(length: float, K: int) -> jax.Array:
 
 
 def conditional_rates(unconditional: ArrayLike) -> jax.Array:
-    r"""Turns rates of "accepted up to and including i" into per-position rates.
+    r"""Returns the conditional rates of given unconditional rates.
 
-    With :math:`a_i` the unconditional rate of position i, that position accepts with
-    :math:`c_i = a_i / a_{i-1}`, :math:`a_{-1} = 1`, once all before it have accepted, so
-    that ``cumprod(c) == a``.
+    With :math:`a_i` the unconditional rate of position i, its conditional rate is
+    :math:`c_i = a_i / a_{i-1}` with :math:`a_{-1} = 1`, so that ``cumprod(c) == a``.
 
     Args:
       unconditional: f32[..., K] in [0, 1], non-increasing along the last axis. Checked where
-        its values are known; under a trace they are taken as they come.
+        its values are known, that is not under a trace.
 
     Returns:
       f32[..., K] in [0, 1]; zero from the first zero of `unconditional` on.
@@ -125,7 +124,7 @@ def conditional_rates(unconditional: ArrayLike) -> jax.Array:
 
 
 def expected_acceptance_length(conditional: ArrayLike) -> jax.Array:
-    r"""Mean number of tokens a step emits under conditional rates.
+    r"""Returns the mean number of tokens that a step emits under conditional rates.
 
     :math:`1 + \sum_i \prod_{j \le i} c_j`: the accepted run and the token after it.
 
@@ -147,7 +146,7 @@ def expected_acceptance_length(conditional: ArrayLike) -> jax.Array:
 
 
 def _increasing_root(function: Callable[[float], float], low: float, high: float) -> float:
-    """The root of an increasing function by bisection, to far below 1e-9."""
+    """Returns the root of an increasing function by bisection, to far below 1e-9."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if function(middle) >= 0 else (middle, high)

@@ -1,6 +1,6 @@
-"""What crosses module borders: plain pytrees of arrays, `None` for what is absent.
+"""Public types: plain pytrees of arrays, with `None` for an absent one.
 
-Axes: `B` requests, `K` most draft tokens per request and step, `S` slots of a
+Axes: `B` requests, `K` most drafted tokens per request and step, `S` slots of a
 draft cache, `V` target vocabulary, `V_d` draft vocabulary, `L` token buffer.
 """
 
@@ -15,24 +15,22 @@ __all__ = ["Draft", "Drafter", "Finish", "Model", "Origin", "Sample", "Stream", 
 
 
 class Draft(NamedTuple):
-    """What a drafter hands to verification; it travels in a decode loop's state.
+    """Drafted tokens of a batch and the logits that they were sampled from.
 
     Attributes:
-      token_ids: i32[B, K]. A -1 means that nothing is drafted from there on.
+      token_ids: i32[B, K]. A -1 ends the drafted tokens of a request.
       logits: [S, K, V_d] in bf16, f16 or f32, raw draft logits, with S = B unless
         `rows` is given. None means one-hot drafts everywhere.
-      temperature: f32[B], what the tokens were drawn at. None is the request's own
-        temperature; 0 is chosen rather than drawn: q is one-hot, logits unread.
-      logprobs: f32[B, K], log q(token) at that temperature and cutoff. Computed
-        when None.
-      logsumexp: f32[B, K], of the kept logits over that temperature. Computed when
-        None.
+      temperature: f32[B], at which the tokens were sampled. None is the request's own
+        temperature. 0 is greedy: q is one-hot, and the logits are not read.
+      logprobs: f32[B, K], log q(token) at that temperature and cutoff. Computed when None.
+      logsumexp: f32[B, K], of the kept logits over that temperature. Computed when None.
       cutoff: f32[B, K], q is zero on logits below it. None keeps every logit.
-      num_tokens: i32[B]. None is K; 0 is no drafts; -1 is an inactive request, of
-        which nothing is read and for which nothing is emitted. The decode loop, which
-        knows itself who is inactive, reads a drafter's -1 as 0.
-      rows: i32[B], request b's logits are `logits[rows[b]]`, so that reordering a
-        batch moves no logits. None is b.
+      num_tokens: i32[B]. None is K; 0 is no drafts; -1 is an inactive request, of which
+        nothing is read and for which nothing is emitted. The decode loop knows itself which
+        requests are inactive, and reads a drafter's -1 as 0.
+      rows: i32[B], request b's logits are `logits[rows[b]]`. Reordering a batch moves no
+        logits. None is b.
     """
 
     token_ids: jax.Array
@@ -61,13 +59,13 @@ class Sample(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The outcome of one speculative step.
+    """The tokens that one speculative step emits.
 
     Attributes:
       token_ids: i32[B, K + 1], the emitted tokens, padded with -1.
-      num_accepted: i32[B], drafted tokens kept.
-      num_emitted: i32[B], `num_accepted` and the recovered or bonus token; without
-        that token where a target row that had to decide was not finite.
+      num_accepted: i32[B], accepted drafted tokens.
+      num_emitted: i32[B], `num_accepted` and the recovered or bonus token; without that token
+        where the target row that decides it is invalid.
       logprobs: f32[B, K + 1], log p of each emitted token (greedy requests at
         temperature 1), 0 at padding.
     """
@@ -79,7 +77,7 @@ class Verification(NamedTuple):
 
 
 class Finish:
-    """Why a request ended; 0 while it goes on."""
+    """Reasons for which a request ended; 0 while it goes on."""
 
     LENGTH = 1
     END_OF_SEQUENCE = 2
@@ -87,7 +85,7 @@ class Finish:
 
 
 class Origin:
-    """Where a token came from; 0 is the prompt."""
+    """Origins of a token; 0 is the prompt."""
 
     ACCEPTED = 1
     RECOVERED = 2
@@ -95,10 +93,10 @@ class Origin:
 
 
 class Stream:
-    """Names the independent noise streams of one position.
+    """The independent noise streams of one position.
 
-    Sharing noise between a draft and the residual that replaces it biases the
-    output, so every purpose has a stream of its own.
+    Noise shared by a draft and the residual that replaces it biases the output: every purpose has
+    its own stream.
 
     Example:
       >>> Stream.TARGET, Stream.accept(0), Stream.draft(0), Stream.accept(1)
@@ -109,32 +107,32 @@ class Stream:
 
     @staticmethod
     def accept(index: Any) -> Any:
-        """Stream of the coin that judges drafted token `index` (int or i32) of a step."""
+        """Returns the stream of the acceptance test of drafted token `index` (int or i32)."""
         return 2 * index + 1
 
     @staticmethod
     def draft(index: Any) -> Any:
-        """Stream from which drafted token `index` (int or i32) of a step is drawn."""
+        """Returns the stream that drafted token `index` (int or i32) is sampled on."""
         return 2 * index + 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A language model as the decode loop sees it: parameters and pure functions.
+    """A language model: parameters and pure functions.
 
-    A pytree whose leaves are the parameters, so that they are arguments of every
-    compiled function and never constants; the functions are static, and two models
-    made of the same functions share one compilation.
+    It is a pytree whose leaves are the parameters, so that they are arguments of every compiled
+    function and never constants. The functions are static: two models with equal functions share
+    one compilation.
 
     Attributes:
       params: a pytree of arrays.
       init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position.
       apply: `(params, token_ids[B, L], positions[B, L], cache) ->
         (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
-        token sees the cached slots up to and including its own position, so that
-        rewinding after a rejection is nothing but a smaller length.
+        token sees the cached slots up to and including its own position, so that a smaller
+        length rewinds the cache after a rejection.
       logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
-        a prefill computes those of the last row only.
+        a prefill computes those of the last row alone.
     """
 
     params: Any
@@ -145,25 +143,24 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """What proposes tokens: parameters and two pure functions, like `Model`.
+    """A drafter: parameters and two pure functions, a pytree like `Model`.
 
     Attributes:
       params: a pytree of arrays, possibly empty.
       init: `(params, token_ids[B, L], lengths[B], max_length) -> state`, having seen
-        every committed token but, at most, the last two.
+        every committed token but the last two at most.
       propose: `(params, state, token_ids[B, L], hidden[B, E], *, keys, positions[B],
-        num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds
-        what is committed, `positions` the lengths, that is the absolute position of
-        the first drafted token; `hidden` is the target's hidden state that decided
-        the last committed token; `num_tokens` the most tokens each request may
-        draft, -1 for an inactive one; `config` the static `SpeculativeConfig`. The draft's
-        own `num_tokens` may be smaller, None, or -1: for a request that goes on that is no
-        drafts, as 0 is, for only the loop ends requests. Where
-        requests ask for more than a temperature it is also given `sampling`, their
-        `SamplingParams`, and `history`, to hand on to `propose`: whatever a drafter makes
-        of them the output is exact, but one that draws from a model is accepted most if it
-        does as the target. One that is never used so need not take them, and is refused
-        where it would be.
+        num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds the
+        committed tokens. `positions` are their lengths, that is the absolute position of the
+        first drafted token. `hidden` is the target's hidden state that decided the last
+        committed token. `num_tokens` is the most tokens each request may draft, -1 for an
+        inactive one. `config` is the static `SpeculativeConfig`.
+        The draft's own `num_tokens` may be smaller, None, or -1. For an active request -1 is 0:
+        only the loop ends requests.
+        Where requests have more options than a temperature, `sampling`, their `SamplingParams`,
+        and `history` are passed too, for `specjax.propose`. A drafter may ignore them: the output
+        is exact either way, and a drafter that samples as the target does is accepted most. A
+        drafter that does not take them is refused where they are needed.
     """
 
     params: Any

@@ -111,10 +111,10 @@ def test_a_wrong_config_is_refused_in_a_sentence_that_names_the_argument(argumen
 @pytest.mark.parametrize(
     ("rates", "sentence"),
     [
-        ({}, "exactly one of .*; none of them came"),
+        ({}, "exactly one of .*; it has none of them"),
         (
             {"synthetic_acceptance_rate": 0.5, "synthetic_acceptance_length": 2.0},
-            "synthetic_acceptance_rate and synthetic_acceptance_length came",
+            "it has synthetic_acceptance_rate and synthetic_acceptance_length",
         ),
         ({"synthetic_acceptance_rate": 1.1}, r"synthetic_acceptance_rate is 1.1; .*\[0, 1\]"),
         ({"synthetic_acceptance_rate": float("nan")}, "synthetic_acceptance_rate is nan"),

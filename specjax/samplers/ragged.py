@@ -48,21 +48,21 @@ def rejection_sample_ragged(
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
-    r"""`rejection_sample` on drafted rows of all requests laid end to end.
+    r"""Verifies drafted tokens of all requests laid end to end, as `rejection_sample` does.
 
     Request r owns drafted rows ``cu[r]:cu[r + 1]`` and target rows
     ``cu[r] + r : cu[r + 1] + r + 1``, the last its bonus row, with
-    ``cu = cu_num_draft_tokens``. Rows past ``cu[B]`` are padding and touch nothing. The
-    tokens are those of the padded form.
+    ``cu = cu_num_draft_tokens``. Rows past ``cu[B]`` are padding and change nothing. The
+    emitted tokens are those of the padded form.
 
     Args:
       draft: `Draft` with `token_ids`, `logprobs`, `logsumexp`, `cutoff` [N], `logits`
         [S, V_d] with S = N unless `rows` i32[N] is given, `temperature` f32[B] and
-        `num_tokens` i32[B] (None is what `cu_num_draft_tokens` says; -1 is inactive).
+        `num_tokens` i32[B] (None takes all of `cu_num_draft_tokens`; -1 is inactive).
       target_logits: [N + B, V], bf16, f16 or f32, raw.
       cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N.
       max_draft_tokens: K, a Python int; a request with more has only its first K verified.
-      keys: as in `rejection_sample`; likewise every argument below.
+      keys: as in `rejection_sample`, as is every argument below.
       positions: i32, [B] or scalar.
       temperature: f32, [B] or scalar.
       cutoff: f32, [N + B], or None.

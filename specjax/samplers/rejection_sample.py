@@ -38,13 +38,13 @@ def rejection_sample(
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
-    r"""Verifies drafted tokens so that what is emitted follows the target exactly.
+    r"""Verifies drafted tokens so that the emitted tokens follow the target exactly.
 
-    Drafted token x is kept with probability :math:`\min(1, p(x) / q(x))`; after the first
-    that is not, one token is drawn from the residual
-    :math:`\max(p - q, 0) / \sum \max(p - q, 0)`; if all are kept, a bonus token is drawn
-    from the last target row. One-hot drafts have q = 1. Greedy requests keep the target's
-    argmax and nothing else. All of these mix in one batch.
+    Drafted token x is accepted with probability :math:`\min(1, p(x) / q(x))`. After the first
+    rejection one token is drawn from the residual
+    :math:`\max(p - q, 0) / \sum \max(p - q, 0)`. If all are accepted, a bonus token is drawn
+    from the last target row. One-hot drafts have q = 1. Greedy requests accept the target's
+    argmax alone. All of these mix in one batch.
 
     Args:
       draft: `Draft` with token arrays [B, K], K >= 0, logits [S, K, V_d].
@@ -59,9 +59,9 @@ def rejection_sample(
         not finite makes the request invalid: it emits nothing.
       cutoff: f32, [B, K + 1], target logits below it are left out. None keeps all.
       conditional_rates: f32, [K] or [B, K] in [0, 1], makes the call synthetic: token i is
-        kept with this probability whatever p and q say. See `geometric_rates`.
+        accepted with this probability whatever p and q are. See `geometric_rates`.
       bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
-        log-probability is -inf where the bonus row is no law.
+        log-probability is -inf where the bonus row is invalid.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
       implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
@@ -69,8 +69,8 @@ def rejection_sample(
         `specjax.implementation.Implementation` also carries sizes of the kernels.
 
     Returns:
-      `Verification`. A request emits `num_accepted + 1` tokens; without the last one
-      where the target row that had to decide it holds NaN or +inf or is -inf everywhere.
+      `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where
+      the target row that decides it is invalid: it holds NaN or +inf, or is -inf everywhere.
 
     Raises:
       ValueError: for wrong shapes, dtypes, keys or an unknown implementation.

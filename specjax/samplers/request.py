@@ -44,7 +44,8 @@ class Request(NamedTuple):
       token_ids: i32[K]; K >= 1.
       num_tokens: i32, drafted tokens in [-1, K], none of them -1.
       draft_temperature: f32.
-      draft_logprobs: f32[K], computed when None; `draft_logsumexp` likewise.
+      draft_logprobs: f32[K], computed when None.
+      draft_logsumexp: f32[K], computed when None.
       draft_cutoff: f32[K], None keeping every logit.
       rates: f32[K], conditional acceptance rates of a synthetic call, or None.
       bonus_token_id: i32, or None.
