@@ -1,4 +1,15 @@
-"""`gumbel_sample` in two launches: many programs reduce a row, one draws its token."""
+"""`gumbel_sample` in two launches: many programs reduce a row, one program draws its token.
+
+`reduce`: grid B * (num_splits + num_tiles). The first B * num_splits programs write the Gumbels of
+the row's blocks. The others each reduce one tile of a row to the maximum and the sum of its blocks
+of 128 tokens. Reads each logit once; writes 8 bytes per block, and 4 or 8 for its Gumbel.
+
+`draw`: grid B. One program per row merges the partials of its blocks, draws a block by Gumbel-max,
+and a token in it. Reads the partials, the Gumbels and one block of logits; writes the `Sample`.
+
+Nothing is reduced twice, and no row is copied. Two launches, because a row needs many programs to
+be read at the memory's rate, and the choice of a block needs all of them.
+"""
 
 from typing import Any, NamedTuple
 
@@ -31,6 +42,8 @@ __all__ = ["sample_rows"]
 
 
 class _Reduced(NamedTuple):
+    """Partials of the rows' blocks, and Gumbels [B, N] of the blocks or None."""
+
     partials: Partials
     noise: Any
 
@@ -44,7 +57,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     """Draws one token per row.
 
     Args:
-      arrays: once per row.
+      arrays: options once per row.
       options: static.
 
     Returns:
@@ -55,26 +68,26 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
     tile = config.row_tile(size, vocab_size)
     count, num_blocks = tile.count(vocab_size), num_noises(vocab_size)
-    parts = config.noise_splits(size, num_blocks)
+    num_splits = config.noise_splits(size, num_blocks)
 
     def reduce_kernel(arrays: SampleArrays, out: _Reduced) -> None:
-        # The programs of the noise come first: it waits for no logit, and the draw for it.
-        number = pl.program_id(0)
-        behind = number - size * parts
+        # The programs of the noise come first: they wait for no logit, and the draw waits for them.
+        program = pl.program_id(0)
+        tile_program = program - size * num_splits
 
-        @pl.when(behind >= 0)
+        @pl.when(tile_program >= 0)
         def _() -> None:
-            _reduce(arrays, out.partials, behind, tile, interpret)
+            _reduce(arrays, out.partials, tile_program, tile, interpret)
 
-        if parts:
+        if num_splits:
 
-            @pl.when(behind < 0)
+            @pl.when(tile_program < 0)
             def _() -> None:
-                b, part = divide(number, parts)
-                num = num_blocks // parts
-                noise = draw_noise(_address(arrays, b), part * num, num, noise_dtype)
-                where = noise.first + jax.lax.iota(jnp.int32, num)
-                plgpu.store(out.noise.at[b, where], noise.blocks)
+                b, split = divide(program, num_splits)
+                num = num_blocks // num_splits
+                noise = draw_noise(_address(arrays, b), split * num, num, noise_dtype)
+                index = noise.first + jax.lax.iota(jnp.int32, num)
+                plgpu.store(out.noise.at[b, index], noise.blocks)
 
     def draw_kernel(operands: _Operands, out: Sample) -> None:
         _draw(operands, out, noise_dtype)
@@ -84,9 +97,9 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
         arrays,
         _Reduced(
             partials_like(size, vocab_size, tile, tiles=False),
-            like((size, num_blocks), noise_dtype) if parts else None,
+            like((size, num_blocks), noise_dtype) if num_splits else None,
         ),
-        num_programs=size * (parts + count),
+        num_programs=size * (num_splits + count),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
@@ -101,11 +114,12 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
 
 
 def _reduce(
-    arrays: SampleArrays, out: Partials, number: jax.Array, tile: Tile, interpret: bool
+    arrays: SampleArrays, out: Partials, program: jax.Array, tile: Tile, interpret: bool
 ) -> None:
-    b, part = divide(number, tile.count(arrays.logits.shape[1]))
+    """Stores the partials of one tile of a row."""
+    b, number = divide(program, tile.count(arrays.logits.shape[1]))
     scale = parse_temperature(arrays.temperature[b]).scale
-    share = Share(arrays.logits, b, part, scale, _at(arrays.cutoff, b), None)
+    share = Share(arrays.logits, b, number, scale, _at(arrays.cutoff, b), None)
     store_partials(share, out, b, tile, interpret)
 
 

@@ -12,8 +12,8 @@ class Tile(NamedTuple):
     """One program's share of a row.
 
     Attributes:
-      size: logits reduced at once, a power of two and whole blocks.
-      num_warps: warps that share them.
+      size: logits that it reduces at once, a power of two and a multiple of the block.
+      num_warps: warps of the program.
     """
 
     size: int
@@ -21,16 +21,16 @@ class Tile(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Sampling blocks of a tile."""
+        """Blocks of 128 tokens in a tile."""
         return self.size // SAMPLING_BLOCK
 
     def count(self, vocab_size: int) -> int:
-        """Tiles, and so programs, to a row."""
+        """Returns how many tiles, and so programs, a row has."""
         return -(-vocab_size // self.size)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Returns the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -344,8 +344,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}sample.sample_rows.reduce_kernel",
-        "part * num, num",
-        "part * 0, num",
+        "split * num, num",
+        "split * 0, num",
         interpreted("test_noise_in_parts_or_in_none_draws_the_reference_s_samples[4]"),
         "every part of the noise is the first",
     ),
