@@ -423,6 +423,32 @@ def test_both_schedules_lower_for_cuda(noise_dtype, schedule):
         assert num_kernels(sample_text(**options)) == 2
 
 
+def cutoff_text(*, implementation):
+    def cut(logits, top_k):
+        options = dict(temperature=1.0, top_k=top_k, implementation=implementation)
+        return specjax.logit_cutoff(logits, **options)
+
+    return lower(cut, shape(BATCH, VOCAB), shape(BATCH, dtype=I32))
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        (sample_text, [{"row": Tile(512, 4)}, {"draw_warps": 4}, {"num_noise_splits": 0}]),
+        (lambda **options: verify_text("drawn", **options), [{"max_small_batch": 0}]),
+        (cutoff_text, [{"num_register_logits": 64}, {"search_warps": 4}]),
+    ],
+    ids=["gumbel_sample", "rejection_sample", "logit_cutoff"],
+)
+def test_sizes_of_kernels_that_are_passed_reach_the_kernels(text, changes):
+    configs = [KernelConfig(), *(KernelConfig(**change) for change in changes)]
+    with on_gpu():
+        default = text(implementation="triton")
+        texts = [text(implementation=Implementation("triton", (each,))) for each in configs]
+    assert texts[0] == default
+    assert len(set(texts)) == len(texts)
+
+
 @pytest.mark.parametrize("synthetic", [False, True])
 @pytest.mark.parametrize("kind", ["drawn", "one-hot", "everything"])
 def test_ragged_verification_lowers_for_cuda(kind, synthetic):
