@@ -153,7 +153,7 @@ def describe(case: dict[str, Any]) -> str:
     """One line of the printed table, with the longest kernels."""
     low, high = case["quartiles_us"]
     longest = [
-        f"{name.split('_kernel')[0][:12]} {kernel['us']:.2f}"
+        f"{name.split('_kernel')[0][:16]} {kernel['us']:.2f}"
         for name, kernel in list(case["kernels"].items())[:3]
     ]
     return (

@@ -1,9 +1,14 @@
 """Triton kernels of sampling, verification and cutoffs, through Pallas.
 
-`sample.sample_rows`, `verify.verify_rows` and `cutoff.cutoff_rows` launch them; `launch` is the
-ground of all kernels and `tiles` their sizes. Small batches reduce every row at once and draw in a
-second launch (`resample`), large ones leave out rows after a rejection (`accept`, `draw`). The
-arithmetic is that of `specjax.core`. Open `sample` first.
+`sample.sample_rows`, `verify.verify_rows` and `cutoff.cutoff_rows` launch them; `docs/kernels.md`
+lists every kernel and draws the flow of data. All reduce a row of logits by tiles to pairs
+
+    m = max x        s = sum exp((x - m) / T)
+
+of blocks (`blocks`), which merge into log-probabilities; a token is then drawn by two-level
+Gumbel-max (`gumbel_max`). The arithmetic is that of `specjax.core`. `launch` starts every kernel
+of the library, `tiles` has their sizes. Open `sample` first, then `target_rows`, `next_token` and
+`resample` in this order.
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `R` rows. Imported by `samplers` and
 `processing`; the kernels of models import `launch` and `tiles`.

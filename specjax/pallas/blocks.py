@@ -1,4 +1,14 @@
-"""Partials of a row by many programs: of its sampling blocks, and of each program's tile."""
+"""Partials of a row by many programs: of its sampling blocks, and of each program's tile.
+
+A row of V logits is cut into tiles, one to a program, and each tile into blocks of 128 tokens. A
+program stores of every block its largest logit m_i and its sum s_i = sum exp((x - m_i) / T). From
+those follow the row's logsumexp, the probability of each block and the row's argmax:
+
+    m = max m_i        s = sum_i exp((m_i - m) / T) s_i        logsumexp = m / T + log s
+
+References:
+  Milakov and Gimelshein, 2018, arXiv:1805.02867: online softmax, the associative merge of (m, s).
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,47 +21,54 @@ from specjax.core.gumbel_max import first_argmax
 from specjax.core.logsumexp import BlockPartials, mask_below_cutoff, merge_partials, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import flush_subnormals
-from specjax.pallas.launch import fast_exp2, like
+from specjax.pallas.launch import fast_exp2, output
 from specjax.pallas.tiles import Tile, power_of_two
 
 __all__ = [
     "Partials",
-    "Share",
+    "RowTile",
     "block_argmax",
     "load_blocks",
-    "load_line",
-    "load_row",
-    "load_some",
+    "load_logits",
+    "load_padded",
+    "load_prefix",
+    "load_raw_logits",
     "load_tiles",
-    "load_token",
-    "partials_like",
+    "partials_shape",
     "store_partials",
-    "tile_index",
+    "tile_token_ids",
 ]
 
 
 class Partials(NamedTuple):
-    """What the programs of P rows leave of them.
+    """References to the partials of P rows.
 
     Attributes:
       block_max: f32[P, blocks], largest kept logit of each sampling block.
-      block_sum: f32[P, blocks], of `exp((x - max) * scale)`.
-      tile_max: f32[P, tiles], of each program's tile, and `tile_sum` likewise; None where a row's
-        blocks are merged once only.
-      tile_best: i32[P, tiles], the tile's argmax where the request is greedy; or None.
+      block_sum: f32[P, blocks], sum of `exp((x - max) * scale)`.
+      tile_max: f32[P, tiles], of each program's tile; None where only blocks are merged.
+      tile_sum: f32[P, tiles], of each program's tile; None where only blocks are merged.
+      tile_argmax: i32[P, tiles], token of the tile's largest logit, written for greedy requests
+        only; or None.
     """
 
     block_max: Any
     block_sum: Any
     tile_max: Any
     tile_sum: Any
-    tile_best: Any
+    tile_argmax: Any
 
 
-class Share(NamedTuple):
-    """One program's share of a row: tile `tile` of row `row` of `logits` [R, V].
+class RowTile(NamedTuple):
+    """One program's tile of a row.
 
-    `greedy` bool says that its argmax is wanted; None where no row's is.
+    Attributes:
+      logits: reference [R, V].
+      row: i32, the row.
+      tile: i32, the tile of the row.
+      scale: f32, one over the temperature.
+      cutoff: f32, or None.
+      greedy: bool, whether the tile's argmax is stored; None where no row's is.
     """
 
     logits: Any
@@ -62,70 +79,72 @@ class Share(NamedTuple):
     greedy: jax.Array | None
 
 
-def partials_like(num_rows: int, vocab_size: int, tile: Tile, tiles: bool = True) -> Partials:
-    """The shapes of `Partials`, with those of tiles or without."""
+def partials_shape(num_rows: int, vocab_size: int, tile: Tile, tiles: bool = True) -> Partials:
+    """Returns the shapes of `Partials`, with those of tiles or None for them."""
     count = tile.count(vocab_size)
     each, blocks = (num_rows, count), (num_rows, count * tile.blocks)
     if not tiles:
-        return Partials(like(blocks), like(blocks), None, None, None)
-    return Partials(like(blocks), like(blocks), like(each), like(each), like(each, jnp.int32))
+        return Partials(output(blocks), output(blocks), None, None, None)
+    return Partials(
+        output(blocks), output(blocks), output(each), output(each), output(each, jnp.int32)
+    )
 
 
-def tile_index(tile: Tile, number: Any) -> jax.Array:
-    """Token ids i32[blocks, SAMPLING_BLOCK] of one tile of a row."""
+def tile_token_ids(tile: Tile, number: Any) -> jax.Array:
+    """Returns the token ids i32[blocks, SAMPLING_BLOCK] of tile `number` of a row."""
     shape = (tile.blocks, SAMPLING_BLOCK)
     block = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     token = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     return number * tile.size + block * SAMPLING_BLOCK + token
 
 
-def load_row(logits: Any, row: Any, index: jax.Array) -> jax.Array:
-    """Raw logits of a row at token ids >= 0; -inf past its end."""
+def load_raw_logits(logits: Any, row: Any, index: jax.Array) -> jax.Array:
+    """Loads logits of a row at token ids >= 0, without its cutoff; -inf past the row's end."""
     other = jnp.asarray(-jnp.inf, logits.dtype)
     return plgpu.load(logits.at[row, index], mask=index < logits.shape[1], other=other)
 
 
-def load_some(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
-    """The first values f32[size] of a row; -inf from `count` on."""
+def load_prefix(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
+    """Loads the first values f32[size] of a row; -inf from `count` on."""
     lane = jax.lax.iota(jnp.int32, size)
     inside = lane < jnp.minimum(count, values.shape[1])
     return plgpu.load(values.at[row, lane], mask=inside, other=jnp.float32(-jnp.inf))
 
 
-def load_token(
-    logits: Any, row: jax.Array, token_id: jax.Array, cutoff: jax.Array | None, wanted: jax.Array
+def load_logits(
+    logits: Any, row: jax.Array, token_id: jax.Array, cutoff: jax.Array | None, mask: jax.Array
 ) -> jax.Array:
-    """Kept logits of tokens, f32 of their shape; -inf for ids outside the row and unwanted ones."""
-    inside = wanted & (token_id >= 0) & (token_id < logits.shape[1])
+    """Loads kept logits f32 at any token ids; -inf below the cutoff, off the row and off `mask`."""
+    inside = mask & (token_id >= 0) & (token_id < logits.shape[1])
     other = jnp.asarray(-jnp.inf, logits.dtype)
     return mask_below_cutoff(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
 
 
 def store_partials(
-    share: Share, partials: Partials, place: Any, tile: Tile, interpret: bool
+    row_tile: RowTile, partials: Partials, index: Any, tile: Tile, interpret: bool
 ) -> jax.Array:
-    """Reduces one program's share of a row, which is row `place` of the partials.
+    """Reduces one tile of a row, and stores its partials at row `index` of `partials`.
 
     Returns:
-      f32[], the largest kept logit of the share.
+      f32[], the largest kept logit of the tile.
     """
-    exp2, number = fast_exp2(interpret), share.tile
-    x = load_row(share.logits, share.row, tile_index(tile, number))
-    reduced = reduce_blocks(x, share.scale[None], share.cutoff, exp2)
-    where = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
-    plgpu.store(partials.block_max.at[place, where], reduced.max)
-    plgpu.store(partials.block_sum.at[place, where], reduced.sum)
-    whole = merge_partials(reduced, share.scale, exp2)
+    exp2, number = fast_exp2(interpret), row_tile.tile
+    x = load_raw_logits(row_tile.logits, row_tile.row, tile_token_ids(tile, number))
+    reduced = reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2)
+    blocks = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
+    plgpu.store(partials.block_max.at[index, blocks], reduced.max)
+    plgpu.store(partials.block_sum.at[index, blocks], reduced.sum)
+    whole = merge_partials(reduced, row_tile.scale, exp2)
     if partials.tile_max is not None:
-        partials.tile_max[place, number] = whole.max
-        partials.tile_sum[place, number] = whole.sum
-    if share.greedy is not None:
+        partials.tile_max[index, number] = whole.max
+        partials.tile_sum[index, number] = whole.sum
+    if row_tile.greedy is not None:
 
-        @pl.when(share.greedy)
+        @pl.when(row_tile.greedy)
         def _() -> None:
             block = number * tile.blocks + first_argmax(flush_subnormals(reduced.max))
-            best = block_argmax(share.logits, share.row, share.cutoff, block)
-            partials.tile_best[place, number] = best
+            token = block_argmax(row_tile.logits, row_tile.row, row_tile.cutoff, block)
+            partials.tile_argmax[index, number] = token
 
     return whole.max
 
@@ -133,37 +152,37 @@ def store_partials(
 def block_argmax(
     logits: Any, row: jax.Array, cutoff: jax.Array | None, block: jax.Array
 ) -> jax.Array:
-    """The token i32 of a row's largest logit in a block; ties go to the lowest id."""
-    # The block once more, from the cache: comparing every logit of a tile would take as long.
+    """Returns the token i32 of a row's largest logit in a block; ties go to the lowest id."""
+    # This reads the block again, from the cache: to compare every logit of a tile takes as long.
     index = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
-    kept = flush_subnormals(mask_below_cutoff(load_row(logits, row, index), cutoff))
+    kept = flush_subnormals(mask_below_cutoff(load_raw_logits(logits, row, index), cutoff))
     return block * SAMPLING_BLOCK + first_argmax(kept)
 
 
-def load_blocks(partials: Partials, place: jax.Array, vocab_size: int) -> BlockPartials:
-    """The partials of the blocks of rows [...], f32[..., N]; N is a power of two."""
+def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> BlockPartials:
+    """Loads the partials of the blocks of rows [...], f32[..., N]; N is a power of two."""
     num_blocks = -(-vocab_size // SAMPLING_BLOCK)
-    return _load(partials.block_max, partials.block_sum, place, place >= 0, num_blocks)
+    return _load(partials.block_max, partials.block_sum, index, index >= 0, num_blocks)
 
 
-def load_tiles(partials: Partials, place: jax.Array, wanted: jax.Array) -> BlockPartials:
-    """The partials of the tiles of rows [...], f32[..., N]; of rows not wanted, empty ones."""
+def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> BlockPartials:
+    """Loads the partials of the tiles of rows [...], f32[..., N]; empty ones off `mask`."""
     count = partials.tile_max.shape[1]
-    return _load(partials.tile_max, partials.tile_sum, place, wanted, count)
+    return _load(partials.tile_max, partials.tile_sum, index, mask, count)
 
 
-def load_line(values: Any, place: jax.Array, other: Any) -> jax.Array:
-    """Row `place` of a reference [P, N], padded by `other` to a power of two."""
+def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:
+    """Loads row `index` of a reference [P, N], padded by `other` to a power of two."""
     lane = jax.lax.iota(jnp.int32, power_of_two(values.shape[1]))
     inside = lane < values.shape[1]
-    return plgpu.load(values.at[place, lane], mask=inside, other=jnp.asarray(other, values.dtype))
+    return plgpu.load(values.at[index, lane], mask=inside, other=jnp.asarray(other, values.dtype))
 
 
-def _load(maxima: Any, sums: Any, place: jax.Array, wanted: jax.Array, count: int) -> BlockPartials:
-    shape = (*place.shape, power_of_two(count))
+def _load(maxima: Any, sums: Any, index: jax.Array, mask: jax.Array, count: int) -> BlockPartials:
+    shape = (*index.shape, power_of_two(count))
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    row = jnp.broadcast_to(place[..., None], shape)
-    inside = jnp.broadcast_to(wanted[..., None], shape) & (lane < count)
+    row = jnp.broadcast_to(index[..., None], shape)
+    inside = jnp.broadcast_to(mask[..., None], shape) & (lane < count)
     return BlockPartials(
         plgpu.load(maxima.at[row, lane], mask=inside, other=jnp.float32(-jnp.inf)),
         plgpu.load(sums.at[row, lane], mask=inside, other=jnp.float32(0)),

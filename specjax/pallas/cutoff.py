@@ -1,9 +1,33 @@
-"""`logit_cutoff` in two launches: quarters of blocks are reduced, and one program a row searches.
+"""`logit_cutoff` in two launches and four phases: reduce, bound, compact, search.
 
-The search bisects the candidates in registers, or in memory; without a bound, or with too many
-logits above it, it bisects the row itself, which takes far longer.
+A cutoff is the smallest logit that top-k, top-p and min-p keep. A sort of V logits would find it;
+here nearly all logits are excluded first, and a bisection runs over the rest.
+
+    cutoff_reduce_kernel                  cutoff_search_kernel, one program per row
+    R x tiles programs
+    +-----------------+  m_i, s_i of      +----------------+  low  +--------------+  candidates
+    | 1 reduce        |  32-token    ---> | 2 bound        | ----> | 3 compact    | --------+
+    | logits, once    |  sub-blocks       | 7 bisections   |       | logits >= low|         |
+    +-----------------+                   | over (m, s)    |       +--------------+         v
+                                          +----------------+             +------------------------+
+                                                                         | 4 search               |
+                    the smallest logit that all filters keep <---------- | bisection of float keys|
+                                                                         +------------------------+
+
+1. reduce: every program reduces a tile of a row to the largest logit m_i and the sum of
+   exponentials s_i of each sub-block (`cutoff_bound.store_sub_blocks`).
+2. bound: from (m_i, s_i) alone follows a logit `low` that the cutoff is not below
+   (`cutoff_bound.bound_cutoff`).
+3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
+   others are read again (`cutoff_candidates.compact_candidates`).
+4. search: a bisection of the candidates gives the cutoff (`core.truncation.search_cutoff`). They
+   lie in registers (at most 2048), in the buffer (at most 32768), or, where there is no bound or
+   there are too many of them, in the row itself, which takes far longer.
+
+Axes: `R` rows, `V` vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,98 +47,106 @@ from specjax.core.truncation import (
     search_cutoff,
 )
 from specjax.implementation import Implementation
-from specjax.pallas.blocks import load_row, load_some
+from specjax.pallas.blocks import load_prefix, load_raw_logits
 from specjax.pallas.cutoff_bound import (
-    Quarters,
-    Row,
-    Rows,
-    asks_anything,
-    bound_low,
-    load_quarters,
-    quarters_like,
-    read_row,
-    store_tile,
+    CutoffRows,
+    RowSummary,
+    SubBlocks,
+    any_filter_active,
+    bound_cutoff,
+    load_sub_blocks,
+    store_sub_blocks,
+    sub_blocks_shape,
+    summarize_row,
 )
-from specjax.pallas.cutoff_candidates import Found, gather
-from specjax.pallas.launch import divide, fast_exp2, launch, like, value_when
+from specjax.pallas.cutoff_candidates import CandidateBuffer, compact_candidates
+from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, launch, output
 from specjax.pallas.tiles import KernelConfig, Tile
 
-__all__ = ["cutoff_rows", "in_memory", "in_registers"]
+__all__ = [
+    "cutoff_reduce_kernel",
+    "cutoff_rows",
+    "cutoff_search_kernel",
+    "memory_row",
+    "register_row",
+]
 
 
-def in_registers(x: jax.Array, row: Row, interpret: bool) -> RowQueries:
-    """Logits f32[N] that one program holds."""
+def register_row(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
+    """Returns queries on logits f32[N] that the program holds in registers."""
     weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
     return RowQueries(
         lambda pivot: mass_above(x, None, pivot),
         lambda pivot: mass_above(x, weights, pivot),
         lambda bracket: extremes_blocks(x, bracket),
         lambda low: min_kept(x, low, row.anchor, row.scale, row.filters.min_p),
-        # A look finds few of them left.
+        # Candidates are few, so that their extremes close a bracket early.
         halvings=4,
     )
 
 
-def in_memory(
-    logits: Any, b: jax.Array, count: jax.Array, row: Row, tile: Tile, interpret: bool
+def memory_row(
+    logits: Any, b: jax.Array, count: jax.Array, row: RowSummary, tile: Tile, interpret: bool
 ) -> RowQueries:
-    """The first `count` logits of row b, read again for every question."""
-    tiles, _ = divide(count + (tile.size - 1), tile.size)
+    """Returns queries on the first `count` logits of row b, which each query reads again."""
+    tiles, _ = divmod_i32(count + (tile.size - 1), tile.size)
     lane = jax.lax.iota(jnp.int32, tile.size)
     zero = lane.astype(jnp.float32) * jnp.float32(0)
 
-    def over(ask: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], first: Any) -> Any:
-        def read(number: jax.Array, so_far: Any) -> Any:
+    def fold(
+        query: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], initial: Any
+    ) -> Any:
+        def read(number: jax.Array, state: Any) -> Any:
             index = number * tile.size + lane
-            x = load_row(logits, b, index).astype(jnp.float32)
+            x = load_raw_logits(logits, b, index).astype(jnp.float32)
             x = jnp.where(index < count, x, jnp.float32(-jnp.inf))
-            return jax.tree.map(merge, so_far, ask(x))
+            return jax.tree.map(merge, state, query(x))
 
-        return jax.lax.fori_loop(jnp.int32(0), tiles, read, first)
+        return jax.lax.fori_loop(jnp.int32(0), tiles, read, initial)
 
     def above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
-        def ask(x: jax.Array) -> jax.Array:
+        def query(x: jax.Array) -> jax.Array:
             return jnp.where(x >= pivot, weights(x), jnp.float32(0))
 
-        return jnp.sum(over(ask, jnp.add, zero))
+        return jnp.sum(fold(query, jnp.add, zero))
 
     def weights(x: jax.Array) -> jax.Array:
         return mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
 
-    def look(bracket: Bracket) -> Extremes:
-        def ask(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            found = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
-            return found.least, -found.most
+    def extremes(bracket: Bracket) -> Extremes:
+        def query(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            inside = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
+            return inside.least, -inside.most
 
-        least, most = over(ask, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
+        least, most = fold(query, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
         return Extremes(jnp.min(least), -jnp.min(most))
 
-    def least(low: jax.Array) -> jax.Array:
-        def ask(x: jax.Array) -> jax.Array:
+    def smallest(low: jax.Array) -> jax.Array:
+        def query(x: jax.Array) -> jax.Array:
             min_p = row.filters.min_p
-            law = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
-            return min_kept(x[:, None], low[None], *law)
+            scaled = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
+            return min_kept(x[:, None], low[None], *scaled)
 
-        return jnp.min(over(ask, jnp.minimum, zero + jnp.inf))
+        return jnp.min(fold(query, jnp.minimum, zero + jnp.inf))
 
     return RowQueries(
         lambda pivot: above(lambda x: jnp.ones_like(x), pivot),
         lambda pivot: above(weights, pivot),
-        look,
-        least,
+        extremes,
+        smallest,
     )
 
 
-class _Search(NamedTuple):
-    rows: Rows
-    quarters: Quarters
+class _SearchOperands(NamedTuple):
+    rows: CutoffRows
+    sub_blocks: SubBlocks
 
 
-class _Cutoffs(NamedTuple):
-    """`cutoff` f32[R], and what was gathered of each row."""
+class _SearchOutputs(NamedTuple):
+    """`cutoff` f32[R], and the memory of the programs."""
 
     cutoff: Any
-    found: Found
+    buffer: CandidateBuffer
 
 
 def cutoff_rows(
@@ -133,75 +165,106 @@ def cutoff_rows(
     """
     size, vocab_size = logits.shape
     config, interpret = implementation.config(KernelConfig), implementation.interpret
-    tile, rows = config.row_tile(size, vocab_size), Rows(logits, temperature, filters)
-    count = tile.count(vocab_size)
-
-    def reduce_kernel(rows: Rows, out: Quarters) -> None:
-        b, number = divide(pl.program_id(0), count)
-
-        @pl.when(asks_anything(rows, b))
-        def _() -> None:
-            store_tile(rows, b, number, out, tile, interpret)
-
-    def search_kernel(operands: _Search, out: _Cutoffs) -> None:
-        b = pl.program_id(0)
-        # On their way before it is known whether anything is asked.
-        partials = load_quarters(operands.quarters, b)
-
-        def search() -> jax.Array:
-            row = read_row(operands.rows, b, partials, interpret)
-            return _search_row(operands.rows, row, b, out.found, config, interpret)
-
-        asks = asks_anything(operands.rows, b)
-        out.cutoff[b] = value_when(asks, search, jnp.float32(-jnp.inf))
-
-    quarters = launch(
-        reduce_kernel,
+    tile, rows = config.row_tile(size, vocab_size), CutoffRows(logits, temperature, filters)
+    sub_blocks = launch(
+        functools.partial(cutoff_reduce_kernel, tile=tile, interpret=interpret),
         rows,
-        quarters_like(size, vocab_size, tile),
-        num_programs=size * count,
+        sub_blocks_shape(size, vocab_size, tile),
+        num_programs=size * tile.count(vocab_size),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
-    room = like((size, min(-(-vocab_size // 4), config.num_buffered_logits)))
-    found = Found(like(quarters.max.shape, jnp.int32), room)
+    values = output((size, min(-(-vocab_size // 4), config.num_buffered_logits)))
+    buffer = CandidateBuffer(output(sub_blocks.max.shape, jnp.int32), values)
     return launch(
-        search_kernel,
-        _Search(rows, quarters),
-        _Cutoffs(like((size,)), found),
+        functools.partial(cutoff_search_kernel, config=config, interpret=interpret),
+        _SearchOperands(rows, sub_blocks),
+        _SearchOutputs(output((size,)), buffer),
         num_programs=size,
         num_warps=config.search_warps,
         interpret=interpret,
     ).cutoff
 
 
+def cutoff_reduce_kernel(rows: CutoffRows, out: SubBlocks, *, tile: Tile, interpret: bool) -> None:
+    """Phase 1: writes m_i = max x and s_i = sum exp((x - m_i) / T) of every sub-block i of a tile.
+
+    Grid: R * tiles programs of 8 warps; one owns a tile of one row, 4096 logits if R <= 16, else
+    16384.
+    Bytes per row: V * itemsize read; V / 32 * 8 written. Rows that no filter cuts are not read.
+    Why tiles: a row's tiles together keep the whole memory busy; one program could not.
+    Order: the next launch begins to load after this one has ended.
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): the pair (m, s).
+    """
+    b, number = divmod_i32(pl.program_id(0), tile.count(rows.logits.shape[1]))
+
+    @pl.when(any_filter_active(rows, b))
+    def _() -> None:
+        store_sub_blocks(rows, b, number, out, tile, interpret)
+
+
+def cutoff_search_kernel(
+    operands: _SearchOperands, out: _SearchOutputs, *, config: KernelConfig, interpret: bool
+) -> None:
+    """Phases 2 to 4: writes the smallest logit that all filters of a row keep; -inf if none cuts.
+
+    Formula: top-k keeps logits >= the largest t with #{x >= t} >= k. Top-p keeps, of those, the
+    logits >= the largest t whose mass reaches p of the mass that top-k kept. Min-p keeps logits
+    with (x - max) / T >= log(min_p). The cutoff is the smallest logit that is kept.
+    Grid: R programs of 8 warps; one owns a row.
+    Bytes per row: V / 32 * 8 read, all loads in flight before the filters are known; 32 * itemsize
+    for each sub-block that may hold several candidates; 4 for each candidate, written and read; 4
+    written. Without a bound the row itself, once per step of the search.
+    Why one program: the search is a chain of about 20 sums that each need the one before. Within a
+    program such a sum costs a barrier; between programs it would cost a launch.
+    Order: a debug barrier orders the stores of a program's threads to the buffer before their
+    loads from it. No program reads what another of this launch writes.
+    """
+    b = pl.program_id(0)
+    # Loaded before it is known whether a filter cuts the row.
+    partials = load_sub_blocks(operands.sub_blocks, b)
+
+    def search() -> jax.Array:
+        row = summarize_row(operands.rows, b, partials, interpret)
+        return _search_row(operands.rows, row, b, out.buffer, config, interpret)
+
+    active = any_filter_active(operands.rows, b)
+    out.cutoff[b] = cond_or(active, search, jnp.float32(-jnp.inf))
+
+
 def _search_row(
-    rows: Rows, row: Row, b: jax.Array, found: Found, config: KernelConfig, interpret: bool
+    rows: CutoffRows,
+    row: RowSummary,
+    b: jax.Array,
+    buffer: CandidateBuffer,
+    config: KernelConfig,
+    interpret: bool,
 ) -> jax.Array:
-    """The cutoff of a row that asks for one."""
-    low, vocab_size = bound_low(row, interpret), rows.logits.shape[1]
-    count = gather(rows, row, b, low, found, config, interpret)
-    noted, whole = config.search_tile(), config.whole_search_tile(vocab_size)
-    sources = (
-        in_registers(load_some(found.values, b, config.num_register_logits, count), row, interpret),
-        in_memory(found.values, b, count, row, noted, interpret),
-        in_memory(rows.logits, b, jnp.int32(vocab_size), row, whole, interpret),
+    """Returns the cutoff of row b, which some filter cuts if it is a distribution."""
+    low, vocab_size = bound_cutoff(row, interpret), rows.logits.shape[1]
+    count = compact_candidates(rows, row, b, low, buffer, config, interpret)
+    tile, row_tile = config.search_tile(), config.whole_search_tile(vocab_size)
+    candidates = load_prefix(buffer.values, b, config.num_register_logits, count)
+    queries = (
+        register_row(candidates, row, interpret),
+        memory_row(buffer.values, b, count, row, tile, interpret),
+        memory_row(rows.logits, b, jnp.int32(vocab_size), row, row_tile, interpret),
     )
 
-    def search(source: RowQueries, low: jax.Array) -> jax.Array:
-        known = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
-        return search_cutoff(source, row.filters, known)
+    def search(row_queries: RowQueries, low: jax.Array) -> jax.Array:
+        bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
+        return search_cutoff(row_queries, row.filters, bounds)
 
-    def search_whole() -> jax.Array:
-        # Without a bound from the least logit on: halvings from the least float on cost more.
-        bracket = initial_bracket(low, row.anchor, row.asks)
-        start = value_when(low == -jnp.inf, lambda: sources[2].extremes_inside(bracket).least, low)
-        return search(sources[2], start)
+    def search_whole_row() -> jax.Array:
+        # Without a bound it starts at the least logit: bisections from the least float cost more.
+        bracket = initial_bracket(low, row.anchor, row.active)
+        start = cond_or(low == -jnp.inf, lambda: queries[2].extremes_inside(bracket).least, low)
+        return search(queries[2], start)
 
-    # A branch of its own for each place: what is in registers is asked in a fifth of the time.
-    bounded = row.asks & (low > -jnp.inf) & (count <= found.values.shape[1])
-    held, nowhere = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
-    least = value_when(bounded & held, lambda: search(sources[0], low), nowhere)
-    least = jax.lax.cond(bounded & ~held, lambda: search(sources[1], low), lambda: least)
-    least = jax.lax.cond(row.asks & ~bounded, search_whole, lambda: least)
-    return jnp.where(row.asks, least, -jnp.inf)
+    # One branch for each place of the candidates: registers answer in a fifth of the time.
+    bounded = row.active & (low > -jnp.inf) & (count <= buffer.values.shape[1])
+    fits, unset = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
+    least = cond_or(bounded & fits, lambda: search(queries[0], low), unset)
+    least = jax.lax.cond(bounded & ~fits, lambda: search(queries[1], low), lambda: least)
+    least = jax.lax.cond(row.active & ~bounded, search_whole_row, lambda: least)
+    return jnp.where(row.active, least, -jnp.inf)

@@ -1,8 +1,14 @@
-"""Quarters of blocks, 32 tokens each, and the bound that they give a row's cutoff from below.
+"""Sub-blocks of 32 tokens, and the lower bound of a row's cutoff that follows from them.
 
-The largest logit and the sum of every quarter say how much of a row lies at or above a logit at
-least: each quarter that reaches it does so by one token.
-Axes: `R` rows, `V` vocabulary, `N` quarters.
+The first launch of `logit_cutoff` leaves two numbers of every sub-block i: its largest logit m_i
+and its sum of exponentials s_i. From those alone, for any threshold t,
+
+    number of logits >= t   is at least   #{i : m_i >= t}
+    mass of logits >= t     is at least   sum over {i : m_i >= t} of max(w_i, w_i s_i - 31 w(t))
+
+with w(x) = exp((x - anchor) * scale), w_i = w(m_i) and anchor the row's largest logit. A threshold
+that reaches its target by these bounds lies at or below the cutoff: logits below it never matter.
+Axes: `R` rows, `V` vocabulary, `N` sub-blocks.
 """
 
 from collections.abc import Callable
@@ -27,61 +33,61 @@ from specjax.core.truncation import (
     top_k_active,
     top_p_active,
 )
-from specjax.pallas.blocks import load_line, load_row
-from specjax.pallas.launch import fast_exp2, like, value_when
+from specjax.pallas.blocks import load_padded, load_raw_logits
+from specjax.pallas.launch import cond_or, fast_exp2, output
 from specjax.pallas.tiles import Tile
 
 __all__ = [
-    "QUARTER",
-    "Quarters",
-    "Row",
-    "Rows",
-    "asks_anything",
-    "bound_low",
-    "load_quarters",
-    "quarters_like",
-    "read_row",
-    "store_tile",
+    "CutoffRows",
+    "RowSummary",
+    "SUB_BLOCK",
+    "SubBlocks",
+    "any_filter_active",
+    "bound_cutoff",
+    "load_sub_blocks",
+    "store_sub_blocks",
+    "sub_blocks_shape",
+    "summarize_row",
 ]
 
-# Tokens of a quarter of a block.
-QUARTER = SAMPLING_BLOCK // 4
+# Tokens of a sub-block.
+SUB_BLOCK = SAMPLING_BLOCK // 4
 
 
-class Rows(NamedTuple):
-    """Rows of logits [R, V], and what is asked of each, as references [R]."""
+class CutoffRows(NamedTuple):
+    """References to rows of logits [R, V], their temperatures and their filters [R]."""
 
     logits: Any
     temperature: Any
     filters: Filters
 
 
-class Row(NamedTuple):
-    """What is known of a row before it is searched: scalars.
+class RowSummary(NamedTuple):
+    """What is known of a row before its cutoff is searched; scalars but for `sub_blocks`.
 
     Attributes:
-      filters: what is asked, scalars.
+      filters: those of the row.
       scale: f32, one over the temperature.
       anchor: f32, the largest logit.
-      mass: f32, of all tokens, in the scale of `mass_weights`.
-      asks: bool, the row is a law and some filter cuts it.
-      cuts_k: bool, top-k does; None where no row asks for it.
-      cuts_p: bool, likewise top-p.
-      quarters: f32[N], partials of the quarters of the row's blocks.
+      mass: f32, sum of `exp((x - anchor) * scale)` over the row.
+      active: bool, the row is a distribution and a filter cuts it.
+      cuts_k: bool, top-k cuts it; None where no row has top-k.
+      cuts_p: bool, top-p cuts it; None where no row has top-p.
+      sub_blocks: f32[N], partials of the row's sub-blocks.
     """
 
     filters: Filters
     scale: jax.Array
     anchor: jax.Array
     mass: jax.Array
-    asks: jax.Array
+    active: jax.Array
     cuts_k: jax.Array | None
     cuts_p: jax.Array | None
-    quarters: BlockPartials
+    sub_blocks: BlockPartials
 
 
-class Quarters(NamedTuple):
-    """What the programs of R rows leave of the quarters of their blocks, each f32[R, N].
+class SubBlocks(NamedTuple):
+    """References to the partials of R rows' sub-blocks, each f32[R, N].
 
     Attributes:
       max: the largest logit.
@@ -92,114 +98,124 @@ class Quarters(NamedTuple):
     sum: Any
 
 
-def quarters_like(num_rows: int, vocab_size: int, tile: Tile) -> Quarters:
-    """The shapes of `Quarters`."""
-    shape = (num_rows, tile.count(vocab_size) * tile.size // QUARTER)
-    return Quarters(like(shape), like(shape))
+def sub_blocks_shape(num_rows: int, vocab_size: int, tile: Tile) -> SubBlocks:
+    """Returns the shapes of `SubBlocks`, padded to whole tiles."""
+    shape = (num_rows, tile.count(vocab_size) * tile.size // SUB_BLOCK)
+    return SubBlocks(output(shape), output(shape))
 
 
-def store_tile(
-    rows: Rows, b: jax.Array, number: jax.Array, out: Quarters, tile: Tile, interpret: bool
+def store_sub_blocks(
+    rows: CutoffRows, b: jax.Array, number: jax.Array, out: SubBlocks, tile: Tile, interpret: bool
 ) -> None:
-    """Reduces one tile of row b."""
-    count = tile.size // QUARTER
-    quarter = number * count + jax.lax.iota(jnp.int32, count)
-    token = quarter[:, None] * QUARTER + jax.lax.iota(jnp.int32, QUARTER)[None]
+    """Reduces tile `number` of row b to the partials of its sub-blocks."""
+    count = tile.size // SUB_BLOCK
+    sub_block = number * count + jax.lax.iota(jnp.int32, count)
+    token = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
     scale = parse_temperature(rows.temperature[b]).scale
-    x = load_row(rows.logits, b, token)
+    x = load_raw_logits(rows.logits, b, token)
     reduced = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
-    plgpu.store(out.max.at[b, quarter], reduced.max)
-    plgpu.store(out.sum.at[b, quarter], reduced.sum)
+    plgpu.store(out.max.at[b, sub_block], reduced.max)
+    plgpu.store(out.sum.at[b, sub_block], reduced.sum)
 
 
-def asks_anything(rows: Rows, b: jax.Array) -> jax.Array:
-    """Whether a row is cut if it is a law, bool[]."""
+def any_filter_active(rows: CutoffRows, b: jax.Array) -> jax.Array:
+    """Returns whether a filter cuts row b, provided that the row is a distribution, bool[]."""
     filters = _filters(rows, b)
     temperature = parse_temperature(rows.temperature[b])
-    asks = temperature.scale < 0  # never, as a value that Triton can branch on
+    active = temperature.scale < 0  # False, as a computed value that Triton can branch on
     if filters.top_k is not None:
-        asks |= top_k_active(filters.top_k, rows.logits.shape[1])
+        active |= top_k_active(filters.top_k, rows.logits.shape[1])
     if filters.top_p is not None:
-        asks |= top_p_active(filters.top_p)
+        active |= top_p_active(filters.top_p)
     if filters.min_p is not None:
-        asks |= filters.min_p > 0
-    return asks & temperature.valid & ~temperature.greedy
+        active |= filters.min_p > 0
+    return active & temperature.valid & ~temperature.greedy
 
 
-def load_quarters(quarters: Quarters, b: jax.Array) -> BlockPartials:
-    """The quarters of row b."""
-    return BlockPartials(load_line(quarters.max, b, -jnp.inf), load_line(quarters.sum, b, 0))
+def load_sub_blocks(sub_blocks: SubBlocks, b: jax.Array) -> BlockPartials:
+    """Loads the partials of row b, padded to a power of two."""
+    return BlockPartials(
+        load_padded(sub_blocks.max, b, -jnp.inf), load_padded(sub_blocks.sum, b, 0)
+    )
 
 
-def read_row(rows: Rows, b: jax.Array, partials: BlockPartials, interpret: bool) -> Row:
-    """What the quarters of row b tell."""
+def summarize_row(
+    rows: CutoffRows, b: jax.Array, partials: BlockPartials, interpret: bool
+) -> RowSummary:
+    """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
     filters, scale = _filters(rows, b), parse_temperature(rows.temperature[b]).scale
     whole = merge_partials(partials, scale, fast_exp2(interpret))
-    asks = asks_anything(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
-    cuts_k = None if filters.top_k is None else asks & top_k_active(filters.top_k, vocab_size)
-    cuts_p = None if filters.top_p is None else asks & top_p_active(filters.top_p)
-    return Row(filters, scale, whole.max, whole.sum, asks, cuts_k, cuts_p, partials)
+    active = any_filter_active(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
+    cuts_k = None if filters.top_k is None else active & top_k_active(filters.top_k, vocab_size)
+    cuts_p = None if filters.top_p is None else active & top_p_active(filters.top_p)
+    return RowSummary(filters, scale, whole.max, whole.sum, active, cuts_k, cuts_p, partials)
 
 
-def _filters(rows: Rows, b: jax.Array) -> Filters:
+def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
     return Filters(*[None if x is None else x[b] for x in rows.filters])
 
 
-# Halvings of the distance from the largest logit, in octaves, and where they begin.
-_HALVINGS = 7
-_NEAREST = 1 / 4
-_MOST = float(jnp.finfo(jnp.float32).max)
+_NUM_BISECTIONS = 7
+# The first distance that is tried: this share of the longest one, and this at most.
+_FIRST_DISTANCE = 1 / 4
+_MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
-def bound_low(row: Row, interpret: bool) -> jax.Array:
-    """A logit f32 below which the cutoff does not lie; -inf where there is no telling."""
+def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
+    """Returns a logit f32 at or below the cutoff; -inf where no bound is known."""
     filters, low = row.filters, row.anchor
     if filters.min_p is not None:
-        # The comparison that decides is made on the logit itself, so that this stays below it.
+        # The slack keeps the bound below the comparison that decides, which rounds differently.
         relative = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
         low = row.anchor + relative / row.scale
     else:
         low = jnp.minimum(row.anchor, -jnp.inf)
-    of_all = row.cuts_p
+    weighs_row = row.cuts_p
     if row.cuts_k is not None and filters.top_k is not None:
-        # What top-p weighs is what top-k kept, down to top-k's own threshold.
-        of_all = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
-        target, largest = filters.top_k.astype(jnp.float32), row.quarters.max
-        low = value_when(
-            row.cuts_k, lambda: _highest(row, target, lambda t: mass_above(largest, None, t)), low
+        # Top-p weighs only what top-k keeps: where top-k cuts, its bound alone holds.
+        weighs_row = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
+        target, largest = filters.top_k.astype(jnp.float32), row.sub_blocks.max
+        low = cond_or(
+            row.cuts_k,
+            lambda: _bisect_distance(row, target, lambda t: mass_above(largest, None, t)),
+            low,
         )
-    if of_all is not None and filters.top_p is not None:
+    if weighs_row is not None and filters.top_p is not None:
         target = required_mass(filters.top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
 
         def weigh(t: jax.Array) -> jax.Array:
             return mass_bound(
-                row.quarters, t, row.anchor, row.scale, fast_exp2(interpret), size=QUARTER
+                row.sub_blocks, t, row.anchor, row.scale, fast_exp2(interpret), size=SUB_BLOCK
             )
 
-        found = value_when(of_all, lambda: _highest(row, target, weigh), low)
-        low = jnp.where(of_all, jnp.maximum(low, found), low)
+        bound = cond_or(weighs_row, lambda: _bisect_distance(row, target, weigh), low)
+        low = jnp.where(weighs_row, jnp.maximum(low, bound), low)
     return smallest_equal(low)
 
 
-def _highest(row: Row, target: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """About the highest logit at or above which `weigh` finds the target; -inf if none is known.
+def _bisect_distance(
+    row: RowSummary, target: jax.Array, weigh: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Returns nearly the highest logit t with weigh(t) >= target; -inf if none is known.
 
-    It is looked for by its distance from the largest one, whose magnitude nobody knows: masked
-    logits can be finite.
+    It bisects the distance from the largest logit, over the exponents of floats: the scale of that
+    distance is unknown, because masked logits can be finite.
     """
-    exists = row.quarters.max > -jnp.inf
-    least = jnp.min(jnp.where(exists, row.quarters.max, jnp.inf))
-    distance = jnp.minimum(row.anchor - least, jnp.float32(_MOST))
+    exists = row.sub_blocks.max > -jnp.inf
+    least = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))
+    distance = jnp.minimum(row.anchor - least, jnp.float32(_MAX_FLOAT))
     far = ordered_key(distance)
-    near = ordered_key(jnp.minimum(distance * jnp.float32(_NEAREST), jnp.float32(_NEAREST)))
+    near = ordered_key(
+        jnp.minimum(distance * jnp.float32(_FIRST_DISTANCE), jnp.float32(_FIRST_DISTANCE))
+    )
 
-    def halve(_: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def bisect(_: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         near, far = keys
         middle = near + jax.lax.shift_right_arithmetic(far - near, jnp.int32(1))
         enough = weigh(row.anchor - key_value(middle)) >= target
         return jnp.where(enough, near, middle), jnp.where(enough, middle, far)
 
-    _, far = jax.lax.fori_loop(jnp.int32(0), jnp.int32(_HALVINGS), halve, (near, far))
+    _, far = jax.lax.fori_loop(jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near, far))
     low = row.anchor - key_value(far)
     return jnp.where(weigh(low) >= target, low, -jnp.inf)

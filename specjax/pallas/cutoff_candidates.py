@@ -1,4 +1,9 @@
-"""The logits of a row that can be its cutoff, gathered by the program that searches them."""
+"""Stream compaction: the program that searches a row gathers the logits that can be its cutoff.
+
+A sub-block with m_i >= low holds one candidate or several. It holds one if its other 31 tokens,
+whose exponentials sum to s_i - 1 relative to m_i, weigh less than one token at `low` does. Then m_i
+is stored without reading the sub-block. Sub-blocks that may hold several are read.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,126 +13,129 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.truncation import mass_weights
-from specjax.pallas.cutoff_bound import QUARTER, Row, Rows
-from specjax.pallas.launch import divide, fast_exp2
+from specjax.pallas.cutoff_bound import SUB_BLOCK, CutoffRows, RowSummary
+from specjax.pallas.launch import divmod_i32, fast_exp2
 from specjax.pallas.tiles import KernelConfig
 
-__all__ = ["Found", "gather"]
+__all__ = ["CandidateBuffer", "compact_candidates"]
 
-# What is counted by ones and what by these share an i32.
-_SEVERAL = 1 << 15
+# Two counts share an i32: the first by ones, the second by these.
+_COUNT_RADIX = 1 << 15
 
-# Far above what a sum of 32 rounds.
+# Far more than the rounding of a sum of 32 terms.
 _ROUNDING = 1e-5
 
 
-class Found(NamedTuple):
-    """Room in which the program of each row notes what it gathers.
+class CandidateBuffer(NamedTuple):
+    """Memory of the program of each row.
 
     Attributes:
-      quarters: i32[R, M], of blocks.
-      values: f32[R, N], logits.
+      sub_blocks: i32[R, M], indices of sub-blocks to read.
+      values: f32[R, N], candidates, in any order.
     """
 
-    quarters: Any
+    sub_blocks: Any
     values: Any
 
 
-def gather(
-    rows: Rows,
-    row: Row,
+def compact_candidates(
+    rows: CutoffRows,
+    row: RowSummary,
     b: jax.Array,
     low: jax.Array,
-    found: Found,
+    buffer: CandidateBuffer,
     config: KernelConfig,
     interpret: bool,
 ) -> jax.Array:
-    """Notes the logits of a row that reach `low`, and how many they are, i32.
+    """Stores the logits of row b that reach `low`, and returns their number, i32.
 
-    Where few reach it most quarters do so by their largest logit alone, as their sums tell. The
-    others are read, unless they are too many.
+    Where the number exceeds the buffer, only as many are stored as fit.
 
     Args:
       rows: all rows.
-      row: what is known of this one.
-      b: its place.
-      low: f32.
-      found: where they are noted, behind one another and in any order; only as many as fit.
-      config: how many sub-blocks are read at once.
-      interpret: run in Pallas' interpreter.
+      row: summary of row b.
+      b: its index.
+      low: f32, a lower bound of the cutoff; -inf stores nothing.
+      buffer: of all rows.
+      config: how many sub-blocks are read per iteration, and at most.
+      interpret: whether the kernel runs in Pallas' interpreter.
+
+    Returns:
+      The number of candidates; N + 1 if more than `config.max_scanned` sub-blocks were to be read.
     """
-    largest, most = row.quarters.max, found.values.shape[1]
-    # Of a row without a bound nothing is noted: it is searched itself.
+    largest, size = row.sub_blocks.max, buffer.values.shape[1]
     reaches = (largest >= low) & (low > -jnp.inf)
-    # What the others weigh is known but for the sum's rounding.
-    others = row.quarters.sum * jnp.float32(1 + _ROUNDING) - 1
+    # The mass of the other tokens is known up to the rounding of the sum.
+    others = row.sub_blocks.sum * jnp.float32(1 + _ROUNDING) - 1
     several = reaches & (others >= mass_weights(low, largest, row.scale, fast_exp2(interpret)))
     single = reaches & ~several
-    (place, known), (which, count) = _counted(single, several)
-    fits = single & (place < most)
-    # Beyond the end the interpreter drops what the mask leaves out.
-    plgpu.store(found.values.at[b, jnp.where(fits, place, most)], largest, mask=fits)
-    quarter = jax.lax.iota(jnp.int32, largest.shape[0])
-    which = jnp.where(several, which, largest.shape[0])
-    plgpu.store(found.quarters.at[b, which], quarter, mask=several)
-    _settle(interpret)
-    total = known
-    few, scanned = count <= config.small_scan, count <= config.max_scanned
-    many = (count > config.small_scan) & scanned
-    for size, wanted in ((config.small_scan, few), (config.large_scan, many)):
-        turns, _ = divide(jnp.where(wanted, count, 0) + (size - 1), size)
-        note = functools.partial(_note, rows, b, low, found, count, size)
-        total = jax.lax.fori_loop(jnp.int32(0), turns, note, total)
-    _settle(interpret)
-    return jnp.where(scanned, total, jnp.int32(most + 1))
+    (index, num_single), (scan_index, num_scanned) = _prefix_sums(single, several)
+    fits = single & (index < size)
+    # Index `size`, past the end: the interpreter drops such stores, the GPU masks them.
+    plgpu.store(buffer.values.at[b, jnp.where(fits, index, size)], largest, mask=fits)
+    sub_block = jax.lax.iota(jnp.int32, largest.shape[0])
+    scan_index = jnp.where(several, scan_index, largest.shape[0])
+    plgpu.store(buffer.sub_blocks.at[b, scan_index], sub_block, mask=several)
+    _barrier(interpret)
+    total = num_single
+    small, is_scanned = num_scanned <= config.small_scan, num_scanned <= config.max_scanned
+    large = (num_scanned > config.small_scan) & is_scanned
+    for batch, selected in ((config.small_scan, small), (config.large_scan, large)):
+        iterations, _ = divmod_i32(jnp.where(selected, num_scanned, 0) + (batch - 1), batch)
+        compact = functools.partial(_compact_batch, rows, b, low, buffer, num_scanned, batch)
+        total = jax.lax.fori_loop(jnp.int32(0), iterations, compact, total)
+    _barrier(interpret)
+    return jnp.where(is_scanned, total, jnp.int32(size + 1))
 
 
-def _note(
-    rows: Rows,
+def _compact_batch(
+    rows: CutoffRows,
     b: jax.Array,
     low: jax.Array,
-    found: Found,
-    count: jax.Array,
-    size: int,
-    turn: jax.Array,
-    known: jax.Array,
+    buffer: CandidateBuffer,
+    num_scanned: jax.Array,
+    batch: int,
+    iteration: jax.Array,
+    total: jax.Array,
 ) -> jax.Array:
-    """Reads the next `size` of `count` quarters, notes what reaches `low`, and counts it."""
-    vocab_size, most = rows.logits.shape[1], found.values.shape[1]
-    slot = turn * size + jax.lax.iota(jnp.int32, size)
-    quarter = plgpu.load(found.quarters.at[b, slot], mask=slot < count, other=jnp.int32(0))
-    # Masked where there is none: a `where` would hide that tokens are in order.
-    token = quarter[:, None] * QUARTER + jax.lax.iota(jnp.int32, QUARTER)[None]
-    there = (slot < count)[:, None] & (token < vocab_size)
+    """Reads the next `batch` of `num_scanned` sub-blocks, appends their candidates to `total`."""
+    vocab_size, size = rows.logits.shape[1], buffer.values.shape[1]
+    slot = iteration * batch + jax.lax.iota(jnp.int32, batch)
+    sub_block = plgpu.load(
+        buffer.sub_blocks.at[b, slot], mask=slot < num_scanned, other=jnp.int32(0)
+    )
+    # The load is masked: a `where` on the ids would hide from Triton that they are consecutive.
+    token = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
+    exists = (slot < num_scanned)[:, None] & (token < vocab_size)
     other = jnp.asarray(-jnp.inf, rows.logits.dtype)
-    x = plgpu.load(rows.logits.at[b, token], mask=there, other=other).astype(jnp.float32)
+    x = plgpu.load(rows.logits.at[b, token], mask=exists, other=other).astype(jnp.float32)
     reaches = (x >= low) & (x > -jnp.inf)
     ones = reaches.astype(jnp.int32)
-    before, number = _places(jnp.sum(ones, axis=1, dtype=jnp.int32))
-    place = known + before[:, None] + jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1
-    fits = reaches & (place < most)
-    plgpu.store(found.values.at[b, jnp.where(fits, place, most)], x, mask=fits)
-    return known + number
+    before, number = _prefix_sum(jnp.sum(ones, axis=1, dtype=jnp.int32))
+    index = total + before[:, None] + jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1
+    fits = reaches & (index < size)
+    plgpu.store(buffer.values.at[b, jnp.where(fits, index, size)], x, mask=fits)
+    return total + number
 
 
-def _places(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each of i32[N] begins when they stand behind one another, and the sum of all."""
+def _prefix_sum(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the exclusive prefix sum of i32[N], and the sum of all."""
     return jnp.cumsum(counts, dtype=jnp.int32) - counts, jnp.sum(counts, dtype=jnp.int32)
 
 
-def _counted(
+def _prefix_sums(
     single: jax.Array, several: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """The `_places` of both bool[N]; at once where one sum holds both."""
+    """Returns `_prefix_sum` of both bool[N], by one scan where an i32 holds both counts."""
     ones, others = single.astype(jnp.int32), several.astype(jnp.int32)
-    if single.shape[0] >= _SEVERAL:
-        return _places(ones), _places(others)
-    both = _places(ones + others * _SEVERAL)
-    low, high = zip(*(divide(counts, _SEVERAL)[::-1] for counts in both), strict=True)
+    if single.shape[0] >= _COUNT_RADIX:
+        return _prefix_sum(ones), _prefix_sum(others)
+    both = _prefix_sum(ones + others * _COUNT_RADIX)
+    low, high = zip(*(divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in both), strict=True)
     return low, high
 
 
-def _settle(interpret: bool) -> None:
-    """What a thread has stored is there for the others of its program."""
+def _barrier(interpret: bool) -> None:
+    """Orders the stores of every thread of a program before the loads that follow."""
     if not interpret:
         plgpu.debug_barrier()

@@ -1,5 +1,6 @@
-"""Statistics of draft rows that nobody carried: one more launch, which reads all of them."""
+"""Statistics of draft rows for drafts that carry none: one more launch, which reads every row."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,16 +12,19 @@ from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import row_logsumexp, row_statistics
 from specjax.pallas.blocks import (
     Partials,
-    Share,
+    RowTile,
+    load_logits,
     load_tiles,
-    load_token,
-    partials_like,
+    partials_shape,
     store_partials,
 )
 from specjax.pallas.inputs import Plan, load_request, locate_draft_row
-from specjax.pallas.launch import arrive, divide, launch, like
+from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output
 
-__all__ = ["with_statistics"]
+__all__ = [
+    "add_draft_statistics",
+    "draft_statistics_kernel",
+]
 
 
 class _Operands(NamedTuple):
@@ -35,48 +39,58 @@ class _Outputs(NamedTuple):
     counters: Any
 
 
-def with_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
-    """The arrays with `logprobs` and `logsumexp` of every drafted token that counts."""
-    size, k = plan.size, plan.num_drafts
+def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
+    """Returns the arrays with `draft_logprobs` and `draft_logsumexp` of every valid draft."""
+    num_rows = plan.size * plan.num_drafts
     vocab_size = arrays.draft_logits.shape[1]
-    count = plan.tile.count(vocab_size)
-
-    def statistics_kernel(operands: _Operands, out: _Outputs) -> None:
-        arrays = operands.arrays
-        place, number = divide(pl.program_id(0), count)
-        b, i = divide(place, k)
-        request = load_request(arrays, b, plan)
-        wanted = request.active & (i < request.num_tokens)
-
-        @pl.when(wanted)
-        def _() -> None:
-            row = locate_draft_row(arrays, request, i, wanted, plan)
-            scale = row.temperature.scale
-            share = Share(arrays.draft_logits, row.row_index, number, scale, row.cutoff, None)
-            store_partials(share, out.partials, place, plan.tile, plan.interpret)
-
-            @pl.when(arrive(out.counters, (place,), count, plan.interpret))
-            def _() -> None:
-                merged = row_statistics(load_tiles(out.partials, place, wanted), scale)
-                token_id = arrays.token_ids[request.first + i]
-                logit = load_token(arrays.draft_logits, row.row_index, token_id, row.cutoff, wanted)
-                logsumexp = row_logsumexp(merged.normalizer, scale)
-                out.logsumexp[request.first + i] = jnp.where(merged.valid, logsumexp, jnp.nan)
-                out.logprobs[request.first + i] = token_logprobs(logit, merged.normalizer, scale)
-
-    zeros = jnp.zeros((size * k,), jnp.uint32)
-    done = launch(
-        statistics_kernel,
+    zeros = jnp.zeros((num_rows,), jnp.uint32)
+    outputs = launch(
+        functools.partial(draft_statistics_kernel, plan=plan),
         _Operands(arrays, zeros),
         _Outputs(
-            like(arrays.token_ids.shape),
-            like(arrays.token_ids.shape),
-            partials_like(size * k, vocab_size, plan.tile),
-            like(zeros.shape, jnp.uint32),
+            output(arrays.token_ids.shape),
+            output(arrays.token_ids.shape),
+            partials_shape(num_rows, vocab_size, plan.tile),
+            output(zeros.shape, jnp.uint32),
         ),
-        num_programs=size * k * count,
+        num_programs=num_rows * plan.tile.count(vocab_size),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
         in_place={"counters": zeros},
     )
-    return arrays._replace(draft_logprobs=done.logprobs, draft_logsumexp=done.logsumexp)
+    return arrays._replace(draft_logprobs=outputs.logprobs, draft_logsumexp=outputs.logsumexp)
+
+
+def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -> None:
+    """Writes logsumexp(x / T) of a draft row and log q = x[token] / T - logsumexp of its token.
+
+    Grid: B * K * tiles programs of 8 warps; one owns a tile of one draft row. The last program of a
+    row to arrive merges its tiles.
+    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 8 + 8 written. Rows without a valid
+    drafted token are not read.
+    Why one launch: the merge of a row is short, and its last program has nothing else to do.
+    Order: `is_last_arrival` on `counters[row]`; the counters begin at 0.
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
+    """
+    arrays = operands.arrays
+    count = plan.tile.count(arrays.draft_logits.shape[1])
+    index, number = divmod_i32(pl.program_id(0), count)
+    b, i = divmod_i32(index, plan.num_drafts)
+    request = load_request(arrays, b, plan)
+    exists = request.active & (i < request.num_tokens)
+
+    @pl.when(exists)
+    def _() -> None:
+        row = locate_draft_row(arrays, request, i, exists, plan)
+        scale = row.temperature.scale
+        row_tile = RowTile(arrays.draft_logits, row.row_index, number, scale, row.cutoff, None)
+        store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
+
+        @pl.when(is_last_arrival(out.counters, (index,), count, plan.interpret))
+        def _() -> None:
+            merged = row_statistics(load_tiles(out.partials, index, exists), scale)
+            token_id = arrays.token_ids[request.first + i]
+            logit = load_logits(arrays.draft_logits, row.row_index, token_id, row.cutoff, exists)
+            logsumexp = row_logsumexp(merged.normalizer, scale)
+            out.logsumexp[request.first + i] = jnp.where(merged.valid, logsumexp, jnp.nan)
+            out.logprobs[request.first + i] = token_logprobs(logit, merged.normalizer, scale)

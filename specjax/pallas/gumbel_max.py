@@ -1,4 +1,13 @@
-"""Two-level Gumbel-max by one program, from block weights that many have made."""
+"""Two-level Gumbel-max: one program draws a token from block probabilities that many have made.
+
+The argmax of log-weights plus independent Gumbel noise is a sample of the weights. A row of V
+tokens would need V noises. Here a block of 128 tokens is drawn by the blocks' log-masses, then a
+token of that block by the tokens' own log-weights:
+
+    block = argmax_i (log mass_i + g_i)        token = argmax_{j in block} (log weight_j + g_j)
+
+which needs V / 128 + 128 noises and reads 128 logits of the row again.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,24 +18,32 @@ import jax.numpy as jnp
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
-from specjax.pallas.blocks import load_row
-from specjax.pallas.launch import only
+from specjax.pallas.blocks import load_raw_logits
+from specjax.pallas.launch import select_lane
 from specjax.pallas.tiles import power_of_two
 
 __all__ = [
-    "Drawn",
-    "Noise",
-    "Row",
-    "block_index",
+    "BlockNoise",
+    "Draw",
+    "SamplingRow",
+    "block_token_ids",
     "draw_noise",
+    "draw_row_noise",
     "draw_token",
-    "num_noises",
-    "whole_noise",
+    "num_padded_blocks",
 ]
 
 
-class Row(NamedTuple):
-    """A row of logits and its law: `logits` a reference [R, V], `row` i32, `cutoff` f32 or None."""
+class SamplingRow(NamedTuple):
+    """A row of logits and what makes log-probabilities of them.
+
+    Attributes:
+      logits: reference [R, V].
+      row: i32, the row.
+      scale: f32, one over the temperature.
+      cutoff: f32, or None.
+      normalizer: of the row.
+    """
 
     logits: Any
     row: jax.Array
@@ -34,77 +51,83 @@ class Row(NamedTuple):
     cutoff: jax.Array | None
     normalizer: LogNormalizer
 
-    def kept(self, index: jax.Array) -> jax.Array:
-        """Kept logits at token ids >= 0, -inf past the row's end."""
-        return mask_below_cutoff(load_row(self.logits, self.row, index), self.cutoff)
+    def kept_logits(self, index: jax.Array) -> jax.Array:
+        """Returns kept logits at token ids >= 0; -inf below the cutoff and past the row's end."""
+        return mask_below_cutoff(load_raw_logits(self.logits, self.row, index), self.cutoff)
 
     def logprobs(self, index: jax.Array) -> jax.Array:
-        """Log-probabilities at token ids >= 0, -inf past the row's end."""
-        return token_logprobs(self.kept(index), self.normalizer, self.scale)
+        """Returns log-probabilities at token ids >= 0; -inf where nothing is kept."""
+        return token_logprobs(self.kept_logits(index), self.normalizer, self.scale)
 
 
-class Noise(NamedTuple):
-    """The address of a draw, and the Gumbels f[N] that choose one of blocks `first`, ..."""
+class BlockNoise(NamedTuple):
+    """The noise of a draw, which depends on no logit.
 
-    at: Words
+    Attributes:
+      address: of the draw.
+      first: i32, the first of the blocks that are drawn among.
+      gumbels: f[N], of blocks `first`, `first + 1`, ...
+    """
+
+    address: Words
     first: jax.Array
-    blocks: jax.Array
+    gumbels: jax.Array
 
 
-class Drawn(NamedTuple):
-    """A token i32, its kept logit f32, and the score f of its block, by which blocks compare."""
+class Draw(NamedTuple):
+    """A token i32, its kept logit f32, and the score f of its block, by which tiles compare."""
 
     token: jax.Array
     logit: jax.Array
     score: jax.Array
 
 
-def block_index(block: jax.Array) -> jax.Array:
-    """Token ids i32[SAMPLING_BLOCK] of a block."""
+def block_token_ids(block: jax.Array) -> jax.Array:
+    """Returns the token ids i32[SAMPLING_BLOCK] of a block."""
     return block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
 
 
-def draw_noise(at: Words, first: jax.Array, num_blocks: int, noise_dtype: Any) -> Noise:
-    """What a draw among blocks `first`, ... needs that waits for no logit."""
-    place = first + jax.lax.iota(jnp.int32, num_blocks)
-    return Noise(at, first, gumbel(at, 1, place.astype(jnp.uint32), noise_dtype))
+def draw_noise(address: Words, first: jax.Array, num_blocks: int, noise_dtype: Any) -> BlockNoise:
+    """Returns the noise of a draw among `num_blocks` blocks from `first` on."""
+    block = first + jax.lax.iota(jnp.int32, num_blocks)
+    return BlockNoise(address, first, gumbel(address, 1, block.astype(jnp.uint32), noise_dtype))
 
 
-def whole_noise(at: Words, vocab_size: int, noise_dtype: Any) -> Noise:
-    """What a draw from a whole row needs that waits for no logit."""
-    return draw_noise(at, jnp.int32(0), num_noises(vocab_size), noise_dtype)
+def draw_row_noise(address: Words, vocab_size: int, noise_dtype: Any) -> BlockNoise:
+    """Returns the noise of a draw among all blocks of a row."""
+    return draw_noise(address, jnp.int32(0), num_padded_blocks(vocab_size), noise_dtype)
 
 
-def num_noises(vocab_size: int) -> int:
-    """Blocks of a row, padded to a power of two."""
+def num_padded_blocks(vocab_size: int) -> int:
+    """Returns the number of blocks of a row, padded to a power of two."""
     return power_of_two(-(-vocab_size // SAMPLING_BLOCK))
 
 
 def draw_token(
-    row: Row,
-    weights: jax.Array,
-    noise: Noise,
+    row: SamplingRow,
+    block_weights: jax.Array,
+    noise: BlockNoise,
     token_weights: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Drawn:
-    """Draws a token by its block and its place in the block.
+) -> Draw:
+    """Draws a block, then a token of the block.
 
     Args:
       row: the target's.
-      weights: f32[N], log-masses of the blocks of `noise`.
+      block_weights: f32[N], log-masses of the blocks of `noise`.
       noise: of the draw.
-      token_weights: of token ids i32[SAMPLING_BLOCK] and their log-probabilities under the
-        row's law makes their log-weights.
+      token_weights: from token ids i32[SAMPLING_BLOCK] and the row's log-probabilities of them to
+        the log-weights that they are drawn by.
 
     Returns:
-      What was drawn.
+      The draw.
     """
-    dtype = noise.blocks.dtype
-    scores = weights.astype(dtype) + noise.blocks
-    index = block_index(noise.first + first_argmax(scores))
-    x = row.kept(index)
-    fine = gumbel(noise.at, 0, index.astype(jnp.uint32), dtype)
+    dtype = noise.gumbels.dtype
+    scores = block_weights.astype(dtype) + noise.gumbels
+    index = block_token_ids(noise.first + first_argmax(scores))
+    x = row.kept_logits(index)
+    token_gumbels = gumbel(noise.address, 0, index.astype(jnp.uint32), dtype)
     logprobs = token_logprobs(x, row.normalizer, row.scale)
-    place = first_argmax(token_weights(index, logprobs).astype(dtype) + fine)
-    chosen = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == place
-    logit = jnp.max(jnp.where(chosen, x, -jnp.inf))
-    return Drawn(only(index, chosen), logit, jnp.max(scores))
+    best = first_argmax(token_weights(index, logprobs).astype(dtype) + token_gumbels)
+    mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best
+    logit = jnp.max(jnp.where(mask, x, -jnp.inf))
+    return Draw(select_lane(index, mask), logit, jnp.max(scores))

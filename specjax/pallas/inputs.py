@@ -11,8 +11,8 @@ from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
-from specjax.pallas.blocks import load_token
-from specjax.pallas.launch import only, settled
+from specjax.pallas.blocks import load_logits
+from specjax.pallas.launch import interpreter_barrier, select_lane
 from specjax.pallas.tiles import KernelConfig, Tile, power_of_two
 
 __all__ = [
@@ -94,8 +94,8 @@ class RequestScalars(NamedTuple):
         """Returns the addresses of draws i tokens after the request's first position."""
         first, second = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
         key = jnp.broadcast_to(first, i.shape), jnp.broadcast_to(second, i.shape)
-        at = settled(fold_in(key, arrays.positions[self.b] + i), plan.interpret)
-        return settled(fold_in(at, stream), plan.interpret)
+        at = interpreter_barrier(fold_in(key, arrays.positions[self.b] + i), plan.interpret)
+        return interpreter_barrier(fold_in(at, stream), plan.interpret)
 
     def cutoff(self, arrays: VerifyArrays, i: jax.Array, wanted: jax.Array) -> jax.Array | None:
         """Returns the cutoffs of target rows i, 0 where not wanted; None without cutoffs."""
@@ -139,13 +139,13 @@ class DraftedToken(NamedTuple):
         """Returns the chosen one of several tokens."""
         cutoff = self.row.cutoff
         return DraftedToken(
-            only(self.token_id, chosen),
-            only(self.logprob, chosen),
-            LogNormalizer(*[only(x, chosen) for x in self.normalizer]),
-            only(self.one_hot.astype(jnp.int32), chosen) != 0,
+            select_lane(self.token_id, chosen),
+            select_lane(self.logprob, chosen),
+            LogNormalizer(*[select_lane(x, chosen) for x in self.normalizer]),
+            select_lane(self.one_hot.astype(jnp.int32), chosen) != 0,
             self.row._replace(
-                row_index=only(self.row.row_index, chosen),
-                cutoff=None if cutoff is None else only(cutoff, chosen),
+                row_index=select_lane(self.row.row_index, chosen),
+                cutoff=None if cutoff is None else select_lane(cutoff, chosen),
             ),
         )
 
@@ -209,7 +209,7 @@ def load_drafted(
         # `index >= 0` is True, of the index's shape.
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
     row = locate_draft_row(arrays, request, i, wanted, plan)
-    logit = load_token(arrays.draft_logits, row.row_index, token_id, row.cutoff, wanted)
+    logit = load_logits(arrays.draft_logits, row.row_index, token_id, row.cutoff, wanted)
     logprob = load_masked(arrays.draft_logprobs, index, wanted)
     logsumexp = load_masked(arrays.draft_logsumexp, index, wanted)
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)

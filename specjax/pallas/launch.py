@@ -1,4 +1,9 @@
-"""One way to launch a kernel: whole arrays in and out, and a line of programs."""
+"""Launches a kernel over references to whole arrays, on a grid of one axis; and what kernels share.
+
+The grid's programs run in no fixed order, but start in about the order of their index. Programs of
+one launch see each other's stores only through `is_last_arrival`; a launch sees all that the one
+before it stored, on a GPU with early launches too (`launch_dependents`).
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,20 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 __all__ = [
-    "arrive",
-    "divide",
+    "cond_or",
+    "divmod_i32",
     "dot",
     "fast_exp2",
+    "interpreter_barrier",
+    "is_last_arrival",
     "launch",
-    "like",
-    "only",
-    "settled",
-    "start_next",
-    "value_when",
+    "launch_dependents",
+    "output",
+    "select_lane",
 ]
 
-_WHOLE = pl.BlockSpec(memory_space=pl.ANY)
-# Of the first three Pallas would make one product of bfloat16.
+_WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
+# Pallas would make a single bfloat16 product of the first three; Triton lacks the last.
 _NOT_OF_TRITON = ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F64_F64_F64")
 
 
@@ -38,38 +43,40 @@ def launch(
     num_stages: int = 1,
     in_place: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> Any:
-    """Runs `kernel(operands, outputs)` as a line of programs over references to whole arrays.
+    """Runs `kernel(operands, outputs)` on every program of a grid, and returns the outputs.
+
+    A profile shows the kernel under its function's name, which `docs/kernels.md` lists.
 
     Args:
-      kernel: of two NamedTuples of references.
+      kernel: function of two NamedTuples of references, or a `functools.partial` of one.
       operands: NamedTuple of arrays, pytrees of arrays or None.
-      outputs: NamedTuple of `jax.ShapeDtypeStruct`, pytrees of them or None.
+      outputs: NamedTuple of `jax.ShapeDtypeStruct` from `output`, pytrees of them or None.
       num_programs: length of the grid, which has one axis.
       num_warps: per program.
-      interpret: run in Pallas' interpreter.
-      num_stages: how many turns of a loop are loaded at a time.
-      in_place: by name of an output, the array among the operands whose memory it takes.
+      interpret: whether to run in Pallas' interpreter.
+      num_stages: iterations of a loop whose loads are in flight at once.
+      in_place: by name of an output, the operand whose memory it takes.
 
     Returns:
-      The outputs, of their type.
+      Arrays in the structure of `outputs`.
     """
     flat = jax.tree.leaves(operands)
     shapes, tree = jax.tree.flatten(outputs)
     aliases = {}
     for name, operand in in_place.items():
         [source] = [i for i, leaf in enumerate(flat) if leaf is operand]
-        [place] = [i for i, leaf in enumerate(shapes) if leaf is getattr(outputs, name)]
-        aliases[source] = place
+        [target] = [i for i, leaf in enumerate(shapes) if leaf is getattr(outputs, name)]
+        aliases[source] = target
 
     axes = jax.typeof(flat[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in shapes]
-    # In a list the outputs are one pytree, which the kernel gets as it is.
+    # In a list the outputs are one pytree, which the kernel receives unchanged.
     (results,) = pl.pallas_call(
         kernel,
-        name=getattr(kernel, "func", kernel).__name__.strip("_"),
+        name=getattr(kernel, "func", kernel).__name__,
         grid=(num_programs,),
-        in_specs=[jax.tree.map(lambda _: _WHOLE, operands)],
-        out_specs=[jax.tree.map(lambda _: _WHOLE, outputs)],
+        in_specs=[jax.tree.map(lambda _: _WHOLE_ARRAY, operands)],
+        out_specs=[jax.tree.map(lambda _: _WHOLE_ARRAY, outputs)],
         out_shape=[jax.tree.unflatten(tree, shapes)],
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
@@ -78,16 +85,16 @@ def launch(
     return results
 
 
-def like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
-    """An output's shape and dtype; one of its own for each output."""
+def output(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """Returns the shape and dtype of an output; each output needs an object of its own."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def fast_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
-    """Powers of two by the GPU's own instruction, which takes results below 2^-126 for 0.
+    """Returns 2^x as the GPU's `ex2.approx.ftz`, which flushes results below 2^-126 to 0.
 
-    `jnp.exp2` would spend three more instructions on them, on every logit. The interpreter has
-    no such instruction.
+    `jnp.exp2` spends three more instructions on those results, for every logit. The interpreter
+    lacks the instruction and gets `jnp.exp2`.
     """
     return jnp.exp2 if interpret else _ex2
 
@@ -103,27 +110,34 @@ def _ex2(x: jax.Array) -> jax.Array:
     return result
 
 
-def arrive(counter: Any, place: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
-    """Counts this program in; bool[], whether it is the last of `total`.
+def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
+    """Counts this program in and returns whether it is the last of `total` to arrive, bool[].
 
-    The last one sees everything the others stored before they arrived: the addition releases
-    what was stored before it and acquires what the earlier ones released. One thread adds, for
-    all: behind a barrier, so that the others' stores come before, and Triton gives them the sum
-    behind another, so that their loads come after.
+    The last program sees everything that the others stored before they arrived. Triton's atomic
+    addition has acquire-release order at GPU scope: it releases the stores that precede it, and
+    acquires what earlier additions released. One thread of a program adds. A barrier before the
+    addition orders the other threads' stores before it. Triton hands the sum to the other threads
+    through a second barrier, which orders their loads after it.
+
+    No program waits: one that is not the last one ends. So the grid may be larger than what the
+    GPU runs at once.
     """
     if not interpret:
         plgpu.debug_barrier()
-    return plgpu.atomic_add(counter, place, jnp.uint32(1)) == jnp.uint32(total - 1)
+    return plgpu.atomic_add(counter, index, jnp.uint32(1)) == jnp.uint32(total - 1)
 
 
-def start_next(index: jax.Array) -> jax.Array:
-    """The same index i32[]; where it is computed, the kernel behind may begin to start.
+def launch_dependents(index: jax.Array) -> jax.Array:
+    """Executes `griddepcontrol.launch_dependents` and returns `index` i32[] unchanged.
 
-    On Hopper and newer GPUs, XLA starts kernels before the one in front has ended, and each waits
-    in its first instruction until that one has. Without this one, it starts as programs end.
+    This is programmatic dependent launch (PDL), on Hopper and newer GPUs. Every kernel that XLA
+    launches this way begins with `griddepcontrol.wait`, which returns once all kernels before it
+    have ended and their stores are visible. The next kernel's programs may become resident once all
+    programs of this kernel have executed the instruction here, or have ended. The caller uses the
+    returned index in its stores: the data dependency fixes where the instruction executes.
 
-    Only if a kernel of ours reads the results: it loads them behind its wait, while XLA's own may
-    be compiled to load what they take for constant before.
+    Only a kernel whose results are read by kernels of this library may execute it. XLA's own
+    kernels may load what they take for constants before they wait.
     """
     (same,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
@@ -135,19 +149,21 @@ def start_next(index: jax.Array) -> jax.Array:
     return jnp.sum(same, dtype=index.dtype)
 
 
-def value_when(holds: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:
-    """What `function()` returns where `holds`, and the constants `otherwise` elsewhere."""
-    # Triton's lowering wants every result of a branch computed, and takes no literal.
+def cond_or(predicate: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:
+    """Returns `function()` where `predicate` holds, and the constants `otherwise` elsewhere."""
+    # Triton's lowering needs computed results in both branches, and takes no literal.
     return jax.lax.cond(
-        holds, function, lambda: jax.tree.map(lambda x: jnp.where(holds, x, x), otherwise)
+        predicate,
+        function,
+        lambda: jax.tree.map(lambda x: jnp.where(predicate, x, x), otherwise),
     )
 
 
 def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The float32 product of two tiles of one dtype, summed over an axis of each.
+    """Returns the float32 product of two tiles of one dtype, summed over one axis of each.
 
-    Of float32 as `jax_default_matmul_precision` says, or more exactly where Triton has no such way.
-    Short floats are multiplied as they are whatever it says: Triton has no other way for them.
+    float32 tiles follow `jax_default_matmul_precision`, or HIGHEST where Triton lacks that
+    precision. Triton multiplies 16-bit floats in one way only, so the setting does not apply.
     """
     precision = None
     if a.dtype.itemsize <= 2:
@@ -160,21 +176,25 @@ def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     )
 
 
-def divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder, i32, of a number >= 0."""
+def divmod_i32(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Returns quotient and remainder, i32, of a number >= 0."""
     by = jnp.int32(divisor)
     return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 
-def only(values: jax.Array, chosen: jax.Array) -> jax.Array:
-    """The one of `values` [N] that is `chosen`, []; whatever the others hold."""
+def select_lane(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the element [] of `values` [N] where `mask` is True: at one lane, or 0 at none."""
     zero = jnp.zeros((), values.dtype)
-    return jnp.sum(jnp.where(chosen, values, zero), dtype=values.dtype)
+    return jnp.sum(jnp.where(mask, values, zero), dtype=values.dtype)
 
 
-def settled(values: Any, interpret: bool) -> Any:
-    """Arrays as they are; in the interpreter behind a barrier.
+def interpreter_barrier(values: Any, interpret: bool) -> Any:
+    """Returns the arrays unchanged; in the interpreter through an optimization barrier.
 
-    Without one between them XLA compiles chained hashes for minutes on a CPU.
+    Without the barrier, XLA compiles chained hashes for minutes on a CPU.
     """
     return jax.lax.optimization_barrier(values) if interpret else values
+
+
+like, only, settled, value_when = output, select_lane, interpreter_barrier, cond_or
+divide, arrive, start_next = divmod_i32, is_last_arrival, launch_dependents

@@ -1,9 +1,11 @@
-"""The outcome of every request: its kept drafts, and the token drawn after them.
+"""The last launches of `rejection_sample`: accepted drafts, and the token drawn after them.
 
-Where a drawn draft was rejected, the programs of a small batch draw from their tiles of the
-residual, and the last of them compares what they drew. Those of a large batch left masses, which is
-lighter work, and one program draws. One-hot drafts, greedy requests and bonus tokens need no mass
-that the rows' partials do not hold.
+A rejected sampled draft needs the masses of its residual max(p - q, 0), which no launch before has
+read. In a small batch each program draws a token from its tile of the residual, and the last
+program to arrive compares the tiles' winners: one launch. In a large batch the programs store block
+masses, which is less work, and a second launch has one program per request draw.
+
+One-hot drafts, greedy requests and bonus tokens need only the partials of the rows.
 """
 
 import functools
@@ -16,45 +18,50 @@ from jax.experimental import pallas as pl
 from specjax.arrays import VerifyArrays
 from specjax.core.gumbel_max import first_argmax
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
-from specjax.pallas.blocks import load_line
-from specjax.pallas.gumbel_max import Drawn, draw_noise, draw_token, whole_noise
+from specjax.pallas.blocks import load_padded
+from specjax.pallas.gumbel_max import Draw, draw_noise, draw_row_noise, draw_token
 from specjax.pallas.inputs import Plan
-from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
 from specjax.pallas.next_token import (
-    Ending,
-    draft_logprobs,
+    AcceptedPrefix,
     draw_residual,
     draw_row,
-    finish,
+    load_accepted_prefix,
+    load_draft_logprobs,
     next_address,
-    read_ending,
     reduce_masses,
     store_masses,
+    write_result,
 )
-from specjax.pallas.target_rows import Judged, Reduced
+from specjax.pallas.target_rows import ReducedRows, VerifiedRows
 from specjax.typing import Verification
 
-__all__ = ["resample"]
+__all__ = [
+    "resample",
+    "residual_draw_kernel",
+    "residual_mass_kernel",
+    "verify_draw_kernel",
+]
 
 
 class _Operands(NamedTuple):
     arrays: VerifyArrays
-    rows: Reduced | Judged
+    rows: ReducedRows | VerifiedRows
     masses: Any = None
 
 
-class _Masses(NamedTuple):
+class _ResidualMasses(NamedTuple):
     """Log-masses f32[B, blocks] of the blocks of residuals."""
 
     weights: Any
 
 
-class _Left(NamedTuple):
-    """What the programs of requests [B] leave of the tiles of their residuals, each [B, tiles].
+class _TileWinners(NamedTuple):
+    """The token drawn from each tile of the residual of requests [B], each [B, tiles].
 
     Attributes:
-      mass: f32, of the tile's residual.
-      score: f, of the block drawn from.
+      mass: f32, of the tile.
+      score: f, of the block that was drawn: its log-mass plus its Gumbel.
       token: i32, drawn from that block.
       logit: f32, the token's.
     """
@@ -65,102 +72,130 @@ class _Left(NamedTuple):
     logit: Any
 
 
-# What stands for a tile where there is none.
-_NO_TILE = _Left(mass=0, score=-jnp.inf, token=0, logit=0)
+# Padding of a row of tiles.
+_EMPTY_TILE = _TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
 
 
-class _Outcome(NamedTuple):
+class _ResidualOutputs(NamedTuple):
     verification: Verification
-    left: _Left
+    winners: _TileWinners
     counters: Any
 
 
-def resample(arrays: VerifyArrays, rows: Reduced | Judged, plan: Plan) -> Verification:
-    """Ends every request.
+def resample(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan) -> Verification:
+    """Launches what draws every request's next token, and returns the call's result.
 
     Args:
       arrays: the call's arrays.
-      rows: what is known of the target rows.
-      plan: whose tile cuts the pair of rows of a residual.
+      rows: what the launches before stored of the target rows.
+      plan: its tile cuts the pair of rows of a residual.
 
     Returns:
       `Verification`.
     """
     size, shape = plan.size, (plan.size, plan.num_rows)
-    outcome = Verification(
-        token_ids=like(shape, jnp.int32),
-        num_accepted=like((size,), jnp.int32),
-        num_emitted=like((size,), jnp.int32),
-        logprobs=like(shape),
+    verification = Verification(
+        token_ids=output(shape, jnp.int32),
+        num_accepted=output((size,), jnp.int32),
+        num_emitted=output((size,), jnp.int32),
+        logprobs=output(shape),
     )
     if arrays.draft_logits is not None and plan.small:
-        return _draw_tiles(arrays, rows, outcome, plan)
-    masses = None if arrays.draft_logits is None else _reduce_masses(arrays, rows, plan)
+        return _draw_from_tiles(arrays, rows, verification, plan)
+    masses = None if arrays.draft_logits is None else _reduce_residuals(arrays, rows, plan)
     return launch(
-        functools.partial(_draw_kernel, plan),
+        functools.partial(verify_draw_kernel, plan=plan),
         _Operands(arrays, rows, masses),
-        outcome,
+        verification,
         num_programs=size,
         num_warps=plan.config.draw_warps,
         interpret=plan.interpret,
     )
 
 
-def _reduce_masses(arrays: VerifyArrays, rows: Reduced | Judged, plan: Plan) -> jax.Array:
-    """The residuals of a large batch."""
+def _reduce_residuals(
+    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan
+) -> jax.Array:
+    """Launches the reduction of a large batch's residuals, and returns their log-masses."""
     count = plan.tile.count(arrays.target_logits.shape[1])
-
-    def masses_kernel(operands: _Operands, out: _Masses) -> None:
-        b, number = divide(pl.program_id(0), count)
-        ending = read_ending(operands.arrays, operands.rows, b, plan)
-
-        @pl.when(ending.drawn)
-        def _() -> None:
-            store_masses(operands.arrays, ending, number, out.weights, plan)
-
     return launch(
-        masses_kernel,
+        functools.partial(residual_mass_kernel, plan=plan),
         _Operands(arrays, rows),
-        _Masses(like((plan.size, count * plan.tile.blocks))),
+        _ResidualMasses(output((plan.size, count * plan.tile.blocks))),
         num_programs=plan.size * count,
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
     ).weights
 
 
-def _draw_kernel(plan: Plan, operands: _Operands, out: Verification) -> None:
+def residual_mass_kernel(operands: _Operands, out: _ResidualMasses, *, plan: Plan) -> None:
+    """Writes log sum max(p - q, 0) of every block of a tile of a residual.
+
+    Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
+    rejected and of its draft row.
+    Bytes per request with a rejected sampled draft: 2 V * itemsize read, V / 128 * 4 written. Other
+    requests: scalars.
+    Why tiles: one program per request would read two rows of V alone.
+    Order: the programs wait for nothing; `verify_draw_kernel` begins to load after they have ended.
+    References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    count = plan.tile.count(operands.arrays.target_logits.shape[1])
+    b, number = divmod_i32(pl.program_id(0), count)
+    prefix = load_accepted_prefix(operands.arrays, operands.rows, b, plan)
+
+    @pl.when(prefix.from_residual)
+    def _() -> None:
+        store_masses(operands.arrays, prefix, number, out.weights, plan)
+
+
+def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
+    """Writes a request's accepted drafts and the token after them, drawn by two-level Gumbel-max.
+
+    Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j),
+    of the residual where a sampled draft was rejected, else of the row (`next_token`).
+    Grid: B programs of 8 warps; one owns a request.
+    Bytes per request: V / 128 * 8 of partials or 4 of masses, one block of logits (two rows for a
+    residual) read; (K + 1) * 8 + 8 written.
+    Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
+    Order: the launches before have ended when it begins to load. It signals nothing.
+    """
     arrays, rows, masses = operands
     b = pl.program_id(0)
-    ending = read_ending(arrays, rows, b, plan)
-    noise = whole_noise(
-        next_address(arrays, ending, plan), arrays.target_logits.shape[1], plan.noise_dtype
+    prefix = load_accepted_prefix(arrays, rows, b, plan)
+    noise = draw_row_noise(
+        next_address(arrays, prefix, plan), arrays.target_logits.shape[1], plan.noise_dtype
     )
 
-    def row() -> Drawn:
-        return draw_row(arrays, rows, ending, noise, plan)
+    def draw_from_row() -> Draw:
+        return draw_row(arrays, rows, prefix, noise, plan)
 
-    def draw() -> Drawn:
+    def draw() -> Draw:
         if masses is None:
-            return row()
+            return draw_from_row()
 
-        def residual() -> Drawn:
-            return draw_residual(arrays, rows, masses, ending, noise, plan)
+        def draw_from_residual() -> Draw:
+            return draw_residual(arrays, rows, masses, prefix, noise, plan)
 
-        return jax.lax.cond(ending.drawn, residual, row)
+        return jax.lax.cond(prefix.from_residual, draw_from_residual, draw_from_row)
 
-    finish(arrays, ending, draw, out, plan)
+    write_result(arrays, prefix, draw, out, plan)
 
 
-def _draw_tiles(
-    arrays: VerifyArrays, rows: Reduced | Judged, outcome: Verification, plan: Plan
+def _draw_from_tiles(
+    arrays: VerifyArrays,
+    rows: ReducedRows | VerifiedRows,
+    verification: Verification,
+    plan: Plan,
 ) -> Verification:
-    """The end of a small batch in one launch."""
+    """Launches a small batch's draws."""
     tiles = (plan.size, plan.tile.count(arrays.target_logits.shape[1]))
-    left = _Left(like(tiles), like(tiles, plan.noise_dtype), like(tiles, jnp.int32), like(tiles))
+    winners = _TileWinners(
+        output(tiles), output(tiles, plan.noise_dtype), output(tiles, jnp.int32), output(tiles)
+    )
     return launch(
-        functools.partial(_residual_kernel, plan),
+        functools.partial(residual_draw_kernel, plan=plan),
         _Operands(arrays, rows),
-        _Outcome(outcome, left, like(rows.counters.shape, jnp.uint32)),
+        _ResidualOutputs(verification, winners, output(rows.counters.shape, jnp.uint32)),
         num_programs=tiles[0] * tiles[1],
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
@@ -168,60 +203,76 @@ def _draw_tiles(
     ).verification
 
 
-def _residual_kernel(plan: Plan, operands: _Operands, out: _Outcome) -> None:
+def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Plan) -> None:
+    """Draws a token from each tile of a residual; the last program writes the request's result.
+
+    Formula: the block with the largest log mass_i + g_i over all tiles is the largest of the tiles'
+    winners, so the draw is that of `verify_draw_kernel`.
+    Grid: B * tiles programs of 4 or 8 warps; one owns a tile of 4096 or 8192 tokens of the target
+    row that rejected and of its draft row. It evaluates its request's K + 1 rows first.
+    Bytes per request: (K + 1) * tiles * 12 read by each program; with a rejected sampled draft 2 V
+    * itemsize read; tiles * 16 and (K + 1) * 8 + 8 written.
+    Why draw in each tile: it saves the launch that `residual_mass_kernel` and `verify_draw_kernel`
+    need between them.
+    Order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed. Where no
+    residual is needed, program 0 of the request writes the result, and no program counts itself.
+    References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
     arrays = operands.arrays
     count = plan.tile.count(arrays.target_logits.shape[1])
-    b, number = divide(pl.program_id(0), count)
-    ending = read_ending(arrays, operands.rows, b, plan)
+    b, number = divmod_i32(pl.program_id(0), count)
+    prefix = load_accepted_prefix(arrays, operands.rows, b, plan)
 
-    def reduce() -> jax.Array:
-        _draw_tile(arrays, ending, number, out.left, plan)
-        return arrive(out.counters, (b,), count, plan.interpret)
+    def draw_and_arrive() -> jax.Array:
+        _draw_tile(arrays, prefix, number, out.winners, plan)
+        return is_last_arrival(out.counters, (b,), count, plan.interpret)
 
-    last = value_when(ending.drawn, reduce, number == 0)
+    is_last = cond_or(prefix.from_residual, draw_and_arrive, number == 0)
 
-    @pl.when(last)
+    @pl.when(is_last)
     def _() -> None:
-        def draw() -> Drawn:
-            return _compare(operands, ending, out.left, plan)
+        def draw() -> Draw:
+            return _best_tile(operands, prefix, out.winners, plan)
 
-        finish(arrays, ending, draw, out.verification, plan)
+        write_result(arrays, prefix, draw, out.verification, plan)
 
 
 def _draw_tile(
-    arrays: VerifyArrays, ending: Ending, number: jax.Array, out: _Left, plan: Plan
+    arrays: VerifyArrays, prefix: AcceptedPrefix, number: jax.Array, out: _TileWinners, plan: Plan
 ) -> None:
-    """Draws from one tile of a residual the token that is the request's if the tile wins."""
-    b = ending.request.b
-    # Noise waits for no logit: it is made while they are on their way.
-    at, first = next_address(arrays, ending, plan), number * plan.tile.blocks
-    noise = draw_noise(at, first, plan.tile.blocks, plan.noise_dtype)
-    masses = reduce_masses(arrays, ending, number, plan)
+    """Draws a token from one tile of a residual, and stores it as the tile's winner."""
+    b = prefix.request.b
+    # The noise depends on no logit: it is computed while the logits are being loaded.
+    address, first = next_address(arrays, prefix, plan), number * plan.tile.blocks
+    noise = draw_noise(address, first, plan.tile.blocks, plan.noise_dtype)
+    masses = reduce_masses(arrays, prefix, number, plan)
 
     def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return residual_logprobs(
-            logprobs, draft_logprobs(arrays.draft_logits, ending.drafted, index)
-        )
+        q = load_draft_logprobs(arrays.draft_logits, prefix.drafted, index)
+        return residual_logprobs(logprobs, q)
 
-    drawn = draw_token(ending.row, jnp.log(masses), noise, token_weights)
+    drawn = draw_token(prefix.row, jnp.log(masses), noise, token_weights)
     out.mass[b, number] = jnp.sum(masses)
     out.score[b, number] = drawn.score
     out.token[b, number] = drawn.token
     out.logit[b, number] = drawn.logit
 
 
-def _compare(operands: _Operands, ending: Ending, left: _Left, plan: Plan) -> Drawn:
-    """The best of a residual's tiles; a draw from the row where there is no residual."""
-    (arrays, rows, _), b = operands, ending.request.b
+def _best_tile(
+    operands: _Operands, prefix: AcceptedPrefix, winners: _TileWinners, plan: Plan
+) -> Draw:
+    """Returns the best of a residual's tiles, or a draw from the row if there is no residual."""
+    (arrays, rows, _), b = operands, prefix.request.b
     masses, scores, tokens, logits = [
-        load_line(values, b, other) for values, other in zip(left, _NO_TILE, strict=True)
+        load_padded(values, b, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
     ]
-    best = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
-    drawn = Drawn(only(tokens, best), only(logits, best), jnp.max(scores))
+    mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
+    winner = Draw(select_lane(tokens, mask), select_lane(logits, mask), jnp.max(scores))
 
-    def row() -> Drawn:
-        at = next_address(arrays, ending, plan)
-        noise = whole_noise(at, arrays.target_logits.shape[1], plan.noise_dtype)
-        return draw_row(arrays, rows, ending, noise, plan)
+    def draw_from_row() -> Draw:
+        address = next_address(arrays, prefix, plan)
+        noise = draw_row_noise(address, arrays.target_logits.shape[1], plan.noise_dtype)
+        return draw_row(arrays, rows, prefix, noise, plan)
 
-    return jax.lax.cond(ending.drawn & (jnp.sum(masses) > MIN_RESIDUAL_MASS), lambda: drawn, row)
+    has_residual = prefix.from_residual & (jnp.sum(masses) > MIN_RESIDUAL_MASS)
+    return jax.lax.cond(has_residual, lambda: winner, draw_from_row)

@@ -1,11 +1,13 @@
 """`gumbel_sample` in two launches: many programs reduce a row, one program draws its token.
 
-`reduce`: grid B * (num_splits + num_tiles). The first B * num_splits programs write the Gumbels of
-the row's blocks. The others each reduce one tile of a row to the maximum and the sum of its blocks
-of 128 tokens. Reads each logit once; writes 8 bytes per block, and 4 or 8 for its Gumbel.
+`sample_reduce_kernel`: grid B * (num_splits + num_tiles). The first B * num_splits programs write
+the Gumbels of the row's blocks. The others each reduce one tile of a row to the maximum and the sum
+of its blocks of 128 tokens. Reads each logit once; writes 8 bytes per block, and 4 or 8 for its
+Gumbel.
 
-`draw`: grid B. One program per row merges the partials of its blocks, draws a block by Gumbel-max,
-and a token in it. Reads the partials, the Gumbels and one block of logits; writes the `Sample`.
+`sample_draw_kernel`: grid B. One program per row merges the partials of its blocks, draws a block
+by Gumbel-max, and a token in it. Reads the partials, the Gumbels and one block of logits; writes
+the `Sample`.
 
 Nothing is reduced twice, and no row is copied. Two launches, because a row needs many programs to
 be read at the memory's rate, and the choice of a block needs all of them.
@@ -26,15 +28,22 @@ from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
 from specjax.pallas.blocks import (
     Partials,
-    Share,
+    RowTile,
     block_argmax,
     load_blocks,
-    load_line,
-    partials_like,
+    load_padded,
+    partials_shape,
     store_partials,
 )
-from specjax.pallas.gumbel_max import Noise, Row, draw_noise, draw_token, num_noises, whole_noise
-from specjax.pallas.launch import divide, launch, like
+from specjax.pallas.gumbel_max import (
+    BlockNoise,
+    SamplingRow,
+    draw_noise,
+    draw_row_noise,
+    draw_token,
+    num_padded_blocks,
+)
+from specjax.pallas.launch import divmod_i32, launch, output
 from specjax.pallas.tiles import KernelConfig, Tile
 from specjax.typing import Sample
 
@@ -67,10 +76,10 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     config = options.implementation.config(KernelConfig)
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
     tile = config.row_tile(size, vocab_size)
-    count, num_blocks = tile.count(vocab_size), num_noises(vocab_size)
+    count, num_blocks = tile.count(vocab_size), num_padded_blocks(vocab_size)
     num_splits = config.noise_splits(size, num_blocks)
 
-    def reduce_kernel(arrays: SampleArrays, out: _Reduced) -> None:
+    def sample_reduce_kernel(arrays: SampleArrays, out: _Reduced) -> None:
         # The programs of the noise come first: they wait for no logit, and the draw waits for them.
         program = pl.program_id(0)
         tile_program = program - size * num_splits
@@ -83,30 +92,30 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
 
             @pl.when(tile_program < 0)
             def _() -> None:
-                b, split = divide(program, num_splits)
+                b, split = divmod_i32(program, num_splits)
                 num = num_blocks // num_splits
                 noise = draw_noise(_address(arrays, b), split * num, num, noise_dtype)
                 index = noise.first + jax.lax.iota(jnp.int32, num)
-                plgpu.store(out.noise.at[b, index], noise.blocks)
+                plgpu.store(out.noise.at[b, index], noise.gumbels)
 
-    def draw_kernel(operands: _Operands, out: Sample) -> None:
+    def sample_draw_kernel(operands: _Operands, out: Sample) -> None:
         _draw(operands, out, noise_dtype)
 
     reduced = launch(
-        reduce_kernel,
+        sample_reduce_kernel,
         arrays,
         _Reduced(
-            partials_like(size, vocab_size, tile, tiles=False),
-            like((size, num_blocks), noise_dtype) if num_splits else None,
+            partials_shape(size, vocab_size, tile, tiles=False),
+            output((size, num_blocks), noise_dtype) if num_splits else None,
         ),
         num_programs=size * (num_splits + count),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
     return launch(
-        draw_kernel,
+        sample_draw_kernel,
         _Operands(arrays, reduced),
-        Sample(like((size,), jnp.int32), like((size,)), like((size,))),
+        Sample(output((size,), jnp.int32), output((size,)), output((size,))),
         num_programs=size,
         num_warps=config.draw_warps,
         interpret=interpret,
@@ -117,10 +126,10 @@ def _reduce(
     arrays: SampleArrays, out: Partials, program: jax.Array, tile: Tile, interpret: bool
 ) -> None:
     """Stores the partials of one tile of a row."""
-    b, number = divide(program, tile.count(arrays.logits.shape[1]))
+    b, number = divmod_i32(program, tile.count(arrays.logits.shape[1]))
     scale = parse_temperature(arrays.temperature[b]).scale
-    share = Share(arrays.logits, b, number, scale, _at(arrays.cutoff, b), None)
-    store_partials(share, out, b, tile, interpret)
+    row_tile = RowTile(arrays.logits, b, number, scale, _at(arrays.cutoff, b), None)
+    store_partials(row_tile, out, b, tile, interpret)
 
 
 def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
@@ -130,9 +139,9 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
     blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
     at = _address(arrays, b)
     if reduced.noise is None:
-        noise = whole_noise(at, arrays.logits.shape[1], noise_dtype)
+        noise = draw_row_noise(at, arrays.logits.shape[1], noise_dtype)
     else:
-        noise = Noise(at, jnp.int32(0), load_line(reduced.noise, b, 0))
+        noise = BlockNoise(at, jnp.int32(0), load_padded(reduced.noise, b, 0))
     temperature = parse_temperature(arrays.temperature[b])
     merged = row_statistics(blocks, temperature.scale)
 
@@ -142,7 +151,7 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
         return best, merged.normalizer.shift
 
     def random() -> tuple[jax.Array, jax.Array]:
-        row = Row(arrays.logits, b, temperature.scale, cutoff, merged.normalizer)
+        row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, merged.normalizer)
         weights = block_logprobs(blocks, merged.normalizer, temperature.scale)
         drawn = draw_token(row, weights, noise, lambda _, logprobs: logprobs)
         return drawn.token, drawn.logit

@@ -1,14 +1,17 @@
-"""Target rows reduced to statistics and, in a large batch, evaluated on the spot.
+"""Target rows reduced to statistics and, in a large batch, evaluated in the launch that reads them.
 
-In a small batch every row is reduced, and the program that draws the request's next token
-evaluates its drafted tokens. In a large batch the last program of a row to arrive evaluates it. The
-programs of row 0 of all requests come first, then those of row 1, and so on: the program that
-rejects a drafted token publishes that, and programs of later rows that start afterwards leave
-without reading. No row waits for another: the larger the batch, the fewer rows after a rejection
-are read. For a greedy request any tile with a larger logit than the drafted token's rejects it
-before the row is reduced.
+In a small batch `verify_reduce_kernel` reduces every row, and the program that draws the request's
+next token evaluates its drafted tokens. In a large batch `verify_accept_kernel` does both: the last
+program of a row to arrive evaluates it.
+
+The programs of row 0 of all requests come first, then those of row 1, and so on. The program that
+rejects a drafted token publishes that. Programs of later rows that start afterwards return without
+reading. No row waits for another: the larger the batch, the fewer rows after a rejection are read.
+A greedy request's drafted token is rejected by any tile with a larger logit, before the row is
+reduced.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +27,10 @@ from specjax.core.noise import uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
     Partials,
-    Share,
+    RowTile,
+    load_logits,
     load_tiles,
-    load_token,
-    partials_like,
+    partials_shape,
     store_partials,
 )
 from specjax.pallas.inputs import (
@@ -38,97 +41,113 @@ from specjax.pallas.inputs import (
     load_masked,
     load_request,
 )
-from specjax.pallas.launch import arrive, divide, launch, like, only, value_when
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
 from specjax.typing import Stream
 
-__all__ = ["Judged", "Reduced", "Verdict", "accept_rows", "judge_rows", "reduce_rows"]
+__all__ = [
+    "AcceptanceResult",
+    "ReducedRows",
+    "VerifiedRows",
+    "accept_rows",
+    "evaluate_acceptance",
+    "reduce_rows",
+    "verify_accept_kernel",
+    "verify_reduce_kernel",
+]
 
 
-class Reduced(NamedTuple):
-    """A small batch's target rows [B * (K + 1)]: their partials.
+class ReducedRows(NamedTuple):
+    """Target rows [B * (K + 1)] of a small batch.
 
     Attributes:
       partials: of the rows that exist.
-      counters: u32[B], zero: programs arrived at the residual.
+      counters: u32[B], zeros, in which the programs of the next launch count themselves.
     """
 
     partials: Partials
     counters: Any
 
 
-class Judged(NamedTuple):
-    """A large batch's target rows [B * (K + 1)]: their partials and the verdicts on them.
+class VerifiedRows(NamedTuple):
+    """Target rows [B * (K + 1)] of a large batch, with their `AcceptanceResult`s.
 
     Attributes:
       partials: of the rows that were read.
-      shift: f32, and `log_sum`: `Verdict.normalizer`.
-      logprobs: f32, as in `Verdict`; `best` i32 likewise.
-      counters: u32[B, K + 2], programs arrived at each row; then K + 1 less the first row known
-        not to be kept, or 0.
+      shift: f32, of the normalizer.
+      log_sum: f32, of the normalizer.
+      logprobs: f32, log p of the drafted tokens.
+      argmax: i32.
+      counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
+        is K + 1 - i for the first row i that is known to accept no token, 0 while none is.
     """
 
     partials: Partials
     shift: Any
     log_sum: Any
     logprobs: Any
-    best: Any
+    argmax: Any
     counters: Any
 
 
-class Verdict(NamedTuple):
-    """What is known of target rows [R].
+class AcceptanceResult(NamedTuple):
+    """Results of target rows [R] and of the drafted tokens at their positions.
 
     Attributes:
       normalizer: f32, its `log_sum` NaN where the row is invalid.
       logprobs: f32, log p of the drafted tokens.
-      best: i32, the argmax where the request is greedy.
-      kept: bool, whether the drafted token is; the row behind the last of them keeps none.
+      argmax: i32, the row's largest logit where the request is greedy.
+      accepted: bool, whether the drafted token is accepted; False where there is none.
       drafted: the drafted tokens; None where K is 0.
     """
 
     normalizer: LogNormalizer
     logprobs: jax.Array
-    best: jax.Array
-    kept: jax.Array
+    argmax: jax.Array
+    accepted: jax.Array
     drafted: DraftedToken | None
 
 
-def judge_rows(
+def evaluate_acceptance(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
-) -> Verdict:
-    """Judges rows i32[R] of a request, of which those behind its drafts may not exist."""
-    exists, drafts = i <= request.num_tokens, i < request.num_tokens
+) -> AcceptanceResult:
+    """Evaluates the acceptance tests of rows i32[R] of a request; rows may not exist.
+
+    A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
+    Synthetic acceptance accepts at given rates.
+    """
+    exists, has_draft = i <= request.num_tokens, i < request.num_tokens
     scale = request.temperature.scale
     tiles = load_tiles(partials, request.b * plan.num_rows + i, exists)
     cutoff = request.cutoff(arrays, i, exists)
     row = request.target_row + jnp.where(exists, i, 0)
     if plan.num_drafts:
-        drafted = load_drafted(arrays, request, i, drafts, plan)
-        logit = load_token(arrays.target_logits, row, drafted.token_id, cutoff, drafts)
-        at = request.address(arrays, i, Stream.accept(i), plan)
-        coin = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
+        drafted = load_drafted(arrays, request, i, has_draft, plan)
+        logit = load_logits(arrays.target_logits, row, drafted.token_id, cutoff, has_draft)
+        address = request.address(arrays, i, Stream.accept(i), plan)
+        u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
     merged = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
     normalizer = merged.normalizer._replace(
         log_sum=jnp.where(merged.valid, merged.normalizer.log_sum, jnp.nan)
     )
-    # Of a request that is not greedy it is whatever the memory held, and nobody looks at it.
-    place = request.b * plan.num_rows + i
+    # For a request that is not greedy this loads uninitialized memory, which nothing uses.
+    index = request.b * plan.num_rows + i
     tile = first_argmax(flush_subnormals(tiles.max))
-    best = load_masked(partials.tile_best, (place, tile), exists)
+    argmax = load_masked(partials.tile_argmax, (index, tile), exists)
     if plan.num_drafts == 0:
-        return Verdict(normalizer, jnp.zeros_like(i, jnp.float32), best, i < 0, None)
+        return AcceptanceResult(normalizer, jnp.zeros_like(i, jnp.float32), argmax, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
     if arrays.conditional_rates is None:
-        kept = jnp.where(
+        accepted = jnp.where(
             request.temperature.greedy,
-            accept_greedy(drafted.token_id, best),
-            accept_random(coin, logprobs, drafted.logprob),
+            accept_greedy(drafted.token_id, argmax),
+            accept_random(u, logprobs, drafted.logprob),
         )
     else:
-        rate = load_masked(arrays.conditional_rates, (request.b, i), drafts)
+        rate = load_masked(arrays.conditional_rates, (request.b, i), has_draft)
         inside = (drafted.token_id >= 0) & (drafted.token_id < arrays.target_logits.shape[1])
-        kept = inside & accept_synthetic(coin, rate)
-    return Verdict(normalizer, logprobs, best, kept & drafts & merged.valid, drafted)
+        accepted = inside & accept_synthetic(u, rate)
+    accepted = accepted & has_draft & merged.valid
+    return AcceptanceResult(normalizer, logprobs, argmax, accepted, drafted)
 
 
 class _Operands(NamedTuple):
@@ -136,114 +155,140 @@ class _Operands(NamedTuple):
     counters: jax.Array
 
 
-def reduce_rows(arrays: VerifyArrays, plan: Plan) -> Reduced:
-    """Reduces every target row that a request has."""
-    vocab_size = arrays.target_logits.shape[1]
-    count = plan.tile.count(vocab_size)
-    flat = plan.size * plan.num_rows
-
-    def reduce_kernel(arrays: VerifyArrays, out: Reduced) -> None:
-        place, number = divide(pl.program_id(0), count)
-        b, i = divide(place, plan.num_rows)
-        request = load_request(arrays, b, plan)
-
-        @pl.when((i == 0) & (number == 0))
-        def _() -> None:
-            out.counters[b] = jnp.uint32(0)
-
-        @pl.when(request.active & (i <= request.num_tokens))
-        def _() -> None:
-            share = _share(arrays, request, i, number)
-            store_partials(share, out.partials, place, plan.tile, plan.interpret)
-
+def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
+    """Launches the reduction of every target row of a small batch."""
+    vocab_size, num_rows = arrays.target_logits.shape[1], plan.size * plan.num_rows
     return launch(
-        reduce_kernel,
+        functools.partial(verify_reduce_kernel, plan=plan),
         arrays,
-        Reduced(partials_like(flat, vocab_size, plan.tile), like((plan.size,), jnp.uint32)),
-        num_programs=flat * count,
+        ReducedRows(
+            partials_shape(num_rows, vocab_size, plan.tile), output((plan.size,), jnp.uint32)
+        ),
+        num_programs=num_rows * plan.tile.count(vocab_size),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
     )
 
 
-def accept_rows(arrays: VerifyArrays, plan: Plan) -> Judged:
-    """Reduces and judges the target rows of a request, until it is known to have ended."""
-    vocab_size, flat = arrays.target_logits.shape[1], plan.size * plan.num_rows
+def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) -> None:
+    """Writes m_i = max x and s_i = sum exp((x - m_i) / T) of every block of a tile of a target row.
 
-    def accept_kernel(operands: _Operands, out: Judged) -> None:
-        _accept(operands.arrays, out, plan)
+    Grid: B * (K + 1) * tiles programs of 8 warps; one owns a tile of 8192 logits of one row.
+    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written. Rows past a request's drafts
+    are not read.
+    Why every row: with B <= 16 the rows fill the GPU once, and a rejection would come too late to
+    save reading.
+    Order: the programs wait for nothing. The first program of a request zeroes the counter of the
+    next launch, which begins to load after this one has ended.
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the pair (m, s).
+    """
+    index, number = divmod_i32(pl.program_id(0), plan.tile.count(arrays.target_logits.shape[1]))
+    b, i = divmod_i32(index, plan.num_rows)
+    request = load_request(arrays, b, plan)
 
+    @pl.when((i == 0) & (number == 0))
+    def _() -> None:
+        out.counters[b] = jnp.uint32(0)
+
+    @pl.when(request.active & (i <= request.num_tokens))
+    def _() -> None:
+        row_tile = _row_tile(arrays, request, i, number)
+        store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
+
+
+def accept_rows(arrays: VerifyArrays, plan: Plan) -> VerifiedRows:
+    """Launches the reduction and evaluation of a large batch's rows up to the first rejection."""
+    vocab_size, num_rows = arrays.target_logits.shape[1], plan.size * plan.num_rows
     zeros = jnp.zeros((plan.size, plan.num_rows + 1), jnp.uint32)
     return launch(
-        accept_kernel,
+        functools.partial(verify_accept_kernel, plan=plan),
         _Operands(arrays, zeros),
-        Judged(
-            partials_like(flat, vocab_size, plan.tile),
-            like((flat,)),
-            like((flat,)),
-            like((flat,)),
-            like((flat,), jnp.int32),
-            like(zeros.shape, jnp.uint32),
+        VerifiedRows(
+            partials_shape(num_rows, vocab_size, plan.tile),
+            output((num_rows,)),
+            output((num_rows,)),
+            output((num_rows,)),
+            output((num_rows,), jnp.int32),
+            output(zeros.shape, jnp.uint32),
         ),
-        num_programs=flat * plan.tile.count(vocab_size),
+        num_programs=num_rows * plan.tile.count(vocab_size),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
         in_place={"counters": zeros},
     )
 
 
-def _accept(arrays: VerifyArrays, out: Judged, plan: Plan) -> None:
-    """One tile of a target row, and the verdict on the row by the last of its programs."""
+def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) -> None:
+    """Reduces a tile of a target row; the row's last program evaluates its drafted token.
+
+    Formula: as `verify_reduce_kernel`, then accept if `uniform < p / q` (`evaluate_acceptance`).
+    Grid: (K + 1) * B * tiles programs of 4 warps, row 0 of all requests first; one owns a tile of
+    8192 logits of one row.
+    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program that starts
+    after its request's rejection is published reads its request's scalars alone.
+    Why this order: row i + 1 of a request starts about B * tiles programs after row i. In a large
+    batch row i is evaluated by then, so that rows after a rejection are hardly read.
+    Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes a rejection in
+    `counters[b, K + 1]`. A program that reads the old maximum reads a row in vain; no result
+    depends on it, because the maximum only grows towards the first rejection.
+    References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    arrays = operands.arrays
     count, num_rows = plan.tile.count(arrays.target_logits.shape[1]), plan.num_rows
-    turn, number = divide(pl.program_id(0), count)
-    i, b = divide(turn, plan.size)
+    index, number = divmod_i32(pl.program_id(0), count)
+    i, b = divmod_i32(index, plan.size)
     request = load_request(arrays, b, plan)
-    ending = (b, jnp.int32(num_rows))
+    rejection = (b, jnp.int32(num_rows))
 
-    def known() -> jax.Array:
-        # An atomic read: the threads of a program must all go the same way.
-        return plgpu.atomic_max(out.counters, ending, jnp.uint32(0)).astype(jnp.int32)
+    def load_rejection() -> jax.Array:
+        # Atomic, because the threads of a program must all take the same branch.
+        return plgpu.atomic_max(out.counters, rejection, jnp.uint32(0)).astype(jnp.int32)
 
-    def end() -> None:
-        plgpu.atomic_max(out.counters, ending, (num_rows - i).astype(jnp.uint32))
+    def publish_rejection() -> None:
+        plgpu.atomic_max(out.counters, rejection, (num_rows - i).astype(jnp.uint32))
 
-    is_ended = num_rows - value_when(i > 0, known, jnp.int32(0)) < i
+    is_past_rejection = num_rows - cond_or(i > 0, load_rejection, jnp.int32(0)) < i
 
-    @pl.when(request.active & (i <= request.num_tokens) & ~is_ended)
+    @pl.when(request.active & (i <= request.num_tokens) & ~is_past_rejection)
     def _() -> None:
-        share = _share(arrays, request, i, number)
-        top = store_partials(share, out.partials, b * num_rows + i, plan.tile, plan.interpret)
+        row_tile = _row_tile(arrays, request, i, number)
+        top = store_partials(row_tile, out.partials, b * num_rows + i, plan.tile, plan.interpret)
         if arrays.conditional_rates is None and num_rows > 1:
             pl.when(request.temperature.greedy & (i < request.num_tokens))(
-                lambda: pl.when(largest_equal(_load_drafted(arrays, request, i)) < top)(end)
+                lambda: pl.when(largest_equal(_load_drafted_logit(arrays, request, i)) < top)(
+                    publish_rejection
+                )
             )
 
-        @pl.when(arrive(out.counters, (b, i), count, plan.interpret))
+        @pl.when(is_last_arrival(out.counters, (b, i), count, plan.interpret))
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
-            verdict = judge_rows(arrays, request, row, out.partials, plan)
+            result = evaluate_acceptance(arrays, request, row, out.partials, plan)
             at = b * num_rows + row
-            plgpu.store(out.shift.at[at], verdict.normalizer.shift)
-            plgpu.store(out.log_sum.at[at], verdict.normalizer.log_sum)
-            plgpu.store(out.logprobs.at[at], verdict.logprobs)
-            plgpu.store(out.best.at[at], verdict.best)
-            pl.when(only(verdict.kept.astype(jnp.int32), row == i) == 0)(end)
+            plgpu.store(out.shift.at[at], result.normalizer.shift)
+            plgpu.store(out.log_sum.at[at], result.normalizer.log_sum)
+            plgpu.store(out.logprobs.at[at], result.logprobs)
+            plgpu.store(out.argmax.at[at], result.argmax)
+            is_accepted = select_lane(result.accepted.astype(jnp.int32), row == i)
+            pl.when(is_accepted == 0)(publish_rejection)
 
 
-def _load_drafted(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
-    """The target's logit f32[] of a request's drafted token i, which exists."""
+def _load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
+    """Loads the target's logit f32[] of a request's drafted token i, which exists."""
     lane = jax.lax.iota(jnp.int32, 1)
     token_id = plgpu.load(arrays.token_ids.at[request.first + i + lane])
     cutoff = request.cutoff(arrays, i + lane, lane == 0)
-    logit = load_token(
+    logit = load_logits(
         arrays.target_logits, request.target_row + i + lane, token_id, cutoff, lane == 0
     )
-    return only(logit, lane == 0)
+    return select_lane(logit, lane == 0)
 
 
-def _share(arrays: VerifyArrays, request: RequestScalars, i: jax.Array, number: jax.Array) -> Share:
-    """Tile `number` of a request's target row i, which exists."""
+def _row_tile(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, number: jax.Array
+) -> RowTile:
+    """Returns tile `number` of a request's target row i, which exists."""
     cutoff = request.cutoff(arrays, i, i >= 0)
     row = request.target_row + i
     temperature = request.temperature
-    return Share(arrays.target_logits, row, number, temperature.scale, cutoff, temperature.greedy)
+    return RowTile(arrays.target_logits, row, number, temperature.scale, cutoff, temperature.greedy)

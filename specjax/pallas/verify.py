@@ -1,7 +1,7 @@
 """`rejection_sample` on the kernels: rows are reduced and evaluated, then tokens are drawn."""
 
 from specjax.arrays import CallOptions, VerifyArrays
-from specjax.pallas.draft_statistics import with_statistics
+from specjax.pallas.draft_statistics import add_draft_statistics
 from specjax.pallas.inputs import Plan
 from specjax.pallas.resample import resample
 from specjax.pallas.target_rows import accept_rows, reduce_rows
@@ -28,7 +28,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
         tile = config.row_tile(size * options.num_drafts, arrays.draft_logits.shape[1])
-        arrays = with_statistics(arrays, plan._replace(tile=tile))
+        arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     rows = (reduce_rows if plan.small else accept_rows)(arrays, plan)
     return resample(arrays, rows, plan._replace(tile=config.pair_tile(size, vocab_size)))
 

@@ -162,7 +162,7 @@ class _Held(NamedTuple):
     """What the search leaves, in memory of which one part may be given."""
 
     cutoff: Any
-    quarters: Any
+    sub_blocks: Any
     values: Any
 
 
@@ -171,15 +171,15 @@ def test_what_the_memory_held_is_no_logit(implementation, monkeypatch):
     from specjax.pallas import cutoff
 
     def launch(kernel, operands, outputs, **options):
-        if not hasattr(outputs, "found"):
+        if not hasattr(outputs, "buffer"):
             return launch_as_it_is(kernel, operands, outputs, **options)
-        held = jnp.full(outputs.found.values.shape, 3e38, jnp.float32)
+        held = jnp.full(outputs.buffer.values.shape, 3e38, jnp.float32)
 
         def search(references, out):
-            found = type(outputs.found)(out.quarters, out.values)
-            kernel(references[0], type(outputs)(out.cutoff, found))
+            buffer = type(outputs.buffer)(out.sub_blocks, out.values)
+            kernel(references[0], type(outputs)(out.cutoff, buffer))
 
-        left = _Held(outputs.cutoff, *outputs.found)
+        left = _Held(outputs.cutoff, *outputs.buffer)
         return launch_as_it_is(search, (operands, held), left, in_place={"values": held}, **options)
 
     launch_as_it_is = cutoff.launch
@@ -276,7 +276,7 @@ def test_a_row_that_is_no_law_stays_one_to_the_samplers(bad, implementation):
     assert tokens[1] == -1
 
 
-def test_more_quarters_than_one_sum_counts(implementation):
+def test_more_sub_blocks_than_one_scan_counts(implementation):
     # Every 32 tokens hold one large logit, different from all others.
     v = 33000 * 32
     logits = np.full((1, v), -5.0, np.float32)

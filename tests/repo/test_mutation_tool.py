@@ -89,10 +89,10 @@ def test_only_a_test_that_fails_kills(status, reports, says):
 @pytest.mark.parametrize(
     ("function", "pattern", "words"),
     [
-        ("specjax.core.acceptance.accept", "coin", "accept is defined 0 times"),
-        ("specjax.core.acceptance.accept_random", "coin", "occurs 4 times"),
-        ("specjax.core.acceptance.accept_greedy", "coin", "occurs 0 times"),
-        ("elsewhere.accept_greedy", "coin", "no module"),
+        ("specjax.core.acceptance.accept", "u", "accept is defined 0 times"),
+        ("specjax.core.acceptance.accept_random", "target_logprob", "occurs 4 times"),
+        ("specjax.core.acceptance.accept_greedy", "draft_logprob", "occurs 0 times"),
+        ("elsewhere.accept_greedy", "u", "no module"),
     ],
 )
 def test_a_mutation_of_nothing_or_of_several_places_is_refused(function, pattern, words):
@@ -105,6 +105,6 @@ def test_a_function_is_found_with_its_decorators_and_inside_others():
     lines = path.read_text().splitlines()[first:last]
     assert lines[0].startswith("@functools.partial(jax.jit")
     assert lines[-1] == "    return x0, x1"
-    _, first, last = source_of(ROOT, "specjax.pallas.target_rows.reduce_rows.reduce_kernel")
-    outer = source_of(ROOT, "specjax.pallas.target_rows.reduce_rows")
+    _, first, last = source_of(ROOT, "specjax.pallas.cutoff.memory_row.fold")
+    outer = source_of(ROOT, "specjax.pallas.cutoff.memory_row")
     assert outer[1] < first < last < outer[2]

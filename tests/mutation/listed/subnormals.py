@@ -31,13 +31,13 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.blocks.block_argmax",
-        "flush_subnormals(mask_below_cutoff(load_row(logits, row, index), cutoff))",
-        "mask_below_cutoff(load_row(logits, row, index), cutoff)",
+        "flush_subnormals(mask_below_cutoff(load_raw_logits(logits, row, index), cutoff))",
+        "mask_below_cutoff(load_raw_logits(logits, row, index), cutoff)",
         subnormal(f"{_ZERO}[interpret]"),
         "a subnormal logit is above zero in its block",
     ),
     Mutation(
-        "specjax.pallas.cutoff_bound.bound_low",
+        "specjax.pallas.cutoff_bound.bound_cutoff",
         "return smallest_equal(low)",
         "return low",
         subnormal("test_what_ties_with_a_bound_of_the_cutoff_is_searched_with_it[interpret]"),
