@@ -277,6 +277,19 @@ def test_qwen_2_has_its_biases_regardless_of_attention_bias():
         assert read_fields(QWEN_2_5_05B | {"attention_bias": bias}) == EXPECTED["Qwen2.5 0.5B"]
 
 
+def test_the_oldest_name_of_a_scaling_is_refused_where_transformers_scales_nothing():
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read_fields(LLAMA_3_2_1B | scaled).rope_scaling == RopeScaling("linear", 2.0)
+    with pytest.raises(ValueError, match="type 'linear' and no rope_type, which scales nothing"):
+        read_fields(GEMMA_3_1B | scaled)
+
+
+@pytest.mark.parametrize("family", ["mistral", "ministral"])
+def test_biases_of_a_family_without_any_are_refused(family):
+    with pytest.raises(ValueError, match="attention_bias True, which changes the logits and is"):
+        read_fields(MISTRAL_7B | {"model_type": family, "attention_bias": True})
+
+
 def test_the_older_scaling_replaces_the_newer_with_its_base():
     # Transformers 5 drops the newer words whole.
     both = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}

@@ -73,6 +73,7 @@ _GEMMA_3 = _GEMMA | {
 _GEMMA_IMPLIED = {"sandwich_norms": True, "norm_offset": 1.0}
 _WINDOW_FIELDS = ("sliding_window", "layer_types")
 _WINDOW_SWITCH = "use_sliding_window"
+_BIAS = "attention_bias"
 _SCALE_FIELDS = ("query_pre_attn_scalar", "final_logit_softcapping")
 _MISTRAL = _Family(
     {
@@ -86,27 +87,27 @@ _MISTRAL = _Family(
     extra_fields=_WINDOW_FIELDS,
 )
 _FAMILIES = {
-    "llama": _Family({}, {}),
-    # In transformers, a Ministral is a Mistral with `layer_types`.
+    "llama": _Family({}, {}, extra_fields=(_BIAS,)),
+    # In transformers, a Ministral is a Mistral with `layer_types`; neither has biases.
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
     "qwen2": _Family(
         _QWEN,
         {"qkv_bias": True, "out_bias": False},
         _after_max_window_layers,
-        (*_WINDOW_FIELDS, _WINDOW_SWITCH),
+        (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS),
     ),
     "qwen3": _Family(
         _QWEN | {"head_dim": 128},
         {"qk_norm": True},
         _after_max_window_layers,
-        (*_WINDOW_FIELDS, _WINDOW_SWITCH),
+        (*_WINDOW_FIELDS, _WINDOW_SWITCH, _BIAS),
     ),
     "gemma2": _Family(
         _GEMMA_2,
         _GEMMA_IMPLIED,
         _except_every_nth,
-        extra_fields=(*_WINDOW_FIELDS, *_SCALE_FIELDS, "attn_logit_softcapping"),
+        extra_fields=(*_WINDOW_FIELDS, *_SCALE_FIELDS, _BIAS, "attn_logit_softcapping"),
         fixed_values={"sliding_window_pattern": 2},
         is_gemma=True,
     ),
@@ -117,6 +118,7 @@ _FAMILIES = {
         extra_fields=(
             *_WINDOW_FIELDS,
             *_SCALE_FIELDS,
+            _BIAS,
             "sliding_window_pattern",
             "rope_local_base_freq",
         ),
@@ -187,7 +189,7 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
     dtype = dtype or read_field("torch_dtype", merged, source) or "float32"
     values = {name: read_field(name, merged, source) for name in (*SIZES, *_COPIED_FIELDS)}
     head_dim = read_field("head_dim", merged, source)
-    bias = read_field("attention_bias", merged, source)
+    bias = read_field(_BIAS, merged, source)
     implied = {"qkv_bias": bias, "out_bias": bias} | family.implied
     implied |= _gemma_fields(merged, source) if family.is_gemma else {}
     activation = "hidden_activation" if family.is_gemma else "hidden_act"

@@ -41,6 +41,12 @@ def read_rope(
     new = _rope_of_layers("full_attention", new, source)
     for name, rope in ((_NEW_FIELD, new), (_OLD_FIELD, old)):
         _check_rope(name, rope, source)
+    if has_local and "rope_type" not in old and old.get("type", "default") != "default":
+        raise ValueError(
+            f"{source} has {_OLD_FIELD} with type {old['type']!r} and no rope_type, which scales "
+            f"nothing for model_type {fields.get('model_type')!r} in transformers; rename type to "
+            f"rope_type, or remove {_OLD_FIELD}."
+        )
     name, rope = (_OLD_FIELD, old) if old else (_NEW_FIELD, new)
     # The older field replaces the newer one; with local frequencies it is merged into it.
     theta = float(read_field("rope_theta", fields | (new | old if has_local else rope), source))

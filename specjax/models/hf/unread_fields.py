@@ -35,6 +35,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "rotary_pct": _ONE,
     "use_mrope": _OFF,
     # Queries, keys and attention scores.
+    "attention_bias": _OFF,
     "attention_multiplier": _NONE,
     "attn_logit_softcapping": _NONE,
     "attn_temperature_tuning": _OFF,
