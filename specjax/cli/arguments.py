@@ -13,7 +13,7 @@ from specjax.cli.sweep_arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["parse_options", "parse_sampling_options"]
+__all__ = ["OutputError", "parse_options", "parse_sampling_options"]
 
 _CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -37,7 +37,18 @@ _SAMPLING_OPTIONS: dict[str, tuple[type, str, float, float, str]] = {
 }
 
 
+class OutputError(Exception):
+    """Standard output cannot be written; its argument is the OSError."""
+
+
 class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse ignores the error, and a help text that was not written would look like success.
+        try:
+            file.write(message)
+        except OSError as error:
+            raise OutputError(error) from error
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
 

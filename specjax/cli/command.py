@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from specjax.cli.arguments import parse_options, parse_sampling_options
+from specjax.cli.arguments import OutputError, parse_options, parse_sampling_options
 from specjax.cli.generate import (
     GenerateJob,
     GenerateResult,
@@ -224,6 +224,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             return _run_command(argv)
+        except OutputError as error:
+            raise error.args[0] from None
         finally:
             # A failure here is still handled below; when Python exits it would not be.
             sys.stdout.flush()

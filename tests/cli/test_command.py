@@ -661,6 +661,15 @@ def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
     assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 
 
+def test_a_help_text_that_cannot_be_written_is_no_success(capsys, monkeypatch):
+    # Unbuffered, the write fails and not the flush.
+    with open("/dev/full", "wb", buffering=0) as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(file, write_through=True))
+        for options in (["--version"], ["--help"], ["generate", "--help"]):
+            assert main(options) == 1
+    assert capsys.readouterr().err.count("the output cannot be written") == 3
+
+
 def test_version_and_help_are_printed(capsys):
     for option in ("--version", "--help"):
         with pytest.raises(SystemExit, match="0"):
