@@ -158,6 +158,8 @@ END, FULL, GOES_ON, INVALID = Finish.END_OF_SEQUENCE, Finish.LENGTH, 0, Finish.I
         (4, 2, 2, 2, INVALID, 4, 2),
         (4, 4, 5, 3, FULL, 3, 3),
         (2, 2, 3, 3, FULL, 2, 2),
+        # Full after a rejection: the positions after it were never in the text.
+        (4, 1, 2, 2, FULL, 2, 1),
         (4, 1, 2, 2, GOES_ON, 4, 1),
         # Without a reason, what is committed alone tells of the cut.
         (4, 4, 5, 2, None, 2, 2),

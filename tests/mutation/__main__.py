@@ -26,6 +26,9 @@ def main() -> int:
     options = parser.parse_args()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     keys = {m: digest(ROOT, m) for m in MUTATIONS if not m.equivalent}
+    unknown = [n for n in options.names if not any(m.function.startswith(n) for m in keys)]
+    if unknown:
+        parser.error(f"no mutation's name begins with {' or '.join(unknown)}")
     asked = [m for m in keys if not options.names or m.function.startswith(tuple(options.names))]
     due = [m for m in asked if options.again or results.get(keys[m], ["none"])[0] != "killed"]
     options.results.parent.mkdir(parents=True, exist_ok=True)
