@@ -1,6 +1,7 @@
 """Drafters: a smaller model, or prompt lookup in the request's own text."""
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.propose import propose_step
 from specjax.typing import Draft, Drafter, Model
 
-__all__ = ["model_drafter", "ngram_drafter"]
+__all__ = ["check_accepts", "model_drafter", "ngram_drafter"]
 
 
 def model_drafter(model: Model) -> Drafter:
@@ -157,3 +158,15 @@ def _look_up(
     count = jnp.where(start > 0, jnp.minimum(length - start, k), 0)
     ids = jnp.take(row, start + jnp.arange(k, dtype=jnp.int32), mode="clip")
     return jnp.where(jnp.arange(k, dtype=jnp.int32) < count, ids, -1), count
+
+
+def check_accepts(drafter: Drafter, what: str, *names: str) -> None:
+    """Refuses a drafter whose `propose` has no parameters of these names."""
+    parameters = inspect.signature(drafter.propose).parameters.values()
+    has_all = {parameter.name for parameter in parameters} >= set(names)
+    if not has_all and all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+        missing = " and ".join(f"`{name}`" for name in names)
+        raise ValueError(
+            f"drafter.propose takes no {missing}, and the call gives {what}; accept {missing}, or "
+            "**kwargs. The drafter may ignore what it accepts: the output is exact."
+        )

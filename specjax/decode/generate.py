@@ -1,16 +1,24 @@
 """Decoding with speculation: `generate` as a whole, `init` and `step` for streaming."""
 
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import check_count, check_keys, check_prompt, parse_array, parse_ids
+from specjax.checks import (
+    check_count,
+    check_keys,
+    check_noise_dtype,
+    check_prompt,
+    parse_array,
+    parse_ids,
+)
 from specjax.config import SpeculativeConfig
+from specjax.decode.drafters import check_accepts
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_generate, run_init, run_step
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
+from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.typing import Drafter, Model
 
@@ -31,6 +39,7 @@ def generate(
     sampling: SamplingParams | None = None,
     num_logprobs: int | None = None,
     logprobs_mode: str = "raw",
+    implementation: str | Implementation | None = None,
 ) -> Generation:
     r"""Generates text with speculation; it follows the target's distribution exactly.
 
@@ -61,6 +70,8 @@ def generate(
         log-probability, a Python int in [0, V]. None lists none.
       logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
         distribution that was sampled from. `Generation.logprobs` are always of the second.
+      implementation: of verification, cutoffs and drafts, as in `rejection_sample`. What is named
+        is passed to `drafter.propose` too. A model chooses the kernels of its own layers.
 
     Returns:
       `Generation` with buffers of L + max_new_tokens tokens. A request ends as
@@ -68,7 +79,8 @@ def generate(
 
     Raises:
       ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, more
-        log-probabilities than tokens, or a drafter that does not accept sampling parameters.
+        log-probabilities than tokens, an unknown implementation, or a drafter that does not accept
+        sampling parameters or an implementation that is named.
 
     Example:
       >>> from specjax.decode.markov_chain import markov_chain
@@ -95,6 +107,7 @@ def generate(
         sampling=sampling,
         num_logprobs=num_logprobs,
         logprobs_mode=logprobs_mode,
+        implementation=implementation,
     )
     return run_generate(target, drafter, **arguments)
 
@@ -113,6 +126,7 @@ def init(
     sampling: SamplingParams | None = None,
     num_logprobs: int | None = None,
     logprobs_mode: str = "raw",
+    implementation: str | Implementation | None = None,
 ) -> DecodeState:
     """Reads the prompts, samples the first token of each request and drafts the next ones.
 
@@ -129,6 +143,7 @@ def init(
       sampling: `SamplingParams`, or None.
       num_logprobs: a Python int, or None.
       logprobs_mode: "raw" or "processed".
+      implementation: None, "xla", "triton" or "interpret".
 
     Returns:
       `DecodeState` with one token generated, which `step` takes.
@@ -157,6 +172,7 @@ def init(
         sampling=sampling,
         num_logprobs=num_logprobs,
         logprobs_mode=logprobs_mode,
+        implementation=implementation,
     )
     return run_init(target, drafter, **arguments)
 
@@ -167,6 +183,7 @@ def step(
     state: DecodeState,
     *,
     config: SpeculativeConfig | None = None,
+    implementation: str | Implementation | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Takes one speculative step of every request that has not ended.
 
@@ -175,6 +192,7 @@ def step(
       drafter: as in `init`.
       state: from `init` or `step`.
       config: as in `init`.
+      implementation: as in `init`.
 
     Returns:
       The next `DecodeState`, and `StepInfo` of the step.
@@ -192,7 +210,8 @@ def step(
       ([[0, 1, 0, -1]], [1])
     """
     config = SpeculativeConfig() if config is None else config
-    return run_step(target, drafter, state, config=config.compile_key())
+    options = _check_options(drafter, config, state.settings.sampling, implementation)
+    return run_step(target, drafter, state, **options)
 
 
 def _check_arguments(
@@ -209,6 +228,7 @@ def _check_arguments(
     sampling: SamplingParams | None,
     num_logprobs: int | None,
     logprobs_mode: str,
+    implementation: str | Implementation | None,
 ) -> dict[str, Any]:
     """Returns the checked arguments of `run_init`."""
     logprobs = check_logprobs_config(num_logprobs, logprobs_mode)
@@ -216,8 +236,7 @@ def _check_arguments(
     _check_types(target, drafter, config)
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
-    if sampling is not None and drafter is not None:
-        _check_accepts_sampling(drafter)
+    options = _check_options(drafter, config, sampling, implementation)
     why = "because it sizes the buffers"
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
     prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
@@ -236,21 +255,26 @@ def _check_arguments(
         "prompt": prompt,
         "lengths": lengths,
         "settings": settings,
-        "config": config.compile_key(),
         "max_length": prompt.shape[1] + max_new_tokens,
+        **options,
     }
 
 
-def _check_accepts_sampling(drafter: Drafter) -> None:
-    """Refuses a drafter whose `propose` has no parameters for what requests ask."""
-    parameters = inspect.signature(drafter.propose).parameters.values()
-    names = {parameter.name for parameter in parameters}
-    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-    if not takes_any and not names >= {"sampling", "history"}:
-        raise ValueError(
-            "drafter.propose takes no `sampling` and `history`; sampling parameters are given, so "
-            "it must accept both, or **kwargs. It may ignore them: the output is exact."
-        )
+def _check_options(
+    drafter: Drafter | None,
+    config: SpeculativeConfig,
+    sampling: SamplingParams | None,
+    implementation: str | Implementation | None,
+) -> dict[str, Any]:
+    """Returns the static options of a step, which the drafter has to accept."""
+    check_noise_dtype(config.noise_dtype)
+    if drafter is not None and sampling is not None:
+        check_accepts(drafter, "sampling parameters", "sampling", "history")
+    if implementation is not None:
+        implementation = resolve_implementation(implementation)
+        if drafter is not None:
+            check_accepts(drafter, "an implementation", "implementation")
+    return {"config": config.compile_key(), "implementation": implementation}
 
 
 def _check_types(target: Any, drafter: Any, config: Any) -> None:

@@ -15,28 +15,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.arrays import CallOptions, VerifyArrays
 from specjax.checks import check_draft, check_logits, check_shape
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
 from specjax.core.noise import fold_in_rows
 from specjax.decode.commit import append, append_emitted
-from specjax.decode.logprobs import TopLogprobs, check_num_listed, list_top_logprobs
+from specjax.decode.logprobs import check_num_listed, empty_logprobs, list_logprobs
 from specjax.decode.metrics import init_metrics, update_metrics
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
-from specjax.implementation import resolve_implementation
+from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import History, TokenCounts, add_to_counts, count_committed
-from specjax.samplers.rejection_sample import rejection_sample
+from specjax.samplers.rejection_sample import verify_draft
 from specjax.typing import Draft, Drafter, Model, Origin
 
 __all__ = ["run_generate", "run_init", "run_step"]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_length"))
+@functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
 def run_init(
     target: Model,
     drafter: Drafter | None,
@@ -46,6 +47,7 @@ def run_init(
     settings: Settings,
     config: SpeculativeConfig,
     max_length: int,
+    implementation: Implementation | None,
 ) -> DecodeState:
     """Returns the state that `init` returns, of checked arguments."""
     size, width = prompt.shape
@@ -80,17 +82,30 @@ def run_init(
         metrics=init_metrics(size, 0 if drafter is None else config.num_speculative_tokens),
         settings=settings,
         counts=_count_prompt(settings, prompt, lengths, logits.shape[-1]),
-        top_logprobs=_empty_logprobs(settings, token_ids.shape),
+        top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
     )
-    state, _ = _verify_and_commit(state, logits, config)
-    return _propose(drafter, state, hidden, config)
+    state, _ = _verify_and_commit(state, logits, config, implementation)
+    return _propose(drafter, state, hidden, config, implementation)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def run_step(
-    target: Model, drafter: Drafter | None, state: DecodeState, *, config: SpeculativeConfig
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
 ) -> tuple[DecodeState, StepInfo]:
-    """Returns what `step` returns; `config` is a compile key."""
+    """Returns what `step` returns.
+
+    Args:
+      target: as in `step`.
+      drafter: as in `step`.
+      state: as in `step`.
+      config: a compile key.
+      implementation: a resolved one if the caller named one, else None.
+    """
     draft = state.draft
     size, k = draft.token_ids.shape
     num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
@@ -104,7 +119,8 @@ def run_step(
     logits = target.logits(target.params, hidden)
     _check_target_logits(logits, state.settings, size, k + 1)
     lengths = state.lengths
-    state, info = _verify_and_commit(state._replace(target_cache=cache), logits, config)
+    state = state._replace(target_cache=cache)
+    state, info = _verify_and_commit(state, logits, config, implementation)
     metrics = update_metrics(
         state.metrics,
         num_drafted,
@@ -113,18 +129,25 @@ def run_step(
         finish=state.finish,
     )
     deciding = _take_at(hidden, info.verification.num_accepted)
-    return _propose(drafter, state._replace(metrics=metrics), deciding, config), info
+    state = state._replace(metrics=metrics)
+    return _propose(drafter, state, deciding, config, implementation), info
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_length"))
+@functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
 def run_generate(
-    target: Model, drafter: Drafter | None, *, config: SpeculativeConfig, **arguments: Any
+    target: Model,
+    drafter: Drafter | None,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+    **arguments: Any,
 ) -> Generation:
     """Returns what `generate` returns, of the arguments of `run_init`."""
-    state = run_init(target, drafter, config=config, **arguments)
+    options: dict[str, Any] = {"config": config, "implementation": implementation}
+    state = run_init(target, drafter, **arguments, **options)
     state = jax.lax.while_loop(
         lambda state: jnp.any(state.finish == 0),
-        lambda state: pvary_like(run_step(target, drafter, state, config=config)[0], state),
+        lambda state: pvary_like(run_step(target, drafter, state, **options)[0], state),
         pvary_like(state, state, target, drafter),
     )
     return Generation(*(getattr(state, name) for name in Generation._fields))
@@ -143,22 +166,26 @@ def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_r
 
 
 def _verify_and_commit(
-    state: DecodeState, logits: jax.Array, config: SpeculativeConfig
+    state: DecodeState,
+    logits: jax.Array,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
 ) -> tuple[DecodeState, StepInfo]:
     """Verifies the pending draft against rows of target logits and commits the outcome."""
     settings, draft = state.settings, state.draft
     k = draft.token_ids.shape[1]
-    processed, cutoff = _apply_sampling(state, logits)
-    verification = rejection_sample(
+    resolved = resolve_implementation(implementation)
+    processed, cutoff = _apply_sampling(state, logits, resolved)
+    arrays = VerifyArrays.from_draft(
         draft,
         processed,
-        cutoff=cutoff,
         keys=settings.keys,
         positions=state.lengths,
         temperature=settings.temperature,
+        cutoff=cutoff,
         conditional_rates=settings.conditional_rates if k else None,
-        noise_dtype=config.noise_dtype,
     )
+    verification = verify_draft(arrays, options=CallOptions(config.noise_dtype, resolved, k))
     token_ids, lengths, finish = append_emitted(
         state.token_ids, state.lengths, verification, settings.eos_token_ids, settings.max_lengths
     )
@@ -171,7 +198,8 @@ def _verify_and_commit(
     counts = state.counts
     if counts is not None:
         counts = add_to_counts(counts, emitted, num_committed)
-    listed = _list_logprobs(settings, logits, processed, cutoff, emitted)
+    sampled_from = (processed, settings.temperature, cutoff)
+    listed = list_logprobs(settings.logprobs, emitted, logits, sampled_from)
     state = state._replace(
         counts=counts,
         top_logprobs=_append_each(state.top_logprobs, state.lengths, num_committed, listed),
@@ -184,7 +212,9 @@ def _verify_and_commit(
     return state, StepInfo(verification, num_drafted)
 
 
-def _apply_sampling(state: DecodeState, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def _apply_sampling(
+    state: DecodeState, logits: jax.Array, implementation: Implementation
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns processed logits and cutoffs of the target's rows."""
     settings, drafted = state.settings, state.draft.token_ids
     rules, filters = split_sampling(settings.sampling or SamplingParams())
@@ -195,7 +225,7 @@ def _apply_sampling(state: DecodeState, logits: jax.Array) -> tuple[jax.Array, j
         filters,
         context,
         temperature=settings.temperature,
-        implementation=resolve_implementation(None),
+        implementation=implementation,
     )
 
 
@@ -214,41 +244,17 @@ def _count_prompt(
     return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)
 
 
-def _empty_logprobs(settings: Settings, shape: tuple[int, ...]) -> TopLogprobs | None:
-    if settings.logprobs is None:
-        return None
-    listed = (*shape, settings.logprobs.num)
-    return TopLogprobs(
-        token_ids=jnp.full(listed, -1, jnp.int32),
-        logprobs=jnp.zeros(listed, jnp.float32),
-        rank=jnp.zeros(shape, jnp.int32),
-        logprob=jnp.zeros(shape, jnp.float32),
-    )
-
-
-def _list_logprobs(
-    settings: Settings,
-    logits: jax.Array,
-    processed: jax.Array,
-    cutoff: jax.Array | None,
-    token_ids: jax.Array,
-) -> TopLogprobs | None:
-    """Returns the listing of the emitted tokens [B, K + 1], None if none is kept."""
-    config = settings.logprobs
-    if config is None:
-        return None
-    if config.mode == "raw":
-        return list_top_logprobs(logits, token_ids, jnp.float32(1), None, n=config.num)
-    return list_top_logprobs(processed, token_ids, settings.temperature, cutoff, n=config.num)
-
-
 def _append_each(buffers: Any, lengths: jax.Array, counts: jax.Array, values: Any) -> Any:
     """Appends to every array of a pytree, which may be None."""
     return jax.tree.map(lambda buffer, x: append(buffer, lengths, counts, x), buffers, values)
 
 
 def _propose(
-    drafter: Drafter | None, state: DecodeState, hidden: jax.Array, config: SpeculativeConfig
+    drafter: Drafter | None,
+    state: DecodeState,
+    hidden: jax.Array,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
 ) -> DecodeState:
     """Puts the next draft into the state; requests that ended are inactive from here on."""
     settings = state.settings
@@ -261,7 +267,9 @@ def _propose(
         return state._replace(draft=draft)
     options: dict[str, Any] = {}
     if settings.sampling is not None:
-        options = {"sampling": settings.sampling, "history": _history(state)}
+        options |= {"sampling": settings.sampling, "history": _history(state)}
+    if implementation is not None:
+        options |= {"implementation": implementation}
     draft, drafter_state = drafter.propose(
         drafter.params,
         state.drafter_state,

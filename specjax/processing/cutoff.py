@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p as one number per row: the smallest logit that is kept."""
+"""The cutoff of a row: the smallest logit that top-k, top-p and min-p keep."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from specjax.processing.cutoff_xla import cutoff_of_rows
 
 __all__ = ["cutoff_shard", "find_cutoff", "logit_cutoff"]
 
-# Counts of tokens are exact in f32 up to here.
-_MOST_TOKENS = 2**24
+# float32 counts tokens exactly up to here.
+_MAX_TOKENS = 2**24
 
 _Batch = tuple[jax.Array, jax.Array, Filters]
 
@@ -30,36 +30,40 @@ def logit_cutoff(
     min_p: Any = None,
     implementation: str | Implementation | None = None,
 ) -> jax.Array:
-    r"""The smallest raw logit that top-k, top-p and min-p keep, in this order, without a sort.
+    r"""Returns the smallest logit of each row that top-k, top-p and min-p keep, without a sort.
 
-    With :math:`p = \mathrm{softmax}(\text{logits} / \text{temperature})`: `top_k` keeps the k
-    largest logits; `top_p` keeps of those, renormalised, the smallest set of the likeliest
-    whose probability reaches `top_p`; `min_p` keeps :math:`p \ge \text{min_p} \max p`. Ties at
-    an edge are kept, and the likeliest token always is. The samplers take the result as
-    `cutoff` and keep what is not below it: one comparison per element, and no copy of the
-    logits.
+    With :math:`p = \mathrm{softmax}(\text{logits} / \text{temperature})` the filters apply in this
+    order:
 
-    Every number is data, and rows that ask for different things mix in one program. An
-    argument of an array shape stands for the leading axes of `logits`: with logits
-    [B, K + 1, V], a temperature [B] is each request's, [B, K + 1] each row's.
+    .. math:: \text{top_k}: \text{the k largest logits}, \quad
+      \text{top_p}: \text{the fewest likeliest with } \sum p / Z \ge \text{top_p}, \quad
+      \text{min_p}: p \ge \text{min_p} \max p
+
+    where Z is the probability of what `top_k` keeps. Ties at an edge are kept, and so is the
+    likeliest token always. The samplers take the result as `cutoff` and keep the logits that are
+    not below it: one comparison per element, and no copy of the logits.
+
+    Every number is data, so rows with different filters share one program. An argument with fewer
+    axes than the rows holds for the leading axes of `logits`: with logits [B, K + 1, V], a
+    temperature [B] is of each request and [B, K + 1] of each row.
 
     Args:
-      logits: [..., V], bf16, f16 or f32, raw. -inf masks a token: it is never kept.
-      temperature: f32, scalar or the leading axes of `logits`, as given to the samplers.
-        Greedy rows (below 1e-5) are not cut.
-      top_k: i32, likewise. 0, negative, V and above keep all. None is no top-k.
-      top_p: f32, likewise. 1 and above keep all, 0 and below the likeliest alone. None is
-        no top-p.
-      min_p: f32, likewise. 0 and below keep all, 1 and above the likeliest alone. None is
-        no min-p.
+      logits: [..., V], bf16, f16 or f32, raw, V <= 2^24. -inf masks a token, which is never kept.
+      temperature: f32, scalar or leading axes of `logits`, as given to the samplers. Greedy rows
+        (below 1e-5) are not cut.
+      top_k: i32, scalar or leading axes. 0, negative, V and above keep all. None is no top-k.
+      top_p: f32, scalar or leading axes. 1 and above keep all, 0 and below the likeliest token
+        alone. None is no top-p.
+      min_p: f32, scalar or leading axes. 0 and below keep all, 1 and above the likeliest token
+        alone. None is no min-p.
       implementation: as in `gumbel_sample`.
 
     Returns:
-      f32[...], the value of a logit of the row. -inf where nothing is cut: no filter asks, the
-      row is greedy, its temperature invalid, or it is no law (NaN, +inf, -inf everywhere), which
-      the samplers then see. +inf where `top_p` or `min_p` is NaN, so that the row is no law.
-      Sums are float32: where a cumulative probability is within a few times 1e-6 of `top_p`,
-      rounding decides.
+      f32[...], a logit of the row. -inf where nothing is cut: no filter is active, the row is
+      greedy, its temperature is invalid, or the row is invalid (NaN, +inf, or -inf everywhere) and
+      the samplers are to find that. +inf where `top_p` or `min_p` is NaN, which makes the row
+      invalid. Sums are float32: where a cumulative probability is within a few times 1e-6 of
+      `top_p`, rounding decides.
 
     Raises:
       ValueError: for wrong shapes, dtypes or an unknown implementation.
@@ -82,10 +86,10 @@ def logit_cutoff(
     if logits.ndim == 0:
         raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
     check_logits("logits", logits, ", ".join("V" * logits.ndim))
-    if logits.shape[-1] > _MOST_TOKENS:
+    if logits.shape[-1] > _MAX_TOKENS:
         raise ValueError(
-            f"logits has a vocabulary of {logits.shape[-1]}; it needs at most {_MOST_TOKENS}, up "
-            "to where float32 counts."
+            f"logits has a vocabulary of {logits.shape[-1]}; it needs at most {_MAX_TOKENS}, "
+            "the most tokens that float32 counts exactly."
         )
     leading = logits.shape[:-1]
     each = [leading[:axes] for axes in range(len(leading) + 1)]
@@ -158,7 +162,7 @@ def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
 
 
 def _refuse_nan(cutoff: jax.Array, filters: Filters) -> jax.Array:
-    """+inf where a filter is NaN: nothing is kept, and the samplers see a row that is no law."""
+    """Returns +inf where a filter is NaN: nothing is kept, so the samplers see an invalid row."""
     for value in (filters.top_p, filters.min_p):
         if value is not None:
             cutoff = jnp.where(jnp.isnan(value), jnp.inf, cutoff)

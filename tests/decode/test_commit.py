@@ -108,13 +108,13 @@ def test_the_padding_of_a_step_ends_nothing():
         (ROOM, Finish.LENGTH),
     ],
 )
-def test_an_end_counts_where_there_is_room_for_it(length, finish):
+def test_an_end_past_the_limit_is_not_the_reason(length, finish):
     row = [5] * length
     emitted = [3, 4] if finish == GOES_ON else [3, 2]
     check([row], emit(emitted), [(row + emitted)[:ROOM]], [finish], eos_token_ids=(2,))
 
 
-def test_the_last_place_of_the_room_is_filled_and_ends_the_request():
+def test_the_last_slot_of_the_buffer_is_filled_and_ends_the_request():
     rows = [[5] * (ROOM - 2)] * 3
     expected = [[*rows[0], 3], [*rows[0], 3, 4], [*rows[0], 3, 4]]
     check(rows, emit([3], [3, 4], [3, 4, 6]), expected, [GOES_ON, Finish.LENGTH, Finish.LENGTH])
@@ -189,7 +189,7 @@ def test_lengths_of_another_batch_are_refused():
         specjax.commit(before, jnp.array([1], jnp.int32), emit([3], [4]))
 
 
-def test_unpad_drops_padding_wherever_it_stands_and_ids_past_the_vocabulary():
+def test_unpad_drops_all_padding_and_ids_past_the_vocabulary():
     token_ids = jnp.array([[3, -1, 0, 9], [-1, -1, -5, -1], [8, 7, 2**31 - 1, 1]])
     assert specjax.unpad(token_ids) == [[3, 0, 9], [], [8, 7, 2**31 - 1, 1]]
     assert specjax.unpad(token_ids, vocab_size=8) == [[3, 0], [], [7, 1]]

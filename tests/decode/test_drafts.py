@@ -51,7 +51,7 @@ def close_target(cache):
     return 0.5 * noise.at[:, :K, :DRAFT_VOCAB].add(2 * cache.logits)
 
 
-def test_wanted_counts_take_the_first_rows_of_each_request():
+def test_counts_take_the_first_drafts_of_each_request():
     cache = Draft(jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32))
     draft = specjax.gather_drafts(cache, i32(7, 8, 9), i32(7, 8, 9), i32(2, 0, 1))
     assert draft.num_tokens.tolist() == [2, 0, 1]
@@ -95,7 +95,7 @@ def test_empty_slots_match_no_request():
     assert draft.num_tokens.tolist() == [0, 2, 0, 0, 3]
 
 
-def test_a_cached_request_that_was_inactive_or_ended_early_has_what_it_has():
+def test_a_cached_draft_that_is_inactive_or_short_stays_so():
     token_ids = jnp.array([[4, -1, 6], [1, 2, 3], [-1, 2, 3]], jnp.int32)
     cache = Draft(token_ids, num_tokens=i32(3, -1, 3))
     draft = specjax.gather_drafts(cache, i32(0, 1, 2), i32(2, 1, 0), i32(3, 3, 3))
@@ -157,7 +157,7 @@ def test_gathered_drafts_are_verified_as_they_are_in_place(one_hot):
     chex.assert_trees_all_equal(again, jax.tree.map(lambda x: x[order], whole))
 
 
-def test_fewer_drafts_wanted_are_verified_as_if_fewer_were_drawn():
+def test_fewer_gathered_drafts_are_verified_as_fewer_sampled_ones():
     cache, keys = make_cache(), make_keys(SLOTS)
     target_logits = close_target(cache)
     wanted = i32(1, 2, 0, 3, 1, -1)
@@ -357,7 +357,7 @@ def test_one_key_is_folded_with_each_row():
     chex.assert_trees_all_equal(bigram_propose(keys=single), bigram_propose(keys=each))
 
 
-def test_a_row_that_is_no_law_ends_the_drafts_of_its_request():
+def test_an_invalid_row_ends_the_drafts_of_its_request():
     def step_fn(carry, token_ids, positions):
         logits = TABLE[positions % 3, token_ids]
         return jnp.where((positions == 4)[:, None] & carry[:, None], jnp.nan, logits), carry

@@ -116,7 +116,7 @@ def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
 
 @pytest.mark.once
 @pytest.mark.optimised
-def test_acceptance_per_position_is_the_mean_overlap_of_the_laws():
+def test_acceptance_per_position_is_the_mean_overlap_of_p_and_q():
     """q arrives: a lost q stays lossless and shows here alone."""
     size, k, prompt = 40_000, 2, [1, 2]
     output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=1 + k + 1, temperature=1.0)
@@ -147,7 +147,7 @@ def test_a_model_drafting_for_itself_is_accepted_over_256_tokens():
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-def test_tokens_do_not_depend_on_batch_order_or_company(drafter):
+def test_tokens_do_not_depend_on_the_order_or_the_other_requests_of_a_batch(drafter):
     proposer = DRAFTERS.get(drafter)
     temperature = np.array([0.0, 1.0, 0.7, 1.5], np.float32)
     keys = bigrams.keys(4)
@@ -163,7 +163,7 @@ def test_tokens_do_not_depend_on_batch_order_or_company(drafter):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_finished_request_changes_nobody_else(drafter):
+def test_a_request_that_ends_changes_no_other(drafter):
     proposer = DRAFTERS[drafter]
     free = run(proposer)
     ended = run(proposer, eos_token_ids=(3, 0))
@@ -179,7 +179,7 @@ def test_a_finished_request_changes_nobody_else(drafter):
     np.testing.assert_array_equal(free.lengths, [len(row) + 24 for row in PROMPTS])
 
 
-def test_a_drafter_that_always_drafts_everything_keeps_nobody_alive():
+def test_a_drafter_without_counts_keeps_no_request_from_ending():
     """`Draft.num_tokens` None, as `propose` leaves it, is cut to what the loop wants."""
     inner = DRAFTERS["model"]
 
@@ -194,7 +194,7 @@ def test_a_drafter_that_always_drafts_everything_keeps_nobody_alive():
 
 
 @pytest.mark.parametrize("said", [-1, -7, 0])
-def test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody(said):
+def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(said):
     """At every other position."""
     inner = DRAFTERS["model"]
 
@@ -213,7 +213,7 @@ def test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody(said)
     assert np.all(drafted[:, 0] < steps)
 
 
-def test_a_drafter_s_own_count_smaller_than_its_ids_is_honoured():
+def test_a_drafter_may_count_fewer_tokens_than_it_returns():
     """Here of 0, 1, 2 and 3 of three ids: what follows is verified nowhere."""
     inner = DRAFTERS["model"]
 
@@ -265,7 +265,7 @@ def looked_up_by_the_library(rows, k, *ngrams):
         ([1, 2, 3], []),
     ],
 )
-def test_prompt_lookup_takes_the_longest_suffix_and_of_its_places_the_one_followed_by_most(
+def test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it(
     row, drafted
 ):
     assert looked_up(row, 3, 3, 1) == drafted
@@ -316,7 +316,7 @@ def test_float64_noise_reaches_verification_and_the_drafts():
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-def test_invalid_logits_end_a_request_with_that_reason(drafter):
+def test_invalid_logits_end_a_request_as_invalid(drafter):
     table = TARGET.copy()
     table[:, 3] = np.nan
     output = run(DRAFTERS.get(drafter), [[1, 2], [0, 1], [2], [1, 1, 0]], target=table)
@@ -352,7 +352,7 @@ def test_streaming_gives_the_tokens_of_generate(drafter):
     np.testing.assert_array_equal(emitted, 24)
 
 
-def test_origins_and_metrics_tell_the_same_story():
+def test_origins_and_metrics_agree():
     output = run(DRAFTERS["model"])
     origins = np.asarray(output.origins)
     for b, row in enumerate(PROMPTS):

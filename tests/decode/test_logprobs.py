@@ -58,7 +58,7 @@ def tokens(seed, shape, vocab_size):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("vocab_size", "n"), [(1, 1), (5, 5), (129, 4), (300, 0)])
-def test_they_are_those_of_the_definition(vocab_size, n, dtype):
+def test_top_logprobs_are_those_of_the_definition(vocab_size, n, dtype):
     for seed in range(3):
         logits = jnp.asarray(rows(seed, (2, 3, vocab_size))).astype(dtype)
         logits = logits.at[0, 1, 1:3].set(-jnp.inf)
@@ -129,7 +129,7 @@ def test_masked_tokens_are_not_listed_and_rank_last():
         assert (int(beyond.rank[0]), float(beyond.logprob[0])) == (3, -np.inf)
 
 
-def test_padding_and_rows_that_are_no_law_give_nothing():
+def test_padding_and_invalid_rows_list_nothing():
     logits = rows(3, (6, 10))
     logits[1, 4], logits[2, 2], logits[3] = np.nan, np.inf, -np.inf
     temperature = np.array([1, 1, 1, 1, -1, 1], np.float32)
@@ -141,7 +141,7 @@ def test_padding_and_rows_that_are_no_law_give_nothing():
     assert int(top.rank[5]) > 0
 
 
-def test_the_law_is_that_of_the_sampler():
+def test_logprobs_agree_with_gumbel_sample():
     """What `gumbel_sample` says of its token is what is said of it here."""
     logits, temperature = rows(4, (8, 200)), np.linspace(0, 2, 8).astype(np.float32)
     cutoff = np.median(logits, axis=-1)
@@ -175,7 +175,7 @@ def test_bfloat16_rows_are_not_copied_in_float32():
     assert not any("4x640xf32" in line for line in listing)
 
 
-def test_what_a_loop_is_asked_travels_through_an_export():
+def test_a_logprobs_config_travels_through_an_export():
     asked = logprobs.check_logprobs_config(3, "processed")
 
     def run(asked, x):

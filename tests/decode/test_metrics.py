@@ -85,7 +85,7 @@ def test_the_rates_are_quotients_over_all_requests_and_zero_where_nothing_was_co
     )
 
 
-def test_an_inactive_request_adds_nothing_whatever_the_verification_holds():
+def test_an_inactive_request_adds_nothing_for_any_verification():
     metrics = init_metrics(B, K)
     rubbish = outcome(jnp.full(B, 3, jnp.int32), jnp.full(B, -7, jnp.int32))
     chex.assert_trees_all_equal(
@@ -128,7 +128,7 @@ def test_while_loops_and_vmap_count_what_a_scan_counts(history):
     chex.assert_trees_all_close(twice.mean_acceptance_length, looped.mean_acceptance_length)
 
 
-def test_a_batch_sharded_over_devices_is_counted_where_it_lies():
+def test_a_batch_sharded_over_devices_is_counted_on_its_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = jax.NamedSharding(mesh, jax.P("data"))
     numbers = jax.device_put(jnp.int32([2, 4, -1, 0]), rows)

@@ -97,7 +97,7 @@ def test_greedy_speculation_is_greedy_decoding_of_the_processed_rows(drafter):
         assert text == PROMPTS[b] + generated
 
 
-def test_requests_that_ask_for_different_things_share_a_program_and_nothing_else():
+def test_requests_with_different_parameters_share_a_program_and_nothing_else():
     keys = bigrams.keys(4)
     together = texts(run("model", keys=keys))
     for b, row in enumerate(PROMPTS):
@@ -178,7 +178,7 @@ def test_streaming_gives_what_generate_gives():
 
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 @pytest.mark.parametrize("vocab_size", [V - 2, V, V + 3])
-def test_a_draft_holds_what_it_was_drawn_from(vocab_size, method):
+def test_a_draft_holds_the_distribution_it_was_sampled_from(vocab_size, method):
     """Each row behind the tokens drafted before it, in a vocabulary of the draft's own."""
     rng = np.random.default_rng(7)
     table = jnp.asarray(rng.normal(size=(V + 3, vocab_size)), jnp.float32)
@@ -289,7 +289,7 @@ def test_a_model_drafting_for_itself_is_accepted_under_every_rule():
     assert float(run(itself).metrics.draft_acceptance_rate) > 0.999
 
 
-def test_inside_shard_map_it_is_the_same():
+def test_generate_inside_shard_map_gives_the_same_tokens():
     ids, lengths = bigrams.prompts(PROMPTS)
     sampling = jax.tree.map(jnp.asarray, EACH._replace(top_k=NUMBERS["top_k"].astype(np.int32)))
 
@@ -328,7 +328,7 @@ def own_drafter(propose):
     return specjax.Drafter((), lambda *prompt: (), propose)
 
 
-def test_a_drafter_of_ones_own_may_take_sampling_or_any_or_be_told_that_it_does_not():
+def test_a_drafter_accepts_sampling_and_implementation_or_is_refused():
     def draft(token_ids, num_tokens):
         return specjax.Draft(jnp.zeros((len(token_ids), 3), jnp.int32), num_tokens=num_tokens), ()
 
@@ -345,6 +345,8 @@ def test_a_drafter_of_ones_own_may_take_sampling_or_any_or_be_told_that_it_does_
         assert texts(run(own_drafter(old), nothing, temperature=0)) == plain
     with pytest.raises(ValueError, match="propose takes no `sampling` and `history`"):
         run(own_drafter(old), SamplingParams(top_k=2))
+    with pytest.raises(ValueError, match="propose takes no `implementation`"):
+        run(own_drafter(old), None, implementation="xla")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 import specjax
 from specjax import Draft
 from specjax import implementation as doors
+from specjax.decode.markov_chain import markov_chain
 from specjax.implementation import (
     DeviceFacts,
     Implementation,
@@ -366,6 +367,29 @@ def test_a_named_implementation_is_that_of_everything_a_proposal_does(name, some
         text = lower(propose, shape(VOCAB, VOCAB), batch, key_shapes(), batch, batch)
     # A cutoff in two launches, and a draw in two.
     assert num_kernels(text) == 4 * some
+
+
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_a_named_implementation_is_that_of_everything_a_decode_does(name):
+    model = markov_chain(jnp.full((8, 8), 1 / 8))
+
+    def decode(prompts, lengths, keys, top_k):
+        return specjax.generate(
+            model,
+            specjax.model_drafter(model),
+            prompts,
+            lengths,
+            keys=keys,
+            max_new_tokens=2,
+            sampling=specjax.SamplingParams(top_k=top_k),
+            implementation=name,
+        ).token_ids
+
+    batch = shape(BATCH, dtype=I32)
+    with on_gpu():
+        text = str(jax.make_jaxpr(decode)(shape(BATCH, 3, dtype=I32), batch, key_shapes(), batch))
+    assert ("pallas_call" in text) == (name == "triton")
+    assert "platform_index" not in text
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

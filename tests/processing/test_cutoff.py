@@ -166,7 +166,7 @@ class _Held(NamedTuple):
     values: Any
 
 
-def test_what_the_memory_held_is_no_logit(implementation, monkeypatch):
+def test_uninitialised_memory_is_no_logit(implementation, monkeypatch):
     """The interpreter begins floats at NaN, which no logit is; a GPU at what was there before."""
     from specjax.pallas import cutoff
 
@@ -204,7 +204,7 @@ def test_what_the_memory_held_is_no_logit(implementation, monkeypatch):
     top_p=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32)),
     min_p=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32)),
 )
-def test_cutoffs_are_those_of_a_sort_whatever_the_values(logits, temperature, top_k, top_p, min_p):
+def test_cutoffs_are_those_of_a_sort_for_any_values(logits, temperature, top_k, top_p, min_p):
     filters = dict(top_k=np.int32(top_k), top_p=np.float32(top_p), min_p=np.float32(min_p))
     temperature = np.float32(temperature)
     row = np.array(logits, np.float32)
@@ -212,7 +212,7 @@ def test_cutoffs_are_those_of_a_sort_whatever_the_values(logits, temperature, to
     oracle_cutoff.check(row, np.asarray(got), temperature, **filters)
 
 
-def test_by_hand(implementation):
+def test_cutoffs_computed_by_hand(implementation):
     logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1], jnp.float32))
     # Filters, the kept token that is least likely.
     cases = [
@@ -245,7 +245,7 @@ def test_ties_at_an_edge_are_kept_and_a_masked_token_never_counts():
 # Rows that are not cut, and rows that must not be.
 
 
-def test_what_is_off_keeps_all_and_greedy_rows_are_not_cut(implementation):
+def test_filters_that_are_off_and_greedy_rows_keep_all(implementation):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 40)).astype(np.float32))
     cutoff = specjax.logit_cutoff(
         logits,
@@ -259,7 +259,7 @@ def test_what_is_off_keeps_all_and_greedy_rows_are_not_cut(implementation):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, "masked"])
-def test_a_row_that_is_no_law_stays_one_to_the_samplers(bad, implementation):
+def test_an_invalid_row_stays_invalid_to_the_samplers(bad, implementation):
     logits = np.random.default_rng(0).normal(size=(2, 300)).astype(np.float32)
     logits[1] = -INF if bad == "masked" else logits[1]
     logits[1, 17] = -INF if bad == "masked" else bad
@@ -363,7 +363,7 @@ def test_a_vocabulary_beyond_what_float32_counts_is_refused():
 # The samplers.
 
 
-def test_sampling_with_a_cutoff_follows_the_truncated_law():
+def test_sampling_with_a_cutoff_follows_the_truncated_distribution():
     n, v, temperature = 20_000, 16, 0.8
     row = np.random.default_rng(5).normal(size=v).astype(np.float32)
     row[3] = -INF
@@ -387,7 +387,7 @@ def test_sampling_with_a_cutoff_follows_the_truncated_law():
     assert stats.chisquare(counts[p > 0], n * p[p > 0]).pvalue > 1e-4
 
 
-def test_verification_with_cutoffs_follows_the_truncated_law():
+def test_verification_with_cutoffs_follows_the_truncated_distribution():
     n, v, temperature = 20_000, 16, 0.8
     rng = np.random.default_rng(11)
     q_row = rng.normal(size=v).astype(np.float32)

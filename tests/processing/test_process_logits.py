@@ -136,7 +136,7 @@ def test_a_mask_of_each_row_is_taken():
     np.testing.assert_array_equal(found, np.where(allowed, case.logits, -np.inf))
 
 
-def test_a_row_of_which_nothing_is_allowed_is_minus_infinity():
+def test_a_row_without_allowed_tokens_is_minus_infinity():
     case = Case(5)
     case.rules["allowed"][1] = False
     found = np.asarray(case.run(RULES))
@@ -179,7 +179,7 @@ def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
 
 
 @pytest.mark.parametrize("dtype", MIN_RESIDUAL_MASS)
-def test_a_request_that_asks_nothing_keeps_its_bits(dtype):
+def test_a_request_with_rules_off_keeps_its_bits(dtype):
     case = Case(129, dtype=dtype)
     logits = np.asarray(case.logits).copy()
     logits[0, 0, :4] = [-0.0, 0.0, -np.inf, 1e-3]
@@ -209,7 +209,7 @@ def test_an_invalid_penalty_makes_its_request_invalid_and_no_other(name, value):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.5])
-def test_a_repetition_penalty_of_nothing_or_less_is_invalid(value):
+def test_a_repetition_penalty_of_zero_or_less_is_invalid(value):
     case = Case(5)
     assert np.isnan(case.run([], repetition_penalty=value)).all()
 
@@ -279,7 +279,7 @@ def test_bfloat16_logits_are_processed_without_a_copy_in_float32():
     assert "f32" in buffers_of(copying, case.logits, size=size)
 
 
-def test_what_is_not_asked_for_is_not_in_the_program():
+def test_a_rule_that_is_not_given_is_not_in_the_program():
     case = Case(5)
     text = str(jax.make_jaxpr(lambda x: specjax.process_logits(x, bias=np.ones(5)))(case.logits))
     for absent in ("select_n", "scatter", "gather", "is_finite", "eq", "div"):
@@ -356,7 +356,7 @@ def test_words_may_be_arrays(make):
     assert specjax.bias_array({np.int64(1): 2.0}, 2).tolist() == [0.0, 2.0]
 
 
-def test_no_words_and_no_requests_are_nothing_to_do():
+def test_no_words_and_no_requests_change_nothing():
     case = Case(5)
     none = specjax.bad_words_array([])
     np.testing.assert_array_equal(case.run([], bad_words=none), case.logits)

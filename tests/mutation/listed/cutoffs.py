@@ -6,10 +6,10 @@ from .tests import cutoffs, searches
 __all__ = ["MUTATIONS"]
 
 _SORT = "test_cutoffs_are_those_of_a_sort"
-_ANY = "test_cutoffs_are_those_of_a_sort_whatever_the_values"
-_HAND = "test_by_hand"
-_OFF = "test_what_is_off_keeps_all_and_greedy_rows_are_not_cut"
-_LAWLESS = "test_a_row_that_is_no_law_stays_one_to_the_samplers"
+_ANY = "test_cutoffs_are_those_of_a_sort_for_any_values"
+_HAND = "test_cutoffs_computed_by_hand"
+_OFF = "test_filters_that_are_off_and_greedy_rows_keep_all"
+_LAWLESS = "test_an_invalid_row_stays_invalid_to_the_samplers"
 _GATHERED = "test_the_blocks_that_are_gathered_are_those_that_matter"
 _BRACKET = "specjax.core.bisection."
 _FILTERS = "specjax.core.truncation.search_cutoff"
@@ -62,8 +62,8 @@ _REFERENCE = (
     ),
     Mutation(
         f"{_THRESHOLD}cutoff_of_rows",
-        "jnp.where(row.cuts, least, -jnp.inf)",
-        "least",
+        "jnp.where(row.cuts, cutoff, -jnp.inf)",
+        "cutoff",
         cutoffs(f"{_OFF}[xla]"),
         "a row that is not to be cut is cut at its least logit",
     ),
@@ -75,21 +75,21 @@ _REFERENCE = (
         "blocks are gathered where more of them hold the threshold",
     ),
     Mutation(
-        f"{_THRESHOLD}_read_rows",
+        f"{_THRESHOLD}_row_facts",
         "& scaling.valid & ~scaling.greedy",
         "& scaling.valid",
         cutoffs(f"{_OFF}[xla]"),
         "greedy rows are cut",
     ),
     Mutation(
-        f"{_THRESHOLD}_read_rows",
+        f"{_THRESHOLD}_row_facts",
         "jnp.where(cuts, low, row.low)",
         "jnp.maximum(low, row.low)",
         cutoffs(f"{_SORT}[xla-129]", f"{_SORT}[xla-1025]"),
         "what top-p weighs is cut by min-p's bound before top-k's",
     ),
     Mutation(
-        f"{_THRESHOLD}_least_kept.look",
+        f"{_THRESHOLD}_search_cutoff.extremes",
         "merge(jnp.maximum,",
         "merge(jnp.minimum,",
         cutoffs(f"{_SORT}[xla-129]"),
@@ -314,7 +314,7 @@ _KERNELS = (
         f"{_PALLAS}cutoff.memory_row.fold.read",
         "jnp.where(index < count, x, jnp.float32(-jnp.inf))",
         "x",
-        cutoffs("test_what_the_memory_held_is_no_logit[interpret]"),
+        cutoffs("test_uninitialised_memory_is_no_logit[interpret]"),
         "what the memory held after the candidates is searched, too",
     ),
 )

@@ -16,7 +16,9 @@ _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
 _COMMITTED = "test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence[False]"
 _LOOKUP = "test_prompt_lookup_is_that_of_its_definition"
-_LONGEST = "test_prompt_lookup_takes_the_longest_suffix_and_of_its_places_the_one_followed_by_most"
+_LONGEST = (
+    "test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it"
+)
 _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
 MUTATIONS = (
@@ -45,14 +47,14 @@ MUTATIONS = (
         f"{_PROPOSE}propose.draw",
         "(sample.token_ids, *outputs)",
         "(jnp.maximum(sample.token_ids, 0), *outputs)",
-        drafts("test_a_row_that_is_no_law_ends_the_drafts_of_its_request"),
+        drafts("test_an_invalid_row_ends_the_drafts_of_its_request"),
         "a row that is not finite drafts token 0",
     ),
     Mutation(
         f"{_DRAFTS}gather_drafts.align",
         "num_valid_drafts(cache.token_ids, cache.num_tokens)[slot]",
         "num_valid_drafts(cache.token_ids, None)[slot]",
-        drafts("test_a_cached_request_that_was_inactive_or_ended_early_has_what_it_has"),
+        drafts("test_a_cached_draft_that_is_inactive_or_short_stays_so"),
         "the cached number of tokens is ignored",
     ),
     Mutation(
@@ -127,8 +129,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_LOOP}_verify_and_commit",
-        "noise_dtype=config.noise_dtype",
-        "noise_dtype=jnp.float32",
+        "CallOptions(config.noise_dtype, resolved",
+        "CallOptions(jnp.float32, resolved",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
         "verification's noise is float32, whatever `use_fp64_gumbel` says",
     ),
@@ -143,14 +145,14 @@ MUTATIONS = (
         f"{_LOOP}_propose",
         "num_valid_drafts(draft.token_ids, draft.num_tokens)",
         "num_valid_drafts(draft.token_ids, None)",
-        decode("test_a_drafter_s_own_count_smaller_than_its_ids_is_honoured"),
+        decode("test_a_drafter_may_count_fewer_tokens_than_it_returns"),
         "a drafter's own number of tokens is ignored",
     ),
     Mutation(
         f"{_LOOP}_propose",
         "jnp.maximum(num_drafted, 0)",
         "num_drafted",
-        decode("test_a_drafter_that_says_minus_one_has_drafted_nothing_and_ends_nobody[-1]"),
+        decode("test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request[-1]"),
         "a drafter's -1 for a request that goes on ends it",
     ),
     Mutation(
@@ -171,21 +173,21 @@ MUTATIONS = (
         f"{_LOOP}_verify_and_commit",
         "jnp.where(state.finish == 0, finish, state.finish)",
         "finish",
-        decode("test_a_finished_request_changes_nobody_else[model]"),
+        decode("test_a_request_that_ends_changes_no_other[model]"),
         "a request that has ended ends again, for another reason",
     ),
     Mutation(
         f"{_LOOP}_verify_and_commit",
         "accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
         "accepted < num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
-        decode("test_origins_and_metrics_tell_the_same_story"),
+        decode("test_origins_and_metrics_agree"),
         "bonus and recovered tokens change their names",
     ),
     Mutation(
         f"{_LOOP}_propose",
         "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1)",
         "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(0)",
-        decode("test_a_finished_request_changes_nobody_else[model]"),
+        decode("test_a_request_that_ends_changes_no_other[model]"),
         "a request that has ended is verified without drafts",
     ),
     Mutation(
@@ -221,14 +223,14 @@ MUTATIONS = (
         _COMMIT,
         "new_lengths >= limit",
         "new_lengths > limit",
-        tokens("test_the_last_place_of_the_room_is_filled_and_ends_the_request"),
+        tokens("test_the_last_slot_of_the_buffer_is_filled_and_ends_the_request"),
         "a full request goes on",
     ),
     Mutation(
         _COMMIT,
         "first_eos < counts",
         "first_eos <= counts",
-        tokens("test_an_end_counts_where_there_is_room_for_it"),
+        tokens("test_an_end_past_the_limit_is_not_the_reason"),
         "an end for which there was no room is the reason",
     ),
     Mutation(
@@ -307,7 +309,7 @@ MUTATIONS = (
         f"{_RULES}_process",
         "valid &= rules.repetition_penalty > 0",
         "valid &= rules.repetition_penalty >= 0",
-        processing("test_a_repetition_penalty_of_nothing_or_less_is_invalid[0.0]"),
+        processing("test_a_repetition_penalty_of_zero_or_less_is_invalid[0.0]"),
         "a repetition penalty of 0 is valid",
     ),
     Mutation(

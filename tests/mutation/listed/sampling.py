@@ -162,7 +162,7 @@ MUTATIONS = (
         f"{_LOGPROBS}_top_logprobs",
         "scaling.valid & row.valid & (token_ids >= 0)",
         "row.valid & (token_ids >= 0)",
-        logprobs("test_padding_and_rows_that_are_no_law_give_nothing"),
+        logprobs("test_padding_and_invalid_rows_list_nothing"),
         "a row of invalid temperature is listed",
     ),
     Mutation(
