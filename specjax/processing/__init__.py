@@ -1,8 +1,11 @@
-"""From `SamplingParams` to processed logits and a cutoff.
+"""From `SamplingParams` to processed logits and a cutoff, which the samplers take.
 
-`process_logits` adds penalties, biases and masks to rows of logits, `token_counts` keeps what
-penalties count, `cutoff` finds top-k, top-p and min-p as one number per row (`cutoff_xla` in plain
-JAX, `specjax.pallas` on a GPU), and `apply_sampling` does both. Open `sampling_params` first.
+    processed = mask(penalize(logits + bias))          `process_logits`, `logit_rules`, `bad_words`
+    cutoff = smallest processed logit that is kept     `cutoff`, `cutoff_xla`, on a GPU `pallas`
 
-Letters: `B` requests, `V` vocabulary. Imported by `decode`.
+`apply_sampling` does both, and `token_counts` keeps what penalties count. A public function checks
+its arguments (`rule_checks`) and calls a function of arrays, as `decode` does. Open
+`sampling_params` first.
+
+Letters: `B` requests, `R` rows of a request, `V` vocabulary. Imported by `decode`.
 """
