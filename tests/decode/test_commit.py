@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import specjax
 from specjax import Finish, Verification
 
-ROOM, WIDTH = 8, 4
+MAX_LENGTH, WIDTH = 8, 4
 GOES_ON = 0
 
 
@@ -24,9 +24,11 @@ def emit(*rows):
     return Verification(jnp.asarray(token_ids), jnp.maximum(counts - 1, 0), counts, zeros)
 
 
-def buffer(*rows, room=ROOM):
-    """Committed tokens, with distinct rubbish behind them."""
-    rubbish = -100 - np.arange(len(rows) * room, dtype=np.int32).reshape(len(rows), room)
+def buffer(*rows, max_length=MAX_LENGTH):
+    """Committed tokens, then distinct rubbish."""
+    rubbish = -100 - np.arange(len(rows) * max_length, dtype=np.int32).reshape(
+        len(rows), max_length
+    )
     for row, ids in zip(rubbish, rows, strict=True):
         row[: len(ids)] = ids
     return jnp.asarray(rubbish), jnp.array([len(row) for row in rows], jnp.int32)
@@ -55,14 +57,14 @@ def plain_commit(rows, emitted, accepted, eos, limits):
 
 
 def check(rows, verification, expected, finish, **options):
-    """Rows and reasons are the expected ones, and what lies behind is what lay there."""
-    room = options.pop("room", ROOM)
-    before, lengths = buffer(*rows, room=room)
+    """Rows and reasons are the expected ones, and the buffer after them is unchanged."""
+    max_length = options.pop("max_length", MAX_LENGTH)
+    before, lengths = buffer(*rows, max_length=max_length)
     after, new_lengths, why = specjax.commit(before, lengths, verification, **options)
     assert new_lengths.tolist() == [len(row) for row in expected]
     assert [row[:n].tolist() for row, n in zip(after, new_lengths, strict=True)] == expected
-    behind = np.arange(room)[None] >= np.asarray(new_lengths)[:, None]
-    np.testing.assert_array_equal(np.asarray(after)[behind], np.asarray(before)[behind])
+    unused = np.arange(max_length)[None] >= np.asarray(new_lengths)[:, None]
+    np.testing.assert_array_equal(np.asarray(after)[unused], np.asarray(before)[unused])
     assert why.tolist() == finish
     assert (new_lengths.dtype, why.dtype, after.dtype) == (jnp.int32, jnp.int8, before.dtype)
 
@@ -102,20 +104,20 @@ def test_the_padding_of_a_step_ends_nothing():
 @pytest.mark.parametrize(
     ("length", "finish"),
     [
-        (ROOM - 3, GOES_ON),
-        (ROOM - 2, Finish.END_OF_SEQUENCE),
-        (ROOM - 1, Finish.LENGTH),
-        (ROOM, Finish.LENGTH),
+        (MAX_LENGTH - 3, GOES_ON),
+        (MAX_LENGTH - 2, Finish.END_OF_SEQUENCE),
+        (MAX_LENGTH - 1, Finish.LENGTH),
+        (MAX_LENGTH, Finish.LENGTH),
     ],
 )
 def test_an_end_past_the_limit_is_not_the_reason(length, finish):
     row = [5] * length
     emitted = [3, 4] if finish == GOES_ON else [3, 2]
-    check([row], emit(emitted), [(row + emitted)[:ROOM]], [finish], eos_token_ids=(2,))
+    check([row], emit(emitted), [(row + emitted)[:MAX_LENGTH]], [finish], eos_token_ids=(2,))
 
 
 def test_the_last_slot_of_the_buffer_is_filled_and_ends_the_request():
-    rows = [[5] * (ROOM - 2)] * 3
+    rows = [[5] * (MAX_LENGTH - 2)] * 3
     expected = [[*rows[0], 3], [*rows[0], 3, 4], [*rows[0], 3, 4]]
     check(rows, emit([3], [3, 4], [3, 4, 6]), expected, [GOES_ON, Finish.LENGTH, Finish.LENGTH])
 
@@ -144,11 +146,11 @@ def test_a_step_that_stopped_at_an_invalid_row_commits_what_came_before_it():
 def steps(draw):
     size = 4
     tokens = st.integers(0, 3)
-    rows = [draw(st.lists(tokens, max_size=ROOM)) for _ in range(size)]
+    rows = [draw(st.lists(tokens, max_size=MAX_LENGTH)) for _ in range(size)]
     emitted = [draw(st.lists(tokens, max_size=WIDTH)) for _ in range(size)]
     # All of an emission is accepted where its row of logits was invalid.
     accepted = [len(new) - draw(st.integers(0, min(1, len(new)))) for new in emitted]
-    limits = [draw(st.integers(0, ROOM)) for _ in range(size)]
+    limits = [draw(st.integers(0, MAX_LENGTH)) for _ in range(size)]
     eos = draw(st.lists(tokens, min_size=2, max_size=2))
     return rows, emitted, accepted, eos, limits
 

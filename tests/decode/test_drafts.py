@@ -140,7 +140,7 @@ def test_gathered_drafts_are_verified_as_they_are_in_place(one_hot):
     target_logits, positions = close_target(cache), jnp.arange(SLOTS, dtype=jnp.int32)
     temperature = cache.temperature
     if one_hot:
-        # Sharp, or no chosen token would be kept.
+        # Sharp, or no greedy draft would be accepted.
         target_logits = 5 * target_logits
         cache = Draft(cache.token_ids, num_tokens=cache.num_tokens)
     whole = verify(cache, target_logits, keys, positions, temperature=temperature)
@@ -250,7 +250,7 @@ TABLE = 2 * jax.random.normal(jax.random.key(42), (3, DRAFT_VOCAB, DRAFT_VOCAB))
 
 
 def bigram_step(carry, token_ids, positions):
-    """A law of the last token and of the position; what it was fed is kept in the carry."""
+    """Logits of the last token and the position; the carry records what was fed."""
     fed, places, count = carry
     fed = fed.at[:, count].set(token_ids)
     places = places.at[:, count].set(positions)

@@ -79,11 +79,11 @@ def test_plain_decoding_is_gumbel_sample_token_by_token():
         assert texts(output)[b][: len(past) - 1] == past[1:]
 
 
-def chi_square(counts, law):
-    """Standardised chi-square of counts against a law: about N(0, 1) if the law is right."""
-    expected = law * counts.sum()
+def chi_square(counts, probs):
+    """Standardised chi-square of counts: about N(0, 1) if these are their probabilities."""
+    expected = probs * counts.sum()
     assert expected.min() > 2
-    df = law.size - 1
+    df = probs.size - 1
     return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
 
 
@@ -105,19 +105,19 @@ def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
     new = np.asarray(output.token_ids)[:, len(prompt) : len(prompt) + num_tokens]
     counts = np.zeros((3,) * num_tokens)
     np.add.at(counts, tuple(new.T), 1)
-    law = bigrams.law(table, prompt, num_tokens, temperature=0.8)
-    z = chi_square(counts, law)
+    probs = bigrams.law(table, prompt, num_tokens, temperature=0.8)
+    z = chi_square(counts, probs)
     assert abs(z) < 5, z
     # A token 10 % too likely at every position would stand far out at this size.
-    wrong = law * 1.1 ** (np.indices(law.shape) == 0).sum(0)
+    wrong = probs * 1.1 ** (np.indices(probs.shape) == 0).sum(0)
     wrong /= wrong.sum()
-    assert size * ((wrong - law) ** 2 / law).sum() / np.sqrt(2 * law.size - 2) > 20
+    assert size * ((wrong - probs) ** 2 / probs).sum() / np.sqrt(2 * probs.size - 2) > 20
 
 
 @pytest.mark.once
 @pytest.mark.optimised
 def test_acceptance_per_position_is_the_mean_overlap_of_p_and_q():
-    """q arrives: a lost q stays lossless and shows here alone."""
+    """A q that is lost leaves the output exact and shows here alone."""
     size, k, prompt = 40_000, 2, [1, 2]
     output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=1 + k + 1, temperature=1.0)
     p, q = bigrams.probs(TARGET), bigrams.probs(DRAFT)
@@ -180,7 +180,7 @@ def test_a_request_that_ends_changes_no_other(drafter):
 
 
 def test_a_drafter_without_counts_keeps_no_request_from_ending():
-    """`Draft.num_tokens` None, as `propose` leaves it, is cut to what the loop wants."""
+    """`Draft.num_tokens` None, as `propose` leaves it, is cut to the tokens that are left."""
     inner = DRAFTERS["model"]
 
     def propose(*arguments, **options):
@@ -193,15 +193,15 @@ def test_a_drafter_without_counts_keeps_no_request_from_ending():
     np.testing.assert_array_equal(whole.finish, ended.finish)
 
 
-@pytest.mark.parametrize("said", [-1, -7, 0])
-def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(said):
+@pytest.mark.parametrize("count_given", [-1, -7, 0])
+def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(count_given):
     """At every other position."""
     inner = DRAFTERS["model"]
 
     def propose(*arguments, positions, **options):
         draft, state = inner.propose(*arguments, positions=positions, **options)
         rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
-        count = jnp.where((positions + rows) % 2 == 0, said, 3)
+        count = jnp.where((positions + rows) % 2 == 0, count_given, 3)
         return draft._replace(num_tokens=count), state
 
     output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
@@ -214,7 +214,7 @@ def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(sai
 
 
 def test_a_drafter_may_count_fewer_tokens_than_it_returns():
-    """Here of 0, 1, 2 and 3 of three ids: what follows is verified nowhere."""
+    """Counts 0, 1, 2 and 3 of three ids: no id after them is verified."""
     inner = DRAFTERS["model"]
 
     def propose(*arguments, **options):
@@ -367,7 +367,7 @@ def test_origins_and_metrics_agree():
 
 
 def count_again(output, rows, k, room):
-    """Metrics from the committed tokens' origins alone; and the places that judged a draft."""
+    """Metrics from the origins of committed tokens, and the positions that verified a draft."""
     origins, lengths = np.asarray(output.origins), np.asarray(output.lengths)
     size, finish = len(rows), np.asarray(output.finish)
     steps, drafted, accepted = np.zeros(size), np.zeros((size, k)), np.zeros((size, k))
@@ -412,7 +412,7 @@ def test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence(invalid_pa
 @pytest.mark.once
 @pytest.mark.optimised
 def test_acceptance_is_the_mean_overlap_where_texts_end():
-    """Of every position that was reached before the end, and the end counts as one."""
+    """Each position counts that was reached before the end, the end among them."""
     size, k, prompt = 4_000, 3, [1, 2]
     output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=12, eos_token_ids=(0, 3))
     _, judged = count_again(output, [prompt] * size, k, 12)

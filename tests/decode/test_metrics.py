@@ -153,7 +153,7 @@ END, FULL, GOES_ON, INVALID = Finish.END_OF_SEQUENCE, Finish.LENGTH, 0, Finish.I
         (4, 4, 5, 5, END, 4, 4),
         # The end replaced a rejected token.
         (4, 1, 2, 2, END, 2, 1),
-        # The row after the end was no law: nothing was emitted past the end.
+        # The row after the end was invalid: nothing was emitted past the end.
         (4, 2, 2, 2, END, 2, 2),
         (4, 2, 2, 2, INVALID, 4, 2),
         (4, 4, 5, 3, FULL, 3, 3),

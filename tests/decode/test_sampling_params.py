@@ -68,12 +68,12 @@ def texts(output):
 
 
 def of_request(sampling, b):
-    """What request b asked, of a batch of one."""
+    """The parameters of request b, as those of a batch of one."""
     return SamplingParams(*(None if x is None else np.asarray(x)[b : b + 1] for x in sampling))
 
 
-def row_behind(b, generated):
-    """The processed row behind what request b generated, from the definitions."""
+def row_after(b, generated):
+    """The processed row after what request b generated, from the definitions."""
     past = [0, *PROMPTS[b], *generated]
     numbers = {name: NUMBERS[name][b] for name in list(NUMBERS)[3:]}
     rules = numbers | {"bias": BIAS[b], "allowed": ALLOWED[b], "bad_words": WORDS[b]}
@@ -93,7 +93,7 @@ def test_greedy_speculation_is_greedy_decoding_of_the_processed_rows(drafter):
     for b, text in enumerate(texts(output)):
         generated = []
         while len(generated) < NEW:
-            generated.append(int(np.argmax(row_behind(b, generated)[1])))
+            generated.append(int(np.argmax(row_after(b, generated)[1])))
         assert text == PROMPTS[b] + generated
 
 
@@ -103,7 +103,7 @@ def test_requests_with_different_parameters_share_a_program_and_nothing_else():
     for b, row in enumerate(PROMPTS):
         alone = run("model", of_request(EACH, b), [row], keys=keys[b : b + 1])
         assert texts(alone) == together[b : b + 1]
-    # The second asks for nothing but to be spared one sequence, which it never came near.
+    # The second request has one bad word alone, which its text does not contain.
     free = texts(run("model", None, keys=keys))
     assert together[1] == free[1] or [0, 0] in zip(free[1], free[1][1:], strict=False)
 
@@ -134,7 +134,7 @@ def test_logprobs_are_those_of_the_rows_that_decided(drafter, mode):
             assert np.all(np.asarray(top.token_ids)[b, outside] == -1)
             assert not np.any(np.asarray(top.rank)[b, outside])
         for i in range(start, len(text)):
-            row, processed_row = row_behind(b, text[start:i])
+            row, processed_row = row_after(b, text[start:i])
             p = processed.truncate(processed_row, 0.9, **thresholds(b))
             np.testing.assert_allclose(output.logprobs[b, i], np.log(p[text[i]]), atol=2e-5)
             check_top(top, b, i, processed.truncate(row, 1.0) if mode == "raw" else p, text[i])
@@ -179,7 +179,7 @@ def test_streaming_gives_what_generate_gives():
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 @pytest.mark.parametrize("vocab_size", [V - 2, V, V + 3])
 def test_a_draft_holds_the_distribution_it_was_sampled_from(vocab_size, method):
-    """Each row behind the tokens drafted before it, in a vocabulary of the draft's own."""
+    """Each row comes after the tokens drafted before it, in a vocabulary of the draft."""
     rng = np.random.default_rng(7)
     table = jnp.asarray(rng.normal(size=(V + 3, vocab_size)), jnp.float32)
     ids, lengths = bigrams.prompts(PROMPTS)
@@ -220,7 +220,7 @@ def test_a_draft_holds_the_distribution_it_was_sampled_from(vocab_size, method):
 
 
 def unaware(drafter):
-    """Drafts from the raw law, whatever is asked; of a signature that knows no sampling."""
+    """A drafter that ignores the sampling parameters it accepts."""
 
     def propose(*arguments, sampling, history, **options):
         return drafter.propose(*arguments, **options)
@@ -239,7 +239,7 @@ def test_a_masked_token_is_never_emitted_though_it_is_drafted():
     output = run(UNAWARE, only(0, 2))
     new = [text[len(row) :] for text, row in zip(texts(output), PROMPTS, strict=True)]
     assert all(len(tokens) == NEW and set(tokens) <= {0, 2} for tokens in new)
-    # Two of six tokens are left: most drafts cannot be kept, and some can.
+    # Two of six tokens are allowed: most drafts are rejected, and some are accepted.
     assert 0 < float(output.metrics.draft_acceptance_rate) < 0.7
     aware = run("model", only(0, 2)).metrics
     assert float(aware.draft_acceptance_rate) > float(output.metrics.draft_acceptance_rate) + 0.1

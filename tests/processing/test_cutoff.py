@@ -99,8 +99,8 @@ def check(rows, cut=None, max_unclear=0.05, implementation=None, **options):
     return got
 
 
-def law(row, temperature, cutoff):
-    """The truncated law, float64."""
+def distribution(row, temperature, cutoff):
+    """The truncated distribution, float64."""
     kept = np.where(row < cutoff, -np.inf, np.asarray(row, np.float64)) / temperature
     p = np.exp(kept - kept.max())
     return p / p.sum()
@@ -219,7 +219,7 @@ def test_cutoffs_computed_by_hand(implementation):
         ({"top_k": 2}, 1),
         ({"top_p": 0.69}, 1),
         ({"top_p": 0.71}, 2),
-        # Over what top-k kept, 0.4 is 4 / 7 of it.
+        # 0.4 is 4 / 7 of what top-k keeps.
         ({"top_k": 2, "top_p": 0.56}, 0),
         ({"top_p": 0.56}, 1),
         ({"min_p": 0.45}, 2),
@@ -370,7 +370,7 @@ def test_sampling_with_a_cutoff_follows_the_truncated_distribution():
     cutoff = specjax.logit_cutoff(
         jnp.asarray(row), temperature=temperature, top_k=9, top_p=0.9, min_p=0.02
     )
-    p = law(row, temperature, float(cutoff))
+    p = distribution(row, temperature, float(cutoff))
     assert 2 < np.count_nonzero(p) < 9
     sample = specjax.gumbel_sample(
         jnp.broadcast_to(jnp.asarray(row), (n, v)),
@@ -394,7 +394,10 @@ def test_verification_with_cutoffs_follows_the_truncated_distribution():
     p_rows = (q_row + rng.normal(size=(2, v))).astype(np.float32)
     cut = functools.partial(specjax.logit_cutoff, temperature=temperature, top_k=8, top_p=0.85)
     q_cutoff, p_cutoff = cut(jnp.asarray(q_row)), cut(jnp.asarray(p_rows))
-    p, q = law(p_rows[0], temperature, p_cutoff[0]), law(q_row, temperature, q_cutoff)
+    p, q = (
+        distribution(p_rows[0], temperature, p_cutoff[0]),
+        distribution(q_row, temperature, q_cutoff),
+    )
     assert np.any((p > 0) & (q == 0))
     assert np.any((p == 0) & (q > 0))
     every = functools.partial(jnp.broadcast_to, shape=(n,))

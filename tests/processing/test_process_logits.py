@@ -1,4 +1,4 @@
-"""Bias, penalties, masks: each from its definition, each row behind its own tokens alone."""
+"""Bias, penalties, masks: each from its definition, each row after its own tokens alone."""
 
 import re
 
@@ -20,7 +20,7 @@ MIN_RESIDUAL_MASS = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 class Case:
-    """A batch with ragged prompts and texts, tokens drafted behind them, and every rule."""
+    """A batch with ragged prompts and texts, tokens drafted after them, and every rule."""
 
     def __init__(self, vocab_size, seed=0, dtype="float32"):
         rng = np.random.default_rng(seed)
@@ -215,7 +215,7 @@ def test_a_repetition_penalty_of_zero_or_less_is_invalid(value):
 
 
 def test_a_row_of_a_draft_step_is_that_row_of_a_verification():
-    """`first_row`: step i sees what was drafted before it, and nothing yet to come."""
+    """`first_row`: step i reads the tokens drafted before it and no later ones."""
     case = Case(5)
     rules = case.rules | {"bad_words": specjax.bad_words_array(case.words)}
     whole = case.run(RULES)
