@@ -13,6 +13,14 @@ BEGIN, END = "<!-- decode-table -->", "<!-- /decode-table -->"
 KINDS = {
     "gemm": "products",
     "nvjet": "products",
+    "fused_attention_kernel": "attention",
+    "qkv_kernel": "attention",
+    "combine_kernel": "attention",
+    "attention_kernel": "attention",
+    "add_rms_norm_kernel": "sums and norms",
+    "split_k_matmul_kernel": "products",
+    "fused_glu_kernel": "products",
+    # Names in results of before November 2026.
     "see": "attention",
     "look": "attention",
     "place": "attention",

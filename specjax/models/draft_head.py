@@ -20,7 +20,7 @@ from flax import nnx
 
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
-from specjax.models.rope import rotate, rotation
+from specjax.models.rope import rope_cos_sin, rotate
 
 __all__ = [
     "DraftHead",
@@ -89,7 +89,7 @@ class DraftHead(nnx.Module):
         return jnp.concatenate(parts, axis=-1) @ self.mix[...]
 
     def _cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rotation(*self.layer.rope, self.config.head_dim, positions)
+        return rope_cos_sin(*self.layer.rope, self.config.head_dim, positions)
 
     def __call__(
         self,
@@ -109,9 +109,11 @@ class DraftHead(nnx.Module):
         attention, cos_sin = self.layer.attention, self._cos_sin(positions)
         y = self.layer.attention_norm(x) @ attention.qkv[...]
         y = y.reshape(*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = jnp.split(y, [attention.heads, attention.heads + attention.groups], axis=2)
+        q, k, v = jnp.split(
+            y, [attention.num_heads, attention.num_heads + attention.num_kv_heads], axis=2
+        )
         q, k = rotate(q, cos_sin), rotate(k, cos_sin)
-        return q.reshape(*x.shape[:2], attention.groups, -1, self.config.head_dim), k, v
+        return q.reshape(*x.shape[:2], attention.num_kv_heads, -1, self.config.head_dim), k, v
 
     def _apply_mlp(self, x: jax.Array) -> jax.Array:
         gate, up = jnp.split(x @ self.layer.mlp.gate_up[...], 2, axis=-1)

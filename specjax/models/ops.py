@@ -1,255 +1,263 @@
-"""Norms divided by late and sums made late: for few rows on a GPU, where each launch costs.
+"""Operations of a decode step through the kernels: split-K products, deferred norms, attention.
 
-The rows of a product can be scaled behind it as well as before, so that a product starts from rows
-that only had their weight, and whoever reads it divides by the root mean square on the way. A
-product with a small matrix comes as parts of a sum, enough of them to read it at the memory's rate.
-Axes: `B` requests, `T` tokens, `E` hidden, `N` of a product.
+Between operations a row is a `DeferredNorm` and a product a `PartialProduct`: what reads them does
+what is left to do. Where a kernel has no tiling for the shapes, XLA does that one operation.
+Axes: `B` requests, `T` tokens with padding, `E` hidden, `N` of a product, `Q` split-K parts.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.implementation import (
-    by_implementation,
-    has_early_starts,
-    read_implementation,
-    shared_memory,
+from specjax.implementation import Implementation
+from specjax.models.attention import attend
+from specjax.models.layer_math import AttentionSpec, NormSpec
+from specjax.models.pallas.add_rms_norm import add_rms_norm
+from specjax.models.pallas.attention import decode_attention
+from specjax.models.pallas.matmul import fused_glu, split_k_matmul
+from specjax.models.pallas.qkv import QKVOperands
+from specjax.models.pallas.tiles import (
+    AttentionTiling,
+    DecodeConfig,
+    attention_tiling,
+    glu_tiling,
+    matmul_tiling,
 )
-from specjax.mesh import pvary_like
 
 __all__ = [
-    "Normed",
-    "Product",
-    "by_launches",
-    "chosen",
-    "gated",
-    "is_few",
-    "join",
-    "may_wait",
-    "multiply",
-    "padding",
+    "DeferredNorm",
+    "KernelChoice",
+    "PartialProduct",
+    "add_and_begin_norm",
+    "attention",
+    "can_defer_norm",
+    "glu",
+    "kernel_choice",
+    "kv_tiling",
+    "matmul",
 ]
 
-_MIN_ROWS = 8
-_MAX_ROWS = 64
+
+class KernelChoice(NamedTuple):
+    """What the kernels of one decode step are to use.
+
+    Attributes:
+      config: sizes that are not the default ones.
+      shared_memory_bytes: of a program.
+      supports_pdl: whether a kernel can start before the one before it has ended (sm_90).
+      interpret: run in Pallas' interpreter.
+    """
+
+    config: DecodeConfig
+    shared_memory_bytes: int
+    supports_pdl: bool
+    interpret: bool
 
 
-class Normed(NamedTuple):
-    """Rows behind a norm, or on their way.
+def kernel_choice(implementation: Implementation) -> KernelChoice:
+    """Returns what an implementation says that the kernels are to use."""
+    config, device = implementation.config(DecodeConfig), implementation.device_facts()
+    return KernelChoice(
+        config, device.shared_memory_bytes, device.supports_pdl, implementation.interpret
+    )
+
+
+class DeferredNorm(NamedTuple):
+    """Rows of an RMSNorm that may still have to be divided by their root mean square.
 
     Attributes:
       rows: [B, T, E].
-      squares: f32[B, T, n], sums of squares by whose root mean they are to be divided; None
-        where they are.
+      squares: f32[B, T, n], partial sums of squares; None where the rows are divided.
     """
 
     rows: jax.Array
     squares: jax.Array | None
 
 
-class Product(NamedTuple):
-    """A product that is not summed yet, of rows that may not be divided yet.
+class PartialProduct(NamedTuple):
+    """A product in split-K parts, of rows whose norm may be deferred.
 
     Attributes:
-      parts: [Q, B, T, N], of a sum.
-      squares: as in `Normed`.
+      parts: [Q, B, T, N], whose sum over Q is the product.
+      squares: as in `DeferredNorm`.
     """
 
     parts: jax.Array
     squares: jax.Array | None = None
 
-    def whole(self, size: int, eps: float) -> jax.Array:
-        """[B, T, N], in float32 if anything was left to do.
+    def reduce(self, norm: NormSpec | None = None) -> jax.Array:
+        """Returns the product [B, T, N], in float32 if anything was left to do.
 
         Args:
-          size: E, of the rows that were squared.
-          eps: added to their mean square.
+          norm: the deferred norm; read only if there are squares.
         """
         if self.parts.shape[0] == 1 and self.squares is None:
             return self.parts[0]
         total = jnp.sum(self.parts.astype(jnp.float32), axis=0)
         if self.squares is None:
             return total
-        mean = jnp.sum(self.squares, axis=-1, keepdims=True) / size
-        return total * jax.lax.rsqrt(mean + eps)
+        assert norm is not None
+        mean = jnp.sum(self.squares, axis=-1, keepdims=True) / norm.size
+        return total * jax.lax.rsqrt(mean + norm.eps)
 
 
-def chosen() -> str:
-    """Which implementation serves few rows here, as `read_implementation` names it."""
-    return read_implementation(None)
+def can_defer_norm(x: jax.Array) -> bool:
+    """Returns whether the division of a norm of rows may follow their product.
 
-
-def is_few(batch: int, tokens: int) -> bool:
-    """Whether that many rows are a step of decoding on a GPU."""
-    return 0 < batch * tokens <= _MAX_ROWS and chosen() != "xla"
-
-
-def may_wait(x: jax.Array) -> bool:
-    """Whether rows [B, T, E] may be divided by their root mean square late.
-
-    Not in float16: what a product makes of a stream of thousands does not fit before the division.
+    Not in float16: residual streams reach thousands, and their products do not fit undivided.
     """
-    return is_few(*x.shape[:2]) and x.dtype != jnp.float16
+    return x.dtype != jnp.float16
 
 
-def by_launches(
-    implementation: str,
-    xla: Callable[..., Any],
-    kernels: Callable[..., Any],
-    *operands: Any,
-    early: int | None = None,
-) -> Any:
-    """As `by_implementation`, with the derivatives of `xla`: a kernel has none of its own.
+def add_and_begin_norm(
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, norm: NormSpec, choice: KernelChoice
+) -> tuple[jax.Array, DeferredNorm]:
+    """Returns the stream with a product added, and the deferred norm of it.
 
     Args:
-      implementation: as there.
-      xla: as there.
-      kernels: as there.
-      *operands: as there.
-      early: which operand a kernel may have made that lets this one start early.
+      x: [B, T, E], the residual stream.
+      parts: [Q, B, T, E], of the product; None adds nothing.
+      weight: [E], of the norm.
+      norm: its offset is used.
+      choice: of the kernels.
     """
-    if implementation == "xla":
-        return xla(*operands)
-
-    def differentiate(primals: Any, tangents: Any) -> Any:
-        if early is not None and has_early_starts():
-            awaited = jax.tree.map(functools.partial(_wait, implementation), primals[early])
-            primals = (*primals[:early], awaited, *primals[early + 1 :])
-        return jax.jvp(xla, primals, tangents)
-
-    # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
-    operands = pvary_like(operands, operands)
-    run = jax.custom_jvp(lambda *each: by_implementation(implementation, xla, kernels, *each))
-    run.defjvp(differentiate)
-    return run(*operands)
+    outputs = add_rms_norm(x, parts, weight, offset=norm.offset, interpret=choice.interpret)
+    return outputs.x, DeferredNorm(outputs.rows, outputs.squares)
 
 
-def _wait(implementation: str, x: jax.Array) -> jax.Array:
-    """The same, behind whatever lets XLA's kernels start before it is there.
-
-    Of a derivative by some weights alone the other products are kernels still, and XLA reads them.
-    """
-
-    def kernels(x: jax.Array, interpret: bool) -> jax.Array:
-        from specjax.models.pallas.add_rms_norm import waited
-
-        return waited(x, interpret=interpret)
-
-    run = jax.custom_jvp(lambda x: by_implementation(implementation, lambda x: x, kernels, x))
-    run.defjvp(lambda primals, tangents: (run(*primals), *tangents))
-    return run(x)
-
-
-def padding(batch: int, tokens: int) -> int:
-    """How many more tokens a request is given, so that a GPU has eight rows to multiply.
-
-    Fewer are not worth its matrix units to XLA, which then reads weights at half the rate.
-    """
-    return max(-(-_MIN_ROWS // batch) - tokens, 0) if is_few(batch, tokens) else 0
-
-
-def _cut(cut: Callable[..., Any], x: jax.Array, matrix: jax.Array, width: int) -> Any:
-    """How few rows' product with a matrix is shared out by kernels; None if XLA multiplies."""
-    batch, tokens, _ = x.shape
-    if not is_few(batch, tokens) or x.dtype != matrix.dtype:
-        return None
-    return cut(batch * tokens, len(matrix), width, x.dtype.itemsize, shared_memory())
-
-
-def multiply(x: jax.Array, matrix: jax.Array, *, early: bool = False) -> jax.Array:
-    """The product of [B, T, E] with [E, N] as parts [Q, B, T, N]: Q is 1 but for few rows.
+def matmul(
+    x: jax.Array, matrix: jax.Array, choice: KernelChoice, *, next_is_kernel: bool = False
+) -> jax.Array:
+    """Returns the product of [B, T, E] with [E, N] as parts [Q, B, T, N].
 
     Args:
       x: rows.
       matrix: what they are multiplied by.
-      early: whether a kernel of ours reads the parts, and may start before they are there.
+      choice: of the kernels.
+      next_is_kernel: whether a kernel of ours alone reads the parts: then it may start early.
     """
-    from specjax.models.pallas.tiles import product_cut
-
-    cut = _cut(product_cut, x, matrix, matrix.shape[1])
-    if cut is None:
+    tiling = _tiling(matmul_tiling, x, matrix, matrix.shape[1], choice)
+    if tiling is None:
         return (x @ matrix)[None]
-
-    def xla(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        whole = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
-        # Of as many parts as the kernel leaves: both are branches of one program.
-        return jnp.pad(whole[None], ((0, cut.parts - 1), *[(0, 0)] * 3))
-
-    def kernels(*operands: jax.Array, interpret: bool) -> jax.Array:
-        from specjax.models.pallas.matmul import multiplied
-
-        return multiplied(
-            *operands, cut=cut, early=early and has_early_starts(), interpret=interpret
-        )
-
-    return by_launches(chosen(), xla, kernels, x, matrix, early=0)
+    pdl = next_is_kernel and choice.supports_pdl
+    return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
 
 
-def gated(x: Normed, gate_up: jax.Array, down: jax.Array, *, mlp: Any, early: bool) -> jax.Array:
-    """A gated MLP's product as parts [Q, B, T, E].
+def glu(
+    x: DeferredNorm,
+    gate_up: jax.Array,
+    down: jax.Array,
+    choice: KernelChoice,
+    *,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    next_is_kernel: bool,
+) -> jax.Array:
+    """Returns (activation(x @ gate) * (x @ up)) @ down as parts [Q, B, T, E].
 
     Args:
       x: its input.
-      gate_up: [E, 2 * I], the gate beside what it gates.
+      gate_up: [E, 2 * I], the gate's columns, then the up projection's.
       down: [I, E].
-      mlp: has `activation`, and `size` and `eps` of the norm.
-      early: as of `multiply`.
+      choice: of the kernels.
+      norm: of the input.
+      activation: of the gate.
+      next_is_kernel: as in `matmul`.
     """
-    from specjax.models.pallas.tiles import gate_cut, product_cut
-
-    def xla(rows: jax.Array, squares: jax.Array | None, gate_up: jax.Array) -> jax.Array:
-        y = Product((rows @ gate_up)[None], squares).whole(mlp.size, mlp.eps)
+    tiling = _tiling(glu_tiling, x.rows, gate_up, len(down), choice)
+    if tiling is None:
+        y = PartialProduct((x.rows @ gate_up)[None], x.squares).reduce(norm)
         gate, up = jnp.split(y, 2, axis=-1)
-        return (mlp.activation(gate) * up).astype(rows.dtype)
+        y = (activation(gate) * up).astype(x.rows.dtype)
+    else:
+        # XLA's own product does not wait as a kernel of ours does.
+        next_waits = _tiling(matmul_tiling, x.rows, down, down.shape[1], choice) is not None
+        y = fused_glu(
+            *x,
+            gate_up,
+            norm=norm,
+            activation=activation,
+            tiling=tiling,
+            pdl=next_waits and choice.supports_pdl,
+            interpret=choice.interpret,
+        )
+    return matmul(y, down, choice, next_is_kernel=next_is_kernel)
 
-    def kernels(*operands: Any, interpret: bool) -> jax.Array:
-        from specjax.models.pallas.matmul import gated
 
-        # XLA's own product does not wait as ours does.
-        next_waits = _cut(product_cut, x.rows, down, down.shape[1]) is not None
-        next_early = next_waits and has_early_starts()
-        return gated(*operands, mlp=mlp, cut=cut, early=next_early, interpret=interpret)
-
-    cut = _cut(gate_cut, x.rows, gate_up, len(down))
-    implementation = "xla" if cut is None else chosen()
-    y = by_launches(implementation, xla, kernels, x.rows, x.squares, gate_up)
-    return multiply(y, down, early=early)
-
-
-def join(
-    x: jax.Array, parts: jax.Array | None, weight: jax.Array, offset: float
-) -> tuple[jax.Array, Normed]:
-    """Adds a product to few rows, and begins the norm behind the sum.
+def attention(
+    qkv: PartialProduct,
+    cos_sin: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: Any,
+    choice: KernelChoice,
+    *,
+    spec: AttentionSpec,
+    norm: NormSpec,
+) -> tuple[jax.Array, Any]:
+    """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
     Args:
-      x: [B, T, E].
-      parts: [Q, B, T, E]; None adds nothing.
-      weight: [E], of the norm, but for its offset.
-      offset: added to the weight, in float32.
+      qkv: [B, T', (H + 2 * G) * D], queries, keys and values, none of them rotated; rows from T on
+        are padding.
+      cos_sin: of the rotary embeddings, two f32[B, T, 1, D / 2].
+      positions: i32[B, T], none twice in a request but -1; a token there writes and sees nothing.
+      cache: keys and values, two [B, G, S, D].
+      choice: of the kernels.
+      spec: scale, window and soft cap.
+      norm: the deferred norm of `qkv`.
 
     Returns:
-      [B, T, E], and the same on the way through the norm.
+      [B, T', H * D], zeros from T on, and the cache with the tokens in it.
     """
-    from specjax.models.pallas.tiles import JOIN_TILE
+    keys, values = cache
+    parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, keys.shape[3])
+    tiling = kv_tiling(parts.shape[2:4], positions.shape, keys, choice)
+    if tiling is None:
+        squares = None if qkv.squares is None else qkv.squares[:, :, None]
+        heads = PartialProduct(parts, squares).reduce(norm).astype(keys.dtype)
+        tokens, padded = positions.shape[1], heads.shape[1]
+        y, cache = attend(heads[:, :tokens], cos_sin, positions, cache, spec=spec)
+        return jnp.pad(y, ((0, 0), (0, padded - tokens), (0, 0))), cache
+    cos, sin = (x[:, :, 0] for x in cos_sin)
+    return decode_attention(
+        QKVOperands(parts, qkv.squares, cos, sin, positions.astype(jnp.int32), keys, values),
+        spec=spec,
+        norm=norm,
+        tiling=tiling,
+        interpret=choice.interpret,
+    )
 
-    def xla(x: jax.Array, parts: jax.Array | None, weight: jax.Array) -> tuple[jax.Array, Normed]:
-        if parts is not None:
-            x += Product(parts).whole(0, 0.0).astype(x.dtype)
-        wide = x.astype(jnp.float32)
-        squares = jnp.sum(wide * wide, axis=-1, keepdims=True)
-        # Of as many numbers as the kernel leaves: both are branches of one program.
-        squares = jnp.pad(squares, ((0, 0), (0, 0), (0, JOIN_TILE.count(x.shape[2]) - 1)))
-        scale = offset + weight.astype(jnp.float32)
-        return x, Normed((wide * scale[None, None]).astype(x.dtype), squares)
 
-    def kernels(*operands: jax.Array, interpret: bool) -> tuple[jax.Array, Normed]:
-        from specjax.models.pallas.add_rms_norm import joined
+def kv_tiling(
+    rows: tuple[int, ...], positions: tuple[int, ...], keys: jax.Array, choice: KernelChoice
+) -> AttentionTiling | None:
+    """Returns the tiling of attention, or None if XLA attends.
 
-        x, *normed = joined(*operands, offset=offset, interpret=interpret)
-        return x, Normed(*normed)
+    Args:
+      rows: (T', H + 2 * G), of the projection.
+      positions: (B, T).
+      keys: [B, G, S, D], of the cache.
+      choice: of the kernels.
+    """
+    padded, num_heads = rows
+    return attention_tiling(
+        positions,
+        keys.shape,
+        padded=padded,
+        queries_per_kv=num_heads // keys.shape[1] - 2,
+        itemsize=keys.dtype.itemsize,
+        shared_memory_bytes=choice.shared_memory_bytes,
+        config=choice.config,
+    )
 
-    return by_launches(chosen(), xla, kernels, x, parts, weight, early=1)
+
+def _tiling(
+    tiling: Callable[..., Any], x: jax.Array, matrix: jax.Array, width: int, choice: KernelChoice
+) -> Any:
+    """Returns the tiling of rows' product with a matrix; None if XLA multiplies."""
+    if x.dtype != matrix.dtype:
+        return None
+    rows = x.shape[0] * x.shape[1]
+    return tiling(rows, len(matrix), width, x.dtype.itemsize, choice.shared_memory_bytes)

@@ -1,6 +1,11 @@
-"""Rotary embeddings: each pair of a head's coordinates is turned by its position.
+r"""Rotary embeddings (RoPE): each pair of a head's coordinates is rotated by its position.
 
+Pair i of a token at position p is rotated by the angle :math:`p \cdot \theta^{-2i/D}`, before
+scaling.
 Axes: `B` requests, `T` tokens, `H` heads, `D` head dimension.
+
+References:
+  Su et al., 2021, arXiv:2104.09864.
 """
 
 import math
@@ -9,25 +14,21 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.config import RopeScaling
+from specjax.models.layer_math import rotate_halves
 
-__all__ = ["rotate", "rotation", "turn"]
+__all__ = ["rope_cos_sin", "rotate"]
 
 
-def rotation(
+def rope_cos_sin(
     theta: float, scaling: RopeScaling | None, head_dim: int, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Cosines and sines of the angles by which `rotate` turns.
-
-    Pair i turns by :math:`\mathrm{position} \cdot \theta^{-2i/D}`, before scaling.
+    """Returns cosines and sines of the angles by which `rotate` rotates, two f32[B, T, 1, D / 2].
 
     Args:
       theta: base of the frequencies.
       scaling: of the wavelengths, or None.
       head_dim: D, even.
       positions: i32[B, T].
-
-    Returns:
-      Two f32[B, T, 1, D / 2].
     """
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = theta**-exponents
@@ -38,21 +39,26 @@ def rotation(
 
 
 def _scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Returns frequencies scaled for contexts longer than those of the first training.
+
+    "linear" divides every frequency. "llama3" divides those of long waves, keeps those of short
+    waves, and passes from one to the other between the bounds `low_freq_factor` and
+    `high_freq_factor`, in waves per length of the first training.
+    """
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # How often a wave fits the first training's length, against the two bounds of the passage.
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
-    kept = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    unscaled_share = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
+    return frequencies * (unscaled_share + (1.0 - unscaled_share) / scaling.factor)
 
 
-def rotate(x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs of [B, T, H, D], coordinate i with i + D / 2, in float32."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(turn(a, b, *turns), axis=-1).astype(x.dtype)
+def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns [B, T, H, D] with coordinate i and i + D / 2 rotated as a pair, in float32.
 
-
-def turn(a: jax.Array, b: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both halves of turned heads."""
-    return a * cos - b * sin, b * cos + a * sin
+    Args:
+      x: [B, T, H, D].
+      cos_sin: from `rope_cos_sin`.
+    """
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate(rotate_halves(low, high, *cos_sin), axis=-1).astype(x.dtype)

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.models.attention import Kernel
+from specjax.implementation import Implementation
+from specjax.models.attention import AttentionBackend
 from specjax.models.config import TransformerConfig
+from specjax.models.decode_step import run_decoder
 from specjax.models.layers import Layer, RMSNorm, weight
-from specjax.models.ops import Product, padding
-from specjax.models.rope import rotation
+from specjax.models.rope import rope_cos_sin
 from specjax.typing import Model
 
 __all__ = ["Transformer", "build", "causal_hidden", "functions"]
@@ -38,55 +39,68 @@ class Transformer(nnx.Module):
         if not config.tie_word_embeddings:
             self.head = weight(rngs, config, config.vocab_size, config.hidden_size)
 
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """Returns the scaled embeddings [B, T, E] of tokens."""
+        return self._scaled(self.embedding[...][token_ids])
+
     def _scaled(self, embeddings: jax.Array) -> jax.Array:
         scale = self.config.embedding_scale
         return embeddings if scale is None else embeddings * jnp.asarray(scale, embeddings.dtype)
 
-    def _rotations(self, positions: jax.Array) -> dict[Any, Any]:
-        """Cosines and sines for each kind of rotary frequencies that a layer has."""
+    def cos_sin(self, positions: jax.Array) -> dict[Any, Any]:
+        """Returns cosines and sines for each kind of rotary frequencies that a layer has."""
         kinds = dict.fromkeys(layer.rope for layer in self.layers)
-        return {kind: rotation(*kind, self.config.head_dim, positions) for kind in kinds}
+        return {kind: rope_cos_sin(*kind, self.config.head_dim, positions) for kind in kinds}
 
     def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: Any,
+        implementation: str | Implementation | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns hidden states [B, T, E] after the last norm, and the cache with the tokens in it.
+
+        Args:
+          token_ids: i32[B, T].
+          positions: i32[B, T], -1 for no token.
+          cache: a pair of keys and values for each layer.
+          implementation: as of `build`.
+        """
+        return run_decoder(self, token_ids, positions, cache, implementation)
+
+    def plain(
         self, token_ids: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        """Hidden states [B, T, E] after the last norm, and the cache with the tokens in it."""
-        tokens = token_ids.shape[1]
-        token_ids = jnp.pad(token_ids, ((0, 0), (0, padding(*token_ids.shape))))
-        x = self._scaled(self.embedding[...][token_ids])
-        turns, written = self._rotations(positions), []
-        norms: list[RMSNorm] = [*(layer.attention_norm for layer in self.layers), self.norm]
-        normed = norms[0].late(x)
-        for layer, entry, norm in zip(self.layers, cache, norms[1:], strict=True):
-            x, parts, entry = layer.advance(x, normed, turns[layer.rope], positions, entry)
-            x, normed = norm.after(x, parts, layer.mlp_out_norm)
+        """Returns what a call returns, in plain JAX."""
+        x, cos_sin, written = self.embed(token_ids), self.cos_sin(positions), []
+        for layer, entry in zip(self.layers, cache, strict=True):
+            x, entry = layer.plain(x, cos_sin[layer.rope], positions, entry)
             written.append(entry)
-        last = Product(normed.rows[None], normed.squares)
-        hidden = last.whole(self.config.hidden_size, self.config.rms_norm_eps).astype(x.dtype)
-        return hidden[:, :tokens], tuple(written)
+        return self.norm(x).astype(x.dtype), tuple(written)
 
-    def causal(self, token_ids: jax.Array, implementation: Kernel = None) -> jax.Array:
-        """Hidden states [B, T, E] of whole sequences, without a cache, for training."""
+    def causal(self, token_ids: jax.Array, implementation: AttentionBackend = None) -> jax.Array:
+        """Returns hidden states [B, T, E] of whole sequences, without a cache, for training."""
         # A product: the gradient of a lookup adds colliding rows, in low precision and any order.
         table = self.embedding[...]
         x = jax.nn.one_hot(token_ids, self.config.vocab_size, dtype=table.dtype) @ table
         x = self._scaled(x)
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
-        turns = self._rotations(positions)
+        cos_sin = self.cos_sin(positions)
         for layer in self.layers:
-            x = layer.causal(x, turns[layer.rope], implementation)
+            x = layer.causal(x, cos_sin[layer.rope], implementation)
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits [..., V] of hidden states [..., E]."""
+        """Returns logits [..., V] of hidden states [..., E]."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
         rows = hidden.reshape(-1, hidden.shape[-1])
         # The table on the left: one row against it is read in order, ten times faster on CPU.
-        found = (table[...] @ rows.T).T.reshape(*hidden.shape[:-1], -1)
+        logits = (table[...] @ rows.T).T.reshape(*hidden.shape[:-1], -1)
         cap = self.config.logit_softcap
         if cap is None:
-            return found
-        return (jnp.tanh(found.astype(jnp.float32) / cap) * cap).astype(found.dtype)
+            return logits
+        return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
 
 
 @functools.cache
@@ -95,10 +109,16 @@ def _graph(config: TransformerConfig) -> Any:
 
 
 @functools.cache
-def functions(config: TransformerConfig) -> tuple[Any, Any, Any]:
-    """`(init_cache, apply, logits)` as `specjax.typing.Model` describes them.
+def functions(
+    config: TransformerConfig, implementation: str | Implementation | None = None
+) -> tuple[Any, Any, Any]:
+    """Returns `(init_cache, apply, logits)` as `specjax.typing.Model` describes them.
 
-    Equal configurations give the same functions, so that their models share compilations.
+    Equal arguments give the same functions, so that their models share compilations.
+
+    Args:
+      config: sizes and constants.
+      implementation: as of `build`.
     """
 
     def init_cache(batch_size: int, max_length: int) -> Any:
@@ -111,7 +131,8 @@ def functions(config: TransformerConfig) -> tuple[Any, Any, Any]:
     def apply(
         params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        return nnx.merge(_graph(config), nnx.State(params))(token_ids, positions, cache)
+        model = nnx.merge(_graph(config), nnx.State(params))
+        return model(token_ids, positions, cache, implementation)
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
         return nnx.merge(_graph(config), nnx.State(params)).logits(hidden)
@@ -123,9 +144,9 @@ def causal_hidden(
     config: TransformerConfig,
     params: Any,
     token_ids: jax.Array,
-    implementation: Kernel = None,
+    implementation: AttentionBackend = None,
 ) -> jax.Array:
-    """Hidden states [B, T, E] of whole sequences at positions 0 to T - 1, for training.
+    """Returns hidden states [B, T, E] of whole sequences at positions 0 to T - 1, for training.
 
     Args:
       config: sizes and constants.
@@ -139,14 +160,23 @@ def causal_hidden(
     return nnx.merge(_graph(config), nnx.State(params)).causal(token_ids, implementation)
 
 
-def build(config: TransformerConfig, params: Any = None, *, seed: int = 0) -> Model:
-    """A `specjax.typing.Model` of this configuration.
+def build(
+    config: TransformerConfig,
+    params: Any = None,
+    *,
+    seed: int = 0,
+    implementation: str | Implementation | None = None,
+) -> Model:
+    """Returns a `specjax.typing.Model` of this configuration.
 
     Args:
       config: sizes and constants.
       params: nested dict of arrays as another such model holds it. None draws
         random weights from `seed`.
       seed: of the random weights.
+      implementation: of a decode step, which has at most 64 rows: "xla", "triton", "interpret", an
+        `Implementation`, or None, which chooses the kernels on GPUs that have them. Longer inputs
+        are plain JAX.
 
     Example:
       >>> config = TransformerConfig(64, 16, 32, 2, 4, 2, 4)
@@ -156,4 +186,4 @@ def build(config: TransformerConfig, params: Any = None, *, seed: int = 0) -> Mo
     """
     if params is None:
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
-    return Model(params, *functions(config))
+    return Model(params, *functions(config, implementation))

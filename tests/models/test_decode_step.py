@@ -9,11 +9,12 @@ import pytest
 from machine import has_gpu
 
 import specjax
-from specjax.implementation import read_implementation
+from specjax.implementation import Implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, ops
-from specjax.models.pallas import attention as attention_launches
-from specjax.models.pallas import combine as parts_of_cache
-from specjax.models.pallas.qkv import Placed
+from specjax.models.layer_math import AttentionSpec, NormSpec
+from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
+from specjax.models.pallas.tiles import DecodeConfig
+from specjax.pallas.launch import launch, like
 
 # Wide enough for products in parts, and for heads of every kind of tile.
 LLAMA = TransformerConfig(
@@ -58,28 +59,13 @@ def kernels(request):
     return request.param
 
 
-@pytest.fixture
-def through(monkeypatch):
-    """Sets what serves few rows, and forgets what was traced before."""
-
-    def choose(name, alone=True, parts=2):
-        for module in (ops, attention):
-            monkeypatch.setattr(module, "chosen", lambda: read_implementation(name))
-        # Two parts of a cache, so that each has chunks to go through.
-        monkeypatch.setattr(attention_launches, "num_parts_of_cache", lambda *sizes: parts)
-        monkeypatch.setattr(attention_launches, "is_alone", lambda num_requests: alone)
-        jax.clear_caches()
-
-    return choose
-
-
 def close(found, wanted):
     np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def begin(config, dtype="float32"):
+def begin(config, implementation, dtype="float32"):
     """A model whose attention is not uniform, and what it has read of two requests."""
-    model = build(dataclasses.replace(config, dtype=dtype), seed=3)
+    model = build(dataclasses.replace(config, dtype=dtype), seed=3, implementation=implementation)
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x + 0.1, model.params)
     lengths = jnp.array([CONTEXT, CONTEXT - 25], jnp.int32)
     place = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
@@ -93,10 +79,10 @@ def begin(config, dtype="float32"):
 STEPS = [((3, 1), 2), ((1, 1), 0), ((0, 3), 0), ((3, 2), 0)]
 
 
-def decode(config, dtype="float32"):
+def decode(config, implementation, dtype="float32"):
     """Hidden states of the steps, zeros where a request had no token, and the cache."""
-    apply, params, lengths, cache = begin(config, dtype)
-    found = []
+    apply, params, lengths, cache = begin(config, implementation, dtype)
+    states = []
     for number, (sizes, taken_back) in enumerate(STEPS):
         width = max(sizes)
         place = jnp.arange(width, dtype=jnp.int32)[None]
@@ -106,19 +92,19 @@ def decode(config, dtype="float32"):
         ids = jax.random.randint(jax.random.key(number), shape, 0, config.vocab_size, jnp.int32)
         hidden, cache = apply(params, ids, positions, cache)
         assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
-        found.append(jnp.where(fed[..., None], hidden, 0))
+        states.append(jnp.where(fed[..., None], hidden, 0))
         lengths = lengths + jnp.array(sizes) - jnp.minimum(jnp.array(sizes), taken_back)
-    return found, cache
+    return states, cache
 
 
 @pytest.mark.parametrize(
     ("kind", "alone"), [("llama", True), ("llama", False), ("qwen", False), ("gemma", True)]
 )
-def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, kernels, through):
-    through("xla")
-    wanted, cache = decode(KINDS[kind])
-    through(kernels, alone)
-    found, own = decode(KINDS[kind])
+def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, kernels):
+    # Two splits of the cache, so that each has blocks to go through.
+    through = Implementation(kernels, (DecodeConfig(alone, num_kv_splits=2),))
+    wanted, cache = decode(KINDS[kind], "xla")
+    found, own = decode(KINDS[kind], through)
     for step, other in zip(found, wanted, strict=True):
         close(step, other)
     for entry, other in zip(jax.tree.leaves(own), jax.tree.leaves(cache), strict=True):
@@ -126,12 +112,10 @@ def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, kernels, 
 
 
 @pytest.mark.gpu
-def test_short_floats_err_as_much_through_the_kernels_as_without(through):
-    through("xla")
-    exact, _ = decode(LLAMA)
-    plain, _ = decode(LLAMA, "bfloat16")
-    through(None if has_gpu() else "interpret")
-    found, _ = decode(LLAMA, "bfloat16")
+def test_short_floats_err_as_much_through_the_kernels_as_without():
+    exact, _ = decode(LLAMA, "xla")
+    plain, _ = decode(LLAMA, "xla", "bfloat16")
+    found, _ = decode(LLAMA, None if has_gpu() else "interpret", "bfloat16")
 
     def error(steps):
         pairs = zip(steps, exact, strict=True)
@@ -141,16 +125,39 @@ def test_short_floats_err_as_much_through_the_kernels_as_without(through):
         assert 0 < ours < 1.5 * theirs
 
 
+NORM = NormSpec(20, 0.3)
+
+
 def heads(batch, tokens, groups, shared, head_dim, slots, *, parts=1, seed=0):
-    """A case of attention alone: what is projected, turns, and a full cache."""
+    """A case of attention alone: what is projected, cosines and sines, and a full cache."""
     keys = jax.random.split(jax.random.key(seed), 4)
     width = (groups * shared + 2 * groups) * head_dim
     projected = jax.random.normal(keys[0], (parts, batch, tokens, width))
     squares = jax.random.uniform(keys[1], (batch, tokens, 3), minval=1.0, maxval=9.0)
     cache = [jax.random.normal(key, (batch, groups, slots, head_dim)) for key in keys[2:]]
     angles = jax.random.uniform(keys[1], (batch, tokens, 1, head_dim // 2)) * 6
-    turns = (jnp.cos(angles), jnp.sin(angles))
-    return ops.Product(projected, squares), turns, tuple(cache)
+    cos_sin = (jnp.cos(angles), jnp.sin(angles))
+    return ops.PartialProduct(projected, squares), cos_sin, tuple(cache)
+
+
+def attend(implementation, spec, **choices):
+    """Attention to a cache of (product, cosines and sines, positions, cache), jitted.
+
+    By default two programs share a key-value head's cache, so that each has blocks to go through.
+    """
+    config = DecodeConfig(**{"num_kv_splits": 2, **choices})
+    choice = ops.KernelChoice(config, 227 * 1024, False, implementation == "interpret")
+
+    def plain(qkv, cos_sin, positions, cache):
+        parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, cache[0].shape[3])
+        squares = None if qkv.squares is None else qkv.squares[:, :, None]
+        projected = ops.PartialProduct(parts, squares).reduce(NORM)[:, : positions.shape[1]]
+        return attention.attend(projected, cos_sin, positions, cache, spec=spec)
+
+    def kernels(*operands):
+        return ops.attention(*operands, choice, spec=spec, norm=NORM)
+
+    return jax.jit(plain if implementation == "xla" else kernels)
 
 
 POSITIONS = {
@@ -158,94 +165,82 @@ POSITIONS = {
     "the last slots": [[197, 198, 199], [63, 64, 65]],
     "past the end": [[198, 199, 200], [62, 63, 64]],
     "in no order": [[70, 3, 64], [5, 4, -1]],
-    # The window of seven begins with the last slot of a chunk.
-    "behind a chunk": [[69, 70, 71], [133, -1, -1]],
-    "nobody": [[-1, -1, -1], [-1, -1, -1]],
+    # The window of seven begins with the last slot of a block.
+    "after a block": [[69, 70, 71], [133, -1, -1]],
+    "no token": [[-1, -1, -1], [-1, -1, -1]],
 }
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
 @pytest.mark.parametrize("limits", [(None, None), (7, 3.0)], ids=["all", "window and soft cap"])
-def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels, through):
-    rule = attention.Rule(0.3, *limits, size=20, eps=0.3)
-    projected, turns, cache = heads(2, 3, 2, 3, 16, 200, parts=2)
-
-    def attend(positions):
-        return attention.cached_attention(projected, turns, positions, cache, rule)
-
-    places = {name: jnp.array(place, jnp.int32) for name, place in POSITIONS.items()}
-    through("xla")
-    plain = jax.jit(attend)
-    wanted = {name: plain(place) for name, place in places.items()}
-    through(kernels, alone)
-    ours = jax.jit(attend)
-    for name, place in places.items():
-        y, written = ours(place)
-        # What a token behind the cache sees is nobody's.
+def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels):
+    spec = AttentionSpec(0.3, *limits)
+    projected, cos_sin, cache = heads(2, 3, 2, 3, 16, 200, parts=2)
+    plain, ours = attend("xla", spec), attend(kernels, spec, fuses_qkv=alone)
+    for name, place in POSITIONS.items():
+        place = jnp.array(place, jnp.int32)
+        y, written = ours(projected, cos_sin, place, cache)
+        wanted, held = plain(projected, cos_sin, place, cache)
+        # What a token past the end of the cache sees is not promised.
         seen = ((place >= 0) & (place < 200))[..., None]
         assert bool(jnp.isfinite(y).all()), name
-        close(jnp.where(seen, y, 0), jnp.where(seen, wanted[name][0], 0))
-        for entry, other in zip(written, wanted[name][1], strict=True):
+        close(jnp.where(seen, y, 0), jnp.where(seen, wanted, 0))
+        for entry, other in zip(written, held, strict=True):
             close(entry, other)
 
 
 @pytest.mark.parametrize(
     ("alone", "quick"),
     [(True, True), (False, True), (False, False)],
-    ids=["few requests", "more requests", "a launch behind"],
+    ids=["few requests", "more requests", "a launch of its own"],
 )
-def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(
-    alone, quick, kernels, through, monkeypatch
-):
-    monkeypatch.setattr(attention_launches, "is_quickly_joined", lambda *sizes: quick)
-    rule, (groups, shared, head_dim) = attention.Rule(0.3), (2, 3, 16)
-    projected, turns, cache = heads(2, 3, groups, shared, head_dim, 70)
+def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(alone, quick, kernels):
+    spec, (groups, shared, head_dim) = AttentionSpec(0.3), (2, 3, 16)
+    projected, cos_sin, cache = heads(2, 3, groups, shared, head_dim, 70)
     calm = projected.parts.reshape(1, 2, 3, -1, head_dim)
     key_head = groups * shared + 1
     together = jnp.array([[5, 6, 7], [5, 6, 7]], jnp.int32)
     anew = jnp.array([[6, -1, -1], [5, 6, 7]], jnp.int32)
-    behind = jnp.array([[8, -1, -1], [8, 9, 10]], jnp.int32)
-
-    def attend(parts, positions, cache):
-        parts = parts.reshape(*parts.shape[:3], -1)
-        y, cache = attention.cached_attention(ops.Product(parts), turns, positions, cache, rule)
-        # What padding sees is nobody's.
-        y = jnp.where((positions >= 0)[..., None], y, 0)
-        return y.reshape(2, 3, groups, -1), cache
+    after = jnp.array([[8, -1, -1], [8, 9, 10]], jnp.int32)
 
     for name in ("xla", kernels):
-        through(name, alone)
-        run = jax.jit(attend)
+        step = attend(name, spec, fuses_qkv=alone, combines_in_kernel=quick)
+
+        def run(parts, positions, cache, step=step):
+            product = ops.PartialProduct(parts.reshape(*parts.shape[:3], -1))
+            y, cache = step(product, cos_sin, positions, cache)
+            # What padding sees is not promised.
+            y = jnp.where((positions >= 0)[..., None], y, 0)
+            return y.reshape(2, 3, groups, -1), cache
+
         wanted, filled = run(calm, together, cache)
-        wanted_anew, wanted_behind = run(calm, anew, filled)[0], run(calm, behind, filled)[0]
+        wanted_anew, wanted_after = run(calm, anew, filled)[0], run(calm, after, filled)[0]
         for head in (key_head, key_head + groups):
             for value in (jnp.nan, jnp.inf, -jnp.inf):
                 found, spoilt = run(calm.at[0, 0, 1, head, 3].set(value), together, cache)
                 spoils = jnp.zeros((2, 3, groups), bool).at[0, 1:, 1].set(True)[..., None]
                 np.testing.assert_array_equal(found, jnp.where(spoils, jnp.nan, wanted))
-                # The next step writes the token's slot anew, and sees nothing behind it.
+                # The next step writes the token's slot anew, and sees nothing after it.
                 np.testing.assert_array_equal(run(calm, anew, spoilt)[0], wanted_anew)
                 # Or sees the token, which had been kept.
                 spoils = jnp.zeros((2, 3, groups), bool).at[0, 0, 1].set(True)[..., None]
-                found, _ = run(calm, behind, spoilt)
-                np.testing.assert_array_equal(found, jnp.where(spoils, jnp.nan, wanted_behind))
+                found, _ = run(calm, after, spoilt)
+                np.testing.assert_array_equal(found, jnp.where(spoils, jnp.nan, wanted_after))
 
 
-def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(kernels, through):
-    model = build(TransformerConfig(64, 32, 48, 1, 2, 1, 16), seed=3)
-    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.params)
-    bad = 60
-    spoilt = params["embedding"].at[bad].set(jnp.nan)
-    model = dataclasses.replace(model, params=params | {"embedding": spoilt})
+def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(kernels):
+    config, bad = TransformerConfig(64, 32, 48, 1, 2, 1, 16), 60
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, build(config, seed=3).params)
+    params |= {"embedding": params["embedding"].at[bad].set(jnp.nan)}
 
     def propose(params, state, token_ids, hidden, *, config, num_tokens, **options):
         width = config.num_speculative_tokens
         ids = jnp.full((len(token_ids), width), bad, jnp.int32).at[:, 0].set(params)
         return specjax.Draft(ids, num_tokens=num_tokens), state
 
-    def decode(drafter):
+    def decode(implementation, drafter):
         output = specjax.generate(
-            model,
+            build(config, params, implementation=implementation),
             drafter,
             jnp.array([[7, 8, 9], [10, 11, -1]]),
             jnp.array([3, 2]),
@@ -258,12 +253,10 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
         assert output.finish.tolist() == [1, 1]
         return output.token_ids
 
-    through("xla")
-    wanted = decode(None)
+    wanted = decode("xla", None)
     assert not jnp.any(wanted == bad)
-    through(kernels)
     for first in (bad, int(wanted[0, 3])):
-        found = decode(specjax.Drafter(jnp.int32(first), lambda *prompt: (), propose))
+        found = decode(kernels, specjax.Drafter(jnp.int32(first), lambda *prompt: (), propose))
         np.testing.assert_array_equal(found[0], wanted[0])
 
 
@@ -275,89 +268,79 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
         (64, 16, 4, True),
         (96, 2, 7, False),
         (256, 1, 1, True),
-        # Of float32 heads this wide fewer turns are loaded at a time.
+        # Of float32 heads this wide fewer iterations are loaded at a time.
         (256, 1, 1, False),
     ],
 )
-def test_heads_of_any_size_and_as_many_tokens_as_fit(
-    head_dim, tokens, shared, alone, kernels, through
-):
-    rule = attention.Rule(head_dim**-0.5, size=20, eps=1e-5)
-    projected, turns, cache = heads(1, tokens, 2, shared, head_dim, 70, parts=3)
+def test_heads_of_any_size_and_as_many_tokens_as_fit(head_dim, tokens, shared, alone, kernels):
+    spec = AttentionSpec(head_dim**-0.5)
+    projected, cos_sin, cache = heads(1, tokens, 2, shared, head_dim, 70, parts=3)
     positions = 50 + jnp.arange(tokens, dtype=jnp.int32)[None]
-
-    def attend(projected, turns, positions, cache):
-        return attention.cached_attention(projected, turns, positions, cache, rule)
-
-    through("xla")
-    wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
-    through(kernels, alone)
-    found, _ = jax.jit(attend)(projected, turns, positions, cache)
+    operands = (projected, cos_sin, positions, cache)
+    wanted, _ = attend("xla", spec)(*operands)
+    found, _ = attend(kernels, spec, fuses_qkv=alone)(*operands)
     close(found, wanted)
 
 
 @pytest.mark.parametrize(
     ("parts", "at_once", "quick"),
     [(1, 4, True), (4, 4, True), (4, 1, True), (4, 4, False)],
-    ids=["one part", "all at once", "one after the other", "a launch behind"],
+    ids=["one split", "all at once", "one after the other", "a launch of its own"],
 )
-def test_parts_are_one_softmax_whoever_puts_them_together(
-    parts, at_once, quick, kernels, through, monkeypatch
-):
-    monkeypatch.setattr(parts_of_cache, "num_parts_at_once", lambda *sizes: at_once)
-    monkeypatch.setattr(attention_launches, "is_quickly_joined", lambda *sizes: quick)
-    rule = attention.Rule(0.3, 90, 3.0, size=20, eps=1e-5)
+def test_splits_of_a_cache_combine_to_one_softmax(parts, at_once, quick, kernels):
+    spec = AttentionSpec(0.3, 90, 3.0)
     # Two tokens and one of padding, for which the tile of the two has no room.
-    projected, turns, cache = heads(5, 3, 2, 7, 80, 200, parts=2)
-    turns = tuple(x[:, :2] for x in turns)
+    projected, cos_sin, cache = heads(5, 3, 2, 7, 80, 200, parts=2)
+    cos_sin = tuple(x[:, :2] for x in cos_sin)
     places = [[198, 199], [62, 63], [0, -1], [-1, -1], [130, 129]]
     positions = jnp.array(places, jnp.int32)
-
-    def attend(projected, turns, positions, cache):
-        return attention.cached_attention(projected, turns, positions, cache, rule)
-
-    through("xla")
-    wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
-    through(kernels, alone=False, parts=parts)
-    found, _ = jax.jit(attend)(projected, turns, positions, cache)
+    operands = (projected, cos_sin, positions, cache)
+    choices = {
+        "num_kv_splits": parts,
+        "splits_in_registers": at_once,
+        "combines_in_kernel": quick,
+    }
+    wanted, _ = attend("xla", spec)(*operands)
+    found, _ = attend(kernels, spec, fuses_qkv=False, **choices)(*operands)
     seen = (positions >= 0)[..., None]
-    close(jnp.where(seen, found[:, :2], 0), jnp.where(seen, wanted[:, :2], 0))
+    close(jnp.where(seen, found[:, :2], 0), jnp.where(seen, wanted, 0))
     assert not jnp.any(found[:, 2]), "padding is not zero"
 
 
-def test_parts_are_counted_from_zero_whatever_the_memory_held(kernels, through, monkeypatch):
+def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
+    batch, tokens, groups, shared, head_dim = 5, 2, 2, 3, 16
+    projected, cos_sin, cache = heads(batch, tokens, groups, shared, head_dim, 200)
+    positions = 150 + jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (batch, 1))
+    parts = projected.parts.reshape(1, batch, tokens, -1, head_dim)
+    cos, sin = (x[:, :, 0] for x in cos_sin)
+    operands = QKVOperands(parts, projected.squares, cos, sin, positions, *cache)
     # The interpreter begins integers at zero, which a GPU does not.
-    def launch(kernel, operands, outputs, *, in_place, **options):
-        if not isinstance(outputs, Placed):
-            return launch_as_it_is(kernel, operands, outputs, in_place=in_place, **options)
-        held = jnp.full(outputs.counters.shape, 7, outputs.counters.dtype)
+    held = jnp.full((batch * groups,), 7, jnp.uint32)
 
-        def place(references, out):
-            kernel(references[0], out)
+    def kernel(references, out):
+        qkv_kernel(references[0], out, norm=NORM)
 
-        in_place = {**in_place, "counters": held}
-        return launch_as_it_is(place, (operands, held), outputs, in_place=in_place, **options)
-
-    launch_as_it_is = attention_launches.launch
-    rule = attention.Rule(0.3, size=20, eps=1e-5)
-    projected, turns, cache = heads(5, 2, 2, 3, 16, 200)
-    positions = 150 + jnp.tile(jnp.arange(2, dtype=jnp.int32), (5, 1))
-
-    def attend(projected, turns, positions, cache):
-        return attention.cached_attention(projected, turns, positions, cache, rule)
-
-    through("xla")
-    wanted, _ = jax.jit(attend)(projected, turns, positions, cache)
-    through(kernels, alone=False)
-    monkeypatch.setattr(attention_launches, "launch", launch)
-    found, _ = jax.jit(attend)(projected, turns, positions, cache)
-    close(found, wanted)
+    prepared = launch(
+        kernel,
+        (operands, held),
+        PreparedQKV(
+            like((batch, tokens, groups * shared, head_dim)),
+            *(like(x.shape) for x in cache),
+            like((batch, groups, tokens), jnp.int32),
+            like(held.shape, held.dtype),
+        ),
+        num_programs=batch * groups * (shared + 2),
+        num_warps=4,
+        interpret=kernels == "interpret",
+        in_place={"keys": cache[0], "values": cache[1], "counters": held},
+    )
+    np.testing.assert_array_equal(prepared.counters, 0)
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
-def test_a_batch_under_vmap_is_each_by_itself(alone, kernels, through):
-    through(kernels, alone)
-    apply, params, lengths, cache = begin(LLAMA)
+def test_a_batch_under_vmap_is_each_by_itself(alone, kernels):
+    through = Implementation(kernels, (DecodeConfig(alone),))
+    apply, params, lengths, cache = begin(LLAMA, through)
     ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
     wanted, _ = apply(params, ids, positions, cache)
 
@@ -368,35 +351,35 @@ def test_a_batch_under_vmap_is_each_by_itself(alone, kernels, through):
     close(jax.jit(jax.vmap(by_itself))(ids, positions, cache), wanted)
 
 
-def test_float16_holds_large_activations_through_the_kernels(kernels, through):
+def test_float16_holds_large_activations_through_the_kernels(kernels):
     # One coordinate is some thousands, as in the first layers of large models.
-    model = build(dataclasses.replace(LLAMA, dtype="float16", num_hidden_layers=1), seed=3)
+    config = dataclasses.replace(LLAMA, dtype="float16", num_hidden_layers=1)
+    model = build(config, seed=3)
     params = model.params | {"embedding": model.params["embedding"].at[:, 5].set(3000)}
     params["layers"][0]["attention_norm"]["weight"] *= 25
     ids = jnp.array([[3, 4, 5]])
 
-    def read():
-        hidden, _ = jax.jit(model.apply)(params, ids, ids - 3, model.init_cache(1, 64))
+    def read(implementation):
+        apply = jax.jit(build(config, params, implementation=implementation).apply)
+        hidden, _ = apply(params, ids, ids - 3, model.init_cache(1, 64))
         return hidden.astype(jnp.float32)
 
-    through("xla")
-    wanted = read()
-    through(kernels)
-    np.testing.assert_allclose(read(), wanted, atol=0.02)
+    np.testing.assert_allclose(read(kernels), read("xla"), atol=0.02)
 
 
-def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels, through):
-    model = build(TransformerConfig(64, 32, 48, 1, 2, 1, 16), seed=3)
+def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels):
+    config = TransformerConfig(64, 32, 48, 1, 2, 1, 16)
+    model = build(config, seed=3)
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, model.params)
     cache = model.init_cache(2, 20)
     cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), cache)
     ids = jnp.array([[3, 4], [5, 6]])
 
-    def read(kind):
-        through(kind)
+    def read(implementation):
+        apply = build(config, params, implementation=implementation).apply
 
         def loss(params, positions):
-            hidden, _ = model.apply(params, ids, positions, cache)
+            hidden, _ = apply(params, ids, positions, cache)
             return jnp.sum(jnp.sin(hidden)), hidden
 
         @jax.jit
@@ -413,22 +396,20 @@ def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels, through)
         assert jnp.linalg.norm(found - wanted) <= TOLERANCE * jnp.linalg.norm(wanted)
 
 
-def test_a_derivative_by_some_weights_alone_is_that_of_plain_jax(kernels, through, monkeypatch):
-    # Products before and behind are kernels then, and XLA reads what they leave.
-    if not has_gpu():
-        monkeypatch.setattr(ops, "has_early_starts", lambda: True)
-    through("xla")
-    apply, params, lengths, cache = begin(LLAMA)
+def test_a_derivative_by_some_weights_alone_is_that_of_plain_jax(kernels):
+    apply, params, lengths, cache = begin(LLAMA, "xla")
     ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
 
-    def loss(weight):
-        layer = params["layers"][0] | {"mlp_norm": {"weight": weight}}
-        hidden, _ = apply(params | {"layers": {0: layer}}, ids, positions, cache)
-        return jnp.sum(jnp.sin(hidden))
+    def slope(apply, weight):
+        def loss(weight):
+            layer = params["layers"][0] | {"mlp_norm": {"weight": weight}}
+            hidden, _ = apply(params | {"layers": {0: layer}}, ids, positions, cache)
+            return jnp.sum(jnp.sin(hidden))
+
+        return jax.jit(jax.grad(loss))(weight)
 
     weight = params["layers"][0]["mlp_norm"]["weight"]
-    wanted = jax.jit(jax.grad(loss))(weight)
-    through(kernels)
-    found = jax.jit(jax.grad(loss))(weight)
+    wanted = slope(apply, weight)
+    found = slope(build(LLAMA, params, implementation=kernels).apply, weight)
     assert jnp.linalg.norm(wanted) > 0
     assert jnp.linalg.norm(found - wanted) <= TOLERANCE * jnp.linalg.norm(wanted)

@@ -20,7 +20,7 @@ from specjax.models import RopeScaling, TransformerConfig, build
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.weight_map import get_path, weight_entries
-from specjax.models.rope import rotation
+from specjax.models.rope import rope_cos_sin
 
 QWEN = dict(rope_theta=1e6, tie_word_embeddings=True, bos_token_id=151643)
 QWEN |= dict(eos_token_ids=(151645,), rms_norm_eps=1e-6, dtype="bfloat16")
@@ -425,10 +425,10 @@ def test_scaled_wavelengths_are_those_of_the_paper():
     interpolated = (1 - fraction) * plain / 8 + fraction * plain
     expected = np.where(lengths > 64, plain / 8, np.where(lengths < 16, plain, interpolated))
     assert len({*np.sign(expected - plain), *np.sign(expected - plain / 8)}) == 3
-    cos, sin = rotation(1e4, scaling, 32, jnp.array([[1]]))
+    cos, sin = rope_cos_sin(1e4, scaling, 32, jnp.array([[1]]))
     np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0, 0], expected, rtol=1e-5)
-    linear = rotation(1e4, RopeScaling("linear", 4.0), 32, jnp.array([[4]]))
-    unscaled = rotation(1e4, None, 32, jnp.array([[1]]))
+    linear = rope_cos_sin(1e4, RopeScaling("linear", 4.0), 32, jnp.array([[4]]))
+    unscaled = rope_cos_sin(1e4, None, 32, jnp.array([[1]]))
     for first, second in zip(linear, unscaled, strict=True):
         np.testing.assert_allclose(first, second, atol=1e-6)
 

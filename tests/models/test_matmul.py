@@ -1,17 +1,20 @@
 """Products of few rows by kernels: against float64, and how they are shared out."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from machine import has_gpu
 
-from specjax.implementation import read_implementation
-from specjax.models import TransformerConfig, attention, build, ops
+from specjax.models import TransformerConfig, build
+from specjax.models.layer_math import NormSpec
 from specjax.models.pallas import matmul
-from specjax.models.pallas.tiles import attention_stages, gate_cut, product_cut
+from specjax.models.pallas.tiles import (
+    attention_stages,
+    attention_tiling,
+    glu_tiling,
+    matmul_tiling,
+)
 from specjax.pallas import launch
 
 KERNELS = [
@@ -44,14 +47,14 @@ def double(x):
 def test_parts_sum_to_the_product(sizes, dtype, kernels):
     batch, tokens, size, width = sizes
     x, matrix = factors(*sizes, dtype)
-    cut = product_cut(batch * tokens, size, width, x.dtype.itemsize)
+    tiling = matmul_tiling(batch * tokens, size, width, x.dtype.itemsize)
     wanted = double(x) @ double(matrix)
-    interpret = read_implementation(kernels) == "interpret"
-    # As they are cut, and in parts of which none is as large as the next.
-    uneven = cut._replace(parts=3, turned=not cut.turned)
-    for way in (cut, cut._replace(parts=1), uneven):
-        parts = matmul.multiplied(x, matrix, cut=way, early=False, interpret=interpret)
-        assert parts.shape == (way.parts, batch, tokens, width)
+    options = {"pdl": False, "interpret": kernels == "interpret"}
+    # By default, and in parts of which none is as large as the next.
+    uneven = tiling._replace(split_k=3, swap_ab=not tiling.swap_ab)
+    for way in (tiling, tiling._replace(split_k=1), uneven):
+        parts = matmul.split_k_matmul(x, matrix, tiling=way, **options)
+        assert parts.shape == (way.split_k, batch, tokens, width)
         np.testing.assert_allclose(double(parts).sum(0), wanted, atol=TOLERANCE[dtype] * 4)
 
 
@@ -63,15 +66,18 @@ def test_gates_are_of_rows_divided_late(sizes, is_late, kernels):
     batch, tokens, size, width = sizes
     x, matrix = factors(batch, tokens, size, 2 * width, "bfloat16")
     squares = jax.random.uniform(jax.random.key(1), (batch, tokens, 3), minval=1.0, maxval=99.0)
-    mlp = types.SimpleNamespace(activation=jnp.tanh, size=size, eps=0.3)
-    cut = gate_cut(batch * tokens, size, width, 2)
+    tiling = glu_tiling(batch * tokens, size, width, 2)
     scale = 1 / np.sqrt(double(squares).sum(-1, keepdims=True) / size + 0.3) if is_late else 1
     gate, up = np.split(double(x) @ double(matrix) * scale, 2, axis=-1)
     squares = squares if is_late else None
-    interpret = read_implementation(kernels) == "interpret"
-    options = {"mlp": mlp, "early": False, "interpret": interpret}
-    for way in (cut, cut._replace(turned=False)):
-        found = matmul.gated(x, squares, matrix, cut=way, **options)
+    options = {
+        "norm": NormSpec(size, 0.3),
+        "activation": jnp.tanh,
+        "pdl": False,
+        "interpret": kernels == "interpret",
+    }
+    for way in (tiling, tiling._replace(swap_ab=False)):
+        found = matmul.fused_glu(x, squares, matrix, tiling=way, **options)
         assert found.dtype == x.dtype
         np.testing.assert_allclose(double(found), np.tanh(gate) * up, rtol=2**-7, atol=1e-4)
 
@@ -90,9 +96,9 @@ MODELS = {
 }
 
 
-def shared_memory(cut, rows, tiles):
+def shared_memory(tiling, rows, tiles):
     """Bytes that a program has in flight."""
-    return (max(rows, 16) + tiles * cut.columns) * cut.depth * 2 * cut.num_stages
+    return (max(rows, 16) + tiles * tiling.block_n) * tiling.block_k * 2 * tiling.num_stages
 
 
 @pytest.mark.parametrize("rows", [8, 16, 64])
@@ -100,19 +106,19 @@ def shared_memory(cut, rows, tiles):
 def test_products_of_known_models_fill_a_gpu_and_fit_on_it(name, rows):
     hidden, inner, heads = MODELS[name]
     for size, width in ((hidden, heads), (hidden, hidden), (inner, hidden)):
-        cut = product_cut(rows, size, width, 2)
-        assert width % cut.columns == 0
-        assert size % cut.depth == 0
-        assert shared_memory(cut, rows, 1) <= 227 * 1024
-        programs = width // cut.columns * cut.parts
+        tiling = matmul_tiling(rows, size, width, 2)
+        assert width % tiling.block_n == 0
+        assert size % tiling.block_k == 0
+        assert shared_memory(tiling, rows, 1) <= 227 * 1024
+        programs = width // tiling.block_n * tiling.split_k
         assert programs <= 132
-        # More parts than eight cost whoever adds them more than they save here.
-        assert programs > 66 or cut.parts == 8
-    cut = gate_cut(rows, hidden, inner, 2)
-    assert inner % cut.columns == 0
+        # More parts than eight cost what adds them more than they save here.
+        assert programs > 66 or tiling.split_k == 8
+    tiling = glu_tiling(rows, hidden, inner, 2)
+    assert inner % tiling.block_n == 0
     # Together on the GPU, if there are not very many.
-    crowd = -(-inner // cut.columns // 132)
-    assert crowd > 3 or shared_memory(cut, rows, 2) * crowd <= 227 * 1024
+    crowd = -(-inner // tiling.block_n // 132)
+    assert crowd > 3 or shared_memory(tiling, rows, 2) * crowd <= 227 * 1024
 
 
 @pytest.mark.parametrize("rows", [8, 64])
@@ -121,49 +127,38 @@ def test_products_fit_on_a_small_gpu(name, rows):
     hidden, inner, heads = MODELS[name]
     room = 99 * 1024
     for size, width in ((hidden, heads), (hidden, hidden), (inner, hidden)):
-        cut = product_cut(rows, size, width, 2, room)
-        assert cut.num_stages >= 3
-        assert shared_memory(cut, rows, 1) <= room
-    assert shared_memory(gate_cut(rows, hidden, inner, 2, room), rows, 2) <= room
+        tiling = matmul_tiling(rows, size, width, 2, room)
+        assert tiling.num_stages >= 3
+        assert shared_memory(tiling, rows, 1) <= room
+    assert shared_memory(glu_tiling(rows, hidden, inner, 2, room), rows, 2) <= room
 
 
-@pytest.mark.parametrize("cut", [product_cut, gate_cut])
-def test_a_matrix_that_does_not_divide_is_left_to_xla(cut):
-    assert cut(8, 4096, 4096, 2) is not None
-    assert cut(8, 4096 + 8, 4096, 2) is None
-    assert cut(8, 4096, 4096 + 16, 2) is None
+@pytest.mark.parametrize("tiling", [matmul_tiling, glu_tiling])
+def test_a_matrix_that_does_not_divide_is_left_to_xla(tiling):
+    assert tiling(8, 4096, 4096, 2) is not None
+    assert tiling(8, 4096 + 8, 4096, 2) is None
+    assert tiling(8, 4096, 4096 + 16, 2) is None
 
 
-def test_parts_for_xla_are_as_many_as_for_the_kernels(monkeypatch):
-    x, matrix = factors(8, 1, 256, 256, "bfloat16")
-    monkeypatch.setattr(ops, "chosen", lambda: "choose")
-    found = ops.multiply(x, matrix)
-    assert found.shape[0] == product_cut(8, 256, 256, 2).parts > 1
-    wanted = double(x) @ double(matrix)
-    np.testing.assert_allclose(double(found).sum(0), wanted, atol=2e-2)
-
-
-def test_a_model_that_does_not_divide_is_served_all_the_same(monkeypatch):
+def test_a_model_that_does_not_divide_is_served_all_the_same():
     config = TransformerConfig(64, 40, 72, 1, 2, 1, 20, dtype="bfloat16")
-    model = build(config)
     cache = jax.tree.map(
-        lambda x: jax.random.normal(jax.random.key(0), x.shape), model.init_cache(2, 20)
+        lambda x: jax.random.normal(jax.random.key(0), x.shape), build(config).init_cache(2, 20)
     )
     ids = jnp.array([[3, 4], [5, 6]])
 
-    def read():
-        jax.clear_caches()
+    def read(implementation):
+        model = build(config, implementation=implementation)
         hidden, _ = jax.jit(model.apply)(model.params, ids, ids, cache)
         return double(hidden)
 
-    wanted = read()
-    monkeypatch.setattr(ops, "chosen", lambda: "interpret")
-    np.testing.assert_allclose(read(), wanted, atol=0.05)
+    np.testing.assert_allclose(read("interpret"), read("xla"), atol=0.05)
 
 
-# Kilobytes of keys, values, queries and weights that Triton 3.9 keeps for `look`, compiled for
-# compute capability 9.0: rows, head dimension, bytes of a number, and of 1, 2 and 3 turns.
-LOOKED = [
+# Kilobytes of keys, values, queries and weights that Triton 3.9 keeps for `attention_kernel`,
+# compiled for compute capability 9.0: rows, head dimension, bytes of a number, and of 1, 2 and 3
+# iterations.
+ATTENDED = [
     (16, 64, 2, (12, 20, 36)),
     (16, 128, 2, (22, 38, 70)),
     (64, 128, 2, (48, 80, 112)),
@@ -175,8 +170,8 @@ LOOKED = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "head_dim", "itemsize", "kilobytes"), LOOKED)
-def test_attention_loads_as_many_turns_as_fit(rows, head_dim, itemsize, kilobytes):
+@pytest.mark.parametrize(("rows", "head_dim", "itemsize", "kilobytes"), ATTENDED)
+def test_attention_loads_as_many_iterations_as_fit(rows, head_dim, itemsize, kilobytes):
     for room in (99, 227):
         stages = attention_stages(rows, head_dim, itemsize, room * 1024)
         assert stages == sum(size <= room for size in kilobytes)
@@ -185,14 +180,19 @@ def test_attention_loads_as_many_turns_as_fit(rows, head_dim, itemsize, kilobyte
         assert attention_stages(rows, head_dim, itemsize, size * 1024 - 1) == stages - 1
 
 
-def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla(monkeypatch):
-    monkeypatch.setattr(ops, "chosen", lambda: "choose")
-    keys = jax.ShapeDtypeStruct((8, 1, 100, 256), jnp.float32)
-    looked = {}
-    for room in (99, 227):
-        monkeypatch.setattr(attention, "shared_memory", lambda room=room: room * 1024)
-        looked[room] = attention.is_looked_at(8, 8, 8, keys)
-    assert looked == {99: False, 227: True}
+def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla():
+    def tiling(room):
+        return attention_tiling(
+            (8, 8),
+            (8, 1, 100, 256),
+            padded=8,
+            queries_per_kv=8,
+            itemsize=4,
+            shared_memory_bytes=room * 1024,
+        )
+
+    assert tiling(99) is None
+    assert tiling(227) is not None
 
 
 def test_precisions_that_triton_lacks_are_not_less_exact():

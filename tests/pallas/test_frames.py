@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import specjax
+from specjax.models import TransformerConfig, build
 
 pytestmark = pytest.mark.once
 
@@ -64,6 +65,13 @@ def cut(b):
     )
 
 
+def decode(b):
+    config = TransformerConfig(64, 128, 128, 1, 2, 1, 16)
+    model = build(config, implementation="interpret")
+    ids = jnp.zeros((b, 1), jnp.int32)
+    return model.apply(model.params, ids, ids, model.init_cache(b, 80))
+
+
 def frames_to_kernel(call, number, monkeypatch):
     """Names of the package's functions between a call and kernel `number`; None past the last."""
     program_id, entered = pl.program_id, []
@@ -105,3 +113,13 @@ def test_few_frames_stand_between_a_call_and_each_of_its_kernels(
         assert names is not None, f"{call.__name__} entered {number} kernels."
         assert len(names) <= MOST_FRAMES, names
     assert frames_to_kernel(lambda: call(size), num_kernels, monkeypatch) is None
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_few_frames_stand_between_a_decode_step_and_each_of_its_kernels(size, monkeypatch):
+    # The products, norms and attention of one layer, and the first and last norm.
+    for number in range(9):
+        names = frames_to_kernel(lambda: decode(size), number, monkeypatch)
+        assert names is not None, f"{number} kernels were entered."
+        assert len(names[names.index("decode_step") :]) <= MOST_FRAMES, names
+    assert frames_to_kernel(lambda: decode(size), 9, monkeypatch) is None

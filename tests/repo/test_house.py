@@ -37,10 +37,15 @@ FLOORS = (
 )
 # Rooms inside `models`, by the modules that may import them, and what the kernels there may import.
 INSIDE_MODELS = {
-    "specjax.models.pallas": ("specjax.models.ops", "specjax.models.attention"),
+    "specjax.models.pallas": ("specjax.models.ops",),
     "specjax.models.hf": ("specjax.models",),
 }
-GROUND_OF_KERNELS = ("specjax.pallas.launch", "specjax.pallas.tiles", "specjax.models.pallas")
+GROUND_OF_KERNELS = (
+    "specjax.pallas.launch",
+    "specjax.pallas.tiles",
+    "specjax.models.layer_math",
+    "specjax.models.pallas",
+)
 # Only modules that choose an implementation import the kernels.
 CHOOSE_KERNELS = (
     "specjax.samplers.batch",

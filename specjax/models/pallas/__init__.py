@@ -1,10 +1,19 @@
-"""Triton kernels of a decode step: a few rows through a layer's products, attention and norms.
+"""Triton kernels of a decode step: at most 64 rows through a layer's products, attention and norms.
 
-`attention` launches those of attention. `matmul` multiplies in split-K partial sums, `qkv` sums,
-scales and rotates queries, keys and values, `attention_kernels` attends to splits of the cache
-(flash-decoding), `online_softmax` is the running softmax of one split and `combine` puts splits
-together, `add_rms_norm` adds a product to the residual stream and begins the next norm. Imports
-`specjax.pallas.launch` and `specjax.pallas.tiles`; imported by `models.ops` and `models.attention`.
+A layer is eight launches for B >= 4 requests, in this order:
+
+    add_rms_norm_kernel    x, deferred norm of x                          (add_rms_norm.py)
+    split_k_matmul_kernel  queries, keys, values as split-K parts         (matmul.py)
+    qkv_kernel             sums, norm, RoPE, writes the cache             (qkv.py)
+    attention_kernel       flash-decoding over splits of the cache        (attention_kernels.py)
+    split_k_matmul_kernel  output projection as split-K parts             (matmul.py)
+    add_rms_norm_kernel    x + attention, deferred norm                   (add_rms_norm.py)
+    fused_glu_kernel       activation(gate) * up                          (matmul.py)
+    split_k_matmul_kernel  down projection as split-K parts               (matmul.py)
+
+With B < 4, `fused_attention_kernel` and `combine_kernel` (combine.py) replace the two of attention.
+Open `attention.py` first for the order of launches, `online_softmax.py` for the formula, `tiles.py`
+for sizes. Imports `specjax.pallas.launch` and `specjax.pallas.tiles`; imported by `models.ops`.
 
 Letters: `B` requests, `T` tokens of each, `H` query heads, `G` key-value heads, `S` cache slots,
 `D` head dimension, `E` hidden.

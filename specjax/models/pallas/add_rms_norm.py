@@ -1,6 +1,13 @@
-"""What lies between a layer's products, by many programs: a sum on its way to a norm.
+"""Adds a product to the residual stream and begins the next RMSNorm, which is deferred.
 
-Axes: `R` rows, `E` hidden, `Q` parts of a sum, `n` tiles of E.
+A product W of normed rows needs 1 / rms(x), which needs the whole row. Since 1 / rms(x) is one
+number per row, it can follow the product as well as precede it:
+
+    ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
+
+So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, its programs wait for no other, and
+what reads the product divides (`load_squares`, `rms_scale`).
+Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
 """
 
 import functools
@@ -12,38 +19,36 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.pallas.tiles import (
-    JOIN_TILE,
-)
+from specjax.models.layer_math import NormSpec
+from specjax.models.pallas.tiles import ADD_NORM_TILE
 from specjax.pallas.launch import divide, launch, like
 from specjax.pallas.tiles import power_of_two
 
 __all__ = [
-    "Joined",
-    "Sum",
-    "join",
-    "joined",
+    "AddNormOperands",
+    "AddNormOutputs",
+    "add_rms_norm",
+    "add_rms_norm_kernel",
     "load_squares",
-    "scale_of",
-    "waited",
+    "rms_scale",
 ]
 
 
-class Sum(NamedTuple):
-    """References: a stream `x` [R, E], `parts` [Q, R, E] to be added or None, a `weight` [E]."""
+class AddNormOperands(NamedTuple):
+    """References: the stream `x` [R, E], `parts` [Q, R, E] to add or None, a `weight` [E]."""
 
     x: Any
     parts: Any
     weight: Any
 
 
-class Joined(NamedTuple):
-    """What is left of a sum.
+class AddNormOutputs(NamedTuple):
+    """The stream after the addition, and the deferred norm of it.
 
     Attributes:
-      x: [R, E], the stream with the sum.
-      rows: [R, E], the same with the weight.
-      squares: f32[R, n], of x, summed by tiles.
+      x: [R, E], the stream.
+      rows: [R, E], the stream times the norm's weight.
+      squares: f32[R, n], sums of x^2 by tiles.
     """
 
     x: Any
@@ -51,16 +56,29 @@ class Joined(NamedTuple):
     squares: Any
 
 
-def join(inputs: Sum, out: Joined, *, offset: float) -> None:
-    """One tile of one row; the weight is what is given and an offset."""
+def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offset: float) -> None:
+    """Writes one tile of s = x + sum_q parts[q], of s * (offset + weight), and its sum of s^2.
+
+    Grid: R * n programs of 2 warps; one owns 256 elements of one row.
+    Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
+    Why tiles: a program per row would leave most of the GPU idle at 8 rows; the deferred norm
+    needs no reduction over the row here.
+    Order: loads begin after the launch that wrote `parts` has ended. It signals nothing, because
+    XLA's kernels may read the stream.
+
+    Args:
+      operands: references.
+      out: references.
+      offset: added to the weight.
+    """
     size = out.x.shape[1]
-    row, tile = divide(pl.program_id(0), JOIN_TILE.count(size))
-    index, inside = _columns(tile, JOIN_TILE.size, size)
-    x, weight = _load(inputs.x, (row, index), inside), _load(inputs.weight, (index,), inside)
-    if inputs.parts is not None:
-        count = inputs.parts.shape[0]
-        parts = [_load(inputs.parts, (q, row, index), inside) for q in range(count)]
-        # Rounded as the product and as the stream would be.
+    row, tile = divide(pl.program_id(0), ADD_NORM_TILE.count(size))
+    index, inside = _columns(tile, ADD_NORM_TILE.size, size)
+    x, weight = _load(operands.x, (row, index), inside), _load(operands.weight, (index,), inside)
+    if operands.parts is not None:
+        count = operands.parts.shape[0]
+        parts = [_load(operands.parts, (q, row, index), inside) for q in range(count)]
+        # Rounded as the product, and below as the stream.
         x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
     rounded = x.astype(out.x.dtype)
     x = rounded.astype(jnp.float32)
@@ -72,11 +90,11 @@ def join(inputs: Sum, out: Joined, *, offset: float) -> None:
 
 
 def load_squares(squares: Any, *row: Any) -> jax.Array:
-    """Sums of squares [..., lanes] at rows of a reference f32[..., n], zeros behind the n.
+    """Returns the sums of squares of rows, f32[..., lanes], 0 from lane n on.
 
     Args:
-      squares: the reference.
-      *row: their places, scalars or arrays [...] of one shape.
+      squares: reference f32[..., n].
+      *row: leading indices, scalars or arrays [...] of one shape.
     """
     count = squares.shape[-1]
     lane = jax.lax.iota(jnp.int32, power_of_two(count))
@@ -87,14 +105,45 @@ def load_squares(squares: Any, *row: Any) -> jax.Array:
     return _load(squares, (*row, lane), inside)
 
 
-def scale_of(squares: jax.Array, norm: Any) -> jax.Array:
-    """What rows have to be multiplied by: one over their root mean square.
+def rms_scale(squares: jax.Array, norm: NormSpec) -> jax.Array:
+    """Returns rsqrt(sum(squares) / size + eps): the factor that a deferred norm leaves to do.
 
     Args:
-      squares: [..., lanes], sums of their squares.
-      norm: has the `size` that was summed, and `eps`.
+      squares: [..., lanes], from `load_squares`.
+      norm: size and eps.
     """
     return jax.lax.rsqrt(jnp.sum(squares, axis=-1) / norm.size + norm.eps)
+
+
+def add_rms_norm(
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
+) -> AddNormOutputs:
+    """Returns the stream with a product added, and the deferred norm of it.
+
+    Args:
+      x: [B, T, E], the stream.
+      parts: [Q, B, T, E], of the product; None adds nothing.
+      weight: [E], of the norm, without its offset.
+      offset: added to the weight.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      The stream [B, T, E], the stream times the weight [B, T, E], sums of squares f32[B, T, n].
+    """
+    *lead, size = x.shape
+    rows, tiles = math.prod(lead), ADD_NORM_TILE.count(size)
+    parts = None if parts is None else parts.reshape(-1, rows, size)
+    outputs = launch(
+        functools.partial(add_rms_norm_kernel, offset=offset),
+        AddNormOperands(x.reshape(rows, size), parts, weight),
+        AddNormOutputs(
+            like((rows, size), x.dtype), like((rows, size), x.dtype), like((rows, tiles))
+        ),
+        num_programs=rows * tiles,
+        num_warps=ADD_NORM_TILE.num_warps,
+        interpret=interpret,
+    )
+    return AddNormOutputs(*(y.reshape(*lead, -1) for y in outputs))
 
 
 def _columns(tile: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:
@@ -105,39 +154,3 @@ def _columns(tile: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Arr
 def _load(reference: Any, at: Any, mask: jax.Array) -> jax.Array:
     x = plgpu.load(reference.at[at], mask=mask, other=jnp.zeros((), reference.dtype))
     return x.astype(jnp.float32)
-
-
-def joined(
-    x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
-) -> Joined:
-    """A product added to the residual stream, and the beginning of the norm behind it.
-
-    Args:
-      x: [B, T, E].
-      parts: [Q, B, T, E], of the product; None adds nothing.
-      weight: [E], of the norm, but for its offset.
-      offset: added to the weight.
-      interpret: run in Pallas' interpreter.
-
-    Returns:
-      The stream [B, T, E], the same with the weight, and sums of its squares f32[B, T, n].
-    """
-    *lead, size = x.shape
-    rows, tiles = math.prod(lead), JOIN_TILE.count(size)
-    parts = None if parts is None else parts.reshape(-1, rows, size)
-    done = launch(
-        functools.partial(join, offset=offset),
-        Sum(x.reshape(rows, size), parts, weight),
-        Joined(like((rows, size), x.dtype), like((rows, size), x.dtype), like((rows, tiles))),
-        num_programs=rows * tiles,
-        num_warps=JOIN_TILE.num_warps,
-        interpret=interpret,
-    )
-    return Joined(*(y.reshape(*lead, -1) for y in done))
-
-
-def waited(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """The same array, read by a kernel of ours: whoever reads it then need not wait as ours do."""
-    rows = x.reshape(1, -1, x.shape[-1])
-    nothing = jnp.zeros(x.shape[-1:], x.dtype)
-    return joined(rows, None, nothing, offset=0.0, interpret=interpret)[0].reshape(x.shape)

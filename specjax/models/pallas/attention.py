@@ -1,132 +1,165 @@
-"""Attention of a few tokens to a cache: which kernels are launched, and how many programs.
+"""Attention of a few tokens to a cache: which kernels are launched, over how many programs.
+
+B < 4 (fused): each program prepares the queries that it reads, and a second launch combines the
+splits of the cache.
+
+    fused_attention_kernel  ->  combine_kernel
+
+B >= 4: a first launch prepares queries, keys and values once. In the second the last program of a
+key-value head combines its splits, unless that would take longer than a launch.
+
+    qkv_kernel  ->  attention_kernel  (->  combine_kernel)
 
 Axes: `B` requests, `T` tokens fed, `T'` these and padding, `H` query heads, `G` key-value heads,
-`S` cache slots, `D` head dimension, `E` hidden.
+`S` cache slots, `D` head dimension.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models.pallas.attention_kernels import Looked, Rule, Seen, Unfinished, look, see
-from specjax.models.pallas.combine import Parts, finish
-from specjax.models.pallas.qkv import Heads, Placed, place
-from specjax.models.pallas.tiles import (
-    ATTENTION_SLOTS,
-    attention_stages,
-    is_alone,
-    is_light,
-    is_quickly_joined,
-    num_attention_warps,
-    num_parts_of_cache,
-    query_rows,
+from specjax.models.layer_math import AttentionSpec, NormSpec
+from specjax.models.pallas.attention_kernels import (
+    AttentionOperands,
+    AttentionOutputs,
+    FusedOutputs,
+    attention_kernel,
+    fused_attention_kernel,
 )
+from specjax.models.pallas.combine import PartialSoftmax, combine_kernel
+from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
+from specjax.models.pallas.tiles import AttentionTiling
 from specjax.pallas.launch import launch, like
 
-__all__ = ["attend"]
+__all__ = ["decode_attention"]
 
 
-class _Attended(NamedTuple):
+class _Output(NamedTuple):
     """[B, T', H, D]."""
 
     y: Any
 
 
-def attend(
-    heads: Heads,
+def decode_attention(
+    operands: QKVOperands,
     *,
-    rule: Rule,
-    turn: Callable[..., Any],
-    entries: Callable[..., Any],
-    room: int,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """What few tokens see of the cache and of one another.
-
-    The slots of a request and key-value head are shared out among programs, each of which leaves
-    an unfinished softmax. Of few requests, whoever needs queries, keys and values sums, scales and
-    turns them, and a launch behind puts the softmaxes together, a program to a query head. Of more,
-    a launch before does the one; the last program to leave a softmax does the other, unless that
-    would take longer than a launch. No position may be there twice in a request, but for -1.
+    """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
     Args:
-      heads: arrays.
-      rule: how the slots are weighed.
-      turn: of both halves of heads, cosines and sines: both halves of turned heads.
-      entries: of rotated keys and of values: both as the cache holds them.
-      room: bytes of shared memory that a program may have.
+      operands: arrays. No position may be there twice in a request, except -1.
+      spec: scale, window and soft cap.
+      norm: the deferred norm of queries, keys and values.
+      tiling: from `attention_tiling` for these shapes.
       interpret: run in Pallas' interpreter.
 
     Returns:
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
     """
-    (batch, groups, slots, head_dim), tokens = heads.keys.shape, heads.positions.shape[1]
-    padded, num_heads = heads.parts.shape[2], heads.parts.shape[3] - 2 * groups
-    alone, pairs, dtype = is_alone(batch), batch * groups, heads.keys.dtype
-    rows = query_rows(tokens, padded, num_heads // groups, alone)
-    light, stages = is_light(rows, head_dim), attention_stages(rows, head_dim, dtype.itemsize, room)
-    parts = num_parts_of_cache(pairs, slots)
-    lead = (pairs, parts + alone, rows)
-    unfinished = Parts(like((*lead, head_dim)), like(lead), like(lead))
-    out = like((batch, padded, num_heads, head_dim), dtype)
-    cache_like = {"keys": like(heads.keys.shape, dtype), "values": like(heads.values.shape, dtype)}
-    in_place = {"keys": heads.keys, "values": heads.values}
-    if alone:
-        seen = launch(
-            functools.partial(see, rule=rule, turn=turn, entries=entries),
-            heads,
-            Unfinished(unfinished, **cache_like),
-            num_programs=pairs * (parts + 1),
-            num_warps=num_attention_warps(light),
-            # A part of one chunk has no loop to load ahead for, only less room beside others.
-            num_stages=1 if parts * ATTENTION_SLOTS >= slots else stages,
-            interpret=interpret,
-            in_place=in_place,
-        )
-        cache, left, y = (seen.keys, seen.values), seen.parts, None
+    if tiling.fuses_qkv:
+        partials, y, cache = _fused_attention(operands, spec, norm, tiling, interpret)
     else:
-        queries = like((batch, tokens, num_heads, head_dim), dtype)
-        placed = launch(
-            functools.partial(place, rule=rule, turn=turn, entries=entries),
-            heads,
-            Placed(
-                queries,
-                **cache_like,
-                places=like((batch, groups, tokens), jnp.int32),
-                counters=like((pairs,), jnp.uint32),
-            ),
-            num_programs=batch * (num_heads + 2 * groups),
-            num_warps=4,
-            interpret=interpret,
-            in_place=in_place,
-        )
-        quick = is_quickly_joined(parts, rows, head_dim)
-        looked = launch(
-            functools.partial(look, rule=rule, interpret=interpret),
-            Seen(placed.queries, placed.places, placed.keys, placed.values, placed.counters),
-            Looked(
-                unfinished,
-                out if quick else None,
-                cache_like["keys"],
-                like((pairs,), jnp.uint32),
-            ),
-            num_programs=pairs * parts,
-            num_warps=num_attention_warps(light),
-            num_stages=stages,
-            interpret=interpret,
-            in_place={"keys": placed.keys, "counters": placed.counters},
-        )
-        cache, left, y = (looked.keys, placed.values), looked.parts, looked.y
+        partials, y, cache = _attention(operands, spec, norm, tiling, interpret)
+    output = _output_shape(operands)
+    batch, padded, num_heads, _ = output.shape
     if y is None:
         y = launch(
-            functools.partial(finish, tokens=tokens),
-            left,
-            _Attended(out),
+            functools.partial(combine_kernel, tokens=operands.positions.shape[1]),
+            partials,
+            _Output(output),
             num_programs=batch * padded * num_heads,
             num_warps=1,
             interpret=interpret,
         ).y
     return y.reshape(batch, padded, -1), cache
+
+
+def _fused_attention(
+    operands: QKVOperands,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    tiling: AttentionTiling,
+    interpret: bool,
+) -> tuple[PartialSoftmax, None, tuple[jax.Array, jax.Array]]:
+    """Returns the states of all splits, no output, and the cache."""
+    keys, values = operands.keys, operands.values
+    pairs, num_splits = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
+    results = launch(
+        functools.partial(fused_attention_kernel, spec=spec, norm=norm),
+        operands,
+        FusedOutputs(
+            _partials_shape(operands, num_splits, tiling.num_rows),
+            like(keys.shape, keys.dtype),
+            like(values.shape, values.dtype),
+        ),
+        num_programs=pairs * num_splits,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+        in_place={"keys": keys, "values": values},
+    )
+    return results.partials, None, (results.keys, results.values)
+
+
+def _attention(
+    operands: QKVOperands,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    tiling: AttentionTiling,
+    interpret: bool,
+) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
+    """Returns the states of all splits, the output if it is there already, and the cache."""
+    (batch, groups, _, head_dim), tokens = operands.keys.shape, operands.positions.shape[1]
+    keys, values, output = operands.keys, operands.values, _output_shape(operands)
+    pairs, num_heads = batch * groups, output.shape[2]
+    prepared = launch(
+        functools.partial(qkv_kernel, norm=norm),
+        operands,
+        PreparedQKV(
+            like((batch, tokens, num_heads, head_dim), keys.dtype),
+            like(keys.shape, keys.dtype),
+            like(values.shape, values.dtype),
+            like((batch, groups, tokens), jnp.int32),
+            like((pairs,), jnp.uint32),
+        ),
+        num_programs=batch * (num_heads + 2 * groups),
+        num_warps=4,
+        interpret=interpret,
+        in_place={"keys": keys, "values": values},
+    )
+    results = launch(
+        functools.partial(attention_kernel, spec=spec, tiling=tiling, interpret=interpret),
+        AttentionOperands(
+            prepared.queries, prepared.marks, prepared.keys, prepared.values, prepared.counters
+        ),
+        AttentionOutputs(
+            _partials_shape(operands, tiling.num_splits, tiling.num_rows),
+            output if tiling.combines_in_kernel else None,
+            like(keys.shape, keys.dtype),
+            like((pairs,), jnp.uint32),
+        ),
+        num_programs=pairs * tiling.num_splits,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+        in_place={"keys": prepared.keys, "counters": prepared.counters},
+    )
+    return results.partials, results.y, (results.keys, prepared.values)
+
+
+def _partials_shape(operands: QKVOperands, num_splits: int, num_rows: int) -> PartialSoftmax:
+    batch, groups, _, head_dim = operands.keys.shape
+    lead = (batch * groups, num_splits, num_rows)
+    return PartialSoftmax(like((*lead, head_dim)), like(lead), like(lead))
+
+
+def _output_shape(operands: QKVOperands) -> Any:
+    (batch, groups, _, head_dim), padded = operands.keys.shape, operands.parts.shape[2]
+    num_heads = operands.parts.shape[3] - 2 * groups
+    return like((batch, padded, num_heads, head_dim), operands.keys.dtype)

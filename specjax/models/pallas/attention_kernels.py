@@ -1,300 +1,255 @@
-"""Attention of few tokens to a cache: a program to a part of its slots.
+"""Flash-decoding: attention of a few tokens to a cache, one program to a split of its slots.
 
-Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, the query heads of one key-value
-head, token after token; `N` keys of a tile; `P` parts.
+A split leaves an online softmax (m_i, l_i, acc); `combine` puts the splits together. The rows of a
+program's tile are the query heads that share one key-value head, for every token, so that a key is
+loaded once for all of them.
+Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, token after token; `N` keys of a
+block; `P` splits. A pair is a request and a key-value head, b * G + g.
+
+References:
+  Dao et al., 2022, arXiv:2205.14135: FlashAttention.
+  Dao et al., 2023: Flash-Decoding for long-context inference.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.pallas.combine import Parts, leave, together, write
-from specjax.models.pallas.online_softmax import Queries, Softmax, add, is_seen, nothing, summed
+from specjax.models.layer_math import AttentionSpec, NormSpec, cache_entries, is_visible
+from specjax.models.pallas import online_softmax
+from specjax.models.pallas.combine import PartialSoftmax, combine, store_output, store_partial
+from specjax.models.pallas.kv_split import KVSplit
+from specjax.models.pallas.online_softmax import Queries
 from specjax.models.pallas.qkv import (
-    Heads,
-    Projected,
-    late_scales,
-    load_tile,
-    of_token,
-    tile_mask,
+    QKVOperands,
+    RequestQKV,
+    load_heads,
+    rms_scales,
+    row_mask,
+    select_token,
 )
-from specjax.models.pallas.tiles import ATTENTION_SLOTS, MIN_DOT, at_least_dot
+from specjax.models.pallas.tiles import MIN_MMA, AttentionTiling, pad_to_mma
 from specjax.pallas.launch import arrive, divide, value_when
 from specjax.pallas.tiles import power_of_two
 
-__all__ = ["Looked", "Rule", "Seen", "Unfinished", "look", "see"]
+__all__ = [
+    "AttentionOperands",
+    "AttentionOutputs",
+    "FusedOutputs",
+    "attention_kernel",
+    "fused_attention_kernel",
+]
 
 
-class Unfinished(NamedTuple):
-    """What each part of the slots leaves, and the cache, in its own memory.
+class FusedOutputs(NamedTuple):
+    """Results of `fused_attention_kernel`.
 
     Attributes:
-      parts: `Parts`.
-      keys: [B, G, S, D].
-      values: [B, G, S, D].
+      partials: P + 1 splits; the last one is of the tokens that are fed.
+      keys: [B, G, S, D], the cache, in its own memory.
+      values: [B, G, S, D], the cache, in its own memory.
     """
 
-    parts: Parts
+    partials: PartialSoftmax
     keys: Any
     values: Any
 
 
-class Seen(NamedTuple):
-    """References that a part of the slots is looked at through.
+class AttentionOperands(NamedTuple):
+    """References that `attention_kernel` reads: what `PreparedQKV` describes.
 
     Attributes:
       queries: [B, T, H, D].
-      places: i32[B, G, T], as `Placed` has them.
-      keys: [B, G, S, D], with those of the places.
-      values: [B, G, S, D], likewise.
+      marks: i32[B, G, T].
+      keys: [B, G, S, D], with those of the tokens.
+      values: [B, G, S, D], with those of the tokens.
       counters: u32[B * G], zeros.
     """
 
     queries: Any
-    places: Any
+    marks: Any
     keys: Any
     values: Any
     counters: Any
 
 
-class Looked(NamedTuple):
-    """What the parts of the slots leave, and what is put together of them.
+class AttentionOutputs(NamedTuple):
+    """Results of `attention_kernel`.
 
     Attributes:
-      parts: `Parts`; anything, where a part is the whole and `y` is asked for.
-      y: [B, T', H, D], zeros from T on; None if another launch puts it together.
-      keys: [B, G, S, D], in their own memory, NaN where values were not finite.
-      counters: u32[B * G], how many parts have been left; zeros where nobody waits for the last.
+      partials: P splits; not written if P is 1 and `y` is given.
+      y: [B, T', H, D], zeros from T on; None if `combine_kernel` is to write it.
+      keys: [B, G, S, D], the cache, in its own memory; NaN where a value was not finite.
+      counters: u32[B * G], how many splits are stored; unused without `y`.
     """
 
-    parts: Parts
+    partials: PartialSoftmax
     y: Any
     keys: Any
     counters: Any
 
 
-class Rule(Protocol):
-    """How the slots are weighed."""
-
-    @property
-    def scale(self) -> float:
-        """Multiplies the scores."""
-
-    @property
-    def window(self) -> int | None:
-        """How many tokens back a token sees, itself included; None is all."""
-
-    @property
-    def softcap(self) -> float | None:
-        """The c of scores s that become c tanh(s / c), or None."""
-
-    @property
-    def size(self) -> int:
-        """E, of the rows that were squared."""
-
-    @property
-    def eps(self) -> float:
-        """Added to their mean square."""
-
-
-def see(
-    heads: Heads,
-    out: Unfinished,
-    *,
-    rule: Rule,
-    turn: Callable[..., Any],
-    entries: Callable[..., Any],
+def fused_attention_kernel(
+    operands: QKVOperands, out: FusedOutputs, *, spec: AttentionSpec, norm: NormSpec
 ) -> None:
-    """One part of the slots of one request and key-value head, or the tokens that are fed."""
-    groups, slots, head_dim = heads.keys.shape[1:]
-    tokens, parts = heads.positions.shape[1], out.parts.peak.shape[1] - 1
-    shared = heads.parts.shape[3] // groups - 2
-    pair, part = divide(pl.program_id(0), parts + 1)
+    """Writes (m_i, l_i, acc) of one split of one pair, and the new keys and values to the cache.
+
+    Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
+    acc = sum e^(s - m_i) v over the slots that a row sees.
+    Grid: B * G * (P + 1) programs of 2 or 4 warps. Programs 0 to P - 1 of a pair own every P-th
+    block of 64 slots; program P owns the tokens that are fed, and writes them to the cache.
+    Bytes per pair: every slot's key and value once, 2 S D * itemsize; each of the P + 1 programs
+    also reads the pair's queries, Q * T * H / G * D * 4. Written: (P + 1) * M * (D + 2) * 4.
+    Why fused: with B < 4 requests a launch that prepares queries costs more than to prepare them
+    P + 1 times. Why splits: B * G programs alone would leave most multiprocessors idle.
+    Order: the slots of the tokens that are fed are being written by program P, so the others leave
+    them out. Loads begin after the launch before has ended. `combine_kernel` follows.
+
+    Args:
+      operands: references.
+      out: references.
+      spec: scale, window and soft cap.
+      norm: the deferred norm of queries, keys and values.
+    """
+    groups, slots, head_dim = operands.keys.shape[1:]
+    tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
+    queries_per_kv = operands.parts.shape[3] // groups - 2
+    pair, split = divide(pl.program_id(0), num_splits + 1)
     b, g = divide(pair, groups)
-    dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
-    share = _Share(heads.keys, heads.values, (b, g), part, parts)
+    dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+    kv = KVSplit(operands.keys, operands.values, (b, g), split, num_splits)
 
-    # Asked for before anything is known of the tokens: it is the longest to come.
-    chunk = share.load(jnp.int32(0))
-    row = jax.lax.iota(jnp.int32, out.parts.peak.shape[2])
-    token, head = divide(row, shared)
-    inside = token < tokens
-    places = [heads.positions[b, t] for t in range(tokens)]
-    projected = Projected(heads, b, late_scales(heads.squares, b, tokens, rule), turn)
-    rows = projected.rotated(token, g * shared + head, tile_mask(inside, dim, head_dim))
-    queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
-    begin = nothing(row.shape[0], dim.shape[0], MIN_DOT)
+    # Loaded before the tokens are known: nothing else takes as long.
+    block = kv.load(jnp.int32(0))
+    row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
+    token, head = divide(row, queries_per_kv)
+    is_row = token < tokens
+    positions = [operands.positions[b, t] for t in range(tokens)]
+    qkv = RequestQKV(operands, b, rms_scales(operands.squares, b, tokens, norm))
+    rows = qkv.rotated_heads(token, g * queries_per_kv + head, row_mask(is_row, dim, head_dim))
+    queries = Queries(rows, select_token(token, positions, jnp.int32(-1)))
+    empty = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
 
-    @pl.when(part == parts)
+    @pl.when(split == num_splits)
     def _() -> None:
-        fed = jax.lax.iota(jnp.int32, MIN_DOT)
-        place, mask = of_token(fed, places, jnp.int32(-1)), tile_mask(fed < tokens, dim, head_dim)
-        key_head = shared * groups + g
-        keys = projected.rotated(fed, key_head, mask)
-        values = projected.tile(fed, key_head + groups, dim, mask).astype(heads.keys.dtype)
-        stored = entries(keys, values)
+        fed = jax.lax.iota(jnp.int32, MIN_MMA)
+        position = select_token(fed, positions, jnp.int32(-1))
+        mask = row_mask(fed < tokens, dim, head_dim)
+        key_head = queries_per_kv * groups + g
+        keys = qkv.rotated_heads(fed, key_head, mask)
+        values = qkv.heads(fed, key_head + groups, dim, mask).astype(operands.keys.dtype)
+        stored = cache_entries(keys, values)
         if tokens > 1:
-            # One token sees itself: nothing has to be kept from it, and keys need not wait.
+            # A single token sees itself: nothing is to be kept from it, and keys need not wait.
             keys, values = stored
-        done = summed(add(begin, queries, keys, values, place, rule))
-        leave(out.parts, pair, part, done, inside)
-        # Past the end, whatever does not belong into the cache.
-        slot = jnp.where((place >= 0) & (place < slots), place, jnp.int32(slots))
-        mask = tile_mask(slot < slots, dim, head_dim)
+        state = online_softmax.update(empty, queries, keys, values, position, spec)
+        store_partial(out.partials, pair, split, online_softmax.reduce_l(state), is_row)
+        # One past the end for tokens that the cache does not hold: the store masks it.
+        is_held = (position >= 0) & (position < slots)
+        slot = jnp.where(is_held, position, jnp.int32(slots))
+        mask = row_mask(slot < slots, dim, head_dim)
         for cache, new in zip((out.keys, out.values), stored, strict=True):
             plgpu.store(cache.at[b, g, slot[:, None], dim[None]], new, mask=mask)
 
-    @pl.when(part < parts)
+    @pl.when(split < num_splits)
     def _() -> None:
-        # The tokens that are fed stand for their slots, which are being written.
-        done = share.weigh(chunk, queries, places, places, rule)
-        leave(out.parts, pair, part, done, inside)
+        state = kv.attend(block, queries, positions, positions, spec)
+        store_partial(out.partials, pair, split, state, is_row)
 
 
-def look(placed: Seen, out: Looked, *, rule: Rule, interpret: bool) -> None:
-    """One part of the slots of one request and key-value head: the tokens fed have theirs.
+def attention_kernel(
+    operands: AttentionOperands,
+    out: AttentionOutputs,
+    *,
+    spec: AttentionSpec,
+    tiling: AttentionTiling,
+    interpret: bool,
+) -> None:
+    """Writes (m_i, l_i, acc) of one split of one pair; the last program of a pair combines them.
 
-    The last to arrive puts the parts together, if it is to be done here.
-    """
-    groups, _, head_dim = placed.keys.shape[1:]
-    tokens, parts = placed.places.shape[2], out.parts.peak.shape[1]
-    shared = placed.queries.shape[2] // groups
-    pair, part = divide(pl.program_id(0), parts)
-    b, g = divide(pair, groups)
-    dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
-    share = _Share(placed.keys, placed.values, (b, g), part, parts)
-    row = jax.lax.iota(jnp.int32, out.parts.peak.shape[2])
-    token, head = divide(row, shared)
-    inside = token < tokens
-    marks = [placed.places[b, g, t] for t in range(tokens)]
-    places = [jnp.maximum(mark, -2 - mark) for mark in marks]
-    mask = tile_mask(inside, dim, head_dim)
-    rows = load_tile(placed.queries, (b, token, g * shared + head), dim, mask)
-    queries = Queries(rows, of_token(token, places, jnp.int32(-1)))
-    done = share.weigh(None, queries, places, [], rule)
-    done = done._replace(total=done.total + _spoil(marks, queries, out.keys, (b, g), rule))
-    if out.y is None:
-        leave(out.parts, pair, part, done, inside)
-    elif parts == 1:
-        write(out.y, b, g, groups, done)
-    else:
-        leave(out.parts, pair, part, done, inside)
-
-        @pl.when(arrive(out.counters, (pair,), parts, interpret))
-        def _() -> None:
-            write(out.y, b, g, groups, together(out.parts, pair, inside))
-
-
-def _spoil(marks: list[jax.Array], queries: Queries, keys: Any, pair: Any, rule: Rule) -> jax.Array:
-    """Of each row f32[M], NaN if it sees a token whose values are not finite, and 0 elsewhere.
-
-    Makes the keys of such tokens NaN, for steps to come. Other programs may be reading them: to a
-    row that sees them it is all one what they find, and no other row depends on them.
+    Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
+    acc = sum e^(s - m_i) v over the slots that a row sees; then as in `combine`.
+    Grid: B * G * P programs of 2 or 4 warps; one owns every P-th block of 64 slots of a pair.
+    Bytes per pair: every slot's key and value once, 2 S D * itemsize; the queries P times, from the
+    L2 cache. Written: P * M * (D + 2) * 4, or the output alone if P is 1.
+    Why splits: B * G programs alone would leave multiprocessors idle; about two to each are
+    launched (`tiles.num_kv_splits`).
+    Order: `qkv_kernel` before has ended, so the tokens that are fed have their slots. A program
+    stores its state, then adds 1 to the pair's counter: the addition releases its stores and
+    acquires those of the programs that added before. The one that finds P - 1 sees all of them.
+    Without `y` nothing is counted, and `combine_kernel` follows.
 
     Args:
-      marks: `places` of `Placed`, of one request and head.
+      operands: references.
+      out: references; `keys` and `counters` are those of `operands`.
+      spec: scale, window and soft cap.
+      tiling: `splits_in_registers` is used.
+      interpret: whether this runs in Pallas' interpreter.
+    """
+    groups, _, head_dim = operands.keys.shape[1:]
+    tokens, num_splits = operands.marks.shape[2], out.partials.m_i.shape[1]
+    queries_per_kv = operands.queries.shape[2] // groups
+    pair, split = divide(pl.program_id(0), num_splits)
+    b, g = divide(pair, groups)
+    dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+    kv = KVSplit(operands.keys, operands.values, (b, g), split, num_splits)
+    row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
+    token, head = divide(row, queries_per_kv)
+    is_row = token < tokens
+    marks = [operands.marks[b, g, t] for t in range(tokens)]
+    positions = [jnp.maximum(mark, -2 - mark) for mark in marks]
+    mask = row_mask(is_row, dim, head_dim)
+    rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head), dim, mask)
+    queries = Queries(rows, select_token(token, positions, jnp.int32(-1)))
+    state = kv.attend(None, queries, positions, [], spec)
+    nan = _mark_keys(marks, queries, out.keys, (b, g), spec)
+    state = state._replace(l_i=state.l_i + nan)
+    if out.y is None:
+        store_partial(out.partials, pair, split, state, is_row)
+    elif num_splits == 1:
+        store_output(out.y, b, g, groups, state)
+    else:
+        store_partial(out.partials, pair, split, state, is_row)
+
+        @pl.when(arrive(out.counters, (pair,), num_splits, interpret))
+        def _() -> None:
+            state = combine(out.partials, pair, is_row, tiling.splits_in_registers)
+            store_output(out.y, b, g, groups, state)
+
+
+def _mark_keys(
+    marks: list[jax.Array], queries: Queries, keys: Any, pair: Any, spec: AttentionSpec
+) -> jax.Array:
+    """Returns f32[M], NaN for rows that see a token with a non-finite value, 0 for others.
+
+    Makes the keys of such tokens NaN, for the steps after this one. Another program may read such a
+    key before or after the store: a row that sees it is NaN in either case, by what is returned
+    here, and no other row depends on it.
+
+    Args:
+      marks: of `PreparedQKV`, of one pair.
       queries: the rows.
       keys: [B, G, S, D], of the cache.
-      pair: the request and the head.
-      rule: what the rows see.
+      pair: the request and the key-value head.
+      spec: its window decides what a row sees.
     """
     slots, head_dim = keys.shape[2:]
 
-    def spoil() -> jax.Array:
-        # -1 where there is nothing to do, or no slot.
-        spoilt = [jnp.where(mark >= -1 - slots, -2 - mark, jnp.int32(-1)) for mark in marks]
+    def mark_keys() -> jax.Array:
+        # -1 for a token whose values are finite, or that has no slot.
+        bad = [jnp.where(mark >= -1 - slots, -2 - mark, jnp.int32(-1)) for mark in marks]
         token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
         dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))
-        slot = of_token(token, spoilt, jnp.int32(-1))
-        mask = tile_mask(slot >= 0, dim, head_dim)
+        slot = select_token(token, bad, jnp.int32(-1))
+        mask = row_mask(slot >= 0, dim, head_dim)
         nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
         plgpu.store(keys.at[(*pair, slot[:, None], dim[None])], nan, mask=mask)
-        seen = [is_seen(queries.position, slot, rule) for slot in spoilt]
+        seen = [is_visible(queries.position, slot, spec.window) for slot in bad]
         return jnp.where(functools.reduce(jnp.logical_or, seen), jnp.float32(jnp.nan), 0.0)
 
     is_any = functools.reduce(jnp.minimum, marks) < -1
-    return value_when(is_any, spoil, jnp.zeros(queries.position.shape, jnp.float32))
-
-
-class _Chunk(NamedTuple):
-    """Slots i32[N] of a cache, which of them exist, their keys [N, D] and values [N, D]."""
-
-    slot: jax.Array
-    inside: jax.Array
-    keys: jax.Array
-    values: jax.Array
-
-
-class _Share(NamedTuple):
-    """Every `parts`-th chunk of the cache at `pair`, a request and a head, from `part` on."""
-
-    keys: Any
-    values: Any
-    pair: tuple[jax.Array, jax.Array]
-    part: jax.Array
-    parts: int
-
-    def load(self, i: jax.Array) -> _Chunk:
-        """Its i-th chunk."""
-        slots, head_dim = self.keys.shape[2:]
-        slot = (self.part + i * self.parts) * ATTENTION_SLOTS
-        slot += jax.lax.iota(jnp.int32, ATTENTION_SLOTS)
-        dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
-        inside = (slot < slots) & (self.part < self.parts)
-        mask, at = tile_mask(inside, dim, head_dim), (*self.pair, slot)
-        return _Chunk(
-            slot, inside, *(load_tile(x, at, dim, mask) for x in (self.keys, self.values))
-        )
-
-    def weigh(
-        self,
-        first: _Chunk | None,
-        queries: Queries,
-        places: list[jax.Array],
-        hidden: list[jax.Array],
-        rule: Rule,
-    ) -> Softmax:
-        """What queries of tokens at some places see of it, but for the slots that are hidden.
-
-        The first chunk may have been loaded before.
-        """
-
-        def weighed(chunk: _Chunk, state: Softmax) -> Softmax:
-            inside = chunk.inside
-            for place in hidden:
-                inside &= chunk.slot != place
-            slot = jnp.where(inside, chunk.slot, jnp.int32(-1))
-            return add(state, queries, chunk.keys, chunk.values, slot, rule)
-
-        slots = self.keys.shape[2]
-        start, end = _chunks_of(places, self.part, self.parts, slots, rule.window)
-        state = nothing(*queries.rows.shape, ATTENTION_SLOTS)
-        if first is not None:
-            start, state = jnp.maximum(start, 1), weighed(first, state)
-
-        def weigh_next(i: jax.Array, state: Softmax) -> Softmax:
-            return weighed(self.load(i), state)
-
-        return summed(jax.lax.fori_loop(start, end, weigh_next, state))
-
-
-def _chunks_of(
-    places: list[jax.Array], part: jax.Array, parts: int, slots: int, window: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """Which of its chunks a part has to look at: those of slots that any token may see."""
-    last, lowest = jnp.int32(-1), jnp.int32(slots)
-    for place in places:
-        last = jnp.maximum(last, place)
-        lowest = jnp.minimum(lowest, jnp.where(place < 0, jnp.int32(slots), place))
-    chunks, _ = divide(jnp.minimum(last, slots - 1) + ATTENTION_SLOTS, ATTENTION_SLOTS)
-    end, _ = divide(jnp.maximum(chunks - part + (parts - 1), 0), parts)
-    if window is None:
-        return jnp.int32(0), end
-    skipped, _ = divide(jnp.maximum(lowest - (window - 1), 0), ATTENTION_SLOTS)
-    start, _ = divide(jnp.maximum(skipped - part + (parts - 1), 0), parts)
-    return start, end
+    return value_when(is_any, mark_keys, jnp.zeros(queries.position.shape, jnp.float32))

@@ -1,6 +1,14 @@
-"""Softmaxes of parts of a cache, left by as many programs, and put together.
+"""Combines the online softmaxes of a cache's splits into one attention.
 
+Each split i of the cache's slots leaves (m_i, l_i, acc_i). Together they are
+
+    m = max_i m_i        o = sum_i exp(m_i - m) acc_i  /  sum_i exp(m_i - m) l_i
+
+`combine` does it inside the program that arrives last; `combine_kernel` is a launch of its own.
 Axes as in `specjax.models.pallas.attention_kernels`.
+
+References:
+  Dao et al., 2023: Flash-Decoding for long-context inference.
 """
 
 import functools
@@ -12,95 +20,140 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.pallas.online_softmax import Softmax, nothing
-from specjax.models.pallas.qkv import load_tile, tile_mask
-from specjax.models.pallas.tiles import at_least_dot, num_parts_at_once
+from specjax.models.pallas.online_softmax import OnlineSoftmax, init
+from specjax.models.pallas.qkv import load_heads, row_mask
+from specjax.models.pallas.tiles import pad_to_mma
 from specjax.pallas.launch import divide
 from specjax.pallas.tiles import power_of_two
 
-__all__ = ["Parts", "finish", "leave", "together", "write"]
+__all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store_partial"]
 
 
-class Parts(NamedTuple):
-    """What each part of the slots leaves.
+class PartialSoftmax(NamedTuple):
+    """The online softmax of every split, as `OnlineSoftmax` defines it.
 
     Attributes:
-      mixed: f32[B * G, P, M, D], values weighted by `exp(score - peak)`; of padding, anything.
-      peak: f32[B * G, P, M], at least the largest score.
-      total: f32[B * G, P, M], the weights' sum.
+      acc: f32[B * G, P, M, D]; not written for rows of padding.
+      m_i: f32[B * G, P, M].
+      l_i: f32[B * G, P, M].
     """
 
-    mixed: Any
-    peak: Any
-    total: Any
+    acc: Any
+    m_i: Any
+    l_i: Any
 
 
-def leave(
-    parts: Parts, pair: jax.Array, part: jax.Array, state: Softmax, inside: jax.Array
+def store_partial(
+    partials: PartialSoftmax,
+    pair: jax.Array,
+    split: jax.Array,
+    state: OnlineSoftmax,
+    is_row: jax.Array,
 ) -> None:
-    """Stores what one part holds of rows, of which there are those inside, bool[M]."""
-    rows, dims = state.mixed.shape
+    """Stores the state of one split.
+
+    Args:
+      partials: references.
+      pair: i32[], request and key-value head: b * G + g.
+      split: i32[].
+      state: of M rows.
+      is_row: bool[M], False for padding.
+    """
+    rows, dims = state.acc.shape
     row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
-    plgpu.store(parts.peak.at[pair, part, row], state.peak)
-    plgpu.store(parts.total.at[pair, part, row], state.total)
-    at, mask = (pair, part, row[:, None], dim[None]), tile_mask(inside, dim, parts.mixed.shape[3])
-    plgpu.store(parts.mixed.at[at], state.mixed, mask=mask)
+    plgpu.store(partials.m_i.at[pair, split, row], state.m_i)
+    plgpu.store(partials.l_i.at[pair, split, row], state.l_i)
+    at, mask = (pair, split, row[:, None], dim[None]), row_mask(is_row, dim, partials.acc.shape[3])
+    plgpu.store(partials.acc.at[at], state.acc, mask=mask)
 
 
-def together(parts: Parts, pair: jax.Array, inside: jax.Array) -> Softmax:
-    """The rows of a request and key-value head over all parts; those not inside see nothing."""
-    (count, rows, head_dim), dims = parts.mixed.shape[1:], at_least_dot(parts.mixed.shape[3])
+def combine(
+    partials: PartialSoftmax, pair: jax.Array, is_row: jax.Array, splits_in_registers: int
+) -> OnlineSoftmax:
+    """Returns the state of rows over all splits; rows of padding have seen nothing.
+
+    Args:
+      partials: references, which all splits of the pair have stored.
+      pair: i32[], request and key-value head: b * G + g.
+      is_row: bool[M], False for padding.
+      splits_in_registers: how many splits are loaded at a time.
+    """
+    (num_splits, rows, head_dim) = partials.acc.shape[1:]
+    dims = pad_to_mma(head_dim)
     row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
-    mask = tile_mask(inside, dim, head_dim)
-    # Of those that are loaded together none waits for another.
-    width = math.gcd(count, num_parts_at_once(rows, head_dim))
+    mask = row_mask(is_row, dim, head_dim)
+    # Loads of one iteration do not wait for one another.
+    width = math.gcd(num_splits, splits_in_registers)
 
-    def load(part: jax.Array) -> Softmax:
-        at = (pair, part, row)
-        peak, total = _load(parts.peak, at, inside, -jnp.inf), _load(parts.total, at, inside, 0)
-        return Softmax(peak, total, load_tile(parts.mixed, at, dim, mask))
+    def load(split: jax.Array) -> OnlineSoftmax:
+        at = (pair, split, row)
+        m_i, l_i = _load(partials.m_i, at, is_row, -jnp.inf), _load(partials.l_i, at, is_row, 0)
+        return OnlineSoftmax(m_i, l_i, load_heads(partials.acc, at, dim, mask))
 
-    def add(i: jax.Array, state: Softmax) -> Softmax:
-        several = [state, *(load(i * width + k) for k in range(width))]
-        peak = functools.reduce(jnp.maximum, [each.peak for each in several])
-        weights = [jnp.exp(each.peak - peak) for each in several]
-        pairs = list(zip(several, weights, strict=True))
-        totals = [each.total * weight for each, weight in pairs]
-        mixed = [each.mixed * weight[:, None] for each, weight in pairs]
-        return Softmax(peak, functools.reduce(jnp.add, totals), functools.reduce(jnp.add, mixed))
+    def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+        states = [state, *(load(i * width + k) for k in range(width))]
+        m = functools.reduce(jnp.maximum, [each.m_i for each in states])
+        weights = [jnp.exp(each.m_i - m) for each in states]
+        pairs = list(zip(states, weights, strict=True))
+        l_i = [each.l_i * weight for each, weight in pairs]
+        acc = [each.acc * weight[:, None] for each, weight in pairs]
+        return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
 
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(count // width), add, nothing(rows, dims))
+    steps = jnp.int32(num_splits // width)
+    return jax.lax.fori_loop(jnp.int32(0), steps, add, init(rows, dims))
 
 
-def write(y: Any, b: jax.Array, g: jax.Array, groups: int, state: Softmax) -> None:
-    """Stores the rows of a request and key-value head: zeros where they saw nothing, NaN of NaN."""
+def store_output(y: Any, b: jax.Array, g: jax.Array, groups: int, state: OnlineSoftmax) -> None:
+    """Stores acc / l_i of one key-value head's rows: 0 for rows that see nothing, NaN for NaN.
+
+    Args:
+      y: reference [B, T', H, D].
+      b: i32[], the request.
+      g: i32[], the key-value head.
+      groups: G.
+      state: of M rows, token after token.
+    """
     padded, num_heads, head_dim = y.shape[1:]
-    rows, dims = state.mixed.shape
+    rows, dims = state.acc.shape
     dim = jax.lax.iota(jnp.int32, dims)
     token, head = divide(jax.lax.iota(jnp.int32, rows), num_heads // groups)
-    values = state.mixed / jnp.where(state.total == 0, 1.0, state.total)[:, None]
+    values = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
     at = (b, token[:, None], (g * (num_heads // groups) + head)[:, None], dim[None])
-    plgpu.store(y.at[at], values.astype(y.dtype), mask=tile_mask(token < padded, dim, head_dim))
+    plgpu.store(y.at[at], values.astype(y.dtype), mask=row_mask(token < padded, dim, head_dim))
 
 
-def finish(parts: Parts, out: Any, *, tokens: int) -> None:
-    """One query head of one token of `out.y` [B, T', H, D]: the parts' softmaxes together."""
+def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
+    """Writes o = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i for one query head of one token.
+
+    Grid: B * T' * H programs of one warp. A program holds the P states of its row, [P, D], at
+    once. Tokens from T on are padding and are written as 0.
+    Bytes per row: P (D + 2) * 4 read, D * itemsize written.
+    Why a launch: with more splits than `AttentionTiling.combines_in_kernel` allows, one last
+    program per key-value head would read for longer than a launch takes.
+    Order: every program of the launch before has ended before one of these loads; nothing is
+    signalled.
+
+    Args:
+      partials: references.
+      out: references; `y` [B, T', H, D].
+      tokens: T.
+    """
     batch, padded, num_heads, head_dim = out.y.shape
-    groups = parts.peak.shape[0] // batch
+    groups = partials.m_i.shape[0] // batch
     row, head = divide(pl.program_id(0), num_heads)
     b, t = divide(row, padded)
     g, r = divide(head, num_heads // groups)
     pair, row = b * groups + g, t * (num_heads // groups) + r
-    part = jax.lax.iota(jnp.int32, power_of_two(parts.peak.shape[1]))
-    inside = (part < parts.peak.shape[1]) & (t < tokens)
-    dim = jax.lax.iota(jnp.int32, at_least_dot(head_dim))
-    peak = _load(parts.peak, (pair, part, row), inside, -jnp.inf)
-    total = _load(parts.total, (pair, part, row), inside, 0)
-    mixed = load_tile(parts.mixed, (pair, part, row), dim, tile_mask(inside, dim, head_dim))
-    # Padding has no part at all.
-    weight = jnp.exp(peak - jnp.maximum(jnp.max(peak), -3e38))
-    whole = jnp.sum(weight * total)
-    y = jnp.sum(weight[:, None] * mixed, axis=0) / jnp.where(whole == 0, 1.0, whole)
+    split = jax.lax.iota(jnp.int32, power_of_two(partials.m_i.shape[1]))
+    inside = (split < partials.m_i.shape[1]) & (t < tokens)
+    dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+    m_i = _load(partials.m_i, (pair, split, row), inside, -jnp.inf)
+    l_i = _load(partials.l_i, (pair, split, row), inside, 0)
+    acc = load_heads(partials.acc, (pair, split, row), dim, row_mask(inside, dim, head_dim))
+    # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
+    weight = jnp.exp(m_i - jnp.maximum(jnp.max(m_i), -3e38))
+    whole = jnp.sum(weight * l_i)
+    y = jnp.sum(weight[:, None] * acc, axis=0) / jnp.where(whole == 0, 1.0, whole)
     plgpu.store(out.y.at[b, t, head, dim], y.astype(out.y.dtype), mask=dim < head_dim)
 
 

@@ -1,60 +1,46 @@
-"""Products of few rows with a matrix that is read once: a program to a tile of its columns.
+"""Products of a decode step's few rows with a matrix that is read once.
 
-A matrix of few columns is shared out by its rows, too: each part of the sum is left apart, for
-whoever reads it to add.
-Axes: `R` rows, `M` these and padding, `E` summed over, `N` columns, `C` of them to a tile, `Q`
-parts of the sum.
+`split_k_matmul` leaves partial sums, `fused_glu` multiplies with a gate and an up projection at
+once and applies the activation. With at most 64 rows the time is that of reading the matrix, so
+the tilings (`tiles.matmul_tiling`, `tiles.glu_tiling`) are chosen to keep all of the memory busy:
+about one program for each multiprocessor, split along K where the columns alone give fewer.
+Axes: `R` rows, `M` these and padding, `E` = K, the axis that is summed, `N` columns, `Q` split-K
+parts.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.pallas.add_rms_norm import load_squares, scale_of
-from specjax.models.pallas.tiles import (
-    Cut,
-    at_least_dot,
-)
+from specjax.models.layer_math import NormSpec
+from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
+from specjax.models.pallas.tiles import MatmulTiling, pad_to_mma
 from specjax.pallas.launch import divide, dot, launch, like, start_next
 
 __all__ = [
-    "Block",
-    "Factors",
-    "Gated",
-    "Multiplied",
-    "gate",
-    "gated",
-    "multiplied",
-    "multiply",
+    "GLUOutput",
+    "MatmulOperands",
+    "SplitKParts",
+    "fused_glu",
+    "fused_glu_kernel",
+    "split_k_matmul",
+    "split_k_matmul_kernel",
 ]
 
 
-class Block(Protocol):
-    """A gated MLP.
-
-    Attributes:
-      activation: of the gate, in float32.
-      size: E.
-      eps: added to the mean square of its input.
-    """
-
-    activation: Any
-    size: int
-    eps: float
-
-
-class Factors(NamedTuple):
+class MatmulOperands(NamedTuple):
     """References.
 
     Attributes:
       rows: [R, E].
       matrix: [E, N].
-      squares: f32[R, n], by whose root mean the gate's product is divided; None where it is.
+      squares: f32[R, n], sums of squares of the rows' deferred norm; None if there is none.
     """
 
     rows: Any
@@ -62,97 +48,137 @@ class Factors(NamedTuple):
     squares: Any = None
 
 
-class Multiplied(NamedTuple):
-    """`parts` f32[Q, R, N], of a sum."""
+class SplitKParts(NamedTuple):
+    """`parts` f32[Q, R, N], whose sum over Q is the product."""
 
     parts: Any
 
 
-class Gated(NamedTuple):
+class GLUOutput(NamedTuple):
     """`y` [R, N / 2]."""
 
     y: Any
 
 
-def multiply(factors: Factors, out: Multiplied, *, cut: Cut, early: bool) -> None:
-    """One tile of one part of the sum.
+def split_k_matmul_kernel(
+    operands: MatmulOperands, out: SplitKParts, *, tiling: MatmulTiling, pdl: bool
+) -> None:
+    """Writes parts[q] = rows[:, K_q] @ matrix[K_q, tile] for one tile and one range K_q of K.
+
+    Grid: (N / block_n) * split_k programs; one owns block_n columns and every row.
+    Bytes: the matrix once, E * N * itemsize; the rows N / block_n times, from the L2 cache;
+    R * N * split_k * 4 written.
+    Why split-K: N / block_n tiles are fewer than the multiprocessors, and each streams its part of
+    the matrix at the same rate. What reads the parts adds them, which saves a launch.
+    Order: loads begin after the launch before has ended. With `pdl` a program signals
+    `griddepcontrol.launch_dependents` after its last load and before its store: the next kernel may
+    start, and its first instruction waits until all of this one's stores can be seen.
 
     Args:
-      factors: references.
+      operands: references.
       out: references.
-      cut: how it is shared out.
-      early: whether the kernel behind may start now, as `start_next` says.
+      tiling: block sizes.
+      pdl: whether the next kernel may start early. It has to be one of ours: XLA's may load what
+        they take for constants before they wait.
     """
-    tiles = factors.matrix.shape[1] // cut.columns
-    part, tile = divide(pl.program_id(0), tiles)
-    begin, end = (_share(factors, part + k, cut) for k in (0, 1))
-    (total,) = _sums(factors, [tile * cut.columns], begin, end, cut)
-    part = start_next(part) if early else part
-    _store(out.parts, (part,), tile * cut.columns, total, cut)
+    tiles = operands.matrix.shape[1] // tiling.block_n
+    split, tile = divide(pl.program_id(0), tiles)
+    begin, end = (_first_step(operands, split + k, tiling) for k in (0, 1))
+    (total,) = _accumulate(operands, [tile * tiling.block_n], begin, end, tiling)
+    split = start_next(split) if pdl else split
+    _store(out.parts, (split,), tile * tiling.block_n, total, tiling)
 
 
-def gate(factors: Factors, out: Gated, *, cut: Cut, block: Block, early: bool) -> None:
-    """One tile of `activation(gate) * up`, of a matrix in which `up` stands behind `gate`.
+def fused_glu_kernel(
+    operands: MatmulOperands,
+    out: GLUOutput,
+    *,
+    tiling: MatmulTiling,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    pdl: bool,
+) -> None:
+    """Writes y = activation(r * rows @ gate) * (r * rows @ up) for one tile; r = 1 / rms(x).
+
+    The matrix is [gate, up], N / 2 columns each; r is the deferred norm, 1 if there is none.
+    Grid: (N / 2) / block_n programs; one owns block_n columns of gate, those of up, and every row.
+    Bytes: the matrix once, E * N * itemsize; the rows N / 2 / block_n times, from the L2 cache;
+    R * N / 2 * itemsize written.
+    Why no split-K: the activation needs the whole sum of the gate.
+    Order: as in `split_k_matmul_kernel`.
 
     Args:
-      factors: references.
+      operands: references.
       out: references.
-      cut: how it is shared out.
-      block: whose gate it is.
-      early: whether the kernel behind may start now, as `start_next` says.
+      tiling: block sizes; `split_k` is 1.
+      norm: the deferred norm.
+      activation: of the gate, in float32.
+      pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
     """
-    num_rows, size = factors.rows.shape
+    num_rows, size = operands.rows.shape
     tile, inner = pl.program_id(0), out.y.shape[1]
-    # Asked for before the matrix, and looked at behind it.
-    squares = None if factors.squares is None else load_squares(factors.squares, _rows(num_rows))
-    starts = [tile * cut.columns, tile * cut.columns + inner]
-    steps = jnp.int32(size // cut.depth)
-    gates, ups = _sums(factors, starts, jnp.int32(0), steps, cut)
+    # Loaded before the matrix and used after it, so that nothing waits for it.
+    squares = None
+    if operands.squares is not None:
+        squares = load_squares(operands.squares, _padded_rows(num_rows))
+    starts = [tile * tiling.block_n, tile * tiling.block_n + inner]
+    steps = jnp.int32(size // tiling.block_k)
+    gates, ups = _accumulate(operands, starts, jnp.int32(0), steps, tiling)
     if squares is not None:
-        scale = scale_of(squares, block)
-        scale = scale[None] if cut.turned else scale[:, None]
+        scale = rms_scale(squares, norm)
+        scale = scale[None] if tiling.swap_ab else scale[:, None]
         gates, ups = gates * scale, ups * scale
-    tile = start_next(tile) if early else tile
-    _store(out.y, (), tile * cut.columns, block.activation(gates) * ups, cut)
+    tile = start_next(tile) if pdl else tile
+    _store(out.y, (), tile * tiling.block_n, activation(gates) * ups, tiling)
 
 
-def _rows(num_rows: int) -> jax.Array:
-    """Of M: padding reads a row again, so that no load needs a mask."""
-    return jax.lax.rem(jax.lax.iota(jnp.int32, at_least_dot(num_rows)), jnp.int32(num_rows))
+def _padded_rows(num_rows: int) -> jax.Array:
+    """Returns i32[M], row indices: padding reads a row again, so that no load needs a mask."""
+    return jax.lax.rem(jax.lax.iota(jnp.int32, pad_to_mma(num_rows)), jnp.int32(num_rows))
 
 
-def _share(factors: Factors, part: jax.Array, cut: Cut) -> jax.Array:
-    """The first step of a part."""
-    return divide(part * (factors.rows.shape[1] // cut.depth), cut.parts)[0]
+def _first_step(operands: MatmulOperands, split: jax.Array, tiling: MatmulTiling) -> jax.Array:
+    """Returns the first step along K of a split; splits differ by at most one step."""
+    return divide(split * (operands.rows.shape[1] // tiling.block_k), tiling.split_k)[0]
 
 
-def _sums(
-    factors: Factors, starts: list[jax.Array], begin: jax.Array, end: jax.Array, cut: Cut
+def _accumulate(
+    operands: MatmulOperands,
+    starts: list[jax.Array],
+    begin: jax.Array,
+    end: jax.Array,
+    tiling: MatmulTiling,
 ) -> list[jax.Array]:
-    """Sums over the steps from `begin` to `end`, f32[M, C], for tiles of columns; or turned."""
-    row = _rows(factors.rows.shape[0])
-    column, within = jax.lax.iota(jnp.int32, cut.columns), jax.lax.iota(jnp.int32, cut.depth)
-    shape = (row.shape[0], cut.columns)
+    """Returns sums over the steps from `begin` to `end` for tiles of columns.
+
+    Each is f32[M, block_n], or f32[block_n, M] with swapped operands.
+    """
+    row = _padded_rows(operands.rows.shape[0])
+    column = jax.lax.iota(jnp.int32, tiling.block_n)
+    within = jax.lax.iota(jnp.int32, tiling.block_k)
+    shape = (row.shape[0], tiling.block_n)
 
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        at = i * cut.depth + within
-        rows = plgpu.load(factors.rows.at[row[:, None], at[None]])
-        tiles = [plgpu.load(factors.matrix.at[at[:, None], (s + column)[None]]) for s in starts]
-        return [x + _product(rows, tile, cut) for x, tile in zip(totals, tiles, strict=True)]
+        at = i * tiling.block_k + within
+        rows = plgpu.load(operands.rows.at[row[:, None], at[None]])
+        tiles = [plgpu.load(operands.matrix.at[at[:, None], (s + column)[None]]) for s in starts]
+        return [x + _product(rows, tile, tiling) for x, tile in zip(totals, tiles, strict=True)]
 
-    zeros = jnp.zeros(shape[::-1] if cut.turned else shape, jnp.float32)
+    zeros = jnp.zeros(shape[::-1] if tiling.swap_ab else shape, jnp.float32)
     return jax.lax.fori_loop(begin, end, step, [zeros for _ in starts])
 
 
-def _product(rows: jax.Array, tile: jax.Array, cut: Cut) -> jax.Array:
-    return dot(tile, rows, (0, 1)) if cut.turned else dot(rows, tile, (1, 0))
+def _product(rows: jax.Array, tile: jax.Array, tiling: MatmulTiling) -> jax.Array:
+    return dot(tile, rows, (0, 1)) if tiling.swap_ab else dot(rows, tile, (1, 0))
 
 
-def _store(reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array, cut: Cut) -> None:
+def _store(
+    reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array, tiling: MatmulTiling
+) -> None:
     num_rows = reference.shape[-2]
-    row = jax.lax.iota(jnp.int32, at_least_dot(num_rows))
-    column = start + jax.lax.iota(jnp.int32, cut.columns)
-    if cut.turned:
+    row = jax.lax.iota(jnp.int32, pad_to_mma(num_rows))
+    column = start + jax.lax.iota(jnp.int32, tiling.block_n)
+    if tiling.swap_ab:
         row, column = row[None], column[:, None]
     else:
         row, column = row[:, None], column[None]
@@ -160,70 +186,72 @@ def _store(reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array
     plgpu.store(reference.at[(*lead, row, column)], x.astype(reference.dtype), mask=inside)
 
 
-def multiplied(
-    x: jax.Array, matrix: jax.Array, *, cut: Cut, early: bool, interpret: bool
+def split_k_matmul(
+    x: jax.Array, matrix: jax.Array, *, tiling: MatmulTiling, pdl: bool, interpret: bool
 ) -> jax.Array:
-    """A product, as parts of a sum.
+    """Returns the product as split-K parts, f32[Q, B, T, N].
 
     Args:
       x: [B, T, E].
       matrix: [E, N].
-      cut: how it is shared out.
-      early: whether the kernel behind may start before the end, as `start_next` says.
+      tiling: block sizes.
+      pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
       interpret: run in Pallas' interpreter.
-
-    Returns:
-      f32[Q, B, T, N].
     """
     *lead, size = x.shape
     rows, width = math.prod(lead), matrix.shape[1]
     parts = launch(
-        functools.partial(multiply, cut=cut, early=early and not interpret),
-        Factors(x.reshape(rows, size), matrix),
-        Multiplied(like((cut.parts, rows, width))),
-        num_programs=width // cut.columns * cut.parts,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret),
+        MatmulOperands(x.reshape(rows, size), matrix),
+        SplitKParts(like((tiling.split_k, rows, width))),
+        num_programs=width // tiling.block_n * tiling.split_k,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         interpret=interpret,
     ).parts
-    return parts.reshape(cut.parts, *lead, width)
+    return parts.reshape(tiling.split_k, *lead, width)
 
 
-def gated(
+def fused_glu(
     x: jax.Array,
     squares: jax.Array | None,
     matrix: jax.Array,
     *,
-    mlp: Block,
-    cut: Cut,
-    early: bool,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    tiling: MatmulTiling,
+    pdl: bool,
     interpret: bool,
 ) -> jax.Array:
-    """`activation(gate) * up` of products with a matrix that is both.
+    """Returns activation(gate) * up of rows, [B, T, I].
 
     Args:
       x: [B, T, E].
-      squares: f32[B, T, n], sums of squares of the rows by whose root mean they are to be divided;
-        None where they are.
-      matrix: [E, 2 * I], the gate beside what it gates.
-      mlp: whose gate it is.
-      cut: how it is shared out.
-      early: as of `multiplied`.
+      squares: f32[B, T, n], sums of squares of the rows' deferred norm; None if there is none.
+      matrix: [E, 2 * I], the gate's columns, then the up projection's.
+      norm: the deferred norm.
+      activation: of the gate, in float32.
+      tiling: block sizes.
+      pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
       interpret: run in Pallas' interpreter.
-
-    Returns:
-      [B, T, I].
     """
     *lead, size = x.shape
     inner, rows = matrix.shape[1] // 2, math.prod(lead)
     squares = None if squares is None else squares.reshape(rows, -1)
+    kernel = functools.partial(
+        fused_glu_kernel,
+        tiling=tiling,
+        norm=norm,
+        activation=activation,
+        pdl=pdl and not interpret,
+    )
     y = launch(
-        functools.partial(gate, cut=cut, block=mlp, early=early and not interpret),
-        Factors(x.reshape(rows, size), matrix, squares),
-        Gated(like((rows, inner), x.dtype)),
-        num_programs=inner // cut.columns,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        kernel,
+        MatmulOperands(x.reshape(rows, size), matrix, squares),
+        GLUOutput(like((rows, inner), x.dtype)),
+        num_programs=inner // tiling.block_n,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         interpret=interpret,
     ).y
     return y.reshape(*lead, inner)

@@ -1,16 +1,26 @@
-"""A softmax over keys that come tile by tile, and the values that it weighs.
+"""Online softmax: attention of rows to keys that arrive block by block.
 
-Axes: `M` rows, `N` keys of a tile, `D` head dimension.
+A row has scores s_j = scale * <q, k_j> with the keys j that it sees. After any number of blocks
+
+    m_i = max_j s_j      l_i = sum_j exp(s_j - m_i)      acc = sum_j exp(s_j - m_i) v_j
+
+and acc / l_i is its attention. A block that raises the maximum from m to m' first scales l_i and
+acc by exp(m - m').
+Axes: `M` rows, `N` keys of a block, `D` head dimension.
+
+References:
+  Dao et al., 2022, arXiv:2205.14135: FlashAttention, Algorithm 1.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax.models.layer_math import AttentionSpec, is_visible
 from specjax.pallas.launch import dot
 
-__all__ = ["Queries", "Softmax", "add", "is_seen", "nothing", "summed"]
+__all__ = ["OnlineSoftmax", "Queries", "init", "reduce_l", "update"]
 
 _MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
 
@@ -22,65 +32,65 @@ class Queries(NamedTuple):
     position: jax.Array
 
 
-class Softmax(NamedTuple):
-    """Rows so far: `peak` f32[M], the weights' `total` f32[M], values `mixed` f32[M, D].
+class OnlineSoftmax(NamedTuple):
+    """State of rows: m_i f32[M], l_i f32[M] and acc f32[M, D].
 
-    While tiles are added the total is f32[M, N], of each key's place in its tile apart: the warps
-    of a program then wait for one another once less for each tile.
+    While blocks are added, `l_i` is f32[M, N]: each column of a block has a sum of its own. A sum
+    over columns makes the warps of a program wait for one another, once for each block.
     """
 
-    peak: jax.Array
-    total: jax.Array
-    mixed: jax.Array
+    m_i: jax.Array
+    l_i: jax.Array
+    acc: jax.Array
 
 
-def nothing(rows: int, head_dim: int, *keys: int) -> Softmax:
-    """Rows that have seen nothing; with N, ready for tiles of so many keys."""
-    return Softmax(
-        jnp.full((rows,), _MASKED, jnp.float32),
-        jnp.zeros((rows, *keys), jnp.float32),
-        jnp.zeros((rows, head_dim), jnp.float32),
+def init(num_rows: int, head_dim: int, *block: int) -> OnlineSoftmax:
+    """Returns the state of rows that have seen nothing.
+
+    Args:
+      num_rows: M.
+      head_dim: D.
+      *block: N, for a state that blocks are added to.
+    """
+    return OnlineSoftmax(
+        jnp.full((num_rows,), _MASKED, jnp.float32),
+        jnp.zeros((num_rows, *block), jnp.float32),
+        jnp.zeros((num_rows, head_dim), jnp.float32),
     )
 
 
-def summed(state: Softmax) -> Softmax:
-    """Rows that have seen all of their tiles."""
-    return state._replace(total=jnp.sum(state.total, axis=1))
+def reduce_l(state: OnlineSoftmax) -> OnlineSoftmax:
+    """Returns the state after the last block: `l_i` summed over the columns of blocks."""
+    return state._replace(l_i=jnp.sum(state.l_i, axis=1))
 
 
-def is_seen(position: jax.Array, slot: jax.Array, rule: Any) -> jax.Array:
-    """Whether rows at positions see slots, arrays that broadcast; a slot of -1 is none."""
-    seen = (slot >= 0) & (slot <= position)
-    return seen if rule.window is None else seen & (slot > position - rule.window)
-
-
-def add(
-    state: Softmax,
+def update(
+    state: OnlineSoftmax,
     queries: Queries,
     keys: jax.Array,
     values: jax.Array,
     slot: jax.Array,
-    rule: Any,
-) -> Softmax:
-    """Adds what rows see of a tile.
+    spec: AttentionSpec,
+) -> OnlineSoftmax:
+    """Returns the state after one more block of keys.
 
     Args:
-      state: the rows so far, ready for tiles.
+      state: of the rows so far, from `init` with N.
       queries: the rows.
       keys: [N, D].
-      values: [N, D].
-      slot: i32[N], where the keys stand; -1 for none.
-      rule: a `specjax.models.pallas.attention_kernels.Rule`.
+      values: [N, D], finite where a row does not see them.
+      slot: i32[N], of the keys; -1 for none.
+      spec: scale, window and soft cap.
     """
-    scores = dot(queries.rows, keys, (1, 1)) * rule.scale
-    if rule.softcap is not None:
-        scores = jnp.tanh(scores / rule.softcap) * rule.softcap
-    seen = is_seen(queries.position[:, None], slot[None], rule)
-    peak = jnp.maximum(state.peak, jnp.max(jnp.where(seen, scores, _MASKED), axis=1))
-    weights = jnp.where(seen, jnp.exp(scores - peak[:, None]), 0.0)
-    shrunk = jnp.exp(state.peak - peak)
-    return Softmax(
-        peak,
-        state.total * shrunk[:, None] + weights,
-        state.mixed * shrunk[:, None] + dot(weights.astype(values.dtype), values, (1, 0)),
+    scores = dot(queries.rows, keys, (1, 1)) * spec.scale
+    if spec.softcap is not None:
+        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+    visible = is_visible(queries.position[:, None], slot[None], spec.window)
+    m_i = jnp.maximum(state.m_i, jnp.max(jnp.where(visible, scores, _MASKED), axis=1))
+    p = jnp.where(visible, jnp.exp(scores - m_i[:, None]), 0.0)
+    alpha = jnp.exp(state.m_i - m_i)
+    return OnlineSoftmax(
+        m_i,
+        state.l_i * alpha[:, None] + p,
+        state.acc * alpha[:, None] + dot(p.astype(values.dtype), values, (1, 0)),
     )

@@ -1,167 +1,290 @@
-"""How products and attention of a decode step are cut among programs, each size with its reason."""
+"""Tile sizes, splits and warps of a decode step's kernels, each with its reason.
 
+`matmul_tiling`, `glu_tiling` and `attention_tiling` return values that the kernels are given. They
+depend on shapes, the shared memory of a program, and a `DecodeConfig`.
+"""
+
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.pallas.tiles import Tile, power_of_two
 
 __all__ = [
-    "ATTENTION_SLOTS",
-    "Cut",
-    "JOIN_TILE",
-    "MIN_DOT",
-    "at_least_dot",
+    "ADD_NORM_TILE",
+    "AttentionTiling",
+    "BLOCK_KV",
+    "DecodeConfig",
+    "MIN_MMA",
+    "MatmulTiling",
     "attention_stages",
-    "gate_cut",
-    "is_alone",
-    "is_light",
-    "is_quickly_joined",
+    "attention_tiling",
+    "combines_in_kernel",
+    "fuses_qkv",
+    "glu_tiling",
+    "matmul_tiling",
     "num_attention_warps",
-    "num_parts_at_once",
-    "num_parts_of_cache",
-    "product_cut",
-    "query_rows",
+    "num_kv_splits",
+    "num_query_rows",
+    "pad_to_mma",
+    "splits_in_registers",
+    "two_warps_suffice",
 ]
 
-# Slots of a cache that a program looks at together.
-ATTENTION_SLOTS = 64
+# Slots of a cache that a program attends to in one iteration.
+BLOCK_KV = 64
 
-# Of a Hopper GPU; the memory, in bytes, is each multiprocessor's.
+# Multiprocessors of a Hopper GPU, and the shared memory of each in bytes.
 _MULTIPROCESSORS = 132
 
-_SHARED_MEMORY = 224 * 1024
+_SHARED_MEMORY_BYTES = 224 * 1024
 
 # The smallest side of a product that the matrix units take.
-MIN_DOT = 16
+MIN_MMA = 16
+
+# Elements of a row that one program adds and squares. Small: one request's row of 4096 elements,
+# which comes as up to eight parts, then still gives 16 programs.
+ADD_NORM_TILE = Tile(256, 2)
 
 
-class Cut(NamedTuple):
-    """How a product of few rows with a matrix is shared out.
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Choices of a decode step's attention; None is what the function of that name returns.
 
     Attributes:
-      columns: of a tile, a program's.
-      depth: rows of the matrix that are multiplied at once.
-      parts: programs to a tile, each with its share of the matrix's rows.
-      turned: whether a tile stands on the left, where Hopper's matrix units take 64 columns at a
-        time and as few as 8 rows.
-      num_warps: of a program.
-      num_stages: how many turns of the loop are loaded at a time.
+      fuses_qkv: whether attention prepares queries, keys and values itself.
+      num_kv_splits: programs that share the cache of a key-value head.
+      splits_in_registers: splits that the combining program loads at a time.
+      combines_in_kernel: whether the last program of a key-value head combines its splits.
     """
 
-    columns: int
-    depth: int
-    parts: int
-    turned: bool
+    fuses_qkv: bool | None = None
+    num_kv_splits: int | None = None
+    splits_in_registers: int | None = None
+    combines_in_kernel: bool | None = None
+
+
+class MatmulTiling(NamedTuple):
+    """How a product of few rows with a matrix is shared among programs.
+
+    Attributes:
+      block_n: columns of a tile, a program's.
+      block_k: rows of the matrix that are multiplied at once.
+      split_k: programs to a tile, each with its range of the matrix's rows.
+      swap_ab: whether the matrix is the left operand (swap-AB): Hopper's matrix units take 64 rows
+        of the left operand at a time, and as few as 8 columns of the right one.
+      num_warps: of a program.
+      num_stages: iterations of the loop that are loaded at a time.
+    """
+
+    block_n: int
+    block_k: int
+    split_k: int
+    swap_ab: bool
     num_warps: int
     num_stages: int
 
 
-# Of a sum of up to eight parts: thirty programs for one request's rows are few, so small ones.
-JOIN_TILE = Tile(256, 2)
+class AttentionTiling(NamedTuple):
+    """How the attention of few tokens to a cache is shared among programs.
+
+    Attributes:
+      fuses_qkv: whether each program prepares the queries that it reads, as `fuses_qkv` says.
+      num_rows: M, rows of a program's tile of queries, with padding.
+      num_splits: P, programs that share the cache of a request's key-value head.
+      num_warps: of a program.
+      num_stages: iterations of the loop over slots that are loaded at a time.
+      splits_in_registers: splits that the combining program loads at a time.
+      combines_in_kernel: whether the last program of a key-value head combines its splits.
+    """
+
+    fuses_qkv: bool
+    num_rows: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    splits_in_registers: int
+    combines_in_kernel: bool
 
 
-def at_least_dot(n: int) -> int:
-    """The smallest power of two that is at least n, and a side of a product."""
-    return max(MIN_DOT, power_of_two(n))
+def pad_to_mma(n: int) -> int:
+    """Returns the smallest power of two that is at least n and a side of a product."""
+    return max(MIN_MMA, power_of_two(n))
 
 
-def is_light(num_rows: int, head_dim: int) -> bool:
-    """Whether the queries of a key-value head, rows of a tile, are few for four warps."""
-    return at_least_dot(num_rows) * at_least_dot(head_dim) <= 1024
+def two_warps_suffice(num_rows: int, head_dim: int) -> bool:
+    """Returns whether a key-value head's tile of queries is small enough for two warps."""
+    return pad_to_mma(num_rows) * pad_to_mma(head_dim) <= 1024
 
 
-def is_alone(num_requests: int) -> bool:
-    """Whether so few requests are decoded that no launch of its own for their heads pays.
+def fuses_qkv(num_requests: int) -> bool:
+    """Returns whether the programs of attention prepare queries, keys and values themselves.
 
-    Whoever looks at a part of the cache then sums, scales and turns the queries for itself: with
-    many requests that takes longer than the part.
+    That saves the launch of `qkv_kernel`, and every split of the cache sums, scales and rotates the
+    queries again. With four requests or more that takes longer than the split itself.
     """
     return num_requests < 4
 
 
-def num_parts_of_cache(num_heads: int, num_slots: int) -> int:
-    """Programs that share the cache of a request's key-value head: two to a multiprocessor."""
+def num_kv_splits(num_heads: int, num_slots: int) -> int:
+    """Returns how many programs share the cache of one key-value head: two to a multiprocessor.
+
+    Args:
+      num_heads: key-value heads of all requests, B * G.
+      num_slots: S.
+    """
     most = max(1, min(32, 256 // num_heads))
-    return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // ATTENTION_SLOTS)))
+    return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // BLOCK_KV)))
 
 
-def num_attention_warps(light: bool) -> int:
-    """Warps that look at a part of a cache."""
-    return 2 if light else 4
+def num_attention_warps(is_small: bool) -> int:
+    """Returns the warps of a program that attends to a split; see `two_warps_suffice`."""
+    return 2 if is_small else 4
 
 
-def query_rows(tokens: int, padded: int, shared: int, alone: bool) -> int:
-    """Rows of a tile of queries, those of the `shared` query heads of a key-value head.
+def num_query_rows(tokens: int, padded: int, queries_per_kv: int, is_fused: bool) -> int:
+    """Returns M: the query heads of one key-value head, for every token.
 
-    Rows of padding see nothing: whoever puts parts together in `look` leaves zeros there.
+    Rows of padding see nothing. Unless preparation is fused, they are among the rows, because the
+    program that combines writes zeros there.
     """
-    return at_least_dot((tokens if alone else padded) * shared)
+    return pad_to_mma((tokens if is_fused else padded) * queries_per_kv)
 
 
-def attention_stages(num_rows: int, head_dim: int, itemsize: int, room: int) -> int:
-    """Turns of a loop over slots that are loaded at a time; 0 if one alone has no room.
+def attention_stages(num_rows: int, head_dim: int, itemsize: int, shared_memory_bytes: int) -> int:
+    """Returns how many iterations over slots are loaded at a time; 0 if not even one fits.
 
-    A program may have `room` bytes of shared memory. Triton keeps there the keys and values of all
-    turns but one, queries and weights; of 64 rows or more, which Hopper multiplies from there, keys
-    and values of every turn and queries.
+    Triton keeps in shared memory the keys and values of all iterations but one, the queries and the
+    weights. From 64 rows on, which Hopper multiplies from there, it keeps the keys and values of
+    every iteration, and the queries.
     """
-    width = at_least_dot(head_dim) * itemsize
-    tile, rest = ATTENTION_SLOTS * width, num_rows * width
+    width = pad_to_mma(head_dim) * itemsize
+    tile, queries = BLOCK_KV * width, num_rows * width
     for stages in (3, 2, 1):
         tiles = 2 * stages if num_rows >= 64 else max(1, 2 * (stages - 1))
-        weights = 0 if num_rows >= 64 else num_rows * ATTENTION_SLOTS * itemsize
-        if tiles * tile + rest + weights <= room:
+        weights = 0 if num_rows >= 64 else num_rows * BLOCK_KV * itemsize
+        if tiles * tile + queries + weights <= shared_memory_bytes:
             return stages
     return 0
 
 
-def num_parts_at_once(num_rows: int, head_dim: int) -> int:
-    """Parts of a cache whose values its warps hold together, 128 numbers to a thread."""
-    held = 4096 * num_attention_warps(is_light(num_rows, head_dim))
-    return max(1, held // (at_least_dot(num_rows) * at_least_dot(head_dim)))
+def splits_in_registers(num_rows: int, head_dim: int) -> int:
+    """Returns how many splits a program's warps hold together, at 128 numbers to a thread."""
+    held = 4096 * num_attention_warps(two_warps_suffice(num_rows, head_dim))
+    return max(1, held // (pad_to_mma(num_rows) * pad_to_mma(head_dim)))
 
 
-def is_quickly_joined(num_parts: int, num_rows: int, head_dim: int) -> bool:
-    """Whether a key-value head's parts are put together by the last program that left one.
+def combines_in_kernel(num_splits: int, num_rows: int, head_dim: int) -> bool:
+    """Returns whether the last program of a key-value head combines its splits.
 
-    That saves a launch. Of more than it holds twice over, one program by itself would read for
-    longer than a launch takes.
+    That saves a launch. With more splits than it loads in two goes, one program by itself would
+    read for longer than a launch takes.
     """
-    return num_parts <= 2 * num_parts_at_once(num_rows, head_dim)
+    return num_splits <= 2 * splits_in_registers(num_rows, head_dim)
 
 
-def product_cut(
-    num_rows: int, size: int, width: int, itemsize: int, room: int = 227 * 1024
-) -> Cut | None:
-    """Of a product with a matrix [size, width] of numbers of so many bytes; None if it has none.
+def attention_tiling(
+    positions: tuple[int, ...],
+    cache: tuple[int, ...],
+    *,
+    padded: int,
+    queries_per_kv: int,
+    itemsize: int,
+    shared_memory_bytes: int,
+    config: DecodeConfig = DecodeConfig(),
+) -> AttentionTiling | None:
+    """Returns how attention to a cache is shared among programs; None if XLA should attend.
 
-    A program may have `room` bytes of shared memory. About one program to a multiprocessor, however
-    many rows of the matrix that leaves to each; the fewer there are, the more each has in flight.
+    XLA attends to more than 16 tokens, or more than 64 queries of a key-value head: for a prompt a
+    product over all pairs of tokens is faster. So it does where a program's shared memory is too
+    small.
+
+    Args:
+      positions: (B, T).
+      cache: (B, G, S, D).
+      padded: T', the tokens and padding.
+      queries_per_kv: H / G.
+      itemsize: bytes of a number of the cache.
+      shared_memory_bytes: of a program.
+      config: sizes that are not the default ones.
+    """
+    (batch, tokens), (_, groups, slots, head_dim) = positions, cache
+    is_fused = _default(config.fuses_qkv, fuses_qkv(batch))
+    num_splits = _default(config.num_kv_splits, num_kv_splits(batch * groups, slots))
+    if tokens > 16 or tokens * queries_per_kv > 64:
+        return None
+    rows = num_query_rows(tokens, padded, queries_per_kv, is_fused)
+    stages = attention_stages(rows, head_dim, itemsize, shared_memory_bytes)
+    if stages == 0:
+        return None
+    # A fused program loads its first block before it knows the tokens. If that is its only one,
+    # further stages would take shared memory for nothing.
+    has_loop = not is_fused or num_splits * BLOCK_KV < slots
+    return AttentionTiling(
+        is_fused,
+        rows,
+        num_splits,
+        num_attention_warps(two_warps_suffice(rows, head_dim)),
+        stages if has_loop else 1,
+        _default(config.splits_in_registers, splits_in_registers(rows, head_dim)),
+        _default(config.combines_in_kernel, combines_in_kernel(num_splits, rows, head_dim)),
+    )
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def matmul_tiling(
+    num_rows: int, size: int, width: int, itemsize: int, shared_memory_bytes: int = 227 * 1024
+) -> MatmulTiling | None:
+    """Returns the tiling of [rows, size] @ [size, width]; None if none divides the matrix.
+
+    About one program to a multiprocessor, however few rows of the matrix that leaves to each. The
+    fewer programs there are, the more stages each has in flight.
+
+    Args:
+      num_rows: R.
+      size: E, the axis that is summed.
+      width: N.
+      itemsize: bytes of a number.
+      shared_memory_bytes: of a program.
     """
     columns, depth = math.gcd(128, width), 128 // itemsize
     if columns < 32 or size % depth:
         return None
     tiles = width // columns
-    parts = max(1, min(_MULTIPROCESSORS // tiles, 8, size // depth))
-    turned, few = num_rows <= MIN_DOT, parts * tiles < 112
-    stage = (at_least_dot(num_rows) + columns) * depth * itemsize
-    num_stages = min(6 if few else 4, room // stage)
-    return Cut(columns, depth, parts, turned, num_warps=4, num_stages=num_stages)
+    split_k = max(1, min(_MULTIPROCESSORS // tiles, 8, size // depth))
+    swap_ab, are_few = num_rows <= MIN_MMA, split_k * tiles < 112
+    stage = (pad_to_mma(num_rows) + columns) * depth * itemsize
+    num_stages = min(6 if are_few else 4, shared_memory_bytes // stage)
+    return MatmulTiling(columns, depth, split_k, swap_ab, num_warps=4, num_stages=num_stages)
 
 
-def gate_cut(
-    num_rows: int, size: int, width: int, itemsize: int, room: int = 227 * 1024
-) -> Cut | None:
-    """The same with two matrices at once, and no parts: a gate needs whole sums.
+def glu_tiling(
+    num_rows: int, size: int, width: int, itemsize: int, shared_memory_bytes: int = 227 * 1024
+) -> MatmulTiling | None:
+    """Returns the tiling of the fused gate and up product; None if none divides the matrix.
 
-    All programs are to be on the GPU together: in a second turn of few most of it would idle.
+    No split-K: the activation needs whole sums. All programs should be resident at once; a second,
+    partial wave would leave most multiprocessors idle.
+
+    Args:
+      num_rows: R.
+      size: E, the axis that is summed.
+      width: I, columns of the gate alone.
+      itemsize: bytes of a number.
+      shared_memory_bytes: of a program.
     """
     depth = 128 // itemsize
-    wide = width % 128 == 0 and 96 <= width // 128 <= _MULTIPROCESSORS and room > 200 * 1024
+    wide = width % 128 == 0 and 96 <= width // 128 <= _MULTIPROCESSORS
+    wide = wide and shared_memory_bytes > 200 * 1024
     columns = 128 if wide else math.gcd(64, width)
     if columns < 32 or size % depth:
         return None
-    crowd = -(-width // columns // _MULTIPROCESSORS)
-    stage = (at_least_dot(num_rows) + 2 * columns) * depth * itemsize
-    num_stages = max(3, min(4 if wide else 6, _SHARED_MEMORY // (crowd * stage), room // stage))
-    return Cut(columns, depth, 1, turned=True, num_warps=8 if wide else 4, num_stages=num_stages)
+    num_waves = -(-width // columns // _MULTIPROCESSORS)
+    stage = (pad_to_mma(num_rows) + 2 * columns) * depth * itemsize
+    fitting = min(_SHARED_MEMORY_BYTES // (num_waves * stage), shared_memory_bytes // stage)
+    num_stages = max(3, min(4 if wide else 6, fitting))
+    warps = 8 if wide else 4
+    return MatmulTiling(columns, depth, 1, swap_ab=True, num_warps=warps, num_stages=num_stages)

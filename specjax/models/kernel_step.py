@@ -1,0 +1,185 @@
+"""One step of few tokens through a decoder or a layer, by the kernels.
+
+Reads the parameters that the plain steps of `specjax.models.transformer` and `layers` read, and
+returns what they return. Between layers the residual stream is on its way through the next norm.
+Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.implementation import Implementation
+from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
+from specjax.models.ops import (
+    DeferredNorm,
+    KernelChoice,
+    PartialProduct,
+    add_and_begin_norm,
+    attention,
+    can_defer_norm,
+    glu,
+    kernel_choice,
+    kv_tiling,
+    matmul,
+)
+
+__all__ = ["decode_step", "layer_step"]
+
+_MIN_ROWS = 8
+
+
+def _num_padding_tokens(batch: int, tokens: int) -> int:
+    """Returns how many more tokens each request is given, so that there are 8 rows to multiply.
+
+    A GPU's matrix units take no fewer, and XLA reads weights at half the rate for fewer rows.
+    """
+    return max(-(-_MIN_ROWS // batch) - tokens, 0)
+
+
+def decode_step(
+    implementation: Implementation,
+    model: Any,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+    """Returns hidden states [B, T, E] after the last norm, and the cache, through the kernels.
+
+    Args:
+      implementation: resolved, and not plain JAX.
+      model: a `Transformer`.
+      token_ids: i32[B, T].
+      positions: i32[B, T], -1 for no token.
+      cache: a pair of keys and values for each layer.
+    """
+    choice, tokens = kernel_choice(implementation), token_ids.shape[1]
+    padding = _num_padding_tokens(*token_ids.shape)
+    x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
+    cos_sin, written = model.cos_sin(positions), []
+    norms: list[RMSNorm] = [*(layer.attention_norm for layer in model.layers), model.norm]
+    normed = _begin_norm(norms[0], x, choice)
+    for layer, entry, norm in zip(model.layers, cache, norms[1:], strict=True):
+        x, parts, entry = _advance(layer, choice, x, normed, cos_sin[layer.rope], positions, entry)
+        x, normed = _add_and_begin(norm, x, parts, layer.mlp_out_norm, choice)
+        written.append(entry)
+    last = PartialProduct(normed.rows[None], normed.squares)
+    return last.reduce(model.norm.spec).astype(x.dtype)[:, :tokens], tuple(written)
+
+
+def layer_step(
+    implementation: Implementation,
+    layer: Layer,
+    x: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+    """Returns the residual stream [B, T, E] after one layer, and its cache, through the kernels.
+
+    Args:
+      implementation: resolved, and not plain JAX.
+      layer: the layer.
+      x: [B, T, E], the residual stream.
+      cos_sin: of the layer's rotary embeddings.
+      positions: i32[B, T], -1 for no token.
+      cache: keys and values.
+    """
+    choice = kernel_choice(implementation)
+    normed = _begin_norm(layer.attention_norm, x, choice)
+    # XLA reads the parts here: no kernel of ours follows.
+    x, parts, cache = _advance(
+        layer, choice, x, normed, cos_sin, positions, cache, next_is_kernel=False
+    )
+    y = PartialProduct(parts).reduce().astype(x.dtype)
+    return residual_add(x, y, layer.mlp_out_norm), cache
+
+
+def _advance(
+    layer: Layer,
+    choice: KernelChoice,
+    x: jax.Array,
+    normed: DeferredNorm,
+    cos_sin: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: Any,
+    next_is_kernel: bool = True,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns the stream before the MLP is added, the MLP's parts, and the cache.
+
+    Args:
+      layer: the layer.
+      choice: of the kernels.
+      x: [B, T, E], the residual stream.
+      normed: of `attention_norm`.
+      cos_sin: of the layer's rotary embeddings.
+      positions: i32[B, T].
+      cache: keys and values.
+      next_is_kernel: whether `_add_and_begin` adds the parts.
+    """
+    norm, mlp = layer.attention_norm.spec, layer.mlp
+    defers = can_defer_norm(x)
+    qkv = _project(layer.attention, choice, normed, positions, cache[0], norm)
+    y, cache = attention(
+        qkv, cos_sin, positions, cache, choice, spec=layer.attention.spec, norm=norm
+    )
+    out, bias = layer.attention.out, layer.attention.out_bias
+    if bias is None:
+        is_kernel = layer.attention_out_norm is None and defers
+        parts = matmul(y, out[...], choice, next_is_kernel=is_kernel)
+    else:
+        parts = linear(y, out, bias)[None]
+    x, normed = _add_and_begin(layer.mlp_norm, x, parts, layer.attention_out_norm, choice)
+    parts = glu(
+        normed,
+        mlp.gate_up[...],
+        mlp.down[...],
+        choice,
+        norm=layer.mlp_norm.spec,
+        activation=mlp.activation,
+        next_is_kernel=next_is_kernel and layer.mlp_out_norm is None and defers,
+    )
+    return x, parts, cache
+
+
+def _project(
+    module: Attention,
+    choice: KernelChoice,
+    x: DeferredNorm,
+    positions: jax.Array,
+    keys: jax.Array,
+    norm: Any,
+) -> PartialProduct:
+    """Returns queries, keys and values [B, T', heads * D], none of them rotated."""
+    bias = module.qkv_bias
+    if bias is None and module.query_norm is None:
+        rows = (x.rows.shape[1], module.num_heads + 2 * module.num_kv_heads)
+        is_kernel = kv_tiling(rows, positions.shape, keys, choice) is not None
+        parts = matmul(x.rows, module.qkv[...], choice, next_is_kernel=is_kernel)
+        return PartialProduct(parts, x.squares)
+    if x.squares is None:
+        y = linear(x.rows, module.qkv, bias)
+    else:
+        y = PartialProduct(matmul(x.rows, module.qkv[...], choice), x.squares).reduce(norm)
+        if bias is not None:
+            y += bias[...].astype(jnp.float32)[None, None]
+        y = y.astype(x.rows.dtype)
+    return PartialProduct(module.normed_heads(y).reshape(1, *y.shape))
+
+
+def _begin_norm(norm: RMSNorm, x: jax.Array, choice: KernelChoice) -> DeferredNorm:
+    """Returns the norm of rows, whose division is deferred if it can be."""
+    if not can_defer_norm(x):
+        return DeferredNorm(norm(x), None)
+    return add_and_begin_norm(x, None, norm.weight[...], norm.spec, choice)[1]
+
+
+def _add_and_begin(
+    norm: RMSNorm, x: jax.Array, parts: jax.Array, out_norm: RMSNorm | None, choice: KernelChoice
+) -> tuple[jax.Array, DeferredNorm]:
+    """Returns the stream with a product added, normed before if asked, and `norm` of the sum."""
+    if out_norm is None and can_defer_norm(x):
+        return add_and_begin_norm(x, parts, norm.weight[...], norm.spec, choice)
+    x = residual_add(x, PartialProduct(parts).reduce().astype(x.dtype), out_norm)
+    return x, _begin_norm(norm, x, choice)

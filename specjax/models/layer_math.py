@@ -1,0 +1,89 @@
+"""Constants of a layer, and functions of arrays that plain JAX and the kernels share.
+
+The reference and the kernels that it judges import this file; neither imports the other.
+Axes: `N` tokens, `D` head dimension; others broadcast.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["AttentionSpec", "NormSpec", "cache_entries", "is_visible", "rotate_halves"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """How one layer weighs the slots of its cache.
+
+    Attributes:
+      scale: multiplies the scores.
+      window: how many tokens back a token sees, itself included; None is all.
+      softcap: c, where scores s become c tanh(s / c), or None.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """An RMSNorm without its weight: y = x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    Attributes:
+      size: number of elements of x.
+      eps: added to the mean square.
+      offset: added to the weight.
+    """
+
+    size: int
+    eps: float
+    offset: float = 0.0
+
+
+def is_visible(position: Any, slot: Any, window: int | None) -> jax.Array:
+    """Returns whether tokens at positions see slots; -1 is no token and no slot.
+
+    Args:
+      position: i32, of the tokens; broadcasts with `slot`.
+      slot: i32, of the cache.
+      window: as in `AttentionSpec`.
+    """
+    visible = (slot >= 0) & (slot <= position)
+    return visible if window is None else visible & (slot > position - window)
+
+
+def cache_entries(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values as a cache holds them: non-finite values are 0, their keys NaN.
+
+    A masked slot has weight 0, and 0 * NaN is NaN. So values have to be finite, or rows depend on
+    slots that they do not see. The NaN in the key makes every row NaN that does see the slot, so
+    that an overflow is not hidden.
+
+    Args:
+      keys: of the cache's dtype, rotated.
+      values: of the cache's dtype and the keys' shape.
+    """
+    # x - x is NaN where x is not finite, and 0 elsewhere. Kernels have to do this with few
+    # instructions: `isfinite` takes two comparisons.
+    keys = keys - (keys - keys) - (values - values)
+    return keys, jnp.where(jnp.abs(values) < jnp.inf, values, jnp.zeros((), values.dtype))
+
+
+def rotate_halves(
+    low: jax.Array, high: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns both halves of rotated heads (RoPE): coordinate i is paired with i + D / 2.
+
+    Args:
+      low: coordinates below D / 2.
+      high: coordinates from D / 2 on.
+      cos: cosines of the angles.
+      sin: sines of the angles.
+
+    References:
+      Su et al., 2021, arXiv:2104.09864.
+    """
+    return low * cos - high * sin, high * cos + low * sin

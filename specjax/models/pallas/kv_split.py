@@ -1,0 +1,111 @@
+"""One split of a cache: the blocks of slots that a program of attention goes through.
+
+Split p of P owns blocks p, p + P, p + 2 P, ... of `BLOCK_KV` slots. So every split has its share of
+a cache that is filled from slot 0 on.
+Axes as in `specjax.models.pallas.attention_kernels`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.layer_math import AttentionSpec
+from specjax.models.pallas import online_softmax
+from specjax.models.pallas.online_softmax import OnlineSoftmax, Queries
+from specjax.models.pallas.qkv import load_heads, row_mask
+from specjax.models.pallas.tiles import BLOCK_KV, pad_to_mma
+from specjax.pallas.launch import divide
+
+__all__ = ["KVBlock", "KVSplit"]
+
+
+class KVBlock(NamedTuple):
+    """Slots i32[N] of a cache, which of them exist, their keys [N, D] and values [N, D]."""
+
+    slot: jax.Array
+    inside: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+class KVSplit(NamedTuple):
+    """Every `num_splits`-th block of one pair's cache, from block `split` on.
+
+    Attributes:
+      keys: reference [B, G, S, D].
+      values: reference [B, G, S, D].
+      pair: the request and the key-value head.
+      split: i32[]; from `num_splits` on the split has no block.
+      num_splits: P.
+    """
+
+    keys: Any
+    values: Any
+    pair: tuple[jax.Array, jax.Array]
+    split: jax.Array
+    num_splits: int
+
+    def load(self, i: jax.Array) -> KVBlock:
+        """Loads the i-th block of this split."""
+        slots, head_dim = self.keys.shape[2:]
+        slot = (self.split + i * self.num_splits) * BLOCK_KV
+        slot += jax.lax.iota(jnp.int32, BLOCK_KV)
+        dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+        inside = (slot < slots) & (self.split < self.num_splits)
+        mask, at = row_mask(inside, dim, head_dim), (*self.pair, slot)
+        keys, values = (load_heads(x, at, dim, mask) for x in (self.keys, self.values))
+        return KVBlock(slot, inside, keys, values)
+
+    def attend(
+        self,
+        first: KVBlock | None,
+        queries: Queries,
+        positions: list[jax.Array],
+        excluded: list[jax.Array],
+        spec: AttentionSpec,
+    ) -> OnlineSoftmax:
+        """Returns the online softmax of queries over the blocks of this split.
+
+        Args:
+          first: block 0, if it has been loaded already.
+          queries: the rows.
+          positions: i32[] each, of the tokens: blocks that none of them sees are skipped.
+          excluded: i32[] each, slots that no row is to see.
+          spec: scale, window and soft cap.
+        """
+
+        def update(block: KVBlock, state: OnlineSoftmax) -> OnlineSoftmax:
+            inside = block.inside
+            for position in excluded:
+                inside &= block.slot != position
+            slot = jnp.where(inside, block.slot, jnp.int32(-1))
+            return online_softmax.update(state, queries, block.keys, block.values, slot, spec)
+
+        slots = self.keys.shape[2]
+        start, end = _block_range(positions, self.split, self.num_splits, slots, spec.window)
+        state = online_softmax.init(*queries.rows.shape, BLOCK_KV)
+        if first is not None:
+            start, state = jnp.maximum(start, 1), update(first, state)
+
+        def step(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+            return update(self.load(i), state)
+
+        return online_softmax.reduce_l(jax.lax.fori_loop(start, end, step, state))
+
+
+def _block_range(
+    positions: list[jax.Array], split: jax.Array, num_splits: int, slots: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns from which to before which of its blocks a split holds slots that a token may see."""
+    last, lowest = jnp.int32(-1), jnp.int32(slots)
+    for position in positions:
+        last = jnp.maximum(last, position)
+        lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(slots), position))
+    blocks, _ = divide(jnp.minimum(last, slots - 1) + BLOCK_KV, BLOCK_KV)
+    end, _ = divide(jnp.maximum(blocks - split + (num_splits - 1), 0), num_splits)
+    if window is None:
+        return jnp.int32(0), end
+    skipped, _ = divide(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
+    start, _ = divide(jnp.maximum(skipped - split + (num_splits - 1), 0), num_splits)
+    return start, end
