@@ -159,8 +159,9 @@ class Drafter:
         only the loop ends requests.
         Where requests have more options than a temperature, `sampling`, their `SamplingParams`,
         and `history` are passed too, for `specjax.propose`. A drafter may ignore them: the output
-        is exact either way, and a drafter that samples as the target does is accepted most. A
-        drafter that does not take them is refused where they are needed.
+        is exact either way, and a drafter that samples as the target does is accepted most.
+        `implementation` is passed where the caller of the loop named one. A drafter that does not
+        take these is refused where they are needed.
     """
 
     params: Any
