@@ -109,7 +109,7 @@ class VerifyArrays(NamedTuple):
         bonus_token_ids: Any = None,
         cu_num_draft_tokens: Any = None,
     ) -> "VerifyArrays":
-        """Returns the arrays of a public call, whose arguments are named as there."""
+        """Returns the arrays of a public call from its arguments, under their public names."""
         return cls(
             target_logits=target_logits,
             target_cutoff=cutoff,

@@ -18,12 +18,8 @@ import jax
 __all__ = [
     "DeviceFacts",
     "Implementation",
-    "by_implementation",
-    "has_early_starts",
-    "read_implementation",
     "resolve_implementation",
     "select",
-    "shared_memory",
     "visible_devices",
 ]
 
@@ -189,26 +185,3 @@ def _silence_deprecation() -> None:
     first = warnings.filters[0] if warnings.filters else None
     if first is None or getattr(first[1], "pattern", None) != _DEPRECATED:
         warnings.filterwarnings("ignore", message=_DEPRECATED, category=DeprecationWarning)
-
-
-def read_implementation(implementation: str | None) -> str:
-    """Returns the name of `resolve_implementation`; for the decoder, until it takes the value."""
-    return resolve_implementation(implementation).name or ""
-
-
-def by_implementation(
-    implementation: str, xla: Callable[..., Any], kernels: Callable[..., Any], *operands: Any
-) -> Any:
-    """Runs one of two functions of arrays; for the decoder, until it uses `select`."""
-    run = functools.partial(kernels, interpret=implementation == "interpret")
-    return select(Implementation(implementation), xla, run)(*operands)
-
-
-def has_early_starts() -> bool:
-    """Returns `DeviceFacts.supports_pdl`; for the decoder, until it takes the facts."""
-    return visible_devices().supports_pdl
-
-
-def shared_memory() -> int:
-    """Returns `DeviceFacts.shared_memory_bytes`; for the decoder, until it takes the facts."""
-    return visible_devices().shared_memory_bytes
