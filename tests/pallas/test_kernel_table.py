@@ -1,0 +1,46 @@
+"""The table of `docs/kernels.md` is of the kernels that the code launches."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def names_in(node):
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def launched_kernels():
+    """Names of the functions that reach the first argument of `launch`, by file."""
+    for path in sorted(ROOT.glob("specjax/**/pallas/*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+            launches = [each for each in calls if getattr(each.func, "id", "") == "launch"]
+            values = {
+                target.id: each.value
+                for each in ast.walk(function)
+                if isinstance(each, ast.Assign)
+                for target in each.targets
+                if isinstance(target, ast.Name)
+            }
+            for each in launches:
+                kernel = each.args[0]
+                kernel = values.get(getattr(kernel, "id", ""), kernel)
+                [name] = [name for name in names_in(kernel) if name.endswith("_kernel")]
+                yield path.name, name
+
+
+def test_the_table_lists_the_kernels_that_are_launched():
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    listed = {name for row in rows for name in re.findall(r"^ `(\w+_kernel)` $", row[2])}
+    assert listed == {name for _, name in launched_kernels()}
+
+
+def test_a_launch_name_is_of_one_kernel():
+    files = {}
+    for file, name in launched_kernels():
+        assert files.setdefault(name, file) == file
