@@ -194,7 +194,3 @@ def interpreter_barrier(values: Any, interpret: bool) -> Any:
     Without the barrier, XLA compiles chained hashes for minutes on a CPU.
     """
     return jax.lax.optimization_barrier(values) if interpret else values
-
-
-like, only, settled, value_when = output, select_lane, interpreter_barrier, cond_or
-divide, arrive, start_next = divmod_i32, is_last_arrival, launch_dependents

@@ -14,7 +14,7 @@ from specjax.models import RopeScaling, TransformerConfig, attention, build, ops
 from specjax.models.layer_math import AttentionSpec, NormSpec
 from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
 from specjax.models.pallas.tiles import DecodeConfig
-from specjax.pallas.launch import launch, like
+from specjax.pallas.launch import launch, output
 
 # Wide enough for products in parts, and for heads of every kind of tile.
 LLAMA = TransformerConfig(
@@ -324,10 +324,10 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
         kernel,
         (operands, held),
         PreparedQKV(
-            like((batch, tokens, groups * shared, head_dim)),
-            *(like(x.shape) for x in cache),
-            like((batch, groups, tokens), jnp.int32),
-            like(held.shape, held.dtype),
+            output((batch, tokens, groups * shared, head_dim)),
+            *(output(x.shape) for x in cache),
+            output((batch, groups, tokens), jnp.int32),
+            output(held.shape, held.dtype),
         ),
         num_programs=batch * groups * (shared + 2),
         num_warps=4,

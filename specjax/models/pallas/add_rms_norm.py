@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.layer_math import NormSpec
 from specjax.models.pallas.tiles import ADD_NORM_TILE
-from specjax.pallas.launch import divide, launch, like
+from specjax.pallas.launch import divmod_i32, launch, output
 from specjax.pallas.tiles import power_of_two
 
 __all__ = [
@@ -72,7 +72,7 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
       offset: added to the weight.
     """
     size = out.x.shape[1]
-    row, tile = divide(pl.program_id(0), ADD_NORM_TILE.count(size))
+    row, tile = divmod_i32(pl.program_id(0), ADD_NORM_TILE.count(size))
     index, inside = _columns(tile, ADD_NORM_TILE.size, size)
     x, weight = _load(operands.x, (row, index), inside), _load(operands.weight, (index,), inside)
     if operands.parts is not None:
@@ -137,7 +137,7 @@ def add_rms_norm(
         functools.partial(add_rms_norm_kernel, offset=offset),
         AddNormOperands(x.reshape(rows, size), parts, weight),
         AddNormOutputs(
-            like((rows, size), x.dtype), like((rows, size), x.dtype), like((rows, tiles))
+            output((rows, size), x.dtype), output((rows, size), x.dtype), output((rows, tiles))
         ),
         num_programs=rows * tiles,
         num_warps=ADD_NORM_TILE.num_warps,

@@ -31,7 +31,7 @@ from specjax.models.pallas.attention_kernels import (
 from specjax.models.pallas.combine import PartialSoftmax, combine_kernel
 from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
 from specjax.models.pallas.tiles import AttentionTiling
-from specjax.pallas.launch import launch, like
+from specjax.pallas.launch import launch, output
 
 __all__ = ["decode_attention"]
 
@@ -66,13 +66,13 @@ def decode_attention(
         partials, y, cache = _fused_attention(operands, spec, norm, tiling, interpret)
     else:
         partials, y, cache = _attention(operands, spec, norm, tiling, interpret)
-    output = _output_shape(operands)
-    batch, padded, num_heads, _ = output.shape
+    y_shape = _output_shape(operands)
+    batch, padded, num_heads, _ = y_shape.shape
     if y is None:
         y = launch(
             functools.partial(combine_kernel, tokens=operands.positions.shape[1]),
             partials,
-            _Output(output),
+            _Output(y_shape),
             num_programs=batch * padded * num_heads,
             num_warps=1,
             interpret=interpret,
@@ -95,8 +95,8 @@ def _fused_attention(
         operands,
         FusedOutputs(
             _partials_shape(operands, num_splits, tiling.num_rows),
-            like(keys.shape, keys.dtype),
-            like(values.shape, values.dtype),
+            output(keys.shape, keys.dtype),
+            output(values.shape, values.dtype),
         ),
         num_programs=pairs * num_splits,
         num_warps=tiling.num_warps,
@@ -116,17 +116,17 @@ def _attention(
 ) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
     """Returns the states of all splits, the output if it is there already, and the cache."""
     (batch, groups, _, head_dim), tokens = operands.keys.shape, operands.positions.shape[1]
-    keys, values, output = operands.keys, operands.values, _output_shape(operands)
-    pairs, num_heads = batch * groups, output.shape[2]
+    keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
+    pairs, num_heads = batch * groups, y_shape.shape[2]
     prepared = launch(
         functools.partial(qkv_kernel, norm=norm),
         operands,
         PreparedQKV(
-            like((batch, tokens, num_heads, head_dim), keys.dtype),
-            like(keys.shape, keys.dtype),
-            like(values.shape, values.dtype),
-            like((batch, groups, tokens), jnp.int32),
-            like((pairs,), jnp.uint32),
+            output((batch, tokens, num_heads, head_dim), keys.dtype),
+            output(keys.shape, keys.dtype),
+            output(values.shape, values.dtype),
+            output((batch, groups, tokens), jnp.int32),
+            output((pairs,), jnp.uint32),
         ),
         num_programs=batch * (num_heads + 2 * groups),
         num_warps=4,
@@ -140,9 +140,9 @@ def _attention(
         ),
         AttentionOutputs(
             _partials_shape(operands, tiling.num_splits, tiling.num_rows),
-            output if tiling.combines_in_kernel else None,
-            like(keys.shape, keys.dtype),
-            like((pairs,), jnp.uint32),
+            y_shape if tiling.combines_in_kernel else None,
+            output(keys.shape, keys.dtype),
+            output((pairs,), jnp.uint32),
         ),
         num_programs=pairs * tiling.num_splits,
         num_warps=tiling.num_warps,
@@ -156,10 +156,10 @@ def _attention(
 def _partials_shape(operands: QKVOperands, num_splits: int, num_rows: int) -> PartialSoftmax:
     batch, groups, _, head_dim = operands.keys.shape
     lead = (batch * groups, num_splits, num_rows)
-    return PartialSoftmax(like((*lead, head_dim)), like(lead), like(lead))
+    return PartialSoftmax(output((*lead, head_dim)), output(lead), output(lead))
 
 
 def _output_shape(operands: QKVOperands) -> Any:
     (batch, groups, _, head_dim), padded = operands.keys.shape, operands.parts.shape[2]
     num_heads = operands.parts.shape[3] - 2 * groups
-    return like((batch, padded, num_heads, head_dim), operands.keys.dtype)
+    return output((batch, padded, num_heads, head_dim), operands.keys.dtype)

@@ -33,7 +33,7 @@ from specjax.models.pallas.qkv import (
     select_token,
 )
 from specjax.models.pallas.tiles import MIN_MMA, AttentionTiling, pad_to_mma
-from specjax.pallas.launch import arrive, divide, value_when
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
 from specjax.pallas.tiles import power_of_two
 
 __all__ = [
@@ -118,15 +118,15 @@ def fused_attention_kernel(
     groups, slots, head_dim = operands.keys.shape[1:]
     tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
     queries_per_kv = operands.parts.shape[3] // groups - 2
-    pair, split = divide(pl.program_id(0), num_splits + 1)
-    b, g = divide(pair, groups)
+    pair, split = divmod_i32(pl.program_id(0), num_splits + 1)
+    b, g = divmod_i32(pair, groups)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     kv = KVSplit(operands.keys, operands.values, (b, g), split, num_splits)
 
     # Loaded before the tokens are known: nothing else takes as long.
     block = kv.load(jnp.int32(0))
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
-    token, head = divide(row, queries_per_kv)
+    token, head = divmod_i32(row, queries_per_kv)
     is_row = token < tokens
     positions = [operands.positions[b, t] for t in range(tokens)]
     qkv = RequestQKV(operands, b, rms_scales(operands.squares, b, tokens, norm))
@@ -193,12 +193,12 @@ def attention_kernel(
     groups, _, head_dim = operands.keys.shape[1:]
     tokens, num_splits = operands.marks.shape[2], out.partials.m_i.shape[1]
     queries_per_kv = operands.queries.shape[2] // groups
-    pair, split = divide(pl.program_id(0), num_splits)
-    b, g = divide(pair, groups)
+    pair, split = divmod_i32(pl.program_id(0), num_splits)
+    b, g = divmod_i32(pair, groups)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     kv = KVSplit(operands.keys, operands.values, (b, g), split, num_splits)
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
-    token, head = divide(row, queries_per_kv)
+    token, head = divmod_i32(row, queries_per_kv)
     is_row = token < tokens
     marks = [operands.marks[b, g, t] for t in range(tokens)]
     positions = [jnp.maximum(mark, -2 - mark) for mark in marks]
@@ -215,7 +215,7 @@ def attention_kernel(
     else:
         store_partial(out.partials, pair, split, state, is_row)
 
-        @pl.when(arrive(out.counters, (pair,), num_splits, interpret))
+        @pl.when(is_last_arrival(out.counters, (pair,), num_splits, interpret))
         def _() -> None:
             state = combine(out.partials, pair, is_row, tiling.splits_in_registers)
             store_output(out.y, b, g, groups, state)
@@ -252,4 +252,4 @@ def _mark_keys(
         return jnp.where(functools.reduce(jnp.logical_or, seen), jnp.float32(jnp.nan), 0.0)
 
     is_any = functools.reduce(jnp.minimum, marks) < -1
-    return value_when(is_any, mark_keys, jnp.zeros(queries.position.shape, jnp.float32))
+    return cond_or(is_any, mark_keys, jnp.zeros(queries.position.shape, jnp.float32))

@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.models.pallas.online_softmax import OnlineSoftmax, init
 from specjax.models.pallas.qkv import load_heads, row_mask
 from specjax.models.pallas.tiles import pad_to_mma
-from specjax.pallas.launch import divide
+from specjax.pallas.launch import divmod_i32
 from specjax.pallas.tiles import power_of_two
 
 __all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store_partial"]
@@ -116,7 +116,7 @@ def store_output(y: Any, b: jax.Array, g: jax.Array, groups: int, state: OnlineS
     padded, num_heads, head_dim = y.shape[1:]
     rows, dims = state.acc.shape
     dim = jax.lax.iota(jnp.int32, dims)
-    token, head = divide(jax.lax.iota(jnp.int32, rows), num_heads // groups)
+    token, head = divmod_i32(jax.lax.iota(jnp.int32, rows), num_heads // groups)
     values = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
     at = (b, token[:, None], (g * (num_heads // groups) + head)[:, None], dim[None])
     plgpu.store(y.at[at], values.astype(y.dtype), mask=row_mask(token < padded, dim, head_dim))
@@ -140,9 +140,9 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
     """
     batch, padded, num_heads, head_dim = out.y.shape
     groups = partials.m_i.shape[0] // batch
-    row, head = divide(pl.program_id(0), num_heads)
-    b, t = divide(row, padded)
-    g, r = divide(head, num_heads // groups)
+    row, head = divmod_i32(pl.program_id(0), num_heads)
+    b, t = divmod_i32(row, padded)
+    g, r = divmod_i32(head, num_heads // groups)
     pair, row = b * groups + g, t * (num_heads // groups) + r
     split = jax.lax.iota(jnp.int32, power_of_two(partials.m_i.shape[1]))
     inside = (split < partials.m_i.shape[1]) & (t < tokens)

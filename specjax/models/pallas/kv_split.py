@@ -15,7 +15,7 @@ from specjax.models.pallas import online_softmax
 from specjax.models.pallas.online_softmax import OnlineSoftmax, Queries
 from specjax.models.pallas.qkv import load_heads, row_mask
 from specjax.models.pallas.tiles import BLOCK_KV, pad_to_mma
-from specjax.pallas.launch import divide
+from specjax.pallas.launch import divmod_i32
 
 __all__ = ["KVBlock", "KVSplit"]
 
@@ -102,10 +102,10 @@ def _block_range(
     for position in positions:
         last = jnp.maximum(last, position)
         lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(slots), position))
-    blocks, _ = divide(jnp.minimum(last, slots - 1) + BLOCK_KV, BLOCK_KV)
-    end, _ = divide(jnp.maximum(blocks - split + (num_splits - 1), 0), num_splits)
+    blocks, _ = divmod_i32(jnp.minimum(last, slots - 1) + BLOCK_KV, BLOCK_KV)
+    end, _ = divmod_i32(jnp.maximum(blocks - split + (num_splits - 1), 0), num_splits)
     if window is None:
         return jnp.int32(0), end
-    skipped, _ = divide(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
-    start, _ = divide(jnp.maximum(skipped - split + (num_splits - 1), 0), num_splits)
+    skipped, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
+    start, _ = divmod_i32(jnp.maximum(skipped - split + (num_splits - 1), 0), num_splits)
     return start, end

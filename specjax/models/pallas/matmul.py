@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.models.layer_math import NormSpec
 from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
 from specjax.models.pallas.tiles import MatmulTiling, pad_to_mma
-from specjax.pallas.launch import divide, dot, launch, like, start_next
+from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
 
 __all__ = [
     "GLUOutput",
@@ -82,10 +82,10 @@ def split_k_matmul_kernel(
         they take for constants before they wait.
     """
     tiles = operands.matrix.shape[1] // tiling.block_n
-    split, tile = divide(pl.program_id(0), tiles)
+    split, tile = divmod_i32(pl.program_id(0), tiles)
     begin, end = (_first_step(operands, split + k, tiling) for k in (0, 1))
     (total,) = _accumulate(operands, [tile * tiling.block_n], begin, end, tiling)
-    split = start_next(split) if pdl else split
+    split = launch_dependents(split) if pdl else split
     _store(out.parts, (split,), tile * tiling.block_n, total, tiling)
 
 
@@ -128,7 +128,7 @@ def fused_glu_kernel(
         scale = rms_scale(squares, norm)
         scale = scale[None] if tiling.swap_ab else scale[:, None]
         gates, ups = gates * scale, ups * scale
-    tile = start_next(tile) if pdl else tile
+    tile = launch_dependents(tile) if pdl else tile
     _store(out.y, (), tile * tiling.block_n, activation(gates) * ups, tiling)
 
 
@@ -139,7 +139,7 @@ def _padded_rows(num_rows: int) -> jax.Array:
 
 def _first_step(operands: MatmulOperands, split: jax.Array, tiling: MatmulTiling) -> jax.Array:
     """Returns the first step along K of a split; splits differ by at most one step."""
-    return divide(split * (operands.rows.shape[1] // tiling.block_k), tiling.split_k)[0]
+    return divmod_i32(split * (operands.rows.shape[1] // tiling.block_k), tiling.split_k)[0]
 
 
 def _accumulate(
@@ -203,7 +203,7 @@ def split_k_matmul(
     parts = launch(
         functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret),
         MatmulOperands(x.reshape(rows, size), matrix),
-        SplitKParts(like((tiling.split_k, rows, width))),
+        SplitKParts(output((tiling.split_k, rows, width))),
         num_programs=width // tiling.block_n * tiling.split_k,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -248,7 +248,7 @@ def fused_glu(
     y = launch(
         kernel,
         MatmulOperands(x.reshape(rows, size), matrix, squares),
-        GLUOutput(like((rows, inner), x.dtype)),
+        GLUOutput(output((rows, inner), x.dtype)),
         num_programs=inner // tiling.block_n,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.layer_math import NormSpec, cache_entries, rotate_halves
 from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
-from specjax.pallas.launch import divide
+from specjax.pallas.launch import divmod_i32
 from specjax.pallas.tiles import power_of_two
 
 __all__ = [
@@ -162,7 +162,7 @@ def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> No
     """
     (groups, slots, head_dim), tokens = operands.keys.shape[1:], operands.positions.shape[1]
     num_queries = out.queries.shape[2]
-    b, head = divide(pl.program_id(0), num_queries + 2 * groups)
+    b, head = divmod_i32(pl.program_id(0), num_queries + 2 * groups)
     qkv = RequestQKV(operands, b, rms_scales(operands.squares, b, tokens, norm))
     token = jax.lax.iota(jnp.int32, power_of_two(tokens))
     inside = token < tokens

@@ -167,7 +167,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}matmul._first_step",
-        "divide(split * (operands.rows.shape[1] // tiling.block_k), tiling.split_k)[0]",
+        "divmod_i32(split * (operands.rows.shape[1] // tiling.block_k), tiling.split_k)[0]",
         "split * (operands.rows.shape[1] // tiling.block_k // tiling.split_k)",
         _PRODUCT,
         "steps that do not divide into parts are left out",
