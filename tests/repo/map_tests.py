@@ -1,0 +1,259 @@
+"""Writes `test_map.md`: what every test that was collected before the rooms is now.
+
+    python tests/repo/map_tests.py ca7ebef
+
+A function is found by its name, in `renamed_tests.csv`, or in GONE below. The script fails where a
+function is in none, and where its parameters changed and CHANGED gives no reason.
+"""
+
+import collections
+import csv
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+KINDS = ("plain JAX", "interpreter", "GPU", "docstring")
+
+COLLECT = """
+import json, pathlib, sys
+root = pathlib.Path.cwd()
+sys.path[:0] = [str(root / folder) for folder in (".", "tests", "tests/support")]
+import machine, pytest
+machine.has_gpu = lambda: True  # The GPU's tests are collected, too.
+items = []
+class Items:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            marks = {mark.name for mark in item.iter_markers()}
+            kind = (
+                3 if type(item).__name__ == "DoctestItem"
+                else 2 if "gpu" in marks else 1 if "interpret" in marks else 0
+            )
+            items.append([item.nodeid, kind])
+failed = pytest.main(["--collect-only", "-qqq", "-p", "no:cacheprovider"], plugins=[Items()])
+json.dump(items, open(sys.argv[1], "w"))
+sys.exit(failed)
+"""
+
+# The file of now, the name of before and the name of now.
+RENAMED = {
+    (file, now): before
+    for file, before, now in csv.reader(
+        (HERE / "renamed_tests.csv").read_text(encoding="utf-8").splitlines()
+    )
+}
+# A function that is no more, and where what it tests is tested now.
+GONE = {
+    "test_every_file_has_a_floor": (
+        "`test_imports_go_downhill_only` fails for a file without a floor"
+    ),
+    "test_an_old_gpu_stays_old_under_a_mesh_that_names_it": (
+        "`test_triton_on_an_old_gpu_is_refused_by_its_capability`, under a mesh and without one"
+    ),
+    "test_parts_for_xla_are_as_many_as_for_the_kernels": (
+        "the plain step imitates no parts: `test_decode_step.py` compares it with the kernels"
+    ),
+}
+# A function of now, and why its parameters, or more than its name, are others.
+FILE = "one test per file of the package"
+MESSAGE = "a parameter is the text of an error"
+CHANGED = {
+    "test_imports_go_downhill_only": FILE,
+    "test_the_core_imports_jax_and_numpy_alone": FILE,
+    "test_files_and_functions_keep_to_their_budgets": FILE,
+    "test_no_checker_is_told_to_look_away": FILE,
+    "test_all_is_sorted_and_is_what_the_module_defines": FILE,
+    "test_every_public_name_is_documented": FILE,
+    "test_the_code_in_a_document_runs": "one test per document",
+    "test_every_module_that_decides_tokens_has_three_mutations": "one test per module that decides",
+    "test_only_a_test_that_fails_kills": "one report more",
+    "test_a_mutation_of_nothing_or_of_several_places_is_refused": "a parameter names a function",
+    "test_a_template_that_fails_is_refused_by_its_folder": MESSAGE,
+    "test_sizes_that_do_not_fit_together_are_refused_by_file": MESSAGE,
+    "test_fields_that_no_family_has_are_refused_in_a_sentence": MESSAGE,
+    "test_a_git_lfs_pointer_is_named_with_its_remedy": "a parameter names a function",
+    "test_a_fault_inside_the_search_is_seen": "a parameter names a function",
+    "test_a_program_fits_on_the_least_of_the_gpus": "capabilities are numbers",
+    "test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden": (
+        "parts that a launch of their own combines are a case, too"
+    ),
+    "test_a_derivative_by_some_weights_is_of_the_step_without_kernels": (
+        "a derivative holds no kernel now, so that nothing waits for one"
+    ),
+    "test_splits_of_a_cache_combine_to_one_softmax": "a case has another name",
+    "test_a_matrix_that_does_not_divide_is_left_to_xla": "a parameter names a function",
+    "test_only_the_positions_before_the_end_of_a_text_are_counted": "one case more",
+    "test_a_tensor_that_is_not_read_is_refused": "a case has another name",
+    "test_an_architecture_without_a_head_for_the_next_token_is_refused": "a case has another name",
+    "test_an_architecture_that_predicts_tokens_or_is_not_named_passes": "a case has another name",
+    "test_wrong_synthetic_numbers_are_refused_in_a_sentence_that_names_them": MESSAGE,
+}
+
+
+def collect(root):
+    """The tests of a tree: by function its parameters, each with its kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "items.json"
+        command = [sys.executable, "-P", "-c", COLLECT, str(out)]
+        subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
+        items = json.loads(out.read_text())
+    functions = collections.defaultdict(list)
+    for name, kind in items:
+        function, _, parameters = name.partition("[")
+        functions[function].append((parameters.removesuffix("]"), kind))
+    return dict(functions)
+
+
+def collect_commit(commit):
+    """The tests of a commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = pathlib.Path(folder) / "tree.tar"
+        subprocess.run(["git", "archive", "-o", str(archive), commit], cwd=ROOT, check=True)
+        subprocess.run(["tar", "-xf", str(archive), "-C", folder], check=True)
+        archive.unlink()
+        return collect(folder)
+
+
+def file_of(function):
+    """A function's file."""
+    return function.partition("::")[0]
+
+
+def short_name(function):
+    """A function without its file, a docstring without its module."""
+    name = function.partition("::")[2]
+    return name.rpartition(".")[2] if function.startswith("specjax") else name
+
+
+def match(before, after):
+    """The function of now for each of before: None where it is gone, "" where nothing says."""
+    by_name = collections.defaultdict(list)
+    for function in after:
+        place = function.partition("::")[0], short_name(function)
+        by_name[RENAMED.get(place, place[1])].append(function)
+    now, files = {}, collections.defaultdict(collections.Counter)
+    for function in before:
+        candidates = by_name[short_name(function)]
+        if len(candidates) == 1:
+            now[function] = candidates[0]
+            files[file_of(function)][file_of(candidates[0])] += 1
+        elif not candidates and short_name(function) in GONE:
+            now[function] = None
+    # Where several files hold a test of the name, it is in the file where its neighbours are.
+    for function in before:
+        if function not in now:
+            file = (files[file_of(function)].most_common(1) or [("", 0)])[0][0]
+            candidates = [one for one in by_name[short_name(function)] if file_of(one) == file]
+            now[function] = candidates[0] if len(candidates) == 1 else ""
+    return now
+
+
+def check(before, after, found):
+    """Sentences on functions that are not mapped and on parameters that nothing explains."""
+    for function, now in found.items():
+        if now == "":
+            yield f"{function} is not found"
+        elif now and is_changed(before[function], after[now]) and short_name(now) not in CHANGED:
+            yield f"{now} has other parameters: {difference(before[function], after[now])}"
+    taken = collections.Counter(now for now in found.values() if now)
+    for now, count in taken.items():
+        if count > 1:
+            yield f"{now} is what {count} functions became"
+
+
+def is_changed(before, after):
+    """Whether parameters or their kinds are others."""
+    return sorted(before) != sorted(after)
+
+
+def difference(before, after):
+    """Parameters that are no more and those that are new, as text."""
+    left, new = (sorted(set(one) - set(other)) for one, other in ((before, after), (after, before)))
+    return f"-{[name for name, _ in left][:8]} +{[name for name, _ in new][:8]}"
+
+
+def count_kinds(functions):
+    """How many tests of each kind, and in all."""
+    counts = collections.Counter(kind for tests in functions.values() for _, kind in tests)
+    return [counts[kind] for kind in range(len(KINDS))] + [sum(counts.values())]
+
+
+def row(*cells):
+    """A row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(head, rows):
+    """A table of Markdown."""
+    return [row(*head), row(*["---"] * len(head)), *rows, ""]
+
+
+def write(commit, before, after, found):
+    """Writes the page."""
+    files = collections.defaultdict(lambda: [0, 0])
+    others = []
+    for function, now in found.items():
+        if now is None:
+            continue
+        changed = is_changed(before[function], after[now])
+        if not changed and short_name(now) == short_name(function):
+            counts = files[file_of(function), file_of(now)]
+            counts[0] += 1
+            counts[1] += len(before[function])
+        else:
+            why = CHANGED.get(short_name(now), "renamed")
+            cells = f"`{function}`", len(before[function]), f"`{now}`", len(after[now]), why
+            others.append(row(*cells))
+    gone = [function for function, now in found.items() if now is None]
+    added = set(after) - set(found.values())
+    lines = [
+        "# What every test became",
+        "",
+        f"From {commit}, before the rooms, to now, with the tests that run on a GPU alone.",
+        f"`python tests/repo/map_tests.py {commit}` writes it and fails where a test is missing.",
+        "",
+        *table(
+            ("tests", *KINDS, "all"),
+            [row("before", *count_kinds(before)), row("now", *count_kinds(after))],
+        ),
+        "## Functions with their names and their parameters",
+        "",
+        *table(
+            ("before", "now", "functions", "tests"),
+            [row(f"`{a}`", f"`{b}`", *counts) for (a, b), counts in sorted(files.items())],
+        ),
+        "## Functions with another name or other parameters",
+        "",
+        *table(("before", "tests", "now", "tests", "why"), others),
+        "## Functions that are no more",
+        "",
+        *table(
+            ("before", "tests", "where it is tested now"),
+            [row(f"`{one}`", len(before[one]), GONE[short_name(one)]) for one in gone],
+        ),
+        "## New functions",
+        "",
+        *table(
+            ("now", "tests"),
+            [row(f"`{one}`", len(after[one])) for one in sorted(added)],
+        ),
+    ]
+    (HERE / "test_map.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def main(commit):
+    """Writes the page, or says what is not mapped."""
+    before, after = collect_commit(commit), collect(ROOT)
+    found = match(before, after)
+    faults = list(check(before, after, found))
+    if faults:
+        sys.exit("\n".join(faults))
+    write(commit, before, after, found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
