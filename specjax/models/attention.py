@@ -15,15 +15,14 @@ from specjax.models.rope import rotate
 __all__ = ["AttentionBackend", "attend", "causal_attention"]
 
 AttentionBackend = Literal["xla", "cudnn"] | None
-_MASKED = -1e30  # Finite: a padding token sees no slot and must still give finite numbers.
 
 
 def _weights(scores: jax.Array, visible: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Returns the softmax of f32 scores over the visible slots."""
+    """Returns the softmax of f32 scores over the visible slots; zeros where none is visible."""
     scores = scores * spec.scale
     if spec.softcap is not None:
         scores = jnp.tanh(scores / spec.softcap) * spec.softcap
-    return jax.nn.softmax(jnp.where(visible, scores, _MASKED), axis=-1)
+    return jax.nn.softmax(scores, axis=-1, where=visible)
 
 
 def attend(
@@ -72,7 +71,7 @@ def causal_attention(
     spec: AttentionSpec,
     implementation: AttentionBackend,
 ) -> jax.Array:
-    """Recos_sin [B, T, G * R * D] of whole sequences: each token sees those up to its own.
+    """Returns [B, T, G * R * D] for whole sequences: each token sees those up to its own.
 
     Args:
       heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.

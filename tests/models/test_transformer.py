@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
+from specjax.models.attention import attend
+from specjax.models.layer_math import AttentionSpec
 
 CONFIG = TransformerConfig(
     vocab_size=48,
@@ -114,6 +116,18 @@ def test_padding_writes_nothing_and_gives_finite_numbers(model, token_ids):
     hidden, after = apply_model(model, token_ids[:, :3], jnp.full((2, 3), -1, jnp.int32), cache)
     assert jnp.isfinite(hidden).all()
     jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+
+@pytest.mark.parametrize(("size", "output"), [(1e15, 1.0), (1e20, np.nan)])
+def test_only_visible_slots_have_weight_whatever_the_scores(size, output):
+    """Also where each visible score is below any finite number for masked ones, or overflows."""
+    query = jnp.full((4,), size)
+    heads = jnp.stack([query, -query, jnp.ones(4)])[None, None]
+    cache = tuple(jnp.zeros((1, 1, 8, 4)).at[:, :, 1:].set(x) for x in (1.0, 100.0))
+    no_rotation = (jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1, 2)))
+    spec = AttentionSpec(scale=0.5)
+    y, _ = attend(heads, no_rotation, jnp.zeros((1, 1), jnp.int32), cache, spec=spec)
+    np.testing.assert_array_equal(y[0, 0], output)
 
 
 def test_a_rewind_leaves_no_trace(model, token_ids):
