@@ -17,6 +17,7 @@ import pytest
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig
 from specjax.decode import loop
+from specjax.processing.apply_sampling import apply_rules_and_filters
 
 pytestmark = [pytest.mark.once, pytest.mark.optimised]
 
@@ -172,15 +173,15 @@ def test_a_draft_that_hides_its_truncation_is_seen(fault):
         check_law(draw(model(**fault)))
 
 
-def every_row_counts_all_drafts(logits, sampling, **options):
-    late = options | {"first_row": logits.shape[1] - 1}
-    return specjax.apply_sampling(logits, sampling, **late)
+def every_row_counts_all_drafts(logits, rules, filters, context, **options):
+    context = context._replace(first_row=jnp.int32(logits.shape[1] - 1))
+    return apply_rules_and_filters(logits, rules, filters, context, **options)
 
 
-def temperature_is_applied_twice(logits, sampling, **options):
-    logits, cutoff = specjax.apply_sampling(logits, sampling, **options)
-    heat = options["temperature"][:, None]
-    return logits / heat[..., None], cutoff / heat
+def temperature_is_applied_twice(*arguments, temperature, **options):
+    logits, cutoff = apply_rules_and_filters(*arguments, temperature=temperature, **options)
+    temperature = temperature[:, None]
+    return logits / temperature[..., None], cutoff / temperature
 
 
 def test_a_target_processed_wrongly_is_seen(monkeypatch):
@@ -194,7 +195,7 @@ def test_a_target_processed_wrongly_is_seen(monkeypatch):
         twice = temperature_is_applied_twice(*arguments, **options)
         return jax.tree.map(lambda x, y: jnp.concatenate([x[:SIZE], y[SIZE:]]), late, twice)
 
-    monkeypatch.setattr(loop, "apply_sampling", wrong)
+    monkeypatch.setattr(loop, "apply_rules_and_filters", wrong)
     for half in np.split(draw(MODEL, 2 * SIZE), 2):
         with pytest.raises(AssertionError, match="the law"):
             check_law(half)
