@@ -1,13 +1,13 @@
 """Partials of a row by many programs: of its sampling blocks, and of each program's tile.
 
 A row of V logits is cut into tiles, one to a program, and each tile into blocks of 128 tokens. A
-program stores of every block its largest logit m_i and its sum s_i = sum exp((x - m_i) / T). From
+program stores of every block its largest logit m_i and its sum l_i = sum exp((x - m_i) / T). From
 those follow the row's logsumexp, the probability of each block and the row's argmax:
 
-    m = max m_i        s = sum_i exp((m_i - m) / T) s_i        logsumexp = m / T + log s
+    m = max m_i        l = sum_i exp((m_i - m) / T) l_i        logsumexp = m / T + log l
 
 References:
-  Milakov and Gimelshein, 2018, arXiv:1805.02867: online softmax, the associative merge of (m, s).
+  Milakov and Gimelshein, 2018, arXiv:1805.02867: online softmax, the associative merge of (m, l).
 """
 
 from typing import Any, NamedTuple

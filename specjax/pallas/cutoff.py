@@ -5,18 +5,18 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
 
     cutoff_reduce_kernel                  cutoff_search_kernel, one program per row
     R x tiles programs
-    +-----------------+  m_i, s_i of      +----------------+  low  +--------------+  candidates
+    +-----------------+  m_i, l_i of      +----------------+  low  +--------------+  candidates
     | 1 reduce        |  32-token    ---> | 2 bound        | ----> | 3 compact    | --------+
     | logits, once    |  sub-blocks       | 7 bisections   |       | logits >= low|         |
-    +-----------------+                   | over (m, s)    |       +--------------+         v
+    +-----------------+                   | over (m, l)    |       +--------------+         v
                                           +----------------+             +------------------------+
                                                                          | 4 search               |
                     the smallest logit that all filters keep <---------- | bisection of float keys|
                                                                          +------------------------+
 
 1. reduce: every program reduces a tile of a row to the largest logit m_i and the sum of
-   exponentials s_i of each sub-block (`cutoff_bound.store_sub_blocks`).
-2. bound: from (m_i, s_i) alone follows a logit `low` that the cutoff is not below
+   exponentials l_i of each sub-block (`cutoff_bound.store_sub_blocks`).
+2. bound: from (m_i, l_i) alone follows a logit `low` that the cutoff is not below
    (`cutoff_bound.bound_cutoff`).
 3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
    others are read again (`cutoff_candidates.compact_candidates`).
@@ -187,14 +187,14 @@ def cutoff_rows(
 
 
 def cutoff_reduce_kernel(rows: CutoffRows, out: SubBlocks, *, tile: Tile, interpret: bool) -> None:
-    """Phase 1: writes m_i = max x and s_i = sum exp((x - m_i) / T) of every sub-block i of a tile.
+    """Phase 1: writes m_i = max x and l_i = sum exp((x - m_i) / T) of every sub-block i of a tile.
 
     Grid: R * tiles programs of 8 warps; one owns a tile of one row, 4096 logits if R <= 16, else
     16384.
     Bytes per row: V * itemsize read; V / 32 * 8 written. Rows that no filter cuts are not read.
     Why tiles: a row's tiles together keep the whole memory busy; one program could not.
     Order: the next launch begins to load after this one has ended.
-    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): the pair (m, s).
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): the pair (m, l).
     """
     b, number = divmod_i32(pl.program_id(0), tile.count(rows.logits.shape[1]))
 

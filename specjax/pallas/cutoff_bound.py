@@ -1,10 +1,10 @@
 """Sub-blocks of 32 tokens, and the lower bound of a row's cutoff that follows from them.
 
 The first launch of `logit_cutoff` leaves two numbers of every sub-block i: its largest logit m_i
-and its sum of exponentials s_i. From those alone, for any threshold t,
+and its sum of exponentials l_i. From those alone, for any threshold t,
 
     number of logits >= t   is at least   #{i : m_i >= t}
-    mass of logits >= t     is at least   sum over {i : m_i >= t} of max(w_i, w_i s_i - 31 w(t))
+    mass of logits >= t     is at least   sum over {i : m_i >= t} of max(w_i, w_i l_i - 31 w(t))
 
 with w(x) = exp((x - anchor) * scale), w_i = w(m_i) and anchor the row's largest logit. A threshold
 that reaches its target by these bounds lies at or below the cutoff: logits below it never matter.
@@ -157,7 +157,8 @@ def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
 
 
 _NUM_BISECTIONS = 7
-# The first distance that is tried: this share of the longest one, and this at most.
+# The near end of the bracket: this share of the longest distance, and this at most. It is taken to
+# be too short without a test. If it is not, the bound is only looser.
 _FIRST_DISTANCE = 1 / 4
 _MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
@@ -199,8 +200,8 @@ def _bisect_distance(
 ) -> jax.Array:
     """Returns nearly the highest logit t with weigh(t) >= target; -inf if none is known.
 
-    It bisects the distance from the largest logit, over the exponents of floats: the scale of that
-    distance is unknown, because masked logits can be finite.
+    It bisects the distance from the largest logit by its bit pattern, geometrically: the scale of
+    that distance is unknown, because masked logits can be finite.
     """
     exists = row.sub_blocks.max > -jnp.inf
     least = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))

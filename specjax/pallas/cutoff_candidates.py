@@ -1,7 +1,7 @@
 """Stream compaction: the program that searches a row gathers the logits that can be its cutoff.
 
 A sub-block with m_i >= low holds one candidate or several. It holds one if its other 31 tokens,
-whose exponentials sum to s_i - 1 relative to m_i, weigh less than one token at `low` does. Then m_i
+whose exponentials sum to l_i - 1 relative to m_i, weigh less than one token at `low` does. Then m_i
 is stored without reading the sub-block. Sub-blocks that may hold several are read.
 """
 

@@ -1,8 +1,10 @@
 """Launches a kernel over references to whole arrays, on a grid of one axis; and what kernels share.
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
-one launch see each other's stores only through `is_last_arrival`; a launch sees all that the one
-before it stored, on a GPU with early launches too (`launch_dependents`).
+one launch see each other's stores only through `is_last_arrival`. Two exceptions give the same
+results in any order: the `atomic_max` of `verify_accept_kernel`, and the NaN keys of
+`attention_kernel`. A launch sees all that the launch before it stored, on a GPU with early launches
+too (`launch_dependents`).
 """
 
 from collections.abc import Callable, Mapping

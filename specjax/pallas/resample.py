@@ -1,9 +1,9 @@
 """The last launches of `rejection_sample`: accepted drafts, and the token drawn after them.
 
-A rejected sampled draft needs the masses of its residual max(p - q, 0), which no launch before has
-read. In a small batch each program draws a token from its tile of the residual, and the last
+A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
+computed. In a small batch each program draws a token from its tile of the residual, and the last
 program to arrive compares the tiles' winners: one launch. In a large batch the programs store block
-masses, which is less work, and a second launch has one program per request draw.
+masses, which is less work, and in a second launch one program per request draws.
 
 One-hot drafts, greedy requests and bonus tokens need only the partials of the rows.
 """
@@ -135,8 +135,9 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualMasses, *, plan: Pla
     rejected and of its draft row.
     Bytes per request with a rejected sampled draft: 2 V * itemsize read, V / 128 * 4 written. Other
     requests: scalars.
-    Why tiles: one program per request would read two rows of V alone.
-    Order: the programs wait for nothing; `verify_draw_kernel` begins to load after they have ended.
+    Why tiles: one program per request could not read 2 V logits at the memory's full rate.
+    Order: it begins to load after `verify_accept_kernel` has ended, whose counters and normalizers
+    it reads. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     count = plan.tile.count(operands.arrays.target_logits.shape[1])
@@ -154,8 +155,8 @@ def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) ->
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j),
     of the residual where a sampled draft was rejected, else of the row (`next_token`).
     Grid: B programs of 8 warps; one owns a request.
-    Bytes per request: V / 128 * 8 of partials or 4 of masses, one block of logits (two rows for a
-    residual) read; (K + 1) * 8 + 8 written.
+    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual; the
+    logits of the drawn block, from both rows for a residual. (K + 1) * 8 + 8 written.
     Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
     Order: the launches before have ended when it begins to load. It signals nothing.
     """
@@ -210,8 +211,9 @@ def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Pl
     winners, so the draw is that of `verify_draw_kernel`.
     Grid: B * tiles programs of 4 or 8 warps; one owns a tile of 4096 or 8192 tokens of the target
     row that rejected and of its draft row. It evaluates its request's K + 1 rows first.
-    Bytes per request: (K + 1) * tiles * 12 read by each program; with a rejected sampled draft 2 V
-    * itemsize read; tiles * 16 and (K + 1) * 8 + 8 written.
+    Bytes per request: each program reads the (m, l) of all tiles of K + 1 rows, 8 for each tile of
+    `verify_reduce_kernel`. A rejected sampled draft adds 2 V * itemsize read and 16 written for
+    each tile of this launch. The result has (K + 1) * 8 + 8.
     Why draw in each tile: it saves the launch that `residual_mass_kernel` and `verify_draw_kernel`
     need between them.
     Order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed. Where no

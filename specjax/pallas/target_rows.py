@@ -5,8 +5,9 @@ next token evaluates its drafted tokens. In a large batch `verify_accept_kernel`
 program of a row to arrive evaluates it.
 
 The programs of row 0 of all requests come first, then those of row 1, and so on. The program that
-rejects a drafted token publishes that. Programs of later rows that start afterwards return without
-reading. No row waits for another: the larger the batch, the fewer rows after a rejection are read.
+finds the row where the accepted prefix ends (a rejection, or the bonus row) publishes that row.
+Programs of later rows that start afterwards return without reading. No row waits for another. In a
+larger batch more programs lie between rows i and i + 1, so fewer rows are read in vain.
 A greedy request's drafted token is rejected by any tile with a larger logit, before the row is
 reduced.
 """
@@ -76,9 +77,10 @@ class VerifiedRows(NamedTuple):
       shift: f32, of the normalizer.
       log_sum: f32, of the normalizer.
       logprobs: f32, log p of the drafted tokens.
-      argmax: i32.
+      argmax: i32, id of the row's largest logit; valid where the request is greedy.
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
-        is K + 1 - i for the first row i that is known to accept no token, 0 while none is.
+        is 0, or K + 1 - i, where i is the smallest row so far found to end the accepted prefix:
+        reversed, so that `atomic_max` keeps the first.
     """
 
     partials: Partials
@@ -95,7 +97,7 @@ class AcceptanceResult(NamedTuple):
     Attributes:
       normalizer: f32, its `log_sum` NaN where the row is invalid.
       logprobs: f32, log p of the drafted tokens.
-      argmax: i32, the row's largest logit where the request is greedy.
+      argmax: i32, id of the row's largest logit; valid where the request is greedy.
       accepted: bool, whether the drafted token is accepted; False where there is none.
       drafted: the drafted tokens; None where K is 0.
     """
@@ -110,7 +112,7 @@ class AcceptanceResult(NamedTuple):
 def evaluate_acceptance(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
 ) -> AcceptanceResult:
-    """Evaluates the acceptance tests of rows i32[R] of a request; rows may not exist.
+    """Evaluates the acceptance tests of rows `i`, i32[R], of a request; masks rows past its drafts.
 
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
     Synthetic acceptance accepts at given rates.
@@ -171,16 +173,16 @@ def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
 
 
 def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) -> None:
-    """Writes m_i = max x and s_i = sum exp((x - m_i) / T) of every block of a tile of a target row.
+    """Writes m_i = max x and l_i = sum exp((x - m_i) / T) of every block of a tile of a target row.
 
     Grid: B * (K + 1) * tiles programs of 8 warps; one owns a tile of 8192 logits of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written. Rows past a request's drafts
     are not read.
     Why every row: with B <= 16 the rows fill the GPU once, and a rejection would come too late to
     save reading.
-    Order: the programs wait for nothing. The first program of a request zeroes the counter of the
-    next launch, which begins to load after this one has ended.
-    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the pair (m, s).
+    Order: the programs of this launch do not wait for one another. The first program of a request
+    zeroes the counter of the next launch, which begins to load after this one has ended.
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the pair (m, l).
     """
     index, number = divmod_i32(pl.program_id(0), plan.tile.count(arrays.target_logits.shape[1]))
     b, i = divmod_i32(index, plan.num_rows)
@@ -225,12 +227,12 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     Grid: (K + 1) * B * tiles programs of 4 warps, row 0 of all requests first; one owns a tile of
     8192 logits of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program that starts
-    after its request's rejection is published reads its request's scalars alone.
+    after its request's prefix is known to end earlier reads its request's scalars alone.
     Why this order: row i + 1 of a request starts about B * tiles programs after row i. In a large
     batch row i is evaluated by then, so that rows after a rejection are hardly read.
-    Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes a rejection in
-    `counters[b, K + 1]`. A program that reads the old maximum reads a row in vain; no result
-    depends on it, because the maximum only grows towards the first rejection.
+    Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the end of the
+    accepted prefix in `counters[b, K + 1]`. A program that reads the old maximum reads a row in
+    vain; no result depends on it, because the maximum only grows towards the first such row.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
@@ -238,25 +240,25 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     index, number = divmod_i32(pl.program_id(0), count)
     i, b = divmod_i32(index, plan.size)
     request = load_request(arrays, b, plan)
-    rejection = (b, jnp.int32(num_rows))
+    stop = (b, jnp.int32(num_rows))
 
-    def load_rejection() -> jax.Array:
+    def load_stop() -> jax.Array:
         # Atomic, because the threads of a program must all take the same branch.
-        return plgpu.atomic_max(out.counters, rejection, jnp.uint32(0)).astype(jnp.int32)
+        return plgpu.atomic_max(out.counters, stop, jnp.uint32(0)).astype(jnp.int32)
 
-    def publish_rejection() -> None:
-        plgpu.atomic_max(out.counters, rejection, (num_rows - i).astype(jnp.uint32))
+    def publish_stop() -> None:
+        plgpu.atomic_max(out.counters, stop, (num_rows - i).astype(jnp.uint32))
 
-    is_past_rejection = num_rows - cond_or(i > 0, load_rejection, jnp.int32(0)) < i
+    is_past_stop = num_rows - cond_or(i > 0, load_stop, jnp.int32(0)) < i
 
-    @pl.when(request.active & (i <= request.num_tokens) & ~is_past_rejection)
+    @pl.when(request.active & (i <= request.num_tokens) & ~is_past_stop)
     def _() -> None:
         row_tile = _row_tile(arrays, request, i, number)
         top = store_partials(row_tile, out.partials, b * num_rows + i, plan.tile, plan.interpret)
         if arrays.conditional_rates is None and num_rows > 1:
             pl.when(request.temperature.greedy & (i < request.num_tokens))(
                 lambda: pl.when(largest_equal(_load_drafted_logit(arrays, request, i)) < top)(
-                    publish_rejection
+                    publish_stop
                 )
             )
 
@@ -270,7 +272,7 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
             plgpu.store(out.logprobs.at[at], result.logprobs)
             plgpu.store(out.argmax.at[at], result.argmax)
             is_accepted = select_lane(result.accepted.astype(jnp.int32), row == i)
-            pl.when(is_accepted == 0)(publish_rejection)
+            pl.when(is_accepted == 0)(publish_stop)
 
 
 def _load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Triton kernels of a decode step: at most 64 rows through a layer's products, attention and norms.
 
-A layer is eight launches for B >= 4 requests, in this order:
+A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` follows, in this order:
 
     add_rms_norm_kernel    x, deferred norm of x                          (add_rms_norm.py)
     split_k_matmul_kernel  queries, keys, values as split-K parts         (matmul.py)

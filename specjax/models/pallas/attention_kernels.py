@@ -49,7 +49,7 @@ class FusedOutputs(NamedTuple):
     """Results of `fused_attention_kernel`.
 
     Attributes:
-      partials: P + 1 splits; the last one is of the tokens that are fed.
+      partials: P + 1 splits; the last one is of the new tokens.
       keys: [B, G, S, D], the cache, in its own memory.
       values: [B, G, S, D], the cache, in its own memory.
     """
@@ -64,7 +64,7 @@ class AttentionOperands(NamedTuple):
 
     Attributes:
       queries: [B, T, H, D].
-      marks: i32[B, G, T].
+      marks: i32[B, G, T]: the token's position p, -2 - p if its value is not finite, -1 for none.
       keys: [B, G, S, D], with those of the tokens.
       values: [B, G, S, D], with those of the tokens.
       counters: u32[B * G], zeros.
@@ -101,13 +101,15 @@ def fused_attention_kernel(
     Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
     acc = sum e^(s - m_i) v over the slots that a row sees.
     Grid: B * G * (P + 1) programs of 2 or 4 warps. Programs 0 to P - 1 of a pair own every P-th
-    block of 64 slots; program P owns the tokens that are fed, and writes them to the cache.
-    Bytes per pair: every slot's key and value once, 2 S D * itemsize; each of the P + 1 programs
-    also reads the pair's queries, Q * T * H / G * D * 4. Written: (P + 1) * M * (D + 2) * 4.
+    block of 64 slots; program P owns the new tokens, and writes them to the cache.
+    Bytes per pair: each block of slots that a token sees once, at most 2 S D * itemsize. Each of
+    the P + 1 programs also reads the pair's queries, Q * T * H / G * D * 4. Written: the new keys
+    and values, and (P + 1) * M * (D + 2) * 4.
     Why fused: with B < 4 requests a launch that prepares queries costs more than to prepare them
     P + 1 times. Why splits: B * G programs alone would leave most multiprocessors idle.
-    Order: the slots of the tokens that are fed are being written by program P, so the others leave
-    them out. Loads begin after the launch before has ended. `combine_kernel` follows.
+    Order: program P writes the slots of the new tokens. The other programs may load them half
+    written, and mask their scores; cached values are finite, so a weight of 0 removes them. Loads
+    begin after the launch before has ended. `combine_kernel` follows.
 
     Args:
       operands: references.
@@ -174,11 +176,12 @@ def attention_kernel(
     Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
     acc = sum e^(s - m_i) v over the slots that a row sees; then as in `combine`.
     Grid: B * G * P programs of 2 or 4 warps; one owns every P-th block of 64 slots of a pair.
-    Bytes per pair: every slot's key and value once, 2 S D * itemsize; the queries P times, from the
-    L2 cache. Written: P * M * (D + 2) * 4, or the output alone if P is 1.
+    Bytes per pair: each block of slots that a token sees once, at most 2 S D * itemsize; the
+    queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which the last program reads,
+    and the output; the output alone if P is 1.
     Why splits: B * G programs alone would leave multiprocessors idle; about two to each are
     launched (`tiles.num_kv_splits`).
-    Order: `qkv_kernel` before has ended, so the tokens that are fed have their slots. A program
+    Order: `qkv_kernel` before has ended, so the new tokens have their slots. A program
     stores its state, then adds 1 to the pair's counter: the addition releases its stores and
     acquires those of the programs that added before. The one that finds P - 1 sees all of them.
     Without `y` nothing is counted, and `combine_kernel` follows.
@@ -201,6 +204,7 @@ def attention_kernel(
     token, head = divmod_i32(row, queries_per_kv)
     is_row = token < tokens
     marks = [operands.marks[b, g, t] for t in range(tokens)]
+    # A mark is the position p, or -2 - p where a value is not finite, or -1 for no token.
     positions = [jnp.maximum(mark, -2 - mark) for mark in marks]
     mask = row_mask(is_row, dim, head_dim)
     rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head), dim, mask)
@@ -240,7 +244,7 @@ def _mark_keys(
     slots, head_dim = keys.shape[2:]
 
     def mark_keys() -> jax.Array:
-        # -1 for a token whose values are finite, or that has no slot.
+        # The slot of a token with a value that is not finite; negative for other tokens.
         bad = [jnp.where(mark >= -1 - slots, -2 - mark, jnp.int32(-1)) for mark in marks]
         token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
         dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))

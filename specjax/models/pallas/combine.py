@@ -126,10 +126,11 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
     """Writes o = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i for one query head of one token.
 
     Grid: B * T' * H programs of one warp. A program holds the P states of its row, [P, D], at
-    once. Tokens from T on are padding and are written as 0.
+    once (P + 1 after `fused_attention_kernel`). Tokens from T on are padding and are written as 0.
     Bytes per row: P (D + 2) * 4 read, D * itemsize written.
-    Why a launch: with more splits than `AttentionTiling.combines_in_kernel` allows, one last
-    program per key-value head would read for longer than a launch takes.
+    Why a launch: always after `fused_attention_kernel`; after `attention_kernel` where
+    `AttentionTiling.combines_in_kernel` is False, because one last program per key-value head would
+    read for longer than a launch takes.
     Order: every program of the launch before has ended before one of these loads; nothing is
     signalled.
 

@@ -38,7 +38,7 @@ MUTATIONS = (
         "the tiles of a row that is known to be rejected return before it is evaluated",
     ),
     Mutation(
-        f"{_PALLAS}target_rows.verify_accept_kernel.publish_rejection",
+        f"{_PALLAS}target_rows.verify_accept_kernel.publish_stop",
         "(num_rows - i)",
         "(num_rows - i - 1)",
         _large("random"),
