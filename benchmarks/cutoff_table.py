@@ -1,7 +1,7 @@
 """Makes the table of cutoffs on a GPU from the JSON that the benchmark wrote.
 
 python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --readme benchmarks/README.md
-python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --brief --readme README.md
+python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --brief --readme docs/speed.md
 """
 
 from typing import Any

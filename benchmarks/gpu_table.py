@@ -1,6 +1,6 @@
 r"""Makes the GPU tables and their plot from the JSON that the GPU benchmarks wrote.
 
-python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md \
+python benchmarks/gpu_table.py benchmarks/results/h200.json --readme docs/speed.md \
     --plot benchmarks/results/h200.png --more benchmarks/README.md
 """
 

@@ -1,7 +1,7 @@
-"""Makes the README's table of CPU figures from the JSON that the benchmark wrote.
+"""Makes the table of CPU figures in docs/speed.md from the JSON that the benchmark wrote.
 
 python benchmarks/table.py                      # prints it
-python benchmarks/table.py --readme README.md   # puts it between the two markers there
+python benchmarks/table.py --readme docs/speed.md   # puts it between the two markers there
 """
 
 import argparse

@@ -68,6 +68,8 @@ CHANGED = {
     "test_no_checker_is_told_to_look_away": FILE,
     "test_all_is_sorted_and_is_what_the_module_defines": FILE,
     "test_every_public_name_is_documented": FILE,
+    "test_the_gpu_tables_of_the_documents_are_those_of_the_measurement": "tables of README moved",
+    "test_the_tables_of_the_documents_are_those_of_the_measurements": "tables of README moved",
     "test_the_code_in_a_document_runs": "one test per document",
     "test_every_module_that_decides_tokens_has_three_mutations": "one test per module that decides",
     "test_only_a_test_that_fails_kills": "one report more",

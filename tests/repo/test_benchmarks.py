@@ -109,7 +109,7 @@ def test_other_sizes_stand_a_line_each_and_what_failed_in_none(benchmark):
 
 
 @pytest.mark.parametrize(
-    ("table", "document"), [("gpu_table", "README.md"), ("more_table", "benchmarks/README.md")]
+    ("table", "document"), [("gpu_table", "docs/speed.md"), ("more_table", "benchmarks/README.md")]
 )
 def test_the_gpu_tables_of_the_documents_are_those_of_the_measurement(table, document, benchmark):
     if not RESULT.exists():
@@ -117,7 +117,7 @@ def test_the_gpu_tables_of_the_documents_are_those_of_the_measurement(table, doc
     make = getattr(benchmark("gpu_table"), table)
     made = make(json.loads(RESULT.read_text(encoding="utf-8")))
     assert made in (ROOT / document).read_text(encoding="utf-8"), (
-        "run: python benchmarks/gpu_table.py benchmarks/results/h200.json --readme README.md "
+        "run: python benchmarks/gpu_table.py benchmarks/results/h200.json --readme docs/speed.md "
         "--plot benchmarks/results/h200.png --more benchmarks/README.md"
     )
 
@@ -285,7 +285,7 @@ def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
     ("name", "table", "document"),
     [
         ("cutoff", "cutoff_table", "benchmarks/README.md"),
-        ("cutoff", "brief_table", "README.md"),
+        ("cutoff", "brief_table", "docs/speed.md"),
         ("decode", "decode_table", "benchmarks/README.md"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The README's "Bring your checkpoint": its commands run as they stand, on random folders."""
+"""README's figures are those of the tables; the commands of docs/usage.md run on random folders."""
 
 import pathlib
 import re
@@ -12,8 +12,16 @@ from specjax.models import chat_prompt, load_tokenizer, pretrained_folder
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
-README = (pathlib.Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-(SECTION,) = re.findall(r"^## Bring your checkpoint\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def read_section(document, title):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {title}\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    return section
+
+
+SECTION = read_section("docs/usage.md", "Bring your checkpoint")
 COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ specjax (.*)$", SECTION, re.MULTILINE)]
 GENERATE = [command for command in COMMANDS if command[0] == "generate"]
 
@@ -29,6 +37,15 @@ def folder(tmp_path_factory):
 def _run_in_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+def test_the_readme_fits_three_screens_and_its_times_are_those_of_the_table():
+    times = re.findall(r"([\d.]+) us", read_section("README.md", "Speed"))
+    table = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    rows = [row for row in table.splitlines() if re.match(r"\| `(rejection|gumbel)_sample`", row)]
+    assert len(times) == 4
+    assert all(any(f" {time} (" in row or f"({time}:" in row for row in rows) for time in times)
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_section_shows_a_draft_of_each_kind_a_chat_and_a_sweep():
