@@ -9,7 +9,7 @@ from gpu_inputs import Shape
 from gpu_loop import Lowered, compile_all
 
 from specjax.implementation import Implementation
-from specjax.pallas.tiles import KernelConfig, Tile
+from specjax.pallas.kernel_config import KernelConfig, Tile
 
 K, V = 5, 131072
 ROW_TILES = [(4096, 8), (8192, 4), (8192, 8), (16384, 8), (32768, 16)]

@@ -14,7 +14,7 @@ import matplotlib.pyplot
 import numpy as np
 
 import specjax
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 from specjax.models import load, load_tokenizer, pretrained_folder
 
 matplotlib.use("Agg")

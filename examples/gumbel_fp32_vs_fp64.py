@@ -26,7 +26,7 @@ import numpy as np
 import specjax
 from specjax.core.noise import SAMPLING_BLOCK, gumbel_from_uniform, key_words, uniform_from_bits
 from specjax.core.noise import gumbel as gumbel_at
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 
 matplotlib.use("Agg")
 jax.config.update("jax_enable_x64", True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from pair import corpus, judgement, losses, tokens, training
 
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 from specjax.models import (
     HeadConfig,
     TransformerConfig,

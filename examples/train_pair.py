@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from pair import corpus, judgement, losses, tokens, training
 
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 from specjax.models import TransformerConfig, save
 
 TARGET = TransformerConfig(

@@ -7,6 +7,12 @@ Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 """
 
+from specjax.acceptance_rates import (
+    conditional_rates,
+    expected_acceptance_length,
+    geometric_rates,
+    rates_for_length,
+)
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import commit, unpad
 from specjax.decode.drafters import model_drafter, ngram_drafter
@@ -17,19 +23,13 @@ from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
 from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
 from specjax.processing.apply_sampling import apply_sampling
-from specjax.processing.cutoff import logit_cutoff
+from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams, bad_words_array, bias_array
 from specjax.processing.token_counts import History, TokenCounts, count_tokens, update_counts
 from specjax.samplers.gumbel_sample import gumbel_sample
-from specjax.samplers.ragged import rejection_sample_ragged
 from specjax.samplers.rejection_sample import rejection_sample
-from specjax.schedules import (
-    conditional_rates,
-    expected_acceptance_length,
-    geometric_rates,
-    rates_for_length,
-)
+from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
 from specjax.typing import (
     Draft,
     Drafter,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import schedules
+from specjax import acceptance_rates
 
 __all__ = ["SpeculativeConfig"]
 
@@ -84,15 +84,15 @@ class SpeculativeConfig:
     def conditional_rates(self) -> jax.Array | None:
         """Returns f32[K] for `conditional_rates=` of a verification; None unless "synthetic"."""
         if self.synthetic_acceptance_rate is not None:
-            return schedules.geometric_rates(
+            return acceptance_rates.geometric_rates(
                 self.synthetic_acceptance_rate, self.num_speculative_tokens
             )
         if self.synthetic_acceptance_rates is not None:
-            return schedules.conditional_rates(
+            return acceptance_rates.conditional_rates(
                 np.array(self.synthetic_acceptance_rates, np.float32)
             )
         if self.synthetic_acceptance_length is not None:
-            return schedules.rates_for_length(
+            return acceptance_rates.rates_for_length(
                 self.synthetic_acceptance_length, self.num_speculative_tokens
             )
         return None

@@ -129,7 +129,7 @@ def implementation(request):
     if request.param == "xla":
         return request.param
     from specjax.implementation import Implementation
-    from specjax.pallas.tiles import KernelConfig, Tile
+    from specjax.pallas.kernel_config import KernelConfig, Tile
 
     tile = Tile(256, 4)
     config = KernelConfig(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.acceptance_rates import geometric_rates, rates_for_length
 from specjax.config import SpeculativeConfig
-from specjax.schedules import geometric_rates, rates_for_length
 
 
 def synthetic(**rates):

@@ -12,7 +12,7 @@ import tarfile
 from typing import Any, NamedTuple
 
 from pair.overlap import shares_of_windows
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 
 PACKAGES = (
     "aiohttp",

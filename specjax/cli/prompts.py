@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from specjax.files import read_file, read_stream
+from specjax.file_io import read_file, read_stream
 
 __all__ = ["read_prompt", "read_prompts"]
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.cli.sweep_choice import Acceptance, synthetic_lengths
 from specjax.config import SpeculativeConfig
 from specjax.decode.generate import init, step
 from specjax.decode.state import DecodeState
-from specjax.schedules import expected_acceptance_length, rates_for_length
 from specjax.typing import Drafter, Finish, Model
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 
 __all__ = ["write_plot"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.checks import check_draft, check_logits, check_shape
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts

@@ -1,9 +1,10 @@
 """A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the pair that ships with it.
 
-Open `transformer` first: it stacks the layers of `layers`. `config` says what differs between
-families. `ops` and `attention` choose between plain JAX and the kernels in `pallas/`; `hf/` reads
-and writes Hugging Face folders; `draft_head` and `draft_head_drafter` draft from the target's
-hidden states; `pretrained/` holds the pair.
+Open `transformer` first. It stacks the layers of `layers`, in plain JAX with `attention` and
+`rope`. `config` says what differs between families. `choose_step` runs a step of a decoder in plain
+JAX or, by `kernel_step` and `kernel_ops`, in the kernels of `pallas/`; both use `shared_math`.
+`hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
+target's hidden states. `pretrained/` holds the pair.
 
 Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension, `V` vocabulary. The command
 imports this room; the sampling rooms do not, so Flax is optional.
@@ -14,7 +15,7 @@ from specjax.models.draft_head import HeadConfig, build_head, check_head, unroll
 from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_config, load_tokenizer, save
-from specjax.models.hf.draft_head import is_head, load_head, load_head_config, save_head
+from specjax.models.hf.draft_head_folder import is_head, load_head, load_head_config, save_head
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layer_math import AttentionSpec, cache_entries
 from specjax.models.rope import rotate
+from specjax.models.shared_math import AttentionSpec, cache_entries
 
 __all__ = ["AttentionBackend", "attend", "causal_attention"]
 

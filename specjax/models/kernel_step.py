@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.implementation import Implementation
-from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
-from specjax.models.ops import (
+from specjax.models.kernel_ops import (
     DeferredNorm,
     KernelChoice,
     PartialProduct,
@@ -24,6 +23,7 @@ from specjax.models.ops import (
     kv_tiling,
     matmul,
 )
+from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
 
 __all__ = ["decode_step", "layer_step"]
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.models.attention import AttentionBackend, attend, causal_attention
+from specjax.models.choose_step import run_layer
 from specjax.models.config import TransformerConfig
-from specjax.models.decode_step import run_layer
-from specjax.models.layer_math import AttentionSpec, NormSpec
+from specjax.models.shared_math import AttentionSpec, NormSpec
 
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "linear", "residual_add", "weight"]
 

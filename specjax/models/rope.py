@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.config import RopeScaling
-from specjax.models.layer_math import rotate_halves
+from specjax.models.shared_math import rotate_halves
 
 __all__ = ["rope_cos_sin", "rotate"]
 

@@ -14,8 +14,8 @@ from flax import nnx
 
 from specjax.implementation import Implementation
 from specjax.models.attention import AttentionBackend
+from specjax.models.choose_step import run_decoder
 from specjax.models.config import TransformerConfig
-from specjax.models.decode_step import run_decoder
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
 from specjax.typing import Model

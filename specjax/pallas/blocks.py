@@ -21,8 +21,8 @@ from specjax.core.gumbel_max import first_argmax
 from specjax.core.logsumexp import BlockPartials, mask_below_cutoff, merge_partials, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import flush_subnormals
+from specjax.pallas.kernel_config import Tile, power_of_two
 from specjax.pallas.launch import fast_exp2, output
-from specjax.pallas.tiles import Tile, power_of_two
 
 __all__ = [
     "Partials",

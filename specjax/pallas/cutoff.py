@@ -60,8 +60,8 @@ from specjax.pallas.cutoff_bound import (
     summarize_row,
 )
 from specjax.pallas.cutoff_candidates import CandidateBuffer, compact_candidates
+from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, launch, output
-from specjax.pallas.tiles import KernelConfig, Tile
 
 __all__ = [
     "cutoff_reduce_kernel",

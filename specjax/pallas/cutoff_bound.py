@@ -34,8 +34,8 @@ from specjax.core.truncation import (
     top_p_active,
 )
 from specjax.pallas.blocks import load_padded, load_raw_logits
+from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or, fast_exp2, output
-from specjax.pallas.tiles import Tile
 
 __all__ = [
     "CutoffRows",

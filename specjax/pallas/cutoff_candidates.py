@@ -14,8 +14,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.truncation import mass_weights
 from specjax.pallas.cutoff_bound import SUB_BLOCK, CutoffRows, RowSummary
+from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import divmod_i32, fast_exp2
-from specjax.pallas.tiles import KernelConfig
 
 __all__ = ["CandidateBuffer", "compact_candidates"]
 

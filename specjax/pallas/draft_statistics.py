@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.arrays import VerifyArrays
+from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import row_logsumexp, row_statistics
 from specjax.pallas.blocks import (
@@ -18,8 +18,8 @@ from specjax.pallas.blocks import (
     partials_shape,
     store_partials,
 )
-from specjax.pallas.inputs import Plan, load_request, locate_draft_row
 from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output
+from specjax.pallas.load_request import Plan, load_request, locate_draft_row
 
 __all__ = [
     "add_draft_statistics",

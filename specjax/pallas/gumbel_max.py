@@ -19,8 +19,8 @@ from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.pallas.blocks import load_raw_logits
+from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import select_lane
-from specjax.pallas.tiles import power_of_two
 
 __all__ = [
     "BlockNoise",

@@ -20,14 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.arrays import VerifyArrays
+from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
 from specjax.pallas.blocks import load_blocks, load_raw_logits, tile_token_ids
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
-from specjax.pallas.inputs import (
+from specjax.pallas.kernel_config import power_of_two
+from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, select_lane
+from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
     RequestScalars,
@@ -35,9 +37,7 @@ from specjax.pallas.inputs import (
     load_masked,
     load_request,
 )
-from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, select_lane
 from specjax.pallas.target_rows import ReducedRows, VerifiedRows, evaluate_acceptance
-from specjax.pallas.tiles import power_of_two
 from specjax.typing import Stream
 
 __all__ = [

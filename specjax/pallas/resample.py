@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from specjax.arrays import VerifyArrays
+from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import first_argmax
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.pallas.blocks import load_padded
 from specjax.pallas.gumbel_max import Draw, draw_noise, draw_row_noise, draw_token
-from specjax.pallas.inputs import Plan
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
+from specjax.pallas.load_request import Plan
 from specjax.pallas.next_token import (
     AcceptedPrefix,
     draw_residual,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.arrays import CallOptions, SampleArrays
+from specjax.call_arrays import CallOptions, SampleArrays
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import block_logprobs, row_logsumexp, row_statistics
 from specjax.core.noise import Words, address
@@ -43,8 +43,8 @@ from specjax.pallas.gumbel_max import (
     draw_token,
     num_padded_blocks,
 )
+from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
-from specjax.pallas.tiles import KernelConfig, Tile
 from specjax.typing import Sample
 
 __all__ = ["sample_rows"]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.arrays import VerifyArrays
+from specjax.call_arrays import VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
@@ -34,7 +34,8 @@ from specjax.pallas.blocks import (
     partials_shape,
     store_partials,
 )
-from specjax.pallas.inputs import (
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
+from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
     RequestScalars,
@@ -42,7 +43,6 @@ from specjax.pallas.inputs import (
     load_masked,
     load_request,
 )
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
 from specjax.typing import Stream
 
 __all__ = [

@@ -1,11 +1,11 @@
 """`rejection_sample` on the kernels: rows are reduced and evaluated, then tokens are drawn."""
 
-from specjax.arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.pallas.draft_statistics import add_draft_statistics
-from specjax.pallas.inputs import Plan
+from specjax.pallas.kernel_config import KernelConfig
+from specjax.pallas.load_request import Plan
 from specjax.pallas.resample import resample
 from specjax.pallas.target_rows import accept_rows, reduce_rows
-from specjax.pallas.tiles import KernelConfig
 from specjax.typing import Verification
 
 __all__ = ["verify_rows"]

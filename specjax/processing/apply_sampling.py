@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation
-from specjax.processing.cutoff import find_cutoff, logit_cutoff
+from specjax.processing.logit_cutoff import find_cutoff, logit_cutoff
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
 from specjax.processing.rule_checks import mask_width

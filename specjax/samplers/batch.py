@@ -6,11 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.implementation import select
 from specjax.mesh import pvary_like
-from specjax.samplers.verify import verify_batch
+from specjax.samplers.verify_xla import verify_batch
 from specjax.typing import Verification
 
 __all__ = [

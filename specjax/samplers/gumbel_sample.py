@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import CallOptions, SampleArrays
+from specjax.call_arrays import CallOptions, SampleArrays
 from specjax.checks import (
     as_array,
     check_keys,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.checks import (
     as_array,
     check_draft,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import VerifyArrays
+from specjax.call_arrays import VerifyArrays
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.gumbel_max import gather_logits, token_logprobs
 from specjax.core.logsumexp import (

@@ -8,7 +8,7 @@ import resource
 import pytest
 from test_command import TARGET, write_model
 
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 from specjax.models import load, load_tokenizer, save
 
 pytestmark = pytest.mark.lenient

@@ -17,6 +17,7 @@ from test_command import TARGET, write_model
 from test_files import limit_file_size
 
 import specjax
+from specjax.acceptance_rates import conditional_rates, expected_acceptance_length
 from specjax.cli import main
 from specjax.cli.sweep_choice import (
     Acceptance,
@@ -27,7 +28,6 @@ from specjax.cli.sweep_choice import (
 )
 from specjax.cli.sweep_measure import Workload, measure_acceptance
 from specjax.cli.sweep_report import conclusion, report_tables
-from specjax.schedules import conditional_rates, expected_acceptance_length
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 

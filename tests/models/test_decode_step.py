@@ -11,9 +11,9 @@ from machine import has_gpu
 import specjax
 from specjax.implementation import Implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, ops
-from specjax.models.layer_math import AttentionSpec, NormSpec
 from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
-from specjax.models.pallas.tiles import DecodeConfig
+from specjax.models.pallas.tilings import DecodeConfig
+from specjax.models.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
 
 # Wide enough for products in parts, and for heads of every kind of tile.

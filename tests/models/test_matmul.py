@@ -7,14 +7,14 @@ import pytest
 from machine import has_gpu
 
 from specjax.models import TransformerConfig, build
-from specjax.models.layer_math import NormSpec
 from specjax.models.pallas import matmul
-from specjax.models.pallas.tiles import (
+from specjax.models.pallas.tilings import (
     attention_stages,
     attention_tiling,
     glu_tiling,
     matmul_tiling,
 )
+from specjax.models.shared_math import NormSpec
 from specjax.pallas import launch
 
 KERNELS = [

@@ -9,7 +9,7 @@ import pytest
 
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
 from specjax.models.attention import attend
-from specjax.models.layer_math import AttentionSpec
+from specjax.models.shared_math import AttentionSpec
 
 CONFIG = TransformerConfig(
     vocab_size=48,

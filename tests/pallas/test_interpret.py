@@ -26,7 +26,7 @@ from test_rejection_sample import (
 
 import specjax
 from specjax.implementation import Implementation
-from specjax.pallas.tiles import KernelConfig, Tile
+from specjax.pallas.kernel_config import KernelConfig, Tile
 
 pytestmark = pytest.mark.interpret
 

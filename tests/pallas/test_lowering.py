@@ -24,9 +24,9 @@ from specjax.implementation import (
     visible_devices,
 )
 from specjax.models import TransformerConfig, build
-from specjax.models.decode_step import run_layer
+from specjax.models.choose_step import run_layer
 from specjax.models.layers import Layer
-from specjax.pallas.tiles import KernelConfig, Tile
+from specjax.pallas.kernel_config import KernelConfig, Tile
 
 BATCH, K, VOCAB = 4, 3, 5000
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]

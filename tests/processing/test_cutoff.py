@@ -18,7 +18,7 @@ import specjax
 from specjax.core import bisection
 from specjax.core import truncation as order
 from specjax.processing import cutoff_xla
-from specjax.processing.cutoff import find_cutoff
+from specjax.processing.logit_cutoff import find_cutoff
 
 pytestmark = pytest.mark.once
 

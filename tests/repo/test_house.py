@@ -25,8 +25,8 @@ PACKAGE = ROOT / "specjax"
 # From the ground up. A room imports what stands on lower floors; rooms of one floor do not import
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
-    ("typing", "schedules", "mesh", "implementation", "files"),
-    ("arrays", "checks", "config"),
+    ("typing", "acceptance_rates", "mesh", "implementation", "file_io"),
+    ("call_arrays", "checks", "config"),
     ("core",),
     ("pallas",),
     ("samplers", "processing"),
@@ -37,20 +37,20 @@ FLOORS = (
 )
 # Rooms inside `models`, by the modules that may import them, and what the kernels there may import.
 INSIDE_MODELS = {
-    "specjax.models.pallas": ("specjax.models.ops",),
+    "specjax.models.pallas": ("specjax.models.kernel_ops",),
     "specjax.models.hf": ("specjax.models",),
 }
 GROUND_OF_KERNELS = (
     "specjax.pallas.launch",
-    "specjax.pallas.tiles",
-    "specjax.models.layer_math",
+    "specjax.pallas.kernel_config",
+    "specjax.models.shared_math",
     "specjax.models.pallas",
 )
 # Only modules that choose an implementation import the kernels.
 CHOOSE_KERNELS = (
     "specjax.samplers.batch",
     "specjax.samplers.gumbel_sample",
-    "specjax.processing.cutoff",
+    "specjax.processing.logit_cutoff",
     "specjax.models",
 )
 ANY_THIRD_PARTY = ("models", "cli")

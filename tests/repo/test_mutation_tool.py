@@ -15,14 +15,14 @@ pytestmark = pytest.mark.once
 
 COUNTED = [mutation for mutation in MUTATIONS if not mutation.equivalent]
 # What a room says of itself, and sizes that change no token.
-NO_CODE = ("pallas.__init__", "pallas.tiles", "models.pallas.__init__")
+NO_CODE = ("pallas.__init__", "pallas.kernel_config", "models.pallas.__init__")
 LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
-    *("core.truncation", "samplers.verify", "samplers.next_token"),
+    *("core.truncation", "samplers.verify_xla", "samplers.next_token_xla"),
     *(f"decode.{name}" for name in ("drafts", "propose", "drafters", "loop", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
-    *(f"processing.{name}" for name in ("logit_rules", "cutoff", "cutoff_xla")),
-    "schedules",
+    *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla")),
+    "acceptance_rates",
     *(
         f"{room}.{path.stem}"
         for room in ("pallas", "models.pallas")

@@ -7,7 +7,7 @@ Open `checkpoint` first: it holds `load`, `load_config`, `load_tokenizer` and `s
 | `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
 | `config_writer` | `TransformerConfig` to `config.json` |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
-| `draft_head` | folders of draft heads |
+| `draft_head_folder` | folders of draft heads |
 | `chat_template` | messages to a prompt |
 | `folder`, `progress` | files of a folder, a bar for long loads |
 

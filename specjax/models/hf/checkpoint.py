@@ -13,7 +13,7 @@ import tokenizers
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_fields import read_field
 from specjax.models.hf.config_reader import read_fields

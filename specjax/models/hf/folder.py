@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from specjax.files import read_file
+from specjax.file_io import read_file
 
 __all__ = ["find_folder", "read_json_object", "read_small_file", "refuse_lfs_pointer"]
 

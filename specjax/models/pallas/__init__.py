@@ -12,8 +12,9 @@ A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` fol
     split_k_matmul_kernel  down projection as split-K parts               (matmul.py)
 
 With B < 4, `fused_attention_kernel` and `combine_kernel` (combine.py) replace the two of attention.
-Open `attention.py` first for the order of launches, `online_softmax.py` for the formula, `tiles.py`
-for sizes. Imports `specjax.pallas.launch` and `specjax.pallas.tiles`; imported by `models.ops`.
+Open `attention.py` first for the order of launches, `online_softmax.py` for the formula,
+`tilings.py` for sizes. Imports `specjax.pallas.launch` and `specjax.pallas.kernel_config`; imported
+by `models.kernel_ops`.
 
 Letters: `B` requests, `T` tokens of each, `H` query heads, `G` key-value heads, `S` cache slots,
 `D` head dimension, `E` hidden.

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.layer_math import NormSpec
-from specjax.models.pallas.tiles import ADD_NORM_TILE
+from specjax.models.pallas.tilings import ADD_NORM_TILE
+from specjax.models.shared_math import NormSpec
+from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import divmod_i32, launch, output
-from specjax.pallas.tiles import power_of_two
 
 __all__ = [
     "AddNormOperands",

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layer_math import AttentionSpec, NormSpec
 from specjax.models.pallas.attention_kernels import (
     AttentionOperands,
     AttentionOutputs,
@@ -30,7 +29,8 @@ from specjax.models.pallas.attention_kernels import (
 )
 from specjax.models.pallas.combine import PartialSoftmax, combine_kernel
 from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
-from specjax.models.pallas.tiles import AttentionTiling
+from specjax.models.pallas.tilings import AttentionTiling
+from specjax.models.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
 
 __all__ = ["decode_attention"]

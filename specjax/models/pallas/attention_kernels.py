@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.layer_math import AttentionSpec, NormSpec, cache_entries, is_visible
 from specjax.models.pallas import online_softmax
 from specjax.models.pallas.combine import PartialSoftmax, combine, store_output, store_partial
 from specjax.models.pallas.kv_split import KVSplit
@@ -32,9 +31,10 @@ from specjax.models.pallas.qkv import (
     row_mask,
     select_token,
 )
-from specjax.models.pallas.tiles import MIN_MMA, AttentionTiling, pad_to_mma
+from specjax.models.pallas.tilings import MIN_MMA, AttentionTiling, pad_to_mma
+from specjax.models.shared_math import AttentionSpec, NormSpec, cache_entries, is_visible
+from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
-from specjax.pallas.tiles import power_of_two
 
 __all__ = [
     "AttentionOperands",

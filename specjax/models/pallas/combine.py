@@ -22,9 +22,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.online_softmax import OnlineSoftmax, init
 from specjax.models.pallas.qkv import load_heads, row_mask
-from specjax.models.pallas.tiles import pad_to_mma
+from specjax.models.pallas.tilings import pad_to_mma
+from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import divmod_i32
-from specjax.pallas.tiles import power_of_two
 
 __all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store_partial"]
 

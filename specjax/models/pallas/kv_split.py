@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layer_math import AttentionSpec
 from specjax.models.pallas import online_softmax
 from specjax.models.pallas.online_softmax import OnlineSoftmax, Queries
 from specjax.models.pallas.qkv import load_heads, row_mask
-from specjax.models.pallas.tiles import BLOCK_KV, pad_to_mma
+from specjax.models.pallas.tilings import BLOCK_KV, pad_to_mma
+from specjax.models.shared_math import AttentionSpec
 from specjax.pallas.launch import divmod_i32
 
 __all__ = ["KVBlock", "KVSplit"]

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.layer_math import NormSpec
 from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
-from specjax.models.pallas.tiles import MatmulTiling, pad_to_mma
+from specjax.models.pallas.tilings import MatmulTiling, pad_to_mma
+from specjax.models.shared_math import NormSpec
 from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layer_math import AttentionSpec, is_visible
+from specjax.models.shared_math import AttentionSpec, is_visible
 from specjax.pallas.launch import dot
 
 __all__ = ["OnlineSoftmax", "Queries", "init", "reduce_l", "update"]

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.layer_math import NormSpec, cache_entries, rotate_halves
 from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
+from specjax.models.shared_math import NormSpec, cache_entries, rotate_halves
+from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import divmod_i32
-from specjax.pallas.tiles import power_of_two
 
 __all__ = [
     "PreparedQKV",

@@ -19,21 +19,21 @@ _PALLAS = "specjax.pallas."
 
 _REFERENCE = (
     Mutation(
-        "specjax.processing.cutoff._refuse_nan",
+        "specjax.processing.logit_cutoff._refuse_nan",
         "(filters.top_p, filters.min_p)",
         "(filters.top_p,)",
         cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-min_p]"),
         "min-p may be NaN",
     ),
     Mutation(
-        "specjax.processing.cutoff._refuse_nan",
+        "specjax.processing.logit_cutoff._refuse_nan",
         "jnp.isnan(value), jnp.inf, cutoff",
         "jnp.isnan(value), -jnp.inf, cutoff",
         cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-top_p]"),
         "a filter that is NaN keeps all",
     ),
     Mutation(
-        "specjax.processing.cutoff._once_per_row.each",
+        "specjax.processing.logit_cutoff._once_per_row.each",
         "(*value.shape, *(1,) * (len(leading) - value.ndim))",
         "(*(1,) * (len(leading) - value.ndim), *value.shape)",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),

@@ -1,7 +1,7 @@
-"""Wrong versions of drafting, the decode loop, commits, counts and schedules."""
+"""Wrong versions of drafting, the decode loop, commits, counts and acceptance rates."""
 
 from ..mutation import Mutation
-from .tests import decode, drafts, metrics, processing, schedules, tokens
+from .tests import acceptance_rates, decode, drafts, metrics, processing, tokens
 
 __all__ = ["MUTATIONS"]
 
@@ -11,7 +11,7 @@ _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
 _RULES = "specjax.processing.logit_rules."
-_SCHEDULES = "specjax.schedules."
+_RATES = "specjax.acceptance_rates."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
 _COMMITTED = "test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence[False]"
@@ -320,38 +320,38 @@ MUTATIONS = (
         "the first token is in a word's highest bit",
     ),
     Mutation(
-        f"{_SCHEDULES}_SMALLEST_DECAY",
+        f"{_RATES}_SMALLEST_DECAY",
         "0.85",
         "0.75",
-        schedules("test_a_geometric_schedule_falls_off_by_the_smallest_decay_from_0_85_up"),
+        acceptance_rates("test_a_geometric_schedule_falls_off_by_the_smallest_decay_from_0_85_up"),
         "a geometric schedule may fall off faster",
     ),
     Mutation(
-        f"{_SCHEDULES}rates_for_length",
+        f"{_RATES}rates_for_length",
         "size + 1) - 1",
         "size + 1)",
-        schedules("test_a_schedule_for_a_length_has_that_mean_and_the_least_variance"),
+        acceptance_rates("test_a_schedule_for_a_length_has_that_mean_and_the_least_variance"),
         "the recovered or bonus token is not counted in the length",
     ),
     Mutation(
-        f"{_SCHEDULES}conditional_rates",
+        f"{_RATES}conditional_rates",
         "jnp.ones_like(rates[..., :1])",
         "rates[..., :1]",
-        schedules("test_conditional_rates_multiply_back_to_the_unconditional_ones"),
+        acceptance_rates("test_conditional_rates_multiply_back_to_the_unconditional_ones"),
         "the first position is always accepted",
     ),
     Mutation(
-        f"{_SCHEDULES}expected_acceptance_length",
+        f"{_RATES}expected_acceptance_length",
         "return 1 + jnp",
         "return jnp",
-        schedules("test_the_expected_acceptance_length_is_the_mean_over_every_run_of_coins"),
+        acceptance_rates("test_the_expected_acceptance_length_is_the_mean_over_every_run_of_coins"),
         "the token after the accepted run is not counted",
     ),
     Mutation(
-        f"{_SCHEDULES}geometric_rates.excess",
+        f"{_RATES}geometric_rates.excess",
         "index * (index + 1) / 2",
         "index * (index - 1) / 2",
-        schedules("test_a_geometric_schedule_has_the_mean_that_was_asked_for"),
+        acceptance_rates("test_a_geometric_schedule_has_the_mean_that_was_asked_for"),
         "the decay begins one position too late",
     ),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 __all__ = [
+    "acceptance_rates",
     "cutoffs",
     "decode",
     "drafts",
@@ -18,7 +19,6 @@ __all__ = [
     "ragged",
     "sampled_decoding",
     "sampling",
-    "schedules",
     "searches",
     "subnormal",
     "tokens",
@@ -45,7 +45,7 @@ products = _of("models/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
 sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")
-schedules = _of("test_schedules.py")
+acceptance_rates = _of("test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
 subnormal = _of("core/test_subnormal.py")
 tokens = _of("decode/test_commit.py")

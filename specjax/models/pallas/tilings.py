@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from specjax.pallas.tiles import Tile, power_of_two
+from specjax.pallas.kernel_config import Tile, power_of_two
 
 __all__ = [
     "ADD_NORM_TILE",

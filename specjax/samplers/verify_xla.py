@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import argmax_token, gather_logits, token_logprobs
 from specjax.core.logsumexp import (
@@ -29,7 +29,7 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import SAMPLING_BLOCK, address, uniform
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
-from specjax.samplers.next_token import AcceptedPrefix, next_token
+from specjax.samplers.next_token_xla import AcceptedPrefix, next_token
 from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
 from specjax.typing import Stream, Verification
 

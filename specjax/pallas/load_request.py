@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import load_logits
+from specjax.pallas.kernel_config import KernelConfig, Tile, power_of_two
 from specjax.pallas.launch import interpreter_barrier, select_lane
-from specjax.pallas.tiles import KernelConfig, Tile, power_of_two
 
 __all__ = [
     "DraftRow",

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
-from specjax.files import replace_file
+from specjax.file_io import replace_file
 from specjax.models.draft_head import HeadConfig
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.config_fields import read_field

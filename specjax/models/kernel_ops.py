@@ -13,18 +13,18 @@ import jax.numpy as jnp
 
 from specjax.implementation import Implementation
 from specjax.models.attention import attend
-from specjax.models.layer_math import AttentionSpec, NormSpec
 from specjax.models.pallas.add_rms_norm import add_rms_norm
 from specjax.models.pallas.attention import decode_attention
 from specjax.models.pallas.matmul import fused_glu, split_k_matmul
 from specjax.models.pallas.qkv import QKVOperands
-from specjax.models.pallas.tiles import (
+from specjax.models.pallas.tilings import (
     AttentionTiling,
     DecodeConfig,
     attention_tiling,
     glu_tiling,
     matmul_tiling,
 )
+from specjax.models.shared_math import AttentionSpec, NormSpec
 
 __all__ = [
     "DeferredNorm",

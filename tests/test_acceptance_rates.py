@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.schedules import (
+from specjax.acceptance_rates import (
     conditional_rates,
     expected_acceptance_length,
     geometric_rates,
