@@ -10,7 +10,7 @@ from machine import has_gpu
 
 import specjax
 from specjax.implementation import Implementation
-from specjax.models import RopeScaling, TransformerConfig, attention, build, ops
+from specjax.models import RopeScaling, TransformerConfig, attention, build, kernel_ops
 from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
 from specjax.models.pallas.tilings import DecodeConfig
 from specjax.models.shared_math import AttentionSpec, NormSpec
@@ -137,7 +137,7 @@ def heads(batch, tokens, groups, shared, head_dim, slots, *, parts=1, seed=0):
     cache = [jax.random.normal(key, (batch, groups, slots, head_dim)) for key in keys[2:]]
     angles = jax.random.uniform(keys[1], (batch, tokens, 1, head_dim // 2)) * 6
     cos_sin = (jnp.cos(angles), jnp.sin(angles))
-    return ops.PartialProduct(projected, squares), cos_sin, tuple(cache)
+    return kernel_ops.PartialProduct(projected, squares), cos_sin, tuple(cache)
 
 
 def attend(implementation, spec, **choices):
@@ -146,16 +146,16 @@ def attend(implementation, spec, **choices):
     By default two programs share a key-value head's cache, so that each has blocks to go through.
     """
     config = DecodeConfig(**{"num_kv_splits": 2, **choices})
-    choice = ops.KernelChoice(config, 227 * 1024, False, implementation == "interpret")
+    choice = kernel_ops.KernelChoice(config, 227 * 1024, False, implementation == "interpret")
 
     def plain(qkv, cos_sin, positions, cache):
         parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, cache[0].shape[3])
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
-        projected = ops.PartialProduct(parts, squares).reduce(NORM)[:, : positions.shape[1]]
+        projected = kernel_ops.PartialProduct(parts, squares).reduce(NORM)[:, : positions.shape[1]]
         return attention.attend(projected, cos_sin, positions, cache, spec=spec)
 
     def kernels(*operands):
-        return ops.attention(*operands, choice, spec=spec, norm=NORM)
+        return kernel_ops.attention(*operands, choice, spec=spec, norm=NORM)
 
     return jax.jit(plain if implementation == "xla" else kernels)
 
@@ -207,7 +207,7 @@ def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(alo
         step = attend(name, spec, fuses_qkv=alone, combines_in_kernel=quick)
 
         def run(parts, positions, cache, step=step):
-            product = ops.PartialProduct(parts.reshape(*parts.shape[:3], -1))
+            product = kernel_ops.PartialProduct(parts.reshape(*parts.shape[:3], -1))
             y, cache = step(product, cos_sin, positions, cache)
             # What padding sees is not promised.
             y = jnp.where((positions >= 0)[..., None], y, 0)
