@@ -24,7 +24,7 @@ from spread import spread
 
 import specjax
 from specjax.models import TransformerConfig, build
-from specjax.models.config import RopeScaling
+from specjax.models.rope import RopeScaling
 
 # Llama 3.1 8B and Llama 3.2 1B, their sizes; the numbers are random.
 TARGET = TransformerConfig(

@@ -14,32 +14,34 @@ from specjax.acceptance_rates import (
     rates_for_length,
 )
 from specjax.config import SpeculativeConfig
-from specjax.decode.commit import commit, unpad
-from specjax.decode.drafters import model_drafter, ngram_drafter
+from specjax.core.noise import Stream
+from specjax.decode.commit import commit
+from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.decode.drafts import draft_from_probs, gather_drafts
-from specjax.decode.generate import generate, init, step
+from specjax.decode.finish_and_origin import Finish, Origin
+from specjax.decode.generate import Generation, generate
+from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
-from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
+from specjax.decode.settings import Settings
+from specjax.decode.state_and_info import DecodeState, StepInfo
+from specjax.decode.unpad import unpad
+from specjax.draft import Draft
+from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling
+from specjax.processing.bad_words import bad_words_array
+from specjax.processing.bias import bias_array
+from specjax.processing.history import History
 from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
-from specjax.processing.sampling_params import SamplingParams, bad_words_array, bias_array
-from specjax.processing.token_counts import History, TokenCounts, count_tokens, update_counts
+from specjax.processing.sampling_params import SamplingParams
+from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
+from specjax.sample import Sample
 from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
 from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
-from specjax.typing import (
-    Draft,
-    Drafter,
-    Finish,
-    Model,
-    Origin,
-    Sample,
-    Stream,
-    Verification,
-)
+from specjax.verification import Verification
 
 __all__ = [
     "DecodeState",

@@ -6,8 +6,8 @@ One type holds the arrays of each kind of call, and one the options that are com
 import dataclasses
 from typing import Any, NamedTuple
 
+from specjax.draft import Draft
 from specjax.implementation import Implementation
-from specjax.typing import Draft
 
 __all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.typing import Draft
+from specjax.draft import Draft
 
 __all__ = [
     "as_array",

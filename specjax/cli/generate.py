@@ -12,10 +12,12 @@ import numpy as np
 from specjax import DecodeState, Generation, generate, init, step
 from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
+from specjax.decode.drafters import Drafter
+from specjax.decode.finish_and_origin import Finish
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
-from specjax.typing import Drafter, Finish, Model
 
 __all__ = [
     "GenerateJob",

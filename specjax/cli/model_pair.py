@@ -5,8 +5,8 @@ import os
 from typing import Any, NamedTuple
 
 from specjax import models
-from specjax.decode.drafters import model_drafter, ngram_drafter
-from specjax.typing import Drafter, Model
+from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
+from specjax.model import Model
 
 __all__ = ["ModelPair", "check_draft", "encode_prompt", "load_pair", "read_pair"]
 

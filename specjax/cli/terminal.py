@@ -18,7 +18,7 @@ from rich.text import Text
 
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings, metrics_json
 from specjax.cli.token_text import list_logprobs
-from specjax.typing import Origin
+from specjax.decode.finish_and_origin import Origin
 
 __all__ = ["Terminal"]
 

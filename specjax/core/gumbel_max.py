@@ -24,7 +24,7 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
-from specjax.typing import Sample
+from specjax.sample import Sample
 
 __all__ = [
     "argmax_token",

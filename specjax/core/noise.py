@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 __all__ = [
     "SAMPLING_BLOCK",
+    "Stream",
     "Words",
     "address",
     "batch_addresses",
@@ -38,6 +39,30 @@ Words = tuple[jax.Array, jax.Array]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
+
+
+class Stream:
+    """The independent noise streams of one position.
+
+    Noise shared by a draft and the residual that replaces it biases the output: every purpose has
+    its own stream.
+
+    Example:
+      >>> Stream.TARGET, Stream.accept(0), Stream.draft(0), Stream.accept(1)
+      (0, 1, 2, 3)
+    """
+
+    TARGET = 0
+
+    @staticmethod
+    def accept(index: Any) -> Any:
+        """Returns the stream of the acceptance test of drafted token `index` (int or i32)."""
+        return 2 * index + 1
+
+    @staticmethod
+    def draft(index: Any) -> Any:
+        """Returns the stream that drafted token `index` (int or i32) is sampled on."""
+        return 2 * index + 2
 
 
 @functools.partial(jax.jit, inline=True)  # traced once per shape: every draw hashes four times

@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.checks import check_shape, parse_array, parse_ids, parse_optional
-from specjax.typing import Finish, Verification
+from specjax.decode.finish_and_origin import Finish
+from specjax.verification import Verification
 
-__all__ = ["append", "append_emitted", "commit", "unpad"]
+__all__ = ["append", "append_emitted", "commit"]
 
 
 def append(
@@ -109,22 +109,3 @@ def append_emitted(
     conditions, reasons = zip(*finish_cases, strict=True)
     finish = jnp.select(conditions, [jnp.int8(reason) for reason in reasons], 0)
     return append(token_ids, lengths, counts, emitted), new_lengths, finish.astype(jnp.int8)
-
-
-def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
-    """Returns rows of token ids as lists of ints on the host, without padding.
-
-    Args:
-      token_ids: i32[B, L]; negative ids are padding.
-      vocab_size: int; ids at or above it are dropped too. None drops none.
-
-    Returns:
-      One list of ints per row.
-
-    Example:
-      >>> specjax.unpad(jnp.array([[3, 9, -1], [1, -1, -1]]), vocab_size=8)
-      [[3], [1]]
-    """
-    rows = np.asarray(token_ids)
-    limit = np.inf if vocab_size is None else vocab_size
-    return [[int(token) for token in row if 0 <= token < limit] for row in rows]

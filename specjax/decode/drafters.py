@@ -1,7 +1,9 @@
-"""Drafters: a smaller model, or prompt lookup in the request's own text."""
+"""`Drafter`, and two of them: a smaller model, and prompt lookup in the request's own text."""
 
+import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +11,41 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.propose import propose_step
-from specjax.typing import Draft, Drafter, Model
+from specjax.draft import Draft
+from specjax.model import Model
 
-__all__ = ["check_accepts", "model_drafter", "ngram_drafter"]
+__all__ = ["Drafter", "check_accepts", "model_drafter", "ngram_drafter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A drafter: parameters and two pure functions, a pytree like `Model`.
+
+    Attributes:
+      params: a pytree of arrays, possibly empty.
+      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`, having seen
+        every committed token but the last two at most.
+      propose: `(params, state, token_ids[B, L], hidden[B, E], *, keys, positions[B],
+        num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds the
+        committed tokens. `positions` are their lengths, that is the absolute position of the
+        first drafted token. `hidden` is the target's hidden state that decided the last
+        committed token. `num_tokens` is the most tokens each request may draft, -1 for an
+        inactive one. `config` is the static `SpeculativeConfig`.
+        The draft's own `num_tokens` may be smaller, None, or -1. For an active request -1 is 0:
+        only the loop ends requests.
+        Where requests have more options than a temperature, `sampling`, their `SamplingParams`,
+        and `history` are passed too, for `specjax.propose`. A drafter may ignore them: the output
+        is exact either way, and a drafter that samples as the target does is accepted most.
+        `implementation` is passed where the caller of the loop named one. A drafter that does not
+        take these is refused where they are needed.
+    """
+
+    params: Any
+    init: Callable[..., Any]
+    propose: Callable[..., tuple[Draft, Any]]
+
+
+jax.tree_util.register_dataclass(Drafter, data_fields=["params"], meta_fields=["init", "propose"])
 
 
 def model_drafter(model: Model) -> Drafter:

@@ -1,28 +1,36 @@
-"""Decoding with speculation: `generate` as a whole, `init` and `step` for streaming."""
+"""`generate`: whole texts with speculation, and `Generation`, what it returns."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
-from specjax.checks import (
-    check_count,
-    check_keys,
-    check_noise_dtype,
-    check_prompt,
-    parse_array,
-    parse_ids,
-)
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafters import check_accepts
-from specjax.decode.logprobs import check_logprobs_config
-from specjax.decode.loop import run_generate, run_init, run_step
-from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
-from specjax.implementation import Implementation, resolve_implementation
-from specjax.processing.sampling_params import SamplingParams, read_sampling
-from specjax.typing import Drafter, Model
+from specjax.decode.drafters import Drafter
+from specjax.decode.init_and_step import check_arguments
+from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.loop import run_init, run_step
+from specjax.decode.metrics import Metrics
+from specjax.implementation import Implementation
+from specjax.mesh import pvary_like
+from specjax.model import Model
+from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["generate", "init", "step"]
+__all__ = ["Generation", "generate", "run_generate"]
+
+
+class Generation(NamedTuple):
+    """What `generate` returns: fields of `DecodeState`, at the end of the loop."""
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    logprobs: jax.Array
+    origins: jax.Array
+    finish: jax.Array
+    metrics: Metrics
+    top_logprobs: TopLogprobs | None = None
 
 
 def generate(
@@ -94,7 +102,7 @@ def generate(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arguments = _check_arguments(
+    arguments = check_arguments(
         target,
         drafter,
         prompt_token_ids,
@@ -112,180 +120,24 @@ def generate(
     return run_generate(target, drafter, **arguments)
 
 
-def init(
+@functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
+def run_generate(
     target: Model,
     drafter: Drafter | None,
-    prompt_token_ids: Any,
-    prompt_lengths: Any,
     *,
-    keys: jax.Array,
-    config: SpeculativeConfig | None = None,
-    max_new_tokens: int,
-    temperature: Any = 1.0,
-    eos_token_ids: Any = (),
-    sampling: SamplingParams | None = None,
-    num_logprobs: int | None = None,
-    logprobs_mode: str = "raw",
-    implementation: str | Implementation | None = None,
-) -> DecodeState:
-    """Reads the prompts, samples the first token of each request and drafts the next ones.
-
-    Args:
-      target: each argument as in `generate`.
-      drafter: a `Drafter`, or None.
-      prompt_token_ids: i32[B, L].
-      prompt_lengths: i32[B].
-      keys: typed threefry keys, [B] or ().
-      config: a `SpeculativeConfig`, or None.
-      max_new_tokens: a Python int.
-      temperature: f32, [B] or scalar.
-      eos_token_ids: int, ints or i32[E].
-      sampling: `SamplingParams`, or None.
-      num_logprobs: a Python int, or None.
-      logprobs_mode: "raw" or "processed".
-      implementation: None, "xla", "triton" or "interpret".
-
-    Returns:
-      `DecodeState` with one token generated, which `step` takes.
-
-    Raises:
-      ValueError: for what `generate` refuses.
-
-    Example:
-      >>> from specjax.decode.markov_chain import markov_chain
-      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
-      >>> state = specjax.init(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
-      >>> state.token_ids.tolist(), state.lengths.tolist()
-      ([[0, 1, -1, -1]], [2])
-    """
-    arguments = _check_arguments(
-        target,
-        drafter,
-        prompt_token_ids,
-        prompt_lengths,
-        keys=keys,
-        config=config,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        eos_token_ids=eos_token_ids,
-        sampling=sampling,
-        num_logprobs=num_logprobs,
-        logprobs_mode=logprobs_mode,
-        implementation=implementation,
-    )
-    return run_init(target, drafter, **arguments)
-
-
-def step(
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    *,
-    config: SpeculativeConfig | None = None,
-    implementation: str | Implementation | None = None,
-) -> tuple[DecodeState, StepInfo]:
-    """Takes one speculative step of every request that has not ended.
-
-    Args:
-      target: as in `init`.
-      drafter: as in `init`.
-      state: from `init` or `step`.
-      config: as in `init`.
-      implementation: as in `init`.
-
-    Returns:
-      The next `DecodeState`, and `StepInfo` of the step.
-
-    Raises:
-      ValueError: for a draft whose arrays do not fit together.
-
-    Example:
-      >>> from specjax.decode.markov_chain import markov_chain
-      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
-      >>> state = specjax.init(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
-      >>> state, info = specjax.step(model, None, state)
-      >>> state.token_ids.tolist(), info.verification.num_emitted.tolist()
-      ([[0, 1, 0, -1]], [1])
-    """
-    config = SpeculativeConfig() if config is None else config
-    options = _check_options(drafter, config, state.settings.sampling, implementation)
-    return run_step(target, drafter, state, **options)
-
-
-def _check_arguments(
-    target: Model,
-    drafter: Drafter | None,
-    prompt_token_ids: Any,
-    prompt_lengths: Any,
-    *,
-    keys: jax.Array,
-    config: SpeculativeConfig | None,
-    max_new_tokens: int,
-    temperature: Any,
-    eos_token_ids: Any,
-    sampling: SamplingParams | None,
-    num_logprobs: int | None,
-    logprobs_mode: str,
-    implementation: str | Implementation | None,
-) -> dict[str, Any]:
-    """Returns the checked arguments of `run_init`."""
-    logprobs = check_logprobs_config(num_logprobs, logprobs_mode)
-    config = SpeculativeConfig() if config is None else config
-    _check_types(target, drafter, config)
-    if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
-        sampling = None
-    options = _check_options(drafter, config, sampling, implementation)
-    why = "because it sizes the buffers"
-    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
-    prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
-    size = prompt.shape[0]
-    temperature = parse_array("temperature", temperature, jnp.float32, (), (size,))
-    settings = Settings(
-        keys=check_keys(keys, size),
-        temperature=temperature,
-        max_lengths=lengths + max_new_tokens,
-        eos_token_ids=parse_ids("eos_token_ids", eos_token_ids),
-        conditional_rates=None if drafter is None else config.conditional_rates(),
-        sampling=None if sampling is None else read_sampling(sampling, size),
-        logprobs=logprobs,
-    )
-    return {
-        "prompt": prompt,
-        "lengths": lengths,
-        "settings": settings,
-        "max_length": prompt.shape[1] + max_new_tokens,
-        **options,
-    }
-
-
-def _check_options(
-    drafter: Drafter | None,
     config: SpeculativeConfig,
-    sampling: SamplingParams | None,
-    implementation: str | Implementation | None,
-) -> dict[str, Any]:
-    """Returns the static options of a step, which the drafter has to accept."""
-    check_noise_dtype(config.noise_dtype)
-    if drafter is not None and sampling is not None:
-        check_accepts(drafter, "sampling parameters", "sampling", "history")
-    if implementation is not None:
-        implementation = resolve_implementation(implementation)
-        if drafter is not None:
-            check_accepts(drafter, "an implementation", "implementation")
-    return {"config": config.compile_key(), "implementation": implementation}
+    implementation: Implementation | None,
+    **arguments: Any,
+) -> Generation:
+    """Returns what `generate` returns, of the arguments of `run_init`."""
+    options: dict[str, Any] = {"config": config, "implementation": implementation}
+    state = run_init(target, drafter, **arguments, **options)
+    state = jax.lax.while_loop(
+        lambda state: jnp.any(state.finish == 0),
+        lambda state: pvary_like(run_step(target, drafter, state, **options)[0], state),
+        pvary_like(state, state, target, drafter),
+    )
+    return Generation(*(getattr(state, name) for name in Generation._fields))
 
 
-def _check_types(target: Any, drafter: Any, config: Any) -> None:
-    if not isinstance(target, Model):
-        raise ValueError(f"target is {type(target).__name__}; it needs a specjax.Model.")
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter is {type(drafter).__name__}; it needs specjax.model_drafter(model), "
-            "specjax.ngram_drafter(), a specjax.Drafter of your own, or None."
-        )
-    if not isinstance(config, SpeculativeConfig):
-        raise ValueError(
-            f"config is {type(config).__name__}; it needs a specjax.SpeculativeConfig."
-        )
+jax.export.register_namedtuple_serialization(Generation, serialized_name="specjax.Generation")

@@ -21,20 +21,24 @@ from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
 from specjax.core.noise import fold_in_rows
 from specjax.decode.commit import append, append_emitted
+from specjax.decode.drafters import Drafter
+from specjax.decode.finish_and_origin import Origin
 from specjax.decode.logprobs import check_num_listed, empty_logprobs, list_logprobs
 from specjax.decode.metrics import init_metrics, update_metrics
-from specjax.decode.state import DecodeState, Generation, Settings, StepInfo
+from specjax.decode.settings import Settings
+from specjax.decode.state_and_info import DecodeState, StepInfo
+from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import pvary_like
+from specjax.model import Model
 from specjax.processing.apply_sampling import apply_rules_and_filters
+from specjax.processing.history import History
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
-from specjax.processing.token_counts import History, TokenCounts, add_to_counts, count_committed
+from specjax.processing.token_counts import TokenCounts, add_to_counts, count_committed
 from specjax.samplers.rejection_sample import verify_draft
-from specjax.typing import Draft, Drafter, Model, Origin
 
-__all__ = ["run_generate", "run_init", "run_step"]
+__all__ = ["run_init", "run_step"]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
@@ -131,26 +135,6 @@ def run_step(
     deciding = _take_at(hidden, info.verification.num_accepted)
     state = state._replace(metrics=metrics)
     return _propose(drafter, state, deciding, config, implementation), info
-
-
-@functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
-def run_generate(
-    target: Model,
-    drafter: Drafter | None,
-    *,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
-    **arguments: Any,
-) -> Generation:
-    """Returns what `generate` returns, of the arguments of `run_init`."""
-    options: dict[str, Any] = {"config": config, "implementation": implementation}
-    state = run_init(target, drafter, **arguments, **options)
-    state = jax.lax.while_loop(
-        lambda state: jnp.any(state.finish == 0),
-        lambda state: pvary_like(run_step(target, drafter, state, **options)[0], state),
-        pvary_like(state, state, target, drafter),
-    )
-    return Generation(*(getattr(state, name) for name in Generation._fields))
 
 
 def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.typing import Model
+from specjax.model import Model
 
 __all__ = ["markov_chain"]
 

@@ -6,7 +6,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.typing import Finish, Verification
+from specjax.decode.finish_and_origin import Finish
+from specjax.verification import Verification
 
 __all__ = ["Metrics", "init_metrics", "update_metrics"]
 

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, check_logits, parse_array
 from specjax.config import SpeculativeConfig
+from specjax.core.noise import Stream
 from specjax.core.truncation import Filters
+from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import apply_sampling_to_draft
+from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
-from specjax.processing.token_counts import History
 from specjax.samplers.gumbel_sample import gumbel_sample
-from specjax.typing import Draft, Stream
 
 __all__ = ["propose", "propose_step"]
 

@@ -10,13 +10,16 @@ Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension, `V` vocabula
 imports this room; the sampling rooms do not, so Flax is optional.
 """
 
-from specjax.models.config import RopeScaling, TransformerConfig
+from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
 from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.hf.chat_template import chat_prompt
-from specjax.models.hf.checkpoint import load, load_config, load_tokenizer, save
+from specjax.models.hf.checkpoint import load, save
 from specjax.models.hf.draft_head_folder import is_head, load_head, load_head_config, save_head
+from specjax.models.hf.load_config import load_config
+from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.pretrained import pretrained_folder
+from specjax.models.rope import RopeScaling
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 
 __all__ = [

@@ -1,33 +1,13 @@
 """`TransformerConfig`: sizes of the decoder and everything that differs between families."""
 
 import dataclasses
-from typing import NamedTuple
 
-__all__ = ["ACTIVATIONS", "DTYPES", "RopeScaling", "TransformerConfig"]
+from specjax.models.rope import RopeScaling
+
+__all__ = ["ACTIVATIONS", "DTYPES", "TransformerConfig"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-
-
-class RopeScaling(NamedTuple):
-    """Stretches rotary wavelengths for sequences longer than those of pretraining.
-
-    Attributes:
-      kind: "linear" multiplies every wavelength by `factor`. "llama3" does so for wavelengths
-        above `original_max_position_embeddings / low_freq_factor`, leaves those below
-        `original_max_position_embeddings / high_freq_factor`, and interpolates in between.
-      factor: usually >= 1.
-      low_freq_factor: periods within the pretraining length below which a wavelength is
-        stretched fully.
-      high_freq_factor: periods above which it is unchanged; larger than `low_freq_factor`.
-      original_max_position_embeddings: the pretraining length.
-    """
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclasses.dataclass(frozen=True)

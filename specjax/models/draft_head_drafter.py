@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
+from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
+from specjax.draft import Draft
+from specjax.model import Model
 from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
-from specjax.typing import Draft, Drafter, Model
 
 __all__ = ["head_drafter"]
 

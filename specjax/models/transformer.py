@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
+from specjax.model import Model
 from specjax.models.attention import AttentionBackend
 from specjax.models.choose_step import run_decoder
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
-from specjax.typing import Model
 
 __all__ = ["Transformer", "build", "causal_hidden", "functions"]
 
@@ -112,7 +112,7 @@ def _graph(config: TransformerConfig) -> Any:
 def functions(
     config: TransformerConfig, implementation: str | Implementation | None = None
 ) -> tuple[Any, Any, Any]:
-    """Returns `(init_cache, apply, logits)` as `specjax.typing.Model` describes them.
+    """Returns `(init_cache, apply, logits)` as `specjax.model.Model` describes them.
 
     Equal arguments give the same functions, so that their models share compilations.
 
@@ -167,7 +167,7 @@ def build(
     seed: int = 0,
     implementation: str | Implementation | None = None,
 ) -> Model:
-    """Returns a `specjax.typing.Model` of this configuration.
+    """Returns a `specjax.model.Model` of this configuration.
 
     Args:
       config: sizes and constants.

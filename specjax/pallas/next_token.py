@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled, mask_below_cutoff
-from specjax.core.noise import SAMPLING_BLOCK, Words
+from specjax.core.noise import SAMPLING_BLOCK, Stream, Words
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
 from specjax.pallas.blocks import load_blocks, load_raw_logits, tile_token_ids
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
@@ -38,7 +38,6 @@ from specjax.pallas.load_request import (
     load_request,
 )
 from specjax.pallas.target_rows import ReducedRows, VerifiedRows, evaluate_acceptance
-from specjax.typing import Stream
 
 __all__ = [
     "AcceptedPrefix",

@@ -34,7 +34,7 @@ from specjax.pallas.next_token import (
     write_result,
 )
 from specjax.pallas.target_rows import ReducedRows, VerifiedRows
-from specjax.typing import Verification
+from specjax.verification import Verification
 
 __all__ = [
     "resample",

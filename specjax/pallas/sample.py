@@ -45,7 +45,7 @@ from specjax.pallas.gumbel_max import (
 )
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
-from specjax.typing import Sample
+from specjax.sample import Sample
 
 __all__ = ["sample_rows"]
 

@@ -24,7 +24,7 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
-from specjax.core.noise import uniform
+from specjax.core.noise import Stream, uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
     Partials,
@@ -43,7 +43,6 @@ from specjax.pallas.load_request import (
     load_masked,
     load_request,
 )
-from specjax.typing import Stream
 
 __all__ = [
     "AcceptanceResult",

@@ -6,7 +6,7 @@ from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.load_request import Plan
 from specjax.pallas.resample import resample
 from specjax.pallas.target_rows import accept_rows, reduce_rows
-from specjax.typing import Verification
+from specjax.verification import Verification
 
 __all__ = ["verify_rows"]
 

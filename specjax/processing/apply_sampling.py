@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation
+from specjax.processing.history import History
 from specjax.processing.logit_cutoff import find_cutoff, logit_cutoff
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
 from specjax.processing.rule_checks import mask_width
 from specjax.processing.sampling_params import SamplingParams, split_sampling
-from specjax.processing.token_counts import History
 
 __all__ = ["apply_rules_and_filters", "apply_sampling", "apply_sampling_to_draft"]
 

@@ -1,13 +1,56 @@
 """Bad words: token sequences that must not be completed."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax.processing.token_counts import History, recent_tokens
+from specjax.processing.history import History, recent_tokens
 
-__all__ = ["forbid_words"]
+__all__ = ["bad_words_array", "forbid_words"]
+
+
+def bad_words_array(words: Sequence[Any]) -> np.ndarray:
+    """Returns token sequences as one padded array on the host.
+
+    Args:
+      words: token sequences for all requests, or a sequence of B of these, one per request.
+
+    Returns:
+      i32[N, M] or i32[B, N, M], padded at the end with -1.
+
+    Raises:
+      ValueError: for an empty sequence or a negative id among the tokens.
+
+    Example:
+      >>> specjax.bad_words_array([[5], [7, 2]]).tolist()
+      [[5, -1], [7, 2]]
+    """
+    if not all(map(_is_sequence, words)):
+        raise ValueError("words holds a single token; each word is a sequence of token ids.")
+    nested = any(_is_sequence(token) for word in words for token in word)
+    batch = [list(map(list, request)) for request in (words if nested else [words])]
+    ids = [token for request in batch for word in request for token in word]
+    if not all(isinstance(token, SupportsIndex) for token in ids):
+        raise ValueError(
+            "words holds a token that is no integer; each word is a sequence of token ids."
+        )
+    if min(ids, default=0) < 0 or not all(word for request in batch for word in request):
+        raise ValueError("words holds an empty sequence or a negative id; a word is token ids.")
+    num_words = max((len(request) for request in batch), default=0)
+    longest = max((len(word) for request in batch for word in request), default=1)
+    array = np.full((len(batch), num_words, longest), -1, np.int32)
+    for b, request in enumerate(batch):
+        for n, word in enumerate(request):
+            array[b, n, : len(word)] = word
+    return array if nested else array[0]
+
+
+def _is_sequence(value: Any) -> bool:
+    # An array without axes is an iterable by its type only.
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
 
 
 def forbid_words(

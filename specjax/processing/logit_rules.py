@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax.mesh import shard_map_batch
 from specjax.processing.bad_words import forbid_words
-from specjax.processing.token_counts import History
+from specjax.processing.history import History
 
 __all__ = ["LogitRules", "RowContext", "apply_rules"]
 

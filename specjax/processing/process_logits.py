@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, parse_array
+from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.rule_checks import check_drafted, check_history, check_rules, check_widths
-from specjax.processing.token_counts import History
 
 __all__ = ["process_logits"]
 

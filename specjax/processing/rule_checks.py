@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import as_array, check_shape, parse_array, parse_optional
+from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules
-from specjax.processing.token_counts import History, TokenCounts
+from specjax.processing.token_counts import TokenCounts
 
 __all__ = ["check_drafted", "check_history", "check_rules", "check_widths", "mask_width"]
 

@@ -1,4 +1,4 @@
-"""Committed tokens of each request and their counts, which penalties and bad words read.
+"""How often each token occurs in each request, which penalties read.
 
 `count_tokens` reads the prompt once. `update_counts` adds the tokens of a step, so that no step
 reads the whole text again.
@@ -14,12 +14,10 @@ from specjax.checks import as_array, check_count, parse_array
 from specjax.mesh import pvary_like, shard_map_batch
 
 __all__ = [
-    "History",
     "TokenCounts",
     "add_to_counts",
     "count_committed",
     "count_tokens",
-    "recent_tokens",
     "update_counts",
 ]
 
@@ -39,21 +37,6 @@ class TokenCounts(NamedTuple):
 
     generated: jax.Array
     prompt: jax.Array | None = None
-
-
-class History(NamedTuple):
-    """The committed tokens of a batch, which penalties and bad words read.
-
-    Attributes:
-      token_ids: i32[B, L], the prompt and the generated tokens. Bad words of more than one token
-        read the last of them.
-      lengths: i32[B], how many tokens of each row are committed.
-      counts: `TokenCounts` of these tokens, which penalties read.
-    """
-
-    token_ids: jax.Array | None = None
-    lengths: jax.Array | None = None
-    counts: TokenCounts | None = None
 
 
 def count_tokens(
@@ -168,12 +151,4 @@ def add_to_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
     return counts._replace(generated=shard_map_batch(add, counts.generated)(batch, ()))
 
 
-def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:
-    """Returns the last `num` committed tokens i32[B, num] of each request, -1 before its first."""
-    index = lengths[:, None] - num + jnp.arange(num, dtype=jnp.int32)[None]
-    recent = jnp.take_along_axis(token_ids, jnp.clip(index, 0, token_ids.shape[1] - 1), axis=1)
-    return jnp.where(index >= 0, recent, jnp.int32(-1))
-
-
-for _kind in (History, TokenCounts):
-    jax.export.register_namedtuple_serialization(_kind, serialized_name=f"specjax.{_kind.__name__}")
+jax.export.register_namedtuple_serialization(TokenCounts, serialized_name="specjax.TokenCounts")

@@ -11,7 +11,7 @@ from specjax.core.noise import fold_in_rows
 from specjax.implementation import select
 from specjax.mesh import pvary_like
 from specjax.samplers.verify_xla import verify_batch
-from specjax.typing import Verification
+from specjax.verification import Verification
 
 __all__ = [
     "empty_verification",

@@ -20,8 +20,8 @@ from specjax.core.gumbel_max import sample_row
 from specjax.core.noise import batch_addresses
 from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.mesh import pvary_like, shard_map_batch
+from specjax.sample import Sample
 from specjax.samplers.batch import key_words_per_request
-from specjax.typing import Sample
 
 __all__ = ["gumbel_sample", "sample_shard"]
 

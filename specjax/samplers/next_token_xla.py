@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
 from specjax.core.logsumexp import BlockPartials, RowStatistics, block_logprobs, mask_below_cutoff
-from specjax.core.noise import SAMPLING_BLOCK, address
+from specjax.core.noise import SAMPLING_BLOCK, Stream, address
 from specjax.core.residual import MIN_RESIDUAL_MASS, block_residual_weights, residual_logprobs
 from specjax.core.temperature import parse_temperature
 from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
-from specjax.typing import Stream
 
 __all__ = ["AcceptedPrefix", "next_token"]
 

@@ -17,10 +17,11 @@ from specjax.checks import (
     parse_optional,
     parse_rates,
 )
+from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import shard_map_batch
 from specjax.samplers.batch import empty_verification, once_per_request, verify_shard
-from specjax.typing import Draft, Verification
+from specjax.verification import Verification
 
 __all__ = ["rejection_sample", "verify_draft"]
 

@@ -20,6 +20,7 @@ from specjax.checks import (
     parse_optional,
     parse_rates,
 )
+from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded, pvary_like
 from specjax.samplers.batch import (
@@ -28,7 +29,7 @@ from specjax.samplers.batch import (
     resize_tokens,
     verifier,
 )
-from specjax.typing import Draft, Verification
+from specjax.verification import Verification
 
 __all__ = ["rejection_sample_ragged"]
 

@@ -26,12 +26,12 @@ from specjax.core.logsumexp import (
     block_partials,
     row_statistics_once,
 )
-from specjax.core.noise import SAMPLING_BLOCK, address, uniform
+from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.next_token_xla import AcceptedPrefix, next_token
 from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
-from specjax.typing import Stream, Verification
+from specjax.verification import Verification
 
 __all__ = ["verify_batch", "verify_request"]
 

@@ -9,7 +9,7 @@ import pytest
 
 import specjax
 from specjax import Finish, Origin, SpeculativeConfig, generate
-from specjax.decode.loop import run_generate
+from specjax.decode.generate import run_generate
 
 V = 4
 TARGET, DRAFT = bigrams.pair(V, seed=1)

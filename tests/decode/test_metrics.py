@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.decode.finish_and_origin import Finish
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
-from specjax.typing import Finish, Verification
+from specjax.verification import Verification
 
 B, K, STEPS = 3, 4, 6
 

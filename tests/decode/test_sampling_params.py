@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import specjax
 from specjax import Finish, Origin, SamplingParams, SpeculativeConfig
-from specjax.decode.loop import run_generate
+from specjax.decode.generate import run_generate
 
 pytestmark = pytest.mark.once
 

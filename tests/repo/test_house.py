@@ -25,7 +25,8 @@ PACKAGE = ROOT / "specjax"
 # From the ground up. A room imports what stands on lower floors; rooms of one floor do not import
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
-    ("typing", "acceptance_rates", "mesh", "implementation", "file_io"),
+    ("draft", "verification", "sample", "model"),
+    ("acceptance_rates", "mesh", "implementation", "file_io"),
     ("call_arrays", "checks", "config"),
     ("core",),
     ("pallas",),

@@ -1,13 +1,14 @@
 """Reads and writes Hugging Face folders: configuration, weights, tokenizer, chat template.
 
-Open `checkpoint` first: it holds `load`, `load_config`, `load_tokenizer` and `save`.
+Open `checkpoint` first: it holds `load` and `save`.
 
 | module | what it holds |
 |---|---|
-| `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
+| `load_config`, `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
 | `config_writer` | `TransformerConfig` to `config.json` |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
 | `draft_head_folder` | folders of draft heads |
+| `tokenizer` | `tokenizer.json` |
 | `chat_template` | messages to a prompt |
 | `folder`, `progress` | files of a folder, a bar for long loads |
 

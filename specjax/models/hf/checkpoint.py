@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
 from specjax.file_io import replace_file
+from specjax.model import Model
 from specjax.models.config import DTYPES, TransformerConfig
-from specjax.models.hf.config_fields import read_field
-from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.folder import find_folder, read_json_object, read_small_file
+from specjax.models.hf.folder import find_member
+from specjax.models.hf.load_config import load_config
 from specjax.models.hf.mapped_tensors import MappedTensors
 from specjax.models.hf.progress import loading_bar
 from specjax.models.hf.weight_map import (
@@ -29,71 +29,12 @@ from specjax.models.hf.weight_map import (
     weight_entries,
 )
 from specjax.models.transformer import build
-from specjax.typing import Model
 
-__all__ = ["load", "load_config", "load_tokenizer", "resolve_dtype", "save"]
+__all__ = ["load", "resolve_dtype", "save"]
 
-_WEIGHTS, _CONFIG_CONTENT = "model.safetensors", "the fields of a configuration"
-_ADAPTER = "adapter_config.json"
+_WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
 # Compiled, so that transposing, concatenating and casting make no copies in between.
 _concatenate = jax.jit(concatenate_tensors, static_argnums=(1, 2))
-
-
-def _find_member(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
-    path = find_folder(folder)
-    if not (path / name).is_file() and not (path / f"{name}.index.json").is_file():
-        raise ValueError(f"{path} has no {name}; a Hugging Face folder needs it to be read.")
-    return path / name
-
-
-def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
-    """Reads `config.json`; EOS tokens come from `generation_config.json` if there is one.
-
-    Args:
-      folder: a Hugging Face folder of a supported family.
-
-    Returns:
-      The configuration, with the dtype that the file names.
-
-    Raises:
-      ValueError: if a file is missing or unreadable, or asks for something unsupported.
-    """
-    path = _find_member(folder, "config.json")
-    config = read_fields(read_json_object(path, _CONFIG_CONTENT), str(path))
-    # Chat models name the token that ends a turn there, often only there.
-    generation_config = path.with_name("generation_config.json")
-    if not generation_config.is_file():
-        return config
-    eos_token_ids = read_field(
-        "eos_token_id", read_json_object(generation_config, _CONFIG_CONTENT), str(generation_config)
-    )
-    if eos_token_ids is None:
-        return config
-    return dataclasses.replace(
-        config,
-        eos_token_ids=tuple(eos_token_ids if type(eos_token_ids) is list else [eos_token_ids]),
-    )
-
-
-def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
-    """Reads `tokenizer.json` as a tokenizer that neither truncates nor pads.
-
-    Args:
-      folder: a Hugging Face folder.
-
-    Raises:
-      ValueError: if the file is missing or unreadable.
-    """
-    path = _find_member(folder, "tokenizer.json")
-    data = read_small_file(path)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # The library raises a bare Exception.
-        raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from None
-    # The file may hold lengths of the training, which would cut prompts silently.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
@@ -146,7 +87,7 @@ def load(
     """
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
-    path = _find_member(folder, _WEIGHTS)
+    path = find_member(folder, _WEIGHTS)
     if path.with_name(_ADAPTER).is_file():
         raise ValueError(
             f"{path.parent} has {_ADAPTER}; adapters are not supported. Merge the adapter into the "

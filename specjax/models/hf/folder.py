@@ -7,7 +7,13 @@ from typing import Any
 
 from specjax.file_io import read_file
 
-__all__ = ["find_folder", "read_json_object", "read_small_file", "refuse_lfs_pointer"]
+__all__ = [
+    "find_folder",
+    "find_member",
+    "read_json_object",
+    "read_small_file",
+    "refuse_lfs_pointer",
+]
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Most bytes of a file without weights: configurations have thousands, tokenizers up to 40 million.
@@ -40,6 +46,22 @@ with config.json, model.safetensors and tokenizer.json.
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; it needs to be {_FOLDER_CONTENT}.")
     return path
+
+
+def find_member(folder: str | os.PathLike[str], name: str) -> pathlib.Path:
+    """Returns the path of a file in a Hugging Face folder, which has it or an index of its shards.
+
+    Args:
+      folder: an existing folder.
+      name: of the file.
+
+    Raises:
+      ValueError: if the folder holds neither the file nor its index.
+    """
+    path = find_folder(folder)
+    if not (path / name).is_file() and not (path / f"{name}.index.json").is_file():
+        raise ValueError(f"{path} has no {name}; a Hugging Face folder needs it to be read.")
+    return path / name
 
 
 def refuse_lfs_pointer(path: pathlib.Path) -> None:

@@ -82,7 +82,7 @@ MUTATIONS = (
         "without drafts a request's row is not found by the counts",
     ),
     Mutation(
-        "specjax.processing.token_counts.recent_tokens",
+        "specjax.processing.history.recent_tokens",
         "jnp.where(index >= 0, recent, jnp.int32(-1))",
         "recent",
         processing(_WORDS),

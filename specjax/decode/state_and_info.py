@@ -1,39 +1,18 @@
-"""The state that the decode loop carries, and what it returns."""
+"""`DecodeState`, which the decode loop carries, and `StepInfo`, what one step verified."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 
-from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
+from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.processing.sampling_params import SamplingParams
+from specjax.decode.settings import Settings
+from specjax.draft import Draft
 from specjax.processing.token_counts import TokenCounts
-from specjax.typing import Draft, Verification
+from specjax.verification import Verification
 
-__all__ = ["DecodeState", "Generation", "Settings", "StepInfo"]
-
-
-class Settings(NamedTuple):
-    """What does not change from step to step; data, so that other values do not recompile.
-
-    Attributes:
-      keys: typed threefry keys, [B].
-      temperature: f32[B].
-      max_lengths: i32[B], committed tokens at which a request ends.
-      eos_token_ids: i32[E], tokens that end a request.
-      conditional_rates: f32[K] of synthetic acceptance, or None.
-      sampling: `SamplingParams` of the requests, or None.
-      logprobs: which log-probabilities are listed, or None.
-    """
-
-    keys: jax.Array
-    temperature: jax.Array
-    max_lengths: jax.Array
-    eos_token_ids: jax.Array
-    conditional_rates: jax.Array | None
-    sampling: SamplingParams | None = None
-    logprobs: LogprobsConfig | None = None
+__all__ = ["DecodeState", "StepInfo"]
 
 
 class DecodeState(NamedTuple):
@@ -84,17 +63,5 @@ class StepInfo(NamedTuple):
     num_drafted: jax.Array
 
 
-class Generation(NamedTuple):
-    """What `generate` returns: fields of `DecodeState`, at the end of the loop."""
-
-    token_ids: jax.Array
-    lengths: jax.Array
-    logprobs: jax.Array
-    origins: jax.Array
-    finish: jax.Array
-    metrics: Metrics
-    top_logprobs: TopLogprobs | None = None
-
-
-for _kind in (DecodeState, Generation, Settings, StepInfo):
+for _kind in (DecodeState, StepInfo):
     jax.export.register_namedtuple_serialization(_kind, serialized_name=f"specjax.{_kind.__name__}")

@@ -1,0 +1,42 @@
+"""`Model`: a language model as parameters and pure functions.
+
+Axes: `B` requests, `L` tokens of each, `E` hidden, `V` vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+__all__ = ["Model"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model: parameters and pure functions.
+
+    It is a pytree whose leaves are the parameters, so that they are arguments of every compiled
+    function and never constants. The functions are static: two models with equal functions share
+    one compilation.
+
+    Attributes:
+      params: a pytree of arrays.
+      init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position.
+      apply: `(params, token_ids[B, L], positions[B, L], cache) ->
+        (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
+        token sees the cached slots up to and including its own position, so that a smaller
+        length rewinds the cache after a rejection.
+      logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
+        a prefill computes those of the last row alone.
+    """
+
+    params: Any
+    init_cache: Callable[[int, int], Any]
+    apply: Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+    logits: Callable[[Any, jax.Array], jax.Array]
+
+
+jax.tree_util.register_dataclass(
+    Model, data_fields=["params"], meta_fields=["init_cache", "apply", "logits"]
+)

@@ -1,0 +1,32 @@
+"""`Verification`: the tokens that a speculative step emits.
+
+Axes: `B` requests, `K` most drafted tokens per request and step.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.export
+
+__all__ = ["Verification"]
+
+
+class Verification(NamedTuple):
+    """The tokens that one speculative step emits.
+
+    Attributes:
+      token_ids: i32[B, K + 1], the emitted tokens, padded with -1.
+      num_accepted: i32[B], accepted drafted tokens.
+      num_emitted: i32[B], `num_accepted` and the recovered or bonus token; without that token
+        where the target row that decides it is invalid.
+      logprobs: f32[B, K + 1], log p of each emitted token (greedy requests at
+        temperature 1), 0 at padding.
+    """
+
+    token_ids: jax.Array
+    num_accepted: jax.Array
+    num_emitted: jax.Array
+    logprobs: jax.Array
+
+
+jax.export.register_namedtuple_serialization(Verification, serialized_name="specjax.Verification")
