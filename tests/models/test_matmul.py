@@ -17,6 +17,9 @@ from specjax.models.pallas.tilings import (
 from specjax.models.shared_math import NormSpec
 from specjax.pallas import launch
 
+# Kernels are called here without a public call, which would silence JAX's warning.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
 KERNELS = [
     pytest.param("interpret", marks=pytest.mark.interpret),
     pytest.param("triton", marks=pytest.mark.gpu),
