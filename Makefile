@@ -25,19 +25,9 @@ test: $(VENV)/.test
 parity: $(VENV)/.parity
 	SPECJAX_PARITY_TEST=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_parity.py
 
-# The kernels' own tests, and the whole battery on "triton", in as many processes as share a GPU well.
-# Each fails where there is no GPU, and where none of its tests ran. GPU_FLAGS=-x stops at a fault.
-# XLA's search for tiles of its own products, which are not tested here, would take the longest.
-GPU_TESTS = tests/pallas/test_gpu.py tests/pallas/test_gpu_laws.py tests/laws/test_laws.py,tests/processing/test_cutoff.py,tests/core/test_subnormal.py \
-	tests/samplers/test_edges.py tests/samplers/test_rejection_sample.py,tests/samplers/test_ragged.py \
-	tests/samplers/test_gumbel_sample.py,tests/samplers/test_transforms.py tests/models/test_decode_step.py tests/models/test_matmul.py
-
+# Every test marked `gpu`, in as many processes as share a GPU well. GPU_FLAGS=-x stops a file at a fault.
 gpu-test:
-	@running=; for files in $(GPU_TESTS); do \
-		SPECJAX_GPU_TEST=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
-			XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(PYTHON_GPU) -m pytest -q -rs -m gpu \
-			-p no:cacheprovider --durations=5 $(GPU_FLAGS) $$(echo $$files | tr , ' ') & running="$$running $$!"; \
-	done; failed=0; for one in $$running; do wait $$one || failed=1; done; exit $$failed
+	$(PYTHON_GPU) tests/support/gpu_tests.py $(GPU_FLAGS)
 
 gpu-sanitize:
 	PYTHON=$(PYTHON_GPU) tests/support/gpu_sanitizer.sh

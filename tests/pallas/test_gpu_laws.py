@@ -1,7 +1,7 @@
-"""The kernels on an NVIDIA GPU: the laws they follow, and what must change nothing.
+"""The kernels on an NVIDIA GPU: the distributions they follow, and what must change nothing.
 
-`make gpu-test` runs these, and the battery of the other files beside them; without a GPU they are
-skipped. SPECJAX_GPU_REHEARSAL=1 runs them at a reduced size in Pallas' interpreter.
+`make gpu-test` runs these and what else is marked `gpu`; without a GPU they are skipped.
+SPECJAX_GPU_REHEARSAL=1 runs them at a reduced size in Pallas' interpreter.
 """
 
 import functools

@@ -3,7 +3,7 @@
 # installed or cannot attach, this says so and fails; the guards in tests/pallas/test_gpu.py stand in.
 # TOOLS=racecheck runs one of the two.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 python=${PYTHON:-python3}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1 || true)}
