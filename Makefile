@@ -64,3 +64,5 @@ $(VENV)/.torch: | $(VENV)/bin/pip
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specjax needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
+# The pip that a Python brings may be years old, and choose packages in three times the seconds.
+	$(PIP) install --upgrade pip
