@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """A script of benchmarks/ as a module."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
+    """A module of benchmarks/ by its name there."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00", gpu="G"):
@@ -43,16 +43,16 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
 @pytest.mark.parametrize(
     ("command", "cases"),
     [
-        (["gpu_verify.py", "--only", "more"], ["drawn_0.7", "greedy", "gumbel_scalars"]),
-        (["gpu_cutoff.py"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
-        (["gpu_filtered.py"], ["nothing asked", "all three"]),
-        (["gpu_decode.py", "--batch", "2"], ["plain step", "speculative step"]),
+        (["gpu.verify", "--only", "more"], ["drawn_0.7", "greedy", "gumbel_scalars"]),
+        (["gpu.cutoff"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
+        (["gpu.filtered"], ["nothing asked", "all three"]),
+        (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
     ],
 )
 def test_the_gpu_benchmarks_rehearse_on_a_cpu(command, cases, tmp_path):
     script, *options = command
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, "--smoke", *options],
+        [sys.executable, "-m", f"benchmarks.{script}", "--smoke", *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -66,7 +66,7 @@ def test_the_gpu_benchmarks_rehearse_on_a_cpu(command, cases, tmp_path):
 
 
 def test_a_ratio_to_vllm_is_quoted_within_one_session_alone(benchmark):
-    table = benchmark("gpu_table").gpu_table
+    table = benchmark("tables.gpu").gpu_table
     same = table(measured())
     assert "| 16.0 (40.0: 2.5 times) | 128.0 (320.0: 2.5 times) |" in same
     assert "vllm 1, torch 2, triton 3: `python b`" in same
@@ -78,7 +78,7 @@ def test_a_ratio_to_vllm_is_quoted_within_one_session_alone(benchmark):
 
 
 def test_a_trace_is_cut_where_the_device_rested(benchmark):
-    loop = benchmark("gpu_loop")
+    loop = benchmark("gpu.loop")
     events = [
         loop.Event(3e3 * i + 3e7 * run, 1e3, "long" if i % 2 else "short")
         for run in range(3)
@@ -99,7 +99,7 @@ def test_other_sizes_stand_a_line_each_and_what_failed_in_none(benchmark):
         first | {"case": "drawn_0.7", "median_us": 3.96},
         {"case": "onehot_0.7", "B": 8, "K": 5, "V": 128, "dtype": "bfloat16", "error": "no"},
     ]
-    table = benchmark("gpu_table").more_table({"more": {"environment": where, "cases": cases}})
+    table = benchmark("tables.gpu").more_table({"more": {"environment": where, "cases": cases}})
     assert table == (
         "| B | K | V | dtype | rejection_sample, greedy | gumbel_sample, scalar arguments "
         "| rejection_sample, drawn drafts |\n|---|---|---|---|---|---|---|\n"
@@ -114,10 +114,10 @@ def test_other_sizes_stand_a_line_each_and_what_failed_in_none(benchmark):
 def test_the_gpu_tables_of_the_documents_are_those_of_the_measurement(table, document, benchmark):
     if not RESULT.exists():
         pytest.skip("Nothing is measured yet.")
-    make = getattr(benchmark("gpu_table"), table)
+    make = getattr(benchmark("tables.gpu"), table)
     made = make(json.loads(RESULT.read_text(encoding="utf-8")))
     assert made in (ROOT / document).read_text(encoding="utf-8"), (
-        "run: python benchmarks/gpu_table.py benchmarks/results/h200.json --readme docs/speed.md "
+        "run: python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed.md "
         "--plot benchmarks/results/h200.png --more benchmarks/README.md"
     )
 
@@ -134,7 +134,7 @@ def test_the_cutoffs_table_shows_every_case_at_every_shape_and_what_failed_at_no
         case | {"case": "top-k 50", "error": "no"},
     ]
     where = {"device": "G", "jax": "1", "date": "2026-01-01T10:00:00+00:00", "command": "python a"}
-    found = benchmark("cutoff_table").cutoff_table({"environment": where, "cases": cases})
+    found = benchmark("tables.cutoff").cutoff_table({"environment": where, "cases": cases})
     assert "| | B = 64, V = 64 | B = 8 | B = 64 | B = 8, float32 |" in found
     assert "| top-p 0.9 at T = 0.7 |  | 1.0 | 2.0 | 4.0 |" in found
     assert "| a new one | 8.0 |  |  |  |" in found
@@ -146,7 +146,7 @@ def test_the_cutoffs_table_shows_every_case_at_every_shape_and_what_failed_at_no
     for date, shown in (("2026-01-01T10:30:00+00:00", True), ("2026-01-02T10:00:00+00:00", False)):
         peer = {"environment": theirs | {"date": date}, "cases": [filtered]}
         result = {"environment": where, "cases": cases, "vllm": peer}
-        found = benchmark("cutoff_table").cutoff_table(result)
+        found = benchmark("tables.cutoff").cutoff_table(result)
         assert ("| top-p 0.9 at T = 0.7 | 100 (20) |" in found) == shown
         assert ("G, torch 2, triton 3, 2026-01-01: `python b`" in found) == shown
 
@@ -170,7 +170,7 @@ def with_flashinfer(date):
 
 
 def test_flashinfer_stands_beside_the_cutoffs_of_its_session_alone(benchmark):
-    made = benchmark("cutoff_table")
+    made = benchmark("tables.cutoff")
     result = with_flashinfer("2026-01-01T10:30:00+00:00")
     found = made.cutoff_table(result)
     assert (
@@ -195,7 +195,7 @@ def test_flashinfer_stands_beside_the_cutoffs_of_its_session_alone(benchmark):
 
 
 def test_flashinfers_library_declares_what_its_source_exports(benchmark):
-    library = benchmark("flashinfer_library")
+    library = benchmark("flashinfer.library")
     source = library.SOURCE.read_text(encoding="utf-8")
     exported = {}
     for name, arguments in re.findall(
@@ -211,7 +211,7 @@ def test_flashinfers_library_declares_what_its_source_exports(benchmark):
 
 
 def test_flashinfers_library_is_built_of_the_headers_in_its_wheel(benchmark, tmp_path, monkeypatch):
-    library = benchmark("flashinfer_library")
+    library = benchmark("flashinfer.library")
     with pytest.raises(SystemExit, match=r"holds no flashinfer/data/include.* of an unpacked"):
         library.find(tmp_path)
     package = tmp_path / "flashinfer"
@@ -239,7 +239,7 @@ def test_flashinfers_library_is_built_of_the_headers_in_its_wheel(benchmark, tmp
 
 
 def test_a_library_of_another_source_is_refused(benchmark, tmp_path):
-    library = benchmark("flashinfer_library")
+    library = benchmark("flashinfer.library")
     with pytest.raises(SystemExit, match="There is no library"):
         library.load(tmp_path / "it.so")
     another = pathlib.Path(importlib.import_module("numpy._core._multiarray_umath").__file__)
@@ -258,7 +258,7 @@ def test_the_decode_tables_add_up(benchmark):
     eight = section | {"cases": [case | {"tokens_per_step": 3.0, "tokens_per_s": 500.0}]}
     one = section | {"cases": [case | {"case": "draft, 1 token", "B": 1}]}
     one["environment"] = where | {"command": "python b"}
-    found = benchmark("decode_table").decode_table({"B = 1": one, "B = 8": eight})
+    found = benchmark("tables.decode").decode_table({"B = 1": one, "B = 8": eight})
     assert "| draft, 1 token | 1 | 6.000 (5.500 to 6.250) | 5.900 | 30.00 |  |  | 300 |" in found
     assert (
         "| speculative step | 8 | 6.000 (5.500 to 6.250) | 5.900 | 2.00 | 3.00 | 500 | 300 |"
@@ -272,13 +272,13 @@ def test_the_decode_tables_add_up(benchmark):
 
 
 def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
-    event = benchmark("gpu_loop").Event
+    event = benchmark("gpu.loop").Event
     # A copy first, then three iterations of two kernels, the first of which comes late.
     run = [event(0.0, 900e3, "copy")]
     for start in (5000e3, 6000e3, 7100e3):
         run += [event(start, 10e3, "once"), event(start + 5e3, 50e3, "twice")]
         run += [event(start + 9e3, 50e3, "twice")]
-    assert benchmark("gpu_decode").between(run, 3) == [1000.0, 1100.0]
+    assert benchmark("gpu.decode").between(run, 3) == [1000.0, 1100.0]
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,9 @@ def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
 def test_the_tables_of_the_documents_are_those_of_the_measurements(
     name, table, document, benchmark
 ):
-    made, result = benchmark(f"{name}_table"), RESULT.with_name(f"h200_{name}.json")
+    made, result = benchmark(f"tables.{name}"), RESULT.with_name(f"h200_{name}.json")
     table = getattr(made, table)(json.loads(result.read_text(encoding="utf-8")))
     text = (ROOT / document).read_text(encoding="utf-8")
-    assert benchmark("table").put_between_markers(text, table, made.BEGIN, made.END) == text, (
-        f"run benchmarks/{name}_table.py, as it says itself, for {document}"
-    )
+    assert (
+        benchmark("tables.publish").put_between_markers(text, table, made.BEGIN, made.END) == text
+    ), f"run benchmarks.tables.{name}, as it says itself, for {document}"

@@ -16,9 +16,10 @@ pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
 
 def run(script, *args, cwd):
-    """Standard output of a script, run where it may write."""
+    """Standard output of a script or a module of benchmarks, run where it may write."""
+    program = ["-m", script] if script.startswith("benchmarks.") else [ROOT / script]
     done = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / script, *map(str, args)],
+        [sys.executable, "-W", "error", *program, *map(str, args)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -40,10 +41,9 @@ def is_png(path):
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """A script of benchmarks/ as a module."""
-    # It finds its neighbours as it does when run.
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
+    """A module of benchmarks/ by its name there."""
+    monkeypatch.syspath_prepend(ROOT)
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 def test_verify_one_step_accepts_where_the_coin_is_below_the_ratio(tmp_path):
@@ -113,7 +113,7 @@ def test_synthetic_acceptance_gives_the_length_that_was_asked_for(tmp_path):
 
 def test_generate_counts_the_acceptance_that_the_laws_say_on_held_out_prompts(tmp_path):
     sizes = ("--files", 16, "--context", 64, "--positions", 32, "--temperatures", 0.7, 1.0)
-    text = run("benchmarks/acceptance.py", "generate", "--batch", 16, *sizes, cwd=tmp_path)
+    text = run("benchmarks.pair.acceptance", "generate", "--batch", 16, *sizes, cwd=tmp_path)
     rows = rows_of(text, r"^\| [\d.]+ \| \d+ \| ([\d.]+) \| ([\d.]+) \| (\S+) \| (\S+) \|")
     assert len(rows) == 2
     for accepted, expected, difference, error in rows:
@@ -126,26 +126,26 @@ def test_windows_judge_every_token_but_the_first_once(benchmark):
     import numpy as np
 
     rows = [np.arange(1, n + 1) for n in (1, 2, 16, 17, 18, 29, 30, 100)]
-    ids, judged = benchmark("bits").windows(rows, 16)
+    ids, judged = benchmark("pair.bits").windows(rows, 16)
     expected = np.concatenate([row[1:] for row in rows])
     assert ids[:, 1:][judged].tolist() == expected.tolist()
 
 
 def test_the_table_of_speed_on_a_cpu_is_that_of_the_measurement(benchmark):
-    table = benchmark("table")
+    table = benchmark("tables.cpu")
     path = table.RESULTS / "cpu_verify.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     assert all(ratio["holds"] for ratio in result["ratios"])
     text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
-    assert table.put_between_markers(text, table.cpu_table(result)) == text, (
-        "run: python benchmarks/table.py --readme docs/speed.md"
+    put = benchmark("tables.publish").put_between_markers
+    assert put(text, table.cpu_table(result), table.BEGIN, table.END) == text, (
+        "run: python -m benchmarks.tables.cpu --readme docs/speed.md"
     )
 
 
 def test_a_document_without_markers_is_refused(benchmark):
-    table = benchmark("table")
+    put = benchmark("tables.publish").put_between_markers
     with pytest.raises(ValueError, match="once each"):
-        table.put_between_markers(f"{table.END}\n{table.BEGIN}\n", "|")
-    text = f"a\n{table.BEGIN}\nold\n{table.END}\nb\n"
-    replaced = table.put_between_markers(text, "new")
-    assert replaced == f"a\n{table.BEGIN}\nnew\n{table.END}\nb\n"
+        put("<!-- b -->\n<!-- a -->\n", "|", "<!-- a -->", "<!-- b -->")
+    replaced = put("1\n<!-- a -->\nold\n<!-- b -->\n2\n", "new", "<!-- a -->", "<!-- b -->")
+    assert replaced == "1\n<!-- a -->\nnew\n<!-- b -->\n2\n"

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_inputs import (
+
+import specjax
+from benchmarks.gpu.inputs import (
     BYTES_PER_US,
     Inputs,
     Shape,
@@ -18,9 +20,7 @@ from gpu_inputs import (
     num_sets,
     with_tokens,
 )
-from gpu_loop import Loop, Lowered, compile_all, lower_loop, time_loop
-
-import specjax
+from benchmarks.gpu.loop import Loop, Lowered, compile_all, lower_loop, time_loop
 from specjax.implementation import Implementation
 
 # Without it a profiled program launches kernel by kernel what it otherwise launches as a graph.

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from spread import spread
+
+from benchmarks.spread import spread
 
 # Runs of a loop inside one trace, told apart by their pauses: longer than any gap inside a run.
 PAUSE_S, LONGEST_GAP_NS = 0.02, 5e6

@@ -1,12 +1,14 @@
-"""Makes the table of cutoffs on a GPU from the JSON that the benchmark wrote.
+r"""Makes the table of cutoffs on a GPU from the JSON that the benchmark wrote.
 
-python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --readme benchmarks/README.md
-python benchmarks/cutoff_table.py benchmarks/results/h200_cutoff.json --brief --readme docs/speed.md
+python -m benchmarks.tables.cutoff benchmarks/results/h200_cutoff.json \
+    --readme benchmarks/README.md
+python -m benchmarks.tables.cutoff benchmarks/results/h200_cutoff.json \
+    --brief --readme docs/speed.md
 """
 
 from typing import Any
 
-from table import is_one_session, publish_from_json
+from benchmarks.tables.publish import is_one_session, publish_from_json
 
 BEGIN, END = "<!-- cutoff-table -->", "<!-- /cutoff-table -->"
 

@@ -4,10 +4,9 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gpu_calls import CASES, Bench, Effort
-from gpu_inputs import Shape
-from gpu_loop import Lowered, compile_all
-
+from benchmarks.gpu.calls import CASES, Bench, Effort
+from benchmarks.gpu.inputs import Shape
+from benchmarks.gpu.loop import Lowered, compile_all
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
 

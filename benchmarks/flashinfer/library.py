@@ -1,6 +1,6 @@
 """Builds FlashInfer's sampling kernels from the headers of its wheel, and loads them by ctypes.
 
-python benchmarks/flashinfer_library.py --flashinfer UNPACKED_WHEEL --out build/flashinfer.so
+python -m benchmarks.flashinfer.library --flashinfer UNPACKED_WHEEL --out build/flashinfer.so
 """
 
 import argparse
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 
-SOURCE = pathlib.Path(__file__).with_name("flashinfer_sampling.cu")
+SOURCE = pathlib.Path(__file__).with_name("sampling.cu")
 HEADERS = ("include", "cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")
 # As FlashInfer compiles itself when it is first called, for the device of the figures.
 FLAGS = (

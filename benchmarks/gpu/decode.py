@@ -1,6 +1,6 @@
 """Times decoding at real size on an NVIDIA GPU: forwards, speculative steps, tokens per second.
 
-python benchmarks/gpu_decode.py --out benchmarks/results/h200_decode.json
+python -m benchmarks.gpu.decode --out benchmarks/results/h200_decode.json
 """
 
 import argparse
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from gpu_inputs import BYTES_PER_US
-from gpu_loop import Event, Loop, kernel_times, split_runs, trace
-from gpu_verify import environment, save
-from spread import spread
 
 import specjax
+from benchmarks.gpu.inputs import BYTES_PER_US
+from benchmarks.gpu.loop import Event, Loop, kernel_times, split_runs, trace
+from benchmarks.gpu.verify import environment, save
+from benchmarks.spread import spread
 from specjax.models import TransformerConfig, build
 from specjax.models.rope import RopeScaling
 
@@ -269,7 +269,7 @@ def main() -> None:
         "plain step": one,
         "speculative step": one + K * small,
     }
-    command = shlex.join(["python", "benchmarks/gpu_decode.py", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.gpu.decode", *sys.argv[1:]])
     kept: list[Any] = []
     for batch in args.batch:
         section: dict[str, Any] = {

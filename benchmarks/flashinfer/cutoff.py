@@ -1,6 +1,6 @@
-"""Times FlashInfer's sort-free sampling on an NVIDIA GPU, on the rows of gpu_cutoff.py.
+"""Times FlashInfer's sort-free sampling on an NVIDIA GPU, on the rows of gpu/cutoff.py.
 
-python benchmarks/flashinfer_cutoff.py --library LIBRARY --out benchmarks/results/h200_cutoff.json
+python -m benchmarks.flashinfer.cutoff --library LIBRARY --out benchmarks/results/h200_cutoff.json
 """
 
 import argparse
@@ -14,14 +14,15 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import flashinfer_library
 import torch
-from flashinfer_check import check, check_softmax
-from flashinfer_ways import Call, Kernels, ways
-from vllm_cutoff import V, draw
-from vllm_triton import ROTATING_BYTES, time_calls, where
 
-# As in gpu_cutoff.py.
+from benchmarks.flashinfer import library
+from benchmarks.flashinfer.check import check, check_softmax
+from benchmarks.flashinfer.ways import Call, Kernels, ways
+from benchmarks.vllm.cutoff import V, draw
+from benchmarks.vllm.verify import ROTATING_BYTES, time_calls, where
+
+# As in gpu/cutoff.py.
 CASES: dict[str, tuple[float, dict[str, float]]] = {
     "top-k 50": (1.0, {"top_k": 50}),
     "top-p 0.9": (0.7, {"top_p": 0.9}),
@@ -94,7 +95,7 @@ def describe(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flashinfer_library.add_arguments(parser)
+    library.add_arguments(parser)
     parser.add_argument("--library", type=pathlib.Path, help="built before; else it is built here")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="some cases")
     parser.add_argument("--out", type=pathlib.Path, help='the JSON, whose "flashinfer" is replaced')
@@ -102,20 +103,20 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here.")
     if args.library is not None:
-        functions, source = flashinfer_library.load(args.library)
+        functions, source = library.load(args.library)
     else:
         # What is loaded stays when its file goes.
         with tempfile.TemporaryDirectory() as folder:
-            library = pathlib.Path(folder) / "flashinfer.so"
-            package = flashinfer_library.find(args.flashinfer)
-            flashinfer_library.build(package, library, args.include)
-            functions, source = flashinfer_library.load(library)
+            built = pathlib.Path(folder) / "flashinfer.so"
+            package = library.find(args.flashinfer)
+            library.build(package, built, args.include)
+            functions, source = library.load(built)
     # Folders of one machine are none of the figures' birthplace.
     known = {str(args.library): "LIBRARY", str(args.flashinfer): "UNPACKED_WHEEL"}
     known |= {str(folder): "HEADERS" for folder in args.include}
     given = [part for word in sys.argv[1:] for part in word.split("=", 1)]
     words = [known.get(str(pathlib.Path(word)), word) for word in given]
-    command = shlex.join(["python", "benchmarks/flashinfer_cutoff.py", *words])
+    command = shlex.join(["python", "-m", "benchmarks.flashinfer.cutoff", *words])
     environment = {**where(source, command), "flashinfer": source}
     del environment["vllm"], environment["triton"]
     section: dict[str, Any] = {"environment": environment, "cases": []}

@@ -1,6 +1,6 @@
 r"""Makes the GPU tables and their plot from the JSON that the GPU benchmarks wrote.
 
-python benchmarks/gpu_table.py benchmarks/results/h200.json --readme docs/speed.md \
+python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed.md \
     --plot benchmarks/results/h200.png --more benchmarks/README.md
 """
 
@@ -10,7 +10,7 @@ import os
 import pathlib
 from typing import Any
 
-from table import is_one_session, publish
+from benchmarks.tables.publish import is_one_session, publish
 
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 MORE_BEGIN, MORE_END = "<!-- gpu-more-table -->", "<!-- /gpu-more-table -->"
@@ -180,7 +180,9 @@ def main() -> None:
     publish(table, args.readme, BEGIN, END)
     if args.more is not None:
         if "more" not in result:
-            parser.error(f"{args.json} has no section of other sizes; gpu_verify.py measures it.")
+            parser.error(
+                f"{args.json} has no section of other sizes; benchmarks.gpu.verify measures it."
+            )
         publish(more_table(result), args.more, MORE_BEGIN, MORE_END)
 
 

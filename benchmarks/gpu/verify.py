@@ -1,6 +1,6 @@
 """Times verification and sampling on an NVIDIA GPU: the kernels, plain XLA, what JAX offers.
 
-python benchmarks/gpu_verify.py --out benchmarks/results/h200.json
+python -m benchmarks.gpu.verify --out benchmarks/results/h200.json
 """
 
 import argparse
@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from gpu_calls import REHEARSAL, Effort, measure_shape
-from gpu_inputs import BYTES_PER_US, Shape
-from gpu_tiles import sweep
+
+from benchmarks.gpu.calls import REHEARSAL, Effort, measure_shape
+from benchmarks.gpu.inputs import BYTES_PER_US, Shape
+from benchmarks.gpu.tile_sizes import sweep
 
 K, V, DTYPE = 5, 131072, "bfloat16"
 VERIFY = [
@@ -79,7 +80,7 @@ def environment() -> dict[str, Any]:
         "jaxlib": jax.lib.__version__,
         "numpy": np.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/gpu_verify.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu.verify", *sys.argv[1:]]),
     }
 
 

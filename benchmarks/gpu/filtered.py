@@ -1,6 +1,6 @@
 """Verification with top-k, top-p and min-p on an NVIDIA GPU: its time, kernels and memory.
 
-python benchmarks/gpu_filtered.py --out benchmarks/results/h200_cutoff.json
+python -m benchmarks.gpu.filtered --out benchmarks/results/h200_cutoff.json
 """
 
 import argparse
@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_cutoff import CASES, asked, kernels
-from gpu_inputs import Inputs, Shape, draw_keys, draw_sets, draw_tokens, num_sets
-from gpu_loop import Lowered, compile_all, lower_loop, time_loop
-from gpu_verify import environment
 
 import specjax
+from benchmarks.gpu.cutoff import CASES, asked, kernels
+from benchmarks.gpu.inputs import Inputs, Shape, draw_keys, draw_sets, draw_tokens, num_sets
+from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
+from benchmarks.gpu.verify import environment
 
 SHAPE, TEMPERATURE = Shape(64, 5, 131072, "bfloat16"), 0.7
 CALLS, RUNS = 288, 5
@@ -98,7 +98,7 @@ def main() -> None:
     shape = Shape(2, 1, 300, "bfloat16") if args.smoke else SHAPE
     calls, runs = (1, 1) if args.smoke else (CALLS, RUNS)
     where = environment() | {
-        "command": shlex.join(["python", "benchmarks/gpu_filtered.py", *sys.argv[1:]])
+        "command": shlex.join(["python", "-m", "benchmarks.gpu.filtered", *sys.argv[1:]])
     }
     section: dict[str, Any] = {"environment": where, "cases": []}
     for case in measure(shape, calls, runs):

@@ -1,9 +1,9 @@
 """Measures a pair on held-out text: bits per byte, sum min(p, q), acceptance of `generate`.
 
-python benchmarks/acceptance.py bits
-python benchmarks/acceptance.py overlap
-python benchmarks/acceptance.py generate
-python benchmarks/acceptance.py generate --head specjax/models/pretrained/head
+python -m benchmarks.pair.acceptance bits
+python -m benchmarks.pair.acceptance overlap
+python -m benchmarks.pair.acceptance generate
+python -m benchmarks.pair.acceptance generate --head specjax/models/pretrained/head
 """
 
 import argparse
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bits import report_bits
-from heldout import HELDOUT, Pair, batches, logits_of, read_pair
 
 import specjax
+from benchmarks.pair.bits import report_bits
+from benchmarks.pair.heldout import HELDOUT, Pair, batches, logits_of, read_pair
 from specjax.models import head_drafter, load_head, pretrained_folder, unrolled_hidden
 
 

@@ -1,6 +1,6 @@
 // FlashInfer's launchers of its sampling kernels as C functions, so that ctypes can call them.
 // Every function takes its arrays first, then sizes and numbers, then the stream, and returns a
-// cudaError_t. Built by benchmarks/flashinfer_library.py, which also lists what stands here.
+// cudaError_t. Built by benchmarks/flashinfer/library.py, which also lists what stands here.
 #include <cstdint>
 #include <flashinfer/air_top_p.cuh>
 #include <flashinfer/sampling.cuh>

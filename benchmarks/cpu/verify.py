@@ -1,6 +1,6 @@
 """Times verification and sampling on a CPU against what JAX offers for the same work.
 
-python benchmarks/cpu_verify.py --out benchmarks/results/cpu_verify.json --check
+python -m benchmarks.cpu.verify --out benchmarks/results/cpu_verify.json --check
 """
 
 import argparse
@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from contenders import (
+
+from benchmarks.cpu.contenders import (
     CONTENDERS,
     TEMPERATURE,
     B,
@@ -92,7 +93,7 @@ def environment() -> dict[str, Any]:
         "jaxlib": jax.lib.__version__,
         "numpy": np.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/cpu_verify.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks.cpu.verify", *sys.argv[1:]]),
     }
 
 

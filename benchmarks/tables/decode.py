@@ -1,11 +1,11 @@
 """Makes the tables of decoding at real size from the JSON that the benchmark wrote.
 
-python benchmarks/decode_table.py benchmarks/results/h200_decode.json --readme benchmarks/README.md
+python -m benchmarks.tables.decode benchmarks/results/h200_decode.json --readme benchmarks/README.md
 """
 
 from typing import Any
 
-from table import publish_from_json
+from benchmarks.tables.publish import publish_from_json
 
 BEGIN, END = "<!-- decode-table -->", "<!-- /decode-table -->"
 

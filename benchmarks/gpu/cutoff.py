@@ -1,6 +1,6 @@
 """Times `logit_cutoff` on an NVIDIA GPU, beside one read of the logits and what JAX offers.
 
-python benchmarks/gpu_cutoff.py --out benchmarks/results/h200_cutoff.json
+python -m benchmarks.gpu.cutoff --out benchmarks/results/h200_cutoff.json
 """
 
 import argparse
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from gpu_inputs import BYTES_PER_US, Shape, draw_rows, num_sets
-from gpu_loop import Lowered, compile_all, lower_loop, time_loop
-from gpu_verify import environment
 
 import specjax
+from benchmarks.gpu.inputs import BYTES_PER_US, Shape, draw_rows, num_sets
+from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
+from benchmarks.gpu.verify import environment
 
 
 class Case(NamedTuple):
@@ -170,7 +170,7 @@ def main() -> None:
     if not args.smoke and jax.default_backend() != "gpu":
         sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
     where = environment() | {
-        "command": shlex.join(["python", "benchmarks/gpu_cutoff.py", *sys.argv[1:]])
+        "command": shlex.join(["python", "-m", "benchmarks.gpu.cutoff", *sys.argv[1:]])
     }
     record: dict[str, Any] = {"environment": where, "cases": []}
     sizes = [(shape, list(CASES)) for shape in SHAPES] + [(shape, FEW) for shape in MORE]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from heldout import Heldout, Pair, batches, logits_of
 
 import specjax
+from benchmarks.pair.heldout import Heldout, Pair, batches, logits_of
 
 
 def windows(rows: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,20 +1,17 @@
 """Makes the table of CPU figures in docs/speed.md from the JSON that the benchmark wrote.
 
-python benchmarks/table.py                      # prints it
-python benchmarks/table.py --readme docs/speed.md   # puts it between the two markers there
+python -m benchmarks.tables.cpu                           # prints it
+python -m benchmarks.tables.cpu --readme docs/speed.md    # puts it between the two markers there
 """
 
 import argparse
-import datetime
 import json
 import pathlib
-import re
-from collections.abc import Callable
 from typing import Any
 
-# Figures of two programs are put side by side if they were measured that soon after one another.
-SESSION = datetime.timedelta(hours=1)
-RESULTS = pathlib.Path(__file__).parent / "results"
+from benchmarks.tables.publish import publish
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
 BEGIN, END = "<!-- cpu table: begin -->", "<!-- cpu table: end -->"
 
 
@@ -24,7 +21,7 @@ def _milliseconds(timing: dict[str, Any]) -> str:
 
 
 def cpu_table(result: dict[str, Any]) -> str:
-    """The table, with the inputs above it and its birthplace below, as markdown."""
+    """The table, with its inputs above and where it was measured below, as markdown."""
     where, inputs, timings = result["environment"], result["inputs"], result["timings"]
     ratio = {entry["name"]: entry["ratio"] for entry in result["ratios"]}
     small, large = inputs["V"]
@@ -75,51 +72,6 @@ def cpu_table(result: dict[str, Any]) -> str:
         f"{where['python']}, {where['date']}: `{where['command']}`",
     ]
     return "\n".join(lines)
-
-
-def is_one_session(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether two environments are those of one session on the same kind of device."""
-    dates = [datetime.datetime.fromisoformat(each["date"]) for each in (ours, theirs)]
-    return ours["device"] == theirs["device"] and abs(dates[0] - dates[1]) <= SESSION
-
-
-def put_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
-    """`text` with what stands between two markers replaced by the table.
-
-    Raises:
-      ValueError: if the two markers are not there, once each and in order.
-    """
-    between = re.compile(f"({re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
-    if len(between.findall(text)) != 1:
-        raise ValueError(f"The document needs the lines {begin} and {end}, once each, in order.")
-    return between.sub(lambda match: f"{match[1]}{table}\n", text)
-
-
-def publish(table: str, document: pathlib.Path | None, begin: str, end: str) -> None:
-    """Prints a table, or puts it into a document between two markers."""
-    if document is None:
-        print(table)
-        return
-    text = document.read_text(encoding="utf-8")
-    document.write_text(put_between_markers(text, table, begin, end), encoding="utf-8")
-
-
-Make = Callable[[dict[str, Any]], str]
-
-
-def publish_from_json(
-    description: str, make: Make, begin: str, end: str, brief: Make | None = None
-) -> None:
-    """The command of a program that makes one table of one JSON, and maybe a brief one."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("json", type=pathlib.Path)
-    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
-    if brief is not None:
-        parser.add_argument("--brief", action="store_true", help="the brief table instead")
-    args = parser.parse_args()
-    if brief is not None and args.brief:
-        make = brief
-    publish(make(json.loads(args.json.read_text(encoding="utf-8"))), args.readme, begin, end)
 
 
 def main() -> None:

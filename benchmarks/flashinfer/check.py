@@ -5,7 +5,8 @@ import math
 import sys
 
 import torch
-from flashinfer_ways import CLOSE, Way
+
+from benchmarks.flashinfer.ways import CLOSE, Way
 
 DRAWS = 16
 

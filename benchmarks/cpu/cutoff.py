@@ -1,6 +1,6 @@
 """Times `logit_cutoff` on a CPU against the sort that one writes down first.
 
-python benchmarks/cpu_cutoff.py --out benchmarks/results/cpu_cutoff.json --check
+python -m benchmarks.cpu.cutoff --out benchmarks/results/cpu_cutoff.json --check
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cpu_verify import environment
 
 import specjax
+from benchmarks.cpu.verify import environment
 
 B, V, TOP_K, TOP_P, MIN_P = 16, 131072, 50, 0.9, 0.05
 # The least by which a sort has to be slower, on the rows that a model might give.
@@ -222,7 +222,7 @@ def main() -> None:
                 **({"bound": BOUND, "holds": bool(ratio >= BOUND)} if case.bounded else {}),
             }
         )
-    command = shlex.join(["python", "benchmarks/cpu_cutoff.py", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.cpu.cutoff", *sys.argv[1:]])
     result = {
         "environment": environment() | {"command": command},
         "inputs": {

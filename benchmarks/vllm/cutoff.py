@@ -1,6 +1,6 @@
-"""Times vLLM's Triton top-k and top-p on an NVIDIA GPU, on the rows of gpu_cutoff.py.
+"""Times vLLM's Triton top-k and top-p on an NVIDIA GPU, on the rows of gpu/cutoff.py.
 
-python benchmarks/vllm_cutoff.py --vllm UNPACKED_WHEEL --out benchmarks/results/h200_cutoff.json
+python -m benchmarks.vllm.cutoff --vllm UNPACKED_WHEEL --out benchmarks/results/h200_cutoff.json
 """
 
 import argparse
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from vllm_files import load_filters
-from vllm_triton import ROTATING_BYTES, time_calls, where
+
+from benchmarks.vllm.files import load_filters
+from benchmarks.vllm.verify import ROTATING_BYTES, time_calls, where
 
 V = 131072
-# As in gpu_cutoff.py; vLLM has no min-p with speculation.
+# As in gpu/cutoff.py; vLLM has no min-p with speculation.
 CASES = {
     "top-k 50": (1.0, 50, None),
     "top-p 0.9": (0.7, None, 0.9),
@@ -87,7 +88,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU here, and Triton's interpreter does not run vLLM's filters.")
     function, source = load_filters(args.vllm)
-    command = shlex.join(["python", "benchmarks/vllm_cutoff.py", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.vllm.cutoff", *sys.argv[1:]])
     section: dict[str, Any] = {"environment": where(source, command), "cases": []}
     for b in (64, 8):
         for record in measure(function, b, V):

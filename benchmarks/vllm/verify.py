@@ -1,6 +1,6 @@
 """Times vLLM's own Triton functions on an NVIDIA GPU: CUDA-graph replay on rotating inputs.
 
-python benchmarks/vllm_triton.py --vllm UNPACKED_WHEEL --out benchmarks/results/h200.json
+python -m benchmarks.vllm.verify --vllm UNPACKED_WHEEL --out benchmarks/results/h200.json
 """
 
 import argparse
@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from spread import spread
-from vllm_files import Functions, load
 
-# As gpu_inputs.py has it: what the calls of a replay read lies beyond twice the L2 of an H200.
+from benchmarks.spread import spread
+from benchmarks.vllm.files import Functions, load
+
+# As gpu/inputs.py has it: what the calls of a replay read lies beyond twice the L2 of an H200.
 ROTATING_BYTES = 120e6
 K, V = 5, 131072
 RUNS, CALLS = 7, 576
@@ -48,7 +49,7 @@ class Logits(NamedTuple):
 
 
 def draw_logits(b: int, k: int, v: int, number: int, device: str) -> Logits:
-    """The law of gpu_inputs.py, with torch's random numbers."""
+    """The distributions of gpu/inputs.py, with torch's random numbers."""
     rng = torch.Generator(device).manual_seed(number)
     d = torch.randn((b, k + 1, v), generator=rng, device=device).mul_(3)
     target = torch.randn(d.shape, generator=rng, device=device).add_(d).to(torch.bfloat16)
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: TRITON_INTERPRET=1")
     args = parser.parse_args()
     functions = load(args.vllm)
-    command = shlex.join(["python", "benchmarks/vllm_triton.py", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.vllm.verify", *sys.argv[1:]])
     section: dict[str, Any] = {"environment": where(functions.source, command), "cases": []}
     sizes = [(2, 2, 300)] if args.smoke else [(b, K, V) for b in (8, 64, 256)]
     for size in sizes:

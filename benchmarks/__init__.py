@@ -1,0 +1,1 @@
+"""Scripts that measure specjax; README.md says how to run and read each."""

@@ -1,0 +1,1 @@
+"""Times on a CPU, next to what JAX offers."""

@@ -1,0 +1,1 @@
+"""Times of FlashInfer's sampling kernels on the rows of benchmarks/gpu."""

@@ -1,0 +1,1 @@
+"""The pair of models in the package, measured on held-out text."""

@@ -1,0 +1,1 @@
+"""Tables and the plot, made from benchmarks/results and put into documents."""
