@@ -25,7 +25,7 @@ class Model:
       init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position.
       apply: `(params, token_ids[B, L], positions[B, L], cache) ->
         (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
-        token sees the cached slots up to and including its own position, so that a smaller
+        token attends to the cached slots up to and including its own position, so that a smaller
         length rewinds the cache after a rejection.
       logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
         a prefill computes those of the last row alone.

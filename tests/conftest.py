@@ -135,13 +135,13 @@ def implementation(request):
     config = KernelConfig(
         row=tile,
         target=tile,
-        pair=tile,
+        residual=tile,
         search=tile,
         whole_search=tile,
         # Of rows this short, too, some are searched where they were buffered, and some are not.
         num_register_logits=64,
-        small_scan=4,
-        large_scan=8,
-        max_scanned=60,
+        small_reread=4,
+        large_reread=8,
+        max_reread=60,
     )
     return Implementation(request.param, (config,))

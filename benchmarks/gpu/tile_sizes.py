@@ -61,7 +61,7 @@ def config_of(choice: Choice) -> KernelConfig:
     if choice.row is not None:
         fields |= {"row": Tile(*choice.row), "target": Tile(*choice.row)}
     if choice.pair is not None:
-        fields["pair"] = Tile(*choice.pair)
+        fields["residual"] = Tile(*choice.pair)
     if choice.small is not None:
         fields["max_small_batch"] = ANY_BATCH if choice.small else 0
     if choice.draw is not None:

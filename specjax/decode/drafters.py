@@ -23,7 +23,7 @@ class Drafter:
 
     Attributes:
       params: a pytree of arrays, possibly empty.
-      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`, having seen
+      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`, after
         every committed token but the last two at most.
       propose: `(params, state, token_ids[B, L], hidden[B, E], *, keys, positions[B],
         num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds the

@@ -123,7 +123,7 @@ def propose(
         )
         outputs = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
         outputs += [] if cutoff is None else [cutoff]
-        # An invalid row gives -1, which ends the drafts; the model is fed a token.
+        # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
     rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys)

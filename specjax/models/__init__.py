@@ -1,12 +1,12 @@
-"""A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the pair that ships with it.
+"""A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the two models that ship.
 
 Open `transformer` first. It stacks the layers of `layers`, in plain JAX with `attention` and
 `rope`. `config` says what differs between families. `choose_step` runs a step of a decoder in plain
 JAX or, by `kernel_step` and `kernel_ops`, in the kernels of `pallas/`; both use `shared_math`.
 `hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
-target's hidden states. `pretrained/` holds the pair.
+target's hidden states. `pretrained/` holds the target and the draft that ship.
 
-Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension, `V` vocabulary. The command
+Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabulary. The command
 imports this room; the sampling rooms do not, so Flax is optional.
 """
 

@@ -1,6 +1,6 @@
 """Attention in plain JAX: over a cache that is indexed by position, and over whole sequences.
 
-Axes: `B` requests, `T` tokens fed, `S` cache slots, `G` key-value heads, `R` query heads per
+Axes: `B` requests, `T` new tokens, `S` cache slots, `G` key-value heads, `R` query heads per
 key-value head, `D` head dimension.
 """
 
@@ -33,7 +33,7 @@ def attend(
     Args:
       heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.
       cos_sin: cosines and sines of the rotary embeddings, two f32[B, T, 1, D / 2].
-      positions: i32[B, T], none twice in a request but -1; a token there writes and sees nothing.
+      positions: i32[B, T], none twice in a request but -1, which is no token.
       cache: keys and values, two [B, G, S, D].
       spec: scale, window and soft cap.
 
@@ -71,7 +71,7 @@ def causal_attention(
     spec: AttentionSpec,
     implementation: AttentionBackend,
 ) -> jax.Array:
-    """Returns [B, T, G * R * D] for whole sequences: each token sees those up to its own.
+    """Returns [B, T, G * R * D] for whole sequences: each token attends to those up to its own.
 
     Args:
       heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.

@@ -6,7 +6,7 @@
 hidden[t] is the state whose logits decided token[t]: the target's for the last committed token,
 for drafted tokens the head's own, and zero for the context, whose hidden states a drafter is not
 given.
-Axes: `B` requests, `T` tokens fed, `E` hidden, `G` key-value heads, `R` query heads per
+Axes: `B` requests, `T` new tokens, `E` hidden, `G` key-value heads, `R` query heads per
 key-value head, `D` head dimension.
 """
 
@@ -126,7 +126,7 @@ class DraftHead(nnx.Module):
         previous = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
         context = self._fuse(tokens, previous, jnp.zeros_like(tokens))
         _, context_k, context_v = self._project_qkv(context, positions)
-        # Drafted tokens attend to the context before the token fed in the first step.
+        # Drafted tokens attend to the context before the token of the first step.
         visible = positions < positions.T
         state = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :length]
         keys: list[jax.Array] = []
@@ -225,8 +225,8 @@ def unrolled_hidden(
       num_steps: drafted tokens per proposal, a Python int >= 1.
 
     Returns:
-      [num_steps, B, T, E]. Entry [i, :, t] belongs to the proposal that begins after token t: it
-      was fed tokens t to t + i and the target's state after token t - 1, and its target logits
+      [num_steps, B, T, E]. Entry [i, :, t] is of the proposal that begins after token t, which
+      read tokens t to t + i and the target's state after token t - 1, and its target logits
       give the draft's distribution of token t + i + 1. Rows with t + i >= T are meaningless.
     """
     head = nnx.merge(_graph_def(config), nnx.State(params))

@@ -79,7 +79,7 @@ def _drafter_functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
         **options: Any,
     ) -> tuple[Draft, Any]:
         # The tokens that the last step may have committed are in the cache as drafted tokens, with
-        # the head's own states. They are fed again as context, with zeros.
+        # the head's own states. They are given again as context, with zeros.
         num_refed = config.num_speculative_tokens + 3
         refed_positions = positions[:, None] - jnp.arange(num_refed, 0, -1, dtype=jnp.int32)[None]
         ids = jnp.take_along_axis(token_ids, jnp.maximum(refed_positions, 0), axis=1)

@@ -202,7 +202,7 @@ def attention(
       qkv: [B, T', (H + 2 * G) * D], queries, keys and values, none of them rotated; rows from T on
         are padding.
       cos_sin: of the rotary embeddings, two f32[B, T, 1, D / 2].
-      positions: i32[B, T], none twice in a request but -1; a token there writes and sees nothing.
+      positions: i32[B, T], none twice in a request but -1, which is no token.
       cache: keys and values, two [B, G, S, D].
       choice: of the kernels.
       spec: scale, window and soft cap.

@@ -2,7 +2,7 @@
 
 Reads the parameters that the plain steps of `specjax.models.transformer` and `layers` read, and
 returns what they return. Between layers the residual stream is on its way through the next norm.
-Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension.
+Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
 Weights are `(in, out)` so that a product of few tokens streams them in order, and projections
 that read the same input are one array. Each module's call is plain JAX; `Layer` chooses between its
 plain step and the kernels.
-Axes: `B` requests, `T` tokens fed, `E` hidden, `D` head dimension.
+Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 """
 
 from typing import Any
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         return jnp.concatenate([self.query_norm(q), self.key_norm(k), v], axis=2)
 
     def causal(self, x: jax.Array, cos_sin: Any, implementation: AttentionBackend) -> jax.Array:
-        """Returns [B, T, E] of whole sequences: each token sees those up to its own."""
+        """Returns [B, T, E] of whole sequences: each token attends to those up to its own."""
         heads = self.normed_heads(linear(x, self.qkv, self.qkv_bias))
         y = causal_attention(heads, cos_sin, self.num_kv_heads, self.spec, implementation)
         return linear(y, self.out, self.out_bias)

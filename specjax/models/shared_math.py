@@ -19,7 +19,7 @@ class AttentionSpec:
 
     Attributes:
       scale: multiplies the scores.
-      window: how many tokens back a token sees, itself included; None is all.
+      window: how many tokens a token attends to, itself included; None is all.
       softcap: c, where scores s become c tanh(s / c), or None.
     """
 
@@ -44,7 +44,7 @@ class NormSpec:
 
 
 def is_visible(position: Any, slot: Any, window: int | None) -> jax.Array:
-    """Returns whether tokens at positions see slots; -1 is no token and no slot.
+    """Returns whether tokens at positions attend to slots; -1 is no token and no slot.
 
     Args:
       position: i32, of the tokens; broadcasts with `slot`.
@@ -59,8 +59,8 @@ def cache_entries(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Ar
     """Returns keys and values as a cache holds them: non-finite values are 0, their keys NaN.
 
     A masked slot has weight 0, and 0 * NaN is NaN. So values have to be finite, or rows depend on
-    slots that they do not see. The NaN in the key makes every row NaN that does see the slot, so
-    that an overflow is not hidden.
+    masked slots. The NaN in the key makes every row NaN that attends to the slot, so that an
+    overflow is not hidden.
 
     Args:
       keys: of the cache's dtype, rotated.

@@ -2,7 +2,7 @@
 
 Every layer has arrays of its own: a stack of layers under a scan copies each layer's slice
 before using it.
-Axes: `B` requests, `T` tokens fed, `E` hidden, `V` vocabulary.
+Axes: `B` requests, `T` new tokens, `E` hidden, `V` vocabulary.
 """
 
 import functools

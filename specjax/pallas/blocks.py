@@ -106,9 +106,9 @@ def load_raw_logits(logits: Any, row: Any, index: jax.Array) -> jax.Array:
 
 def load_prefix(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
     """Loads the first values f32[size] of a row; -inf from `count` on."""
-    lane = jax.lax.iota(jnp.int32, size)
-    inside = lane < jnp.minimum(count, values.shape[1])
-    return plgpu.load(values.at[row, lane], mask=inside, other=jnp.float32(-jnp.inf))
+    column = jax.lax.iota(jnp.int32, size)
+    inside = column < jnp.minimum(count, values.shape[1])
+    return plgpu.load(values.at[row, column], mask=inside, other=jnp.float32(-jnp.inf))
 
 
 def load_logits(
@@ -173,17 +173,17 @@ def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> BlockPa
 
 def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:
     """Loads row `index` of a reference [P, N], padded by `other` to a power of two."""
-    lane = jax.lax.iota(jnp.int32, power_of_two(values.shape[1]))
-    inside = lane < values.shape[1]
-    return plgpu.load(values.at[index, lane], mask=inside, other=jnp.asarray(other, values.dtype))
+    column = jax.lax.iota(jnp.int32, power_of_two(values.shape[1]))
+    inside = column < values.shape[1]
+    return plgpu.load(values.at[index, column], mask=inside, other=jnp.asarray(other, values.dtype))
 
 
 def _load(maxima: Any, sums: Any, index: jax.Array, mask: jax.Array, count: int) -> BlockPartials:
     shape = (*index.shape, power_of_two(count))
-    lane = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     row = jnp.broadcast_to(index[..., None], shape)
-    inside = jnp.broadcast_to(mask[..., None], shape) & (lane < count)
+    inside = jnp.broadcast_to(mask[..., None], shape) & (column < count)
     return BlockPartials(
-        plgpu.load(maxima.at[row, lane], mask=inside, other=jnp.float32(-jnp.inf)),
-        plgpu.load(sums.at[row, lane], mask=inside, other=jnp.float32(0)),
+        plgpu.load(maxima.at[row, column], mask=inside, other=jnp.float32(-jnp.inf)),
+        plgpu.load(sums.at[row, column], mask=inside, other=jnp.float32(0)),
     )

@@ -67,12 +67,12 @@ __all__ = [
     "cutoff_reduce_kernel",
     "cutoff_rows",
     "cutoff_search_kernel",
-    "memory_row",
-    "register_row",
+    "memory_queries",
+    "register_queries",
 ]
 
 
-def register_row(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
+def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
     """Returns queries on logits f32[N] that the program holds in registers."""
     weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
     return RowQueries(
@@ -85,19 +85,19 @@ def register_row(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
     )
 
 
-def memory_row(
+def memory_queries(
     logits: Any, b: jax.Array, count: jax.Array, row: RowSummary, tile: Tile, interpret: bool
 ) -> RowQueries:
     """Returns queries on the first `count` logits of row b, which each query reads again."""
     tiles, _ = divmod_i32(count + (tile.size - 1), tile.size)
-    lane = jax.lax.iota(jnp.int32, tile.size)
-    zero = lane.astype(jnp.float32) * jnp.float32(0)
+    offset = jax.lax.iota(jnp.int32, tile.size)
+    zero = offset.astype(jnp.float32) * jnp.float32(0)
 
     def fold(
         query: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], initial: Any
     ) -> Any:
         def read(number: jax.Array, state: Any) -> Any:
-            index = number * tile.size + lane
+            index = number * tile.size + offset
             x = load_raw_logits(logits, b, index).astype(jnp.float32)
             x = jnp.where(index < count, x, jnp.float32(-jnp.inf))
             return jax.tree.map(merge, state, query(x))
@@ -194,7 +194,7 @@ def cutoff_reduce_kernel(rows: CutoffRows, out: SubBlocks, *, tile: Tile, interp
     Bytes per row: V * itemsize read; V / 32 * 8 written. Rows that no filter cuts are not read.
     Why tiles: a row's tiles together keep the whole memory busy; one program could not.
     Order: the next launch begins to load after this one has ended.
-    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): the pair (m, l).
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): (m, l).
     """
     b, number = divmod_i32(pl.program_id(0), tile.count(rows.logits.shape[1]))
 
@@ -246,9 +246,9 @@ def _search_row(
     tile, row_tile = config.search_tile(), config.whole_search_tile(vocab_size)
     candidates = load_prefix(buffer.values, b, config.num_register_logits, count)
     queries = (
-        register_row(candidates, row, interpret),
-        memory_row(buffer.values, b, count, row, tile, interpret),
-        memory_row(rows.logits, b, jnp.int32(vocab_size), row, row_tile, interpret),
+        register_queries(candidates, row, interpret),
+        memory_queries(buffer.values, b, count, row, tile, interpret),
+        memory_queries(rows.logits, b, jnp.int32(vocab_size), row, row_tile, interpret),
     )
 
     def search(row_queries: RowQueries, low: jax.Array) -> jax.Array:
@@ -257,14 +257,14 @@ def _search_row(
 
     def search_whole_row() -> jax.Array:
         # Without a bound it starts at the least logit: bisections from the least float cost more.
-        bracket = initial_bracket(low, row.anchor, row.active)
+        bracket = initial_bracket(low, row.anchor, row.is_cut)
         start = cond_or(low == -jnp.inf, lambda: queries[2].extremes_inside(bracket).least, low)
         return search(queries[2], start)
 
     # One branch for each place of the candidates: registers answer in a fifth of the time.
-    bounded = row.active & (low > -jnp.inf) & (count <= buffer.values.shape[1])
+    bounded = row.is_cut & (low > -jnp.inf) & (count <= buffer.values.shape[1])
     fits, unset = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
     least = cond_or(bounded & fits, lambda: search(queries[0], low), unset)
     least = jax.lax.cond(bounded & ~fits, lambda: search(queries[1], low), lambda: least)
-    least = jax.lax.cond(row.active & ~bounded, search_whole_row, lambda: least)
-    return jnp.where(row.active, least, -jnp.inf)
+    least = jax.lax.cond(row.is_cut & ~bounded, search_whole_row, lambda: least)
+    return jnp.where(row.is_cut, least, -jnp.inf)

@@ -70,7 +70,7 @@ class RowSummary(NamedTuple):
       scale: f32, one over the temperature.
       anchor: f32, the largest logit.
       mass: f32, sum of `exp((x - anchor) * scale)` over the row.
-      active: bool, the row is a distribution and a filter cuts it.
+      is_cut: bool, whether the row is a distribution and a filter cuts it.
       cuts_k: bool, top-k cuts it; None where no row has top-k.
       cuts_p: bool, top-p cuts it; None where no row has top-p.
       sub_blocks: f32[N], partials of the row's sub-blocks.
@@ -80,7 +80,7 @@ class RowSummary(NamedTuple):
     scale: jax.Array
     anchor: jax.Array
     mass: jax.Array
-    active: jax.Array
+    is_cut: jax.Array
     cuts_k: jax.Array | None
     cuts_p: jax.Array | None
     sub_blocks: BlockPartials
@@ -122,14 +122,14 @@ def any_filter_active(rows: CutoffRows, b: jax.Array) -> jax.Array:
     """Returns whether a filter cuts row b, provided that the row is a distribution, bool[]."""
     filters = _filters(rows, b)
     temperature = parse_temperature(rows.temperature[b])
-    active = temperature.scale < 0  # False, as a computed value that Triton can branch on
+    is_cut = temperature.scale < 0  # False, as a computed value that Triton can branch on
     if filters.top_k is not None:
-        active |= top_k_active(filters.top_k, rows.logits.shape[1])
+        is_cut |= top_k_active(filters.top_k, rows.logits.shape[1])
     if filters.top_p is not None:
-        active |= top_p_active(filters.top_p)
+        is_cut |= top_p_active(filters.top_p)
     if filters.min_p is not None:
-        active |= filters.min_p > 0
-    return active & temperature.valid & ~temperature.greedy
+        is_cut |= filters.min_p > 0
+    return is_cut & temperature.valid & ~temperature.greedy
 
 
 def load_sub_blocks(sub_blocks: SubBlocks, b: jax.Array) -> BlockPartials:
@@ -146,10 +146,10 @@ def summarize_row(
     vocab_size = rows.logits.shape[1]
     filters, scale = _filters(rows, b), parse_temperature(rows.temperature[b]).scale
     whole = merge_partials(partials, scale, fast_exp2(interpret))
-    active = any_filter_active(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
-    cuts_k = None if filters.top_k is None else active & top_k_active(filters.top_k, vocab_size)
-    cuts_p = None if filters.top_p is None else active & top_p_active(filters.top_p)
-    return RowSummary(filters, scale, whole.max, whole.sum, active, cuts_k, cuts_p, partials)
+    is_cut = any_filter_active(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
+    cuts_k = None if filters.top_k is None else is_cut & top_k_active(filters.top_k, vocab_size)
+    cuts_p = None if filters.top_p is None else is_cut & top_p_active(filters.top_p)
+    return RowSummary(filters, scale, whole.max, whole.sum, is_cut, cuts_k, cuts_p, partials)
 
 
 def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
@@ -157,7 +157,7 @@ def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
 
 
 _NUM_BISECTIONS = 7
-# The near end of the bracket: this share of the longest distance, and this at most. It is taken to
+# The short end of the bracket: this share of the longest distance, and this at most. It is taken to
 # be too short without a test. If it is not, the bound is only looser.
 _FIRST_DISTANCE = 1 / 4
 _MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
@@ -172,51 +172,54 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
         low = row.anchor + relative / row.scale
     else:
         low = jnp.minimum(row.anchor, -jnp.inf)
-    weighs_row = row.cuts_p
+    bounds_mass = row.cuts_p
     if row.cuts_k is not None and filters.top_k is not None:
-        # Top-p weighs only what top-k keeps: where top-k cuts, its bound alone holds.
-        weighs_row = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
+        # Top-p is a share of what top-k keeps: where top-k cuts, its bound alone holds.
+        bounds_mass = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
         target, largest = filters.top_k.astype(jnp.float32), row.sub_blocks.max
         low = cond_or(
             row.cuts_k,
             lambda: _bisect_distance(row, target, lambda t: mass_above(largest, None, t)),
             low,
         )
-    if weighs_row is not None and filters.top_p is not None:
+    if bounds_mass is not None and filters.top_p is not None:
         target = required_mass(filters.top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
 
-        def weigh(t: jax.Array) -> jax.Array:
+        def least_mass(t: jax.Array) -> jax.Array:
             return mass_bound(
                 row.sub_blocks, t, row.anchor, row.scale, fast_exp2(interpret), size=SUB_BLOCK
             )
 
-        bound = cond_or(weighs_row, lambda: _bisect_distance(row, target, weigh), low)
-        low = jnp.where(weighs_row, jnp.maximum(low, bound), low)
+        bound = cond_or(bounds_mass, lambda: _bisect_distance(row, target, least_mass), low)
+        low = jnp.where(bounds_mass, jnp.maximum(low, bound), low)
     return smallest_equal(low)
 
 
 def _bisect_distance(
-    row: RowSummary, target: jax.Array, weigh: Callable[[jax.Array], jax.Array]
+    row: RowSummary, target: jax.Array, lower_bound: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Returns nearly the highest logit t with weigh(t) >= target; -inf if none is known.
+    """Returns nearly the highest logit t with lower_bound(t) >= target; -inf if none is known.
 
-    It bisects the distance from the largest logit by its bit pattern, geometrically: the scale of
+    `lower_bound` is that of the count or the mass of logits >= t, from the sub-blocks. The search
+    bisects the distance from the largest logit by its bit pattern, geometrically: the scale of
     that distance is unknown, because masked logits can be finite.
     """
     exists = row.sub_blocks.max > -jnp.inf
     least = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))
     distance = jnp.minimum(row.anchor - least, jnp.float32(_MAX_FLOAT))
-    far = ordered_key(distance)
-    near = ordered_key(
+    far_key = ordered_key(distance)
+    near_key = ordered_key(
         jnp.minimum(distance * jnp.float32(_FIRST_DISTANCE), jnp.float32(_FIRST_DISTANCE))
     )
 
     def bisect(_: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        near, far = keys
-        middle = near + jax.lax.shift_right_arithmetic(far - near, jnp.int32(1))
-        enough = weigh(row.anchor - key_value(middle)) >= target
-        return jnp.where(enough, near, middle), jnp.where(enough, middle, far)
+        near_key, far_key = keys
+        middle = near_key + jax.lax.shift_right_arithmetic(far_key - near_key, jnp.int32(1))
+        enough = lower_bound(row.anchor - key_value(middle)) >= target
+        return jnp.where(enough, near_key, middle), jnp.where(enough, middle, far_key)
 
-    _, far = jax.lax.fori_loop(jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near, far))
-    low = row.anchor - key_value(far)
-    return jnp.where(weigh(low) >= target, low, -jnp.inf)
+    _, far_key = jax.lax.fori_loop(
+        jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near_key, far_key)
+    )
+    low = row.anchor - key_value(far_key)
+    return jnp.where(lower_bound(low) >= target, low, -jnp.inf)

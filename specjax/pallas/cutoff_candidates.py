@@ -61,7 +61,7 @@ def compact_candidates(
       interpret: whether the kernel runs in Pallas' interpreter.
 
     Returns:
-      The number of candidates; N + 1 if more than `config.max_scanned` sub-blocks were to be read.
+      The number of candidates; N + 1 if more than `config.max_reread` sub-blocks were to be read.
     """
     largest, size = row.sub_blocks.max, buffer.values.shape[1]
     reaches = (largest >= low) & (low > -jnp.inf)
@@ -69,23 +69,23 @@ def compact_candidates(
     others = row.sub_blocks.sum * jnp.float32(1 + _ROUNDING) - 1
     several = reaches & (others >= mass_weights(low, largest, row.scale, fast_exp2(interpret)))
     single = reaches & ~several
-    (index, num_single), (scan_index, num_scanned) = _prefix_sums(single, several)
+    (index, num_single), (reread_index, num_reread) = _prefix_sums(single, several)
     fits = single & (index < size)
     # Index `size`, past the end: the interpreter drops such stores, the GPU masks them.
     plgpu.store(buffer.values.at[b, jnp.where(fits, index, size)], largest, mask=fits)
     sub_block = jax.lax.iota(jnp.int32, largest.shape[0])
-    scan_index = jnp.where(several, scan_index, largest.shape[0])
-    plgpu.store(buffer.sub_blocks.at[b, scan_index], sub_block, mask=several)
+    reread_index = jnp.where(several, reread_index, largest.shape[0])
+    plgpu.store(buffer.sub_blocks.at[b, reread_index], sub_block, mask=several)
     _barrier(interpret)
     total = num_single
-    small, is_scanned = num_scanned <= config.small_scan, num_scanned <= config.max_scanned
-    large = (num_scanned > config.small_scan) & is_scanned
-    for batch, selected in ((config.small_scan, small), (config.large_scan, large)):
-        iterations, _ = divmod_i32(jnp.where(selected, num_scanned, 0) + (batch - 1), batch)
-        compact = functools.partial(_compact_batch, rows, b, low, buffer, num_scanned, batch)
+    small, are_reread = num_reread <= config.small_reread, num_reread <= config.max_reread
+    large = (num_reread > config.small_reread) & are_reread
+    for batch, selected in ((config.small_reread, small), (config.large_reread, large)):
+        iterations, _ = divmod_i32(jnp.where(selected, num_reread, 0) + (batch - 1), batch)
+        compact = functools.partial(_compact_batch, rows, b, low, buffer, num_reread, batch)
         total = jax.lax.fori_loop(jnp.int32(0), iterations, compact, total)
     _barrier(interpret)
-    return jnp.where(is_scanned, total, jnp.int32(size + 1))
+    return jnp.where(are_reread, total, jnp.int32(size + 1))
 
 
 def _compact_batch(
@@ -93,20 +93,20 @@ def _compact_batch(
     b: jax.Array,
     low: jax.Array,
     buffer: CandidateBuffer,
-    num_scanned: jax.Array,
+    num_reread: jax.Array,
     batch: int,
     iteration: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    """Reads the next `batch` of `num_scanned` sub-blocks, appends their candidates to `total`."""
+    """Reads the next `batch` of `num_reread` sub-blocks, appends their candidates to `total`."""
     vocab_size, size = rows.logits.shape[1], buffer.values.shape[1]
     slot = iteration * batch + jax.lax.iota(jnp.int32, batch)
     sub_block = plgpu.load(
-        buffer.sub_blocks.at[b, slot], mask=slot < num_scanned, other=jnp.int32(0)
+        buffer.sub_blocks.at[b, slot], mask=slot < num_reread, other=jnp.int32(0)
     )
     # The load is masked: a `where` on the ids would hide from Triton that they are consecutive.
     token = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
-    exists = (slot < num_scanned)[:, None] & (token < vocab_size)
+    exists = (slot < num_reread)[:, None] & (token < vocab_size)
     other = jnp.asarray(-jnp.inf, rows.logits.dtype)
     x = plgpu.load(rows.logits.at[b, token], mask=exists, other=other).astype(jnp.float32)
     reaches = (x >= low) & (x > -jnp.inf)
@@ -126,7 +126,7 @@ def _prefix_sum(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _prefix_sums(
     single: jax.Array, several: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns `_prefix_sum` of both bool[N], by one scan where an i32 holds both counts."""
+    """Returns `_prefix_sum` of both bool[N], by one sum where an i32 holds both counts."""
     ones, others = single.astype(jnp.int32), several.astype(jnp.int32)
     if single.shape[0] >= _COUNT_RADIX:
         return _prefix_sum(ones), _prefix_sum(others)

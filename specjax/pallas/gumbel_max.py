@@ -20,7 +20,7 @@ from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
 from specjax.pallas.blocks import load_raw_logits
 from specjax.pallas.kernel_config import power_of_two
-from specjax.pallas.launch import select_lane
+from specjax.pallas.launch import select_one
 
 __all__ = [
     "BlockNoise",
@@ -105,29 +105,29 @@ def num_padded_blocks(vocab_size: int) -> int:
 
 def draw_token(
     row: SamplingRow,
-    block_weights: jax.Array,
+    block_log_masses: jax.Array,
     noise: BlockNoise,
-    token_weights: Callable[[jax.Array, jax.Array], jax.Array],
+    token_log_weights: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Draw:
     """Draws a block, then a token of the block.
 
     Args:
       row: the target's.
-      block_weights: f32[N], log-masses of the blocks of `noise`.
+      block_log_masses: f32[N], log-masses of the blocks of `noise`.
       noise: of the draw.
-      token_weights: from token ids i32[SAMPLING_BLOCK] and the row's log-probabilities of them to
-        the log-weights that they are drawn by.
+      token_log_weights: from token ids i32[SAMPLING_BLOCK] and the row's log-probabilities of
+        them to the log-weights that they are drawn by.
 
     Returns:
       The draw.
     """
     dtype = noise.gumbels.dtype
-    scores = block_weights.astype(dtype) + noise.gumbels
+    scores = block_log_masses.astype(dtype) + noise.gumbels
     index = block_token_ids(noise.first + first_argmax(scores))
     x = row.kept_logits(index)
     token_gumbels = gumbel(noise.address, 0, index.astype(jnp.uint32), dtype)
     logprobs = token_logprobs(x, row.normalizer, row.scale)
-    best = first_argmax(token_weights(index, logprobs).astype(dtype) + token_gumbels)
+    best = first_argmax(token_log_weights(index, logprobs).astype(dtype) + token_gumbels)
     mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best
     logit = jnp.max(jnp.where(mask, x, -jnp.inf))
-    return Draw(select_lane(index, mask), logit, jnp.max(scores))
+    return Draw(select_one(index, mask), logit, jnp.max(scores))

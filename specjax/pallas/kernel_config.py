@@ -49,7 +49,7 @@ class KernelConfig:
       row: tile of a row of `gumbel_sample` and `logit_cutoff`, and of draft rows without
         statistics.
       target: tile of a target row.
-      pair: tile of a residual, which reads a target and a draft row together.
+      residual: tile of a residual, which reads a target and a draft row together.
       search: tile of a cutoff that is searched among buffered logits.
       whole_search: tile of a cutoff that is searched in the row itself.
       draw_warps: warps of the program that draws a token from about a thousand block weights:
@@ -60,14 +60,14 @@ class KernelConfig:
       num_register_logits: logits that a search holds in registers, eight to a thread.
       num_buffered_logits: logits that a search keeps in memory. They are no copy of a row, but
         what lies above a bound where hundreds or thousands of tokens are kept.
-      small_scan: sub-blocks that are read at once, where they are few.
-      large_scan: sub-blocks that are read at once, where they are many.
-      max_scanned: sub-blocks above which a row is searched itself.
+      small_reread: sub-blocks that a search reads again at once, where they are few.
+      large_reread: sub-blocks that a search reads again at once, where they are many.
+      max_reread: sub-blocks to read again above which the row itself is searched.
     """
 
     row: Tile | None = None
     target: Tile | None = None
-    pair: Tile | None = None
+    residual: Tile | None = None
     search: Tile | None = None
     whole_search: Tile | None = None
     draw_warps: int = 8
@@ -76,9 +76,9 @@ class KernelConfig:
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
     num_buffered_logits: int = 32768
-    small_scan: int = 64
-    large_scan: int = 256
-    max_scanned: int = 2048
+    small_reread: int = 64
+    large_reread: int = 256
+    max_reread: int = 2048
 
     def row_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of `gumbel_sample` and of draft rows without statistics.
@@ -93,14 +93,14 @@ class KernelConfig:
         num_warps = 8 if self.is_small(num_requests) else 4
         return self.target or Tile(_at_most(8192, vocab_size), num_warps)
 
-    def pair_tile(self, num_requests: int, vocab_size: int) -> Tile:
+    def residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
         """Returns the tile of a residual.
 
         The smallest batches get about two programs to a multiprocessor, a large one fewer and
         longer ones.
         """
-        if self.pair is not None:
-            return self.pair
+        if self.residual is not None:
+            return self.residual
         if num_requests <= 8:
             return Tile(_at_most(4096, vocab_size), 4)
         return Tile(_at_most(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)

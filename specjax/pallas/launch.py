@@ -3,7 +3,7 @@
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
 one launch see each other's stores only through `is_last_arrival`. Two exceptions give the same
 results in any order: the `atomic_max` of `verify_accept_kernel`, and the NaN keys of
-`attention_kernel`. A launch sees all that the launch before it stored, on a GPU with early launches
+`attention_kernel`. What a launch stored is visible to the next one, on a GPU with early launches
 too (`launch_dependents`).
 """
 
@@ -26,7 +26,7 @@ __all__ = [
     "launch",
     "launch_dependents",
     "output",
-    "select_lane",
+    "select_one",
 ]
 
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
@@ -115,9 +115,9 @@ def _ex2(x: jax.Array) -> jax.Array:
 def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret: bool) -> jax.Array:
     """Counts this program in and returns whether it is the last of `total` to arrive, bool[].
 
-    The last program sees everything that the others stored before they arrived. Triton's atomic
-    addition has acquire-release order at GPU scope: it releases the stores that precede it, and
-    acquires what earlier additions released. One thread of a program adds. A barrier before the
+    Everything that the others stored before they arrived is visible to the last program. Triton's
+    atomic addition has acquire-release order at GPU scope: it releases the stores that precede it,
+    and acquires what earlier additions released. One thread of a program adds. A barrier before the
     addition orders the other threads' stores before it. Triton hands the sum to the other threads
     through a second barrier, which orders their loads after it.
 
@@ -184,8 +184,8 @@ def divmod_i32(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 
-def select_lane(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the element [] of `values` [N] where `mask` is True: at one lane, or 0 at none."""
+def select_one(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the element [] of `values` [N] where `mask` is True, 0 if it is nowhere."""
     zero = jnp.zeros((), values.dtype)
     return jnp.sum(jnp.where(mask, values, zero), dtype=values.dtype)
 

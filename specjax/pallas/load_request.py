@@ -13,7 +13,7 @@ from specjax.core.noise import Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import load_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile, power_of_two
-from specjax.pallas.launch import interpreter_barrier, select_lane
+from specjax.pallas.launch import interpreter_barrier, select_one
 
 __all__ = [
     "DraftRow",
@@ -139,13 +139,13 @@ class DraftedToken(NamedTuple):
         """Returns the chosen one of several tokens."""
         cutoff = self.row.cutoff
         return DraftedToken(
-            select_lane(self.token_id, chosen),
-            select_lane(self.logprob, chosen),
-            LogNormalizer(*[select_lane(x, chosen) for x in self.normalizer]),
-            select_lane(self.one_hot.astype(jnp.int32), chosen) != 0,
+            select_one(self.token_id, chosen),
+            select_one(self.logprob, chosen),
+            LogNormalizer(*[select_one(x, chosen) for x in self.normalizer]),
+            select_one(self.one_hot.astype(jnp.int32), chosen) != 0,
             self.row._replace(
-                row_index=select_lane(self.row.row_index, chosen),
-                cutoff=None if cutoff is None else select_lane(cutoff, chosen),
+                row_index=select_one(self.row.row_index, chosen),
+                cutoff=None if cutoff is None else select_one(cutoff, chosen),
             ),
         )
 
@@ -170,8 +170,8 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
     if arrays.token_ids is None:
         num_tokens = jnp.maximum(num_given, jnp.int32(-1))
     else:
-        lane = jax.lax.iota(jnp.int32, power_of_two(k))
-        ids = plgpu.load(arrays.token_ids.at[first + lane], mask=lane < count, other=jnp.int32(-1))
+        i = jax.lax.iota(jnp.int32, power_of_two(k))
+        ids = plgpu.load(arrays.token_ids.at[first + i], mask=i < count, other=jnp.int32(-1))
         num_tokens = num_valid_drafts(ids, num_given)
     active = (num_tokens >= 0) & temperature.valid
     return RequestScalars(b, first, first + b, num_tokens, temperature, active)

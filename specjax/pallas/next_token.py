@@ -7,7 +7,7 @@ With n drafted tokens accepted, target row n decides the next token:
     n < num_tokens, one-hot draft x      recovered token, from p without x
     greedy request                       the argmax of row n
 
-These functions run inside the kernels of `specjax.pallas.resample`.
+These functions run inside the kernels of `specjax.pallas.emit_tokens`.
 
 References:
   Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
@@ -28,7 +28,7 @@ from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual
 from specjax.pallas.blocks import load_blocks, load_raw_logits, tile_token_ids
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
 from specjax.pallas.kernel_config import power_of_two
-from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, select_lane
+from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, select_one
 from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
@@ -47,7 +47,7 @@ __all__ = [
     "load_draft_logprobs",
     "next_address",
     "reduce_masses",
-    "store_masses",
+    "store_log_masses",
     "write_result",
 ]
 
@@ -88,16 +88,16 @@ def load_accepted_prefix(
     launch before has stored the results.
     """
     request = load_request(arrays, b, plan)
-    lane = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
+    i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
     if isinstance(rows, ReducedRows):
-        result = evaluate_acceptance(arrays, request, lane, rows.partials, plan)
-        stops = ~result.accepted & (lane <= request.num_tokens)
-        num_accepted = jnp.min(jnp.where(stops, lane, jnp.int32(plan.num_rows)))
+        result = evaluate_acceptance(arrays, request, i, rows.partials, plan)
+        stops = ~result.accepted & (i <= request.num_tokens)
+        num_accepted = jnp.min(jnp.where(stops, i, jnp.int32(plan.num_rows)))
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
-        mask = lane == num_accepted
+        mask = i == num_accepted
         normalizer, argmax = (
-            LogNormalizer(*[select_lane(x, mask) for x in result.normalizer]),
-            select_lane(result.argmax, mask),
+            LogNormalizer(*[select_one(x, mask) for x in result.normalizer]),
+            select_one(result.argmax, mask),
         )
         logprobs, drafted = result.logprobs, result.drafted and result.drafted.only(mask)
     else:
@@ -107,7 +107,7 @@ def load_accepted_prefix(
         index = b * plan.num_rows + num_accepted
         normalizer = LogNormalizer(rows.shift[index], rows.log_sum[index])
         argmax = rows.argmax[index]
-        logprobs = load_masked(rows.logprobs, b * plan.num_rows + lane, lane < num_accepted)
+        logprobs = load_masked(rows.logprobs, b * plan.num_rows + i, i < num_accepted)
         drafted = None
         if plan.num_drafts:
             has_draft = num_accepted < request.num_tokens
@@ -152,7 +152,7 @@ def reduce_masses(
     return jnp.sum(residual_probs(p, q, fast_exp2(plan.interpret)), axis=-1)
 
 
-def store_masses(
+def store_log_masses(
     arrays: VerifyArrays, prefix: AcceptedPrefix, number: jax.Array, out: Any, plan: Plan
 ) -> None:
     """Stores the log-masses of tile `number` in row b of `out` [B, blocks]."""
@@ -168,18 +168,18 @@ def write_result(
     token, logprob, emits = _next_token(arrays, prefix, draw)
     request, num_accepted = prefix.request, prefix.num_accepted
     emits &= request.active
-    lane = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
-    is_next = emits & (lane == num_accepted)
+    i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
+    is_next = emits & (i == num_accepted)
     token_ids = jnp.where(is_next, token, jnp.int32(-1))
     logprobs = jnp.where(is_next, logprob, jnp.float32(0))
     if plan.num_drafts:
-        is_accepted = lane < num_accepted
-        drafted = load_masked(arrays.token_ids, request.first + lane, is_accepted)
+        is_accepted = i < num_accepted
+        drafted = load_masked(arrays.token_ids, request.first + i, is_accepted)
         token_ids = jnp.where(is_accepted, drafted, token_ids)
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
-    inside = lane < plan.num_rows
-    plgpu.store(out.token_ids.at[request.b, lane], token_ids, mask=inside)
-    plgpu.store(out.logprobs.at[request.b, lane], logprobs, mask=inside)
+    inside = i < plan.num_rows
+    plgpu.store(out.token_ids.at[request.b, i], token_ids, mask=inside)
+    plgpu.store(out.logprobs.at[request.b, i], logprobs, mask=inside)
     out.num_accepted[request.b] = num_accepted
     out.num_emitted[request.b] = num_accepted + emits.astype(jnp.int32)
 
@@ -220,49 +220,51 @@ def draw_row(
 ) -> Draw:
     """Draws from the deciding row, without a one-hot draft that it rejected."""
     row, drafted, vocab_size = prefix.row, prefix.drafted, arrays.target_logits.shape[1]
-    row_weights = _row_block_logprobs(arrays, rows, prefix, plan)
+    row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
     if drafted is None:
-        return draw_token(row, row_weights, noise, lambda _, logprobs: logprobs)
-    one_hot = prefix.rejected & ~prefix.from_residual
+        return draw_token(row, row_log_masses, noise, lambda _, logprobs: logprobs)
+    rejected_one_hot = prefix.rejected & ~prefix.from_residual
 
     def without_draft(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return jnp.where(one_hot & (index == drafted.token_id), -jnp.inf, logprobs)
+        return jnp.where(rejected_one_hot & (index == drafted.token_id), -jnp.inf, logprobs)
 
-    lane = jax.lax.iota(jnp.int32, row_weights.shape[0])
+    block_index = jax.lax.iota(jnp.int32, row_log_masses.shape[0])
     block, _ = divmod_i32(jnp.clip(drafted.token_id, 0, vocab_size - 1), SAMPLING_BLOCK)
     index = block_token_ids(block)
     mass = jnp.sum(jnp.exp(without_draft(index, row.logprobs(index))))
-    weights = jnp.where(one_hot & (lane == block), jnp.log(mass), row_weights)
-    empty = jnp.sum(exp_scaled(weights)) <= 0
+    log_masses = jnp.where(rejected_one_hot & (block_index == block), jnp.log(mass), row_log_masses)
+    empty = jnp.sum(exp_scaled(log_masses)) <= 0
 
-    def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
+    def token_log_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
         return jnp.where(empty, logprobs, without_draft(index, logprobs))
 
-    return draw_token(row, jnp.where(empty, row_weights, weights), noise, token_weights)
+    return draw_token(row, jnp.where(empty, row_log_masses, log_masses), noise, token_log_weights)
 
 
 def draw_residual(
     arrays: VerifyArrays,
     rows: ReducedRows | VerifiedRows,
-    weights: Any,
+    residual_log_masses: Any,
     prefix: AcceptedPrefix,
     noise: BlockNoise,
     plan: Plan,
 ) -> Draw:
     """Draws from a residual by the log-masses f32[B, N] of its blocks; from the row if empty."""
     drafted = prefix.drafted
-    lane = jax.lax.iota(jnp.int32, noise.gumbels.shape[0])
-    inside = lane * SAMPLING_BLOCK < arrays.target_logits.shape[1]
-    index, other = (prefix.request.b, lane), jnp.float32(-jnp.inf)
-    masses = plgpu.load(weights.at[index], mask=inside, other=other)
-    empty = jnp.sum(exp_scaled(masses)) <= MIN_RESIDUAL_MASS
-    row_weights = _row_block_logprobs(arrays, rows, prefix, plan)
+    block_index = jax.lax.iota(jnp.int32, noise.gumbels.shape[0])
+    inside = block_index * SAMPLING_BLOCK < arrays.target_logits.shape[1]
+    index, other = (prefix.request.b, block_index), jnp.float32(-jnp.inf)
+    log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
+    empty = jnp.sum(exp_scaled(log_masses)) <= MIN_RESIDUAL_MASS
+    row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
 
-    def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
+    def token_log_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
         q = load_draft_logprobs(arrays.draft_logits, drafted, index)
         return jnp.where(empty, logprobs, residual_logprobs(logprobs, q))
 
-    return draw_token(prefix.row, jnp.where(empty, row_weights, masses), noise, token_weights)
+    return draw_token(
+        prefix.row, jnp.where(empty, row_log_masses, log_masses), noise, token_log_weights
+    )
 
 
 def _row_block_logprobs(

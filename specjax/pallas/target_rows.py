@@ -34,7 +34,7 @@ from specjax.pallas.blocks import (
     partials_shape,
     store_partials,
 )
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_one
 from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
@@ -181,7 +181,7 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
     save reading.
     Order: the programs of this launch do not wait for one another. The first program of a request
     zeroes the counter of the next launch, which begins to load after this one has ended.
-    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the pair (m, l).
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
     index, number = divmod_i32(pl.program_id(0), plan.tile.count(arrays.target_logits.shape[1]))
     b, i = divmod_i32(index, plan.num_rows)
@@ -270,19 +270,19 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
             plgpu.store(out.log_sum.at[at], result.normalizer.log_sum)
             plgpu.store(out.logprobs.at[at], result.logprobs)
             plgpu.store(out.argmax.at[at], result.argmax)
-            is_accepted = select_lane(result.accepted.astype(jnp.int32), row == i)
+            is_accepted = select_one(result.accepted.astype(jnp.int32), row == i)
             pl.when(is_accepted == 0)(publish_stop)
 
 
 def _load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
     """Loads the target's logit f32[] of a request's drafted token i, which exists."""
-    lane = jax.lax.iota(jnp.int32, 1)
-    token_id = plgpu.load(arrays.token_ids.at[request.first + i + lane])
-    cutoff = request.cutoff(arrays, i + lane, lane == 0)
+    zero = jax.lax.iota(jnp.int32, 1)
+    token_id = plgpu.load(arrays.token_ids.at[request.first + i + zero])
+    cutoff = request.cutoff(arrays, i + zero, zero == 0)
     logit = load_logits(
-        arrays.target_logits, request.target_row + i + lane, token_id, cutoff, lane == 0
+        arrays.target_logits, request.target_row + i + zero, token_id, cutoff, zero == 0
     )
-    return select_lane(logit, lane == 0)
+    return select_one(logit, zero == 0)
 
 
 def _row_tile(

@@ -2,9 +2,9 @@
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.pallas.draft_statistics import add_draft_statistics
+from specjax.pallas.emit_tokens import emit_tokens
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.load_request import Plan
-from specjax.pallas.resample import resample
 from specjax.pallas.target_rows import accept_rows, reduce_rows
 from specjax.verification import Verification
 
@@ -30,7 +30,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
         tile = config.row_tile(size * options.num_drafts, arrays.draft_logits.shape[1])
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     rows = (reduce_rows if plan.small else accept_rows)(arrays, plan)
-    return resample(arrays, rows, plan._replace(tile=config.pair_tile(size, vocab_size)))
+    return emit_tokens(arrays, rows, plan._replace(tile=config.residual_tile(size, vocab_size)))
 
 
 def _flat(arrays: VerifyArrays) -> VerifyArrays:

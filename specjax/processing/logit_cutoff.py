@@ -162,7 +162,7 @@ def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
 
 
 def _refuse_nan(cutoff: jax.Array, filters: Filters) -> jax.Array:
-    """Returns +inf where a filter is NaN: nothing is kept, so the samplers see an invalid row."""
+    """Returns +inf where a filter is NaN: nothing is kept, so the samplers get an invalid row."""
     for value in (filters.top_p, filters.min_p):
         if value is not None:
             cutoff = jnp.where(jnp.isnan(value), jnp.inf, cutoff)

@@ -182,7 +182,7 @@ def schedule(request):
     """The kernels by both schedules, in tiles that a row does not divide into."""
     tile = Tile(1024, 4) if request.param else Tile(512, 8)
     small = BATCH if request.param else 0
-    config = KernelConfig(row=tile, target=tile, pair=tile, max_small_batch=small)
+    config = KernelConfig(row=tile, target=tile, residual=tile, max_small_batch=small)
     return Implementation("triton", (config,))
 
 

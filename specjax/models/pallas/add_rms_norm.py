@@ -90,26 +90,26 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
 
 
 def load_squares(squares: Any, *row: Any) -> jax.Array:
-    """Returns the sums of squares of rows, f32[..., lanes], 0 from lane n on.
+    """Returns the sums of squares of rows, f32[..., n padded], 0 from index n on.
 
     Args:
       squares: reference f32[..., n].
       *row: leading indices, scalars or arrays [...] of one shape.
     """
     count = squares.shape[-1]
-    lane = jax.lax.iota(jnp.int32, power_of_two(count))
-    inside = lane < count
+    index = jax.lax.iota(jnp.int32, power_of_two(count))
+    inside = index < count
     if row[-1].ndim:
-        row, lane = tuple(each[:, None] for each in row), lane[None]
-        inside = jnp.broadcast_to(inside[None], (row[-1].shape[0], lane.shape[1]))
-    return _load(squares, (*row, lane), inside)
+        row, index = tuple(each[:, None] for each in row), index[None]
+        inside = jnp.broadcast_to(inside[None], (row[-1].shape[0], index.shape[1]))
+    return _load(squares, (*row, index), inside)
 
 
 def rms_scale(squares: jax.Array, norm: NormSpec) -> jax.Array:
     """Returns rsqrt(sum(squares) / size + eps): the factor that a deferred norm leaves to do.
 
     Args:
-      squares: [..., lanes], from `load_squares`.
+      squares: [..., n padded], from `load_squares`.
       norm: size and eps.
     """
     return jax.lax.rsqrt(jnp.sum(squares, axis=-1) / norm.size + norm.eps)

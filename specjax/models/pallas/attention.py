@@ -10,7 +10,7 @@ key-value head combines its splits, unless that would take longer than a launch.
 
     qkv_kernel  ->  attention_kernel  (->  combine_kernel)
 
-Axes: `B` requests, `T` tokens fed, `T'` these and padding, `H` query heads, `G` key-value heads,
+Axes: `B` requests, `T` new tokens, `T'` these and padding, `H` query heads, `G` key-value heads,
 `S` cache slots, `D` head dimension.
 """
 
@@ -89,16 +89,16 @@ def _fused_attention(
 ) -> tuple[PartialSoftmax, None, tuple[jax.Array, jax.Array]]:
     """Returns the states of all splits, no output, and the cache."""
     keys, values = operands.keys, operands.values
-    pairs, num_splits = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
+    num_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
     results = launch(
         functools.partial(fused_attention_kernel, spec=spec, norm=norm),
         operands,
         FusedOutputs(
-            _partials_shape(operands, num_splits, tiling.num_rows),
+            _partials_shape(operands, num_partials, tiling.num_rows),
             output(keys.shape, keys.dtype),
             output(values.shape, values.dtype),
         ),
-        num_programs=pairs * num_splits,
+        num_programs=num_kv_heads * num_partials,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -117,7 +117,7 @@ def _attention(
     """Returns the states of all splits, the output if it is there already, and the cache."""
     (batch, groups, _, head_dim), tokens = operands.keys.shape, operands.positions.shape[1]
     keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
-    pairs, num_heads = batch * groups, y_shape.shape[2]
+    num_kv_heads, num_heads = batch * groups, y_shape.shape[2]
     prepared = launch(
         functools.partial(qkv_kernel, norm=norm),
         operands,
@@ -126,7 +126,7 @@ def _attention(
             output(keys.shape, keys.dtype),
             output(values.shape, values.dtype),
             output((batch, groups, tokens), jnp.int32),
-            output((pairs,), jnp.uint32),
+            output((num_kv_heads,), jnp.uint32),
         ),
         num_programs=batch * (num_heads + 2 * groups),
         num_warps=4,
@@ -142,9 +142,9 @@ def _attention(
             _partials_shape(operands, tiling.num_splits, tiling.num_rows),
             y_shape if tiling.combines_in_kernel else None,
             output(keys.shape, keys.dtype),
-            output((pairs,), jnp.uint32),
+            output((num_kv_heads,), jnp.uint32),
         ),
-        num_programs=pairs * tiling.num_splits,
+        num_programs=num_kv_heads * tiling.num_splits,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -153,9 +153,9 @@ def _attention(
     return results.partials, results.y, (results.keys, prepared.values)
 
 
-def _partials_shape(operands: QKVOperands, num_splits: int, num_rows: int) -> PartialSoftmax:
+def _partials_shape(operands: QKVOperands, num_partials: int, num_rows: int) -> PartialSoftmax:
     batch, groups, _, head_dim = operands.keys.shape
-    lead = (batch * groups, num_splits, num_rows)
+    lead = (batch * groups, num_partials, num_rows)
     return PartialSoftmax(output((*lead, head_dim)), output(lead), output(lead))
 
 

@@ -4,7 +4,7 @@ A split leaves an online softmax (m_i, l_i, acc); `combine` puts the splits toge
 program's tile are the query heads that share one key-value head, for every token, so that a key is
 loaded once for all of them.
 Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, token after token; `N` keys of a
-block; `P` splits. A pair is a request and a key-value head, b * G + g.
+block; `P` splits. A program belongs to one key-value head of one request, `kv_head` = b * G + g.
 
 References:
   Dao et al., 2022, arXiv:2205.14135: FlashAttention.
@@ -49,7 +49,7 @@ class FusedOutputs(NamedTuple):
     """Results of `fused_attention_kernel`.
 
     Attributes:
-      partials: P + 1 splits; the last one is of the new tokens.
+      partials: P + 1 states; the last one is of the new tokens.
       keys: [B, G, S, D], the cache, in its own memory.
       values: [B, G, S, D], the cache, in its own memory.
     """
@@ -96,15 +96,15 @@ class AttentionOutputs(NamedTuple):
 def fused_attention_kernel(
     operands: QKVOperands, out: FusedOutputs, *, spec: AttentionSpec, norm: NormSpec
 ) -> None:
-    """Writes (m_i, l_i, acc) of one split of one pair, and the new keys and values to the cache.
+    """Writes (m_i, l_i, acc) of one split of a cache, and the new keys and values to the cache.
 
     Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
-    acc = sum e^(s - m_i) v over the slots that a row sees.
-    Grid: B * G * (P + 1) programs of 2 or 4 warps. Programs 0 to P - 1 of a pair own every P-th
-    block of 64 slots; program P owns the new tokens, and writes them to the cache.
-    Bytes per pair: each block of slots that a token sees once, at most 2 S D * itemsize. Each of
-    the P + 1 programs also reads the pair's queries, Q * T * H / G * D * 4. Written: the new keys
-    and values, and (P + 1) * M * (D + 2) * 4.
+    acc = sum e^(s - m_i) v over the slots that a row attends to.
+    Grid: B * G * (P + 1) programs of 2 or 4 warps. Programs 0 to P - 1 of a key-value head
+    own every P-th block of 64 slots; program P owns the new tokens, and writes them to the cache.
+    Bytes per key-value head: each block of slots that a token attends to once, at most
+    2 S D * itemsize. Each of the P + 1 programs also reads the queries, Q * T * H / G * D * 4.
+    Written: the new keys and values, and (P + 1) * M * (D + 2) * 4.
     Why fused: with B < 4 requests a launch that prepares queries costs more than to prepare them
     P + 1 times. Why splits: B * G programs alone would leave most multiprocessors idle.
     Order: program P writes the slots of the new tokens. The other programs may load them half
@@ -120,10 +120,10 @@ def fused_attention_kernel(
     groups, slots, head_dim = operands.keys.shape[1:]
     tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
     queries_per_kv = operands.parts.shape[3] // groups - 2
-    pair, split = divmod_i32(pl.program_id(0), num_splits + 1)
-    b, g = divmod_i32(pair, groups)
+    kv_head, split = divmod_i32(pl.program_id(0), num_splits + 1)
+    b, g = divmod_i32(kv_head, groups)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-    kv = KVSplit(operands.keys, operands.values, (b, g), split, num_splits)
+    kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
 
     # Loaded before the tokens are known: nothing else takes as long.
     block = kv.load(jnp.int32(0))
@@ -138,18 +138,18 @@ def fused_attention_kernel(
 
     @pl.when(split == num_splits)
     def _() -> None:
-        fed = jax.lax.iota(jnp.int32, MIN_MMA)
-        position = select_token(fed, positions, jnp.int32(-1))
-        mask = row_mask(fed < tokens, dim, head_dim)
+        new_token = jax.lax.iota(jnp.int32, MIN_MMA)
+        position = select_token(new_token, positions, jnp.int32(-1))
+        mask = row_mask(new_token < tokens, dim, head_dim)
         key_head = queries_per_kv * groups + g
-        keys = qkv.rotated_heads(fed, key_head, mask)
-        values = qkv.heads(fed, key_head + groups, dim, mask).astype(operands.keys.dtype)
+        keys = qkv.rotated_heads(new_token, key_head, mask)
+        values = qkv.heads(new_token, key_head + groups, dim, mask).astype(operands.keys.dtype)
         stored = cache_entries(keys, values)
         if tokens > 1:
-            # A single token sees itself: nothing is to be kept from it, and keys need not wait.
+            # A single token attends to itself: nothing is kept from it, and keys need not wait.
             keys, values = stored
         state = online_softmax.update(empty, queries, keys, values, position, spec)
-        store_partial(out.partials, pair, split, online_softmax.reduce_l(state), is_row)
+        store_partial(out.partials, kv_head, split, online_softmax.reduce_l(state), is_row)
         # One past the end for tokens that the cache does not hold: the store masks it.
         is_held = (position >= 0) & (position < slots)
         slot = jnp.where(is_held, position, jnp.int32(slots))
@@ -160,7 +160,7 @@ def fused_attention_kernel(
     @pl.when(split < num_splits)
     def _() -> None:
         state = kv.attend(block, queries, positions, positions, spec)
-        store_partial(out.partials, pair, split, state, is_row)
+        store_partial(out.partials, kv_head, split, state, is_row)
 
 
 def attention_kernel(
@@ -171,19 +171,20 @@ def attention_kernel(
     tiling: AttentionTiling,
     interpret: bool,
 ) -> None:
-    """Writes (m_i, l_i, acc) of one split of one pair; the last program of a pair combines them.
+    """Writes (m_i, l_i, acc) of one split of a cache; a head's last program combines its splits.
 
     Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
-    acc = sum e^(s - m_i) v over the slots that a row sees; then as in `combine`.
-    Grid: B * G * P programs of 2 or 4 warps; one owns every P-th block of 64 slots of a pair.
-    Bytes per pair: each block of slots that a token sees once, at most 2 S D * itemsize; the
-    queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which the last program reads,
-    and the output; the output alone if P is 1.
+    acc = sum e^(s - m_i) v over the slots that a row attends to; then as in `combine`.
+    Grid: B * G * P programs of 2 or 4 warps; one owns every P-th block of 64 slots of a
+    key-value head.
+    Bytes per key-value head: each block of slots that a token attends to once, at most
+    2 S D * itemsize; the queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which
+    the last program reads, and the output; the output alone if P is 1.
     Why splits: B * G programs alone would leave multiprocessors idle; about two to each are
-    launched (`tiles.num_kv_splits`).
+    launched (`tilings.num_kv_splits`).
     Order: `qkv_kernel` before has ended, so the new tokens have their slots. A program
-    stores its state, then adds 1 to the pair's counter: the addition releases its stores and
-    acquires those of the programs that added before. The one that finds P - 1 sees all of them.
+    stores its state, then adds 1 to the counter of its key-value head: the addition releases its
+    stores and acquires those of the programs that added before. The one that finds P - 1 is last.
     Without `y` nothing is counted, and `combine_kernel` follows.
 
     Args:
@@ -196,10 +197,10 @@ def attention_kernel(
     groups, _, head_dim = operands.keys.shape[1:]
     tokens, num_splits = operands.marks.shape[2], out.partials.m_i.shape[1]
     queries_per_kv = operands.queries.shape[2] // groups
-    pair, split = divmod_i32(pl.program_id(0), num_splits)
-    b, g = divmod_i32(pair, groups)
+    kv_head, split = divmod_i32(pl.program_id(0), num_splits)
+    b, g = divmod_i32(kv_head, groups)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-    kv = KVSplit(operands.keys, operands.values, (b, g), split, num_splits)
+    kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
     token, head = divmod_i32(row, queries_per_kv)
     is_row = token < tokens
@@ -210,40 +211,46 @@ def attention_kernel(
     rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head), dim, mask)
     queries = Queries(rows, select_token(token, positions, jnp.int32(-1)))
     state = kv.attend(None, queries, positions, [], spec)
-    nan = _mark_keys(marks, queries, out.keys, (b, g), spec)
+    nan = _store_nan_keys(marks, queries, out.keys, b, g, spec)
     state = state._replace(l_i=state.l_i + nan)
     if out.y is None:
-        store_partial(out.partials, pair, split, state, is_row)
+        store_partial(out.partials, kv_head, split, state, is_row)
     elif num_splits == 1:
         store_output(out.y, b, g, groups, state)
     else:
-        store_partial(out.partials, pair, split, state, is_row)
+        store_partial(out.partials, kv_head, split, state, is_row)
 
-        @pl.when(is_last_arrival(out.counters, (pair,), num_splits, interpret))
+        @pl.when(is_last_arrival(out.counters, (kv_head,), num_splits, interpret))
         def _() -> None:
-            state = combine(out.partials, pair, is_row, tiling.splits_in_registers)
+            state = combine(out.partials, kv_head, is_row, tiling.splits_in_registers)
             store_output(out.y, b, g, groups, state)
 
 
-def _mark_keys(
-    marks: list[jax.Array], queries: Queries, keys: Any, pair: Any, spec: AttentionSpec
+def _store_nan_keys(
+    marks: list[jax.Array],
+    queries: Queries,
+    keys: Any,
+    b: jax.Array,
+    g: jax.Array,
+    spec: AttentionSpec,
 ) -> jax.Array:
-    """Returns f32[M], NaN for rows that see a token with a non-finite value, 0 for others.
+    """Returns f32[M], NaN for rows that attend to a token with a non-finite value, else 0.
 
     Makes the keys of such tokens NaN, for the steps after this one. Another program may read such a
-    key before or after the store: a row that sees it is NaN in either case, by what is returned
-    here, and no other row depends on it.
+    key before or after the store. A row that attends to it is NaN in either case, by what is
+    returned here, and no other row depends on it.
 
     Args:
-      marks: of `PreparedQKV`, of one pair.
+      marks: of `PreparedQKV`, of one key-value head.
       queries: the rows.
       keys: [B, G, S, D], of the cache.
-      pair: the request and the key-value head.
-      spec: its window decides what a row sees.
+      b: i32[], the request.
+      g: i32[], the key-value head.
+      spec: its window decides what a row attends to.
     """
     slots, head_dim = keys.shape[2:]
 
-    def mark_keys() -> jax.Array:
+    def store_nan() -> jax.Array:
         # The slot of a token with a value that is not finite; negative for other tokens.
         bad = [jnp.where(mark >= -1 - slots, -2 - mark, jnp.int32(-1)) for mark in marks]
         token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
@@ -251,9 +258,9 @@ def _mark_keys(
         slot = select_token(token, bad, jnp.int32(-1))
         mask = row_mask(slot >= 0, dim, head_dim)
         nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
-        plgpu.store(keys.at[(*pair, slot[:, None], dim[None])], nan, mask=mask)
-        seen = [is_visible(queries.position, slot, spec.window) for slot in bad]
-        return jnp.where(functools.reduce(jnp.logical_or, seen), jnp.float32(jnp.nan), 0.0)
+        plgpu.store(keys.at[b, g, slot[:, None], dim[None]], nan, mask=mask)
+        visible = [is_visible(queries.position, slot, spec.window) for slot in bad]
+        return jnp.where(functools.reduce(jnp.logical_or, visible), jnp.float32(jnp.nan), 0.0)
 
     is_any = functools.reduce(jnp.minimum, marks) < -1
-    return cond_or(is_any, mark_keys, jnp.zeros(queries.position.shape, jnp.float32))
+    return cond_or(is_any, store_nan, jnp.zeros(queries.position.shape, jnp.float32))

@@ -32,10 +32,12 @@ __all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store
 class PartialSoftmax(NamedTuple):
     """The online softmax of every split, as `OnlineSoftmax` defines it.
 
+    `P'` is P, or P + 1 after `fused_attention_kernel`, whose last state is of the new tokens.
+
     Attributes:
-      acc: f32[B * G, P, M, D]; not written for rows of padding.
-      m_i: f32[B * G, P, M].
-      l_i: f32[B * G, P, M].
+      acc: f32[B * G, P', M, D]; not written for rows of padding.
+      m_i: f32[B * G, P', M].
+      l_i: f32[B * G, P', M].
     """
 
     acc: Any
@@ -45,7 +47,7 @@ class PartialSoftmax(NamedTuple):
 
 def store_partial(
     partials: PartialSoftmax,
-    pair: jax.Array,
+    kv_head: jax.Array,
     split: jax.Array,
     state: OnlineSoftmax,
     is_row: jax.Array,
@@ -54,39 +56,39 @@ def store_partial(
 
     Args:
       partials: references.
-      pair: i32[], request and key-value head: b * G + g.
+      kv_head: i32[], a request's key-value head: b * G + g.
       split: i32[].
       state: of M rows.
       is_row: bool[M], False for padding.
     """
     rows, dims = state.acc.shape
     row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
-    plgpu.store(partials.m_i.at[pair, split, row], state.m_i)
-    plgpu.store(partials.l_i.at[pair, split, row], state.l_i)
-    at, mask = (pair, split, row[:, None], dim[None]), row_mask(is_row, dim, partials.acc.shape[3])
-    plgpu.store(partials.acc.at[at], state.acc, mask=mask)
+    plgpu.store(partials.m_i.at[kv_head, split, row], state.m_i)
+    plgpu.store(partials.l_i.at[kv_head, split, row], state.l_i)
+    mask = row_mask(is_row, dim, partials.acc.shape[3])
+    plgpu.store(partials.acc.at[kv_head, split, row[:, None], dim[None]], state.acc, mask=mask)
 
 
 def combine(
-    partials: PartialSoftmax, pair: jax.Array, is_row: jax.Array, splits_in_registers: int
+    partials: PartialSoftmax, kv_head: jax.Array, is_row: jax.Array, splits_in_registers: int
 ) -> OnlineSoftmax:
-    """Returns the state of rows over all splits; rows of padding have seen nothing.
+    """Returns the state of rows over all splits; rows of padding have none.
 
     Args:
-      partials: references, which all splits of the pair have stored.
-      pair: i32[], request and key-value head: b * G + g.
+      partials: references, which all splits of the key-value head have stored.
+      kv_head: i32[], a request's key-value head: b * G + g.
       is_row: bool[M], False for padding.
       splits_in_registers: how many splits are loaded at a time.
     """
-    (num_splits, rows, head_dim) = partials.acc.shape[1:]
+    (num_partials, rows, head_dim) = partials.acc.shape[1:]
     dims = pad_to_mma(head_dim)
     row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
     mask = row_mask(is_row, dim, head_dim)
     # Loads of one iteration do not wait for one another.
-    width = math.gcd(num_splits, splits_in_registers)
+    width = math.gcd(num_partials, splits_in_registers)
 
     def load(split: jax.Array) -> OnlineSoftmax:
-        at = (pair, split, row)
+        at = (kv_head, split, row)
         m_i, l_i = _load(partials.m_i, at, is_row, -jnp.inf), _load(partials.l_i, at, is_row, 0)
         return OnlineSoftmax(m_i, l_i, load_heads(partials.acc, at, dim, mask))
 
@@ -94,17 +96,17 @@ def combine(
         states = [state, *(load(i * width + k) for k in range(width))]
         m = functools.reduce(jnp.maximum, [each.m_i for each in states])
         weights = [jnp.exp(each.m_i - m) for each in states]
-        pairs = list(zip(states, weights, strict=True))
-        l_i = [each.l_i * weight for each, weight in pairs]
-        acc = [each.acc * weight[:, None] for each, weight in pairs]
+        weighted = list(zip(states, weights, strict=True))
+        l_i = [each.l_i * weight for each, weight in weighted]
+        acc = [each.acc * weight[:, None] for each, weight in weighted]
         return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
 
-    steps = jnp.int32(num_splits // width)
+    steps = jnp.int32(num_partials // width)
     return jax.lax.fori_loop(jnp.int32(0), steps, add, init(rows, dims))
 
 
 def store_output(y: Any, b: jax.Array, g: jax.Array, groups: int, state: OnlineSoftmax) -> None:
-    """Stores acc / l_i of one key-value head's rows: 0 for rows that see nothing, NaN for NaN.
+    """Stores acc / l_i of a key-value head's rows: 0 for rows that attend to nothing, NaN for NaN.
 
     Args:
       y: reference [B, T', H, D].
@@ -125,9 +127,9 @@ def store_output(y: Any, b: jax.Array, g: jax.Array, groups: int, state: OnlineS
 def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
     """Writes o = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i for one query head of one token.
 
-    Grid: B * T' * H programs of one warp. A program holds the P states of its row, [P, D], at
-    once (P + 1 after `fused_attention_kernel`). Tokens from T on are padding and are written as 0.
-    Bytes per row: P (D + 2) * 4 read, D * itemsize written.
+    Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
+    Tokens from T on are padding and are written as 0.
+    Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
     Why a launch: always after `fused_attention_kernel`; after `attention_kernel` where
     `AttentionTiling.combines_in_kernel` is False, because one last program per key-value head would
     read for longer than a launch takes.
@@ -144,13 +146,14 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
     row, head = divmod_i32(pl.program_id(0), num_heads)
     b, t = divmod_i32(row, padded)
     g, r = divmod_i32(head, num_heads // groups)
-    pair, row = b * groups + g, t * (num_heads // groups) + r
-    split = jax.lax.iota(jnp.int32, power_of_two(partials.m_i.shape[1]))
-    inside = (split < partials.m_i.shape[1]) & (t < tokens)
+    kv_head, row = b * groups + g, t * (num_heads // groups) + r
+    num_partials = partials.m_i.shape[1]
+    split = jax.lax.iota(jnp.int32, power_of_two(num_partials))
+    inside = (split < num_partials) & (t < tokens)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-    m_i = _load(partials.m_i, (pair, split, row), inside, -jnp.inf)
-    l_i = _load(partials.l_i, (pair, split, row), inside, 0)
-    acc = load_heads(partials.acc, (pair, split, row), dim, row_mask(inside, dim, head_dim))
+    m_i = _load(partials.m_i, (kv_head, split, row), inside, -jnp.inf)
+    l_i = _load(partials.l_i, (kv_head, split, row), inside, 0)
+    acc = load_heads(partials.acc, (kv_head, split, row), dim, row_mask(inside, dim, head_dim))
     # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
     weight = jnp.exp(m_i - jnp.maximum(jnp.max(m_i), -3e38))
     whole = jnp.sum(weight * l_i)

@@ -30,19 +30,21 @@ class KVBlock(NamedTuple):
 
 
 class KVSplit(NamedTuple):
-    """Every `num_splits`-th block of one pair's cache, from block `split` on.
+    """Every `num_splits`-th block of the cache of one key-value head, from block `split` on.
 
     Attributes:
       keys: reference [B, G, S, D].
       values: reference [B, G, S, D].
-      pair: the request and the key-value head.
+      b: i32[], the request.
+      g: i32[], the key-value head.
       split: i32[]; from `num_splits` on the split has no block.
       num_splits: P.
     """
 
     keys: Any
     values: Any
-    pair: tuple[jax.Array, jax.Array]
+    b: jax.Array
+    g: jax.Array
     split: jax.Array
     num_splits: int
 
@@ -53,7 +55,7 @@ class KVSplit(NamedTuple):
         slot += jax.lax.iota(jnp.int32, BLOCK_KV)
         dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
         inside = (slot < slots) & (self.split < self.num_splits)
-        mask, at = row_mask(inside, dim, head_dim), (*self.pair, slot)
+        mask, at = row_mask(inside, dim, head_dim), (self.b, self.g, slot)
         keys, values = (load_heads(x, at, dim, mask) for x in (self.keys, self.values))
         return KVBlock(slot, inside, keys, values)
 
@@ -70,8 +72,8 @@ class KVSplit(NamedTuple):
         Args:
           first: block 0, if it has been loaded already.
           queries: the rows.
-          positions: i32[] each, of the tokens: blocks that none of them sees are skipped.
-          excluded: i32[] each, slots that no row is to see.
+          positions: i32[] each, of the tokens: blocks that none of them attends to are skipped.
+          excluded: i32[] each, slots that no row attends to.
           spec: scale, window and soft cap.
         """
 
@@ -97,7 +99,7 @@ class KVSplit(NamedTuple):
 def _block_range(
     positions: list[jax.Array], split: jax.Array, num_splits: int, slots: int, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns from which to before which of its blocks a split holds slots that a token may see."""
+    """Returns the first of a split's blocks that a token may attend to, and one past the last."""
     last, lowest = jnp.int32(-1), jnp.int32(slots)
     for position in positions:
         last = jnp.maximum(last, position)

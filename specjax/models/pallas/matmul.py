@@ -1,9 +1,9 @@
 """Products of a decode step's few rows with a matrix that is read once.
 
 `split_k_matmul` leaves partial sums, `fused_glu` multiplies with a gate and an up projection at
-once and applies the activation. With at most 64 rows the time is that of reading the matrix, so
-the tilings (`tiles.matmul_tiling`, `tiles.glu_tiling`) are chosen to keep all of the memory busy:
-about one program for each multiprocessor, split along K where the columns alone give fewer.
+once and applies the activation. With at most 64 rows the time is that of reading the matrix. So
+`tilings.matmul_tiling` and `tilings.glu_tiling` keep all of the memory busy: about one program for
+each multiprocessor, split along K where the columns alone give fewer.
 Axes: `R` rows, `M` these and padding, `E` = K, the axis that is summed, `N` columns, `Q` split-K
 parts.
 """
@@ -72,7 +72,7 @@ def split_k_matmul_kernel(
     the matrix at the same rate. What reads the parts adds them, which saves a launch.
     Order: loads begin after the launch before has ended. With `pdl` a program signals
     `griddepcontrol.launch_dependents` after its last load and before its store: the next kernel may
-    start, and its first instruction waits until all of this one's stores can be seen.
+    start, and its first instruction waits until all of this one's stores are visible.
 
     Args:
       operands: references.

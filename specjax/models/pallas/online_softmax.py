@@ -1,6 +1,6 @@
 """Online softmax: attention of rows to keys that arrive block by block.
 
-A row has scores s_j = scale * <q, k_j> with the keys j that it sees. After any number of blocks
+A row has scores s_j = scale * <q, k_j> with the keys j that it attends to. After each block
 
     m_i = max_j s_j      l_i = sum_j exp(s_j - m_i)      acc = sum_j exp(s_j - m_i) v_j
 
@@ -22,7 +22,7 @@ from specjax.pallas.launch import dot
 
 __all__ = ["OnlineSoftmax", "Queries", "init", "reduce_l", "update"]
 
-_MASKED = -1e30  # Finite: a row that sees no slot must not subtract infinities.
+_MASKED = -1e30  # Finite: a row that attends to no slot must not subtract infinities.
 
 
 class Queries(NamedTuple):
@@ -45,7 +45,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def init(num_rows: int, head_dim: int, *block: int) -> OnlineSoftmax:
-    """Returns the state of rows that have seen nothing.
+    """Returns the state of rows before the first block.
 
     Args:
       num_rows: M.
@@ -78,7 +78,7 @@ def update(
       state: of the rows so far, from `init` with N.
       queries: the rows.
       keys: [N, D].
-      values: [N, D], finite where a row does not see them.
+      values: [N, D], finite where a row does not attend to them.
       slot: i32[N], of the keys; -1 for none.
       spec: scale, window and soft cap.
     """

@@ -43,7 +43,7 @@ class QKVOperands(NamedTuple):
       squares: f32[B, T', n], partial sums of squares of the deferred norm; None if there is none.
       cos: f32[B, T, D / 2], of the angles by which queries and keys are rotated.
       sin: f32[B, T, D / 2].
-      positions: i32[B, T]; a token at -1 writes nothing and sees nothing.
+      positions: i32[B, T]; a token at -1 writes nothing and attends to nothing.
       keys: [B, G, S, D], the cache.
       values: [B, G, S, D], the cache.
     """
@@ -150,7 +150,7 @@ def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> No
     the H queries, then G keys, then G values.
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than
-    a launch (`tiles.fuses_qkv`).
+    a launch (`tilings.fuses_qkv`).
     Order: a program that writes values cannot change their keys, which another program writes. It
     leaves `marks`, and the next launch, which begins to load after all of this one has ended, makes
     the marked keys NaN. The program of a key sets its counter to 0 for that launch.

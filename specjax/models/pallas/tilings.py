@@ -145,8 +145,8 @@ def num_attention_warps(is_small: bool) -> int:
 def num_query_rows(tokens: int, padded: int, queries_per_kv: int, is_fused: bool) -> int:
     """Returns M: the query heads of one key-value head, for every token.
 
-    Rows of padding see nothing. Unless preparation is fused, they are among the rows, because the
-    program that combines writes zeros there.
+    Rows of padding attend to nothing. Unless preparation is fused, they are among the rows, because
+    the program that combines writes zeros there.
     """
     return pad_to_mma((tokens if is_fused else padded) * queries_per_kv)
 

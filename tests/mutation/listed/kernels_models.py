@@ -62,8 +62,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}attention._fused_attention",
-        "num_programs=pairs * num_splits",
-        "num_programs=pairs * (num_splits - 1)",
+        "num_programs=num_kv_heads * num_partials",
+        "num_programs=num_kv_heads * (num_partials - 1)",
         _ALONE,
         "the last key-value heads of few requests are not attended to by all programs",
     ),
@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}add_rms_norm.load_squares",
-        "inside = lane < count",
-        "inside = lane < count - 1",
+        "inside = index < count",
+        "inside = index < count - 1",
         _GATE,
         "the last tile's squares are left out of the norm",
     ),
@@ -146,7 +146,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}combine.combine_kernel",
-        "(split < partials.m_i.shape[1]) & (t < tokens)",
+        "(split < num_partials) & (t < tokens)",
         "split < partials.m_i.shape[1]",
         few(f"{_PARTS}[interpret-a launch of its own]"),
         "padding has what the memory held",

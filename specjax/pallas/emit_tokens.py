@@ -1,4 +1,4 @@
-"""The last launches of `rejection_sample`: accepted drafts, and the token drawn after them.
+"""The last launches of `rejection_sample`: accepted drafts, and the recovered or bonus token.
 
 A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
 computed. In a small batch each program draws a token from its tile of the residual, and the last
@@ -20,7 +20,7 @@ from specjax.core.gumbel_max import first_argmax
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.pallas.blocks import load_padded
 from specjax.pallas.gumbel_max import Draw, draw_noise, draw_row_noise, draw_token
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_lane
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_one
 from specjax.pallas.load_request import Plan
 from specjax.pallas.next_token import (
     AcceptedPrefix,
@@ -30,14 +30,14 @@ from specjax.pallas.next_token import (
     load_draft_logprobs,
     next_address,
     reduce_masses,
-    store_masses,
+    store_log_masses,
     write_result,
 )
 from specjax.pallas.target_rows import ReducedRows, VerifiedRows
 from specjax.verification import Verification
 
 __all__ = [
-    "resample",
+    "emit_tokens",
     "residual_draw_kernel",
     "residual_mass_kernel",
     "verify_draw_kernel",
@@ -47,13 +47,13 @@ __all__ = [
 class _Operands(NamedTuple):
     arrays: VerifyArrays
     rows: ReducedRows | VerifiedRows
-    masses: Any = None
+    log_masses: Any = None
 
 
-class _ResidualMasses(NamedTuple):
-    """Log-masses f32[B, blocks] of the blocks of residuals."""
+class _ResidualLogMasses(NamedTuple):
+    """Log-masses f32[B, blocks] of the blocks of residuals: log sum max(p - q, 0)."""
 
-    weights: Any
+    log_masses: Any
 
 
 class _TileWinners(NamedTuple):
@@ -82,13 +82,13 @@ class _ResidualOutputs(NamedTuple):
     counters: Any
 
 
-def resample(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan) -> Verification:
-    """Launches what draws every request's next token, and returns the call's result.
+def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan) -> Verification:
+    """Launches what draws each request's recovered or bonus token, and returns the call's result.
 
     Args:
       arrays: the call's arrays.
       rows: what the launches before stored of the target rows.
-      plan: its tile cuts the pair of rows of a residual.
+      plan: its tile is that of residuals, which cuts a target and a draft row alike.
 
     Returns:
       `Verification`.
@@ -102,10 +102,10 @@ def resample(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan)
     )
     if arrays.draft_logits is not None and plan.small:
         return _draw_from_tiles(arrays, rows, verification, plan)
-    masses = None if arrays.draft_logits is None else _reduce_residuals(arrays, rows, plan)
+    log_masses = None if arrays.draft_logits is None else _reduce_residuals(arrays, rows, plan)
     return launch(
         functools.partial(verify_draw_kernel, plan=plan),
-        _Operands(arrays, rows, masses),
+        _Operands(arrays, rows, log_masses),
         verification,
         num_programs=size,
         num_warps=plan.config.draw_warps,
@@ -121,14 +121,14 @@ def _reduce_residuals(
     return launch(
         functools.partial(residual_mass_kernel, plan=plan),
         _Operands(arrays, rows),
-        _ResidualMasses(output((plan.size, count * plan.tile.blocks))),
+        _ResidualLogMasses(output((plan.size, count * plan.tile.blocks))),
         num_programs=plan.size * count,
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
-    ).weights
+    ).log_masses
 
 
-def residual_mass_kernel(operands: _Operands, out: _ResidualMasses, *, plan: Plan) -> None:
+def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: Plan) -> None:
     """Writes log sum max(p - q, 0) of every block of a tile of a residual.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
@@ -146,7 +146,7 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualMasses, *, plan: Pla
 
     @pl.when(prefix.from_residual)
     def _() -> None:
-        store_masses(operands.arrays, prefix, number, out.weights, plan)
+        store_log_masses(operands.arrays, prefix, number, out.log_masses, plan)
 
 
 def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
@@ -160,7 +160,7 @@ def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) ->
     Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
     Order: the launches before have ended when it begins to load. It signals nothing.
     """
-    arrays, rows, masses = operands
+    arrays, rows, log_masses = operands
     b = pl.program_id(0)
     prefix = load_accepted_prefix(arrays, rows, b, plan)
     noise = draw_row_noise(
@@ -171,11 +171,11 @@ def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) ->
         return draw_row(arrays, rows, prefix, noise, plan)
 
     def draw() -> Draw:
-        if masses is None:
+        if log_masses is None:
             return draw_from_row()
 
         def draw_from_residual() -> Draw:
-            return draw_residual(arrays, rows, masses, prefix, noise, plan)
+            return draw_residual(arrays, rows, log_masses, prefix, noise, plan)
 
         return jax.lax.cond(prefix.from_residual, draw_from_residual, draw_from_row)
 
@@ -249,11 +249,11 @@ def _draw_tile(
     noise = draw_noise(address, first, plan.tile.blocks, plan.noise_dtype)
     masses = reduce_masses(arrays, prefix, number, plan)
 
-    def token_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
+    def token_log_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
         q = load_draft_logprobs(arrays.draft_logits, prefix.drafted, index)
         return residual_logprobs(logprobs, q)
 
-    drawn = draw_token(prefix.row, jnp.log(masses), noise, token_weights)
+    drawn = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
     out.mass[b, number] = jnp.sum(masses)
     out.score[b, number] = drawn.score
     out.token[b, number] = drawn.token
@@ -269,7 +269,7 @@ def _best_tile(
         load_padded(values, b, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
     ]
     mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
-    winner = Draw(select_lane(tokens, mask), select_lane(logits, mask), jnp.max(scores))
+    winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
 
     def draw_from_row() -> Draw:
         address = next_address(arrays, prefix, plan)
