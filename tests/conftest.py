@@ -1,29 +1,12 @@
-"""Strictness for the core's tests, fake devices, and the implementations this machine has."""
+"""Strictness for the core's tests, and the implementations this machine has."""
 
 import gc
-import importlib.util
 import os
 import pathlib
-import tempfile
 
 import jax
-import jaxlib
 import pytest
 from machine import has_gpu
-
-# Before the first use of a backend. They share the cores: one device is no slower for it.
-jax.config.update("jax_num_cpu_devices", 4)
-# Most of the tests' time is compilation. Two fifths of that are passes that shorten loops until
-# nothing changes, a third of the rest XLA's newer way to emit fusions, which later versions cannot
-# leave out. A GPU's programs are compiled with all passes.
-_FLAGS = os.environ.get("XLA_FLAGS", "")
-_PASSES = (
-    "simplify-while-loops,while-loop-invariant-code-motion,while-loop-constant-sinking,"
-    "while-loop-trip-count-annotator,reshape-mover,constant_folding"
-)
-if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-    fusions = "--xla_cpu_use_fusion_emitters=false" if jaxlib.__version__ < "0.11" else ""
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_disable_hlo_passes={_PASSES} {fusions}"
 
 _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"
@@ -42,53 +25,6 @@ def _strict_promotion(request):
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """XLA's optimisations are left out but of what is `optimised`, unless the environment says.
-
-    Most tests, and most processes that they start, compile for longer than they run. The flags of
-    this process are read once, so that what is `optimised` has its own in processes alone.
-    """
-    name = "jax_disable_most_optimizations"
-    kept = item.get_closest_marker("optimised")
-    if kept and not kept.kwargs.get("interpreter", True) and item.get_closest_marker("interpret"):
-        kept = None
-    if kept:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XLA_FLAGS", _FLAGS)
-            return (yield)
-    if name.upper() in os.environ or has_gpu():
-        return (yield)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name.upper(), "1")
-        jax.config.update(name, True)
-        try:
-            return (yield)
-        finally:
-            jax.config.update(name, False)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kept_compilations():
-    """What one file compiles is read by the next, and by the commands that run as processes.
-
-    Most of the tests' time is compilation. JAX writes without a lock: each worker keeps its own,
-    unless JAX_COMPILATION_CACHE_DIR names a folder, which then outlives the session.
-    """
-    if has_gpu():
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", folder)
-        for name, value in [
-            ("jax_compilation_cache_dir", folder),
-            ("jax_persistent_cache_min_compile_time_secs", 0.0),
-        ]:
-            jax.config.update(name, value)
-            patch.setenv(name.upper(), str(value))
         yield
 
 
