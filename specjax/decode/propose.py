@@ -6,7 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checks import as_array, check_count, check_logits, parse_array
+from specjax.call_arrays import CallOptions, SampleArrays
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_keys,
+    check_logits,
+    check_noise_dtype,
+    parse_array,
+)
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.core.truncation import Filters
@@ -18,7 +26,7 @@ from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
-from specjax.samplers.gumbel_sample import gumbel_sample
+from specjax.samplers.gumbel_sample import sample_batch
 
 __all__ = ["propose", "propose_step"]
 
@@ -97,7 +105,8 @@ def propose(
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
     rules, filters = _draft_sampling(sampling, size, greedy)
     history = check_history(rules, History() if history is None else history, size)
-    resolved = resolve_implementation(implementation)
+    keys = check_keys(keys, size)
+    options = CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation))
 
     def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))
@@ -109,18 +118,11 @@ def propose(
             filters,
             RowContext(history, drafted, jnp.asarray(i, jnp.int32)),
             temperature=draft_temperature,
-            implementation=resolved,
+            implementation=options.implementation,
         )
-        sample = gumbel_sample(
-            logits,
-            keys=keys,
-            positions=positions + i,
-            stream=Stream.draft(i),
-            temperature=draft_temperature,
-            cutoff=cutoff,
-            noise_dtype=noise_dtype,
-            implementation=implementation,
-        )
+        stream = jnp.asarray(Stream.draft(i), jnp.int32)
+        arrays = SampleArrays(logits, keys, positions + i, stream, draft_temperature, cutoff)
+        sample = sample_batch(arrays, options=options)
         outputs = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
         outputs += [] if cutoff is None else [cutoff]
         # An invalid row gives -1, which ends the drafts; the model gets a token.

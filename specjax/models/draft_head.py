@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.implementation import Implementation
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin, rotate
@@ -98,10 +99,11 @@ class DraftHead(nnx.Module):
         hidden: jax.Array,
         positions: jax.Array,
         cache: Any,
+        implementation: str | Implementation | None = None,
     ) -> tuple[jax.Array, Any]:
         """Returns hidden states [B, T, E] after each token, and the cache with the tokens."""
         x = self._fuse(tokens, previous, hidden)
-        x, cache = self.layer(x, self._cos_sin(positions), positions, cache)
+        x, cache = self.layer(x, self._cos_sin(positions), positions, cache, implementation)
         return self.norm(x), cache
 
     def _project_qkv(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
@@ -182,7 +184,9 @@ def _graph_def(config: HeadConfig) -> Any:
 
 
 @functools.cache
-def draft_head_functions(config: HeadConfig) -> tuple[Any, Any]:
+def draft_head_functions(
+    config: HeadConfig, implementation: str | Implementation | None = None
+) -> tuple[Any, Any]:
     """Returns `(init_cache, apply)` like those of a `Model`, for embeddings and hidden states.
 
     `apply(params, tokens, previous, hidden, positions, cache) -> (hidden, cache)`
@@ -191,7 +195,11 @@ def draft_head_functions(config: HeadConfig) -> tuple[Any, Any]:
     previous: [B, T, E], embeddings of the tokens before them.
     hidden: [B, T, E], states whose logits decided the tokens, zero where unknown.
 
-    Equal configurations give the same functions, and so share compilations.
+    Equal arguments give the same functions, and so share compilations.
+
+    Args:
+      config: sizes and constants.
+      implementation: of the layer, as in `build`.
     """
 
     def init_cache(batch_size: int, max_length: int) -> Any:
@@ -207,7 +215,8 @@ def draft_head_functions(config: HeadConfig) -> tuple[Any, Any]:
         cache: Any,
     ) -> tuple[jax.Array, Any]:
         inputs = (x.astype(config.dtype) for x in (tokens, previous, hidden))
-        return nnx.merge(_graph_def(config), nnx.State(params))(*inputs, positions, cache)
+        head = nnx.merge(_graph_def(config), nnx.State(params))
+        return head(*inputs, positions, cache, implementation)
 
     return init_cache, apply
 

@@ -10,13 +10,20 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
+from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
 
 __all__ = ["head_drafter"]
 
 
-def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
+def head_drafter(
+    target: Model,
+    config: HeadConfig,
+    params: Any,
+    *,
+    implementation: str | Implementation | None = None,
+) -> Drafter:
     """Returns a drafter that runs a draft head of one layer on top of the target.
 
     The first drafted token of a step is proposed from the target's hidden state that decided the
@@ -27,6 +34,7 @@ def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
       target: from `load` or `build`; the target that the head was trained for.
       config: of the head.
       params: of the head, from `load_head` or `build_head`.
+      implementation: of the head's layer, as in `build`.
 
     Returns:
       A `Drafter` whose state is the head's cache.
@@ -49,13 +57,15 @@ def head_drafter(target: Model, config: HeadConfig, params: Any) -> Drafter:
       DeepSeek-AI, 2024, arXiv:2412.19437: multi-token prediction.
     """
     check_head(config, target.params["embedding"].shape[-1])
-    functions = _drafter_functions(config, target.logits)
+    functions = _drafter_functions(config, target.logits, implementation)
     return Drafter({"target": target.params, "head": params}, *functions)
 
 
 @functools.lru_cache(maxsize=64)
-def _drafter_functions(head: HeadConfig, logits: Any) -> tuple[Any, Any]:
-    init_cache, apply = draft_head_functions(head)
+def _drafter_functions(
+    head: HeadConfig, logits: Any, implementation: str | Implementation | None
+) -> tuple[Any, Any]:
+    init_cache, apply = draft_head_functions(head, implementation)
 
     feed = functools.partial(_feed_tokens, apply)
 

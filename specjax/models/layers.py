@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.implementation import Implementation
 from specjax.models.attention import AttentionBackend, attend, causal_attention
 from specjax.models.choose_step import run_layer
 from specjax.models.config import TransformerConfig
@@ -169,7 +170,12 @@ class Layer(nnx.Module):
         return residual_add(x, y, self.mlp_out_norm), cache
 
     def __call__(
-        self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any
+        self,
+        x: jax.Array,
+        cos_sin: Any,
+        positions: jax.Array,
+        cache: Any,
+        implementation: str | Implementation | None = None,
     ) -> tuple[jax.Array, Any]:
         """Returns the residual stream [B, T, E] after this layer, and its cache.
 
@@ -178,5 +184,6 @@ class Layer(nnx.Module):
           cos_sin: of the layer's rotary embeddings, two f32[B, T, 1, D / 2].
           positions: i32[B, T], -1 for no token.
           cache: keys and values, two [B, G, S, D].
+          implementation: None chooses at lowering; a name means that one.
         """
-        return run_layer(self, x, cos_sin, positions, cache)
+        return run_layer(self, x, cos_sin, positions, cache, implementation)

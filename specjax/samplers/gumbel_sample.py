@@ -23,7 +23,7 @@ from specjax.mesh import pvary_like, shard_map_batch
 from specjax.sample import Sample
 from specjax.samplers.batch import key_words_per_request
 
-__all__ = ["gumbel_sample", "sample_shard"]
+__all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
 
 
 def gumbel_sample(
@@ -92,12 +92,17 @@ def gumbel_sample(
         parse_array("temperature", temperature, jnp.float32, *each),
         parse_optional("cutoff", cutoff, jnp.float32, (size,)),
     )
-    return _gumbel_sample(arrays, options=options)
+    return sample_batch(arrays, options=options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def _gumbel_sample(arrays: SampleArrays, *, options: CallOptions) -> Sample:
-    """Runs `gumbel_sample` on checked arguments."""
+def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
+    """Returns what `gumbel_sample` returns, of checked arguments.
+
+    Args:
+      arrays: options of all rows or of each, keys typed.
+      options: static.
+    """
     size = arrays.logits.shape[0]
     if size == 0:
         none = jnp.zeros((0,), jnp.float32)

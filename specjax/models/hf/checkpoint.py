@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
 from specjax.file_io import replace_file
+from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_writer import write_fields
@@ -59,7 +60,10 @@ def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
 
 
 def load(
-    folder: str | os.PathLike[str], dtype: DTypeLike | None = None
+    folder: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    *,
+    implementation: str | Implementation | None = None,
 ) -> tuple[Model, TransformerConfig]:
     """Loads a model: Llama, Mistral, Ministral, Qwen 2, Qwen 3, Gemma 2 or Gemma 3.
 
@@ -71,6 +75,7 @@ def load(
         model.safetensors.index.json and the files that it names.
       dtype: of parameters, activations and cache, such as "bfloat16" or jnp.bfloat16. None is
         float32 on a CPU, where bfloat16 products are slow, and the folder's dtype elsewhere.
+      implementation: of a decode step, as in `build`.
 
     Returns:
       The model, and its configuration with that dtype.
@@ -109,7 +114,7 @@ def load(
             array = jax.block_until_ready(_concatenate(views, entry.transposed, config.dtype))
             set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))
-    return build(config, params), config
+    return build(config, params, implementation=implementation), config
 
 
 def save(

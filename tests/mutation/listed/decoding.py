@@ -24,8 +24,8 @@ _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 MUTATIONS = (
     Mutation(
         f"{_PROPOSE}propose.draw",
-        "positions=positions + i",
-        "positions=positions",
+        "keys, positions + i, stream",
+        "keys, positions, stream",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
         "all drafts are drawn at the first position",
     ),

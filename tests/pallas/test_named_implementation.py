@@ -1,0 +1,183 @@
+"""An implementation that is named runs everything that a call does, and nothing chooses another.
+
+Each public call that takes `implementation` is traced for a GPU that is not there, where None would
+choose kernels: "xla" traces none, "triton" traces some.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import specjax
+from specjax import models
+from specjax.decode.markov_chain import markov_chain
+
+pytestmark = pytest.mark.once
+
+B, K, V = 2, 2, 256
+KEYS = jax.random.split(jax.random.key(0), B)
+ROWS = jnp.zeros((B, K + 1, V))
+SAMPLING = specjax.SamplingParams(top_k=2)
+DRAFT = specjax.Draft(jnp.zeros((B, K), jnp.int32), ROWS[:, :K])
+RAGGED = specjax.Draft(jnp.zeros((B * K,), jnp.int32), jnp.zeros((B * K, V)))
+CONFIG = models.TransformerConfig(
+    V, 64, 128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+)
+HEAD = models.HeadConfig(
+    64, 128, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-5
+)
+# Of `jax.nn.dot_product_attention`, over whole sequences: no kernel of ours has that choice.
+OF_ATTENTION = {"causal_hidden"}
+
+
+def run_step(model):
+    """One decode step of a model, of plain JAX or kernels."""
+    ids = jnp.zeros((B, 1), jnp.int32)
+    return model.apply(model.params, ids, ids, model.init_cache(B, 64))[0]
+
+
+def sample(name):
+    return specjax.gumbel_sample(ROWS[:, 0], keys=KEYS, positions=0, stream=0, implementation=name)
+
+
+def verify(name):
+    options = dict(keys=KEYS, positions=0, implementation=name)
+    return specjax.rejection_sample(DRAFT, ROWS, **options)
+
+
+def verify_ragged(name):
+    options = dict(keys=KEYS, positions=0, max_draft_tokens=K, implementation=name)
+    ends = K * jnp.arange(B + 1)
+    return specjax.rejection_sample_ragged(
+        RAGGED, ROWS.reshape(-1, V), cu_num_draft_tokens=ends, **options
+    )
+
+
+def cut(name):
+    return specjax.logit_cutoff(ROWS, temperature=1.0, top_k=2, implementation=name)
+
+
+def apply_sampling(name):
+    return specjax.apply_sampling(ROWS, SAMPLING, implementation=name)
+
+
+def propose(name):
+    return specjax.propose(
+        lambda carry, ids, positions: (ROWS[:, 0], carry),
+        (),
+        jnp.zeros((B,), jnp.int32),
+        num_tokens=K,
+        keys=KEYS,
+        positions=1,
+        sampling=SAMPLING,
+        implementation=name,
+    )
+
+
+def arguments(name):
+    """Arguments of `generate` and `init` with a draft model."""
+    chain = markov_chain(jnp.full((V, V), 1 / V))
+    prompt = (chain, specjax.model_drafter(chain), jnp.zeros((B, 3), jnp.int32), jnp.array([2, 3]))
+    options = dict(keys=KEYS, max_new_tokens=2, sampling=SAMPLING, implementation=name)
+    return prompt, options
+
+
+def generate(name):
+    prompt, options = arguments(name)
+    return specjax.generate(*prompt, **options)
+
+
+def init(name):
+    prompt, options = arguments(name)
+    return specjax.init(*prompt, **options)
+
+
+def step(name):
+    prompt, options = arguments(name)
+    state = jax.eval_shape(lambda: specjax.init(*prompt, **options))
+    state = jax.tree.map(
+        lambda x: (
+            jnp.broadcast_to(jax.random.key(0), x.shape)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else jnp.zeros(x.shape, x.dtype)
+        ),
+        state,
+    )
+    return specjax.step(*prompt[:2], state, implementation=name)
+
+
+def build(name):
+    return run_step(models.build(CONFIG, implementation=name))
+
+
+def functions(name):
+    return run_step(specjax.Model(models.build(CONFIG).params, *models.functions(CONFIG, name)))
+
+
+def load(name):
+    # In float32 on any machine, so that one folder has one result.
+    model, _ = models.load(models.pretrained_folder("draft"), "float32", implementation=name)
+    return run_step(model)
+
+
+def run_head(name):
+    """A proposal by a draft head, whose draws run what is named too."""
+    target = models.build(CONFIG, implementation=name)
+    drafter = models.head_drafter(
+        target, HEAD, models.build_head(HEAD, seed=0), implementation=name
+    )
+    ids = jnp.zeros((B, 4), jnp.int32)
+    cache = drafter.init(drafter.params, ids, jnp.full((B,), 4), 8)
+    return drafter.propose(
+        drafter.params,
+        cache,
+        ids,
+        jnp.zeros((B, 64)),
+        keys=KEYS,
+        positions=jnp.full((B,), 4),
+        num_tokens=jnp.full((B,), K),
+        temperature=jnp.ones((B,)),
+        config=specjax.SpeculativeConfig(num_speculative_tokens=K),
+        implementation="xla",
+    )
+
+
+CALLS = {
+    "gumbel_sample": sample,
+    "rejection_sample": verify,
+    "rejection_sample_ragged": verify_ragged,
+    "logit_cutoff": cut,
+    "apply_sampling": apply_sampling,
+    "propose": propose,
+    "generate": generate,
+    "init": init,
+    "step": step,
+    "build": build,
+    "functions": functions,
+    "load": load,
+    "head_drafter": run_head,
+}
+
+
+def test_every_public_call_that_takes_an_implementation_is_traced_here():
+    taking = {
+        name
+        for room in (specjax, models)
+        for name in room.__all__
+        if inspect.isfunction(inspect.unwrap(getattr(room, name)))
+        and "implementation" in inspect.signature(getattr(room, name)).parameters
+    }
+    assert set(CALLS) == taking - OF_ATTENTION
+
+
+@pytest.mark.lenient
+@pytest.mark.parametrize("name", ["xla", "triton"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_named_implementation_is_that_of_everything_a_call_does(call, name):
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("batch",), abstract_device=device)):
+        text = str(jax.make_jaxpr(lambda: CALLS[call](name))())
+    assert ("pallas_call" in text) == (name == "triton")
