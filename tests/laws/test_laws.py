@@ -21,9 +21,13 @@ from specjax import Draft, Stream
 from specjax.core.acceptance import accept_random
 from specjax.core.residual import residual_probs
 
-pytestmark = [pytest.mark.once, pytest.mark.optimised]
+pytestmark = pytest.mark.once
 
 ALPHA = 1e-6
+# The settings' seeds are those of a few hundred whose 5 % fault shows in the fewest requests, 3,000
+# to 9,000; that of the masked one shows noise shared by draft and residual in 3,000. One number of
+# requests, and few vocabularies: settings share programs.
+NUM_REQUESTS = 10_000
 
 
 class Rig(NamedTuple):
@@ -88,7 +92,7 @@ def random_setting(seed, k, vocab_size, draft_vocab=None, spread=1.0, **options)
 
 def masked_setting():
     """Temperature and cutoffs on both sides; some drafted tokens the target cannot emit."""
-    setting = random_setting(1, 2, 5, temperature=0.7, cutoff=-1.0, draft_cutoff=-1.2)
+    setting = random_setting(69, 2, 5, temperature=0.7, cutoff=-1.0, draft_cutoff=-1.2)
     setting.target[:, 1] = -np.inf
     setting.draft[:, 1] = 0.8
     setting.draft[:, 3] = -np.inf
@@ -97,21 +101,27 @@ def masked_setting():
 
 
 def adversarial_setting():
-    target = 0.8 * np.random.default_rng(2).normal(size=(3, 16)).astype(np.float32)
+    target = 0.5 * np.random.default_rng(40).normal(size=(3, 16)).astype(np.float32)
     return Setting(target=target, draft=-target[:2])
 
 
 SETTINGS = {
-    "alike": lambda: random_setting(0, 2, 4, spread=0.5),
+    "alike": lambda: random_setting(61, 2, 5, spread=0.5),
     "masked and cut at a temperature": masked_setting,
     "a draft opposed to its target": adversarial_setting,
     "a draft of fewer tokens": lambda: random_setting(3, 2, 5, 3),
-    "a draft of more tokens": lambda: random_setting(6, 2, 4, 6),
+    "a draft of more tokens": lambda: random_setting(3, 2, 5, 6),
 }
 
 
+@functools.cache
 def make_keys(n, seed=0):
     return jax.random.split(jax.random.key(seed), n)
+
+
+def rows_of_requests(n, value):
+    """The value once for each of n requests, without a program that repeats it."""
+    return jnp.asarray(np.broadcast_to(value, (n, *np.shape(value))))
 
 
 def draw_drafts(rig, setting, keys):
@@ -119,23 +129,27 @@ def draw_drafts(rig, setting, keys):
     n, k = len(keys), len(setting.draft)
     draws = [
         rig.sample(
-            jnp.broadcast_to(jnp.asarray(setting.draft[i]), (n, setting.draft.shape[1])),
+            rows_of_requests(n, setting.draft[i]),
             keys=keys,
-            positions=jnp.full((n,), 5 + i, jnp.int32),
+            positions=rows_of_requests(n, np.int32(5 + i)),
             stream=Stream.draft(i),
-            temperature=jnp.full((n,), setting.temperature, jnp.float32),
-            cutoff=jnp.full((n,), setting.draft_cutoff, jnp.float32),
+            temperature=rows_of_requests(n, np.float32(setting.temperature)),
+            cutoff=rows_of_requests(n, np.float32(setting.draft_cutoff)),
         )
         for i in range(k)
     ]
+
+    def columns(name):
+        return jnp.asarray(np.stack([getattr(draw, name) for draw in draws], axis=1))
+
     return Draft(
-        token_ids=jnp.stack([draw.token_ids for draw in draws], axis=1),
-        logits=jnp.asarray(setting.draft)[None],
-        temperature=jnp.full((n,), setting.temperature, jnp.float32),
-        logprobs=jnp.stack([draw.logprobs for draw in draws], axis=1),
-        logsumexp=jnp.stack([draw.logsumexp for draw in draws], axis=1),
-        cutoff=jnp.full((n, k), setting.draft_cutoff, jnp.float32),
-        rows=jnp.zeros((n,), jnp.int32),
+        token_ids=columns("token_ids"),
+        logits=jnp.asarray(setting.draft[None]),
+        temperature=rows_of_requests(n, np.float32(setting.temperature)),
+        logprobs=columns("logprobs"),
+        logsumexp=columns("logsumexp"),
+        cutoff=rows_of_requests(n, np.full(k, setting.draft_cutoff, np.float32)),
+        rows=rows_of_requests(n, np.int32(0)),
     )
 
 
@@ -144,11 +158,11 @@ def one_step(rig, setting, n, seed=0, **options):
     k = len(setting.draft)
     return rig.verify(
         draw_drafts(rig, setting, keys),
-        jnp.broadcast_to(jnp.asarray(setting.target), (n, *setting.target.shape)),
+        rows_of_requests(n, setting.target),
         keys=keys,
-        positions=jnp.full((n,), 5, jnp.int32),
-        temperature=jnp.full((n,), setting.temperature, jnp.float32),
-        cutoff=jnp.full((n, k + 1), setting.cutoff, jnp.float32),
+        positions=rows_of_requests(n, np.int32(5)),
+        temperature=rows_of_requests(n, np.float32(setting.temperature)),
+        cutoff=rows_of_requests(n, np.full(k + 1, setting.cutoff, np.float32)),
         **options,
     )
 
@@ -199,14 +213,14 @@ def first_and_length(tokens):
     return tokens[0], len(tokens)
 
 
-def check_output_law(rig, name="masked and cut at a temperature", n=100_000):
+def check_output_law(rig, name="masked and cut at a temperature", n=NUM_REQUESTS):
     setting = SETTINGS[name]()
     samples = np.asarray(one_step(rig, setting, n).token_ids)
     fold = first_and_length if setting.target.shape[1] == 16 else lambda tokens: tokens
     check_counts(samples, setting.law(), setting.law(ratio=1.05), fold)
 
 
-def check_acceptance(rig, name="alike", n=50_000):
+def check_acceptance(rig, name="alike", n=NUM_REQUESTS):
     """Drafts are kept at the rate of sum min(p, q), and not at that of a draft taken one-hot."""
     setting = SETTINGS[name]()
     rows = [(setting.target_law(x), setting.draft_law(x)) for x in [(), (0,)]]
@@ -220,7 +234,7 @@ def check_acceptance(rig, name="alike", n=50_000):
     assert np.all(np.abs(measured - kept) < tolerance), f"kept at {measured}, not at {kept}"
 
 
-def check_synthetic_rates(rig, n=50_000):
+def check_synthetic_rates(rig, n=NUM_REQUESTS):
     """Unconditional rates in, the same out, whatever the models say."""
     setting = SETTINGS["masked and cut at a temperature"]()
     rates = np.array([0.7, 0.4], np.float32)
@@ -233,13 +247,13 @@ def check_synthetic_rates(rig, n=50_000):
 
 def acceptance_probability(accept, target_logprobs, draft_logprobs):
     """By bisection on the coin, which is uniform: the largest that still accepts."""
-    low = jnp.zeros(target_logprobs.shape, jnp.float32)
-    high = jnp.ones(target_logprobs.shape, jnp.float32)
+    low = np.zeros(target_logprobs.shape, np.float32)
+    high = np.ones(target_logprobs.shape, np.float32)
     for _ in range(30):
-        middle = (low + high) * jnp.float32(0.5)
-        kept = accept(middle, target_logprobs, draft_logprobs)
-        low, high = jnp.where(kept, middle, low), jnp.where(kept, high, middle)
-    return np.asarray(low).astype(np.float64)
+        middle = (low + high) * np.float32(0.5)
+        kept = np.asarray(accept(jnp.asarray(middle), target_logprobs, draft_logprobs))
+        low, high = np.where(kept, middle, low), np.where(kept, high, middle)
+    return low.astype(np.float64)
 
 
 def check_accepted_plus_residual_mass(accept, residual):
@@ -247,7 +261,7 @@ def check_accepted_plus_residual_mass(accept, residual):
     for vocab_size in (2, 5, 129):
         p, q = rng.dirichlet(np.full(vocab_size, 0.7), size=2)
         p[0], q[-1] = 0.0, 0.0
-        p, q = p / p.sum(), q / q.sum()
+        p, q = (np.pad(x / x.sum(), (0, 129 - vocab_size)) for x in (p, q))
         with np.errstate(divide="ignore"):
             logs = [jnp.asarray(np.log(x), jnp.float32) for x in (p, q)]
         accepted = q * acceptance_probability(accept, *logs)
@@ -263,11 +277,11 @@ def test_accepted_plus_residual_mass_is_the_target():
 @pytest.mark.parametrize(
     ("name", "n"),
     [
-        ("alike", 50_000),
-        ("masked and cut at a temperature", 100_000),
-        ("a draft opposed to its target", 200_000),
-        ("a draft of fewer tokens", 50_000),
-        ("a draft of more tokens", 50_000),
+        ("alike", NUM_REQUESTS),
+        ("masked and cut at a temperature", NUM_REQUESTS),
+        ("a draft opposed to its target", 28_000),
+        ("a draft of fewer tokens", NUM_REQUESTS),
+        ("a draft of more tokens", NUM_REQUESTS),
     ],
 )
 def test_one_step_follows_the_target(name, n, implementation):
@@ -283,13 +297,13 @@ def test_synthetic_acceptance_has_the_rates_asked_for(implementation):
 
 
 def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementation):
-    n = 50_000
+    n = NUM_REQUESTS
     setting = SETTINGS["alike"]()
     tokens = np.argmax(setting.target[:2], axis=1)
     keys = make_keys(n, 1)
     step = make_rig(implementation).verify(
-        Draft(jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (n, 2))),
-        jnp.broadcast_to(jnp.asarray(setting.target), (n, *setting.target.shape)),
+        Draft(rows_of_requests(n, tokens.astype(np.int32))),
+        rows_of_requests(n, setting.target),
         keys=keys,
         positions=0,
     )
@@ -301,7 +315,7 @@ def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementat
 
 
 def markov_tables(vocab_size=3):
-    rng = np.random.default_rng(6)
+    rng = np.random.default_rng(34)
     base = rng.normal(size=(vocab_size, vocab_size))
     other = base + rng.normal(size=base.shape)
     return base.astype(np.float32), other.astype(np.float32)
@@ -369,7 +383,7 @@ def several_steps(rig, n, propose, commit):
     return np.asarray(run(keys))[:, 1 : 1 + NUM_TOKENS]
 
 
-def check_several_steps(rig, propose=propose_by_hand, commit=commit_by_hand, n=100_000):
+def check_several_steps(rig, propose=propose_by_hand, commit=commit_by_hand, n=NUM_REQUESTS):
     target, draft = (np.array([oracle.target_law(row) for row in t]) for t in markov_tables())
 
     def after(table):
