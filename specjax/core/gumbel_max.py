@@ -103,13 +103,13 @@ def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | No
 
 
 def gumbel_max_token(
-    weights: jax.Array, token_weights: _TokenWeights, at: Words, noise_dtype: Any
+    block_log_masses: jax.Array, token_log_weights: _TokenWeights, at: Words, noise_dtype: Any
 ) -> jax.Array:
     """Draws a token by two-level Gumbel-max.
 
     Args:
-      weights: f32[N], log-masses of the blocks.
-      token_weights: maps token ids i32[SAMPLING_BLOCK] to log-weights f32, -inf
+      block_log_masses: f32[N], log-masses of the blocks.
+      token_log_weights: maps token ids i32[SAMPLING_BLOCK] to log-weights f32, -inf
         for those that must not be drawn.
       at: the address of the draw.
       noise_dtype: float32 or float64.
@@ -117,12 +117,12 @@ def gumbel_max_token(
     Returns:
       The token's id, i32[].
     """
-    blocks = jnp.arange(weights.shape[0], dtype=jnp.uint32)
-    scores = weights.astype(noise_dtype) + gumbel(at, 1, blocks, noise_dtype)
+    blocks = jnp.arange(block_log_masses.shape[0], dtype=jnp.uint32)
+    scores = block_log_masses.astype(noise_dtype) + gumbel(at, 1, blocks, noise_dtype)
 
     def token_scores(index: jax.Array) -> jax.Array:
         noise = gumbel(at, 0, index.astype(jnp.uint32), noise_dtype)
-        return token_weights(index).astype(noise_dtype) + noise
+        return token_log_weights(index).astype(noise_dtype) + noise
 
     return two_level_argmax(scores, token_scores)[1]
 
@@ -139,15 +139,15 @@ def sample_row(
     partials = block_partials(logits, parsed.scale, cutoff)
     row = row_statistics_once(partials, parsed.scale)
 
-    def token_weights(index: jax.Array) -> jax.Array:
+    def token_log_weights(index: jax.Array) -> jax.Array:
         return token_logprobs(gather_logits(logits, index, cutoff), row.normalizer, parsed.scale)
 
-    weights = block_logprobs(partials, row.normalizer, parsed.scale)
-    random = gumbel_max_token(weights, token_weights, at, noise_dtype)
+    block_log_masses = block_logprobs(partials, row.normalizer, parsed.scale)
+    random = gumbel_max_token(block_log_masses, token_log_weights, at, noise_dtype)
     token = jnp.where(parsed.greedy, argmax_token(logits, partials, cutoff), random)
     valid = parsed.valid & row.valid
     return Sample(
         token_ids=jnp.where(valid, token, jnp.int32(-1)),
-        logprobs=jnp.where(valid, token_weights(token), jnp.float32(0)),
+        logprobs=jnp.where(valid, token_log_weights(token), jnp.float32(0)),
         logsumexp=row_logsumexp(row.normalizer, parsed.scale),
     )

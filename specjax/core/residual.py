@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
 
-__all__ = ["MIN_RESIDUAL_MASS", "block_residual_weights", "residual_logprobs", "residual_probs"]
+__all__ = ["MIN_RESIDUAL_MASS", "residual_log_masses", "residual_logprobs", "residual_probs"]
 
 # Rounding may leave a residual of this mass where p == q: float32's relative step of 2^-23 on both
 # log-probabilities. Such a residual counts as empty. A rejection that is not synthetic is as
@@ -42,7 +42,7 @@ def residual_logprobs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> 
     return jnp.where(draft_logprobs == -jnp.inf, target_logprobs, logprobs)
 
 
-def block_residual_weights(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
+def residual_log_masses(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
     """Returns the log-mass of the residual in every block, -inf where it is 0.
 
     Args:

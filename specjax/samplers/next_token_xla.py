@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
 from specjax.core.logsumexp import BlockPartials, RowStatistics, block_logprobs, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address
-from specjax.core.residual import MIN_RESIDUAL_MASS, block_residual_weights, residual_logprobs
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
 from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
 
@@ -59,7 +59,7 @@ def next_token(
     logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
     drafted = prefix.drafted
     rejected = prefix.num_accepted < request.num_tokens
-    row_weights = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
+    row_log_masses = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
         return token_logprobs(
@@ -69,37 +69,37 @@ def next_token(
     def one_hot_logprobs(index: jax.Array) -> jax.Array:
         return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
 
-    def one_hot_residual() -> jax.Array:
+    def one_hot_log_masses() -> jax.Array:
         block = jnp.clip(drafted.token_id, 0, logits.shape[0] - 1) // SAMPLING_BLOCK
         index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
         residual = jnp.exp(residual_logprobs(target_logprobs(index), one_hot_logprobs(index)))
         return jnp.where(
-            rejected, row_weights.at[block].set(jnp.log(jnp.sum(residual))), row_weights
+            rejected, row_log_masses.at[block].set(jnp.log(jnp.sum(residual))), row_log_masses
         )
 
     if draft_logits is None:
-        weights, draft_logprobs = one_hot_residual(), one_hot_logprobs
+        log_masses, draft_logprobs = one_hot_log_masses(), one_hot_logprobs
         max_empty_mass = jnp.float32(0)
     else:
         sampled = rejected & ~drafted.one_hot & ~temperature.greedy
-        masses, sampled_logprobs = _sampled_residual(
+        sampled_log_masses, sampled_logprobs = _sampled_residual(
             request, prefix, LogitRows(logits, cutoff), draft_logits
         )
-        weights = jax.lax.cond(sampled, masses, one_hot_residual)
+        log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
         max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(sampled, sampled_logprobs(index), one_hot_logprobs(index))
 
-    empty = jnp.sum(jnp.exp(weights)) <= max_empty_mass
+    empty = jnp.sum(jnp.exp(log_masses)) <= max_empty_mass
 
-    def token_weights(index: jax.Array) -> jax.Array:
+    def token_log_weights(index: jax.Array) -> jax.Array:
         logprobs = target_logprobs(index)
         return jnp.where(empty, logprobs, residual_logprobs(logprobs, draft_logprobs(index)))
 
     at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
     random_token = gumbel_max_token(
-        jnp.where(empty, row_weights, weights), token_weights, at, noise_dtype
+        jnp.where(empty, row_log_masses, log_masses), token_log_weights, at, noise_dtype
     )
     best_token = argmax_token(logits, prefix.partials, cutoff)
     token = jnp.where(temperature.greedy, best_token, random_token)
@@ -118,7 +118,7 @@ def _sampled_residual(
     def logprobs(index: jax.Array) -> jax.Array:
         return token_logprobs(gather_logits(row, index, cutoff), normalizer, scale)
 
-    def masses() -> jax.Array:
+    def sampled_log_masses() -> jax.Array:
         size = target.logits.shape[0]
         q = token_logprobs(mask_below_cutoff(row[:size], cutoff), normalizer, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
@@ -126,6 +126,6 @@ def _sampled_residual(
         p = token_logprobs(
             mask_below_cutoff(target.logits, target.cutoff), prefix.row.normalizer, target_scale
         )
-        return block_residual_weights(p, q)
+        return residual_log_masses(p, q)
 
-    return masses, logprobs
+    return sampled_log_masses, logprobs

@@ -121,14 +121,14 @@ MUTATIONS = (
         "where q is larger the residual is negative",
     ),
     Mutation(
-        f"{_RESIDUAL}block_residual_weights",
+        f"{_RESIDUAL}residual_log_masses",
         "residual_probs(target_logprobs, draft_logprobs)",
         "residual_probs(draft_logprobs, target_logprobs)",
         verify(_CALM),
         "blocks are chosen by max(q - p, 0)",
     ),
     Mutation(
-        f"{_RESIDUAL}block_residual_weights",
+        f"{_RESIDUAL}residual_log_masses",
         "jnp.sum(tail, axis=-1)]",
         "0 * jnp.sum(tail, axis=-1)]",
         verify(_CALM),
@@ -279,7 +279,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}next_token",
-        "jnp.sum(jnp.exp(weights)) <= max_empty_mass",
+        "jnp.sum(jnp.exp(log_masses)) <= max_empty_mass",
         "jnp.bool_(False)",
         edges("test_a_one_hot_target_on_a_one_hot_draft_has_an_empty_residual[xla]"),
         "an empty residual does not fall back to the target",
@@ -292,14 +292,14 @@ MUTATIONS = (
         "the residual is of the first draft row, whichever token was rejected",
     ),
     Mutation(
-        f"{_RECOVERY}_sampled_residual.masses",
+        f"{_RECOVERY}_sampled_residual.sampled_log_masses",
         "constant_values=-jnp.inf",
         "constant_values=0.0",
         verify("test_any_vocabularies_and_any_number_of_drafts[xla-300-200-3]"),
         "past a smaller draft's vocabulary q is 1",
     ),
     Mutation(
-        f"{_RECOVERY}_sampled_residual.masses",
+        f"{_RECOVERY}_sampled_residual.sampled_log_masses",
         "prefix.row.normalizer, target_scale",
         "prefix.row.normalizer, scale",
         verify(_MIXED),
