@@ -1,7 +1,7 @@
 """`python -m specjax` is the `specjax` command.
 
-Python imports the package, and JAX with it, before it runs this file: an interruption in that
-second ends in Python's own traceback, or in one of a library's. The `specjax` script has none.
+Python imports the package, and JAX with it, before it runs this file. An interruption in that
+second ends in the traceback of Python or of a library. The `specjax` script has none.
 """
 
 import sys

@@ -178,9 +178,9 @@ def _why_no_kernels(device: DeviceFacts) -> str | None:
 def _silence_deprecation() -> None:
     """Keeps JAX >= 0.11 from warning callers about Pallas Triton: the warning is for specjax.
 
-    At every public call and not where kernels are traced: JAX warns as it lowers, maybe an older
-    trace, after the caller has put the filters back. Only if the filter is not the first, because
-    Python shows what it has shown once more after any change of filters.
+    It runs at every public call, not where kernels are traced. JAX warns as it lowers, perhaps an
+    older trace, after the caller has put the filters back. Filters change only if this one is not
+    the first, because after any change Python shows once more what it has shown.
     """
     first = warnings.filters[0] if warnings.filters else None
     if first is None or getattr(first[1], "pattern", None) != _DEPRECATED:

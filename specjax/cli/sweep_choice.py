@@ -23,9 +23,9 @@ __all__ = [
 
 # Most acceptance lengths at which a K is timed.
 _MAX_LENGTHS = 4
-# Acceptance of neighbouring steps is correlated, so batches are few and long. On 10 to 170 steps of
-# the embedded pair the 95 % interval from 5 batches covered the truth in 90 - 97 % of runs, from
-# 20 batches in 78 - 95 %.
+# Acceptance of neighbouring steps is correlated, so batches are few and long. With the embedded
+# models and 10 to 170 steps, the 95 % interval from 5 batches covered the truth in 90 - 97 % of
+# runs. From 20 batches it did in 78 - 95 %.
 _MAX_BATCHES = 5
 # 97.5 % quantile of Student's t, by number of batches.
 _STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776}

@@ -3,8 +3,9 @@ r"""A threshold among floats, found by bisection of their bits.
     threshold = max { t : mass_above(t) >= target }
 
 `mass_above(t)`, a count or a mass of the logits at or above t, falls as t rises. Each float has a
-key, an integer in the order of the floats: a search ends after at most as many halvings as a float
-has bits. A bracket is also clamped to the logits inside it, so that it ends once one value is left.
+key, an integer in the order of the floats. So a search ends after at most as many halvings as a
+float has bits. A bracket is also clamped to the logits inside it, so that it ends once one value is
+left.
 """
 
 from collections.abc import Callable

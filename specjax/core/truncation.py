@@ -120,8 +120,8 @@ def mass_bound(
 ) -> jax.Array:
     """Returns a lower bound of a row's mass at or above a pivot, from its blocks alone.
 
-    A block whose largest logit m reaches the pivot has at least m's mass there, and at least its
-    own mass less (size - 1) times the mass of a token at the pivot.
+    A block whose largest logit m reaches the pivot has at least m's mass there. It also has at
+    least its own mass less (size - 1) times the mass of a token at the pivot.
 
     Args:
       partials: f32[..., N], of blocks of at most `size` tokens, in `mass_weights`' scale.

@@ -87,8 +87,8 @@ def generate(
 
     Raises:
       ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, more
-        log-probabilities than tokens, an unknown implementation, or a drafter that does not accept
-        sampling parameters or an implementation that is named.
+        log-probabilities than tokens, or an unknown implementation. Also for a drafter that does
+        not accept sampling parameters, or an implementation that is named.
 
     Example:
       >>> from specjax.decode.markov_chain import markov_chain

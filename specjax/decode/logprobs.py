@@ -109,8 +109,8 @@ def top_logprobs(
       cutoff: f32[...]; logits below it have probability 0. None keeps all.
 
     Returns:
-      `TopLogprobs`. It holds ids -1, log-probabilities 0 and rank 0 where the token is -1, the row
-      invalid (NaN, +inf, or -inf everywhere) or its temperature invalid.
+      `TopLogprobs`. Ids are -1, log-probabilities 0 and rank 0 where the token is -1, the
+      temperature invalid, or the row invalid (NaN, +inf, or -inf everywhere).
 
     Raises:
       ValueError: for wrong shapes or dtypes, or n outside [0, V].

@@ -3,9 +3,9 @@
     x[t]      = concat(norm(embed(token[t])), norm(embed(token[t - 1])), norm(hidden[t])) @ mix
     hidden'   = norm(layer(x)),  logits = target.logits(hidden')
 
-hidden[t] is the state whose logits decided token[t]: the target's for the last committed token,
-for drafted tokens the head's own, and zero for the context, whose hidden states a drafter is not
-given.
+hidden[t] is the state whose logits decided token[t]. It is the target's for the last committed
+token, and the head's own for drafted tokens. It is zero for the context, whose hidden states a
+drafter is not given.
 Axes: `B` requests, `T` new tokens, `E` hidden, `G` key-value heads, `R` query heads per
 key-value head, `D` head dimension.
 """
@@ -234,9 +234,9 @@ def unrolled_hidden(
       num_steps: drafted tokens per proposal, a Python int >= 1.
 
     Returns:
-      [num_steps, B, T, E]. Entry [i, :, t] is of the proposal that begins after token t, which
-      read tokens t to t + i and the target's state after token t - 1, and its target logits
-      give the draft's distribution of token t + i + 1. Rows with t + i >= T are meaningless.
+      [num_steps, B, T, E]. Entry [i, :, t] is of the proposal that begins after token t. It read
+      tokens t to t + i and the target's state after token t - 1. Its logits by the target give the
+      draft's distribution of token t + i + 1. Rows with t + i >= T are meaningless.
     """
     head = nnx.merge(_graph_def(config), nnx.State(params))
     return head.unroll(tokens, hidden, num_steps)

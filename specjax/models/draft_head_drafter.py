@@ -27,8 +27,9 @@ def head_drafter(
     """Returns a drafter that runs a draft head of one layer on top of the target.
 
     The first drafted token of a step is proposed from the target's hidden state that decided the
-    last committed token, each other one from the head's own state. The head attends to the tokens
-    within its window. Embeddings and logits are the target's; they are held in memory once.
+    last committed token. Each other one is proposed from the head's own state. The head attends to
+    the tokens within its window. Embeddings and logits are the target's; they are held in memory
+    once.
 
     Args:
       target: from `load` or `build`; the target that the head was trained for.

@@ -1,8 +1,8 @@
 """The modules of a decoder layer: norms, attention and a gated MLP.
 
-Weights are `(in, out)` so that a product of few tokens streams them in order, and projections
-that read the same input are one array. Each module's call is plain JAX; `Layer` chooses between its
-plain step and the kernels.
+Weights are `(in, out)`, so that a product of few tokens streams them in order. Projections of one
+input are one array. Each module's call is plain JAX; `Layer` chooses between its plain step and the
+kernels.
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 """
 

@@ -175,7 +175,7 @@ def build(
         random weights from `seed`.
       seed: of the random weights.
       implementation: of a decode step, which has at most 64 rows: "xla", "triton", "interpret", an
-        `Implementation`, or None, which chooses the kernels on GPUs that have them. Longer inputs
+        `Implementation`, or None. None chooses the kernels on GPUs that have them. Longer inputs
         are plain JAX.
 
     Example:

@@ -20,9 +20,9 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
    (`cutoff_bound.bound_cutoff`).
 3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
    others are read again (`cutoff_candidates.compact_candidates`).
-4. search: a bisection of the candidates gives the cutoff (`core.truncation.search_cutoff`). They
-   lie in registers (at most 2048), in the buffer (at most 32768), or, where there is no bound or
-   there are too many of them, in the row itself, which takes far longer.
+4. search: a bisection of the candidates gives the cutoff (`core.truncation.search_cutoff`). At most
+   2048 of them lie in registers, at most 32768 in the buffer. Where there are more, or no bound,
+   the search reads the row itself, which takes far longer.
 
 Axes: `R` rows, `V` vocabulary.
 """

@@ -201,8 +201,8 @@ def _bisect_distance(
     """Returns nearly the highest logit t with lower_bound(t) >= target; -inf if none is known.
 
     `lower_bound` is that of the count or the mass of logits >= t, from the sub-blocks. The search
-    bisects the distance from the largest logit by its bit pattern, geometrically: the scale of
-    that distance is unknown, because masked logits can be finite.
+    bisects the distance from the largest logit by its bit pattern, that is geometrically. The scale
+    of that distance is unknown, because masked logits can be finite.
     """
     exists = row.sub_blocks.max > -jnp.inf
     least = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))

@@ -1,9 +1,9 @@
 """The last launches of `rejection_sample`: accepted drafts, and the recovered or bonus token.
 
 A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
-computed. In a small batch each program draws a token from its tile of the residual, and the last
-program to arrive compares the tiles' winners: one launch. In a large batch the programs store block
-masses, which is less work, and in a second launch one program per request draws.
+computed. In a small batch each program draws a token from its tile of the residual. The last
+program to arrive compares the tiles' winners, so one launch suffices. In a large batch the programs
+store block masses, which is less work, and in a second launch one program per request draws.
 
 One-hot drafts, greedy requests and bonus tokens need only the partials of the rows.
 """
@@ -207,8 +207,8 @@ def _draw_from_tiles(
 def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Plan) -> None:
     """Draws a token from each tile of a residual; the last program writes the request's result.
 
-    Formula: the block with the largest log mass_i + g_i over all tiles is the largest of the tiles'
-    winners, so the draw is that of `verify_draw_kernel`.
+    Formula: the block with the largest log mass_i + g_i is the best of the tiles' winners. So the
+    draw is that of `verify_draw_kernel`.
     Grid: B * tiles programs of 4 or 8 warps; one owns a tile of 4096 or 8192 tokens of the target
     row that rejected and of its draft row. It evaluates its request's K + 1 rows first.
     Bytes per request: each program reads the (m, l) of all tiles of K + 1 rows, 8 for each tile of

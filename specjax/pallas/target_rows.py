@@ -78,7 +78,7 @@ class VerifiedRows(NamedTuple):
       logprobs: f32, log p of the drafted tokens.
       argmax: i32, id of the row's largest logit; valid where the request is greedy.
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
-        is 0, or K + 1 - i, where i is the smallest row so far found to end the accepted prefix:
+        is 0, or K + 1 - i for the smallest row i that is known to end the accepted prefix. It is
         reversed, so that `atomic_max` keeps the first.
     """
 
@@ -231,7 +231,7 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     batch row i is evaluated by then, so that rows after a rejection are hardly read.
     Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the end of the
     accepted prefix in `counters[b, K + 1]`. A program that reads the old maximum reads a row in
-    vain; no result depends on it, because the maximum only grows towards the first such row.
+    vain. No result depends on it, because the maximum only grows towards the first such row.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays

@@ -113,7 +113,7 @@ def apply_sampling_to_draft(
     """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d].
 
     Rules and counts of another vocabulary are cut or filled with zeros at their end. A token that
-    they do not have counts 0, has no bias and is not allowed where there is a mask; the bits that
+    they do not have counts 0, has no bias, and is not allowed where there is a mask. The bits that
     a packed mask has left in its last word are kept.
     """
     vocab_size = logits.shape[-1]

@@ -41,10 +41,10 @@ def logit_cutoff(
 
     where Z is the probability of what `top_k` keeps. Ties at an edge are kept, and so is the
     likeliest token always. The samplers take the result as `cutoff` and keep the logits that are
-    not below it: one comparison per element, and no copy of the logits.
+    not below it. That is one comparison per element, and no copy of the logits.
 
     Every number is data, so rows with different filters share one program. An argument with fewer
-    axes than the rows holds for the leading axes of `logits`: with logits [B, K + 1, V], a
+    axes than the rows holds for the leading axes of `logits`. With logits [B, K + 1, V], a
     temperature [B] is of each request and [B, K + 1] of each row.
 
     Args:
@@ -59,11 +59,11 @@ def logit_cutoff(
       implementation: as in `gumbel_sample`.
 
     Returns:
-      f32[...], a logit of the row. -inf where nothing is cut: no filter is active, the row is
-      greedy, its temperature is invalid, or the row is invalid (NaN, +inf, or -inf everywhere) and
-      the samplers are to find that. +inf where `top_p` or `min_p` is NaN, which makes the row
-      invalid. Sums are float32: where a cumulative probability is within a few times 1e-6 of
-      `top_p`, rounding decides.
+      f32[...], a logit of the row. -inf where nothing is cut: no filter is active, or the row is
+      greedy or invalid. The samplers find an invalid row: NaN, +inf, -inf everywhere, or an invalid
+      temperature. +inf where `top_p` or `min_p` is NaN, which makes the row invalid. Sums are
+      float32: where a cumulative probability is within a few times 1e-6 of `top_p`, rounding
+      decides.
 
     Raises:
       ValueError: for wrong shapes, dtypes or an unknown implementation.

@@ -55,7 +55,7 @@ def gumbel_sample(
         to the lowest id. Negative or not finite makes the row invalid.
       cutoff: f32, [B], logits below it are left out. None keeps all.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
+      implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
         "interpret" the kernels in Pallas' interpreter, for tests. A
         `specjax.implementation.Implementation` also carries sizes of the kernels.

@@ -64,7 +64,7 @@ def rejection_sample(
       bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
         log-probability is -inf where the bonus row is invalid.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None chooses at lowering: Triton kernels on an NVIDIA GPU of compute
+      implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
         "interpret" the kernels in Pallas' interpreter, for tests. A
         `specjax.implementation.Implementation` also carries sizes of the kernels.

@@ -8,7 +8,8 @@ from specjax.models.rope import RopeScaling
 __all__ = ["read_local_rope", "read_rope"]
 
 _Fields = dict[str, Any]
-# Of transformers 5 and 4. If both are present the older one counts, as in transformers.
+# The field of transformers 5 and that of 4. If both are present the older one counts, as in
+# transformers.
 _NEW_FIELD, _OLD_FIELD = "rope_parameters", "rope_scaling"
 _LOCAL_LAYERS = "sliding_attention"
 _LAYER_KINDS = ("full_attention", _LOCAL_LAYERS)

@@ -5,8 +5,8 @@ number per row, it can follow the product as well as precede it:
 
     ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
 
-So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, its programs wait for no other, and
-what reads the product divides (`load_squares`, `rms_scale`).
+So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, and its programs wait for no other.
+What reads the product divides (`load_squares`, `rms_scale`).
 Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
 """
 
@@ -61,8 +61,8 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
 
     Grid: R * n programs of 2 warps; one owns 256 elements of one row.
     Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
-    Why tiles: a program per row would leave most of the GPU idle at 8 rows; the deferred norm
-    needs no reduction over the row here.
+    Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
+    no reduction over the row here.
     Order: loads begin after the launch that wrote `parts` has ended. It signals nothing, because
     XLA's kernels may read the stream.
 

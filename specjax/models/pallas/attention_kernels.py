@@ -1,10 +1,11 @@
 """Flash-decoding: attention of a few tokens to a cache, one program to a split of its slots.
 
 A split leaves an online softmax (m_i, l_i, acc); `combine` puts the splits together. The rows of a
-program's tile are the query heads that share one key-value head, for every token, so that a key is
-loaded once for all of them.
+program's tile are the query heads that share one key-value head, for every token. So a key is
+loaded once for all of them. A program belongs to one key-value head of one request, `kv_head` =
+b * G + g.
 Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, token after token; `N` keys of a
-block; `P` splits. A program belongs to one key-value head of one request, `kv_head` = b * G + g.
+block; `P` splits.
 
 References:
   Dao et al., 2022, arXiv:2205.14135: FlashAttention.
@@ -182,10 +183,10 @@ def attention_kernel(
     the last program reads, and the output; the output alone if P is 1.
     Why splits: B * G programs alone would leave multiprocessors idle; about two to each are
     launched (`tilings.num_kv_splits`).
-    Order: `qkv_kernel` before has ended, so the new tokens have their slots. A program
-    stores its state, then adds 1 to the counter of its key-value head: the addition releases its
-    stores and acquires those of the programs that added before. The one that finds P - 1 is last.
-    Without `y` nothing is counted, and `combine_kernel` follows.
+    Order: `qkv_kernel` before has ended, so the new tokens have their slots. A program stores its
+    state, then adds 1 to the counter of its key-value head. The addition releases its stores and
+    acquires those of the programs that added before. The one that finds P - 1 is last. Without `y`
+    nothing is counted, and `combine_kernel` follows.
 
     Args:
       operands: references.

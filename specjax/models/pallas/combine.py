@@ -130,9 +130,9 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
     Tokens from T on are padding and are written as 0.
     Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
-    Why a launch: always after `fused_attention_kernel`; after `attention_kernel` where
-    `AttentionTiling.combines_in_kernel` is False, because one last program per key-value head would
-    read for longer than a launch takes.
+    Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` where
+    `AttentionTiling.combines_in_kernel` is False: one last program per key-value head would read
+    for longer than a launch takes.
     Order: every program of the launch before has ended before one of these loads; nothing is
     signalled.
 

@@ -71,8 +71,8 @@ def split_k_matmul_kernel(
     Why split-K: N / block_n tiles are fewer than the multiprocessors, and each streams its part of
     the matrix at the same rate. What reads the parts adds them, which saves a launch.
     Order: loads begin after the launch before has ended. With `pdl` a program signals
-    `griddepcontrol.launch_dependents` after its last load and before its store: the next kernel may
-    start, and its first instruction waits until all of this one's stores are visible.
+    `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
+    then start; its first instruction waits until all of this one's stores are visible.
 
     Args:
       operands: references.

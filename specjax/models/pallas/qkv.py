@@ -64,8 +64,8 @@ class PreparedQKV(NamedTuple):
       queries: [B, T, H, D].
       keys: [B, G, S, D], NaN for those that are not finite.
       values: [B, G, S, D], 0 for those that are not finite.
-      marks: i32[B, G, T], the position p of each token, or -2 - p if one of its values is not
-        finite, so that its key still has to become NaN. -1 for no token.
+      marks: i32[B, G, T], the position p of each token, -1 for none. -2 - p if one of its values is
+        not finite: its key still has to become NaN.
       counters: u32[B * G], zeros, in which the programs of the next launch count themselves.
     """
 
@@ -146,8 +146,8 @@ def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> No
     """Sums, scales and rotates one head of one request, and writes keys and values to the cache.
 
     Formula: qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t], then RoPE for queries and keys.
-    Grid: B * (H + 2 G) programs of 4 warps; one owns a head of all T tokens of a request: first
-    the H queries, then G keys, then G values.
+    Grid: B * (H + 2 G) programs of 4 warps; one owns a head of all T tokens of a request. The H
+    queries come first, then G keys, then G values.
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than
     a launch (`tilings.fuses_qkv`).

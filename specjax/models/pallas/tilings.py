@@ -71,7 +71,7 @@ class MatmulTiling(NamedTuple):
       block_n: columns of a tile, a program's.
       block_k: rows of the matrix that are multiplied at once.
       split_k: programs to a tile, each with its range of the matrix's rows.
-      swap_ab: whether the matrix is the left operand (swap-AB): Hopper's matrix units take 64 rows
+      swap_ab: whether the matrix is the left operand (swap-AB). Hopper's matrix units take 64 rows
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
       num_stages: iterations of the loop that are loaded at a time.
@@ -195,9 +195,9 @@ def attention_tiling(
 ) -> AttentionTiling | None:
     """Returns how attention to a cache is shared among programs; None if XLA should attend.
 
-    XLA attends to more than 16 tokens, or more than 64 queries of a key-value head: for a prompt a
-    product over all pairs of tokens is faster. So it does where a program's shared memory is too
-    small.
+    XLA attends for more than 16 tokens, or more than 64 queries of a key-value head. For a prompt,
+    a product over all pairs of tokens is faster. XLA also attends where a program's shared memory
+    is too small.
 
     Args:
       positions: (B, T).
