@@ -36,17 +36,17 @@ def parse_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> 
     that 1, 1.0 and np.float64(1) share one compilation.
     """
     value = as_array(name, value)
-    wanted = jnp.dtype(dtype)
-    allowed = (jnp.integer,) if wanted.kind == "i" else (jnp.integer, jnp.floating)
+    expected = jnp.dtype(dtype)
+    allowed = (jnp.integer,) if expected.kind == "i" else (jnp.integer, jnp.floating)
     if not any(jnp.issubdtype(value.dtype, kind) for kind in allowed):
-        noun = "integers" if wanted.kind == "i" else "numbers"
-        raise ValueError(f"{name} has dtype {value.dtype}; it needs {noun} ({wanted}).")
+        noun = "integers" if expected.kind == "i" else "numbers"
+        raise ValueError(f"{name} has dtype {value.dtype}; it needs {noun} ({expected}).")
     check_shape(name, value, *shapes)
-    if wanted.kind == "i":
-        value = _narrow(name, value, wanted)
+    if expected.kind == "i":
+        value = _narrow(name, value, expected)
     if getattr(value, "weak_type", False):
-        return jax.lax.convert_element_type(value, wanted)
-    return value if value.dtype == wanted else value.astype(wanted)
+        return jax.lax.convert_element_type(value, expected)
+    return value if value.dtype == expected else value.astype(expected)
 
 
 def as_array(name: str, value: Any) -> Any:
@@ -62,26 +62,26 @@ def as_array(name: str, value: Any) -> Any:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _narrow(name: str, value: Any, wanted: Any) -> Any:
-    """Returns integers clipped to the range of `wanted`; refuses known ones outside it."""
-    limits = jnp.iinfo(wanted)
-    given = jnp.iinfo(value.dtype)
-    if given.min >= limits.min and given.max <= limits.max:
+def _narrow(name: str, value: Any, expected: Any) -> Any:
+    """Returns integers clipped to the range of `expected`; refuses known ones outside it."""
+    limits = jnp.iinfo(expected)
+    actual = jnp.iinfo(value.dtype)
+    if actual.min >= limits.min and actual.max <= limits.max:
         return value
     if isinstance(value, np.ndarray | np.generic):
         if value.size and (value.min() < limits.min or value.max() > limits.max):
-            raise ValueError(f"{name} holds integers outside the range of {wanted}.")
+            raise ValueError(f"{name} holds integers outside the range of {expected}.")
         return value
     # A traced id beyond the range becomes the largest, which no vocabulary holds.
-    low = value.dtype.type(max(limits.min, given.min))
+    low = value.dtype.type(max(limits.min, actual.min))
     return jnp.clip(value, low, value.dtype.type(limits.max))
 
 
 def check_shape(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
     """Raises `ValueError` for an array whose shape is none of `shapes`."""
     if value.shape not in shapes:
-        wanted = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(f"{name} has shape {value.shape}; it needs {wanted}.")
+        expected = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{name} has shape {value.shape}; it needs {expected}.")
 
 
 def check_count(name: str, value: Any, least: int, why: str) -> int:

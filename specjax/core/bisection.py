@@ -92,9 +92,9 @@ def key_midpoint(bracket: Bracket) -> jax.Array:
     """Returns the key halfway between a bracket's keys, above `low`; `high` if it is closed."""
     # high - low overflows where zero lies far inside; the sum of halves does not.
     start, end = (jax.lax.shift_right_arithmetic(key, jnp.int32(1)) for key in bracket)
-    left, right = (key & jnp.int32(1) for key in bracket)
-    rest = jax.lax.shift_right_arithmetic(left + right, jnp.int32(1))
-    return jnp.minimum(jnp.maximum(start + end + rest, bracket.low + jnp.int32(1)), bracket.high)
+    low_bit, high_bit = (key & jnp.int32(1) for key in bracket)
+    carry = jax.lax.shift_right_arithmetic(low_bit + high_bit, jnp.int32(1))
+    return jnp.minimum(jnp.maximum(start + end + carry, bracket.low + jnp.int32(1)), bracket.high)
 
 
 def value_midpoint(bracket: Bracket) -> jax.Array:

@@ -135,10 +135,10 @@ def mass_bound(
       f32[...].
     """
     largest = mass_weights(partials.max, anchor[..., None], scale[..., None], exp2)
-    below = mass_weights(pivot[..., None], anchor[..., None], scale[..., None], exp2)
-    others = largest * partials.sum - jnp.float32(size - 1) * below
+    pivot_mass = mass_weights(pivot[..., None], anchor[..., None], scale[..., None], exp2)
+    other_mass = largest * partials.sum - jnp.float32(size - 1) * pivot_mass
     reached = partials.max >= pivot[..., None]
-    return jnp.sum(jnp.where(reached, jnp.maximum(largest, others), jnp.float32(0)), axis=-1)
+    return jnp.sum(jnp.where(reached, jnp.maximum(largest, other_mass), jnp.float32(0)), axis=-1)
 
 
 def min_p_threshold(min_p: jax.Array) -> jax.Array:
@@ -168,11 +168,11 @@ def min_kept(
     Returns:
       f32[...]; +inf where nothing is kept.
     """
-    kept = blocks >= low[..., None]
+    is_kept = blocks >= low[..., None]
     if anchor is not None and scale is not None and min_p is not None:
         relative = (blocks - anchor[..., None]) * scale[..., None]
-        kept &= relative >= min_p_threshold(min_p)[..., None]
-    return jnp.min(jnp.where(kept, blocks, jnp.float32(jnp.inf)), axis=-1)
+        is_kept &= relative >= min_p_threshold(min_p)[..., None]
+    return jnp.min(jnp.where(is_kept, blocks, jnp.float32(jnp.inf)), axis=-1)
 
 
 class Filters(NamedTuple):

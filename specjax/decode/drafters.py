@@ -194,13 +194,13 @@ def _look_up(
     return jnp.where(jnp.arange(k, dtype=jnp.int32) < count, ids, -1), count
 
 
-def check_accepts(drafter: Drafter, what: str, *names: str) -> None:
+def check_accepts(drafter: Drafter, feature: str, *names: str) -> None:
     """Refuses a drafter whose `propose` has no parameters of these names."""
     parameters = inspect.signature(drafter.propose).parameters.values()
     has_all = {parameter.name for parameter in parameters} >= set(names)
     if not has_all and all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
         missing = " and ".join(f"`{name}`" for name in names)
         raise ValueError(
-            f"drafter.propose takes no {missing}, and the call gives {what}; accept {missing}, or "
-            "**kwargs. The drafter may ignore what it accepts: the output is exact."
+            f"drafter.propose takes no {missing}, and the call gives {feature}; accept {missing}, "
+            "or **kwargs. The drafter may ignore what it accepts: the output is exact."
         )

@@ -155,8 +155,8 @@ def block_argmax(
     """Returns the token i32 of a row's largest logit in a block; ties go to the lowest id."""
     # This reads the block again, from the cache: to compare every logit of a tile takes as long.
     index = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
-    kept = flush_subnormals(mask_below_cutoff(load_raw_logits(logits, row, index), cutoff))
-    return block * SAMPLING_BLOCK + first_argmax(kept)
+    kept_logits = flush_subnormals(mask_below_cutoff(load_raw_logits(logits, row, index), cutoff))
+    return block * SAMPLING_BLOCK + first_argmax(kept_logits)
 
 
 def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> BlockPartials:

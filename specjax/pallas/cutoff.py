@@ -104,7 +104,7 @@ def memory_queries(
 
         return jax.lax.fori_loop(jnp.int32(0), tiles, read, initial)
 
-    def above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
+    def sum_above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
         def query(x: jax.Array) -> jax.Array:
             return jnp.where(x >= pivot, weights(x), jnp.float32(0))
 
@@ -130,8 +130,8 @@ def memory_queries(
         return jnp.min(fold(query, jnp.minimum, zero + jnp.inf))
 
     return RowQueries(
-        lambda pivot: above(lambda x: jnp.ones_like(x), pivot),
-        lambda pivot: above(weights, pivot),
+        lambda pivot: sum_above(lambda x: jnp.ones_like(x), pivot),
+        lambda pivot: sum_above(weights, pivot),
         extremes,
         smallest,
     )
@@ -264,7 +264,7 @@ def _search_row(
     # One branch for each place of the candidates: registers answer in a fifth of the time.
     bounded = row.is_cut & (low > -jnp.inf) & (count <= buffer.values.shape[1])
     fits, unset = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
-    least = cond_or(bounded & fits, lambda: search(queries[0], low), unset)
-    least = jax.lax.cond(bounded & ~fits, lambda: search(queries[1], low), lambda: least)
-    least = jax.lax.cond(row.is_cut & ~bounded, search_whole_row, lambda: least)
-    return jnp.where(row.is_cut, least, -jnp.inf)
+    cutoff = cond_or(bounded & fits, lambda: search(queries[0], low), unset)
+    cutoff = jax.lax.cond(bounded & ~fits, lambda: search(queries[1], low), lambda: cutoff)
+    cutoff = jax.lax.cond(row.is_cut & ~bounded, search_whole_row, lambda: cutoff)
+    return jnp.where(row.is_cut, cutoff, -jnp.inf)

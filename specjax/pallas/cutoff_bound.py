@@ -205,8 +205,8 @@ def _bisect_distance(
     of that distance is unknown, because masked logits can be finite.
     """
     exists = row.sub_blocks.max > -jnp.inf
-    least = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))
-    distance = jnp.minimum(row.anchor - least, jnp.float32(_MAX_FLOAT))
+    smallest = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))
+    distance = jnp.minimum(row.anchor - smallest, jnp.float32(_MAX_FLOAT))
     far_key = ordered_key(distance)
     near_key = ordered_key(
         jnp.minimum(distance * jnp.float32(_FIRST_DISTANCE), jnp.float32(_FIRST_DISTANCE))

@@ -66,8 +66,8 @@ def compact_candidates(
     largest, size = row.sub_blocks.max, buffer.values.shape[1]
     reaches = (largest >= low) & (low > -jnp.inf)
     # The mass of the other tokens is known up to the rounding of the sum.
-    others = row.sub_blocks.sum * jnp.float32(1 + _ROUNDING) - 1
-    several = reaches & (others >= mass_weights(low, largest, row.scale, fast_exp2(interpret)))
+    other_mass = row.sub_blocks.sum * jnp.float32(1 + _ROUNDING) - 1
+    several = reaches & (other_mass >= mass_weights(low, largest, row.scale, fast_exp2(interpret)))
     single = reaches & ~several
     (index, num_single), (reread_index, num_reread) = _prefix_sums(single, several)
     fits = single & (index < size)
@@ -111,8 +111,8 @@ def _compact_batch(
     x = plgpu.load(rows.logits.at[b, token], mask=exists, other=other).astype(jnp.float32)
     reaches = (x >= low) & (x > -jnp.inf)
     ones = reaches.astype(jnp.int32)
-    before, number = _prefix_sum(jnp.sum(ones, axis=1, dtype=jnp.int32))
-    index = total + before[:, None] + jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1
+    num_before, number = _prefix_sum(jnp.sum(ones, axis=1, dtype=jnp.int32))
+    index = total + num_before[:, None] + jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1
     fits = reaches & (index < size)
     plgpu.store(buffer.values.at[b, jnp.where(fits, index, size)], x, mask=fits)
     return total + number

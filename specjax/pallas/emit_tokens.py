@@ -100,7 +100,7 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
         num_emitted=output((size,), jnp.int32),
         logprobs=output(shape),
     )
-    if arrays.draft_logits is not None and plan.small:
+    if arrays.draft_logits is not None and plan.is_small:
         return _draw_from_tiles(arrays, rows, verification, plan)
     log_masses = None if arrays.draft_logits is None else _reduce_residuals(arrays, rows, plan)
     return launch(
@@ -253,11 +253,11 @@ def _draw_tile(
         q = load_draft_logprobs(arrays.draft_logits, prefix.drafted, index)
         return residual_logprobs(logprobs, q)
 
-    drawn = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
+    winner = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
     out.mass[b, number] = jnp.sum(masses)
-    out.score[b, number] = drawn.score
-    out.token[b, number] = drawn.token
-    out.logit[b, number] = drawn.logit
+    out.score[b, number] = winner.score
+    out.token[b, number] = winner.token
+    out.logit[b, number] = winner.logit
 
 
 def _best_tile(

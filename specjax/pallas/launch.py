@@ -141,14 +141,14 @@ def launch_dependents(index: jax.Array) -> jax.Array:
     Only a kernel whose results are read by kernels of this library may execute it. XLA's own
     kernels may load what they take for constants before they wait.
     """
-    (same,) = plgpu.elementwise_inline_asm(
+    (result,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
         args=[jnp.broadcast_to(index, (1,))],
         constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct((1,), index.dtype)],
     )
-    return jnp.sum(same, dtype=index.dtype)
+    return jnp.sum(result, dtype=index.dtype)
 
 
 def cond_or(predicate: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:

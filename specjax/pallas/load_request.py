@@ -66,7 +66,7 @@ class Plan(NamedTuple):
         return self.options.implementation.config(KernelConfig)
 
     @property
-    def small(self) -> bool:
+    def is_small(self) -> bool:
         """Whether the schedule is the one of least latency, for a small batch."""
         return self.config.is_small(self.size)
 
@@ -97,11 +97,11 @@ class RequestScalars(NamedTuple):
         at = interpreter_barrier(fold_in(key, arrays.positions[self.b] + i), plan.interpret)
         return interpreter_barrier(fold_in(at, stream), plan.interpret)
 
-    def cutoff(self, arrays: VerifyArrays, i: jax.Array, wanted: jax.Array) -> jax.Array | None:
-        """Returns the cutoffs of target rows i, 0 where not wanted; None without cutoffs."""
+    def cutoff(self, arrays: VerifyArrays, i: jax.Array, mask: jax.Array) -> jax.Array | None:
+        """Returns the cutoffs of target rows i, 0 off `mask`; None without cutoffs."""
         if arrays.target_cutoff is None:
             return None
-        return load_masked(arrays.target_cutoff, self.target_row + i, wanted)
+        return load_masked(arrays.target_cutoff, self.target_row + i, mask)
 
 
 class DraftRow(NamedTuple):
@@ -135,24 +135,24 @@ class DraftedToken(NamedTuple):
     one_hot: jax.Array
     row: DraftRow
 
-    def only(self, chosen: jax.Array) -> "DraftedToken":
-        """Returns the chosen one of several tokens."""
+    def select(self, mask: jax.Array) -> "DraftedToken":
+        """Returns the one of several tokens where `mask` is True."""
         cutoff = self.row.cutoff
         return DraftedToken(
-            select_one(self.token_id, chosen),
-            select_one(self.logprob, chosen),
-            LogNormalizer(*[select_one(x, chosen) for x in self.normalizer]),
-            select_one(self.one_hot.astype(jnp.int32), chosen) != 0,
+            select_one(self.token_id, mask),
+            select_one(self.logprob, mask),
+            LogNormalizer(*[select_one(x, mask) for x in self.normalizer]),
+            select_one(self.one_hot.astype(jnp.int32), mask) != 0,
             self.row._replace(
-                row_index=select_one(self.row.row_index, chosen),
-                cutoff=None if cutoff is None else select_one(cutoff, chosen),
+                row_index=select_one(self.row.row_index, mask),
+                cutoff=None if cutoff is None else select_one(cutoff, mask),
             ),
         )
 
 
-def load_masked(values: Any, index: Any, wanted: jax.Array) -> jax.Array:
-    """Loads the wanted elements of a reference, 0 for the others."""
-    return plgpu.load(values.at[index], mask=wanted, other=jnp.zeros((), values.dtype))
+def load_masked(values: Any, index: Any, mask: jax.Array) -> jax.Array:
+    """Loads elements of a reference, 0 off `mask`."""
+    return plgpu.load(values.at[index], mask=mask, other=jnp.zeros((), values.dtype))
 
 
 def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScalars:
@@ -163,8 +163,8 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
         first, count = b * k, jnp.int32(k)
     else:
         # A wrong count must not lead outside the arrays: that would end the whole process.
-        most = arrays.target_logits.shape[0] - plan.size
-        first, last = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, most) for i in (b, b + 1)]
+        num_drafted = arrays.target_logits.shape[0] - plan.size
+        first, last = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, num_drafted) for i in (b, b + 1)]
         count = jnp.clip(last - first, 0, k)
     num_given = count if arrays.num_tokens is None else jnp.minimum(arrays.num_tokens[b], count)
     if arrays.token_ids is None:
@@ -178,7 +178,7 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
 
 
 def locate_draft_row(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, wanted: jax.Array, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
 ) -> DraftRow:
     """Returns the draft rows of drafted tokens i, found through `draft_rows` where it is given."""
     index = request.first + i
@@ -187,31 +187,31 @@ def locate_draft_row(
     elif arrays.cu_num_draft_tokens is None:
         row = arrays.draft_rows[request.b] * plan.num_drafts + i
     else:
-        row = load_masked(arrays.draft_rows, index, wanted)
+        row = load_masked(arrays.draft_rows, index, mask)
     if arrays.draft_rows is not None:
         # A wrong row must not lead outside the arrays either.
         row = jnp.clip(row, 0, arrays.draft_logits.shape[0] - 1)
-    own, cutoff = arrays.draft_temperature, arrays.draft_cutoff
-    temperature = (arrays.temperature if own is None else own)[request.b]
-    cutoff = None if cutoff is None else load_masked(cutoff, index, wanted)
+    temperatures, cutoff = arrays.draft_temperature, arrays.draft_cutoff
+    temperature = (arrays.temperature if temperatures is None else temperatures)[request.b]
+    cutoff = None if cutoff is None else load_masked(cutoff, index, mask)
     return DraftRow(row, parse_temperature(temperature), cutoff)
 
 
 def load_drafted(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, wanted: jax.Array, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
 ) -> DraftedToken:
-    """Loads the wanted ones of a request's drafted tokens i; needs token ids."""
+    """Loads a request's drafted tokens i, masked; needs token ids."""
     index = request.first + i
-    token_id = load_masked(arrays.token_ids, index, wanted)
+    token_id = load_masked(arrays.token_ids, index, mask)
     if arrays.draft_logits is None:
         zero = jnp.zeros_like(token_id, jnp.float32)
         row = DraftRow(index, request.temperature, None)
         # `index >= 0` is True, of the index's shape.
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
-    row = locate_draft_row(arrays, request, i, wanted, plan)
-    logit = load_logits(arrays.draft_logits, row.row_index, token_id, row.cutoff, wanted)
-    logprob = load_masked(arrays.draft_logprobs, index, wanted)
-    logsumexp = load_masked(arrays.draft_logsumexp, index, wanted)
+    row = locate_draft_row(arrays, request, i, mask, plan)
+    logit = load_logits(arrays.draft_logits, row.row_index, token_id, row.cutoff, mask)
+    logprob = load_masked(arrays.draft_logprobs, index, mask)
+    logsumexp = load_masked(arrays.draft_logsumexp, index, mask)
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)
     normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
     return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, row)

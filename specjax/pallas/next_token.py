@@ -99,7 +99,7 @@ def load_accepted_prefix(
             LogNormalizer(*[select_one(x, mask) for x in result.normalizer]),
             select_one(result.argmax, mask),
         )
-        logprobs, drafted = result.logprobs, result.drafted and result.drafted.only(mask)
+        logprobs, drafted = result.logprobs, result.drafted and result.drafted.select(mask)
     else:
         counter = rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
         num_accepted = plan.num_rows - counter
@@ -193,8 +193,8 @@ def _next_token(
         return prefix.argmax, -prefix.row.normalizer.log_sum
 
     def random() -> tuple[jax.Array, jax.Array]:
-        drawn = draw()
-        return drawn.token, token_logprobs(drawn.logit, prefix.row.normalizer, prefix.row.scale)
+        sample = draw()
+        return sample.token, token_logprobs(sample.logit, prefix.row.normalizer, prefix.row.scale)
 
     def either() -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond(prefix.request.temperature.greedy, greedy, random)
@@ -203,12 +203,12 @@ def _next_token(
     if arrays.bonus_token_ids is None:
         return token, logprob, prefix.valid
     bonus = arrays.bonus_token_ids[prefix.request.b]
-    given = (bonus >= 0) & (bonus < arrays.target_logits.shape[1]) & ~prefix.rejected
+    is_given = (bonus >= 0) & (bonus < arrays.target_logits.shape[1]) & ~prefix.rejected
     bonus_logprob = prefix.row.logprobs(jnp.maximum(bonus, 0))
     # An invalid row gives no probability to a bonus token that the caller has chosen.
     bonus_logprob = jnp.where(prefix.valid, bonus_logprob, -jnp.inf)
-    logprob = jnp.where(given, bonus_logprob, logprob)
-    return jnp.where(given, bonus, token), logprob, prefix.valid | given
+    logprob = jnp.where(is_given, bonus_logprob, logprob)
+    return jnp.where(is_given, bonus, token), logprob, prefix.valid | is_given
 
 
 def draw_row(

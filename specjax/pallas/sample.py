@@ -153,8 +153,8 @@ def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
     def random() -> tuple[jax.Array, jax.Array]:
         row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, merged.normalizer)
         log_masses = block_logprobs(blocks, merged.normalizer, temperature.scale)
-        drawn = draw_token(row, log_masses, noise, lambda _, logprobs: logprobs)
-        return drawn.token, drawn.logit
+        draw = draw_token(row, log_masses, noise, lambda _, logprobs: logprobs)
+        return draw.token, draw.logit
 
     token, logit = jax.lax.cond(temperature.greedy, greedy, random)
     logprob = token_logprobs(logit, merged.normalizer, temperature.scale)

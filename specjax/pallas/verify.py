@@ -29,12 +29,12 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     if arrays.draft_logits is not None and not has_statistics:
         tile = config.row_tile(size * options.num_drafts, arrays.draft_logits.shape[1])
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
-    rows = (reduce_rows if plan.small else accept_rows)(arrays, plan)
+    rows = (reduce_rows if plan.is_small else accept_rows)(arrays, plan)
     return emit_tokens(arrays, rows, plan._replace(tile=config.residual_tile(size, vocab_size)))
 
 
 def _flat(arrays: VerifyArrays) -> VerifyArrays:
     """Returns the arrays with token arrays [B, K] laid end to end."""
     names = ("token_ids", "draft_logprobs", "draft_logsumexp", "draft_cutoff")
-    given = {name: getattr(arrays, name) for name in names}
-    return arrays._replace(**{k: x.reshape(-1) for k, x in given.items() if x is not None})
+    token_arrays = {name: getattr(arrays, name) for name in names}
+    return arrays._replace(**{k: x.reshape(-1) for k, x in token_arrays.items() if x is not None})

@@ -160,8 +160,8 @@ def _search_cutoff(arrays: tuple[jax.Array, ...], row: _Row, filters: Filters) -
 
     def mass(pivot: jax.Array) -> jax.Array:
         weights = (mass_weights(x, anchor[..., None], scale[..., None]) for x in blocks)
-        pairs = zip(blocks, weights, strict=True)
-        return merge(jnp.add, [mass_above(x, w, pivot[:, None]).sum(-1) for x, w in pairs])
+        weighted = zip(blocks, weights, strict=True)
+        return merge(jnp.add, [mass_above(x, w, pivot[:, None]).sum(-1) for x, w in weighted])
 
     def count(pivot: jax.Array) -> jax.Array:
         return merge(jnp.add, [mass_above(x, None, pivot[:, None]).sum(-1) for x in blocks])

@@ -65,16 +65,18 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
         for rule, rank in zip(rules, _SHARED_RANKS, strict=True)
     ]
     shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
-    own = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
+    per_request = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
     history, drafted, first_row = context
 
     def process(batch: Any, whole: Any) -> jax.Array:
-        logits, own, history, drafted = batch
+        logits, per_request, history, drafted = batch
         shared, first_row = whole
-        rules = LogitRules(*(y if x is None else x for x, y in zip(shared, own, strict=True)))
+        rules = LogitRules(
+            *(y if x is None else x for x, y in zip(shared, per_request, strict=True))
+        )
         return _process(logits, rules, RowContext(history, drafted, first_row))
 
-    batch = (rows, own, history, drafted)
+    batch = (rows, per_request, history, drafted)
     processed: jax.Array = shard_map_batch(process, rows)(batch, (shared, first_row))
     return processed.reshape(logits.shape)
 

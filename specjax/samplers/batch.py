@@ -83,9 +83,9 @@ def _verify_by_reference(arrays: VerifyArrays, options: CallOptions) -> Verifica
 
 def empty_verification(num_rows: int) -> Verification:
     """Returns the verification of no requests."""
-    none = jnp.zeros((0,), jnp.int32)
+    empty = jnp.zeros((0,), jnp.int32)
     padded = jnp.zeros((0, num_rows), jnp.int32)
-    return Verification(padded, none, none, padded.astype(jnp.float32))
+    return Verification(padded, empty, empty, padded.astype(jnp.float32))
 
 
 def resize_tokens(verification: Verification, num_rows: int) -> Verification:

@@ -105,8 +105,8 @@ def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     """
     size = arrays.logits.shape[0]
     if size == 0:
-        none = jnp.zeros((0,), jnp.float32)
-        return Sample(none.astype(jnp.int32), none, none)
+        empty = jnp.zeros((0,), jnp.float32)
+        return Sample(empty.astype(jnp.int32), empty, empty)
     arrays = arrays._replace(
         keys=key_words_per_request(arrays.keys, size),
         positions=jnp.broadcast_to(arrays.positions, (size,)),

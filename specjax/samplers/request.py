@@ -86,7 +86,9 @@ class Request(NamedTuple):
         else:
             target_row = cu[:-1] + first
             arrays, draft_rows = _pad_ragged(arrays, num_drafts)
-        own = arrays.draft_temperature
+        draft_temperature = arrays.draft_temperature
+        if draft_temperature is None:
+            draft_temperature = arrays.temperature
         token_ids = arrays.token_ids.astype(jnp.int32)
         return cls(
             key=(arrays.keys[:, 0], arrays.keys[:, 1]),
@@ -96,7 +98,7 @@ class Request(NamedTuple):
             draft_rows=draft_rows,
             token_ids=token_ids,
             num_tokens=num_valid_drafts(token_ids, arrays.num_tokens),
-            draft_temperature=arrays.temperature if own is None else own,
+            draft_temperature=draft_temperature,
             draft_logprobs=arrays.draft_logprobs,
             draft_logsumexp=arrays.draft_logsumexp,
             draft_cutoff=arrays.draft_cutoff,

@@ -72,13 +72,13 @@ def verify_request(
     if request.bonus_token_id is not None:
         bonus = request.bonus_token_id
         in_vocabulary = (bonus >= 0) & (bonus < target.logits.shape[1])
-        given = active & in_vocabulary & (num_accepted == request.num_tokens)
-        token = jnp.where(given, bonus, token)
+        is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
+        token = jnp.where(is_given, bonus, token)
         bonus_logprob = _logprob(request, state.prefix, target, bonus)
         # An invalid row gives the bonus token that was passed no probability.
         bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)
-        logprob = jnp.where(given, bonus_logprob, logprob)
-        emits |= given
+        logprob = jnp.where(is_given, bonus_logprob, logprob)
+        emits |= is_given
     index = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
     is_accepted = index < num_accepted
     is_next = emits & (index == num_accepted)

@@ -155,11 +155,11 @@ def _accumulate(
     """
     row = _padded_rows(operands.rows.shape[0])
     column = jax.lax.iota(jnp.int32, tiling.block_n)
-    within = jax.lax.iota(jnp.int32, tiling.block_k)
+    offset = jax.lax.iota(jnp.int32, tiling.block_k)
     shape = (row.shape[0], tiling.block_n)
 
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        at = i * tiling.block_k + within
+        at = i * tiling.block_k + offset
         rows = plgpu.load(operands.rows.at[row[:, None], at[None]])
         tiles = [plgpu.load(operands.matrix.at[at[:, None], (s + column)[None]]) for s in starts]
         return [x + _product(rows, tile, tiling) for x, tile in zip(totals, tiles, strict=True)]

@@ -133,8 +133,8 @@ def num_kv_splits(num_heads: int, num_slots: int) -> int:
       num_heads: key-value heads of all requests, B * G.
       num_slots: S.
     """
-    most = max(1, min(32, 256 // num_heads))
-    return min(1 << (most.bit_length() - 1), power_of_two(-(-num_slots // BLOCK_KV)))
+    max_splits = max(1, min(32, 256 // num_heads))
+    return min(1 << (max_splits.bit_length() - 1), power_of_two(-(-num_slots // BLOCK_KV)))
 
 
 def num_attention_warps(is_small: bool) -> int:

@@ -126,7 +126,7 @@ _REFERENCE = (
     ),
     Mutation(
         f"{_BRACKET}key_midpoint",
-        "start + end + rest",
+        "start + end + carry",
         "start + end",
         searches("test_a_pivot_is_above_low_and_cuts_in_half"),
         "of two odd ends the halves lose one",
@@ -169,8 +169,8 @@ _REFERENCE = (
     ),
     Mutation(
         f"{_TRUNCATION}mass_bound",
-        "jnp.float32(size - 1) * below",
-        "0 * below",
+        "jnp.float32(size - 1) * pivot_mass",
+        "0 * pivot_mass",
         searches("test_a_bound_from_blocks_is_never_above_what_is_there"),
         "a block that reaches the pivot counts whole",
     ),
@@ -207,8 +207,8 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff_candidates.compact_candidates",
-        "several = reaches & (others >=",
-        "several = reaches & (0 * others >",
+        "several = reaches & (other_mass >=",
+        "several = reaches & (0 * other_mass >",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "every sub-block gives its largest logit alone",
     ),
@@ -304,7 +304,7 @@ _KERNELS = (
         "the last tile, which is not full, is not searched",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.memory_queries.above.query",
+        f"{_PALLAS}cutoff.memory_queries.sum_above.query",
         "x >= pivot",
         "x > pivot",
         cutoffs(f"{_SORT}[interpret-1025]"),

@@ -168,15 +168,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}load_request.locate_draft_row",
-        "arrays.temperature if own is None else own",
+        "arrays.temperature if temperatures is None else temperatures",
         "arrays.temperature",
         _large("random"),
         "a draft's own temperature is ignored",
     ),
     Mutation(
         f"{_PALLAS}load_request.load_drafted",
-        "token_id, row.cutoff, wanted",
-        "token_id, None, wanted",
+        "token_id, row.cutoff, mask",
+        "token_id, None, mask",
         why="the draft's cutoff is ignored at the drafted token",
         equivalent="its log q is -inf then, as carried or as its row's sum gives it, and then the "
         "logit is not read",
@@ -402,8 +402,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "reduce_rows if plan.small else accept_rows",
-        "accept_rows if plan.small else accept_rows",
+        "reduce_rows if plan.is_small else accept_rows",
+        "accept_rows if plan.is_small else accept_rows",
         why="a small batch's rows are evaluated as a large one's",
         equivalent="both ways give the same tokens, as "
         "`test_verification_emits_the_reference_s_tokens` shows; a schedule is a matter of time",

@@ -188,7 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_VERIFY}verify_request",
-        "emits |= given",
+        "emits |= is_given",
         "emits &= active",
         edges(f"{_GIVEN}[xla]"),
         "a bonus handed in asks that its row is valid",
