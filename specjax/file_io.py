@@ -74,7 +74,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Yields the path of a new file, which replaces `path` if the context ends without an error.
 
     If writing fails, for example on a full disk, `path` stays as it was. The new file is written
-    in the same folder, which has to be writable.
+    in the folder of `path`, which has to be writable.
 
     Args:
       path: of the file, which need not exist. A link stays a link. A device or a pipe cannot be

@@ -137,7 +137,7 @@ def select(
     Args:
       implementation: a resolved one.
       xla: the reference, a function of arrays.
-      kernels: a function of the same arrays.
+      kernels: a function of these arrays, too.
     """
     if implementation.name == "xla":
         return xla

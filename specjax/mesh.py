@@ -53,7 +53,7 @@ def shard_map_batch(
       check_vma: as in `jax.shard_map`; Pallas' interpreter does not pass its check.
 
     Returns:
-      A function of the same pytrees. Its results are sharded like the leader's leading axis.
+      A function of these two pytrees. Its results are sharded like the leader's leading axis.
     """
     mesh, axes = _batch_axes(leader)
     if mesh is None:

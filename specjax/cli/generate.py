@@ -142,7 +142,7 @@ def _call_and_time(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def compile_stream(job: GenerateJob) -> float:
-    """Compiles the programs of `stream_text` and returns the seconds of it."""
+    """Compiles the programs of `stream_text`, and returns how many seconds that took."""
 
     def run_first_step() -> Any:
         state = init(job.target, job.drafter, **_call_arguments(job))

@@ -162,5 +162,5 @@ def _check_writable(path: pathlib.Path) -> None:
     if path.exists():
         path.open("ab").close()
     if path.is_file() or not path.exists():
-        # `replace_file` writes a new file in the same folder.
+        # `replace_file` writes a new file in that folder.
         tempfile.TemporaryFile(dir=path.parent).close()

@@ -187,7 +187,7 @@ def _run_steps(
 def _start_batch(workload: Workload, K: int, number: int) -> DecodeState:
     """Returns a batch after prefill, without EOS tokens, so that no request ends."""
     text = np.concatenate([np.array(ids, np.int32) for ids in workload.prompts])
-    # Requests start at different places of the text, so that they differ.
+    # Requests start at different positions of the text, so that they differ.
     rows = [
         np.resize(np.roll(text, -7 * row), workload.context) for row in range(workload.batch_size)
     ]

@@ -1,7 +1,7 @@
 """The mathematics of sampling and verification: functions of arrays, for all implementations.
 
 No function here checks an argument, compiles, or knows where it runs. The plain-JAX reference and
-the kernels call the same functions.
+the kernels both call them.
 
     noise          random numbers at an address
     temperature    temperatures parsed into scale, greedy, valid

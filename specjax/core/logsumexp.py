@@ -182,7 +182,7 @@ def block_partials(
 
 
 def row_statistics_once(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
-    """Returns `row_statistics` computed once: every use has the same bits, so p == q is exact."""
+    """Returns `row_statistics` computed once: all uses have equal bits, so p == q is exact."""
     return jax.lax.optimization_barrier(row_statistics(partials, scale))
 
 

@@ -1,4 +1,4 @@
-"""Committing: the emitted tokens are appended to each request, and its end is found."""
+"""`commit`: appends the emitted tokens to each request, and finds its end."""
 
 from typing import Any
 

@@ -23,13 +23,13 @@ class Drafter:
 
     Attributes:
       params: a pytree of arrays, possibly empty.
-      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`, after
-        every committed token but the last two at most.
+      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`. The state has read every
+        committed token, except the last two at most.
       propose: `(params, state, token_ids[B, L], hidden[B, E], *, keys, positions[B],
         num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds the
         committed tokens. `positions` are their lengths, that is the absolute position of the
         first drafted token. `hidden` is the target's hidden state that decided the last
-        committed token. `num_tokens` is the most tokens each request may draft, -1 for an
+        committed token. `num_tokens` is the most tokens that each request may draft, -1 for an
         inactive one. `config` is the static `SpeculativeConfig`.
         The draft's own `num_tokens` may be smaller, None, or -1. For an active request -1 is 0:
         only the loop ends requests.

@@ -61,7 +61,7 @@ def generate(
     Args:
       target: the model whose distribution the output follows.
       drafter: `model_drafter(model)`, `ngram_drafter()`, a `Drafter` of your own, or None for
-        plain decoding by the same code.
+        plain decoding by this loop.
       prompt_token_ids: i32[B, L], B and L >= 1, padded at the end with any ids. The caller makes
         sure that the ids are in the target's vocabulary and that the target takes texts of
         L + max_new_tokens tokens.
@@ -71,7 +71,7 @@ def generate(
       max_new_tokens: most tokens generated per request, a Python int >= 1.
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or not
         finite makes it invalid.
-      eos_token_ids: int, ints or i32[E], tokens that end a request. They are kept.
+      eos_token_ids: int, ints or i32[E], tokens that end a request. They are committed.
       sampling: `SamplingParams` of the target; a draft model samples by them too. They are data:
         only a rule that is added or taken away compiles anew. None is no rule.
       num_logprobs: likeliest tokens listed for every generated token, besides its own rank and

@@ -54,7 +54,7 @@ def propose(
       \quad i = 0, \dots, K - 1
 
     where the logits of row i follow the tokens drafted before it. Token i is sampled on
-    ``Stream.draft(i)`` at position ``positions + i``; give `rejection_sample` the same keys and
+    ``Stream.draft(i)`` at position ``positions + i``; give `rejection_sample` these keys and
     positions. The draft keeps the logits and statistics of every row, so that verification reduces
     no draft row again.
 

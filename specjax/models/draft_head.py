@@ -195,7 +195,7 @@ def draft_head_functions(
     previous: [B, T, E], embeddings of the tokens before them.
     hidden: [B, T, E], states whose logits decided the tokens, zero where unknown.
 
-    Equal arguments give the same functions, and so share compilations.
+    Equal arguments give equal functions, and so share compilations.
 
     Args:
       config: sizes and constants.
@@ -230,7 +230,7 @@ def unrolled_hidden(
       config: sizes and constants.
       params: of the head, of any floating dtype.
       tokens: [B, T, E], embeddings of whole sequences at positions 0 to T - 1.
-      hidden: [B, T, E], the target's hidden states after the same tokens.
+      hidden: [B, T, E], the target's hidden states after these tokens.
       num_steps: drafted tokens per proposal, a Python int >= 1.
 
     Returns:

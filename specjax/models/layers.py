@@ -113,7 +113,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        """Returns [B, T, E], and the cache with the tokens in it; arguments as of `Layer`."""
+        """Returns [B, T, E], and the cache with the tokens in it; arguments as in `Layer`."""
         heads = self.normed_heads(linear(x, self.qkv, self.qkv_bias)).astype(cache[0].dtype)
         y, cache = attend(heads, cos_sin, positions, cache, spec=self.spec)
         return linear(y, self.out, self.out_bias), cache

@@ -65,7 +65,7 @@ class Transformer(nnx.Module):
           token_ids: i32[B, T].
           positions: i32[B, T], -1 for no token.
           cache: a pair of keys and values for each layer.
-          implementation: as of `build`.
+          implementation: as in `build`.
         """
         return run_decoder(self, token_ids, positions, cache, implementation)
 
@@ -114,11 +114,11 @@ def functions(
 ) -> tuple[Any, Any, Any]:
     """Returns `(init_cache, apply, logits)` as `specjax.model.Model` describes them.
 
-    Equal arguments give the same functions, so that their models share compilations.
+    Equal arguments give equal functions, so that their models share compilations.
 
     Args:
       config: sizes and constants.
-      implementation: as of `build`.
+      implementation: as in `build`.
     """
 
     def init_cache(batch_size: int, max_length: int) -> Any:
@@ -155,7 +155,7 @@ def causal_hidden(
       implementation: of `jax.nn.dot_product_attention`; None is its own choice.
 
     Returns:
-      What `apply` gives for the same tokens on an empty cache.
+      What `apply` gives for these tokens on an empty cache.
     """
     return nnx.merge(_graph(config), nnx.State(params)).causal(token_ids, implementation)
 

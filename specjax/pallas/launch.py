@@ -1,7 +1,7 @@
 """Launches a kernel over references to whole arrays, on a grid of one axis; and what kernels share.
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
-one launch see each other's stores only through `is_last_arrival`. Two exceptions give the same
+one launch see each other's stores only through `is_last_arrival`. Two exceptions give equal
 results in any order: the `atomic_max` of `verify_accept_kernel`, and the NaN keys of
 `attention_kernel`. What a launch stored is visible to the next one, on a GPU with early launches
 too (`launch_dependents`).

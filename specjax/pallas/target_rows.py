@@ -242,7 +242,7 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     stop = (b, jnp.int32(num_rows))
 
     def load_stop() -> jax.Array:
-        # Atomic, because the threads of a program must all take the same branch.
+        # Atomic, because the threads of a program must all take one branch.
         return plgpu.atomic_max(out.counters, stop, jnp.uint32(0)).astype(jnp.int32)
 
     def publish_stop() -> None:

@@ -1,7 +1,7 @@
 """The cutoff of rows of logits in plain JAX: the reference that the kernels are judged by.
 
 The threshold of each filter is found by bisection. A step of a bisection over the rows costs a pass
-over them, so two things shorten it. Bounds come from the blocks' partials, by the same bisection on
+over them, so two things shorten it. Bounds come from the blocks' partials, by a bisection of
 an array a hundred times smaller. Where few blocks of each row can hold the threshold, only these
 are gathered and searched.
 """

@@ -8,11 +8,11 @@ The way of the data, for `rejection_sample`:
 1. `rejection_sample` checks its arguments once, and makes `VerifyArrays` and `CallOptions` of them.
 2. `_rejection_sample`, compiled, brings options to one per request (`batch.once_per_request`).
 3. `batch.verify_shard`, once per shard of the batch, makes logits flat rows, and calls one of:
-4. the reference: `Request.from_arrays`, then `verify_request` and `next_token` for each request;
-5. the kernels: `specjax.pallas.verify.verify_rows` on the same arrays and options.
+4. the reference (`verify_xla`, `next_token_xla`): `verify_request` for each `Request`;
+5. the kernels: `specjax.pallas.verify.verify_rows` on these arrays and options.
 
-One public call is one file. Code that is inside a program already calls the functions that neither
-check nor shard: `verify_draft`, `sample_shard`. Open `rejection_sample` first.
+One public call is one file. Code that is inside a program already calls functions that do not
+check: `verify_draft` and `sample_batch`. Open `rejection_sample` first.
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` drafted tokens of a ragged batch.
 Imported by `decode`; imports `core`, and `pallas` where kernels are chosen.

@@ -27,7 +27,7 @@ class AcceptedPrefix(NamedTuple):
       num_accepted: i32, the accepted tokens; index of the deciding row among the request's.
       partials: of the deciding row.
       row: statistics of the deciding row.
-      drafted: the rejected token; without meaning where every token was accepted.
+      drafted: the rejected token; arbitrary where every token was accepted.
     """
 
     num_accepted: jax.Array

@@ -68,8 +68,8 @@ def split_k_matmul_kernel(
     Grid: (N / block_n) * split_k programs; one owns block_n columns and every row.
     Bytes: the matrix once, E * N * itemsize; the rows N / block_n times, from the L2 cache;
     R * N * split_k * 4 written.
-    Why split-K: N / block_n tiles are fewer than the multiprocessors, and each streams its part of
-    the matrix at the same rate. What reads the parts adds them, which saves a launch.
+    Why split-K: N / block_n tiles are fewer than the multiprocessors, and all of them stream
+    their parts of the matrix equally fast. What reads the parts adds them, which saves a launch.
     Order: loads begin after the launch before has ended. With `pdl` a program signals
     `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
     then start; its first instruction waits until all of this one's stores are visible.

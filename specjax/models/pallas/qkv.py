@@ -130,7 +130,7 @@ class RequestQKV(NamedTuple):
         return rotate_halves(low, high, cos, sin)
 
     def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns rotated heads of tokens [N, D], of the cache's dtype; arguments as of `heads`."""
+        """Returns rotated heads of tokens [N, D], of the cache's dtype; arguments as in `heads`."""
         size = self.operands.keys.shape[3]
         dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
         angle, other = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
