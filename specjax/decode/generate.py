@@ -22,7 +22,18 @@ __all__ = ["Generation", "generate", "run_generate"]
 
 
 class Generation(NamedTuple):
-    """What `generate` returns: fields of `DecodeState`, at the end of the loop."""
+    """The texts that `generate` returns: fields of `DecodeState` at the end of the loop.
+
+    Attributes:
+      token_ids: i32[B, L], prompts and generated tokens, then -1.
+      lengths: i32[B], how many tokens each row has.
+      logprobs: f32[B, L], log p of each generated token, 0 elsewhere.
+      origins: i8[B, L], 0 for the prompt and padding, else one of `Origin`.
+      finish: i8[B], one of `Finish`.
+      metrics: `Metrics` of all steps.
+      top_logprobs: `TopLogprobs` [B, L, ...] of the generated tokens, -1 and 0 elsewhere; None if
+        none are listed.
+    """
 
     token_ids: jax.Array
     lengths: jax.Array

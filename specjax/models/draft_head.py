@@ -165,6 +165,9 @@ def check_head(config: HeadConfig, hidden_size: int) -> None:
 
     Raises:
       ValueError: if the sizes differ.
+
+    Example:
+      >>> check_head(HeadConfig(16, 32, 4, 2, 4), hidden_size=16)
     """
     if hidden_size != config.hidden_size:
         raise ValueError(
@@ -237,6 +240,11 @@ def unrolled_hidden(
       [num_steps, B, T, E]. Entry [i, :, t] is of the proposal that begins after token t. It read
       tokens t to t + i and the target's state after token t - 1. Its logits by the target give the
       draft's distribution of token t + i + 1. Rows with t + i >= T are meaningless.
+
+    Example:
+      >>> config, states = HeadConfig(16, 32, 4, 2, 4), jnp.zeros((1, 5, 16))
+      >>> unrolled_hidden(config, build_head(config), states, states, num_steps=2).shape
+      (2, 1, 5, 16)
     """
     head = nnx.merge(_graph_def(config), nnx.State(params))
     return head.unroll(tokens, hidden, num_steps)
@@ -248,6 +256,9 @@ def build_head(config: HeadConfig, seed: int = 0) -> Any:
     Args:
       config: sizes and constants.
       seed: of the weights.
+
+    Returns:
+      Parameters as `load_head` returns them.
 
     Example:
       >>> sorted(build_head(HeadConfig(16, 32, 4, 2, 4)))

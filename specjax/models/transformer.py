@@ -119,6 +119,15 @@ def functions(
     Args:
       config: sizes and constants.
       implementation: as in `build`.
+
+    Returns:
+      The three functions.
+
+    Example:
+      >>> init_cache, apply, logits = functions(TransformerConfig(64, 16, 32, 2, 4, 2, 4))
+      >>> keys, values = init_cache(batch_size=1, max_length=8)[0]  # of the first layer
+      >>> keys.shape
+      (1, 2, 8, 4)
     """
 
     def init_cache(batch_size: int, max_length: int) -> Any:
@@ -156,6 +165,11 @@ def causal_hidden(
 
     Returns:
       What `apply` gives for these tokens on an empty cache.
+
+    Example:
+      >>> config = TransformerConfig(64, 16, 32, 2, 4, 2, 4)
+      >>> causal_hidden(config, build(config).params, jnp.array([[5, 6, 7]])).shape
+      (1, 3, 16)
     """
     return nnx.merge(_graph(config), nnx.State(params)).causal(token_ids, implementation)
 
@@ -177,6 +191,9 @@ def build(
       implementation: of a decode step, which has at most 64 rows: "xla", "triton", "interpret", an
         `Implementation`, or None. None chooses the kernels on GPUs that have them. Longer inputs
         are plain JAX.
+
+    Returns:
+      `Model` whose functions are `functions(config, implementation)`.
 
     Example:
       >>> config = TransformerConfig(64, 16, 32, 2, 4, 2, 4)

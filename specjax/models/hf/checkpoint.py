@@ -136,6 +136,15 @@ def save(
 
     Raises:
       ValueError: if no supported family has this configuration.
+
+    Example:
+      >>> import tempfile
+      >>> from specjax.models import TransformerConfig, load_tokenizer, pretrained_folder
+      >>> config = TransformerConfig(4096, 16, 32, 2, 4, 2, 4, eos_token_ids=(2,))
+      >>> folder, tokenizer = tempfile.mkdtemp(), load_tokenizer(pretrained_folder("draft"))
+      >>> save(folder, build(config).params, config, tokenizer)
+      >>> load(folder, "float32")[1] == config
+      True
     """
     path = pathlib.Path(folder)
     fields = write_fields(dataclasses.replace(config, dtype=dtype))

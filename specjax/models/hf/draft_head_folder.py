@@ -60,7 +60,10 @@ def is_head(folder: str | os.PathLike[str]) -> bool:
     """Returns whether a folder holds a draft head rather than a model.
 
     Args:
-      folder: any path; False if it has no readable config.json.
+      folder: any path.
+
+    Returns:
+      A bool; False for a folder without a readable config.json.
 
     Example:
       >>> from specjax.models import pretrained_folder
@@ -79,8 +82,16 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
     Args:
       folder: written by `save_head`.
 
+    Returns:
+      `HeadConfig` with the dtype that the file names.
+
     Raises:
       ValueError: if the file is missing, unreadable, or not a head's.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> load_head_config(pretrained_folder("head")).hidden_size
+      256
     """
     fields, source = _read_fields(folder)
     if fields.get("model_type") != _MODEL_TYPE:
@@ -158,6 +169,14 @@ def save_head(
       params: of the head.
       config: of the head; its dtype is replaced by `dtype`.
       dtype: of the tensors on disk.
+
+    Example:
+      >>> import tempfile
+      >>> from specjax.models import build_head
+      >>> config, folder = HeadConfig(16, 32, 4, 2, 4), tempfile.mkdtemp()
+      >>> save_head(folder, build_head(config), config)
+      >>> load_head(folder, "float32")[1] == config
+      True
     """
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)

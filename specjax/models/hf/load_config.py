@@ -24,6 +24,11 @@ def load_config(folder: str | os.PathLike[str]) -> TransformerConfig:
 
     Raises:
       ValueError: if a file is missing or unreadable, or asks for something unsupported.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> load_config(pretrained_folder("draft")).vocab_size
+      4096
     """
     path = find_member(folder, "config.json")
     config = read_fields(read_json_object(path, _CONTENT), str(path))

@@ -15,8 +15,16 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     Args:
       folder: a Hugging Face folder.
 
+    Returns:
+      The tokenizer.
+
     Raises:
       ValueError: if the file is missing or unreadable.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> load_tokenizer(pretrained_folder("draft")).get_vocab_size()
+      4096
     """
     path = find_member(folder, "tokenizer.json")
     data = read_small_file(path)

@@ -14,6 +14,9 @@ def pretrained_folder(role: str) -> pathlib.Path:
     Args:
       role: "target", "draft" or "head".
 
+    Returns:
+      The path of the folder.
+
     Raises:
       ValueError: if `role` is something else.
 
