@@ -5,11 +5,11 @@ the check named beside it, which other tests run on the library itself, must fai
 """
 
 import functools
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixed_noise import replace_everywhere
 from scipy import stats
 from test_edges import check_impossible_tokens_are_rejected, check_no_masked_token_at
 from test_laws import (
@@ -23,7 +23,7 @@ from test_laws import (
     make_keys,
     make_rig,
 )
-from test_rejection_sample import calm_case, check_against_oracle
+from verify_cases import check_against_oracle, sampled_case
 
 import specjax
 from specjax import Stream
@@ -136,7 +136,7 @@ def test_noise_at_the_wrong_position_is_seen_by_the_oracle(implementation):
         return verify(draft, target_logits, positions=positions + jnp.int32(1), **options)
 
     with pytest.raises(AssertionError, match="num_accepted"):
-        check_against_oracle(shifted, calm_case(1))
+        check_against_oracle(shifted, sampled_case(1))
 
 
 def test_a_wrong_ratio_is_seen_by_the_exact_identity():
@@ -151,15 +151,6 @@ def test_a_wrong_ratio_is_seen_by_the_exact_identity():
         check_accepted_plus_residual_mass(
             acceptance.accept_random, lambda target, draft: jnp.exp(target)
         )
-
-
-def replace_everywhere(monkeypatch, original, replacement):
-    """Also where a module of the library imported it by name."""
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "specjax":
-            for attribute, value in list(vars(module).items()):
-                if value is original:
-                    monkeypatch.setattr(module, attribute, replacement)
 
 
 def coin_may_be_zero(monkeypatch):

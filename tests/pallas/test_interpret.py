@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from test_ragged import ragged_case, run_ragged
-from test_rejection_sample import (
-    calm_case,
-    draw_tokens,
+from verify_cases import (
     library,
     make_keys,
     mixed_case,
     run,
+    sample_tokens,
+    sampled_case,
     with_statistics,
 )
 
@@ -71,10 +71,10 @@ def narrow_case():
 
 def random_case():
     """Every request is random and has all its drafts, one in three chosen; logits lie below 0."""
-    case, rng = calm_case(11, BATCH, K, VOCAB), np.random.default_rng(11)
+    case, rng = sampled_case(11, BATCH, K, VOCAB), np.random.default_rng(11)
     case["temperature"] = rng.choice([0.6, 1.0, 1.7], BATCH).astype(np.float32)
     case["draft_temperature"] = rng.choice([0.0, 0.8, 1.2], BATCH).astype(np.float32)
-    case["token_ids"] = draw_tokens(rng, case["draft_logits"], case["draft_temperature"])
+    case["token_ids"] = sample_tokens(rng, case["draft_logits"], case["draft_temperature"])
     case["target_logits"] -= np.float32(30)
     case["draft_logits"] -= np.float32(20)
     case["cutoff"] = rng.choice([-np.inf, -31.5], (BATCH, K + 1)).astype(np.float32)
@@ -84,7 +84,7 @@ def random_case():
 
 def greedy_case():
     """Requests that keep their argmax up to any row, in rows of several tiles."""
-    case = calm_case(10, BATCH, K, 1025)
+    case = sampled_case(10, BATCH, K, 1025)
     case["temperature"][:] = 0
     # What stands where no token is drafted.
     case["target_logits"][:, K, 0] = 50
@@ -95,7 +95,7 @@ def greedy_case():
 
 def long_case():
     """Drafts so alike their target that many of 32 are kept."""
-    case = calm_case(9, BATCH, 32, 129)
+    case = sampled_case(9, BATCH, 32, 129)
     near = case["draft_logits"] + 0.1 * case["target_logits"][:, :32]
     case["target_logits"][:, :32] = near
     return case
@@ -223,7 +223,7 @@ def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
 # The small one's way through transformations, and through a scan, is in test_transforms.
 @pytest.mark.parametrize("schedule", [False], ids=["large"], indirect=True)
 def test_vmap_and_while_loop_change_nothing(schedule):
-    cases = [calm_case(seed, 4, K, VOCAB) for seed in range(2)]
+    cases = [sampled_case(seed, 4, K, VOCAB) for seed in range(2)]
     keys = make_keys(4)
     plain = [run(library(schedule), case, keys) for case in cases]
     stacked = {name: jnp.stack([case[name] for case in cases]) for name in cases[0]}
@@ -248,7 +248,7 @@ def test_vmap_and_while_loop_change_nothing(schedule):
 def test_shards_of_a_batch_emit_what_the_batch_does(schedule):
     """Inside shard_map; its check of what varies knows nothing of Pallas' interpreter."""
     mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Auto,))
-    case = calm_case(3, 8, K, VOCAB)
+    case = sampled_case(3, 8, K, VOCAB)
     case["draft_logits"] = case["draft_logits"][case.pop("rows")]
     case = {name: jnp.asarray(value) for name, value in case.items()}
     keys = make_keys(8)

@@ -63,6 +63,10 @@ FILE = "one test per file of the package"
 MESSAGE = "a parameter is the text of an error"
 DRAWS = "fewer draws, of settings whose faults show in fewer"
 CHANGED = {
+    "test_a_token_the_draft_cannot_draw_is_rejected": (
+        "an id past the draft's vocabulary is in `test_rejection_sample.py`"
+    ),
+    "test_a_masked_token_is_never_sampled_at_either_end": "both ends are rows of one batch",
     "test_one_step_follows_the_target": DRAWS,
     "test_a_wrong_sampler_is_seen": MESSAGE,
     "test_imports_go_downhill_only": FILE,

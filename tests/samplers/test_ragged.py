@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_rejection_sample import BATCH, VOCAB, K, library, make_draft, make_keys, mixed_case, run
+from verify_cases import BATCH, VOCAB, K, library, make_draft, make_keys, mixed_case, run
 
 import specjax
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_rejection_sample import (
-    calm_case,
+from verify_cases import (
     library,
     make_draft,
     make_keys,
     mixed_case,
+    sampled_case,
     with_statistics,
 )
 
@@ -104,7 +104,7 @@ def test_an_exported_verification_comes_back(implementation):
 
 
 def test_an_exported_draft_comes_back(implementation):
-    logits = jnp.asarray(calm_case(3, BATCH, K, VOCAB)["draft_logits"][:, 0])
+    logits = jnp.asarray(sampled_case(3, BATCH, K, VOCAB)["draft_logits"][:, 0])
 
     def propose(key_data):
         draft, _ = specjax.propose(
@@ -127,7 +127,7 @@ def test_an_exported_draft_comes_back(implementation):
 
 
 def finite_case(kind):
-    case = calm_case(4, BATCH, K, VOCAB)
+    case = sampled_case(4, BATCH, K, VOCAB)
     case["cutoff"][:] = case["draft_cutoff"][:] = -30.0
     case["temperature"][::3] = 0
     case["num_tokens"] = (np.arange(BATCH) % (K + 2) - 1).astype(np.int32)
