@@ -61,7 +61,7 @@ def model_drafter(model: Model) -> Drafter:
       `Drafter` whose state is the model's cache.
 
     Example:
-      >>> from specjax.decode.markov_chain import markov_chain
+      >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
       ...     model, specjax.model_drafter(model), [[0]], [1], keys=jax.random.key(0),

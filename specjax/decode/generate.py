@@ -102,7 +102,7 @@ def generate(
         not accept sampling parameters, or an implementation that is named.
 
     Example:
-      >>> from specjax.decode.markov_chain import markov_chain
+      >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
       ...     model, specjax.ngram_drafter(), [[0]], [1], keys=jax.random.key(0),

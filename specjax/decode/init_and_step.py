@@ -66,7 +66,7 @@ def init(
       ValueError: for what `generate` refuses.
 
     Example:
-      >>> from specjax.decode.markov_chain import markov_chain
+      >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> state = specjax.init(
       ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
@@ -115,7 +115,7 @@ def step(
       ValueError: for a draft whose arrays do not fit together.
 
     Example:
-      >>> from specjax.decode.markov_chain import markov_chain
+      >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> state = specjax.init(
       ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)

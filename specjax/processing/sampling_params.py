@@ -40,7 +40,7 @@ class SamplingParams(NamedTuple):
         the end with -1. A sequence may begin in the prompt; see `bad_words_array`.
 
     Example:
-      >>> from specjax.decode.markov_chain import markov_chain
+      >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
       ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=4,

@@ -16,13 +16,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import specjax
 from specjax import Draft
-from specjax.decode.markov_chain import markov_chain
 from specjax.implementation import (
     DeviceFacts,
     Implementation,
     resolve_implementation,
     visible_devices,
 )
+from specjax.markov_chain import markov_chain
 from specjax.models import TransformerConfig, build
 from specjax.models.choose_step import run_layer
 from specjax.models.layers import Layer

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import specjax
 from specjax import models
-from specjax.decode.markov_chain import markov_chain
+from specjax.markov_chain import markov_chain
 
 pytestmark = pytest.mark.once
 

@@ -19,7 +19,7 @@ NO_CODE = ("pallas.__init__", "pallas.kernel_config", "models.pallas.__init__")
 LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
     *("core.truncation", "samplers.verify_xla", "samplers.next_token_xla"),
-    *(f"decode.{name}" for name in ("drafts", "propose", "drafters", "loop", "commit")),
+    *(f"decode.{name}" for name in ("gather_drafts", "propose", "drafters", "loop", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
     *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla")),
     "acceptance_rates",

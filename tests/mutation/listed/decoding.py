@@ -5,7 +5,7 @@ from .tests import acceptance_rates, decode, drafts, metrics, processing, tokens
 
 __all__ = ["MUTATIONS"]
 
-_DRAFTS = "specjax.decode.drafts."
+_DRAFTS = "specjax.decode.gather_drafts."
 _LOOP = "specjax.decode.loop."
 _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"

@@ -20,7 +20,7 @@ def markov_chain(probs: Any) -> Model:
       `Model` with the log-probabilities as parameters and an empty cache.
 
     Example:
-      >>> from specjax.decode.markov_chain import markov_chain
+      >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.0, 1.0], [1.0, 0.0]])
       >>> output = specjax.generate(
       ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3)
