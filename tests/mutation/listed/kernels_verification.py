@@ -412,7 +412,7 @@ MUTATIONS = (
         f"{_PALLAS}verify.verify_rows",
         "Plan(size, options,",
         'Plan(size, CallOptions("float32", options.implementation, options.num_drafts),',
-        _large("float64 noise"),
+        _large("float64 noise, a draft of fewer tokens"),
         "noise is float32 whatever is asked",
     ),
 )
