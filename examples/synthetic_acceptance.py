@@ -6,6 +6,7 @@ The acceptance is given, so the weights may be random: only their shapes cost ti
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=6, help="of the target")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -97,7 +99,8 @@ def main() -> None:
         "\nWhat an acceptance is worth, in generate, with a target and a draft of random weights:"
     )
     print("asked for  tokens per step  steps  ms per token")
-    pair = build(TARGET), build(DRAFT, seed=1)
+    target = dataclasses.replace(TARGET, num_hidden_layers=args.layers)
+    pair = build(target), build(DRAFT, seed=1)
     # One compilation serves all: the rates are data.
     for length in (1.0, 2.0, 3.0, 4.0, 5.0):
         per_step, per_token, steps = timed(pair, length, args)

@@ -50,7 +50,7 @@ DRAFT = dataclasses.replace(
     rope_scaling=RopeScaling("llama3", 32.0),
     tie_word_embeddings=True,
 )
-SMALL = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+SMALL = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
 K, LENGTH = 5, 3.7
 
 

@@ -77,10 +77,12 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _use_own_compilation_cache(tmp_path, monkeypatch):
+def _use_own_environment(tmp_path, monkeypatch):
     for name in ("NO_COLOR", "TERM", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    # The cache of the tests, or one that is empty: never the user's.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
 
 
 def run_json(capsys, pair, *options):
@@ -201,7 +203,8 @@ SAMPLING += ["--frequency-penalty", "0.1", "--presence-penalty", "-0.1", "--logp
 
 @pytest.mark.once
 def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pair):
-    options = ("--no-baseline", *SAMPLING)
+    # Prompt lookup compiles fastest. That drafts change nothing is a matter of tests/decode.
+    options = ("--no-baseline", *SAMPLING, "--draft", "ngram")
     report = run_json(capsys, pair, *options)
     tokens = report["logprobs"]
     assert [token["token_id"] for token in tokens] == report["token_ids"]
@@ -215,12 +218,12 @@ def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pai
     first = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]
     greedy = run_json(capsys, pair, *options, "--temperature", "0")["token_ids"]
     assert first == greedy != report["token_ids"]
-    assert run_json(capsys, pair, "--no-baseline")["logprobs"] is None
+    assert run_json(capsys, pair, "--no-baseline", "--draft", "none")["logprobs"] is None
 
 
 @pytest.mark.once
 def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
-    assert run_generate(pair, "--no-baseline", *SAMPLING) == 0
+    assert run_generate(pair, "--no-baseline", *SAMPLING, "--draft", "none") == 0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("token "))
@@ -314,7 +317,7 @@ def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
 def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "specjax", "generate", "-", "--target", pair[0]]
-        + ["--no-baseline", *SHORT],
+        + ["--draft", pair[1], "--no-baseline", *SHORT],
         input=PROMPT.encode(),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},

@@ -31,9 +31,9 @@ from specjax.cli.sweep_report import conclusion, report_tables
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
+# One set of sizes for all: a sweep compiles eight programs.
 SMALL = ["--max-speculative-tokens", "2", "--context", "16", "--max-new-tokens", "12"]
-SMALL += ["--steps", "3", "--rounds", "2"]
-SMALLER = [*SMALL, "--max-speculative-tokens", "1"]
+SMALL += ["--steps", "3", "--rounds", "2", "--batch-size", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,10 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _use_own_compilation_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+def _use_own_environment(tmp_path, monkeypatch):
+    # The cache of the tests, or one that is empty: never the user's.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
 
 
 # What is predicted and chosen --------------------------------------------------------------------
@@ -158,7 +160,7 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
     out = tmp_path / "sweep.png"
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("a b ab")
-    options = [*pair, *SMALL, "--batch-size", "2", "--prompt-file", str(prompt), "--json"]
+    options = [*pair, *SMALL, "--prompt-file", str(prompt), "--json"]
     assert main(["sweep", "ab ac ab", *options, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert not captured.err
@@ -208,8 +210,6 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
 
 def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
     options = ["--target", pair[1], "--draft", pair[1], *SMALL, "--json", "--temperature", "0"]
-    # As above, and so compiled already.
-    options += ["--batch-size", "2"]
     assert main(["sweep", "ab", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["acceptance"]["rates"] == [1.0, 1.0]
@@ -292,9 +292,9 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(capsys
     assert "--out needs matplotlib" in capsys.readouterr().err
 
 
-def test_logits_that_turn_invalid_are_a_sentence(capsys, tmp_path):
+def test_logits_that_turn_invalid_are_a_sentence(capsys, pair, tmp_path):
     broken = write_model(tmp_path / "broken", TARGET, 0, scale=float("nan"))
-    assert main(["sweep", "ab", "--target", broken, *SMALLER]) == 1
+    assert main(["sweep", "ab", *pair, "--target", broken, *SMALL]) == 1
     assert capsys.readouterr() == ("", "specjax: the target's logits turned invalid.\n")
 
 
@@ -352,7 +352,7 @@ def test_a_plot_that_fails_takes_neither_the_measurement_nor_the_old_plot(
         monkeypatch.setattr(Figure, "savefig", fills)
         out.parent.mkdir()
         out.write_bytes(b"old")
-        assert main(["sweep", "ab", *pair, *SMALLER, "--json", "--out", str(out)]) == 1
+        assert main(["sweep", "ab", *pair, *SMALL, "--json", "--out", str(out)]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["best"]
     sentence = f"specjax: --out {out} cannot be written: {os.strerror(errno.EFBIG)}.\n"

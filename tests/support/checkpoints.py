@@ -1,4 +1,4 @@
-"""Random checkpoints, as small as the README's are large, where its commands look for them."""
+"""Random checkpoints, small ones, where the commands of docs/usage.md look for them."""
 
 import dataclasses
 
@@ -22,13 +22,19 @@ DRAFT = dataclasses.replace(TARGET, vocab_size=4096, hidden_size=16)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
+def write_checkpoint(path, config, seed=0):
+    """Writes a model with the tokenizer and a template; its texts are not one token repeated."""
+    params = jax.tree.map(lambda a: a * jnp.asarray(2, a.dtype), build(config, seed=seed).params)
+    save(path, params, config, load_tokenizer(pretrained_folder("target")))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
 def write_checkpoints(folder):
-    """Writes a Qwen and its small sibling under the names that the README gives them."""
-    tokenizer = load_tokenizer(pretrained_folder("target"))
+    """Writes a Qwen and its small sibling under the names that docs/usage.md gives them.
+
+    The models are unrelated but their distributions flat: about half of the drafted tokens are
+    accepted.
+    """
     for name, config in (("Qwen2.5-7B-Instruct", TARGET), ("Qwen2.5-0.5B-Instruct", DRAFT)):
-        # Weights are scaled up, so that texts are not one token repeated. The models are unrelated
-        # but their distributions flat: about half of the drafted tokens are accepted.
-        params = jax.tree.map(lambda a: a * jnp.asarray(2, a.dtype), build(config, seed=0).params)
-        path = folder / "path" / "to" / name
-        save(path, params, config, tokenizer)
-        (path / "chat_template.jinja").write_text(TEMPLATE)
+        write_checkpoint(folder / "path" / "to" / name, config)
