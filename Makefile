@@ -1,8 +1,8 @@
 # make demo, make test and make lint prepare their environment themselves, once, in $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-# A file stays on one worker: its tests share compilations.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# A file stays on one worker: its tests share compilations. conftest.py names the longest files.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 PIP = $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 
 # What `make parity` compares logits with. PyPI's torch for Linux brings gigabytes of CUDA; the build

@@ -78,3 +78,42 @@ def _kept_compilations():
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield
+
+
+# Files of tests by their seconds, longest first. If one began last, the other workers
+# would wait for it; files of a few seconds, and docstrings, fill what is left.
+_LONGEST_FILES = (
+    "tests/pallas/test_interpret.py",
+    "tests/pallas/test_lowering.py",
+    "tests/decode/test_generate.py",
+    "tests/models/test_decode_step.py",
+    "tests/processing/test_cutoff.py",
+    "tests/decode/test_sampling_params.py",
+    "tests/laws/test_sampling_laws.py",
+    "tests/laws/test_mutants.py",
+    "tests/repo/test_frozen.py",
+    "tests/laws/test_laws.py",
+    "tests/samplers/test_rejection_sample.py",
+    "tests/samplers/test_transforms.py",
+    "tests/samplers/test_gumbel_sample.py",
+    "tests/samplers/test_edges.py",
+    "tests/repo/test_examples.py",
+    "tests/models/test_parity.py",
+    "tests/models/test_draft_head.py",
+    "tests/cli/test_command.py",
+    "tests/repo/test_readme.py",
+    "tests/repo/test_benchmarks.py",
+    "tests/repo/test_house.py",
+    "tests/cli/test_sweep.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Sorts the longest files first where workers share them: `--dist loadfile` keeps this order."""
+    if not hasattr(config, "workerinput"):
+        return
+    absent = [file for file in _LONGEST_FILES if not (config.rootpath / file).exists()]
+    assert not absent, f"conftest.py names {absent} among the longest files of tests."
+    rank = {file: number for number, file in enumerate(_LONGEST_FILES)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
