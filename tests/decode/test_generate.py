@@ -179,6 +179,7 @@ def test_a_request_that_ends_changes_no_other(drafter):
     np.testing.assert_array_equal(free.lengths, [len(row) + 24 for row in PROMPTS])
 
 
+@pytest.mark.once
 def test_a_drafter_without_counts_keeps_no_request_from_ending():
     """`Draft.num_tokens` None, as `propose` leaves it, is cut to the tokens that are left."""
     inner = DRAFTERS["model"]
@@ -193,6 +194,7 @@ def test_a_drafter_without_counts_keeps_no_request_from_ending():
     np.testing.assert_array_equal(whole.finish, ended.finish)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("count_given", [-1, -7, 0])
 def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(count_given):
     """At every other position."""
@@ -213,6 +215,7 @@ def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(cou
     assert np.all(drafted[:, 0] < steps)
 
 
+@pytest.mark.once
 def test_a_drafter_may_count_fewer_tokens_than_it_returns():
     """Counts 0, 1, 2 and 3 of three ids: no id after them is verified."""
     inner = DRAFTERS["model"]
@@ -390,6 +393,7 @@ def count_again(output, rows, k, room):
     return (steps, lengths - [len(row) + 1 for row in rows], drafted, accepted), judged
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("invalid_past_the_end", [False, True])
 def test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence(invalid_past_the_end):
     rows = [PROMPTS[b % 4][:2] + [b // 4 % 3] for b in range(48)]

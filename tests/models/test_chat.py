@@ -161,6 +161,7 @@ def test_a_folder_that_does_not_chat_is_refused(capsys, monkeypatch):
     assert "has no chat template" in generate(capsys, "hello", "--chat")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", [12, 24])
 def test_a_draft_may_have_a_head_padded_to_another_size(capsys, tmp_path, target, size):
     draft = write_model(tmp_path / "draft", size, 1)

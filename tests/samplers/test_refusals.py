@@ -69,6 +69,7 @@ def test_no_requests_give_an_empty_verification():
     assert none.num_emitted.shape == (0,)
 
 
+@pytest.mark.once
 def test_rows_far_from_zero_keep_their_law():
     """At temperature 1e-4 logits of 50 are a logsumexp of 5e5, which float32 says to 0.03."""
     size, temperature = 40_000, 1e-4

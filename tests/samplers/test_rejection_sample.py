@@ -91,6 +91,7 @@ def test_synthetic_batches_follow_their_rates_and_the_ordinary_residual(shared, 
     check_every_length_is_accepted(ours, K)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("vocab_size", "draft_vocab", "k"), [(300, 200, 3), (5, 420, 2), (1, 1, 2), (1025, 1024, 1)]
 )

@@ -7,6 +7,8 @@ import oracle
 import pytest
 from scipy import stats
 
+pytestmark = pytest.mark.once
+
 
 def random_rows(rng, *shape):
     p = rng.dirichlet(np.full(shape[-1], 0.5), size=shape[:-1])
