@@ -1,5 +1,7 @@
 """The decode loop: speculation changes the time, not the text."""
 
+import functools
+
 import bigrams
 import chex
 import jax
@@ -87,56 +89,60 @@ def chi_square(counts, probs):
     return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
 
 
+NUM_SAMPLED, NUM_JOINT, HOT = 40_000, 4, 0.8
+SMALL_TARGET, SMALL_DRAFT = TARGET[:3, :3, :3], DRAFT[:3, :3, :3]
+
+
+@functools.cache
+def sampled(drafter, k):
+    """Many texts of four tokens after [1, 2], over three tokens."""
+    small = specjax.model_drafter(bigrams.model(SMALL_DRAFT))
+    return run(
+        small if drafter == "model" else DRAFTERS[drafter],
+        [[1, 2]] * NUM_SAMPLED,
+        k=k,
+        max_new_tokens=NUM_JOINT,
+        target=SMALL_TARGET,
+        temperature=HOT,
+    )
+
+
 @pytest.mark.once
-@pytest.mark.optimised
 @pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
 def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
-    size, num_tokens, prompt = 60_000, 4, [1, 2]
-    table = TARGET[:3, :3, :3]
-    proposer = specjax.model_drafter(bigrams.model(DRAFT[:3, :3, :3]))
-    output = run(
-        proposer if drafter == "model" else DRAFTERS["ngram"],
-        [prompt] * size,
-        k=k,
-        max_new_tokens=num_tokens,
-        target=table,
-        temperature=0.8,
-    )
-    new = np.asarray(output.token_ids)[:, len(prompt) : len(prompt) + num_tokens]
-    counts = np.zeros((3,) * num_tokens)
+    new = np.asarray(sampled(drafter, k).token_ids)[:, 2 : 2 + NUM_JOINT]
+    counts = np.zeros((3,) * NUM_JOINT)
     np.add.at(counts, tuple(new.T), 1)
-    probs = bigrams.law(table, prompt, num_tokens, temperature=0.8)
+    probs = bigrams.joint_probs(SMALL_TARGET, [1, 2], NUM_JOINT, temperature=HOT)
     z = chi_square(counts, probs)
     assert abs(z) < 5, z
     # A token 10 % too likely at every position would stand far out at this size.
     wrong = probs * 1.1 ** (np.indices(probs.shape) == 0).sum(0)
     wrong /= wrong.sum()
-    assert size * ((wrong - probs) ** 2 / probs).sum() / np.sqrt(2 * probs.size - 2) > 20
+    assert NUM_SAMPLED * ((wrong - probs) ** 2 / probs).sum() / np.sqrt(2 * probs.size - 2) > 15
 
 
 @pytest.mark.once
-@pytest.mark.optimised
 def test_acceptance_per_position_is_the_mean_overlap_of_p_and_q():
     """A q that is lost leaves the output exact and shows here alone."""
-    size, k, prompt = 40_000, 2, [1, 2]
-    output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=1 + k + 1, temperature=1.0)
-    p, q = bigrams.probs(TARGET), bigrams.probs(DRAFT)
-    overlap = np.minimum(p, q).sum(-1)
+    output = sampled("model", 3)
+    p, q = bigrams.probs(SMALL_TARGET, HOT), bigrams.probs(SMALL_DRAFT, HOT)
+    kept = np.minimum(p, q)
+    overlap = kept.sum(-1)
     first = p[1, 2]
-    by_first = overlap[2]
-    accepted_0 = (first * by_first).sum()
-    kept = np.minimum(p, q)[2]
-    accepted_1 = sum(first[a] * kept[a, b] * overlap[a, b] for a in range(V) for b in range(V))
-    metrics = output.metrics
+    accepted = [first @ overlap[2], first @ (kept[2] * overlap).sum(-1)]
     # The first speculative step of each request: later ones have fewer drafts left.
-    num_first = np.asarray(metrics.num_drafted)[:, 1]
-    np.testing.assert_array_equal(num_first, 1)
-    second = np.asarray(metrics.num_accepted)[:, 1].mean()
-    assert abs(second - accepted_1) < 4.5 * np.sqrt(accepted_1 * (1 - accepted_1) / size)
+    metrics = output.metrics
+    np.testing.assert_array_equal(np.asarray(metrics.num_drafted)[:, 1], 1)
+    np.testing.assert_array_equal(np.asarray(metrics.num_drafted)[:, 2], 0)
+    rates = [
+        (np.asarray(output.origins)[:, 3] == Origin.ACCEPTED).mean(),
+        np.asarray(metrics.num_accepted)[:, 1].mean(),
+    ]
+    for rate, want in zip(rates, accepted, strict=True):
+        assert abs(rate - want) < 4.5 * np.sqrt(want * (1 - want) / NUM_SAMPLED)
     # Without q the first position would be accepted with probability sum p q, far below.
-    first_rate = (np.asarray(output.origins)[:, len(prompt) + 1] == Origin.ACCEPTED).mean()
-    assert abs(first_rate - accepted_0) < 4.5 * np.sqrt(accepted_0 * (1 - accepted_0) / size)
-    assert (first[:, None] * (p * q)[2]).sum() < accepted_0 - 0.1
+    assert (first[:, None] * (p * q)[2]).sum() < accepted[0] - 0.1
 
 
 @pytest.mark.once
@@ -157,9 +163,20 @@ def test_tokens_do_not_depend_on_the_order_or_the_other_requests_of_a_batch(draf
         proposer, [PROMPTS[i] for i in order], temperature=temperature[order], keys=keys[order]
     )
     assert texts(turned) == [together[i] for i in order]
+    # Among others of other keys, in a batch of the size that is compiled already; for one drafter
+    # alone, too.
+    others = bigrams.keys(4, 1)
     for b, row in enumerate(PROMPTS):
-        alone = run(proposer, [row], temperature=temperature[b : b + 1], keys=keys[b : b + 1])
-        assert texts(alone) == together[b : b + 1]
+        among = run(
+            proposer,
+            [row if i == b else PROMPTS[i - 1] for i in range(4)],
+            temperature=np.where(np.arange(4) == b, temperature, np.roll(temperature, 1)),
+            keys=others.at[b].set(keys[b]),
+        )
+        assert texts(among)[b] == together[b]
+        if drafter == "model":
+            alone = run(proposer, [row], temperature=temperature[b : b + 1], keys=keys[b : b + 1])
+            assert texts(alone) == together[b : b + 1]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -194,19 +211,34 @@ def test_a_drafter_without_counts_keeps_no_request_from_ending():
     np.testing.assert_array_equal(whole.finish, ended.finish)
 
 
+def init_counted(params, *prompt):
+    return DRAFTERS["model"].init(params[0], *prompt)
+
+
+def propose_counted(params, *arguments, positions, **options):
+    """The model's drafts, counted as the requests' even and odd positions are given."""
+    inner, even, odd = params
+    draft, state = DRAFTERS["model"].propose(inner, *arguments, positions=positions, **options)
+    return draft._replace(num_tokens=jnp.where(positions % 2 == 0, even, odd)), state
+
+
+def counted(even, odd):
+    """A drafter that counts so many tokens for each request, as data."""
+    return specjax.Drafter(
+        (DRAFTERS["model"].params, i32(even), i32(odd)), init_counted, propose_counted
+    )
+
+
+def i32(values):
+    return jnp.asarray(values, jnp.int32)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("count_given", [-1, -7, 0])
 def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(count_given):
     """At every other position."""
-    inner = DRAFTERS["model"]
-
-    def propose(*arguments, positions, **options):
-        draft, state = inner.propose(*arguments, positions=positions, **options)
-        rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
-        count = jnp.where((positions + rows) % 2 == 0, count_given, 3)
-        return draft._replace(num_tokens=count), state
-
-    output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
+    given = [count_given, 3] * 2
+    output = run(counted(given, given[::-1]), temperature=0.0)
     plain = run(None, temperature=0.0)
     assert texts(output) == texts(plain)
     np.testing.assert_array_equal(output.finish, Finish.LENGTH)
@@ -218,13 +250,7 @@ def test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request(cou
 @pytest.mark.once
 def test_a_drafter_may_count_fewer_tokens_than_it_returns():
     """Counts 0, 1, 2 and 3 of three ids: no id after them is verified."""
-    inner = DRAFTERS["model"]
-
-    def propose(*arguments, **options):
-        draft, state = inner.propose(*arguments, **options)
-        return draft._replace(num_tokens=jnp.arange(4, dtype=jnp.int32)), state
-
-    output = run(specjax.Drafter(inner.params, inner.init, propose), temperature=0.0)
+    output = run(counted(np.arange(4), np.arange(4)), temperature=0.0)
     drafted = np.asarray(output.metrics.num_drafted) > 0
     np.testing.assert_array_equal(drafted, np.arange(3)[None] < np.arange(4)[:, None])
     assert texts(output) == texts(run(None, temperature=0.0))
@@ -393,17 +419,21 @@ def count_again(output, rows, k, room):
     return (steps, lengths - [len(row) + 1 for row in rows], drafted, accepted), judged
 
 
+# As many as the sampling test needs: one program.
+NUM_ENDING = 2_000
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("invalid_past_the_end", [False, True])
 def test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence(invalid_past_the_end):
-    rows = [PROMPTS[b % 4][:2] + [b // 4 % 3] for b in range(48)]
+    rows = [PROMPTS[b % 4][:2] + [b // 4 % 3] for b in range(NUM_ENDING)]
     table = TARGET.copy()
     if invalid_past_the_end:
         table[:, 3] = np.nan
-    options = dict(target=table, eos_token_ids=(3,), temperature=0.5)
+    options = dict(target=table, max_new_tokens=12, eos_token_ids=(3, 99), temperature=0.5)
     output = run(DRAFTERS["model"], rows, **options)
-    counted, judged = count_again(output, rows, 3, 24)
-    for ours, theirs in zip(output.metrics, counted, strict=True):
+    counts, judged = count_again(output, rows, 3, 12)
+    for ours, theirs in zip(output.metrics, counts, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     ids, ends = np.asarray(output.token_ids), np.asarray(output.finish) == Finish.END_OF_SEQUENCE
     assert ends.sum() > 20
@@ -414,10 +444,9 @@ def test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence(invalid_pa
 
 
 @pytest.mark.once
-@pytest.mark.optimised
 def test_acceptance_is_the_mean_overlap_where_texts_end():
     """Each position counts that was reached before the end, the end among them."""
-    size, k, prompt = 4_000, 3, [1, 2]
+    size, k, prompt = NUM_ENDING, 3, [1, 2]
     output = run(DRAFTERS["model"], [prompt] * size, k=k, max_new_tokens=12, eos_token_ids=(0, 3))
     _, judged = count_again(output, [prompt] * size, k, 12)
     b, i, place = np.array(judged).T
@@ -437,52 +466,45 @@ def test_acceptance_is_the_mean_overlap_where_texts_end():
 
 def test_the_logprobs_are_those_of_the_target():
     output = run(DRAFTERS["model"], temperature=0.6)
-    p = bigrams.probs(TARGET, 0.6)
+    p, logprobs = bigrams.probs(TARGET, 0.6), np.asarray(output.logprobs)
     for b, row in enumerate(PROMPTS):
         past = [0, *texts(output)[b]]
         for i in range(len(row), len(past) - 1):
             want = np.log(p[past[i - 1], past[i], past[i + 1]])
-            assert abs(float(output.logprobs[b, i]) - want) < 1e-5
+            assert abs(logprobs[b, i] - want) < 1e-5
+
+
+def synthetic(seed=0, temperature=1.0, eos=99, table=TARGET, **acceptance):
+    """What `generate` returns, of arguments that it is given as they are."""
+    ids, lengths = bigrams.prompts([[1, 2]] * 64)
+    return generate(
+        bigrams.model(table),
+        DRAFTERS["model"],
+        (ids + seed) % V,
+        lengths,
+        keys=bigrams.keys(64, seed),
+        temperature=temperature,
+        eos_token_ids=(eos,),
+        max_new_tokens=400,
+        config=SpeculativeConfig(
+            num_speculative_tokens=4, rejection_sample_method="synthetic", **acceptance
+        ),
+    )
 
 
 @pytest.mark.once
 def test_synthetic_acceptance_has_the_length_asked_for():
-    config = SpeculativeConfig(
-        num_speculative_tokens=4,
-        rejection_sample_method="synthetic",
-        synthetic_acceptance_length=2.5,
-    )
-    output = run(DRAFTERS["model"], [[1, 2]] * 64, max_new_tokens=400, config=config)
+    output = synthetic(synthetic_acceptance_length=2.5)
     steps = float(np.asarray(output.metrics.num_steps).sum())
     # A step emits 2 or 3 tokens, half and half: standard deviation 1 / 2.
     assert abs(float(output.metrics.mean_acceptance_length) - 2.5) < 5 * 0.5 / np.sqrt(steps) + 0.01
 
 
 def test_values_never_recompile():
-    ids, lengths = bigrams.prompts(PROMPTS)
-    drafter = DRAFTERS["model"]
-
-    def call(seed, temperature, eos, rate, table=TARGET):
-        generate(
-            bigrams.model(table),
-            drafter,
-            (ids + seed) % V,
-            lengths,
-            keys=bigrams.keys(4, seed),
-            temperature=temperature,
-            eos_token_ids=(eos,),
-            max_new_tokens=9,
-            config=SpeculativeConfig(
-                num_speculative_tokens=2,
-                rejection_sample_method="synthetic",
-                synthetic_acceptance_rate=rate,
-            ),
-        )
-
-    call(0, 1.0, 3, 0.5)
+    synthetic(0, 1.0, 3, synthetic_acceptance_rate=0.5)
     compiled = run_generate._cache_size()
-    call(1, 0.3, 1, 0.7)
-    call(2, 2, 2, 0.1, DRAFT)
+    synthetic(1, 0.3, 1, synthetic_acceptance_rate=0.7)
+    synthetic(2, 2, 2, DRAFT, synthetic_acceptance_rate=0.1)
     assert run_generate._cache_size() == compiled
 
 

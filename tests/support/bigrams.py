@@ -1,7 +1,7 @@
-"""Models on a tiny vocabulary whose law of any continuation can be enumerated.
+"""Models on a tiny vocabulary whose distribution of any continuation can be enumerated.
 
 The next token depends on the last two; the one before the last is read from a cache by
-position, so that a stale or missing cache entry changes the law.
+position, so that a stale or missing cache entry changes the distribution.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def probs(table, temperature=1.0):
     return weights / weights.sum(-1, keepdims=True)
 
 
-def law(table, prompt, num_tokens, temperature=1.0):
+def joint_probs(table, prompt, num_tokens, temperature=1.0):
     """Probability of every continuation: f64[V, ..., V], one axis per token."""
     p = probs(np.asarray(table, np.float64), temperature)
     vocab_size = p.shape[-1]

@@ -18,7 +18,7 @@ def process(
     allowed=None,
     bad_words=(),
 ):
-    """One row of logits behind its prompt and what was generated, drafted tokens included."""
+    """One row of logits after its prompt and what was generated, drafted tokens included."""
     x = np.asarray(row).astype(np.float64)
     if bias is not None:
         x = x + np.asarray(bias, np.float64)
