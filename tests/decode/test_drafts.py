@@ -127,9 +127,17 @@ def test_the_logits_are_those_of_the_cache_and_no_copy():
     assert all(given not in equation.invars for equation in jaxpr.eqns)
 
 
-def verify(draft, target_logits, keys, positions, **options):
-    options = {"temperature": draft.temperature} | options
-    return specjax.rejection_sample(draft, target_logits, keys=keys, positions=positions, **options)
+def verify(draft, target_logits, keys, positions, temperature=None):
+    """Verified at the draft's temperatures, or at others: arrays, so that tests share programs."""
+    size = draft.token_ids.shape[0]
+    temperature = draft.temperature if temperature is None else temperature
+    return specjax.rejection_sample(
+        draft,
+        target_logits,
+        keys=keys,
+        positions=jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (size,)),
+        temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (size,)),
+    )
 
 
 # As its users run it.
@@ -145,8 +153,9 @@ def test_gathered_drafts_are_verified_as_they_are_in_place(one_hot):
         cache = Draft(cache.token_ids, num_tokens=cache.num_tokens)
     whole = verify(cache, target_logits, keys, positions, temperature=temperature)
     assert len(set(whole.num_accepted.tolist())) > 1
-    order = np.array([5, 0, 2, 1, 4, 3, 1])
-    draft = specjax.gather_drafts(cache, IDS, IDS[order], jnp.full(7, K, jnp.int32))
+    # One request is left out, another comes twice.
+    order = np.array([5, 0, 2, 1, 4, 1])
+    draft = specjax.gather_drafts(cache, IDS, IDS[order], jnp.full(SLOTS, K, jnp.int32))
     again = verify(
         draft,
         target_logits[order],
@@ -229,10 +238,10 @@ def test_probabilities_are_verified_as_their_logits():
 
 
 def test_a_token_of_probability_zero_is_rejected_and_its_residual_is_the_target_elsewhere():
-    size = 256
-    probs = jnp.tile(jnp.array([0.0, 0.5, 0.5], jnp.float32), (size, 1, 1))
-    draft = specjax.draft_from_probs(jnp.zeros((size, 1), jnp.int32), probs)
-    target_logits = jnp.zeros((size, 2, 3), jnp.float32)
+    size = 512
+    probs = jnp.zeros((size, K, DRAFT_VOCAB), jnp.float32).at[..., 1:3].set(0.5)
+    draft = specjax.draft_from_probs(jnp.zeros((size, K), jnp.int32), probs)
+    target_logits = jnp.full((size, K + 1, VOCAB), -jnp.inf, jnp.float32).at[..., :3].set(0.0)
     ours = verify(draft, target_logits, make_keys(size), 0)
     assert ours.num_accepted.tolist() == [0] * size
     # p - q is positive at token 0 alone.
