@@ -110,7 +110,7 @@ _LONGEST_FILES = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Sorts the longest files first where workers share them: `--dist loadfile` keeps this order."""
+    """Sorts the longest files first where workers share them; `--dist loadfile` keeps the order."""
     if not hasattr(config, "workerinput"):
         return
     absent = [file for file in _LONGEST_FILES if not (config.rootpath / file).exists()]

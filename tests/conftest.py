@@ -10,7 +10,7 @@ from machine import has_gpu
 
 _HERE = pathlib.Path(__file__).parent
 _MODELS = _HERE / "models"
-# Where laws are drawn a hundred thousand times, Pallas' interpreter would take the day.
+# Where distributions are sampled a hundred thousand times, Pallas' interpreter would take the day.
 _TOO_LONG_TO_INTERPRET = ("test_laws.py", "test_mutants.py")
 # `make gpu-test` sets the first: then no GPU is a failure. With the second the GPU's tests run at a
 # reduced size in Pallas' interpreter, so that they can be written where there is no GPU.
@@ -20,7 +20,7 @@ _REHEARSAL = "SPECJAX_GPU_REHEARSAL" in os.environ
 
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
-    """Mixed dtypes and ranks are errors, but for what is marked `lenient` or stands in models/."""
+    """Mixed dtypes and ranks are errors, except under the mark `lenient` and in models/."""
     if request.node.get_closest_marker("lenient") or _MODELS in request.path.parents:
         yield
         return
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_generate_tests(metafunc):
-    """Each implementation of the samplers that this machine can run, to whoever asks for one."""
+    """Parametrizes `implementation` with each one that this machine can run."""
     if "implementation" not in metafunc.fixturenames:
         return
     names = ["xla"]

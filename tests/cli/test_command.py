@@ -129,7 +129,7 @@ def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
     assert PROMPT + report["text"] == tokenizer.decode(prompt + ids)
     assert report["num_prompt_tokens"] == len(prompt)
     assert report["finish"] == ("end_of_sequence" if ids[-1] == 0 else "length")
-    # The first token comes of the prompt alone, and is in no step.
+    # The first token is sampled from the prompt's logits, in no step.
     assert len(ids) - 1 <= metrics["num_emitted"] <= len(ids) + 1
     drafted, accepted = metrics["num_drafted"], metrics["num_accepted"]
     assert metrics["num_emitted"] == metrics["num_steps"] + sum(accepted)
@@ -212,7 +212,7 @@ def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pai
     for token in tokens:
         top = token["top"]
         assert top[0]["logprob"] >= top[1]["logprob"]
-        # Of the model's own law: the penalties may put another first, and never the third.
+        # Ranks in the model's own distribution: penalties may choose the second, not the third.
         assert (token["rank"] == 1) == (token["logprob"] == top[0]["logprob"])
     # One token left to draw is the greedy choice, whatever the temperature.
     first = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]

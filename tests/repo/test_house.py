@@ -22,7 +22,7 @@ pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "specjax"
 
-# From the ground up. A room imports what stands on lower floors; rooms of one floor do not import
+# From the ground up. A room imports rooms of lower floors; rooms of one floor do not import
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
     ("draft", "verification", "sample", "model"),
