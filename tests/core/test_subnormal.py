@@ -125,7 +125,7 @@ def test_verification_takes_subnormal_logits_for_zero(synthetic, copies, impleme
 
 
 @pytest.mark.usefixtures("unflushed")
-def test_a_drawn_draft_of_subnormal_logits_has_the_probability_of_zeros(implementation):
+def test_a_sampled_draft_of_subnormal_logits_has_the_probability_of_zeros(implementation):
     """The drafted token's own check, the draft's cutoff and the residual."""
     draft_row, target_row = row(_7=-4e-42, _150=4e-42), row(_150=-4e-42, _260=0.0)
     step = specjax.rejection_sample(

@@ -232,7 +232,7 @@ def test_probabilities_are_verified_as_their_logits():
     for b in range(8):
         np.testing.assert_allclose(
             np.exp(oracle.log_softmax(np.asarray(draft.logits[b, 0]))),
-            oracle.target_law(logits[b, 0]),
+            oracle.target_probs(logits[b, 0]),
             atol=1e-6,
         )
 

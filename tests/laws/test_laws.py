@@ -1,8 +1,8 @@
-"""Speculation changes nothing but the speed: exact identities first, then luck.
+"""Speculation changes nothing but the speed: an exact identity first, then sampled tests.
 
-Every check takes a `Rig`, the functions it judges, so that `test_mutants` can show it
-failing on a wrong one; every statistical check first computes that it would see the
-smallest fault it is there for, a ratio that is 5 % too large.
+Every check takes the `Samplers` that it judges, so that `test_mutants` can show it failing on
+wrong ones. A statistical check first computes that it would see the smallest fault it is for: a
+ratio that is 5 % too large.
 """
 
 import functools
@@ -30,16 +30,16 @@ ALPHA = 1e-6
 NUM_REQUESTS = 10_000
 
 
-class Rig(NamedTuple):
-    """What the checks call."""
+class Samplers(NamedTuple):
+    """The functions that a check calls."""
 
     sample: Callable[..., Any]
     verify: Callable[..., Any]
     conditional_rates: Callable[..., Any]
 
 
-def make_rig(implementation):
-    return Rig(
+def library_samplers(implementation):
+    return Samplers(
         functools.partial(specjax.gumbel_sample, implementation=implementation),
         functools.partial(specjax.rejection_sample, implementation=implementation),
         specjax.conditional_rates,
@@ -55,24 +55,24 @@ class Setting(NamedTuple):
     cutoff: float = -np.inf
     draft_cutoff: float = -np.inf
 
-    def target_law(self, prefix):
-        return oracle.target_law(self.target[len(prefix)], self.temperature, self.cutoff)
+    def target_probs(self, prefix):
+        return oracle.target_probs(self.target[len(prefix)], self.temperature, self.cutoff)
 
-    def draft_law(self, prefix):
+    def draft_probs(self, prefix):
         """q over the draft's own vocabulary, in which it draws."""
         row = self.draft[len(prefix)]
         return np.exp(oracle.log_softmax(row, self.temperature, self.draft_cutoff))
 
-    def law(self, **fault):
-        """The exact law of one step, over a vocabulary that holds the target's and the draft's."""
+    def distribution(self, **fault):
+        """The exact distribution of one step, over the larger of both vocabularies."""
         size = max(self.target.shape[1], self.draft.shape[1])
 
         def wide(p):
             return np.pad(p, (0, size - len(p)))
 
-        return oracle.output_law(
-            lambda x: wide(self.target_law(x)),
-            lambda x: wide(self.draft_law(x)),
+        return oracle.output_distribution(
+            lambda x: wide(self.target_probs(x)),
+            lambda x: wide(self.draft_probs(x)),
             len(self.draft),
             **fault,
         )
@@ -124,11 +124,11 @@ def rows_of_requests(n, value):
     return jnp.asarray(np.broadcast_to(value, (n, *np.shape(value))))
 
 
-def draw_drafts(rig, setting, keys):
-    """A draft of every request, drawn by the rig on the draft streams with its statistics."""
+def sample_drafts(samplers, setting, keys):
+    """A draft of every request, sampled on the draft streams, with its statistics."""
     n, k = len(keys), len(setting.draft)
     draws = [
-        rig.sample(
+        samplers.sample(
             rows_of_requests(n, setting.draft[i]),
             keys=keys,
             positions=rows_of_requests(n, np.int32(5 + i)),
@@ -153,11 +153,11 @@ def draw_drafts(rig, setting, keys):
     )
 
 
-def one_step(rig, setting, n, seed=0, **options):
+def one_step(samplers, setting, n, seed=0, **options):
     keys = make_keys(n, seed)
     k = len(setting.draft)
-    return rig.verify(
-        draw_drafts(rig, setting, keys),
+    return samplers.verify(
+        sample_drafts(samplers, setting, keys),
         rows_of_requests(n, setting.target),
         keys=keys,
         positions=rows_of_requests(n, np.int32(5)),
@@ -167,92 +167,93 @@ def one_step(rig, setting, n, seed=0, **options):
     )
 
 
-def pooled(n, *laws):
-    """The cells that expect at least 5 under the first law, and the others as one."""
-    common = n * laws[0] >= 5
-    return [np.append(law[common], law[~common].sum()) for law in laws]
+def pooled(n, *distributions):
+    """The cells that expect at least 5 under the first distribution, and the others as one."""
+    common = n * distributions[0] >= 5
+    return [np.append(p[common], p[~common].sum()) for p in distributions]
 
 
-def power(n, law, fault):
-    """Chance that a chi-square test of `law` at level ALPHA refuses n draws from `fault`."""
-    law, fault = pooled(n, law, fault)
-    used = law > 0
+def power(n, exact, fault):
+    """Chance that a chi-square test of `exact` at level ALPHA refuses n draws from `fault`."""
+    exact, fault = pooled(n, exact, fault)
+    used = exact > 0
     if fault[~used].sum() > 100 / n:
         return 1.0
     degrees = used.sum() - 1
-    excess = n * np.sum((fault[used] - law[used]) ** 2 / law[used])
+    excess = n * np.sum((fault[used] - exact[used]) ** 2 / exact[used])
     return stats.ncx2.sf(stats.chi2.isf(ALPHA, degrees), degrees, excess)
 
 
-def folded(law, fold):
+def folded(distribution, fold):
     out = {}
-    for tokens, mass in law.items():
+    for tokens, mass in distribution.items():
         out[fold(tokens)] = out.get(fold(tokens), 0.0) + mass
     return out
 
 
-def check_counts(samples, law, fault, fold=lambda tokens: tokens):
-    """`samples` [n, L], padded with -1, are draws from `law`; `fault` would be seen."""
+def check_counts(samples, distribution, fault, fold=lambda tokens: tokens):
+    """`samples` [n, L], padded with -1, are draws from `distribution`; `fault` would be seen."""
     n = len(samples)
     rows, numbers = np.unique(samples, axis=0, return_counts=True)
     tokens = [tuple(int(x) for x in row[row >= 0]) for row in rows]
-    assert all(law.get(x, 0.0) > 0 for x in tokens), "emitted what the law cannot"
+    assert all(distribution.get(x, 0.0) > 0 for x in tokens), "tokens outside the distribution"
     seen = dict(zip(tokens, numbers / n, strict=True))
-    laws = [folded(x, fold) for x in (law, fault, seen)]
-    keys = sorted(set().union(*laws))
-    exact, wrong, measured = (np.array([x.get(key, 0.0) for key in keys]) for x in laws)
+    distributions = [folded(x, fold) for x in (distribution, fault, seen)]
+    keys = sorted(set().union(*distributions))
+    exact, wrong, measured = (np.array([x.get(key, 0.0) for key in keys]) for x in distributions)
     assert power(n, exact, wrong) > 0.999
     expected, measured = pooled(n, exact, measured)
     used = expected > 0
     statistic = n * np.sum((measured[used] - expected[used]) ** 2 / expected[used])
-    assert statistic < stats.chi2.isf(ALPHA, used.sum() - 1), "the law is another"
+    assert statistic < stats.chi2.isf(ALPHA, used.sum() - 1), "another distribution"
 
 
 def first_and_length(tokens):
-    """Few cells, so that a small fault stands out where a joint law has thousands."""
+    """A cell of few, in which a small fault shows where a joint distribution has thousands."""
     return tokens[0], len(tokens)
 
 
-def check_output_law(rig, name="masked and cut at a temperature", n=NUM_REQUESTS):
+def check_output_distribution(samplers, name="masked and cut at a temperature", n=NUM_REQUESTS):
     setting = SETTINGS[name]()
-    samples = np.asarray(one_step(rig, setting, n).token_ids)
+    samples = np.asarray(one_step(samplers, setting, n).token_ids)
     fold = first_and_length if setting.target.shape[1] == 16 else lambda tokens: tokens
-    check_counts(samples, setting.law(), setting.law(ratio=1.05), fold)
+    check_counts(samples, setting.distribution(), setting.distribution(ratio=1.05), fold)
 
 
-def check_acceptance(rig, name="alike", n=NUM_REQUESTS):
-    """Drafts are kept at the rate of sum min(p, q), and not at that of a draft taken one-hot."""
+def check_acceptance(samplers, name="alike", n=NUM_REQUESTS):
+    """Drafts are accepted at the rate sum min(p, q), not at that of a draft taken for one-hot."""
     setting = SETTINGS[name]()
-    rows = [(setting.target_law(x), setting.draft_law(x)) for x in [(), (0,)]]
+    rows = [(setting.target_probs(x), setting.draft_probs(x)) for x in [(), (0,)]]
     rates = np.array([np.minimum(p, q).sum() for p, q in rows])
     one_hot = np.array([np.sum(p * q) for p, q in rows])
-    kept = np.cumprod(rates)
-    tolerance = stats.norm.isf(ALPHA) * np.sqrt(kept * (1 - kept) / n)
-    assert np.all(np.abs(np.cumprod(one_hot) - kept) > 10 * tolerance)
-    num_accepted = np.asarray(one_step(rig, setting, n).num_accepted)
+    accepted = np.cumprod(rates)
+    tolerance = stats.norm.isf(ALPHA) * np.sqrt(accepted * (1 - accepted) / n)
+    assert np.all(np.abs(np.cumprod(one_hot) - accepted) > 10 * tolerance)
+    num_accepted = np.asarray(one_step(samplers, setting, n).num_accepted)
     measured = np.mean(num_accepted[:, None] > np.arange(len(rates)), axis=0)
-    assert np.all(np.abs(measured - kept) < tolerance), f"kept at {measured}, not at {kept}"
+    near = np.abs(measured - accepted) < tolerance
+    assert np.all(near), f"accepted at {measured}, not at {accepted}"
 
 
-def check_synthetic_rates(rig, n=NUM_REQUESTS):
+def check_synthetic_rates(samplers, n=NUM_REQUESTS):
     """Unconditional rates in, the same out, whatever the models say."""
     setting = SETTINGS["masked and cut at a temperature"]()
     rates = np.array([0.7, 0.4], np.float32)
-    conditional = rig.conditional_rates(jnp.asarray(rates))
-    step = one_step(rig, setting, n, conditional_rates=conditional)
+    conditional = samplers.conditional_rates(jnp.asarray(rates))
+    step = one_step(samplers, setting, n, conditional_rates=conditional)
     measured = np.mean(np.asarray(step.num_accepted)[:, None] > np.arange(2), axis=0)
     tolerance = stats.norm.isf(ALPHA) * np.sqrt(rates * (1 - rates) / n)
-    assert np.all(np.abs(measured - rates) < tolerance), f"kept at {measured}, not at {rates}"
+    assert np.all(np.abs(measured - rates) < tolerance), f"accepted at {measured}, not at {rates}"
 
 
 def acceptance_probability(accept, target_logprobs, draft_logprobs):
-    """By bisection on the coin, which is uniform: the largest that still accepts."""
+    """The largest uniform that still accepts, by bisection."""
     low = np.zeros(target_logprobs.shape, np.float32)
     high = np.ones(target_logprobs.shape, np.float32)
     for _ in range(30):
         middle = (low + high) * np.float32(0.5)
-        kept = np.asarray(accept(jnp.asarray(middle), target_logprobs, draft_logprobs))
-        low, high = np.where(kept, middle, low), np.where(kept, high, middle)
+        accepted = np.asarray(accept(jnp.asarray(middle), target_logprobs, draft_logprobs))
+        low, high = np.where(accepted, middle, low), np.where(accepted, high, middle)
     return low.astype(np.float64)
 
 
@@ -265,8 +266,8 @@ def check_accepted_plus_residual_mass(accept, residual):
         with np.errstate(divide="ignore"):
             logs = [jnp.asarray(np.log(x), jnp.float32) for x in (p, q)]
         accepted = q * acceptance_probability(accept, *logs)
-        left = np.asarray(residual(*logs)).astype(np.float64)
-        emitted = accepted + (1 - accepted.sum()) * left / left.sum()
+        recovered = np.asarray(residual(*logs)).astype(np.float64)
+        emitted = accepted + (1 - accepted.sum()) * recovered / recovered.sum()
         np.testing.assert_allclose(emitted, p, atol=3e-6)
 
 
@@ -285,15 +286,15 @@ def test_accepted_plus_residual_mass_is_the_target():
     ],
 )
 def test_one_step_follows_the_target(name, n, implementation):
-    check_output_law(make_rig(implementation), name, n)
+    check_output_distribution(library_samplers(implementation), name, n)
 
 
 def test_acceptance_rate_is_one_minus_total_variation(implementation):
-    check_acceptance(make_rig(implementation))
+    check_acceptance(library_samplers(implementation))
 
 
 def test_synthetic_acceptance_has_the_rates_asked_for(implementation):
-    check_synthetic_rates(make_rig(implementation))
+    check_synthetic_rates(library_samplers(implementation))
 
 
 def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementation):
@@ -301,17 +302,17 @@ def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementat
     setting = SETTINGS["alike"]()
     tokens = np.argmax(setting.target[:2], axis=1)
     keys = make_keys(n, 1)
-    step = make_rig(implementation).verify(
+    step = library_samplers(implementation).verify(
         Draft(rows_of_requests(n, tokens.astype(np.int32))),
         rows_of_requests(n, setting.target),
         keys=keys,
         positions=0,
     )
-    law, fault = (
-        oracle.output_law(setting.target_law, None, 2, token_ids=tokens, ratio=ratio)
+    distribution, fault = (
+        oracle.output_distribution(setting.target_probs, None, 2, token_ids=tokens, ratio=ratio)
         for ratio in (1.0, 1.05)
     )
-    check_counts(np.asarray(step.token_ids), law, fault)
+    check_counts(np.asarray(step.token_ids), distribution, fault)
 
 
 def markov_tables(vocab_size=3):
@@ -324,12 +325,12 @@ def markov_tables(vocab_size=3):
 NUM_TOKENS, NUM_DRAFTS = 4, 2
 
 
-def propose_by_hand(rig, table, last, keys, lengths):
+def propose_by_hand(samplers, table, last, keys, lengths):
     token, tokens, rows, draws = last, [], [], []
     for i in range(NUM_DRAFTS):
         rows.append(table[token])
         position = lengths + jnp.int32(i)
-        draw = rig.sample(rows[-1], keys=keys, positions=position, stream=Stream.draft(i))
+        draw = samplers.sample(rows[-1], keys=keys, positions=position, stream=Stream.draft(i))
         token = draw.token_ids
         tokens.append(token)
         draws.append(draw)
@@ -342,13 +343,13 @@ def propose_by_hand(rig, table, last, keys, lengths):
 
 
 def commit_by_hand(token_ids, lengths, step):
-    places = lengths[:, None] + jnp.arange(NUM_DRAFTS + 1, dtype=jnp.int32)[None]
-    places = jnp.where(step.token_ids >= 0, places, token_ids.shape[1])
+    slots = lengths[:, None] + jnp.arange(NUM_DRAFTS + 1, dtype=jnp.int32)[None]
+    slots = jnp.where(step.token_ids >= 0, slots, token_ids.shape[1])
     rows = jnp.arange(len(lengths))[:, None]
-    return token_ids.at[rows, places].set(step.token_ids, mode="drop"), lengths + step.num_emitted
+    return token_ids.at[rows, slots].set(step.token_ids, mode="drop"), lengths + step.num_emitted
 
 
-def propose_by_library(rig, table, last, keys, lengths):
+def propose_by_library(samplers, table, last, keys, lengths):
     def step(carry, token_ids, positions):
         return table[token_ids], carry
 
@@ -361,42 +362,43 @@ def commit_by_library(token_ids, lengths, step):
     return token_ids, lengths
 
 
-def several_steps(rig, n, propose, commit):
+def several_steps(samplers, n, propose, commit):
     """The first tokens of n requests that start at token 0, on Markov tables."""
     target, draft = (jnp.asarray(table) for table in markov_tables())
     keys = make_keys(n, 7)
 
     @jax.jit
     def run(keys):
-        def step(_, state):
+        def body(_, state):
             token_ids, lengths = state
             last = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0]
-            drafted = propose(rig, draft, last, keys, lengths)
+            drafted = propose(samplers, draft, last, keys, lengths)
             rows = target[jnp.concatenate([last[:, None], drafted.token_ids], axis=1)]
-            judged = rig.verify(drafted, rows, keys=keys, positions=lengths)
-            return commit(token_ids, lengths, judged)
+            step = samplers.verify(drafted, rows, keys=keys, positions=lengths)
+            return commit(token_ids, lengths, step)
 
-        room = 1 + NUM_TOKENS * (NUM_DRAFTS + 1)
-        token_ids = jnp.full((n, room), -1, jnp.int32).at[:, 0].set(0)
-        return jax.lax.fori_loop(0, NUM_TOKENS, step, (token_ids, jnp.ones((n,), jnp.int32)))[0]
+        max_length = 1 + NUM_TOKENS * (NUM_DRAFTS + 1)
+        token_ids = jnp.full((n, max_length), -1, jnp.int32).at[:, 0].set(0)
+        return jax.lax.fori_loop(0, NUM_TOKENS, body, (token_ids, jnp.ones((n,), jnp.int32)))[0]
 
     return np.asarray(run(keys))[:, 1 : 1 + NUM_TOKENS]
 
 
-def check_several_steps(rig, propose=propose_by_hand, commit=commit_by_hand, n=NUM_REQUESTS):
-    target, draft = (np.array([oracle.target_law(row) for row in t]) for t in markov_tables())
+def check_several_steps(samplers, propose=propose_by_hand, commit=commit_by_hand, n=NUM_REQUESTS):
+    target, draft = (np.array([oracle.target_probs(row) for row in t]) for t in markov_tables())
 
     def after(table):
         return lambda prefix: table[prefix[-1] if prefix else 0]
 
-    law = oracle.joint_law(after(target), NUM_TOKENS)
-    fault = oracle.steps_law(after(target), after(draft), NUM_DRAFTS, NUM_TOKENS, ratio=1.05)
-    check_counts(several_steps(rig, n, propose, commit), law, fault)
+    distribution = oracle.joint_distribution(after(target), NUM_TOKENS)
+    rows = after(target), after(draft)
+    fault = oracle.steps_distribution(*rows, NUM_DRAFTS, NUM_TOKENS, ratio=1.05)
+    check_counts(several_steps(samplers, n, propose, commit), distribution, fault)
 
 
 def test_several_steps_of_decoding_follow_the_target_jointly(implementation):
-    check_several_steps(make_rig(implementation))
+    check_several_steps(library_samplers(implementation))
 
 
 def test_several_steps_of_propose_and_commit_follow_the_target_jointly(implementation):
-    check_several_steps(make_rig(implementation), propose_by_library, commit_by_library)
+    check_several_steps(library_samplers(implementation), propose_by_library, commit_by_library)

@@ -1,7 +1,7 @@
-"""Wrong samplers, each seen by a check that the right one passes.
+"""Wrong samplers, each seen by a check that the right ones pass.
 
-A mutant is made from the library by changing what goes into it or one of its functions;
-the check named beside it, which other tests run on the library itself, must fail.
+A mutant is the library with another input or with one function replaced. The check next to it,
+which other tests run on the library itself, must fail.
 """
 
 import functools
@@ -17,11 +17,11 @@ from test_laws import (
     Setting,
     check_acceptance,
     check_accepted_plus_residual_mass,
-    check_output_law,
+    check_output_distribution,
     check_several_steps,
     check_synthetic_rates,
+    library_samplers,
     make_keys,
-    make_rig,
 )
 from verify_cases import check_against_oracle, sampled_case
 
@@ -32,56 +32,60 @@ from specjax.core import acceptance, noise, residual
 pytestmark = pytest.mark.once
 
 
-def with_draft(rig, change):
-    """The rig whose verification sees another draft: `change(draft, target_logits, options)`."""
+def with_draft(samplers, change):
+    """Samplers whose verification sees `change(draft, target_logits, options)` as its draft."""
 
     def verify(draft, target_logits, **options):
-        return rig.verify(change(draft, target_logits, options), target_logits, **options)
+        return samplers.verify(change(draft, target_logits, options), target_logits, **options)
 
-    return rig._replace(verify=verify)
+    return samplers._replace(verify=verify)
 
 
-def residual_is_the_target(rig):
+def residual_is_the_target(samplers):
     """Carried statistics accept rightly; logits that say q = 0 subtract nothing."""
-    return with_draft(rig, lambda draft, *_: draft._replace(logits=draft.logits * 0 - 1e30))
+    return with_draft(samplers, lambda draft, *_: draft._replace(logits=draft.logits * 0 - 1e30))
 
 
-def ratio_is_five_percent_too_large(rig):
+def ratio_is_five_percent_too_large(samplers):
     inflation = jnp.float32(np.log(1.05))
-    return with_draft(rig, lambda draft, *_: draft._replace(logprobs=draft.logprobs - inflation))
+
+    def inflate(draft, *_):
+        return draft._replace(logprobs=draft.logprobs - inflation)
+
+    return with_draft(samplers, inflate)
 
 
-def noise_is_shared_by_draft_and_residual(rig):
+def noise_is_shared_by_draft_and_residual(samplers):
     def sample(logits, *, stream, **options):
-        return rig.sample(logits, stream=Stream.TARGET, **options)
+        return samplers.sample(logits, stream=Stream.TARGET, **options)
 
-    return rig._replace(sample=sample)
+    return samplers._replace(sample=sample)
 
 
-def bonus_is_from_the_draft(rig):
+def bonus_is_from_the_draft(samplers):
     def verify(draft, target_logits, **options):
         bonus = jnp.broadcast_to(draft.logits[:, -1], target_logits[:, -1].shape)
-        return rig.verify(draft, target_logits.at[:, -1].set(bonus), **options)
+        return samplers.verify(draft, target_logits.at[:, -1].set(bonus), **options)
 
-    return rig._replace(verify=verify)
+    return samplers._replace(verify=verify)
 
 
-def rows_are_off_by_one(rig):
+def rows_are_off_by_one(samplers):
     def verify(draft, target_logits, **options):
-        return rig.verify(draft, jnp.roll(target_logits, -1, axis=1), **options)
+        return samplers.verify(draft, jnp.roll(target_logits, -1, axis=1), **options)
 
-    return rig._replace(verify=verify)
+    return samplers._replace(verify=verify)
 
 
-def temperature_is_on_one_side_only(rig):
+def temperature_is_on_one_side_only(samplers):
     def forget(draft, *_):
         one = jnp.ones_like(draft.temperature)
         return draft._replace(temperature=one, logprobs=None, logsumexp=None)
 
-    return with_draft(rig, forget)
+    return with_draft(samplers, forget)
 
 
-def drawn_tokens_are_cut_off(rig):
+def sampled_tokens_are_cut_off(samplers):
     """What the target cannot emit becomes -1, "nothing drafted", instead of being rejected."""
 
     def cut(draft, target_logits, options):
@@ -91,48 +95,48 @@ def drawn_tokens_are_cut_off(rig):
         possible = (logits > -jnp.inf) & (logits >= options["cutoff"][:, :-1])
         return draft._replace(token_ids=jnp.where(possible, draft.token_ids, -1))
 
-    return with_draft(rig, cut)
+    return with_draft(samplers, cut)
 
 
-def q_is_dropped(rig):
+def q_is_dropped(samplers):
     def drop(draft, *_):
         return draft._replace(logits=None, logprobs=None, logsumexp=None, cutoff=None, rows=None)
 
-    return with_draft(rig, drop)
+    return with_draft(samplers, drop)
 
 
-def rates_are_taken_as_they_are(rig):
-    return rig._replace(conditional_rates=lambda rates: rates)
+def rates_are_taken_as_they_are(samplers):
+    return samplers._replace(conditional_rates=lambda rates: rates)
 
 
 @pytest.mark.parametrize(
     ("mutate", "check", "complaint"),
     [
-        (residual_is_the_target, check_output_law, "the law"),
-        (ratio_is_five_percent_too_large, check_output_law, "the law"),
-        (noise_is_shared_by_draft_and_residual, check_output_law, "the law is another"),
-        (bonus_is_from_the_draft, check_output_law, "emitted what the law cannot"),
-        (rows_are_off_by_one, check_output_law, "the law"),
-        (temperature_is_on_one_side_only, check_output_law, "the law"),
-        (drawn_tokens_are_cut_off, check_output_law, "the law"),
-        (q_is_dropped, check_acceptance, "kept at"),
-        (rates_are_taken_as_they_are, check_synthetic_rates, "kept at"),
+        (residual_is_the_target, check_output_distribution, "distribution"),
+        (ratio_is_five_percent_too_large, check_output_distribution, "distribution"),
+        (noise_is_shared_by_draft_and_residual, check_output_distribution, "another distribution"),
+        (bonus_is_from_the_draft, check_output_distribution, "outside the distribution"),
+        (rows_are_off_by_one, check_output_distribution, "distribution"),
+        (temperature_is_on_one_side_only, check_output_distribution, "distribution"),
+        (sampled_tokens_are_cut_off, check_output_distribution, "distribution"),
+        (q_is_dropped, check_acceptance, "accepted at"),
+        (rates_are_taken_as_they_are, check_synthetic_rates, "accepted at"),
     ],
 )
 def test_a_wrong_sampler_is_seen(mutate, check, complaint, implementation):
     with pytest.raises(AssertionError, match=complaint):
-        check(mutate(make_rig(implementation)))
+        check(mutate(library_samplers(implementation)))
 
 
 def test_a_dropped_q_stays_lossless_and_shows_in_the_acceptance_alone(implementation):
-    check_several_steps(q_is_dropped(make_rig(implementation)))
+    check_several_steps(q_is_dropped(library_samplers(implementation)))
 
 
 def test_noise_at_the_wrong_position_is_seen_by_the_oracle(implementation):
-    """A constant shift keeps the law of one step: only the address tells."""
+    """A constant shift keeps the distribution of one step: only the address tells."""
 
     def shifted(draft, target_logits, *, positions, **options):
-        verify = make_rig(implementation).verify
+        verify = library_samplers(implementation).verify
         return verify(draft, target_logits, positions=positions + jnp.int32(1), **options)
 
     with pytest.raises(AssertionError, match="num_accepted"):
@@ -168,17 +172,18 @@ def coin_may_be_zero(monkeypatch):
 
 def test_a_coin_that_can_accept_p_zero_is_seen(monkeypatch, implementation):
     coin_may_be_zero(monkeypatch)
+    verify = library_samplers(implementation).verify
     with pytest.raises(AssertionError, match="a masked token"):
-        check_no_masked_token_at(0, monkeypatch, make_rig(implementation).verify, vocab_size=306)
+        check_no_masked_token_at(0, monkeypatch, verify, vocab_size=306)
 
 
-def test_accepting_p_zero_is_seen_without_luck(monkeypatch, implementation):
+def test_accepting_p_zero_is_seen_whatever_is_drawn(monkeypatch, implementation):
     """A rule that forgets p altogether, in a shape of its own."""
 
     def padded(columns):
         def verify(draft, logits, **options):
             logits = jnp.pad(logits, ((0, 0), (0, 0), (0, columns)), constant_values=-jnp.inf)
-            return make_rig(implementation).verify(draft, logits, **options)
+            return library_samplers(implementation).verify(draft, logits, **options)
 
         return verify
 
@@ -275,7 +280,7 @@ def check_a_model_accepts_itself(forgets=False):
     metrics = generate(second_order_model(table), second_order_model(table, forgets))
     assert int(metrics.num_steps.sum()) >= 2000
     rate = float(metrics.draft_acceptance_rate)
-    assert rate > 0.999, f"kept at {rate}"
+    assert rate > 0.999, f"accepted at {rate}"
 
 
 def test_a_model_that_drafts_for_itself_accepts_everything():
@@ -283,27 +288,28 @@ def test_a_model_that_drafts_for_itself_accepts_everything():
 
 
 def test_a_last_token_missing_from_the_draft_s_cache_is_seen():
-    with pytest.raises(AssertionError, match="kept at"):
+    with pytest.raises(AssertionError, match="accepted at"):
         check_a_model_accepts_itself(forgets=True)
 
 
 def check_acceptance_of_generate(change=q_is_dropped_by, fault=False):
-    """Rows that do not depend on the past: position i is kept at (sum min(p, q))^(i + 1)."""
+    """Rows that do not depend on the past: position i is accepted at (sum min(p, q))^(i + 1)."""
     rng = np.random.default_rng(9)
     rows = rng.normal(size=(2, VOCAB)).astype(np.float32)
     setting = Setting(rows[:1], rows[1:])
-    p, q = setting.target_law(()), setting.draft_law(())
+    p, q = setting.target_probs(()), setting.draft_probs(())
     target, draft = (
         second_order_model(jnp.broadcast_to(jnp.asarray(row), (VOCAB,) * 3)) for row in rows
     )
     metrics = generate(target, draft, change, fault)
     rates = np.minimum(p, q).sum(), p @ q
-    kept, one_hot = (rate ** np.arange(1, NUM_DRAFTS + 1) for rate in rates)
+    accepted, one_hot = (rate ** np.arange(1, NUM_DRAFTS + 1) for rate in rates)
     n = np.asarray(metrics.num_drafted).sum(0)
-    tolerance = stats.norm.isf(ALPHA) * np.sqrt(kept * (1 - kept) / n)
-    assert np.all(kept - one_hot > 5 * tolerance)
+    tolerance = stats.norm.isf(ALPHA) * np.sqrt(accepted * (1 - accepted) / n)
+    assert np.all(accepted - one_hot > 5 * tolerance)
     measured = np.asarray(metrics.num_accepted).sum(0) / n
-    assert np.all(np.abs(measured - kept) < tolerance), f"kept at {measured}, not at {kept}"
+    near = np.abs(measured - accepted) < tolerance
+    assert np.all(near), f"accepted at {measured}, not at {accepted}"
 
 
 def test_q_arrives_through_generate():
@@ -311,7 +317,7 @@ def test_q_arrives_through_generate():
 
 
 def test_a_q_dropped_on_the_way_through_generate_is_seen():
-    with pytest.raises(AssertionError, match="kept at"):
+    with pytest.raises(AssertionError, match="accepted at"):
         check_acceptance_of_generate(fault=True)
 
 

@@ -150,7 +150,7 @@ def test_masked_tokens_are_never_drawn_and_the_others_follow_their_law(noise_dty
 
         counts = counted(step, num_steps, vocab_size + 1)
     assert counts.sum() == n * num_steps
-    check_counts(counts, np.append(oracle.target_law(row, 1.3), 0.0))
+    check_counts(counts, np.append(oracle.target_probs(row, 1.3), 0.0))
 
 
 @pytest.mark.parametrize("noise_dtype", [F32, f64])
@@ -192,10 +192,10 @@ def test_masked_tokens_are_never_emitted_and_each_position_follows_its_law(noise
     for j, seen in enumerate(counts.reshape(k + 1, vocab_size + 1)):
         assert seen.sum() == n * num_steps
         if seen[:-1].sum() > 1000:
-            check_counts(seen[:-1], oracle.target_law(target[j]))
+            check_counts(seen[:-1], oracle.target_probs(target[j]))
     reached = counts.reshape(k + 1, -1)[:, :-1].sum(axis=1) / (n * num_steps)
     kept = [
-        np.minimum(oracle.target_law(target[j]), oracle.target_law(draft[j])).sum()
+        np.minimum(oracle.target_probs(target[j]), oracle.target_probs(draft[j])).sum()
         for j in range(k)
     ]
     tolerance = stats.norm.isf(ALPHA) / np.sqrt(n * num_steps)
@@ -211,7 +211,7 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_mass():
     tail[np.flatnonzero(tail)[num_tail:]] = False
     logits[tail] = np.log(0.05 / num_tail)
     logits = np.asarray(jnp.asarray(logits).astype(bf16).astype(F32))
-    law = oracle.target_law(logits)
+    law = oracle.target_probs(logits)
     mass = law[tail].sum()
     tolerance = stats.norm.isf(ALPHA / 2) * np.sqrt(mass * (1 - mass) / (n * num_steps))
     assert tolerance <= fault * mass, "too few draws to see it"

@@ -204,7 +204,7 @@ def test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves(implementatio
     assert np.all(logits < 1)
 
 
-def test_a_chosen_draft_of_nearly_all_mass_is_left_out(implementation):
+def test_a_one_hot_draft_of_nearly_all_mass_is_left_out(implementation):
     """Of a one-hot draft nothing is rounding: what is left of the target is exact."""
     case = sampled_case(46)
     case["draft_temperature"][:] = 0
@@ -311,7 +311,7 @@ def test_an_invalid_target_row_emits_nothing_from_there_on(mode, bad, implementa
     np.testing.assert_array_equal(np.asarray(ours.logprobs)[~kept], 0.0)
 
 
-def test_a_cutoff_above_every_logit_leaves_no_law(implementation):
+def test_a_cutoff_above_every_logit_makes_the_row_invalid(implementation):
     case = mode_case("random", 14)
     case["cutoff"][:, 1] = 1e9
     ours = run(library(implementation), case)
@@ -327,7 +327,7 @@ def test_a_nan_below_the_cutoff_is_seen(implementation):
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_rows_behind_the_end_change_nothing_whatever_they_hold(synthetic, implementation):
+def test_rows_after_the_end_change_nothing_whatever_they_hold(synthetic, implementation):
     """NaN behind the first rejection and behind num_tokens, in target and draft rows."""
     case = mixed_case(16)
     if synthetic:
@@ -351,7 +351,7 @@ def test_rows_behind_the_end_change_nothing_whatever_they_hold(synthetic, implem
     check_same(run(library(implementation), dirty), ours)
 
 
-def test_carried_statistics_behind_the_end_change_nothing(implementation):
+def test_carried_statistics_after_the_end_change_nothing(implementation):
     case = with_statistics(sampled_case(17))
     ours = run(library(implementation), case)
     unread = np.arange(K) > np.asarray(ours.num_accepted)[:, None]
@@ -409,7 +409,7 @@ def test_an_inactive_request_reads_nothing_and_emits_nothing(implementation):
     check_same(again, ours, ~inactive)
 
 
-def test_a_request_without_drafts_consumes_nobody_s_randomness(implementation):
+def test_a_request_without_drafts_changes_no_other_request_s_noise(implementation):
     case = mixed_case(26)
     ours = run(library(implementation), case)
     quiet = EVERYONE % 2 == 0
@@ -419,7 +419,7 @@ def test_a_request_without_drafts_consumes_nobody_s_randomness(implementation):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_a_draft_row_that_is_no_law_is_verified_as_one_hot(bad, synthetic, implementation):
+def test_an_invalid_draft_row_is_verified_as_one_hot(bad, synthetic, implementation):
     case = sampled_case(27)
     one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
     if bad == -np.inf:
@@ -452,7 +452,7 @@ def test_one_carried_statistic_without_the_other_is_not_read(lost, implementatio
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_draft_whose_carried_log_q_is_none_is_verified_as_one_hot(bad, implementation):
+def test_a_draft_whose_carried_log_q_is_invalid_is_verified_as_one_hot(bad, implementation):
     """Its logsumexp is finite; a log q of -inf is one: the token cannot have been drawn."""
     case = with_statistics(sampled_case(28))
     one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
@@ -461,14 +461,14 @@ def test_a_draft_whose_carried_log_q_is_none_is_verified_as_one_hot(bad, impleme
 
 
 @pytest.mark.parametrize("temperature", [np.nan, -1.0, np.inf])
-def test_a_draft_of_no_temperature_is_verified_as_one_hot(temperature, implementation):
+def test_a_draft_of_an_invalid_temperature_is_verified_as_one_hot(temperature, implementation):
     case = with_statistics(sampled_case(28))
     one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
     case["draft_temperature"][:] = temperature
     check_same(run(library(implementation), case), run(library(implementation), one_hot))
 
 
-def test_a_chosen_draft_s_logits_are_not_read(implementation):
+def test_a_one_hot_draft_s_logits_are_not_read(implementation):
     case = sampled_case(29)
     case["draft_temperature"][:] = 0
     ours = check_against_oracle(library(implementation), case)
@@ -516,7 +516,7 @@ def test_a_given_bonus_without_drafts_is_the_only_token(mode, implementation):
 
 
 def test_a_given_bonus_asks_nothing_of_its_row(implementation):
-    """The row decides nothing then, so that it may be no law."""
+    """The row decides nothing then, so that it may be invalid."""
     case = mode_case("random", 31)
     case["target_logits"][:, K] = np.nan
     case["bonus_token_ids"][:] = 42

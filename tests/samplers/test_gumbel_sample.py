@@ -178,7 +178,7 @@ def check_draws(implementation, vocab_size=5, temperature=1.0, cutoff=-np.inf, *
         return
     tokens = draw_tokens(implementation, num_draws, **options)
     counts = np.bincount(tokens, minlength=vocab_size)
-    check_distribution(counts, oracle.target_law(example_logits(vocab_size), temperature, cutoff))
+    check_distribution(counts, oracle.target_probs(example_logits(vocab_size), temperature, cutoff))
 
 
 @pytest.mark.optimised
@@ -251,7 +251,7 @@ def test_the_least_temperature_is_random_and_the_largest_keeps_a_mask(implementa
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_invalid_row_draws_nothing_and_disturbs_nobody(temperature, implementation):
+def test_an_invalid_row_draws_nothing_and_changes_no_other_row(temperature, implementation):
     rng = np.random.default_rng(10)
     logits = rng.normal(size=(8, 300)).astype(np.float32)
     good = draw(

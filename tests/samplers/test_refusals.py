@@ -70,7 +70,7 @@ def test_no_requests_give_an_empty_verification():
 
 
 @pytest.mark.once
-def test_rows_far_from_zero_keep_their_law():
+def test_rows_far_from_zero_keep_their_distribution():
     """At temperature 1e-4 logits of 50 are a logsumexp of 5e5, which float32 says to 0.03."""
     size, temperature = 40_000, 1e-4
     p = np.log(np.array([0.6, 0.4])) * temperature + 50
@@ -84,14 +84,14 @@ def test_rows_far_from_zero_keep_their_law():
         temperature=temperature,
     )
     weights = np.exp(np.asarray(p, np.float64) / temperature - 5e5)
-    law = weights / weights.sum()
+    distribution = weights / weights.sum()
     carried = {"logprobs": drawn.logprobs[:, None], "logsumexp": drawn.logsumexp[:, None]}
     for statistics in ({}, carried):
         draft = Draft(drawn.token_ids[:, None], jnp.broadcast_to(q, (size, 1, 2)), **statistics)
         ours = verify(draft, jnp.broadcast_to(p, (size, 2, 2)), keys=keys, temperature=temperature)
         rate = np.mean(np.asarray(ours.token_ids)[:, 0] == 0)
         # The fault, sampling the target where the residual is due, moves this by 0.08.
-        assert abs(rate - law[0]) < 5 * np.sqrt(law[0] * law[1] / size)
+        assert abs(rate - distribution[0]) < 5 * np.sqrt(distribution[0] * distribution[1] / size)
 
 
 @pytest.mark.parametrize("drafter", ["none", "own"])

@@ -27,7 +27,7 @@ def check_every_length_is_accepted(verification, k):
 
 # As its users run it, who have no use for the interpreter; two more below.
 @pytest.mark.optimised(interpreter=False)
-def test_drawn_drafts_are_verified_as_the_oracle_does(implementation):
+def test_sampled_drafts_are_verified_as_the_oracle_does(implementation):
     ours = check_against_oracle(library(implementation), sampled_case(1))
     check_every_length_is_accepted(ours, K)
 

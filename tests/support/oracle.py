@@ -1,4 +1,4 @@
-"""What the samplers owe: NumPy, float64, the paper's order; imports nothing that it judges.
+"""What the samplers promise: NumPy, float64, the paper's order; imports nothing that it judges.
 
 Logarithms appear only where the contract draws or compares in them. Every decision is
 also taken at both ends of an interval around the exact probabilities, so that a test can
@@ -82,7 +82,7 @@ def coin(address, noise=np.float32):
     return uniform(words(address, 0, noise))
 
 
-# Exact laws of one row.
+# Exact distributions of one row.
 
 
 def logsumexp(w):
@@ -107,7 +107,7 @@ def log_softmax(logits, temperature=1.0, cutoff=None):
     return w - top - np.log(np.sum(np.exp(w - top))) if np.isfinite(top) else None
 
 
-def target_law(logits, temperature=1.0, cutoff=None):
+def target_probs(logits, temperature=1.0, cutoff=None):
     """p of a row: softmax, or all its mass on the first argmax of a greedy request."""
     logp = log_softmax(logits, temperature, cutoff)
     if logp is None:
@@ -117,7 +117,7 @@ def target_law(logits, temperature=1.0, cutoff=None):
     return np.exp(logp)
 
 
-def draft_law(logits, temperature, cutoff, vocab_size):
+def draft_probs(logits, temperature, cutoff, vocab_size):
     """q over the target's vocabulary: mass past it counts but is not there; None is one-hot."""
     if logits is None or temperature < GREEDY_BELOW:
         return None
@@ -141,19 +141,19 @@ def residual(p, q):
     return left / left.sum() if left.sum() > 0 else p
 
 
-def output_law(target, draft, num_tokens, *, token_ids=None, ratio=1.0, rates=None):
-    """Exact law of the tokens one step emits, as `{tuple of tokens: probability}`.
+def output_distribution(target, draft, num_tokens, *, token_ids=None, ratio=1.0, rates=None):
+    """Exact distribution of the tokens one step emits, as `{tuple of tokens: probability}`.
 
     `target` and `draft` map a prefix (a tuple of tokens) to a row of probabilities; `draft`
     None is one-hot and needs `token_ids`, the drafts held fixed. `ratio` inflates p / q, a
     fault for tests to see; `rates` are conditional synthetic rates.
     """
-    law = {}
+    distribution = {}
 
     def emit(prefix, mass, p):
         for x in np.flatnonzero(p):
             key = (*prefix, int(x))
-            law[key] = law.get(key, 0.0) + mass * p[x]
+            distribution[key] = distribution.get(key, 0.0) + mass * p[x]
 
     def descend(prefix, mass):
         i = len(prefix)
@@ -171,15 +171,15 @@ def output_law(target, draft, num_tokens, *, token_ids=None, ratio=1.0, rates=No
             descend((*prefix, int(x)), mass * proposal[x] * accept[x])
 
     descend((), 1.0)
-    return law
+    return distribution
 
 
-def steps_law(target, draft, num_tokens, length, *, ratio=1.0):
-    """Exact law of the first `length` tokens of repeated steps, as `{tuple: probability}`."""
-    law = {}
+def steps_distribution(target, draft, num_tokens, length, *, ratio=1.0):
+    """Exact distribution of the first `length` tokens of repeated steps, `{tuple: probability}`."""
+    distribution = {}
 
     def descend(prefix, mass):
-        step = output_law(
+        step = output_distribution(
             lambda x: target(prefix + x), lambda x: draft(prefix + x), num_tokens, ratio=ratio
         )
         for tokens, share in step.items():
@@ -187,23 +187,23 @@ def steps_law(target, draft, num_tokens, length, *, ratio=1.0):
             if len(full) < length:
                 descend(full, mass * share)
             else:
-                law[full[:length]] = law.get(full[:length], 0.0) + mass * share
+                distribution[full[:length]] = distribution.get(full[:length], 0.0) + mass * share
 
     descend((), 1.0)
-    return law
+    return distribution
 
 
-def joint_law(target, length):
-    """Exact law of the first `length` tokens of plain sampling, as `{tuple: probability}`."""
-    law = {(): 1.0}
+def joint_distribution(target, length):
+    """Exact distribution of the first `length` tokens of plain sampling."""
+    distribution = {(): 1.0}
     for _ in range(length):
-        law = {
+        distribution = {
             (*prefix, int(x)): mass * p[x]
-            for prefix, mass in law.items()
+            for prefix, mass in distribution.items()
             for p in [target(prefix)]
             for x in np.flatnonzero(p)
         }
-    return law
+    return distribution
 
 
 # Draws, by address.
@@ -338,7 +338,7 @@ def draft_row(r, i):
     if r.draft_logits is None or not np.isfinite(r.draft_logsumexp[i]):
         return None, 0.0
     vocab_size = r.target_logits.shape[1]
-    q = draft_law(r.draft_logits[i], r.draft_temperature, r.draft_cutoff[i], vocab_size)
+    q = draft_probs(r.draft_logits[i], r.draft_temperature, r.draft_cutoff[i], vocab_size)
     if q is None:
         return None, 0.0
     return q, row_slack(kept(r.draft_logits[i], r.draft_cutoff[i]) / r.draft_temperature)
@@ -389,7 +389,7 @@ def verify_one(r):
         logp = log_softmax(r.target_logits[i], r.temperature, r.cutoff[i])
         if logp is None:
             return tokens, logprobs, i, certain
-        p = target_law(r.target_logits[i], r.temperature, r.cutoff[i])
+        p = target_probs(r.target_logits[i], r.temperature, r.cutoff[i])
         tau = r.temperature if r.temperature >= GREEDY_BELOW else 1.0
         slack = row_slack(kept(r.target_logits[i], r.cutoff[i]) / tau)
         if i == n:

@@ -1,4 +1,4 @@
-"""What a cutoff owes: NumPy, float64, a sort; imports nothing that it judges.
+"""What a cutoff promises: NumPy, float64, a sort; imports nothing that it judges.
 
 Every edge that rounding could move is taken at both of its ends, so that a test can tell a
 wrong cutoff from a probability that landed on its threshold.
@@ -19,7 +19,7 @@ def flush(x):
 
 
 def is_cut(row, temperature, top_k, top_p, min_p):
-    """Whether any filter asks anything of a row that is a law."""
+    """Whether any filter asks anything of a valid row."""
     asks = (0 < top_k < len(row)) or top_p < 1 or min_p > 0
     return bool(asks and GREEDY_BELOW <= temperature < np.inf and np.isfinite(np.max(row)))
 
@@ -28,7 +28,7 @@ def cutoff(row, temperature, *, top_k, top_p, min_p, slack=0.0):
     """The smallest logit kept; with a positive slack, of sets kept at least, else at most.
 
     Hugging Face's order: top-k, top-p over what is left and renormalised, min-p. Ties at every
-    edge are kept. The row is a law.
+    edge are kept. The row is valid.
     """
     ranked = np.sort(row[row > -np.inf])[::-1]
     if 0 < top_k < len(row) and top_k < len(ranked):

@@ -29,10 +29,10 @@ def test_one_step_is_lossless_by_enumeration():
     rng = np.random.default_rng(1)
     prefixes = [x for n in range(4) for x in itertools.product(range(3), repeat=n)]
     p, q = ({x: random_rows(rng, 3) for x in prefixes} for _ in range(2))
-    law = oracle.output_law(p.get, q.get, 3)
-    exact = oracle.joint_law(p.get, 4)
+    distribution = oracle.output_distribution(p.get, q.get, 3)
+    exact = oracle.joint_distribution(p.get, 4)
     continued = {}
-    for tokens, mass in law.items():
+    for tokens, mass in distribution.items():
         for rest in itertools.product(range(3), repeat=4 - len(tokens)):
             full = tokens + rest
             tail = np.prod([p[full[:i]][full[i]] for i in range(len(tokens), 4)])
@@ -44,22 +44,22 @@ def test_one_step_is_lossless_by_enumeration():
 
 def test_repeated_steps_are_lossless_by_enumeration():
     p, q = random_rows(np.random.default_rng(4), 2, 3, 3)
-    law = oracle.steps_law(lambda x: p[sum(x) % 3], lambda x: q[sum(x) % 3], 2, 3)
-    exact = oracle.joint_law(lambda x: p[sum(x) % 3], 3)
-    assert law == pytest.approx(exact, abs=1e-15)
+    distribution = oracle.steps_distribution(lambda x: p[sum(x) % 3], lambda x: q[sum(x) % 3], 2, 3)
+    exact = oracle.joint_distribution(lambda x: p[sum(x) % 3], 3)
+    assert distribution == pytest.approx(exact, abs=1e-15)
 
 
 def test_an_inflated_ratio_is_not_lossless():
     rng = np.random.default_rng(2)
     p, q = random_rows(rng, 2, 5)
-    law = oracle.output_law(lambda _: p, lambda _: q, 1, ratio=1.05)
+    distribution = oracle.output_distribution(lambda _: p, lambda _: q, 1, ratio=1.05)
     first = np.zeros(5)
-    for tokens, mass in law.items():
+    for tokens, mass in distribution.items():
         first[tokens[0]] += mass
     assert np.abs(first - p).sum() > 1e-3
 
 
-def test_the_oracle_samples_the_law_it_states():
+def test_the_oracle_samples_the_distribution_it_states():
     rng = np.random.default_rng(3)
     logits = rng.normal(size=300) * 2
     n = 4000
@@ -67,7 +67,7 @@ def test_the_oracle_samples_the_law_it_states():
     draws = oracle.sample(
         np.broadcast_to(logits, (n, 300)), keys=keys, positions=0, stream=oracle.TARGET
     )
-    p = oracle.target_law(logits)
+    p = oracle.target_probs(logits)
     order = np.argsort(p)[::-1]
     group = np.empty(300, int)
     group[order] = np.minimum(np.arange(300), 30)

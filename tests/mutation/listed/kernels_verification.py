@@ -83,7 +83,7 @@ MUTATIONS = (
         f"{_PALLAS}next_token.draw_row",
         "<= 0",
         "<= MIN_RESIDUAL_MASS",
-        edges("test_a_chosen_draft_of_nearly_all_mass_is_left_out[interpret]"),
+        edges("test_a_one_hot_draft_of_nearly_all_mass_is_left_out[interpret]"),
         "a one-hot draft that has nearly all mass is emitted again",
     ),
     Mutation(

@@ -9,11 +9,11 @@ _ACCEPTANCE = "specjax.core.acceptance."
 _RESIDUAL = "specjax.core.residual."
 _VERIFY = "specjax.samplers.verify_xla."
 _RECOVERY = "specjax.samplers.next_token_xla."
-_LOG_Q = "test_a_draft_whose_carried_log_q_is_none_is_verified_as_one_hot"
-_NO_HEAT = "test_a_draft_of_no_temperature_is_verified_as_one_hot"
+_LOG_Q = "test_a_draft_whose_carried_log_q_is_invalid_is_verified_as_one_hot"
+_NO_HEAT = "test_a_draft_of_an_invalid_temperature_is_verified_as_one_hot"
 _ONE_TOKEN = "test_a_residual_of_one_token_is_that_token"
 _ROUNDED = "test_a_residual_of_rounding_alone_falls_back_to_the_target"
-_CALM = "test_drawn_drafts_are_verified_as_the_oracle_does[xla]"
+_CALM = "test_sampled_drafts_are_verified_as_the_oracle_does[xla]"
 _MIXED = "test_mixed_batches_are_verified_as_the_oracle_does[xla-0]"
 _SYNTHETIC = "test_synthetic_batches_follow_their_rates_and_the_ordinary_residual[xla-False]"
 _OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
@@ -260,7 +260,7 @@ MUTATIONS = (
         f"{_RECOVERY}next_token",
         "jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))",
         "jnp.float32(MIN_RESIDUAL_MASS)",
-        edges("test_a_chosen_draft_of_nearly_all_mass_is_left_out[xla]"),
+        edges("test_a_one_hot_draft_of_nearly_all_mass_is_left_out[xla]"),
         "a one-hot draft that has nearly all mass is emitted again",
     ),
     Mutation(
