@@ -1,4 +1,4 @@
-"""What is timed: verification and sampling, what JAX offers for the same work, and their law."""
+"""What is timed: verification and sampling, what JAX offers, and their distributions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -120,22 +120,21 @@ CONTENDERS: dict[str, Callable[[Inputs], Any]] = {
 }
 
 
-def check_laws(num_requests: int = 40_000) -> dict[str, float]:
-    """Chi-square per degree of freedom of both verifications against the exact law, V = 16.
+def check_distributions(num_requests: int = 40_000) -> dict[str, float]:
+    """Chi-square per degree of freedom of both verifications, from enumeration at V = 16.
 
-    The event is (number accepted, next token), its law known exactly. Four standard deviations
-    are allowed.
+    The event is (number accepted, next token). Four standard deviations are allowed.
     """
     vocab_size, k = 16, 2
     rng = np.random.default_rng(7)
     d = rng.standard_normal((k + 1, vocab_size)).astype(np.float32)
     t = d + rng.standard_normal(d.shape).astype(np.float32)
     p, q = (np.asarray(jax.nn.softmax(jnp.asarray(x) / TEMPERATURE), np.float64) for x in (t, d))
-    kept = np.minimum(p, q)[:k].sum(-1)
-    law = np.zeros((k + 1, vocab_size))
+    accepted = np.minimum(p, q)[:k].sum(-1)
+    probs = np.zeros((k + 1, vocab_size))
     for i in range(k):
-        law[i] = kept[:i].prod() * np.maximum(p[i] - q[i], 0)
-    law[k] = kept.prod() * p[k]
+        probs[i] = accepted[:i].prod() * np.maximum(p[i] - q[i], 0)
+    probs[k] = accepted.prod() * p[k]
 
     key = jax.random.key(0)
     logits = jnp.broadcast_to(jnp.asarray(d[:k]), (num_requests, k, vocab_size))
@@ -148,13 +147,15 @@ def check_laws(num_requests: int = 40_000) -> dict[str, float]:
     outcomes["obvious"] = obvious(jax.random.fold_in(key, 2), ids, logits, target)
     result = {}
     for name, (num_accepted, token) in outcomes.items():
-        counts = np.zeros_like(law)
+        counts = np.zeros_like(probs)
         np.add.at(counts, (np.asarray(num_accepted), np.asarray(token)), 1)
-        possible = law > 0
+        possible = probs > 0
         assert counts[~possible].sum() == 0, f"{name} emits what has probability 0"
-        expected = num_requests * law[possible]
+        expected = num_requests * probs[possible]
         freedom = possible.sum() - 1
         chi_square = ((counts[possible] - expected) ** 2 / expected).sum() / freedom
-        assert chi_square < 1 + 4 * np.sqrt(2 / freedom), f"{name} has another law: {chi_square}"
+        assert chi_square < 1 + 4 * np.sqrt(2 / freedom), (
+            f"{name} has another distribution: {chi_square}"
+        )
         result[name] = float(chi_square)
     return result

@@ -24,7 +24,7 @@ from benchmarks.cpu.contenders import (
     Inputs,
     K,
     acceptance,
-    check_laws,
+    check_distributions,
     draw_inputs,
     verify,
 )
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail if a bound is missed")
     args = parser.parse_args()
 
-    laws = check_laws()
+    laws = check_distributions()
     sets = {size: [draw_inputs(s, size) for s in range(args.sets)] for size in SIZES}
     overlaps = [float(acceptance(x.draft.logits, x.target_logits)) for x in sets[SIZES[0]]]
     emitted = [float(verify(x).num_emitted.mean()) for x in sets[SIZES[0]]]

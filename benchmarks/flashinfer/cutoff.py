@@ -44,7 +44,7 @@ def parameters(case: dict[str, float], b: int, device: str) -> dict[str, torch.T
     }
 
 
-def behind(first: Call, second: Call) -> Call:
+def followed_by(first: Call, second: Call) -> Call:
     """The second of what the first returns."""
     return lambda rows: second(first(rows))
 
@@ -66,7 +66,7 @@ def measure(
         check_softmax(probs[0], x)
         for way in ways(kernels, case, parameters(case, b, device)):
             check(way, sets[0] if way.of_logits else probs[0], x, case)
-            whole = way.run if way.of_logits else behind(softmax, way.run)
+            whole = way.run if way.of_logits else followed_by(softmax, way.run)
             figures, _ = time_calls(whole, sets, smoke)
             record = {"case": name, "call": way.name, **shape, "temperature": temperature}
             record |= {"per_request": way.per_request, **figures}

@@ -205,8 +205,8 @@ class Bench:
         if program.kind == "verify":
             record |= acceptance([step for run in results for step in run], self.shape.K)
             self._rates[name] = np.array(record["conditional_rates"])
-            # One row for every kept draft and one more; a drawn draft that is rejected has its
-            # own row read, and the target's again, since its normaliser was not known.
+            # One row for every accepted draft and one more; where a sampled draft is rejected, its
+            # own row and the target's again, because its normalizer was not known.
             again = 0 if program.one_hot or case.temperature == 0 else 2
             rows += record["mean_accepted"] + again * record["share_rejected"]
         record["rows_that_decide"] = rows

@@ -1,4 +1,4 @@
-"""Times `logit_cutoff` on an NVIDIA GPU, beside one read of the logits and what JAX offers.
+"""Times `logit_cutoff` on an NVIDIA GPU, next to one read of the logits and what JAX offers.
 
 python -m benchmarks.gpu.cutoff --out benchmarks/results/h200_cutoff.json
 """

@@ -55,7 +55,7 @@ K, LENGTH = 5, 3.7
 
 
 class Effort(NamedTuple):
-    """Tokens of context and of room behind it, iterations of a loop, and runs of it."""
+    """Tokens of context and of room after it, iterations of a loop, and runs of it."""
 
     context: int = 1024
     room: int = 512
@@ -99,7 +99,7 @@ def read_ms(model: specjax.Model, config: TransformerConfig) -> float:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def prefill(model: specjax.Model, batch: int, effort: Effort) -> Any:
-    """The cache behind a context of random tokens."""
+    """The cache after a context of random tokens."""
     ids = jax.random.randint(jax.random.key(1), (batch, effort.context), 0, 100, jnp.int32)
     place = jnp.broadcast_to(jnp.arange(effort.context, dtype=jnp.int32)[None], ids.shape)
     cache = model.init_cache(batch, effort.context + effort.room)
@@ -107,7 +107,7 @@ def prefill(model: specjax.Model, batch: int, effort: Effort) -> Any:
 
 
 def forward(model: specjax.Model, tokens: int, batch: int, effort: Effort) -> Timed:
-    """Forwards of `tokens` tokens a request behind a context, each fed the argmax of the last."""
+    """Forwards of `tokens` tokens a request after a context, each given the argmax of the last."""
 
     def loop(cache: Any, model: specjax.Model, fed: jax.Array, lengths: jax.Array) -> Any:
         def step(i: jax.Array, carry: Any) -> Any:
@@ -152,7 +152,7 @@ def speculate(
         def step(_: Any, state: Any) -> Any:
             return specjax.step(target, drafter, state, config=config)[0]
 
-        # What a run before has written behind the prompt is written again.
+        # What a run before has written after the prompt is written again.
         begun = state._replace(target_cache=caches[0], drafter_state=caches[1])
         done = jax.lax.fori_loop(0, effort.iterations, step, begun)
         return done.lengths - state.lengths, (done.target_cache, done.drafter_state)

@@ -52,7 +52,7 @@ def verify(inputs: Inputs, keys: Any, positions: Any, options: dict[str, jax.Arr
 
 
 def draw_inputs(shape: Shape, count: int, options: dict[str, jax.Array]) -> list[Inputs]:
-    """Input sets whose tokens were drawn from what the filters leave of the draft."""
+    """Input sets whose tokens were sampled from what the filters leave of the draft."""
     sets = []
     for seed, (draft_logits, target_logits) in enumerate(draw_sets(shape, count)):
         kept, cutoff = draft_logits, None
@@ -104,7 +104,7 @@ def main() -> None:
     for case in measure(shape, calls, runs):
         section["cases"].append(case)
         print(
-            f"{case['case']:14}{case['median_us']:9.2f} us, {case['temporary_mb']:.1f} MB beside "
+            f"{case['case']:14}{case['median_us']:9.2f} us, {case['temporary_mb']:.1f} MB next to "
             f"{case['float32_rows_mb']:.0f} of rows in float32",
             {name: round(kernel["us"], 2) for name, kernel in case["kernels"].items()},
             flush=True,

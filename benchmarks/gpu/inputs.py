@@ -51,7 +51,7 @@ def draw_logits(seed: Any, shape: Shape) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def draw_tokens(seed: Any, draft_logits: jax.Array, temperature: Any) -> specjax.Draft:
-    """Tokens drawn from softmax(d / T), the argmax of d at T = 0, and their statistics."""
+    """Tokens sampled from softmax(d / T), the argmax of d at T = 0, and their statistics."""
     greedy = temperature == 0
     x = draft_logits.astype(jnp.float32) / jnp.where(greedy, 1, temperature)
     noise = jax.random.gumbel(jax.random.key(seed), x.shape, jnp.float32)
@@ -69,7 +69,7 @@ def draw_sets(shape: Shape, count: int) -> list[tuple[jax.Array, jax.Array]]:
 def with_tokens(
     logits: list[tuple[jax.Array, jax.Array]], temperature: float, one_hot: bool
 ) -> list[Inputs]:
-    """Input sets whose tokens were drawn at a temperature; the logits are shared, not copied."""
+    """Input sets whose tokens were sampled at a temperature; the logits are shared, not copied."""
     sets = []
     for seed, (draft_logits, target_logits) in enumerate(logits):
         draft = draw_tokens(1000 + seed, draft_logits, jnp.float32(temperature))

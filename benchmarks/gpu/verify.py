@@ -104,7 +104,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def save(out: pathlib.Path | None, name: str, section: dict[str, Any]) -> None:
-    """Puts a section into the file, beside those that are there."""
+    """Puts a section into the file, next to those that are there."""
     if out is None:
         return
     result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}

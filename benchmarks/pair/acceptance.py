@@ -41,7 +41,7 @@ def overlaps(
 
 
 def first_drafts(target: specjax.Model, folder: pathlib.Path) -> specjax.Model:
-    """The law of a head's first drafts, as a model of whole sequences that needs no cache."""
+    """The distributions of a head's first drafts, as a model of whole sequences without a cache."""
     params, config = load_head(folder)
 
     def apply(
@@ -105,7 +105,7 @@ class Counted(NamedTuple):
 def step_starts(generation: specjax.Generation, limit: int) -> np.ndarray:
     """bool[B, L]: places at which the first token of a draft stood.
 
-    A step begins behind the token that ended the one before, recovered or bonus; where a single
+    A step begins after the token that ended the one before, recovered or bonus; where a single
     place is left nothing is drafted.
     """
     origins, lengths = np.asarray(generation.origins), np.asarray(generation.lengths)
@@ -146,7 +146,7 @@ def count(
 
 
 def report_generate(pair: Pair, args: argparse.Namespace) -> None:
-    """Acceptance as counted by `generate` beside sum min(p, q) at the same places."""
+    """Acceptance as counted by `generate` next to sum min(p, q) at the same places."""
     prompts = contexts(pair, args)[:, : args.context]
     numbers = np.arange(len(prompts))[:, None]
     numbered = np.concatenate([prompts, numbers], axis=1)

@@ -1,4 +1,4 @@
-"""Bits per byte: what each model needs for the held-out text, beside `xz -9`."""
+"""Bits per byte: what each model needs for the held-out text, next to `xz -9`."""
 
 import argparse
 import lzma

@@ -50,7 +50,7 @@ def batches(items: Any, size: int, what: str) -> Iterable[tuple[np.ndarray, int]
 
 
 def logits_of(model: specjax.Model, token_ids: jax.Array) -> jax.Array:
-    """[B, L, V]: the logits behind each token of whole sequences."""
+    """[B, L, V]: the logits after each token of whole sequences."""
     size, length = token_ids.shape
     places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (size, length))
     hidden, _ = model.apply(model.params, token_ids, places, model.init_cache(size, length))

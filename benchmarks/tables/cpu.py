@@ -23,39 +23,39 @@ def _milliseconds(timing: dict[str, Any]) -> str:
 def cpu_table(result: dict[str, Any]) -> str:
     """The table, with its inputs above and where it was measured below, as markdown."""
     where, inputs, timings = result["environment"], result["inputs"], result["timings"]
-    ratio = {entry["name"]: entry["ratio"] for entry in result["ratios"]}
+    ratios = {entry["name"]: entry["ratio"] for entry in result["ratios"]}
     small, large = inputs["V"]
 
-    def row(call: str, timing: str, beside: str) -> str:
-        return f"| {call} | {_milliseconds(timings[timing])} | {beside} |"
+    def row(call: str, timing: str, ratio: str) -> str:
+        return f"| {call} | {_milliseconds(timings[timing])} | {ratio} |"
 
     rows = [
         row("`jax.nn.logsumexp` over the target rows", "logsumexp", ""),
         row(
             "`rejection_sample`",
             "rejection_sample",
-            f"{ratio['rejection_sample over logsumexp']:.2f} of that logsumexp",
+            f"{ratios['rejection_sample over logsumexp']:.2f} of that logsumexp",
         ),
         row(
-            "the obvious JAX: `log_softmax` of both, gather, `categorical` of the residual",
+            "plain JAX: `log_softmax` of both, gather, `categorical` of the residual",
             "obvious",
-            f"{ratio['obvious JAX over rejection_sample']:.1f} times `rejection_sample`",
+            f"{ratios['obvious JAX over rejection_sample']:.1f} times `rejection_sample`",
         ),
         row("`gumbel_sample`, one row per request", "gumbel_sample", ""),
         row(
             "`jax.random.categorical`, the same rows",
             "categorical",
-            f"{ratio['jax.random.categorical over gumbel_sample']:.1f} times `gumbel_sample`",
+            f"{ratios['jax.random.categorical over gumbel_sample']:.1f} times `gumbel_sample`",
         ),
         row(
             f"`rejection_sample`, V = {large}",
             f"rejection_sample@{large}",
-            f"{ratio['rejection_sample, per element']:.2f} per element of V = {small}",
+            f"{ratios['rejection_sample, per element']:.2f} per element of V = {small}",
         ),
         row(
             f"`gumbel_sample`, V = {large}",
             f"gumbel_sample@{large}",
-            f"{ratio['gumbel_sample, per element']:.2f} per element of V = {small}",
+            f"{ratios['gumbel_sample, per element']:.2f} per element of V = {small}",
         ),
     ]
     lines = [
@@ -64,7 +64,7 @@ def cpu_table(result: dict[str, Any]) -> str:
         f"carried: a mean acceptance of {inputs['mean_acceptance']:.2f}, "
         f"{inputs['mean_tokens_per_step']:.2f} tokens per step.",
         "",
-        "| call | ms, median (quartiles) | beside |",
+        "| call | ms, median (quartiles) | ratio |",
         "|---|---|---|",
         *rows,
         "",

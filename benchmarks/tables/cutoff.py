@@ -1,7 +1,7 @@
 r"""Makes the table of cutoffs on a GPU from the JSON that the benchmark wrote.
 
 python -m benchmarks.tables.cutoff benchmarks/results/h200_cutoff.json \
-    --readme benchmarks/README.md
+    --readme docs/measurements.md
 python -m benchmarks.tables.cutoff benchmarks/results/h200_cutoff.json \
     --brief --readme docs/speed.md
 """
@@ -60,20 +60,20 @@ def cutoff_table(result: dict[str, Any]) -> str:
 
 
 def brief_table(result: dict[str, Any]) -> str:
-    """The cases of the first shape and what reads those rows; beside them vLLM and FlashInfer."""
+    """The cases of the first shape and what reads those rows; in brackets vLLM and FlashInfer."""
     main = result["cases"][0]
     cases = [case for case in result["cases"] if column_of(case)[:2] == column_of(main)[:2]]
     sizes = sorted({case["B"] for case in cases if case["case"] == main["case"]})[:2]
     times = {(case["case"], case["B"]): case["median_us"] for case in cases}
     theirs = {(case["case"], case["B"]): case["median_us"] for case in peer_of(result, "vllm")}
     fastest = fastest_of(peer_of(result, "flashinfer"))
-    beside = ", in brackets of vLLM, its float32 copy included" if theirs else ""
-    beside += "; of FlashInfer by its fastest way, whatever it gives" if fastest else ""
+    peers = ", in brackets vLLM, its float32 copy included" if theirs else ""
+    peers += "; FlashInfer by its fastest function for that case" if fastest else ""
     heads = [f"B = {size}" for size in sizes]
     heads += [f"FlashInfer, B = {size}" for size in sizes if fastest]
     lines = [
         f"Rows 3 N(0, 1), V = {main['V']}, {main['dtype']}, parameters per request; microseconds "
-        f"per call{beside}.",
+        f"per call{peers}.",
         "",
         f"| `logit_cutoff` | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",

@@ -1,6 +1,6 @@
 """Makes the tables of decoding at real size from the JSON that the benchmark wrote.
 
-python -m benchmarks.tables.decode benchmarks/results/h200_decode.json --readme benchmarks/README.md
+python -m benchmarks.tables.decode benchmarks/results/h200_decode.json --readme docs/measurements.md
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 r"""Makes the GPU tables and their plot from the JSON that the GPU benchmarks wrote.
 
 python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed.md \
-    --plot benchmarks/results/h200.png --more benchmarks/README.md
+    --plot benchmarks/results/h200.png --more docs/measurements.md
 """
 
 import argparse
@@ -15,22 +15,22 @@ from benchmarks.tables.publish import is_one_session, publish
 BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 MORE_BEGIN, MORE_END = "<!-- gpu-more-table -->", "<!-- /gpu-more-table -->"
 
-# Rows of the table: what is called, our case, vLLM's.
+# Rows of the table: the label, our case, vLLM's.
 ROWS = (
-    ("`rejection_sample`, drawn drafts, T = 0.7", "drawn_0.7", "drawn_0.7"),
-    ("`rejection_sample`, drawn drafts, T = 1", "drawn_1", "drawn_1"),
+    ("`rejection_sample`, sampled drafts, T = 0.7", "drawn_0.7", "drawn_0.7"),
+    ("`rejection_sample`, sampled drafts, T = 1", "drawn_1", "drawn_1"),
     ("`rejection_sample`, one-hot drafts, T = 0.7", "onehot_0.7", "onehot_0.7"),
     ("`rejection_sample`, one-hot drafts, T = 1", "onehot_1", "onehot_1"),
     ("`rejection_sample`, greedy", "greedy", "greedy"),
     ("`rejection_sample`, synthetic, 0.9 per position", "synthetic_0.9", None),
     ("`gumbel_sample`, FP32 noise", "gumbel_fp32", "gumbel_fp32"),
     ("`gumbel_sample`, FP64 noise", "gumbel_fp64", "gumbel_fp64"),
-    ("`rejection_sample`, drawn drafts, T = 0.7, plain XLA", "xla_drawn_0.7", None),
+    ("`rejection_sample`, sampled drafts, T = 0.7, plain XLA", "xla_drawn_0.7", None),
     ("`jax.random.categorical`", "categorical", None),
 )
 PLOTTED = ("drawn_0.7", "onehot_0.7", "greedy", "gumbel_fp32")
 LABELS = {
-    "drawn_0.7": "rejection_sample, drawn drafts",
+    "drawn_0.7": "rejection_sample, sampled drafts",
     "onehot_0.7": "rejection_sample, one-hot drafts",
     "greedy": "rejection_sample, greedy",
     "gumbel_fp32": "gumbel_sample",
@@ -53,17 +53,17 @@ def peer_of(result: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def gpu_table(result: dict[str, Any]) -> str:
-    """The table, with the inputs above it and its birthplace below, as markdown."""
+    """The table, with its inputs above and where it was measured below, as markdown."""
     ours, peer = timings_of(result["main"]), peer_of(result)
     theirs = timings_of(peer)
     first = result["main"]["cases"][0]
     sizes = sorted({size for _, size in ours})
     head = " | ".join(f"B = {size}" for size in sizes)
-    beside = ", in brackets of vLLM's function in the same session" if peer else ""
+    peers = ", in brackets those of vLLM's function in that session" if peer else ""
     lines = [
         f"K = {first['K']}, V = {first['V']}, {first['dtype']} logits, drafts d = 3 N(0, 1) "
         f"against targets d + N(0, 1), statistics carried{_accepted(ours, sizes)}. "
-        f"Microseconds per call{beside}.",
+        f"Microseconds per call{peers}.",
         "",
         f"| | {head} |",
         "|---" * (len(sizes) + 1) + "|",
@@ -76,10 +76,10 @@ def gpu_table(result: dict[str, Any]) -> str:
     if len(floors) == len(sizes):
         rate = result["main"]["bytes_per_us"] / 1e6
         lines.append(
-            f"| bytes of the rows that decide, drawn drafts, T = 0.7, at {rate:g} TB/s | "
+            f"| bytes of the rows that decide, sampled drafts, T = 0.7, at {rate:g} TB/s | "
             f"{' | '.join(floors)} |"
         )
-    return "\n".join([*lines, "", _birthplace(result["main"]["environment"], peer)])
+    return "\n".join([*lines, "", _origin(result["main"]["environment"], peer)])
 
 
 def more_table(result: dict[str, Any]) -> str:
@@ -98,7 +98,7 @@ def more_table(result: dict[str, Any]) -> str:
     for place, cells in found.items():
         row = [*map(str, place), *(cells.get(name, "") for name in names)]
         lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", _birthplace(section["environment"], None)])
+    return "\n".join([*lines, "", _origin(section["environment"], None)])
 
 
 def _accepted(ours: Timings, sizes: list[int]) -> str:
@@ -107,7 +107,8 @@ def _accepted(ours: Timings, sizes: list[int]) -> str:
         return ""
     means = [f"{x['mean_accepted']:.2f}" for x in known]
     return (
-        f"; at B = {sizes[-1]} a mean of {means[0]} drafts is kept at T = 0.7, {means[1]} at T = 1"
+        f"; at B = {sizes[-1]} a mean of {means[0]} drafts is accepted at T = 0.7, "
+        f"{means[1]} at T = 1"
     )
 
 
@@ -122,7 +123,7 @@ def _cell(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
     )
 
 
-def _birthplace(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
+def _origin(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
     text = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
     if peer is None:
         return text
@@ -133,34 +134,41 @@ def _birthplace(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
     )
 
 
+def points_of(result: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
+    """By case the curves of the plot: ours, vLLM's of that session, the byte floor; [size, us]."""
+    ours, theirs = timings_of(result["main"]), timings_of(peer_of(result))
+    sources = ((ours, "median_us", ""), (theirs, "median_us", ", vLLM"))
+    sources += ((ours, "floor_us", ", byte floor"),)
+    return {
+        case: {
+            LABELS[case] + suffix: points
+            for source, field, suffix in sources
+            if (points := [[b, x[field]] for (name, b), x in source.items() if name == case])
+        }
+        for case in PLOTTED
+    }
+
+
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Time against batch size: ours, vLLM's where measured in the session, and the byte floor."""
+    """Draws time against batch size; the file's description holds the points."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
-    ours, theirs = timings_of(result["main"]), timings_of(peer_of(result))
-    sizes = sorted({size for _, size in ours})
+    points = points_of(result)
+    sizes = sorted({size for _, size in timings_of(result["main"])})
     figure, axes = matplotlib.pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    styles = (
-        (ours, "median_us", "o-", "{}"),
-        (theirs, "median_us", "s--", "{}, vLLM"),
-        (ours, "floor_us", ":", "{}, byte floor"),
-    )
-    for number, case in enumerate(PLOTTED):
-        for source, figure_of, style, label in styles:
-            there = [size for size in sizes if (case, size) in source]
-            if there:
-                values = [source[case, size][figure_of] for size in there]
-                name = label.format(LABELS[case])
-                axes.loglog(there, values, style, color=f"C{number}", label=name)
+    for number, curves in enumerate(points.values()):
+        for label, curve in curves.items():
+            style = "s--" if "vLLM" in label else ":" if "floor" in label else "o-"
+            axes.loglog(*zip(*curve, strict=True), style, color=f"C{number}", label=label)
     axes.set(xlabel="batch size", ylabel="microseconds per call", xticks=sizes, xticklabels=sizes)
     axes.set_title(f"{result['main']['environment']['device']}, temperature 0.7")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=7)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Description": json.dumps(points)})
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 FILTERS = "vllm.v1.sample.ops.topk_topp_triton"
-# Read as they are, beside the three: how the last one's kernels are launched.
+# Read as they are, next to the three: how the last one's kernels are launched.
 LAUNCHERS = (
     "vllm.model_executor.warmup.jit_warmup",
     "vllm.model_executor.warmup.jit_warmup_triton_helper",

@@ -57,11 +57,11 @@ def draw_logits(b: int, k: int, v: int, number: int, device: str) -> Logits:
 
 
 def with_tokens(logits: Logits, temperature: float, number: int) -> Inputs:
-    """Drafts drawn from softmax(d / T), the argmax of d at T = 0."""
+    """Drafts sampled from softmax(d / T), the argmax of d at T = 0."""
     b, k, v = logits.draft.shape
     device = logits.draft.device
     rng = torch.Generator(device).manual_seed(1000 + number)
-    # vLLM finds drafted token i beside target row i + 1; the last committed token is first.
+    # vLLM finds drafted token i next to target row i + 1; the last committed token is first.
     drafted = torch.zeros((b, k + 1), dtype=torch.int64, device=device)
     for i in range(k):
         x = logits.draft[:, i].float()

@@ -102,14 +102,14 @@ def test_other_sizes_stand_a_line_each_and_what_failed_in_none(benchmark):
     table = benchmark("tables.gpu").more_table({"more": {"environment": where, "cases": cases}})
     assert table == (
         "| B | K | V | dtype | rejection_sample, greedy | gumbel_sample, scalar arguments "
-        "| rejection_sample, drawn drafts |\n|---|---|---|---|---|---|---|\n"
+        "| rejection_sample, sampled drafts |\n|---|---|---|---|---|---|---|\n"
         "| 8 | 5 | 128 | bfloat16 | 2.0 |  | 4.0 |\n| 8 | 5 | 64 | bfloat16 |  | 1.0 |  |\n\n"
         "G, jax 1, 2026-01-01: `python c`"
     )
 
 
 @pytest.mark.parametrize(
-    ("table", "document"), [("gpu_table", "docs/speed.md"), ("more_table", "benchmarks/README.md")]
+    ("table", "document"), [("gpu_table", "docs/speed.md"), ("more_table", "docs/measurements.md")]
 )
 def test_the_gpu_tables_of_the_documents_are_those_of_the_measurement(table, document, benchmark):
     if not RESULT.exists():
@@ -118,8 +118,21 @@ def test_the_gpu_tables_of_the_documents_are_those_of_the_measurement(table, doc
     made = make(json.loads(RESULT.read_text(encoding="utf-8")))
     assert made in (ROOT / document).read_text(encoding="utf-8"), (
         "run: python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed.md "
-        "--plot benchmarks/results/h200.png --more benchmarks/README.md"
+        "--plot benchmarks/results/h200.png --more docs/measurements.md"
     )
+
+
+def test_the_plot_draws_the_points_of_the_measurement(benchmark):
+    made = benchmark("tables.gpu")
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    points = made.points_of(result)
+    ours = {(x["case"], x["B"]): x for x in result["main"]["cases"]}
+    assert points["greedy"]["rejection_sample, greedy"] == [
+        [size, ours["greedy", size]["median_us"]] for size in (8, 64, 256)
+    ]
+    assert [len(curves) for curves in points.values()] == [3] * len(made.PLOTTED)
+    written = RESULT.with_suffix(".png").read_bytes()
+    assert json.dumps(points).encode() in written, "run benchmarks.tables.gpu, as it says itself"
 
 
 def test_the_cutoffs_table_shows_every_case_at_every_shape_and_what_failed_at_none(benchmark):
@@ -284,9 +297,9 @@ def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
 @pytest.mark.parametrize(
     ("name", "table", "document"),
     [
-        ("cutoff", "cutoff_table", "benchmarks/README.md"),
+        ("cutoff", "cutoff_table", "docs/measurements.md"),
         ("cutoff", "brief_table", "docs/speed.md"),
-        ("decode", "decode_table", "benchmarks/README.md"),
+        ("decode", "decode_table", "docs/measurements.md"),
     ],
 )
 def test_the_tables_of_the_documents_are_those_of_the_measurements(
