@@ -77,6 +77,8 @@ def _kept_compilations():
         ]:
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
+        # For another number of devices a program is compiled anew.
+        patch.setenv("JAX_NUM_CPU_DEVICES", str(jax.config.jax_num_cpu_devices))
         yield
 
 
