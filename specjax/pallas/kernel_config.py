@@ -52,7 +52,7 @@ class KernelConfig:
       residual: tile of a residual, which reads a target and a draft row together.
       search: tile of a cutoff that is searched among buffered logits.
       whole_search: tile of a cutoff that is searched in the row itself.
-      draw_warps: warps of the program that draws a token from about a thousand block weights:
+      draw_warps: warps of the program that draws a token from about a thousand log-masses:
         four to a thread.
       search_warps: warps of the program that searches a cutoff.
       max_small_batch: requests up to which a batch leaves most of the GPU idle.

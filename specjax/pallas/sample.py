@@ -1,18 +1,12 @@
 """`gumbel_sample` in two launches: many programs reduce a row, one program draws its token.
 
-`sample_reduce_kernel`: grid B * (num_splits + num_tiles). The first B * num_splits programs write
-the Gumbels of the row's blocks. The others each reduce one tile of a row to the maximum and the sum
-of its blocks of 128 tokens. Reads each logit once; writes 8 bytes per block, and 4 or 8 for its
-Gumbel.
+    sample_reduce_kernel   maximum and sum of each block of 128 tokens; Gumbels of the blocks
+    sample_draw_kernel     a block by Gumbel-max, then a token of it
 
-`sample_draw_kernel`: grid B. One program per row merges the partials of its blocks, draws a block
-by Gumbel-max, and a token in it. Reads the partials, the Gumbels and one block of logits; writes
-the `Sample`.
-
-Nothing is reduced twice, and no row is copied. Two launches, because a row needs many programs to
-be read at the memory's rate, and the choice of a block needs all of them.
+Nothing is reduced twice, and no row is copied.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +41,7 @@ from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
 from specjax.sample import Sample
 
-__all__ = ["sample_rows"]
+__all__ = ["sample_draw_kernel", "sample_reduce_kernel", "sample_rows"]
 
 
 class _Reduced(NamedTuple):
@@ -78,31 +72,10 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     tile = config.row_tile(size, vocab_size)
     count, num_blocks = tile.count(vocab_size), num_padded_blocks(vocab_size)
     num_splits = config.noise_splits(size, num_blocks)
-
-    def sample_reduce_kernel(arrays: SampleArrays, out: _Reduced) -> None:
-        # The programs of the noise come first: they wait for no logit, and the draw waits for them.
-        program = pl.program_id(0)
-        tile_program = program - size * num_splits
-
-        @pl.when(tile_program >= 0)
-        def _() -> None:
-            _reduce(arrays, out.partials, tile_program, tile, interpret)
-
-        if num_splits:
-
-            @pl.when(tile_program < 0)
-            def _() -> None:
-                b, split = divmod_i32(program, num_splits)
-                num = num_blocks // num_splits
-                noise = draw_noise(_address(arrays, b), split * num, num, noise_dtype)
-                index = noise.first + jax.lax.iota(jnp.int32, num)
-                plgpu.store(out.noise.at[b, index], noise.gumbels)
-
-    def sample_draw_kernel(operands: _Operands, out: Sample) -> None:
-        _draw(operands, out, noise_dtype)
-
     reduced = launch(
-        sample_reduce_kernel,
+        functools.partial(
+            sample_reduce_kernel, tile=tile, num_splits=num_splits, interpret=interpret
+        ),
         arrays,
         _Reduced(
             partials_shape(size, vocab_size, tile, tiles=False),
@@ -113,7 +86,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
         interpret=interpret,
     )
     return launch(
-        sample_draw_kernel,
+        functools.partial(sample_draw_kernel, noise_dtype=noise_dtype),
         _Operands(arrays, reduced),
         Sample(output((size,), jnp.int32), output((size,)), output((size,))),
         num_programs=size,
@@ -122,18 +95,53 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     )
 
 
-def _reduce(
-    arrays: SampleArrays, out: Partials, program: jax.Array, tile: Tile, interpret: bool
+def sample_reduce_kernel(
+    arrays: SampleArrays, out: _Reduced, *, tile: Tile, num_splits: int, interpret: bool
 ) -> None:
-    """Stores the partials of one tile of a row."""
-    b, number = divmod_i32(program, tile.count(arrays.logits.shape[1]))
-    scale = parse_temperature(arrays.temperature[b]).scale
-    row_tile = RowTile(arrays.logits, b, number, scale, _at(arrays.cutoff, b), None)
-    store_partials(row_tile, out, b, tile, interpret)
+    """Writes m_i = max x and l_i = sum exp((x - m_i) / T) of the blocks of a tile, or Gumbels.
+
+    Grid: B * (num_splits + tiles) programs of 8 warps. The first B * num_splits write the Gumbels
+    of the rows' blocks, a share of a row each; of the others each owns a tile of one row.
+    Bytes per row: V * itemsize read; V / 128 * 8 written, and V / 128 * 4 or 8 for the Gumbels.
+    Why tiles: a row needs many programs to be read at the memory's full rate. Why splits of the
+    noise: it waits for no logit, and the draw waits for it.
+    Order: the programs of this launch do not wait for one another. The next launch begins to load
+    after this one has ended.
+    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
+    """
+    size, vocab_size = arrays.logits.shape
+    program = pl.program_id(0)
+    tile_program = program - size * num_splits
+
+    @pl.when(tile_program >= 0)
+    def _() -> None:
+        b, number = divmod_i32(tile_program, tile.count(vocab_size))
+        scale = parse_temperature(arrays.temperature[b]).scale
+        row_tile = RowTile(arrays.logits, b, number, scale, _at(arrays.cutoff, b), None)
+        store_partials(row_tile, out.partials, b, tile, interpret)
+
+    if num_splits:
+
+        @pl.when(tile_program < 0)
+        def _() -> None:
+            b, split = divmod_i32(program, num_splits)
+            num = out.noise.shape[1] // num_splits
+            noise = draw_noise(_address(arrays, b), split * num, num, out.noise.dtype)
+            index = noise.first + jax.lax.iota(jnp.int32, num)
+            plgpu.store(out.noise.at[b, index], noise.gumbels)
 
 
-def _draw(operands: _Operands, out: Sample, noise_dtype: Any) -> None:
-    """Draws row b's token and writes its sample."""
+def sample_draw_kernel(operands: _Operands, out: Sample, *, noise_dtype: Any) -> None:
+    """Writes one token of a row, drawn by two-level Gumbel-max, and its statistics.
+
+    Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log p_j + g_j); the
+    argmax of the row where it is greedy.
+    Grid: B programs of 8 warps; one owns a row.
+    Bytes per row: V / 128 * 8 of partials read, V / 128 * 4 or 8 of Gumbels, and the logits of the
+    drawn block; 12 written.
+    Why one program: the choice of a block needs all of them, about a thousand, four to a thread.
+    Order: the launch before has ended when it begins to load. It signals nothing.
+    """
     (arrays, reduced), b = operands, pl.program_id(0)
     cutoff = _at(arrays.cutoff, b)
     blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
