@@ -1,4 +1,4 @@
-"""The search that kernels and reference share: keys, brackets, and what a probe tells."""
+"""The search that kernels and reference share: keys, brackets and bounds."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 from specjax.core import bisection, truncation
 from specjax.core.logsumexp import block_partials, merge_partials
 
-# Subnormal numbers may count as zeros, and stand in no order then.
+# No subnormal numbers: where they count as zeros they have no order.
 SPECIAL = [-np.inf, -3.4e38, -1.0, -2e-38, -0.0, 0.0, 2e-38, 1.0, 1.0000001, 3.4e38, np.inf]
 
 
@@ -68,8 +68,8 @@ def test_a_search_finds_the_kth_largest_in_tiles(k, looks):
         return jnp.sum(truncation.mass_above(tiles, None, pivot[:, None]), axis=-1)
 
     def look(ends):
-        lifted = bisection.Bracket(ends.low[:, None], ends.high[:, None])
-        inside = truncation.extremes_blocks(tiles, lifted)
+        columns = bisection.Bracket(ends.low[:, None], ends.high[:, None])
+        inside = truncation.extremes_blocks(tiles, columns)
         return bisection.Extremes(jnp.min(inside.least, axis=-1), jnp.max(inside.most, axis=-1))
 
     target = jnp.full((8,), k, jnp.float32)
@@ -113,7 +113,7 @@ def test_a_bound_from_blocks_is_never_above_what_is_there():
         assert np.all(bounds <= masses * (1 + 1e-5))
         assert np.all(np.diff(bounds, axis=0) >= -1e-5 * bounds[1:])
         assert np.all(bounds[0] >= 1)
-        # Far below the largest it tells all there is.
+        # Far below the largest logit the bound is the mass.
         np.testing.assert_allclose(
             bounds[-1, 0], masses[-1, 0], rtol=1e-4 if temperature < 3 else 1
         )

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 VOCAB = 300
 TINY = np.finfo(np.float32).tiny
 LARGEST = np.nextafter(TINY, np.float32(0))
-# What subnormal numbers are multiplied by where they are flushed.
+# The factor of subnormal numbers where they are flushed.
 UNIT = np.float32(1 if has_gpu() else 2.0**106)
 NUMBERS = np.float32([0, 1e-45, 4e-42, LARGEST, TINY, 1.5 * TINY, 1, 3e38, np.inf])
 NUMBERS = np.concatenate([-NUMBERS[::-1], NUMBERS])
@@ -41,7 +41,7 @@ def unflushed():
 
 
 def flushed(x, unit=1):
-    """Of float32, on the host, whose comparisons flush nothing."""
+    """Float32 numbers with subnormal ones as zeros, on the host, which flushes nothing itself."""
     return np.where(np.abs(x) < TINY * np.float32(unit), np.float32(0), x)
 
 

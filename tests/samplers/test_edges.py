@@ -27,12 +27,12 @@ from specjax.core.acceptance import accept_random
 
 pytestmark = pytest.mark.once
 
-EVERYONE = np.arange(BATCH)
+REQUESTS = np.arange(BATCH)
 MODES = ["random", "greedy", "one-hot", "synthetic"]
 
 
 def mode_case(mode, seed=0):
-    """A batch of one kind whose first drafts are all kept, where the mode allows that."""
+    """A batch of one kind whose drafts are all accepted, where the mode allows that."""
     case = sampled_case(seed)
     if mode == "greedy":
         case["temperature"][:] = 0
@@ -75,23 +75,23 @@ def emitted(verification):
     ]
 
 
-def check_nothing_emitted(verification, who):
-    np.testing.assert_array_equal(np.asarray(verification.num_emitted)[who], 0)
-    np.testing.assert_array_equal(np.asarray(verification.num_accepted)[who], 0)
-    np.testing.assert_array_equal(np.asarray(verification.token_ids)[who], -1)
-    np.testing.assert_array_equal(np.asarray(verification.logprobs)[who], 0.0)
+def check_nothing_emitted(verification, requests):
+    np.testing.assert_array_equal(np.asarray(verification.num_emitted)[requests], 0)
+    np.testing.assert_array_equal(np.asarray(verification.num_accepted)[requests], 0)
+    np.testing.assert_array_equal(np.asarray(verification.token_ids)[requests], -1)
+    np.testing.assert_array_equal(np.asarray(verification.logprobs)[requests], 0.0)
 
 
-def check_same(ours, theirs, who=EVERYONE):
+def check_same(ours, theirs, requests=REQUESTS):
     chex.assert_trees_all_equal(
-        *(jax.tree.map(lambda x: np.asarray(x)[who], v) for v in (ours, theirs))
+        *(jax.tree.map(lambda x: np.asarray(x)[requests], v) for v in (ours, theirs))
     )
 
 
 def check_impossible_tokens_are_rejected(verify):
     """p(x) = 0 at the first drafted token of every request."""
     case = sampled_case(1)
-    case["target_logits"][EVERYONE, 0, case["token_ids"][:, 0]] = -np.inf
+    case["target_logits"][REQUESTS, 0, case["token_ids"][:, 0]] = -np.inf
     ours = check_against_oracle(verify, case)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), 0)
     np.testing.assert_array_equal(np.asarray(ours.num_emitted), 1)
@@ -104,7 +104,7 @@ def test_a_token_the_target_cannot_emit_is_never_accepted(implementation):
 
 def test_a_token_below_the_target_s_cutoff_is_never_accepted(implementation):
     case = sampled_case(2)
-    first = case["target_logits"][EVERYONE, 0, case["token_ids"][:, 0]]
+    first = case["target_logits"][REQUESTS, 0, case["token_ids"][:, 0]]
     case["cutoff"][:, 0] = np.nextafter(first, np.float32(np.inf))
     ours = check_against_oracle(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), 0)
@@ -114,13 +114,13 @@ def test_a_token_below_the_target_s_cutoff_is_never_accepted(implementation):
 def test_a_token_the_draft_cannot_draw_is_rejected(how, implementation):
     case = sampled_case(3)
     x = case["token_ids"][:, 0]
-    case["target_logits"][EVERYONE, 0, x] = 20.0
+    case["target_logits"][REQUESTS, 0, x] = 20.0
     if how == "cut":
-        own = case["draft_logits"][EVERYONE, 0, x]
+        own = case["draft_logits"][REQUESTS, 0, x]
         case["draft_cutoff"][:, 0] = np.nextafter(own, np.float32(np.inf))
-        case["draft_logits"][EVERYONE, 0, (x + 1) % VOCAB] = 15.0
+        case["draft_logits"][REQUESTS, 0, (x + 1) % VOCAB] = 15.0
     else:
-        case["draft_logits"][EVERYONE, 0, x] = -np.inf
+        case["draft_logits"][REQUESTS, 0, x] = -np.inf
     if how == "carried":
         case = with_statistics(case)
         assert np.all(np.isneginf(case["draft_logprobs"][:, 0]))
@@ -145,7 +145,7 @@ def test_a_one_hot_target_on_a_one_hot_draft_has_an_empty_residual(implementatio
     case["draft_temperature"][:] = 0
     case["target_logits"][:] = -np.inf
     for i in range(K):
-        case["target_logits"][EVERYONE, i, case["token_ids"][:, i]] = 0.0
+        case["target_logits"][REQUESTS, i, case["token_ids"][:, i]] = 0.0
     case["target_logits"][:, K, 7] = 0.0
     kept = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(kept.num_accepted), K)
@@ -164,7 +164,7 @@ def test_a_residual_of_rounding_alone_falls_back_to_the_target(size, implementat
     size = size_of_schedule(size, implementation)
     case = sampled_case(6, size)
     case["target_logits"][:, :, ::3] = -np.inf
-    # Likely: the rejected token may be drawn again.
+    # The rejected token is likely to be drawn again.
     case["token_ids"][:, 0] = 1
     case["target_logits"][:, 0, 1] = 8
     case["draft_logits"] = case["target_logits"][:, :K] + np.float32(0.3)
@@ -200,15 +200,15 @@ def test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves(implementatio
     case["draft_cutoff"][:] = 1.0
     case["conditional_rates"] = np.zeros((BATCH, K), np.float32)
     ours = check_against_oracle(library(implementation), case)
-    logits = case["target_logits"][EVERYONE, 0, np.asarray(ours.token_ids)[:, 0]]
+    logits = case["target_logits"][REQUESTS, 0, np.asarray(ours.token_ids)[:, 0]]
     assert np.all(logits < 1)
 
 
 def test_a_one_hot_draft_of_nearly_all_mass_is_left_out(implementation):
-    """Of a one-hot draft nothing is rounding: what is left of the target is exact."""
+    """A one-hot draft is exact, and so is the rest of the target: no part of it is rounding."""
     case = sampled_case(46)
     case["draft_temperature"][:] = 0
-    case["target_logits"][EVERYONE, 0, case["token_ids"][:, 0]] = 26
+    case["target_logits"][REQUESTS, 0, case["token_ids"][:, 0]] = 26
     case["conditional_rates"] = np.zeros((BATCH, K), np.float32)
     ours = check_against_oracle(library(implementation), case)
     assert np.all(np.asarray(ours.token_ids)[:, 0] != case["token_ids"][:, 0])
@@ -235,8 +235,8 @@ def test_zero_drafts_emit_one_bonus_token(mode, how, implementation):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bonus_is_what_plain_sampling_draws_at_its_position(mode, implementation):
     case = mode_case(mode, 8)
-    # Likely a second time: a bonus may be the last drafted token once more.
-    case["target_logits"][EVERYONE, K, case["token_ids"][:, -1]] += 9
+    # The last drafted token is likely again: it may be the bonus, too.
+    case["target_logits"][REQUESTS, K, case["token_ids"][:, -1]] += 9
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), K)
     np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, :K], case["token_ids"])
@@ -249,7 +249,7 @@ def test_the_bonus_is_what_plain_sampling_draws_at_its_position(mode, implementa
 def test_minus_one_ends_the_drafts_like_num_tokens(mode, implementation):
     case = mode_case(mode, 9)
     cut, counted = dict(case), dict(case)
-    ends = EVERYONE % (K + 1)
+    ends = REQUESTS % (K + 1)
     cut["token_ids"] = np.where(np.arange(K) == ends[:, None], -1, case["token_ids"])
     counted["num_tokens"] = ends.astype(np.int32)
     ours = run(library(implementation), counted)
@@ -263,26 +263,26 @@ def test_the_shorter_of_num_tokens_and_minus_one_counts(implementation):
     case["num_tokens"][: BATCH // 2] = 1
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(
-        np.asarray(ours.num_accepted), np.where(EVERYONE < BATCH // 2, 1, 2)
+        np.asarray(ours.num_accepted), np.where(REQUESTS < BATCH // 2, 1, 2)
     )
 
 
 def test_num_tokens_is_clipped(implementation):
     case = mode_case("random", 11)
     full = run(library(implementation), case)
-    case["num_tokens"] = np.where(EVERYONE % 2, 2**31 - 1, -5).astype(np.int32)
+    case["num_tokens"] = np.where(REQUESTS % 2, 2**31 - 1, -5).astype(np.int32)
     ours = run(library(implementation), case)
-    check_same(ours, full, EVERYONE % 2 == 1)
-    check_nothing_emitted(ours, EVERYONE % 2 == 0)
+    check_same(ours, full, REQUESTS % 2 == 1)
+    check_nothing_emitted(ours, REQUESTS % 2 == 0)
 
 
 @pytest.mark.parametrize("token", [-2, -(2**31), VOCAB, VOCAB + 5, 2**31 - 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_id_outside_the_vocabulary_is_rejected_into_the_residual(mode, token, implementation):
-    """It does not end the drafts as -1 does: what replaces it is recovered, not a bonus."""
+    """The drafts do not end there, as at -1: a recovered token replaces it, not a bonus."""
     case = mode_case(mode, 12)
     case["token_ids"][:, 1] = token
-    # Likely are the ids at both ends, which a wrong place would be taken for.
+    # The ids at both ends are likely: a wrong index would read one of them.
     case["target_logits"][:, 1, [0, -1]] = 80
     case["bonus_token_ids"][:] = 4
     ours = check_against_oracle(library(implementation), case, max_uncertain=0.2)
@@ -296,8 +296,8 @@ def test_an_id_outside_the_vocabulary_is_rejected_into_the_residual(mode, token,
 def test_an_invalid_target_row_emits_nothing_from_there_on(mode, bad, implementation):
     case = mode_case(mode, 13)
     good = run(library(implementation), case)
-    where = EVERYONE % (K + 2)
-    for b in EVERYONE[where <= K]:
+    where = REQUESTS % (K + 2)
+    for b in REQUESTS[where <= K]:
         columns = slice(None) if bad == -np.inf else (b * 37) % VOCAB
         case["target_logits"][b, where[b], columns] = bad
     ours = run(library(implementation), case)
@@ -323,28 +323,28 @@ def test_a_nan_below_the_cutoff_is_seen(implementation):
     case = mode_case("random", 15)
     case["target_logits"][:, 0, 5] = np.nan
     case["cutoff"][:, 0] = 0.0
-    check_nothing_emitted(run(library(implementation), case), EVERYONE)
+    check_nothing_emitted(run(library(implementation), case), REQUESTS)
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_rows_after_the_end_change_nothing_whatever_they_hold(synthetic, implementation):
-    """NaN behind the first rejection and behind num_tokens, in target and draft rows."""
+    """NaN after the first rejection and after num_tokens, in target and draft rows."""
     case = mixed_case(16)
     if synthetic:
         case["conditional_rates"] = np.full((BATCH, K), 0.6, np.float32)
     case["draft_logits"] = case["draft_logits"][case["rows"]]
-    case["rows"] = EVERYONE.astype(np.int32)
+    case["rows"] = REQUESTS.astype(np.int32)
     ours = run(library(implementation), case)
     end = np.asarray(ours.num_accepted)
     inactive = np.asarray(ours.num_emitted) == 0
-    behind = np.arange(K + 1) > np.where(inactive & (case["num_tokens"] < 0), -1, end)[:, None]
+    after_end = np.arange(K + 1) > np.where(inactive & (case["num_tokens"] < 0), -1, end)[:, None]
     asked = zip(case["token_ids"], case["num_tokens"], strict=True)
     usable = np.array([oracle.num_drafted(*request) for request in asked])
     unread = np.arange(K) >= np.minimum(usable, end + 1)[:, None]
     dirty = dict(case)
-    dirty["target_logits"] = np.where(behind[..., None], np.nan, case["target_logits"])
+    dirty["target_logits"] = np.where(after_end[..., None], np.nan, case["target_logits"])
     dirty["draft_logits"] = np.where(unread[..., None], np.nan, case["draft_logits"])
-    dirty["cutoff"] = np.where(behind, np.nan, case["cutoff"])
+    dirty["cutoff"] = np.where(after_end, np.nan, case["cutoff"])
     dirty["draft_cutoff"] = np.where(unread, np.nan, case["draft_cutoff"])
     dirty = {k: v.astype(case[k].dtype) for k, v in dirty.items()}
     assert np.isnan(dirty["target_logits"]).any()
@@ -395,14 +395,14 @@ def test_masked_and_cut_tokens_are_never_emitted(implementation):
 def test_an_inactive_request_reads_nothing_and_emits_nothing(implementation):
     case = mixed_case(25)
     ours = run(library(implementation), case)
-    inactive = EVERYONE % 3 == 0
+    inactive = REQUESTS % 3 == 0
     case["num_tokens"] = np.where(inactive, -1, case["num_tokens"]).astype(np.int32)
     case["target_logits"][inactive] = np.nan
     case["temperature"][inactive] = np.nan
     case["draft_temperature"][inactive] = np.nan
     case["token_ids"][inactive] = 2**31 - 1
     case["bonus_token_ids"][inactive] = 3
-    for b in EVERYONE[inactive]:
+    for b in REQUESTS[inactive]:
         case["draft_logits"][case["rows"][b]] = np.nan
     again = run(library(implementation), case)
     check_nothing_emitted(again, inactive)
@@ -412,9 +412,9 @@ def test_an_inactive_request_reads_nothing_and_emits_nothing(implementation):
 def test_a_request_without_drafts_changes_no_other_request_s_noise(implementation):
     case = mixed_case(26)
     ours = run(library(implementation), case)
-    quiet = EVERYONE % 2 == 0
-    case["num_tokens"] = np.where(quiet, 0, case["num_tokens"]).astype(np.int32)
-    check_same(run(library(implementation), case), ours, ~quiet)
+    without_drafts = REQUESTS % 2 == 0
+    case["num_tokens"] = np.where(without_drafts, 0, case["num_tokens"]).astype(np.int32)
+    check_same(run(library(implementation), case), ours, ~without_drafts)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -453,7 +453,7 @@ def test_one_carried_statistic_without_the_other_is_not_read(lost, implementatio
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_draft_whose_carried_log_q_is_invalid_is_verified_as_one_hot(bad, implementation):
-    """Its logsumexp is finite; a log q of -inf is one: the token cannot have been drawn."""
+    """Its logsumexp is finite. A log q of -inf is valid: the draft cannot emit the token."""
     case = with_statistics(sampled_case(28))
     one_hot = case | dict(draft_temperature=np.zeros(BATCH, np.float32))
     case["draft_logprobs"] = np.full((BATCH, K), bad, np.float32)
@@ -487,7 +487,7 @@ def test_a_draft_cutoff_above_every_logit_is_verified_as_one_hot(implementation)
 def test_a_given_bonus_replaces_the_sampled_one(mode, implementation):
     case = mode_case(mode, 31)
     ours = run(library(implementation), case)
-    given = (EVERYONE * 7 % VOCAB).astype(np.int32)
+    given = (REQUESTS * 7 % VOCAB).astype(np.int32)
     case["bonus_token_ids"] = given
     again = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(again.num_emitted), K + 1)
@@ -495,7 +495,7 @@ def test_a_given_bonus_replaces_the_sampled_one(mode, implementation):
         np.asarray(again.token_ids)[:, :K], np.asarray(ours.token_ids)[:, :K]
     )
     np.testing.assert_array_equal(np.asarray(again.token_ids)[:, K], given)
-    logp = [oracle.log_softmax(case["target_logits"][b, K])[given[b]] for b in EVERYONE]
+    logp = [oracle.log_softmax(case["target_logits"][b, K])[given[b]] for b in REQUESTS]
     np.testing.assert_allclose(np.asarray(again.logprobs)[:, K], logp, atol=1e-4)
 
 
@@ -503,7 +503,7 @@ def test_a_given_bonus_replaces_the_sampled_one(mode, implementation):
 def test_a_given_bonus_outside_the_vocabulary_is_sampled_as_usual(mode, implementation):
     case = mode_case(mode, 32)
     ours = run(library(implementation), case)
-    case["bonus_token_ids"] = np.where(EVERYONE % 2, VOCAB, -9).astype(np.int32)
+    case["bonus_token_ids"] = np.where(REQUESTS % 2, VOCAB, -9).astype(np.int32)
     check_same(run(library(implementation), case), ours)
 
 
@@ -539,7 +539,7 @@ def test_a_given_bonus_does_not_replace_a_recovered_token(implementation):
 def test_an_invalid_temperature_emits_nothing(temperature, implementation):
     case = mixed_case(35)
     ours = run(library(implementation), case)
-    invalid = EVERYONE % 2 == 0
+    invalid = REQUESTS % 2 == 0
     case["temperature"][invalid] = temperature
     again = run(library(implementation), case)
     check_nothing_emitted(again, invalid)
@@ -556,7 +556,7 @@ def test_temperatures_below_the_least_are_greedy(implementation):
 def test_a_greedy_tie_goes_to_the_lowest_id(implementation):
     case = mode_case("greedy", 37)
     case["target_logits"][:, 0, [20, 150, 299]] = 50.0
-    lowest = EVERYONE % 2 == 0
+    lowest = REQUESTS % 2 == 0
     case["token_ids"][:, 0] = np.where(lowest, 20, 150)
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), np.where(lowest, K, 0))
@@ -582,7 +582,7 @@ def test_greedy_requests_do_not_ask_how_the_drafts_were_drawn(implementation):
 
 def test_synthetic_rates_of_one_accept_what_the_target_cannot_emit(implementation):
     case = mode_case("synthetic", 40)
-    case["target_logits"][EVERYONE, 1, case["token_ids"][:, 1]] = -np.inf
+    case["target_logits"][REQUESTS, 1, case["token_ids"][:, 1]] = -np.inf
     ours = run(library(implementation), case)
     np.testing.assert_array_equal(np.asarray(ours.num_accepted), K)
 
@@ -606,7 +606,7 @@ def test_synthetic_greedy_rejections_emit_the_argmax(implementation):
 
 
 def equal_case(seed, *shape):
-    """The draft is the target, at one temperature, and its tokens are any."""
+    """A draft that is the target, at the target's temperature, with any tokens."""
     case = sampled_case(seed, *shape)
     case["draft_logits"] = case["target_logits"][:, :-1].copy()
     batch_size, k, vocab_size = case["draft_logits"].shape

@@ -22,7 +22,7 @@ def ragged_case(seed, fill=np.nan):
     counts = np.clip(case["num_tokens"], 0, K)
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     drafted = [(b, i) for b in range(BATCH) for i in range(counts[b])]
-    judged = [(b, i) for b in range(BATCH) for i in range(counts[b] + 1)]
+    verified = [(b, i) for b in range(BATCH) for i in range(counts[b] + 1)]
 
     def rows(name, places, num_rows, empty):
         out = np.full((num_rows, *case[name].shape[2:]), empty, case[name].dtype)
@@ -33,8 +33,8 @@ def ragged_case(seed, fill=np.nan):
         token_ids=rows("token_ids", drafted, NUM_ROWS, 2**31 - 1),
         draft_logits=rows("draft_logits", drafted, NUM_ROWS, fill),
         draft_cutoff=rows("draft_cutoff", drafted, NUM_ROWS, fill),
-        target_logits=rows("target_logits", judged, NUM_ROWS + BATCH, fill),
-        cutoff=rows("cutoff", judged, NUM_ROWS + BATCH, fill),
+        target_logits=rows("target_logits", verified, NUM_ROWS + BATCH, fill),
+        cutoff=rows("cutoff", verified, NUM_ROWS + BATCH, fill),
         num_tokens=case["num_tokens"],
         **{
             name: case[name]
@@ -97,11 +97,11 @@ def test_ragged_logits_are_found_through_rows(implementation):
     moved = ragged | dict(
         draft_logits=ragged["draft_logits"][order], rows=np.argsort(order).astype(np.int32)
     )
-    found = run_ragged(moved, cu, implementation)
-    chex.assert_trees_all_equal(found[:3], ours[:3])
+    moved_result = run_ragged(moved, cu, implementation)
+    chex.assert_trees_all_equal(moved_result[:3], ours[:3])
     # Interpreted it is another program, which XLA may round otherwise.
     rtol = 0 if implementation == "xla" else 1e-6
-    chex.assert_trees_all_close(found.logprobs, ours.logprobs, rtol=rtol, atol=0)
+    chex.assert_trees_all_close(moved_result.logprobs, ours.logprobs, rtol=rtol, atol=0)
 
 
 def test_more_drafts_than_a_request_has_rows_are_not_read(implementation):

@@ -25,7 +25,7 @@ def check_every_length_is_accepted(verification, k):
     assert set(np.asarray(verification.num_accepted).tolist()) == set(range(k + 1))
 
 
-# As its users run it, who have no use for the interpreter; two more below.
+# Plain JAX is compiled as users compile it, here and in two tests below.
 @pytest.mark.optimised(interpreter=False)
 def test_sampled_drafts_are_verified_as_the_oracle_does(implementation):
     ours = check_against_oracle(library(implementation), sampled_case(1))

@@ -1,4 +1,4 @@
-"""How near an exact verification comes to deciding otherwise, in float32 ulps.
+"""The margin by which an exact verification decides, in float32 ulps.
 
 NumPy in float64 on the oracle's pieces. Two right implementations may differ where a coin falls
 within a few roundings of its ratio, or the best two scores of a draw within a few of each other.
@@ -14,7 +14,7 @@ def ulps(gap, *numbers):
 
 
 def best(weights, noise, conditions=None):
-    """The index of the largest score, and its margin: `conditions` tells of lost digits."""
+    """The index of the largest score, and its margin, divided by the condition number if given."""
     scores = weights + noise
     first = int(np.argmax(scores))
     others = np.delete(scores, first)
@@ -28,7 +28,7 @@ def best(weights, noise, conditions=None):
 
 
 def draw(mass, at, noise, gross=None):
-    """(token, margin) of two-level Gumbel-max by masses; `gross` is what they are left over of."""
+    """(token, margin) of two-level Gumbel-max by masses, which are differences of sums `gross`."""
     gross = mass if gross is None else np.where(mass > 0, gross, 0.0)
     starts = np.arange(0, len(mass), oracle.BLOCK)
     masses, grosses = np.add.reduceat(mass, starts), np.add.reduceat(gross, starts)
@@ -44,7 +44,7 @@ def draw(mass, at, noise, gross=None):
 
 
 def judge(r, i, logp, q):
-    """(kept, margin) of drafted token i."""
+    """(accepted, margin) of drafted token i."""
     x = int(r.token_ids[i])
     inside = 0 <= x < len(logp)
     u = oracle.coin(oracle.address(r.key, r.position + i, oracle.accept_stream(i)), r.noise)
@@ -85,9 +85,9 @@ def closest_call(r):
         q = None
         if i < n:
             q, _ = oracle.draft_row(r, i)
-            kept, margin = judge(r, i, logp, q)
+            accepted, margin = judge(r, i, logp, q)
             least = min(least, margin)
-            if kept:
+            if accepted:
                 tokens.append(int(r.token_ids[i]))
                 continue
         if greedy:

@@ -58,7 +58,7 @@ def check(row, got, temperature, *, top_k=0, top_p=1.0, min_p=0.0):
     exact, most, least = (
         cutoff(row, float(temperature), **filters, slack=slack) for slack in (0.0, 1.0, -1.0)
     )
-    told = f"{got} is not {exact}, at T = {temperature} and {filters}"
-    assert got in row, told
-    assert most <= got <= least, told
+    message = f"{got} is not {exact}, at T = {temperature} and {filters}"
+    assert got in row, message
+    assert most <= got <= least, message
     return most == least

@@ -67,9 +67,9 @@ def mixed_case(seed, *shape, **options):
     other = rng.choice([0.0, 0.8, 1.2], batch_size)
     case["draft_temperature"] = np.where(same, case["temperature"], other).astype(np.float32)
     case["token_ids"] = sample_tokens(rng, case["draft_logits"], case["draft_temperature"])
-    strange = rng.random((batch_size, k)) < 0.06
+    replaced = rng.random((batch_size, k)) < 0.06
     unusable = rng.choice([-1, -7, vocab_size, vocab_size + 9, 2**31 - 1, 0], (batch_size, k))
-    case["token_ids"] = np.where(strange, unusable, case["token_ids"]).astype(np.int32)
+    case["token_ids"] = np.where(replaced, unusable, case["token_ids"]).astype(np.int32)
     greedy = (case["temperature"] < 1e-5) & (rng.random(batch_size) < 0.7)
     argmax = np.argmax(case["target_logits"][:, :k], axis=-1)
     case["token_ids"] = np.where(greedy[:, None], argmax, case["token_ids"]).astype(np.int32)
