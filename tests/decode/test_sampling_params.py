@@ -1,5 +1,7 @@
 """Decoding under sampling parameters, token by token: masks, penalties, log-probabilities."""
 
+import functools
+
 import bigrams
 import jax
 import jax.numpy as jnp
@@ -308,7 +310,7 @@ def test_an_invalid_parameter_ends_its_request_and_no_other(drafter):
 def test_a_model_drafting_for_itself_is_accepted_under_every_rule():
     """Penalties and bad words see the same tokens on both sides, in every row."""
     itself = specjax.model_drafter(bigrams.model(TARGET))
-    assert float(run(itself).metrics.draft_acceptance_rate) > 0.999
+    assert float(run(itself, num_logprobs=2).metrics.draft_acceptance_rate) > 0.999
 
 
 def test_generate_inside_shard_map_gives_the_same_tokens():
@@ -339,11 +341,19 @@ def test_generate_inside_shard_map_gives_the_same_tokens():
 
 def test_without_parameters_nothing_is_carried():
     ids, lengths = bigrams.prompts(PROMPTS)
-    state = specjax.init(
-        bigrams.model(TARGET), None, ids, lengths, keys=bigrams.keys(4), max_new_tokens=1
-    )
+    init = functools.partial(specjax.init, bigrams.model(TARGET), None, ids, lengths)
+    state = jax.eval_shape(functools.partial(init, max_new_tokens=1), keys=bigrams.keys(4))
     assert state.counts is state.top_logprobs is state.settings.sampling is None
     assert state.settings.logprobs is None
+
+
+def greedy_text(b, **rules):
+    """The text of request b whose every token is the likeliest under the rules."""
+    text, start = list(PROMPTS[b]), len(PROMPTS[b])
+    while len(text) < start + NEW:
+        row = np.float32(TARGET[([0, *text])[-2], text[-1]])
+        text.append(int(np.argmax(processed.process(row, text[:start], text[start:], **rules))))
+    return text
 
 
 def own_drafter(propose):
@@ -361,8 +371,10 @@ def test_a_drafter_accepts_sampling_and_implementation_or_is_refused():
         assert rest["sampling"].top_k.shape == rest["history"].counts.prompt.shape[:1]
         return draft(token_ids, num_tokens)
 
-    assert texts(run(own_drafter(any_kind), temperature=0)) == texts(run(None, temperature=0))
-    plain = texts(run(None, None, temperature=0))
+    few = SamplingParams(**{name: NUMBERS[name] for name in ("top_k", "repetition_penalty")})
+    penalised = [greedy_text(b, repetition_penalty=few.repetition_penalty[b]) for b in range(4)]
+    assert texts(run(own_drafter(any_kind), few, temperature=0)) == penalised
+    plain = [greedy_text(b) for b in range(4)]
     for nothing in (None, SamplingParams()):
         assert texts(run(own_drafter(old), nothing, temperature=0)) == plain
     with pytest.raises(ValueError, match="propose takes no `sampling` and `history`"):
