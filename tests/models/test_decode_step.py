@@ -1,6 +1,7 @@
 """A step of decoding through the kernels is what plain JAX gives, for every kind of layer."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -66,25 +67,29 @@ def close(found, wanted):
     np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def begin(config, implementation, dtype="float32"):
-    """A model whose attention is not uniform, and what it has read of two requests."""
-    model = build(dataclasses.replace(config, dtype=dtype), seed=3, implementation=implementation)
+@functools.cache
+def prefill(config, dtype):
+    """Parameters whose attention is not uniform, two prompts' lengths and cache, in plain JAX."""
+    model = build(dataclasses.replace(config, dtype=dtype), seed=3, implementation="xla")
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x + 0.1, model.params)
     lengths = jnp.array([CONTEXT, CONTEXT - 25], jnp.int32)
     place = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
     positions = jnp.where(place < lengths[:, None], place, -1)
     ids = jax.random.randint(jax.random.key(0), positions.shape, 0, config.vocab_size, jnp.int32)
     _, cache = jax.jit(model.apply)(params, ids, positions, model.init_cache(2, SLOTS))
-    return jax.jit(model.apply), params, lengths, cache
+    return params, lengths, cache
 
 
 # Tokens of each request in steps that follow one another, and how many of them are taken back.
 STEPS = [((3, 1), 2), ((1, 1), 0), ((0, 3), 0), ((3, 2), 0)]
 
 
+@functools.cache
 def decode(config, implementation, dtype="float32"):
     """Hidden states of the steps, zeros where a request had no token, and the cache."""
-    apply, params, lengths, cache = begin(config, implementation, dtype)
+    params, lengths, cache = prefill(config, dtype)
+    config = dataclasses.replace(config, dtype=dtype)
+    apply = jax.jit(build(config, params, implementation=implementation).apply)
     states = []
     for number, (sizes, taken_back) in enumerate(STEPS):
         width = max(sizes)
@@ -133,14 +138,18 @@ NORM = NormSpec(20, 0.3)
 
 def heads(batch, tokens, groups, shared, head_dim, slots, *, parts=1, seed=0):
     """A case of attention alone: what is projected, cosines and sines, and a full cache."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
     width = (groups * shared + 2 * groups) * head_dim
-    projected = jax.random.normal(keys[0], (parts, batch, tokens, width))
-    squares = jax.random.uniform(keys[1], (batch, tokens, 3), minval=1.0, maxval=9.0)
-    cache = [jax.random.normal(key, (batch, groups, slots, head_dim)) for key in keys[2:]]
-    angles = jax.random.uniform(keys[1], (batch, tokens, 1, head_dim // 2)) * 6
+    projected = normal(parts, batch, tokens, width)
+    squares = jnp.asarray(rng.uniform(1, 9, (batch, tokens, 3)).astype(np.float32))
+    cache = tuple(normal(batch, groups, slots, head_dim) for _ in range(2))
+    angles = rng.uniform(0, 6, (batch, tokens, 1, head_dim // 2)).astype(np.float32)
     cos_sin = (jnp.cos(angles), jnp.sin(angles))
-    return kernel_ops.PartialProduct(projected, squares), cos_sin, tuple(cache)
+    return kernel_ops.PartialProduct(projected, squares), cos_sin, cache
 
 
 def attend(implementation, spec, **choices):
@@ -343,7 +352,8 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
 @pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
 def test_a_batch_under_vmap_is_each_by_itself(alone, kernels):
     through = Implementation(kernels, (DecodeConfig(alone),))
-    apply, params, lengths, cache = begin(LLAMA, through)
+    params, lengths, cache = prefill(LLAMA, "float32")
+    apply = jax.jit(build(LLAMA, params, implementation=through).apply)
     ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
     wanted, _ = apply(params, ids, positions, cache)
 
@@ -400,10 +410,12 @@ def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels):
 
 
 def test_a_derivative_by_some_weights_alone_is_that_of_plain_jax(kernels):
-    apply, params, lengths, cache = begin(LLAMA, "xla")
+    params, lengths, cache = prefill(LLAMA, "float32")
     ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
 
-    def slope(apply, weight):
+    def slope(implementation, weight):
+        apply = build(LLAMA, params, implementation=implementation).apply
+
         def loss(weight):
             layer = params["layers"][0] | {"mlp_norm": {"weight": weight}}
             hidden, _ = apply(params | {"layers": {0: layer}}, ids, positions, cache)
@@ -412,7 +424,6 @@ def test_a_derivative_by_some_weights_alone_is_that_of_plain_jax(kernels):
         return jax.jit(jax.grad(loss))(weight)
 
     weight = params["layers"][0]["mlp_norm"]["weight"]
-    wanted = slope(apply, weight)
-    found = slope(build(LLAMA, params, implementation=kernels).apply, weight)
+    wanted, found = slope("xla", weight), slope(kernels, weight)
     assert jnp.linalg.norm(wanted) > 0
     assert jnp.linalg.norm(found - wanted) <= TOLERANCE * jnp.linalg.norm(wanted)
