@@ -80,7 +80,7 @@ def oracle_log_softmax(rows):
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_coins_at_the_ratio_decide_as_the_law_does(synthetic):
+def test_coins_at_the_ratio_decide_as_enumeration_does(synthetic):
     case, exact, usable, side = coin_rows(synthetic)
     ours = verify(case, KERNELS)
     kept = np.asarray(ours.num_accepted) > 0
@@ -109,16 +109,16 @@ def count(tokens, vocab_size):
     return jnp.zeros((vocab_size + 1,), I32).at[ids].add(1)
 
 
-def check_counts(counts, law):
+def check_counts(counts, probs):
     """Chi-square, cells that expect less than 5 pooled; what has no mass was never drawn."""
     n = counts.sum()
-    assert counts[law == 0].sum() == 0
-    common = n * law >= 5
+    assert counts[probs == 0].sum() == 0
+    common = n * probs >= 5
     observed = np.append(counts[common], counts[~common].sum())
-    expected = np.append(n * law[common], n * law[~common].sum())
+    expected = np.append(n * probs[common], n * probs[~common].sum())
     used = expected > 0
     statistic = np.sum((observed[used] - expected[used]) ** 2 / expected[used])
-    assert stats.chi2.sf(statistic, used.sum() - 1) > ALPHA, "the law is another"
+    assert stats.chi2.sf(statistic, used.sum() - 1) > ALPHA, "the distribution is another"
 
 
 def row_keys(n):
@@ -126,7 +126,7 @@ def row_keys(n):
 
 
 @pytest.mark.parametrize("noise_dtype", [F32, f64])
-def test_masked_tokens_are_never_drawn_and_the_others_follow_their_law(noise_dtype):
+def test_masked_tokens_are_never_drawn_and_the_others_follow_their_distribution(noise_dtype):
     """5 million draws of each noise; with those below, more than 10 million."""
     n, num_steps, vocab_size = pick(65_536, 256), pick(80, 4), 300
     rng = np.random.default_rng(3)
@@ -154,7 +154,7 @@ def test_masked_tokens_are_never_drawn_and_the_others_follow_their_law(noise_dty
 
 
 @pytest.mark.parametrize("noise_dtype", [F32, f64])
-def test_masked_tokens_are_never_emitted_and_each_position_follows_its_law(noise_dtype):
+def test_masked_tokens_are_never_emitted_and_each_position_follows_its_distribution(noise_dtype):
     """V = 16 and a draft opposed to its target: residuals wherever one looks."""
     n, num_steps, k, vocab_size = pick(250_000, 500), pick(4, 1), 3, 16
     rng = np.random.default_rng(2)
@@ -211,8 +211,8 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_mass():
     tail[np.flatnonzero(tail)[num_tail:]] = False
     logits[tail] = np.log(0.05 / num_tail)
     logits = np.asarray(jnp.asarray(logits).astype(bf16).astype(F32))
-    law = oracle.target_probs(logits)
-    mass = law[tail].sum()
+    probs = oracle.target_probs(logits)
+    mass = probs[tail].sum()
     tolerance = stats.norm.isf(ALPHA / 2) * np.sqrt(mass * (1 - mass) / (n * num_steps))
     assert tolerance <= fault * mass, "too few draws to see it"
     rows = jnp.broadcast_to(jnp.asarray(logits, bf16), (n, vocab_size))
@@ -281,7 +281,7 @@ def test_rows_behind_a_rejection_change_nothing_whatever_they_hold(batch_size):
     same(jax.device_get(verify(dirty, KERNELS)), ours)
 
 
-def test_rows_that_are_no_law_emit_nothing_from_there_on_and_disturb_nobody():
+def test_invalid_rows_emit_nothing_from_there_on_and_change_no_other_request():
     """NaN, +inf and -inf rows, and rows of huge numbers, at each place of a request."""
     case = company(256)
     b, k = case.draft.token_ids.shape
@@ -300,10 +300,10 @@ def test_rows_that_are_no_law_emit_nothing_from_there_on_and_disturb_nobody():
     theirs = jax.device_get(verify(dirty, "xla"))
     untouched = kind == 4
     same(ours, clean, untouched)
-    lawless = kind <= 2
+    invalid = kind <= 2
     reached = clean.num_accepted >= where
-    assert np.any(lawless & reached)
-    np.testing.assert_array_equal(ours.num_emitted[lawless & reached], where[lawless & reached])
+    assert np.any(invalid & reached)
+    np.testing.assert_array_equal(ours.num_emitted[invalid & reached], where[invalid & reached])
     np.testing.assert_array_equal(ours.num_emitted[~reached], clean.num_emitted[~reached])
     assert len(differing(ours, theirs)) == 0
     assert np.all(np.isfinite(ours.logprobs))
