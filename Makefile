@@ -48,15 +48,13 @@ $(VENV)/.demo: EXTRAS = flax
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.parity: EXTRAS = test,parity
 $(VENV)/.lint: EXTRAS = test,lint
-# The last three at once.
-$(VENV)/.all: EXTRAS = test,parity,lint
-$(VENV)/.all: STAMPS = $(VENV)/.test $(VENV)/.parity $(VENV)/.lint
-$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint $(VENV)/.all: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.parity $(VENV)/.lint: STAMPS = $(VENV)/.test
+$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
 	$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@ $(STAMPS)
 
 # Alone and first: what it needs comes from PyPI, with the extra.
-$(VENV)/.parity $(VENV)/.all: $(VENV)/.torch
+$(VENV)/.parity: $(VENV)/.torch
 $(VENV)/.torch: | $(VENV)/bin/pip
 	$(PIP) install --no-deps --index-url $(TORCH_INDEX) $(TORCH)
 	@touch $@

@@ -100,7 +100,6 @@ _LONGEST_FILES = (
     "tests/samplers/test_gumbel_sample.py",
     "tests/samplers/test_edges.py",
     "tests/repo/test_examples.py",
-    "tests/models/test_parity.py",
     "tests/models/test_draft_head.py",
     "tests/cli/test_command.py",
     "tests/repo/test_readme.py",

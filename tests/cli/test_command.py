@@ -619,10 +619,14 @@ SCRIPT = "import sys; from {} import {} as main".format(*ENTRY.split(":"))
 SCRIPT += "; code = main(); {}; sys.exit(code)"
 
 
+# A background job of a shell ignores SIGINT, and so do its processes: Python's handler is put back.
+HANDLER = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def run_script(program, folder, *, streams="", path=()):
-    """Runs `specjax generate` as its script does, in a process."""
+    """Runs `specjax generate` as its script does, in a process that can be interrupted."""
     return subprocess.run(
-        ["sh", "-c", f'exec "$0" -c "$1" generate {streams}', sys.executable, program],
+        ["sh", "-c", f'exec "$0" -c "$1" generate {streams}', sys.executable, HANDLER + program],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])},
         stdin=subprocess.DEVNULL,
