@@ -58,7 +58,7 @@ def cutoffs(rows, vocab_size, implementation):
 
 
 def decode(batch_size):
-    """Hidden states of two tokens behind a prompt: sums, gates, attention to the cache."""
+    """Returns hidden states of two tokens after a prompt: products, sums, gates, attention."""
     config = TransformerConfig(
         vocab_size=64,
         hidden_size=512,
