@@ -209,8 +209,8 @@ def cutoff_search_kernel(
     """Phases 2 to 4: writes the smallest logit that all filters of a row keep; -inf if none cuts.
 
     Formula: top-k keeps logits >= the largest t with #{x >= t} >= k. Top-p keeps, of those, the
-    logits >= the largest t whose mass reaches p of the mass that top-k kept. Min-p keeps logits
-    with (x - max) / T >= log(min_p). The cutoff is the smallest logit that is kept.
+    logits >= the largest t such that they have at least p of the mass that top-k kept. Min-p keeps
+    logits with (x - max) / T >= log(min_p). The cutoff is the smallest logit that is kept.
     Grid: R programs of 8 warps; one owns a row.
     Bytes per row: V / 32 * 8 read, all loads in flight before the filters are known; 32 * itemsize
     for each sub-block that may hold several candidates; 4 for each candidate, written and read; 4

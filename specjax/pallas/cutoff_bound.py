@@ -7,7 +7,8 @@ and its sum of exponentials l_i. From those alone, for any threshold t,
     mass of logits >= t     is at least   sum over {i : m_i >= t} of max(w_i, w_i l_i - 31 w(t))
 
 with w(x) = exp((x - anchor) * scale), w_i = w(m_i) and anchor the row's largest logit. A threshold
-that reaches its target by these bounds lies at or below the cutoff: logits below it never matter.
+with k logits, or with the required mass, by these bounds lies at or below the cutoff: logits below
+it never matter.
 Axes: `R` rows, `V` vocabulary, `N` sub-blocks.
 """
 
@@ -157,8 +158,8 @@ def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
 
 
 _NUM_BISECTIONS = 7
-# The short end of the bracket: this share of the longest distance, and this at most. It is taken to
-# be too short without a test. If it is not, the bound is only looser.
+# The short end of the bracket is min(distance / 4, 1 / 4). It is taken to be too short without a
+# test. If it is not, the bound is only looser.
 _FIRST_DISTANCE = 1 / 4
 _MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 

@@ -19,7 +19,7 @@ from specjax.pallas.launch import divmod_i32, fast_exp2
 
 __all__ = ["CandidateBuffer", "compact_candidates"]
 
-# Two counts share an i32: the first by ones, the second by these.
+# Two counts share an i32: the first in its low 15 bits, the second above them.
 _COUNT_RADIX = 1 << 15
 
 # Far more than the rounding of a sum of 32 terms.
@@ -98,7 +98,7 @@ def _compact_batch(
     iteration: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    """Reads the next `batch` of `num_reread` sub-blocks, appends their candidates to `total`."""
+    """Reads the next `batch` of `num_reread` sub-blocks, appends candidates after `total`."""
     vocab_size, size = rows.logits.shape[1], buffer.values.shape[1]
     slot = iteration * batch + jax.lax.iota(jnp.int32, batch)
     sub_block = plgpu.load(

@@ -1,4 +1,4 @@
-"""Statistics of draft rows for drafts that carry none: one more launch, which reads every row."""
+"""Statistics of draft rows for drafts that carry none: one more launch, which reads their rows."""
 
 import functools
 from typing import Any, NamedTuple

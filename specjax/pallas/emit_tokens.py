@@ -214,8 +214,8 @@ def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Pl
     Bytes per request: each program reads the (m, l) of all tiles of K + 1 rows, 8 for each tile of
     `verify_reduce_kernel`. A rejected sampled draft adds 2 V * itemsize read and 16 written for
     each tile of this launch. The result has (K + 1) * 8 + 8.
-    Why draw in each tile: it saves the launch that `residual_mass_kernel` and `verify_draw_kernel`
-    need between them.
+    Why draw in each tile: it saves the second of the two launches that a large batch has after its
+    rows (`residual_mass_kernel`, `verify_draw_kernel`).
     Order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed. Where no
     residual is needed, program 0 of the request writes the result, and no program counts itself.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.

@@ -55,11 +55,11 @@ class KernelConfig:
       draw_warps: warps of the program that draws a token from about a thousand log-masses:
         four to a thread.
       search_warps: warps of the program that searches a cutoff.
-      max_small_batch: requests up to which a batch leaves most of the GPU idle.
+      max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, or None.
       num_register_logits: logits that a search holds in registers, eight to a thread.
-      num_buffered_logits: logits that a search keeps in memory. They are no copy of a row, but
-        what lies above a bound where hundreds or thousands of tokens are kept.
+      num_buffered_logits: logits that a search keeps in memory: candidates that do not fit
+        registers.
       small_reread: sub-blocks that a search reads again at once, where they are few.
       large_reread: sub-blocks that a search reads again at once, where they are many.
       max_reread: sub-blocks to read again above which the row itself is searched.
@@ -81,7 +81,7 @@ class KernelConfig:
     max_reread: int = 2048
 
     def row_tile(self, num_rows: int, vocab_size: int) -> Tile:
-        """Returns the tile of `gumbel_sample` and of draft rows without statistics.
+        """Returns the tile of `gumbel_sample`, `logit_cutoff` and draft rows without statistics.
 
         Few rows need many programs. With many rows, a program that has 64 logits to a thread in
         flight comes nearest to the memory's rate.
@@ -89,15 +89,14 @@ class KernelConfig:
         return self.row or Tile(_at_most(4096 if num_rows <= 16 else 16384, vocab_size), 8)
 
     def target_tile(self, num_requests: int, vocab_size: int) -> Tile:
-        """Returns the tile of target rows: smaller programs leave sooner after a rejection."""
+        """Returns the tile of target rows: 4 warps where rows may be skipped, so that more fit."""
         num_warps = 8 if self.is_small(num_requests) else 4
         return self.target or Tile(_at_most(8192, vocab_size), num_warps)
 
     def residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
         """Returns the tile of a residual.
 
-        The smallest batches get about two programs to a multiprocessor, a large one fewer and
-        longer ones.
+        8 requests get about two programs per multiprocessor; larger batches get larger tiles.
         """
         if self.residual is not None:
             return self.residual
@@ -116,15 +115,15 @@ class KernelConfig:
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
         """Returns how many programs per row make the noise of `gumbel_sample`'s blocks.
 
-        They shorten the draw while multiprocessors idle; with float64 a thousand blocks are work
-        enough for four. In a larger batch they would only queue: none.
+        They shorten the draw while multiprocessors idle: one program for 256 blocks, sized for
+        float64 noise. In a larger batch they would only queue: none.
         """
         if self.num_noise_splits is not None:
             return self.num_noise_splits
         return max(1, num_blocks // 256) if num_rows <= 128 else 0
 
     def is_small(self, num_requests: int) -> bool:
-        """Returns whether a batch leaves most of the GPU idle, so that latency decides.
+        """Returns whether all target rows run at about the same time, so that none can be skipped.
 
         All its target rows are read at once, and residuals are drawn by the last program to
         arrive, which saves a launch.

@@ -1,10 +1,10 @@
 """Launches a kernel over references to whole arrays, on a grid of one axis; and what kernels share.
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
-one launch see each other's stores only through `is_last_arrival`. Two exceptions give equal
-results in any order: the `atomic_max` of `verify_accept_kernel`, and the NaN keys of
-`attention_kernel`. What a launch stored is visible to the next one, on a GPU with early launches
-too (`launch_dependents`).
+one launch see each other's stores only through `is_last_arrival`. Three exceptions give equal
+results in any order: the `atomic_max` of `verify_accept_kernel`, the NaN keys of
+`attention_kernel`, and the slots of new tokens in `fused_attention_kernel`. What a launch stored is
+visible to the next one, on a GPU with early launches too (`launch_dependents`).
 """
 
 from collections.abc import Callable, Mapping
@@ -136,7 +136,8 @@ def launch_dependents(index: jax.Array) -> jax.Array:
     launches this way begins with `griddepcontrol.wait`, which returns once all kernels before it
     have ended and their stores are visible. The next kernel's programs may become resident once all
     programs of this kernel have executed the instruction here, or have ended. The caller uses the
-    returned index in its stores: the data dependency fixes where the instruction executes.
+    returned index in its stores: the data dependency keeps the instruction before them. It stands
+    after the main loop in the program; nothing else keeps it there.
 
     Only a kernel whose results are read by kernels of this library may execute it. XLA's own
     kernels may load what they take for constants before they wait.
@@ -152,7 +153,7 @@ def launch_dependents(index: jax.Array) -> jax.Array:
 
 
 def cond_or(predicate: jax.Array, function: Callable[[], Any], otherwise: Any) -> Any:
-    """Returns `function()` where `predicate` holds, and the constants `otherwise` elsewhere."""
+    """Returns `function()` where `predicate` holds, and the arrays `otherwise` elsewhere."""
     # Triton's lowering needs computed results in both branches, and takes no literal.
     return jax.lax.cond(
         predicate,

@@ -42,12 +42,12 @@ class Plan(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """K, drafted tokens per request at most; at least 0."""
+        """K >= 0, the largest number of drafted tokens per request."""
         return self.options.num_drafts
 
     @property
     def num_rows(self) -> int:
-        """K + 1, target rows per request at most."""
+        """K + 1, the largest number of target rows per request."""
         return self.num_drafts + 1
 
     @property

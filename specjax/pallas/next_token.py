@@ -84,8 +84,8 @@ def load_accepted_prefix(
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b.
 
-    In a small batch every program of the request evaluates its rows here. In a large batch the
-    launch before has stored the results.
+    In a small batch every program of the request evaluates its rows here. In a large batch
+    `verify_accept_kernel` has stored the results.
     """
     request = load_request(arrays, b, plan)
     i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))

@@ -1,7 +1,7 @@
 """Target rows reduced to statistics and, in a large batch, evaluated in the launch that reads them.
 
-In a small batch `verify_reduce_kernel` reduces every row, and the program that draws the request's
-next token evaluates its drafted tokens. In a large batch `verify_accept_kernel` does both: the last
+In a small batch `verify_reduce_kernel` reduces every row, and every program of the request's next
+launch evaluates its drafted tokens. In a large batch `verify_accept_kernel` does both: the last
 program of a row to arrive evaluates it.
 
 The programs of row 0 of all requests come first, then those of row 1, and so on. The program that
@@ -225,13 +225,14 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     Formula: as `verify_reduce_kernel`, then accept if `uniform < p / q` (`evaluate_acceptance`).
     Grid: (K + 1) * B * tiles programs of 4 warps, row 0 of all requests first; one owns a tile of
     8192 logits of one row.
-    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program that starts
-    after its request's prefix is known to end earlier reads its request's scalars alone.
+    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program of a row
+    past the published end reads its request's scalars alone.
     Why this order: row i + 1 of a request starts about B * tiles programs after row i. In a large
     batch row i is evaluated by then, so that rows after a rejection are hardly read.
     Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the end of the
     accepted prefix in `counters[b, K + 1]`. A program that reads the old maximum reads a row in
-    vain. No result depends on it, because the maximum only grows towards the first such row.
+    vain. No result depends on it, because the maximum only grows towards the first such row. A tile
+    that rejects a greedy request's token publishes before its row is reduced.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays

@@ -89,7 +89,7 @@ def test_coins_at_the_ratio_decide_as_enumeration_does(synthetic):
     assert 0.3 < np.mean(kept) < 0.7
 
 
-# Distributions --------------------------------------------------------------------------------------------
+# Distributions ---------------------------------------------------------------------------------
 
 
 def counted(step, num_steps, size):

@@ -1,7 +1,7 @@
 """Adds a product to the residual stream and begins the next RMSNorm, which is deferred.
 
-A product W of normed rows needs 1 / rms(x), which needs the whole row. Since 1 / rms(x) is one
-number per row, it can follow the product as well as precede it:
+A product of normed rows with a matrix W needs 1 / rms(x), which needs the whole row. Since 1 /
+rms(x) is one number per row, it can follow the product as well as precede it:
 
     ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
 
@@ -43,11 +43,11 @@ class AddNormOperands(NamedTuple):
 
 
 class AddNormOutputs(NamedTuple):
-    """The stream after the addition, and the deferred norm of it.
+    """The residual stream after the addition, and its deferred norm.
 
     Attributes:
-      x: [R, E], the stream.
-      rows: [R, E], the stream times the norm's weight.
+      x: [R, E], the residual stream.
+      rows: [R, E], the residual stream times the norm's weight.
       squares: f32[R, n], sums of x^2 by tiles.
     """
 
@@ -64,7 +64,7 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
     Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
     no reduction over the row here.
     Order: loads begin after the launch that wrote `parts` has ended. It signals nothing, because
-    XLA's kernels may read the stream.
+    XLA's kernels may read the residual stream.
 
     Args:
       operands: references.
@@ -78,7 +78,7 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
     if operands.parts is not None:
         count = operands.parts.shape[0]
         parts = [_load(operands.parts, (q, row, index), inside) for q in range(count)]
-        # Rounded as the product, and below as the stream.
+        # The sum is rounded as plain JAX rounds the product; the residual stream is rounded below.
         x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
     rounded = x.astype(out.x.dtype)
     x = rounded.astype(jnp.float32)
@@ -118,11 +118,11 @@ def rms_scale(squares: jax.Array, norm: NormSpec) -> jax.Array:
 def add_rms_norm(
     x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
 ) -> AddNormOutputs:
-    """Returns the stream with a product added, and the deferred norm of it.
+    """Returns the residual stream with a product added, and its deferred norm.
 
     Args:
-      x: [B, T, E], the stream.
-      parts: [Q, B, T, E], of the product; None adds nothing.
+      x: [B, T', E], the residual stream.
+      parts: [Q, B, T', E], of the product; None adds nothing.
       weight: [E], of the norm, without its offset.
       offset: added to the weight.
       interpret: run in Pallas' interpreter.

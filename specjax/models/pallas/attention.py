@@ -5,8 +5,8 @@ splits of the cache.
 
     fused_attention_kernel  ->  combine_kernel
 
-B >= 4: a first launch prepares queries, keys and values once. In the second the last program of a
-key-value head combines its splits, unless that would take longer than a launch.
+B >= 4: a first launch prepares queries, keys and values once. In the second launch the last program
+of a key-value head combines its splits, unless that would take longer than a launch.
 
     qkv_kernel  ->  attention_kernel  (->  combine_kernel)
 

@@ -51,8 +51,8 @@ class FusedOutputs(NamedTuple):
 
     Attributes:
       partials: P + 1 states; the last one is of the new tokens.
-      keys: [B, G, S, D], the cache, in its own memory.
-      values: [B, G, S, D], the cache, in its own memory.
+      keys: [B, G, S, D], the cache, updated in place.
+      values: [B, G, S, D], the cache, updated in place.
     """
 
     partials: PartialSoftmax
@@ -84,7 +84,7 @@ class AttentionOutputs(NamedTuple):
     Attributes:
       partials: P splits; not written if P is 1 and `y` is given.
       y: [B, T', H, D], zeros from T on; None if `combine_kernel` is to write it.
-      keys: [B, G, S, D], the cache, in its own memory; NaN where a value was not finite.
+      keys: [B, G, S, D], the cache, updated in place; NaN where a value was not finite.
       counters: u32[B * G], how many splits are stored; unused without `y`.
     """
 
@@ -147,7 +147,8 @@ def fused_attention_kernel(
         values = qkv.heads(new_token, key_head + groups, dim, mask).astype(operands.keys.dtype)
         stored = cache_entries(keys, values)
         if tokens > 1:
-            # A single token attends to itself: nothing is kept from it, and keys need not wait.
+            # With one token no row is to be kept from a value that is not finite: the raw keys
+            # serve, without waiting for the check of the values.
             keys, values = stored
         state = online_softmax.update(empty, queries, keys, values, position, spec)
         store_partial(out.partials, kv_head, split, online_softmax.reduce_l(state), is_row)

@@ -68,8 +68,8 @@ def split_k_matmul_kernel(
     Grid: (N / block_n) * split_k programs; one owns block_n columns and every row.
     Bytes: the matrix once, E * N * itemsize; the rows N / block_n times, from the L2 cache;
     R * N * split_k * 4 written.
-    Why split-K: N / block_n tiles are fewer than the multiprocessors, and all of them stream
-    their parts of the matrix equally fast. What reads the parts adds them, which saves a launch.
+    Why split-K: N / block_n tiles are fewer than the multiprocessors, and one without a tile would
+    leave memory bandwidth unused. What reads the parts adds them, which saves a launch.
     Order: loads begin after the launch before has ended. With `pdl` a program signals
     `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
     then start; its first instruction waits until all of this one's stores are visible.
@@ -78,8 +78,8 @@ def split_k_matmul_kernel(
       operands: references.
       out: references.
       tiling: block sizes.
-      pdl: whether the next kernel may start early. It has to be one of ours: XLA's may load what
-        they take for constants before they wait.
+      pdl: whether the next kernel may start early. Kernels of this library alone may then read
+        the result: XLA's may load what they take for constants before they wait.
     """
     tiles = operands.matrix.shape[1] // tiling.block_n
     split, tile = divmod_i32(pl.program_id(0), tiles)
@@ -189,10 +189,10 @@ def _store(
 def split_k_matmul(
     x: jax.Array, matrix: jax.Array, *, tiling: MatmulTiling, pdl: bool, interpret: bool
 ) -> jax.Array:
-    """Returns the product as split-K parts, f32[Q, B, T, N].
+    """Returns the product as split-K parts, f32[Q, B, T', N].
 
     Args:
-      x: [B, T, E].
+      x: [B, T', E].
       matrix: [E, N].
       tiling: block sizes.
       pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
@@ -223,11 +223,11 @@ def fused_glu(
     pdl: bool,
     interpret: bool,
 ) -> jax.Array:
-    """Returns activation(gate) * up of rows, [B, T, I].
+    """Returns activation(gate) * up of rows, [B, T', I].
 
     Args:
-      x: [B, T, E].
-      squares: f32[B, T, n], sums of squares of the rows' deferred norm; None if there is none.
+      x: [B, T', E].
+      squares: f32[B, T', n], sums of squares of the rows' deferred norm; None if there is none.
       matrix: [E, 2 * I], the gate's columns, then the up projection's.
       norm: the deferred norm.
       activation: of the gate, in float32.

@@ -4,8 +4,8 @@ A row has scores s_j = scale * <q, k_j> with the keys j that it attends to. Afte
 
     m_i = max_j s_j      l_i = sum_j exp(s_j - m_i)      acc = sum_j exp(s_j - m_i) v_j
 
-and acc / l_i is its attention. A block that raises the maximum from m to m' first scales l_i and
-acc by exp(m - m').
+and acc / l_i is its attention, for each row i. A block that raises the maximum from m to m' first
+scales l_i and acc by exp(m - m').
 Axes: `M` rows, `N` keys of a block, `D` head dimension.
 
 References:

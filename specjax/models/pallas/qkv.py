@@ -6,6 +6,11 @@ The product arrives as split-K partial sums of rows whose RMSNorm is deferred. F
 
 rounded to the cache's dtype; then queries and keys are rotated (RoPE). `qkv_kernel` does it in a
 launch of its own; `RequestQKV` is used by it and by the fused attention kernel.
+
+A weight of 0 does not remove a value that is not finite. So the cache holds 0 for such a value, and
+NaN for its token's key and for a key that is not finite: a row that attends to the token is NaN,
+and no other row is. The program of a key does not read the values; `marks` tell `attention_kernel`
+which keys still have to become NaN.
 Axes as in `specjax.models.pallas.attention`; `N` rows of a tile, each one head of one token.
 """
 
@@ -58,7 +63,7 @@ class QKVOperands(NamedTuple):
 
 
 class PreparedQKV(NamedTuple):
-    """Queries ready for attention, and the cache with the new keys and values, in its own memory.
+    """Queries ready for attention, and the cache with the new keys and values, updated in place.
 
     Attributes:
       queries: [B, T, H, D].
@@ -130,7 +135,7 @@ class RequestQKV(NamedTuple):
         return rotate_halves(low, high, cos, sin)
 
     def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns rotated heads of tokens [N, D], of the cache's dtype; arguments as in `heads`."""
+        """Returns rotated heads of tokens [N, D], of the cache's dtype; `heads` says the rest."""
         size = self.operands.keys.shape[3]
         dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
         angle, other = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))

@@ -39,7 +39,7 @@ _MULTIPROCESSORS = 132
 
 _SHARED_MEMORY_BYTES = 224 * 1024
 
-# The smallest side of a product that the matrix units take.
+# The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
 
 # Elements of a row that one program adds and squares. Small: one request's row of 4096 elements,
@@ -155,8 +155,8 @@ def attention_stages(num_rows: int, head_dim: int, itemsize: int, shared_memory_
     """Returns how many iterations over slots are loaded at a time; 0 if not even one fits.
 
     Triton keeps in shared memory the keys and values of all iterations but one, the queries and the
-    weights. From 64 rows on, which Hopper multiplies from there, it keeps the keys and values of
-    every iteration, and the queries.
+    weights. From 64 rows on it uses Hopper's instructions, which read shared memory: it then keeps
+    the keys and values of every iteration, and the queries.
     """
     width = pad_to_mma(head_dim) * itemsize
     tile, queries = BLOCK_KV * width, num_rows * width
