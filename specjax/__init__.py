@@ -3,7 +3,8 @@
 Verification: `rejection_sample`, `rejection_sample_ragged`, `gumbel_sample`.
 Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
-Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`.
+Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
+`whole_prompt_drafter`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 """
 
@@ -28,6 +29,7 @@ from specjax.decode.propose import propose
 from specjax.decode.settings import Settings
 from specjax.decode.state_and_info import DecodeState, StepInfo
 from specjax.decode.unpad import unpad
+from specjax.decode.whole_prompt_drafter import whole_prompt_drafter
 from specjax.draft import Draft
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling
@@ -90,4 +92,5 @@ __all__ = [
     "unpad",
     "update_counts",
     "update_metrics",
+    "whole_prompt_drafter",
 ]

@@ -104,11 +104,11 @@ def parse_optional(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) 
     return None if value is None else parse_array(name, value, dtype, *shapes)
 
 
-def parse_ids(name: str, value: Any) -> jax.Array:
-    """Returns token ids i32[E] of one int, several, or None."""
+def parse_ids(name: str, value: Any) -> Any:
+    """Returns token ids i32[E] of one int, several, or None; on the host what came from there."""
     ids = as_array(name, [] if value is None else value)
     ids = ids.astype(np.int32) if ids.size == 0 else parse_array(name, ids, jnp.int32, ids.shape)
-    return jnp.asarray(ids).reshape(-1)
+    return ids.reshape(-1)
 
 
 def parse_rates(rates: Any, size: int, k: int) -> Any:
@@ -218,8 +218,8 @@ def check_keys(keys: Any, batch_size: int) -> Any:
     return keys
 
 
-def check_prompt(token_ids: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns prompts i32[B, L] and their lengths i32[B]."""
+def check_prompt(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
+    """Returns prompts i32[B, L] and their lengths i32[B]; on the host what came from there."""
     token_ids = as_array("prompt_token_ids", token_ids)
     lengths = as_array("prompt_lengths", lengths)
     if token_ids.ndim != 2 or 0 in token_ids.shape:
@@ -237,7 +237,7 @@ def check_prompt(token_ids: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
                 f"{token_ids.shape[1]}, the width of prompt_token_ids: an empty prompt gives the "
                 "model nothing to continue."
             )
-    return jnp.asarray(ids), jnp.asarray(lengths)
+    return ids, lengths
 
 
 def check_noise_dtype(noise_dtype: Any) -> Any:

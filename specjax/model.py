@@ -28,15 +28,17 @@ class Model:
         token attends to the cached slots up to and including its own position, so that a smaller
         length rewinds the cache after a rejection.
       logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
-        a prefill computes those of the last row alone.
+        a prefill computes none.
+      max_length: most tokens of a text that its positions take, or None.
     """
 
     params: Any
     init_cache: Callable[[int, int], Any]
     apply: Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
     logits: Callable[[Any, jax.Array], jax.Array]
+    max_length: int | None = None
 
 
 jax.tree_util.register_dataclass(
-    Model, data_fields=["params"], meta_fields=["init_cache", "apply", "logits"]
+    Model, data_fields=["params"], meta_fields=["init_cache", "apply", "logits", "max_length"]
 )

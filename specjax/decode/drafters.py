@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,38 +13,57 @@ from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.model import Model
 
-__all__ = ["Drafter", "check_accepts", "model_drafter", "ngram_drafter"]
+__all__ = ["Drafter", "model_drafter", "ngram_drafter"]
+
+
+def keep_state(state: Any, rows: jax.Array) -> Any:
+    """Returns the state as it is: a cache is written anew before it is read."""
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """A drafter: parameters and two pure functions, a pytree like `Model`.
+    """A drafter: parameters and pure functions, a pytree like `Model`.
+
+    Axes: `B` requests, `S` tokens that the buffers have room for, `C` tokens given at once.
 
     Attributes:
       params: a pytree of arrays, possibly empty.
-      init: `(params, token_ids[B, L], lengths[B], max_length) -> state`. The state has read every
-        committed token, except the last two at most.
-      propose: `(params, state, token_ids[B, L], hidden[B, E], *, keys, positions[B],
-        num_tokens[B], temperature[B], config) -> (Draft, state)`. `token_ids` holds the
-        committed tokens. `positions` are their lengths, that is the absolute position of the
-        first drafted token. `hidden` is the target's hidden state that decided the last
-        committed token. `num_tokens` is the most tokens that each request may draft, -1 for an
-        inactive one. `config` is the static `SpeculativeConfig`.
-        The draft's own `num_tokens` may be smaller, None, or -1. For an active request -1 is 0:
-        only the loop ends requests.
-        Where requests have more options than a temperature, `sampling`, their `SamplingParams`,
-        and `history` are passed too, for `specjax.propose`. A drafter may ignore them: the output
-        is exact either way, and a drafter that samples as the target does is accepted most.
-        `implementation` is passed where the caller of the loop named one. A drafter that does not
-        take these is refused where they are needed.
+      init: `(params, batch_size, max_length) -> state`, which has read nothing.
+      extend: `(params, state, token_ids[B, C], positions[B, C], features) -> state`. It reads
+        tokens of the prompt at these positions, in chunks from left to right. Position -1 is no
+        token. Of each prompt it is given all but the last token.
+      propose: `(params, state, token_ids[B, S], hidden[B, E], *, keys, positions[B],
+        num_tokens[B], temperature[B], config, sampling, history, implementation) ->
+        (Draft, state)`. `token_ids` holds the committed tokens. `positions` are their lengths,
+        that is the absolute position of the first drafted token. `hidden` is the target's hidden
+        state that decided the last committed token. `num_tokens` is the most tokens that each
+        request may draft, -1 for an inactive one. `config` is the static `SpeculativeConfig`.
+        `sampling`, the requests' `SamplingParams`, and `history` are for `specjax.propose`, and
+        `implementation` is what the caller of the loop named; each may be None. A drafter may
+        ignore them: the output is exact either way, and a drafter that samples as the target does
+        is accepted most. The draft's own `num_tokens` may be smaller, None, or -1. For an active
+        request -1 is 0: only the loop ends requests.
+      reset: `(state, rows: bool[B]) -> state`, forgets the requests of these rows before others
+        take them. The default keeps the state.
+      reads_features: whether `extend` is given `features[B, C, E]`, the target's hidden states of
+        these tokens. It is then called after each step, too, with the tokens that the target has
+        read and the step has committed. False gives None.
     """
 
     params: Any
-    init: Callable[..., Any]
+    init: Callable[[Any, int, int], Any]
+    extend: Callable[..., Any]
     propose: Callable[..., tuple[Draft, Any]]
+    reset: Callable[[Any, jax.Array], Any] = keep_state
+    reads_features: bool = False
 
 
-jax.tree_util.register_dataclass(Drafter, data_fields=["params"], meta_fields=["init", "propose"])
+jax.tree_util.register_dataclass(
+    Drafter,
+    data_fields=["params"],
+    meta_fields=["init", "extend", "propose", "reset", "reads_features"],
+)
 
 
 def model_drafter(model: Model) -> Drafter:
@@ -74,14 +92,16 @@ def model_drafter(model: Model) -> Drafter:
 
 
 @functools.lru_cache(maxsize=64)
-def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any]:
-    """Returns `init` and `propose` of a drafter; equal ones for equal models, to share programs."""
+def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any, Any]:
+    """Returns the functions of a drafter; equal ones for equal models, to share programs."""
 
-    def init(params: Any, token_ids: jax.Array, lengths: jax.Array, max_length: int) -> Any:
-        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        positions = jnp.where(index < lengths[:, None], index, -1)
-        cache = init_cache(token_ids.shape[0], max_length)
-        return apply(params, jnp.maximum(token_ids, 0), positions, cache)[1]
+    def init(params: Any, batch_size: int, max_length: int) -> Any:
+        return init_cache(batch_size, max_length)
+
+    def extend(
+        params: Any, cache: Any, token_ids: jax.Array, positions: jax.Array, features: Any
+    ) -> Any:
+        return apply(params, token_ids, positions, cache)[1]
 
     def draft(
         params: Any,
@@ -108,7 +128,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any
         drafts, (cache,) = propose_step(step, (cache, previous), last, **options)
         return drafts, cache
 
-    return init, draft
+    return init, extend, draft
 
 
 def _token_at(token_ids: jax.Array, index: jax.Array) -> jax.Array:
@@ -152,8 +172,11 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
             "needed."
         )
 
-    def init(params: Any, token_ids: jax.Array, lengths: jax.Array, max_length: int) -> Any:
+    def init(params: Any, batch_size: int, max_length: int) -> Any:
         return ()
+
+    def extend(params: Any, state: Any, *chunk: Any) -> Any:
+        return state
 
     def draft(
         params: Any,
@@ -171,7 +194,7 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         ids, count = look_up(token_ids, positions)
         return Draft(ids, num_tokens=jnp.minimum(num_tokens, count)), state
 
-    return Drafter((), init, draft)
+    return Drafter((), init, extend, draft)
 
 
 def _look_up(
@@ -192,15 +215,3 @@ def _look_up(
     count = jnp.where(start > 0, jnp.minimum(length - start, k), 0)
     ids = jnp.take(row, start + jnp.arange(k, dtype=jnp.int32), mode="clip")
     return jnp.where(jnp.arange(k, dtype=jnp.int32) < count, ids, -1), count
-
-
-def check_accepts(drafter: Drafter, feature: str, *names: str) -> None:
-    """Refuses a drafter whose `propose` has no parameters of these names."""
-    parameters = inspect.signature(drafter.propose).parameters.values()
-    has_all = {parameter.name for parameter in parameters} >= set(names)
-    if not has_all and all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
-        missing = " and ".join(f"`{name}`" for name in names)
-        raise ValueError(
-            f"drafter.propose takes no {missing}, and the call gives {feature}; accept {missing}, "
-            "or **kwargs. The drafter may ignore what it accepts: the output is exact."
-        )

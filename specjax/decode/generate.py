@@ -8,11 +8,13 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
+from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import check_arguments
+from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
-from specjax.decode.loop import run_init, run_step
+from specjax.decode.loop import run_step
 from specjax.decode.metrics import Metrics
+from specjax.decode.prefill import run_prefill
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
 from specjax.model import Model
@@ -25,13 +27,13 @@ class Generation(NamedTuple):
     """The texts that `generate` returns: fields of `DecodeState` at the end of the loop.
 
     Attributes:
-      token_ids: i32[B, L], prompts and generated tokens, then -1.
+      token_ids: i32[B, S], prompts and generated tokens, then -1.
       lengths: i32[B], how many tokens each row has.
-      logprobs: f32[B, L], log p of each generated token, 0 elsewhere.
-      origins: i8[B, L], 0 for the prompt and padding, else one of `Origin`.
+      logprobs: f32[B, S], log p of each generated token, 0 elsewhere.
+      origins: i8[B, S], 0 for the prompt and padding, else one of `Origin`.
       finish: i8[B], one of `Finish`.
       metrics: `Metrics` of all steps.
-      top_logprobs: `TopLogprobs` [B, L, ...] of the generated tokens, -1 and 0 elsewhere; None if
+      top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
     """
 
@@ -52,7 +54,9 @@ def generate(
     *,
     keys: jax.Array,
     config: SpeculativeConfig | None = None,
-    max_new_tokens: int,
+    max_new_tokens: Any,
+    max_length: int | None = None,
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
     temperature: Any = 1.0,
     eos_token_ids: Any = (),
     sampling: SamplingParams | None = None,
@@ -74,12 +78,19 @@ def generate(
       drafter: `model_drafter(model)`, `ngram_drafter()`, a `Drafter` of your own, or None for
         plain decoding by this loop.
       prompt_token_ids: i32[B, L], B and L >= 1, padded at the end with any ids. The caller makes
-        sure that the ids are in the target's vocabulary and that the target takes texts of
-        L + max_new_tokens tokens.
+        sure that the ids are in the target's vocabulary.
       prompt_lengths: i32[B] in [1, L].
       keys: typed threefry keys, [B] or (). With () each request folds in its index.
       config: a `SpeculativeConfig`. None is the default one.
-      max_new_tokens: most tokens generated per request, a Python int >= 1.
+      max_new_tokens: most tokens generated per request, int or i32[B], >= 1.
+      max_length: S, the tokens of a request that the buffers and caches have room for, a Python
+        int. None is the next power of two, at least 128, that fits the prompts and
+        `max_new_tokens`, and at most what the target's positions take. Programs are compiled for
+        a capacity and a batch size: within them, prompts of other lengths, other
+        `max_new_tokens`, end-of-sequence ids and sampling values compile nothing. Tokens do not
+        depend on it.
+      prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. It
+        bounds the memory of a long prompt; tokens do not depend on it.
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or not
         finite makes it invalid.
       eos_token_ids: int, ints or i32[E], tokens that end a request. They are committed.
@@ -93,13 +104,15 @@ def generate(
         is passed to `drafter.propose` too. A model chooses the kernels of its own layers.
 
     Returns:
-      `Generation` with buffers of L + max_new_tokens tokens. A request ends as
+      `Generation` with buffers of S tokens. A request ends as
       `Finish.INVALID` at an invalid row: NaN, +inf, nothing allowed, or an invalid penalty.
 
     Raises:
-      ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, more
-        log-probabilities than tokens, or an unknown implementation. Also for a drafter that does
-        not accept sampling parameters, or an implementation that is named.
+      ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, texts that
+        `max_length` or the target's positions do not hold, more log-probabilities than tokens, or
+        an unknown implementation. Also under an outer `jit` if `max_new_tokens` is traced and
+        `max_length` is None.
+      MemoryError: if the device has no room; it names the bytes of the target's cache.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -121,6 +134,8 @@ def generate(
         keys=keys,
         config=config,
         max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        prefill_chunk_size=prefill_chunk_size,
         temperature=temperature,
         eos_token_ids=eos_token_ids,
         sampling=sampling,
@@ -128,10 +143,11 @@ def generate(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
-    return run_generate(target, drafter, **arguments)
+    with explain_out_of_memory(target.init_cache, *arguments["prompt"].shape):
+        return run_generate(target, drafter, **arguments)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
+@functools.partial(jax.jit, static_argnames=("config", "implementation", "chunk_size"))
 def run_generate(
     target: Model,
     drafter: Drafter | None,
@@ -140,9 +156,9 @@ def run_generate(
     implementation: Implementation | None,
     **arguments: Any,
 ) -> Generation:
-    """Returns what `generate` returns, of the arguments of `run_init`."""
+    """Returns what `generate` returns, of the arguments of `run_prefill`."""
     options: dict[str, Any] = {"config": config, "implementation": implementation}
-    state = run_init(target, drafter, **arguments, **options)
+    state = run_prefill(target, drafter, **arguments, **options)
     state = jax.lax.while_loop(
         lambda state: jnp.any(state.finish == 0),
         lambda state: pvary_like(run_step(target, drafter, state, **options)[0], state),

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.checks import (
     check_count,
@@ -14,16 +15,27 @@ from specjax.checks import (
     parse_ids,
 )
 from specjax.config import SpeculativeConfig
-from specjax.decode.drafters import Drafter, check_accepts
+from specjax.decode.capacity import (
+    choose_max_length,
+    explain_out_of_memory,
+    on_host,
+    pad_eos,
+    pad_prompt,
+    parse_budget,
+)
+from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
-from specjax.decode.loop import run_init, run_step
+from specjax.decode.loop import run_step
+from specjax.decode.prefill import run_prefill
 from specjax.decode.settings import Settings
 from specjax.decode.state_and_info import DecodeState, StepInfo
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
-__all__ = ["check_arguments", "init", "step"]
+__all__ = ["PREFILL_CHUNK_SIZE", "check_arguments", "init", "step"]
+
+PREFILL_CHUNK_SIZE = 128
 
 
 def init(
@@ -34,7 +46,9 @@ def init(
     *,
     keys: jax.Array,
     config: SpeculativeConfig | None = None,
-    max_new_tokens: int,
+    max_new_tokens: Any,
+    max_length: int | None = None,
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
     temperature: Any = 1.0,
     eos_token_ids: Any = (),
     sampling: SamplingParams | None = None,
@@ -51,7 +65,9 @@ def init(
       prompt_lengths: i32[B].
       keys: typed threefry keys, [B] or ().
       config: a `SpeculativeConfig`, or None.
-      max_new_tokens: a Python int.
+      max_new_tokens: int or i32[B].
+      max_length: a Python int, or None.
+      prefill_chunk_size: a Python int.
       temperature: f32, [B] or scalar.
       eos_token_ids: int, ints or i32[E].
       sampling: `SamplingParams`, or None.
@@ -69,7 +85,8 @@ def init(
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> state = specjax.init(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, max_length=4,
+      ...     temperature=0)
       >>> state.token_ids.tolist(), state.lengths.tolist()
       ([[0, 1, -1, -1]], [2])
     """
@@ -81,6 +98,8 @@ def init(
         keys=keys,
         config=config,
         max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        prefill_chunk_size=prefill_chunk_size,
         temperature=temperature,
         eos_token_ids=eos_token_ids,
         sampling=sampling,
@@ -88,7 +107,10 @@ def init(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
-    return run_init(target, drafter, **arguments)
+    options = {name: arguments[name] for name in ("config", "implementation")}
+    with explain_out_of_memory(target.init_cache, *arguments["prompt"].shape):
+        state = run_prefill(target, drafter, **arguments)
+        return run_step(target, drafter, state, **options)[0]
 
 
 def step(
@@ -118,13 +140,14 @@ def step(
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> state = specjax.init(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, max_length=4,
+      ...     temperature=0)
       >>> state, info = specjax.step(model, None, state)
       >>> state.token_ids.tolist(), info.verification.num_emitted.tolist()
       ([[0, 1, 0, -1]], [1])
     """
     config = SpeculativeConfig() if config is None else config
-    options = _check_options(drafter, config, state.settings.sampling, implementation)
+    options = _check_options(config, implementation)
     return run_step(target, drafter, state, **options)
 
 
@@ -136,7 +159,9 @@ def check_arguments(
     *,
     keys: jax.Array,
     config: SpeculativeConfig | None,
-    max_new_tokens: int,
+    max_new_tokens: Any,
+    max_length: int | None,
+    prefill_chunk_size: int,
     temperature: Any,
     eos_token_ids: Any,
     sampling: SamplingParams | None,
@@ -144,50 +169,48 @@ def check_arguments(
     logprobs_mode: str,
     implementation: str | Implementation | None,
 ) -> dict[str, Any]:
-    """Returns the checked arguments of `run_init`."""
+    """Returns the checked arguments of `run_prefill`."""
     logprobs = check_logprobs_config(num_logprobs, logprobs_mode)
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config)
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
-    options = _check_options(drafter, config, sampling, implementation)
-    why = "because it sizes the buffers"
-    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
-    prompt, lengths = check_prompt(prompt_token_ids, prompt_lengths)
-    size = prompt.shape[0]
+    options = _check_options(config, implementation)
+    prompt, lengths = (on_host(x) for x in check_prompt(prompt_token_ids, prompt_lengths))
+    size, width = prompt.shape
+    max_new_tokens = parse_budget(max_new_tokens, size)
+    room = (max_length, width, lengths, max_new_tokens, target.max_length)
+    max_length = choose_max_length(*room)
     temperature = parse_array("temperature", temperature, jnp.float32, (), (size,))
+    if isinstance(temperature, np.ndarray | np.generic):
+        temperature = np.broadcast_to(temperature, (size,))
     settings = Settings(
         keys=check_keys(keys, size),
         temperature=temperature,
-        max_lengths=lengths + max_new_tokens,
-        eos_token_ids=parse_ids("eos_token_ids", eos_token_ids),
+        prompt_lengths=lengths,
+        max_lengths=(lengths + max_new_tokens).astype(jnp.int32),
+        eos_token_ids=pad_eos(on_host(parse_ids("eos_token_ids", eos_token_ids))),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,
     )
+    why = "the tokens of a prompt that are read at once"
     return {
-        "prompt": prompt,
+        "prompt": pad_prompt(prompt, max_length),
         "lengths": lengths,
         "settings": settings,
-        "max_length": prompt.shape[1] + max_new_tokens,
+        "chunk_size": check_count("prefill_chunk_size", prefill_chunk_size, 1, why),
         **options,
     }
 
 
 def _check_options(
-    drafter: Drafter | None,
-    config: SpeculativeConfig,
-    sampling: SamplingParams | None,
-    implementation: str | Implementation | None,
+    config: SpeculativeConfig, implementation: str | Implementation | None
 ) -> dict[str, Any]:
-    """Returns the static options of a step, which the drafter has to accept."""
+    """Returns the static options of a step."""
     check_noise_dtype(config.noise_dtype)
-    if drafter is not None and sampling is not None:
-        check_accepts(drafter, "sampling parameters", "sampling", "history")
     if implementation is not None:
         implementation = resolve_implementation(implementation)
-        if drafter is not None:
-            check_accepts(drafter, "an implementation", "implementation")
     return {"config": config.compile_key(), "implementation": implementation}
 
 

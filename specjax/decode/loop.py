@@ -1,10 +1,10 @@
-"""One step of decoding, and the loop of steps, compiled.
+"""One step of decoding, compiled.
 
-    init:      prompt -> target's last row -> first token -> first draft
-    step:      pending draft -> target's K + 1 rows -> verification -> commit -> next draft
-    generate:  init, then steps until every request has ended, under one `jit`
+    pending draft -> target's K + 1 rows -> verification -> commit -> next draft
 
-The state is one pytree, and parameters are arguments. Without a drafter K = 0: plain decoding.
+The first step of a request has no pending draft: its row 0 follows the prompt, and gives the first
+token. The state is one pytree, and parameters are arguments. Without a drafter K = 0: plain
+decoding.
 Arguments were checked by `generate`. What the functions of a model or a drafter return is checked
 here, where it enters; functions of arrays are called from there on.
 """
@@ -19,12 +19,11 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.checks import check_draft, check_logits, check_shape
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
-from specjax.core.noise import fold_in_rows
 from specjax.decode.commit import append, append_emitted
 from specjax.decode.drafters import Drafter
 from specjax.decode.finish_and_origin import Origin
-from specjax.decode.logprobs import check_num_listed, empty_logprobs, list_logprobs
-from specjax.decode.metrics import init_metrics, update_metrics
+from specjax.decode.logprobs import check_num_listed, list_logprobs
+from specjax.decode.metrics import update_metrics
 from specjax.decode.settings import Settings
 from specjax.decode.state_and_info import DecodeState, StepInfo
 from specjax.draft import Draft
@@ -35,61 +34,10 @@ from specjax.processing.history import History
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
-from specjax.processing.token_counts import TokenCounts, add_to_counts, count_committed
+from specjax.processing.token_counts import TokenCounts, add_to_counts
 from specjax.samplers.rejection_sample import verify_draft
 
-__all__ = ["run_init", "run_step"]
-
-
-@functools.partial(jax.jit, static_argnames=("config", "max_length", "implementation"))
-def run_init(
-    target: Model,
-    drafter: Drafter | None,
-    *,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    settings: Settings,
-    config: SpeculativeConfig,
-    max_length: int,
-    implementation: Implementation | None,
-) -> DecodeState:
-    """Returns the state that `init` returns, of checked arguments."""
-    size, width = prompt.shape
-    settings = settings._replace(
-        keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
-        temperature=jnp.broadcast_to(settings.temperature, (size,)),
-    )
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    inside = index < lengths[:, None]
-    input_ids = jnp.where(inside, prompt, 0)
-    cache = target.init_cache(size, max_length)
-    positions = jnp.where(inside, index, -1)
-    hidden, cache = target.apply(target.params, input_ids, positions, cache)
-    hidden = _take_at(hidden, lengths - 1)
-    # The first token is the bonus token of a step without drafts.
-    logits = target.logits(target.params, hidden)[:, None]
-    _check_target_logits(logits, settings, size, 1)
-    padding = ((0, 0), (0, max_length - width))
-    token_ids = jnp.pad(jnp.where(inside, prompt, -1), padding, constant_values=-1)
-    drafter_state = None
-    if drafter is not None:
-        drafter_state = drafter.init(drafter.params, input_ids, lengths, max_length)
-    state = DecodeState(
-        token_ids=token_ids,
-        lengths=lengths,
-        logprobs=jnp.zeros(token_ids.shape, jnp.float32),
-        origins=jnp.zeros(token_ids.shape, jnp.int8),
-        finish=jnp.zeros((size,), jnp.int8),
-        draft=Draft(jnp.zeros((size, 0), jnp.int32), num_tokens=jnp.zeros((size,), jnp.int32)),
-        target_cache=cache,
-        drafter_state=drafter_state,
-        metrics=init_metrics(size, 0 if drafter is None else config.num_speculative_tokens),
-        settings=settings,
-        counts=_count_prompt(settings, prompt, lengths, logits.shape[-1]),
-        top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
-    )
-    state, _ = _verify_and_commit(state, logits, config, implementation)
-    return _propose(drafter, state, hidden, config, implementation)
+__all__ = ["propose_draft", "run_step"]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
@@ -125,16 +73,25 @@ def run_step(
     lengths = state.lengths
     state = state._replace(target_cache=cache)
     state, info = _verify_and_commit(state, logits, config, implementation)
+    # The token after the prompt is no step of speculation: nothing could be drafted.
+    is_first = lengths == state.settings.prompt_lengths
+    num_committed = state.lengths - lengths
     metrics = update_metrics(
         state.metrics,
-        num_drafted,
+        jnp.where(is_first, -1, num_drafted),
         info.verification,
-        num_committed=state.lengths - lengths,
+        num_committed=num_committed,
         finish=state.finish,
     )
     deciding = _take_at(hidden, info.verification.num_accepted)
+    if drafter is not None and drafter.reads_features:
+        positions = jnp.where(index < num_committed[:, None], positions, -1)
+        drafter_state = drafter.extend(
+            drafter.params, state.drafter_state, input_ids, positions, hidden
+        )
+        state = state._replace(drafter_state=drafter_state)
     state = state._replace(metrics=metrics)
-    return _propose(drafter, state, deciding, config, implementation), info
+    return _draft_next(drafter, state, deciding, config, implementation), info
 
 
 def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:
@@ -217,23 +174,12 @@ def _history(state: DecodeState) -> History:
     return History(state.token_ids, state.lengths, state.counts)
 
 
-def _count_prompt(
-    settings: Settings, prompt: jax.Array, lengths: jax.Array, vocab_size: int
-) -> TokenCounts | None:
-    """Returns the counts of the prompt that the penalties read, None without penalties."""
-    rules, _ = split_sampling(settings.sampling or SamplingParams())
-    if not rules.penalties:
-        return None
-    counts = count_committed(prompt, lengths, lengths, vocab_size)
-    return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)
-
-
 def _append_each(buffers: Any, lengths: jax.Array, counts: jax.Array, values: Any) -> Any:
     """Appends to every array of a pytree, which may be None."""
     return jax.tree.map(lambda buffer, x: append(buffer, lengths, counts, x), buffers, values)
 
 
-def _propose(
+def _draft_next(
     drafter: Drafter | None,
     state: DecodeState,
     hidden: jax.Array,
@@ -247,30 +193,53 @@ def _propose(
     k = 0 if drafter is None else config.num_speculative_tokens
     max_tokens = jnp.where(state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1))
     if drafter is None:
-        draft = Draft(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), num_tokens=max_tokens)
-        return state._replace(draft=draft)
-    options: dict[str, Any] = {}
-    if settings.sampling is not None:
-        options |= {"sampling": settings.sampling, "history": _history(state)}
-    if implementation is not None:
-        options |= {"implementation": implementation}
+        return state._replace(draft=state.draft._replace(num_tokens=max_tokens))
+    operands = (state.drafter_state, state.token_ids, state.lengths, state.counts, hidden)
+    draft, drafter_state = propose_draft(
+        drafter, *operands, settings, max_tokens, config=config, implementation=implementation
+    )
+    return state._replace(draft=draft, drafter_state=drafter_state)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def propose_draft(
+    drafter: Drafter,
+    drafter_state: Any,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    counts: TokenCounts | None,
+    hidden: jax.Array,
+    settings: Settings,
+    max_tokens: jax.Array,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> tuple[Draft, Any]:
+    """Returns a checked draft of at most `max_tokens` i32[B] tokens, and the drafter's state.
+
+    A function of its own: the shapes of its draft are asked for before the first step, and a
+    compiled function is traced once for both.
+    """
+    sampling = settings.sampling
     draft, drafter_state = drafter.propose(
         drafter.params,
-        state.drafter_state,
-        state.token_ids,
+        drafter_state,
+        token_ids,
         hidden,
         keys=settings.keys,
-        positions=state.lengths,
+        positions=lengths,
         num_tokens=max_tokens,
         temperature=settings.temperature,
         config=config,
-        **options,
+        sampling=sampling,
+        history=None if sampling is None else History(token_ids, lengths, counts),
+        implementation=implementation,
     )
     draft = check_draft(draft)
     # Only the loop ends requests, and no draft is longer than a request has tokens left.
     num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
     num_tokens = jnp.minimum(jnp.maximum(num_drafted, 0), max_tokens)
-    return state._replace(draft=draft._replace(num_tokens=num_tokens), drafter_state=drafter_state)
+    return draft._replace(num_tokens=num_tokens), drafter_state
 
 
 def _take_at(values: jax.Array, index: jax.Array) -> jax.Array:

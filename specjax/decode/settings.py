@@ -17,8 +17,9 @@ class Settings(NamedTuple):
     Attributes:
       keys: typed threefry keys, [B].
       temperature: f32[B].
+      prompt_lengths: i32[B], tokens of each prompt.
       max_lengths: i32[B], committed tokens at which a request ends.
-      eos_token_ids: i32[E], tokens that end a request.
+      eos_token_ids: i32[E], tokens that end a request, filled up with -2.
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
       logprobs: which log-probabilities are listed, or None.
@@ -26,6 +27,7 @@ class Settings(NamedTuple):
 
     keys: jax.Array
     temperature: jax.Array
+    prompt_lengths: jax.Array
     max_lengths: jax.Array
     eos_token_ids: jax.Array
     conditional_rates: jax.Array | None

@@ -19,10 +19,10 @@ class DecodeState(NamedTuple):
     """The state of a batch between two steps, which `step` takes and returns.
 
     Attributes:
-      token_ids: i32[B, L], committed tokens, then -1.
+      token_ids: i32[B, S], committed tokens, then -1.
       lengths: i32[B], how many tokens of each row are committed.
-      logprobs: f32[B, L], log p of each generated token, 0 elsewhere.
-      origins: i8[B, L], 0 for the prompt and padding, else one of `Origin`.
+      logprobs: f32[B, S], log p of each generated token, 0 elsewhere.
+      origins: i8[B, S], 0 for the prompt and padding, else one of `Origin`.
       finish: i8[B], 0 for a request that goes on, else one of `Finish`.
       draft: the pending `Draft`, which the next step verifies.
       target_cache: the target's cache.
@@ -30,7 +30,7 @@ class DecodeState(NamedTuple):
       metrics: `Metrics` of all steps so far.
       settings: keys, temperatures, maximum lengths.
       counts: `TokenCounts` of the committed tokens, None without penalties.
-      top_logprobs: `TopLogprobs` [B, L, ...] of the generated tokens, -1 and 0 elsewhere; None if
+      top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
     """
 

@@ -1,7 +1,7 @@
 """`head_drafter`: a drafter that runs a draft head on the target's hidden states."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def head_drafter(
       implementation: of the head's layer, as in `build`.
 
     Returns:
-      A `Drafter` whose state is the head's cache.
+      A `Drafter` whose state holds the head's cache.
 
     Raises:
       ValueError: if the target's hidden states have another size.
@@ -62,25 +62,35 @@ def head_drafter(
     return Drafter({"target": target.params, "head": params}, *functions)
 
 
+class _State(NamedTuple):
+    """The head's cache, and the last token i32[B] of the chunk that was read last."""
+
+    cache: Any
+    last: jax.Array
+
+
 @functools.lru_cache(maxsize=64)
 def _drafter_functions(
     head: HeadConfig, logits: Any, implementation: str | Implementation | None
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     init_cache, apply = draft_head_functions(head, implementation)
 
     feed = functools.partial(_feed_tokens, apply)
 
-    def init(params: Any, token_ids: jax.Array, lengths: jax.Array, max_length: int) -> Any:
-        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        ids = jnp.maximum(jnp.concatenate([token_ids[:, :1], token_ids], axis=1), 0)
+    def init(params: Any, batch_size: int, max_length: int) -> _State:
+        return _State(init_cache(batch_size, max_length), jnp.zeros((batch_size,), jnp.int32))
+
+    def extend(
+        params: Any, state: _State, token_ids: jax.Array, positions: jax.Array, features: Any
+    ) -> _State:
+        first = jnp.where(positions[:, 0] == 0, token_ids[:, 0], state.last)
+        ids = jnp.concatenate([first[:, None], token_ids], axis=1)
         unknown_hidden = jnp.zeros((token_ids.shape[0], head.hidden_size), head.dtype)
-        fed_positions = jnp.where(index < lengths[:, None], index, -1)
-        cache = init_cache(token_ids.shape[0], max_length)
-        return feed(params, ids, unknown_hidden, fed_positions, cache)[1]
+        return _State(feed(params, ids, unknown_hidden, positions, state.cache)[1], ids[:, -1])
 
     def draft(
         params: Any,
-        cache: Any,
+        state: _State,
         token_ids: jax.Array,
         hidden: jax.Array,
         *,
@@ -109,16 +119,16 @@ def _drafter_functions(
 
         drafts, (cache, _, _) = propose_step(
             step,
-            (cache, hidden, ids[:, :-1]),
+            (state.cache, hidden, ids[:, :-1]),
             ids[:, -1],
             positions=positions,
             num_tokens=num_tokens,
             config=config,
             **options,
         )
-        return drafts, cache
+        return drafts, state._replace(cache=cache)
 
-    return init, draft
+    return init, extend, draft
 
 
 def _feed_tokens(

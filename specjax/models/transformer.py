@@ -203,4 +203,6 @@ def build(
     """
     if params is None:
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
-    return Model(params, *functions(config, implementation))
+    return Model(
+        params, *functions(config, implementation), max_length=config.max_position_embeddings
+    )

@@ -104,6 +104,7 @@ def sampled(drafter, k):
         max_new_tokens=NUM_JOINT,
         target=SMALL_TARGET,
         temperature=HOT,
+        max_length=2 + NUM_JOINT,
     )
 
 
@@ -111,7 +112,7 @@ def sampled(drafter, k):
 @pytest.mark.optimised
 @pytest.mark.parametrize(("drafter", "k"), [("model", 3), ("ngram", 1)])
 def test_several_steps_of_generate_follow_the_target_jointly(drafter, k):
-    new = np.asarray(sampled(drafter, k).token_ids)[:, 2 : 2 + NUM_JOINT]
+    new = np.asarray(sampled(drafter, k).token_ids)[:, 2:]
     counts = np.zeros((3,) * NUM_JOINT)
     np.add.at(counts, tuple(new.T), 1)
     probs = bigrams.joint_probs(SMALL_TARGET, [1, 2], NUM_JOINT, temperature=HOT)
@@ -207,14 +208,18 @@ def test_a_drafter_without_counts_keeps_no_request_from_ending():
         draft, state = inner.propose(*arguments, **options)
         return draft._replace(num_tokens=None), state
 
-    careless = specjax.Drafter(inner.params, inner.init, propose)
+    careless = specjax.Drafter(inner.params, inner.init, inner.extend, propose)
     ended, whole = run(inner, eos_token_ids=(3, 0)), run(careless, eos_token_ids=(3, 0))
     assert texts(whole) == texts(ended)
     np.testing.assert_array_equal(whole.finish, ended.finish)
 
 
-def init_counted(params, *prompt):
-    return DRAFTERS["model"].init(params[0], *prompt)
+def init_counted(params, *sizes):
+    return DRAFTERS["model"].init(params[0], *sizes)
+
+
+def extend_counted(params, *chunk):
+    return DRAFTERS["model"].extend(params[0], *chunk)
 
 
 def propose_counted(params, *arguments, positions, **options):
@@ -227,7 +232,10 @@ def propose_counted(params, *arguments, positions, **options):
 def counted(even, odd):
     """A drafter that counts so many tokens for each request, as data."""
     return specjax.Drafter(
-        (DRAFTERS["model"].params, i32(even), i32(odd)), init_counted, propose_counted
+        (DRAFTERS["model"].params, i32(even), i32(odd)),
+        init_counted,
+        extend_counted,
+        propose_counted,
     )
 
 
@@ -515,7 +523,7 @@ def test_parameters_are_arguments_and_not_constants():
 
     def call(target, drafter):
         return generate(
-            target, drafter, ids, lengths, keys=bigrams.keys(4), max_new_tokens=5
+            target, drafter, ids, lengths, keys=bigrams.keys(4), max_new_tokens=5, max_length=12
         ).token_ids
 
     jaxpr = jax.make_jaxpr(call)(bigrams.model(TARGET), DRAFTERS["model"])

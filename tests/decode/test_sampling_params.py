@@ -248,7 +248,7 @@ def unaware(drafter):
     def propose(*arguments, sampling, history, **options):
         return drafter.propose(*arguments, **options)
 
-    return specjax.Drafter(drafter.params, drafter.init, propose)
+    return specjax.Drafter(drafter.params, drafter.init, drafter.extend, propose)
 
 
 UNAWARE = unaware(DRAFTERS["model"])
@@ -274,7 +274,7 @@ def test_a_drafted_token_that_the_target_masks_is_rejected():
         drafted = jnp.full((4, 3), 5, jnp.int32)
         return specjax.Draft(drafted, num_tokens=num_tokens), state
 
-    drafter = specjax.Drafter((), DRAFTERS["ngram"].init, always_five)
+    drafter = own_drafter(always_five)
     output = run(drafter, only(0, 2, 3))
     assert not np.any(np.asarray(output.origins) == Origin.ACCEPTED)
     assert not np.any(np.asarray(output.metrics.num_accepted))
@@ -357,7 +357,7 @@ def greedy_text(b, **rules):
 
 
 def own_drafter(propose):
-    return specjax.Drafter((), lambda *prompt: (), propose)
+    return specjax.whole_prompt_drafter((), lambda *prompts: (), propose)
 
 
 def test_a_drafter_accepts_sampling_and_implementation_or_is_refused():
@@ -377,9 +377,9 @@ def test_a_drafter_accepts_sampling_and_implementation_or_is_refused():
     plain = [greedy_text(b) for b in range(4)]
     for nothing in (None, SamplingParams()):
         assert texts(run(own_drafter(old), nothing, temperature=0)) == plain
-    with pytest.raises(ValueError, match="propose takes no `sampling` and `history`"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sampling'"):
         run(own_drafter(old), SamplingParams(top_k=2))
-    with pytest.raises(ValueError, match="propose takes no `implementation`"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'implementation'"):
         run(own_drafter(old), None, implementation="xla")
 
 

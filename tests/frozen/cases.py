@@ -409,6 +409,7 @@ def whole_decode(kind, weights, prompts, lengths, keys, temperature, sampling=No
         keys=keys,
         config=SpeculativeConfig(num_speculative_tokens=K, draft_sample_method=method),
         max_new_tokens=12,
+        max_length=19,
         temperature=temperature,
         eos_token_ids=(3,),
         sampling=sampling,

@@ -238,14 +238,17 @@ def changed_model_drafter(change):
     """The functions of a model's drafter that hands on `change(draft, params["fault"])`."""
     model = specjax.model_drafter(second_order_model(random_table(0)))
 
-    def init(params, *prompt):
-        return model.init(params["model"], *prompt)
+    def init(params, *sizes):
+        return model.init(params["model"], *sizes)
+
+    def extend(params, *chunk):
+        return model.extend(params["model"], *chunk)
 
     def propose(params, *arguments, **options):
         draft, state = model.propose(params["model"], *arguments, **options)
         return change(draft, params["fault"]), state
 
-    return init, propose
+    return init, extend, propose
 
 
 def q_is_dropped_by(draft, fault):

@@ -89,11 +89,12 @@ def draw(drafter, size=SIZE):
         keys=bigrams.keys(size),
         config=SpeculativeConfig(num_speculative_tokens=K),
         max_new_tokens=NUM_TOKENS,
+        max_length=len(PROMPT) + NUM_TOKENS,
         temperature=TEMPERATURE,
         sampling=EVERYTHING,
     )
     np.testing.assert_array_equal(output.finish, Finish.LENGTH)
-    return np.asarray(output.token_ids)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
+    return np.asarray(output.token_ids)[:, len(PROMPT) :]
 
 
 def check_distribution(drawn):
@@ -120,8 +121,12 @@ OTHER = SamplingParams(
 )
 
 
-def init_model(params, *prompt):
-    return MODEL.init(params[0], *prompt)
+def init_model(params, *sizes):
+    return MODEL.init(params[0], *sizes)
+
+
+def extend_model(params, *chunk):
+    return MODEL.extend(params[0], *chunk)
 
 
 def propose_by_model(params, *arguments, sampling, **options):
@@ -164,7 +169,8 @@ def drawn_by_model():
     """Continuations by oddity, which one batch draws: programs take longer to compile than run."""
     sizes = [size for size, _ in ODDITIES.values()]
     odd = np.repeat([odd for _, odd in ODDITIES.values()], sizes, axis=0).T
-    drafter = specjax.Drafter((MODEL.params, jnp.asarray(odd)), init_model, propose_by_model)
+    functions = (init_model, extend_model, propose_by_model)
+    drafter = specjax.Drafter((MODEL.params, jnp.asarray(odd)), *functions)
     parts = np.split(draw(drafter, sum(sizes)), np.cumsum(sizes)[:-1])
     return dict(zip(ODDITIES, parts, strict=True))
 

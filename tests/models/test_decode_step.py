@@ -268,7 +268,9 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
     wanted = decode("xla", None)
     assert not jnp.any(wanted == bad)
     for first in (bad, int(wanted[0, 3])):
-        found = decode(kernels, specjax.Drafter(jnp.int32(first), lambda *prompt: (), propose))
+        found = decode(
+            kernels, specjax.whole_prompt_drafter(jnp.int32(first), lambda *_: (), propose)
+        )
         np.testing.assert_array_equal(found[0], wanted[0])
 
 

@@ -130,7 +130,7 @@ def run_head(name):
         target, HEAD, models.build_head(HEAD, seed=0), implementation=name
     )
     ids = jnp.zeros((B, 4), jnp.int32)
-    cache = drafter.init(drafter.params, ids, jnp.full((B,), 4), 8)
+    cache = drafter.init(drafter.params, B, 8)
     return drafter.propose(
         drafter.params,
         cache,

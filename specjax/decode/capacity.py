@@ -1,0 +1,132 @@
+"""Capacity: buffers of a batch have room for `max_length` tokens, whatever its prompts and texts.
+
+A program is compiled for a capacity, so that prompts of other lengths and other numbers of new
+tokens run through it again. What comes from the host is padded here in NumPy: an eager pad or
+slice of every width would be a compilation of its own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checks import check_count, check_shape, parse_array
+
+__all__ = [
+    "choose_max_length",
+    "explain_out_of_memory",
+    "on_host",
+    "pad_eos",
+    "pad_prompt",
+    "parse_budget",
+]
+
+_LEAST = 128
+_EOS_IDS = 8
+# No token has this id, so that no emitted token equals it.
+_NO_TOKEN = -2
+
+
+def on_host(value: Any) -> Any:
+    """Returns a NumPy array of what lies on one device or on the host, and others as they are."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        return value
+    return np.asarray(value)
+
+
+def _is_known(*values: Any) -> bool:
+    """Returns whether all values are known while a call is traced."""
+    return not any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def parse_budget(max_new_tokens: Any, batch_size: int) -> Any:
+    """Returns `max_new_tokens` as an int, or as i32[B] if it is an array; refuses less than 1."""
+    if not hasattr(max_new_tokens, "shape") and not isinstance(max_new_tokens, list | tuple):
+        return check_count("max_new_tokens", max_new_tokens, 1, "tokens that a request may have")
+    counts = parse_array("max_new_tokens", max_new_tokens, jnp.int32, (), (batch_size,))
+    if _is_known(counts) and np.min(np.asarray(counts), initial=1) < 1:
+        raise ValueError(f"max_new_tokens holds {np.min(np.asarray(counts))}; it needs 1 or more.")
+    return on_host(counts)
+
+
+def choose_max_length(
+    max_length: Any, width: int, lengths: Any, max_new_tokens: Any, limit: int | None
+) -> int:
+    """Returns the capacity of a batch, or refuses one that its texts or the target do not fit.
+
+    Args:
+      max_length: a Python int, or None for the next power of two, at least 128, that fits.
+      width: L of the prompts' array.
+      lengths: i32[B].
+      max_new_tokens: an int or i32[B].
+      limit: most tokens that the target's positions take, None if it names none.
+
+    Returns:
+      S, a Python int.
+    """
+    if _is_known(lengths, max_new_tokens):
+        needed = int(np.max(np.asarray(lengths, np.int64) + np.asarray(max_new_tokens, np.int64)))
+    elif _is_known(max_new_tokens):
+        needed = width + int(np.max(np.asarray(max_new_tokens)))
+    elif max_length is None:
+        raise ValueError(
+            "max_new_tokens is traced, so that it cannot size the buffers; give max_length, a "
+            "Python int."
+        )
+    else:
+        needed = width + 1 if not _is_known(lengths) else int(np.max(np.asarray(lengths))) + 1
+    if max_length is None:
+        chosen = max(_LEAST, 1 << (needed - 1).bit_length())
+        max_length = chosen if limit is None else max(min(chosen, limit), needed)
+    max_length = check_count("max_length", max_length, 2, "the tokens that buffers have room for")
+    if limit is not None and max_length > limit:
+        raise ValueError(
+            f"max_length is {max_length}, and the target takes texts of at most {limit} tokens."
+        )
+    if needed > max_length:
+        raise ValueError(
+            f"max_length is {max_length}; the longest prompt and its max_new_tokens need {needed}."
+        )
+    return max_length
+
+
+def pad_prompt(prompt: Any, max_length: int) -> Any:
+    """Returns prompts i32[B, S]: cut or filled with 0 after the last token."""
+    width = prompt.shape[1]
+    if not isinstance(prompt, np.ndarray):
+        if width > max_length:
+            return prompt[:, :max_length]
+        return jnp.pad(prompt, ((0, 0), (0, max_length - width)))
+    padded = np.zeros((prompt.shape[0], max_length), np.int32)
+    padded[:, : min(width, max_length)] = prompt[:, :max_length]
+    return padded
+
+
+def pad_eos(ids: Any) -> Any:
+    """Returns ids i32[E], E a multiple of 8, so that their number is data."""
+    check_shape("eos_token_ids", ids, (ids.size,))
+    missing = max(_EOS_IDS, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
+    pad = np.pad if isinstance(ids, np.ndarray) else jnp.pad
+    return pad(ids, (0, missing), constant_values=_NO_TOKEN)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(init_cache: Any, batch_size: int, max_length: int) -> Iterator[None]:
+    """Names the bytes of the target's cache in an error of a device that ran out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        cache = jax.eval_shape(lambda: init_cache(batch_size, max_length))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        raise MemoryError(
+            f"The device is out of memory. The target's cache of {batch_size} requests with "
+            f"max_length {max_length} takes {size / 2**30:.2f} GiB; a smaller batch or max_length "
+            "takes less."
+        ) from error

@@ -1,0 +1,143 @@
+"""Reading the prompts: chunks of one size, through one program whatever their length."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import SpeculativeConfig
+from specjax.core.noise import fold_in_rows
+from specjax.decode.drafters import Drafter
+from specjax.decode.logprobs import empty_logprobs
+from specjax.decode.loop import propose_draft
+from specjax.decode.metrics import init_metrics
+from specjax.decode.settings import Settings
+from specjax.decode.state_and_info import DecodeState
+from specjax.draft import Draft
+from specjax.implementation import Implementation
+from specjax.mesh import pvary_like
+from specjax.model import Model
+from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.processing.token_counts import TokenCounts, count_committed
+
+__all__ = ["run_prefill"]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation", "chunk_size"))
+def run_prefill(
+    target: Model,
+    drafter: Drafter | None,
+    *,
+    prompt: jax.Array,
+    lengths: jax.Array,
+    settings: Settings,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+    chunk_size: int,
+) -> DecodeState:
+    """Returns a state that has read the prompts but for their last token, and drafted nothing.
+
+    The first step feeds the last token of each prompt, so that verification stands in the step's
+    program alone.
+
+    Args:
+      target: as in `init`.
+      drafter: as in `init`.
+      prompt: i32[B, S], the buffers' size S; what follows a prompt is ignored.
+      lengths: i32[B].
+      settings: keys [B] or (), temperature [B] or ().
+      config: a compile key.
+      implementation: a resolved one if the caller named one, else None.
+      chunk_size: most tokens of a request that the models read at once.
+
+    Returns:
+      `DecodeState`.
+    """
+    size, width = prompt.shape
+    settings = settings._replace(
+        keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
+        temperature=jnp.broadcast_to(settings.temperature, (size,)),
+    )
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    token_ids = jnp.where(index < lengths[:, None], prompt, -1)
+    cache = target.init_cache(size, width)
+    drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
+    cache, drafter_state = _read(
+        target, drafter, prompt, lengths, cache, drafter_state, min(chunk_size, width)
+    )
+    k = 0 if drafter is None else config.num_speculative_tokens
+    rows = jnp.zeros((size, k + 1), jnp.int32)
+    shapes = jax.eval_shape(target.apply, target.params, rows, rows, cache)[0]
+    hidden = jnp.zeros((size, *shapes.shape[2:]), shapes.dtype)
+    counts = _count_prompt(target, settings, token_ids, lengths, hidden)
+    none_drafted = jnp.zeros((size,), jnp.int32)
+    draft = Draft(jnp.zeros((size, 0), jnp.int32))
+    if drafter is not None:
+        operands = (drafter_state, token_ids, lengths, counts, hidden, settings, none_drafted)
+        options = {"config": config, "implementation": implementation}
+        propose = functools.partial(propose_draft, **options)
+        draft, _ = jax.eval_shape(propose, drafter, *operands)
+        draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
+    return DecodeState(
+        token_ids=token_ids,
+        lengths=lengths,
+        logprobs=jnp.zeros(token_ids.shape, jnp.float32),
+        origins=jnp.zeros(token_ids.shape, jnp.int8),
+        finish=jnp.zeros((size,), jnp.int8),
+        draft=draft._replace(num_tokens=none_drafted),
+        target_cache=cache,
+        drafter_state=drafter_state,
+        metrics=init_metrics(size, k),
+        settings=settings,
+        counts=counts,
+        top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
+    )
+
+
+def _read(
+    target: Model,
+    drafter: Drafter | None,
+    prompt: jax.Array,
+    lengths: jax.Array,
+    cache: Any,
+    drafter_state: Any,
+    chunk_size: int,
+) -> tuple[Any, Any]:
+    """Returns the target's cache and the drafter's state with all but the last tokens in them."""
+    offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
+    prompt = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
+    num_read = lengths - 1
+
+    def read(carry: Any) -> Any:
+        done, cache, drafter_state = carry
+        ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
+        inside = done + offsets < num_read[:, None]
+        ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
+        hidden, cache = target.apply(target.params, ids, positions, cache)
+        if drafter is not None:
+            features = hidden if drafter.reads_features else None
+            drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)
+        return pvary_like((done + jnp.int32(chunk_size), cache, drafter_state), carry)
+
+    start = (jnp.int32(0), cache, drafter_state)
+    start = pvary_like(start, start, prompt, lengths, target, drafter)
+    last = jnp.max(num_read)
+    _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < last, read, start)
+    return cache, drafter_state
+
+
+def _count_prompt(
+    target: Model,
+    settings: Settings,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    hidden: jax.Array,
+) -> TokenCounts | None:
+    """Returns the counts of the prompt that the penalties read, None without penalties."""
+    rules, _ = split_sampling(settings.sampling or SamplingParams())
+    if not rules.penalties:
+        return None
+    vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
+    counts = count_committed(token_ids, lengths, lengths, vocab_size)
+    return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)

@@ -1,0 +1,201 @@
+"""Buffers of a capacity: other prompts and texts run through the programs that are compiled."""
+
+import bigrams
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import SamplingParams, SpeculativeConfig
+
+V, B = 4, 3
+TARGET, DRAFT = bigrams.pair(V, seed=1)
+MODEL = bigrams.model(TARGET)
+BY_MODEL = specjax.model_drafter(bigrams.model(DRAFT))
+CONFIG = SpeculativeConfig(num_speculative_tokens=3)
+ROWS = [[1, 2, 3, 0, 1, 2, 2], [3], [0, 1, 0, 2, 1]]
+
+
+def generate(rows, *, drafter=BY_MODEL, max_new_tokens=9, target=MODEL, **options):
+    width = max(len(row) for row in rows)
+    ids = np.array([row + [0] * (width - len(row)) for row in rows])
+    lengths = [len(row) for row in rows]
+    options.setdefault("keys", bigrams.keys(len(rows)))
+    options |= {"max_new_tokens": max_new_tokens, "config": CONFIG}
+    return specjax.generate(target, drafter, ids, lengths, **options)
+
+
+def texts(output):
+    return specjax.unpad(output.token_ids)
+
+
+@pytest.fixture
+def compilations():
+    """Names of the programs that the backend compiles, eager operations among them."""
+    found = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def random_requests(rng):
+    """Prompts and every kind of parameter that is a value."""
+    rows = [rng.integers(0, V, rng.integers(1, 90)).tolist() for _ in range(B)]
+    sampling = SamplingParams(
+        top_k=rng.integers(1, V + 1, B),
+        top_p=rng.uniform(0.5, 1, B),
+        repetition_penalty=rng.uniform(0.8, 1.3, B),
+    )
+    most = rng.integers(1, 30, B) if rng.random() < 0.5 else int(rng.integers(1, 30))
+    temperature = rng.uniform(0, 2, B) if rng.random() < 0.5 else float(rng.uniform(0, 2))
+    return rows, dict(
+        sampling=sampling,
+        max_new_tokens=most,
+        temperature=temperature,
+        eos_token_ids=rng.integers(0, V, rng.integers(0, 5)).tolist(),
+    )
+
+
+def test_fifty_requests_of_any_length_and_any_values_compile_nothing(compilations):
+    rng, keys = np.random.default_rng(0), bigrams.keys(B)
+    options = {"keys": keys, "config": CONFIG}
+
+    def stream(rows, **values):
+        ids, lengths = np.zeros((B, 90), np.int32), [len(row) for row in rows]
+        state = specjax.init(MODEL, BY_MODEL, ids, lengths, **values, **options)
+        specjax.step(MODEL, BY_MODEL, state, config=CONFIG)
+
+    def both(seed):
+        rows, values = random_requests(rng)
+        generate(rows, keys=keys, **values)
+        if seed % 10 == 0:
+            stream(rows, **values)
+
+    both(0)
+    assert {"run_generate", "run_prefill", "run_step"} <= {
+        name.removeprefix("jit_").removeprefix("jit(").removesuffix(")") for name in compilations
+    }
+    compilations.clear()
+    for seed in range(1, 51):
+        both(seed)
+    assert compilations == []
+
+
+def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
+    options = dict(temperature=np.array([0.0, 1.0, 0.7]), num_logprobs=1)
+    wanted = generate(ROWS, max_length=16, **options)
+    for max_length, chunk in ((16, 1), (19, 6), (None, 3)):
+        size = {"max_length": max_length, "prefill_chunk_size": chunk}
+        found = generate(ROWS, **size, **options)
+        assert found.token_ids.shape == (B, 128 if max_length is None else max_length)
+        for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            np.testing.assert_array_equal(x[:, :16] if x.ndim > 1 else x, y)
+
+
+def test_every_request_has_its_own_number_of_new_tokens():
+    counts = np.array([1, 9, 4])
+    # Greedy: the drafts that are cut at the end of a text change which noise draws its last tokens.
+    whole, cut = (generate(ROWS, max_new_tokens=n, temperature=0) for n in (9, counts))
+    rows = zip(texts(whole), ROWS, counts, strict=True)
+    assert texts(cut) == [text[: len(row) + n] for text, row, n in rows]
+
+
+def test_under_an_outer_jit_the_capacity_is_given_where_the_number_of_tokens_is_traced():
+    def call(most, max_length):
+        return generate(ROWS, max_new_tokens=most, max_length=max_length).token_ids
+
+    with pytest.raises(ValueError, match="give max_length"):
+        jax.eval_shape(lambda most: call(most, None), jnp.int32(9))
+    found = jax.jit(lambda most: call(most, 16))(jnp.int32(9))
+    np.testing.assert_array_equal(found, generate(ROWS, max_length=16).token_ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_length": 15}, "max_length is 15; the longest prompt and its max_new_tokens need 16"),
+        ({"max_length": 33}, "target takes texts of at most 32 tokens"),
+        ({"max_new_tokens": 26}, "max_length is 33, and the target takes"),
+        ({"max_new_tokens": np.array([1, 0, 3])}, "max_new_tokens holds 0"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
+    ],
+)
+def test_what_has_no_room_is_refused(change, words):
+    target = specjax.Model(MODEL.params, MODEL.init_cache, MODEL.apply, MODEL.logits, max_length=32)
+    assert generate(ROWS, target=target).token_ids.shape == (B, 32)
+    with pytest.raises(ValueError, match=words):
+        generate(ROWS, target=target, **change)
+
+
+def test_a_device_without_room_names_the_bytes_of_the_cache():
+    def init_cache(batch_size, max_length):
+        return jnp.zeros((batch_size, max_length, 2**20, 2**20), jnp.int8)
+
+    def apply(params, token_ids, positions, cache):
+        return jnp.stack([token_ids, token_ids], axis=-1), cache
+
+    huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
+    words = r"target's cache of 3 requests with max_length 16 takes 49152.00 GiB"
+    with pytest.raises(MemoryError, match=words):
+        specjax.init(
+            huge,
+            None,
+            *bigrams.prompts(ROWS, 7),
+            keys=bigrams.keys(B),
+            max_new_tokens=9,
+            max_length=16,
+        )
+
+
+def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
+    draft = bigrams.model(DRAFT)
+
+    def init(params, token_ids, lengths, max_length):
+        index = jnp.arange(max_length, dtype=jnp.int32)[None]
+        positions = jnp.where(index < lengths[:, None], index, -1)
+        return draft.apply(params, token_ids, positions, draft.init_cache(B, max_length))[1]
+
+    whole = specjax.whole_prompt_drafter(draft.params, init, BY_MODEL.propose)
+    found = generate(ROWS, drafter=whole, max_length=16, prefill_chunk_size=3)
+    wanted = generate(ROWS, max_length=16)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once():
+    """Its state counts what it was given at each position, and keeps the features."""
+
+    def init(params, batch_size, max_length):
+        shape = (batch_size, max_length)
+        return jnp.zeros(shape, jnp.int32), jnp.full((*shape, 2), -1, jnp.int32)
+
+    def extend(params, state, token_ids, positions, features):
+        count, kept = state
+        index = jnp.where(positions < 0, count.shape[1], positions)
+        rows = jnp.arange(B, dtype=jnp.int32)[:, None]
+        count = count.at[rows, index].add(1, mode="drop")
+        return count, kept.at[rows, index].set(features, mode="drop")
+
+    def propose(params, state, *arguments, **options):
+        return specjax.ngram_drafter().propose((), (), *arguments, **options)[0], state
+
+    drafter = specjax.Drafter((), init, extend, propose, reads_features=True)
+    ids, lengths = bigrams.prompts(ROWS, width=7)
+    options = dict(keys=bigrams.keys(B), config=CONFIG, max_new_tokens=9, max_length=16)
+    state = specjax.init(MODEL, drafter, ids, lengths, prefill_chunk_size=3, **options)
+    while True:
+        text, (count, kept) = np.asarray(state.token_ids), state.drafter_state
+        for b, length in enumerate(np.asarray(state.lengths)):
+            # The last committed token is read by the next step.
+            np.testing.assert_array_equal(count[b], np.arange(16) < length - 1)
+            # The features of this model are a token and the one before it.
+            pairs = np.stack([np.append(0, text[b])[:-1], text[b]], axis=-1)
+            np.testing.assert_array_equal(kept[b, : length - 1], pairs[: length - 1])
+        if np.all(state.finish):
+            break
+        state, _ = specjax.step(MODEL, drafter, state, config=CONFIG)
