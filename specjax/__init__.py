@@ -18,7 +18,12 @@ from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.decode.commit import commit
 from specjax.decode.draft_from_probs import draft_from_probs
-from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
+from specjax.decode.drafters import (
+    Drafter,
+    model_drafter,
+    ngram_drafter,
+    whole_prompt_drafter,
+)
 from specjax.decode.finish_and_origin import Finish, Origin
 from specjax.decode.gather_drafts import gather_drafts
 from specjax.decode.generate import Generation, generate
@@ -26,10 +31,8 @@ from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
-from specjax.decode.settings import Settings
-from specjax.decode.state_and_info import DecodeState, StepInfo
+from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.decode.unpad import unpad
-from specjax.decode.whole_prompt_drafter import whole_prompt_drafter
 from specjax.draft import Draft
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling

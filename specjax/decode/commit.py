@@ -78,7 +78,7 @@ def commit(
     check_shape("verification.token_ids", emitted, (size, *emitted.shape[1:]))
     check_shape("verification.num_emitted", verification.num_emitted, (size,))
     check_shape("verification.num_accepted", verification.num_accepted, (size,))
-    eos_token_ids = parse_ids("eos_token_ids", eos_token_ids)
+    eos_token_ids = jnp.asarray(parse_ids("eos_token_ids", eos_token_ids))
     max_lengths = parse_optional("max_lengths", max_lengths, jnp.int32, (size,))
     return append_emitted(token_ids, lengths, verification, eos_token_ids, max_lengths)
 

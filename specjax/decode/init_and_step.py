@@ -27,8 +27,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_step
 from specjax.decode.prefill import run_prefill
-from specjax.decode.settings import Settings
-from specjax.decode.state_and_info import DecodeState, StepInfo
+from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams, read_sampling

@@ -24,8 +24,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.finish_and_origin import Origin
 from specjax.decode.logprobs import check_num_listed, list_logprobs
 from specjax.decode.metrics import update_metrics
-from specjax.decode.settings import Settings
-from specjax.decode.state_and_info import DecodeState, StepInfo
+from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model

@@ -12,8 +12,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.loop import propose_draft
 from specjax.decode.metrics import init_metrics
-from specjax.decode.settings import Settings
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like

@@ -1,18 +1,42 @@
-"""`DecodeState`, which the decode loop carries, and `StepInfo`, what one step verified."""
+"""`DecodeState`, which the decode loop carries, its `Settings`, and `StepInfo` of one step."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 
-from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.decode.settings import Settings
 from specjax.draft import Draft
+from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.verification import Verification
 
-__all__ = ["DecodeState", "StepInfo"]
+__all__ = ["DecodeState", "Settings", "StepInfo"]
+
+
+class Settings(NamedTuple):
+    """What does not change from step to step; data, so that other values do not recompile.
+
+    Attributes:
+      keys: typed threefry keys, [B].
+      temperature: f32[B].
+      prompt_lengths: i32[B], tokens of each prompt.
+      max_lengths: i32[B], committed tokens at which a request ends.
+      eos_token_ids: i32[E], tokens that end a request, filled up with -2.
+      conditional_rates: f32[K] of synthetic acceptance, or None.
+      sampling: `SamplingParams` of the requests, or None.
+      logprobs: which log-probabilities are listed, or None.
+    """
+
+    keys: jax.Array
+    temperature: jax.Array
+    prompt_lengths: jax.Array
+    max_lengths: jax.Array
+    eos_token_ids: jax.Array
+    conditional_rates: jax.Array | None
+    sampling: SamplingParams | None = None
+    logprobs: LogprobsConfig | None = None
 
 
 class DecodeState(NamedTuple):
@@ -63,5 +87,5 @@ class StepInfo(NamedTuple):
     num_drafted: jax.Array
 
 
-for _kind in (DecodeState, StepInfo):
+for _kind in (DecodeState, Settings, StepInfo):
     jax.export.register_namedtuple_serialization(_kind, serialized_name=f"specjax.{_kind.__name__}")

@@ -24,6 +24,7 @@ from specjax.models.kernel_ops import (
     matmul,
 )
 from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
+from specjax.models.traced_once import call_traced_once
 
 __all__ = ["decode_step", "layer_step"]
 
@@ -61,11 +62,26 @@ def decode_step(
     norms: list[RMSNorm] = [*(layer.attention_norm for layer in model.layers), model.norm]
     normed = _begin_norm(norms[0], x, choice)
     for layer, entry, norm in zip(model.layers, cache, norms[1:], strict=True):
-        x, parts, entry = _advance(layer, choice, x, normed, cos_sin[layer.rope], positions, entry)
-        x, normed = _add_and_begin(norm, x, parts, layer.mlp_out_norm, choice)
+        operands = (x, normed, cos_sin[layer.rope], positions, entry)
+        x, normed, entry = call_traced_once(_layer, choice, (layer, norm), *operands)
         written.append(entry)
     last = PartialProduct(normed.rows[None], normed.squares)
     return last.reduce(model.norm.spec).astype(x.dtype)[:, :tokens], tuple(written)
+
+
+def _layer(
+    choice: KernelChoice,
+    modules: tuple[Layer, RMSNorm],
+    x: jax.Array,
+    normed: DeferredNorm,
+    cos_sin: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: Any,
+) -> tuple[jax.Array, DeferredNorm, Any]:
+    """Returns the stream after a layer, the same through the norm that follows, and the cache."""
+    layer, norm = modules
+    x, parts, cache = _advance(layer, choice, x, normed, cos_sin, positions, cache)
+    return *_add_and_begin(norm, x, parts, layer.mlp_out_norm, choice), cache
 
 
 def layer_step(

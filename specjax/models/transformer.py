@@ -19,6 +19,7 @@ from specjax.models.choose_step import run_decoder
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
+from specjax.models.traced_once import call_traced_once
 
 __all__ = ["Transformer", "build", "causal_hidden", "functions"]
 
@@ -75,7 +76,8 @@ class Transformer(nnx.Module):
         """Returns what a call returns, in plain JAX."""
         x, cos_sin, written = self.embed(token_ids), self.cos_sin(positions), []
         for layer, entry in zip(self.layers, cache, strict=True):
-            x, entry = layer.plain(x, cos_sin[layer.rope], positions, entry)
+            operands = (x, cos_sin[layer.rope], positions, entry)
+            x, entry = call_traced_once(_plain_layer, None, layer, *operands)
             written.append(entry)
         return self.norm(x).astype(x.dtype), tuple(written)
 
@@ -88,7 +90,8 @@ class Transformer(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
         cos_sin = self.cos_sin(positions)
         for layer in self.layers:
-            x = layer.causal(x, cos_sin[layer.rope], implementation)
+            operands = (x, cos_sin[layer.rope])
+            x = call_traced_once(_causal_layer, implementation, layer, *operands)
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -101,6 +104,14 @@ class Transformer(nnx.Module):
         if cap is None:
             return logits
         return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
+
+
+def _plain_layer(_: None, layer: Layer, *operands: Any) -> Any:
+    return layer.plain(*operands)
+
+
+def _causal_layer(implementation: AttentionBackend, layer: Layer, x: Any, cos_sin: Any) -> Any:
+    return layer.causal(x, cos_sin, implementation)
 
 
 @functools.cache

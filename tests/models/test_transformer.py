@@ -163,6 +163,23 @@ def test_models_of_equal_configurations_share_one_compilation():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("layers_by", ["xla", "interpret"])
+def test_a_program_holds_each_kind_of_layer_once_whatever_the_depth(layers_by):
+    """Two kinds here: layers with a window and without, and the first reads another norm's sums."""
+
+    def lowered(depth):
+        config = dataclasses.replace(
+            CONFIG, num_hidden_layers=depth, layer_windows=(4, None) * (depth // 2)
+        )
+        model = jax.eval_shape(lambda: build(config, implementation=layers_by))
+        cache = jax.eval_shape(lambda: model.init_cache(2, 16))
+        ids = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        return jax.jit(model.apply).lower(model.params, ids, ids, cache).as_text()
+
+    counts = [(text.count("dot_general"), text.count("func.func")) for text in map(lowered, (4, 8))]
+    assert counts[0] == counts[1]
+
+
 def test_a_window_hides_the_tokens_before_it():
     windowed = dataclasses.replace(CONFIG, layer_windows=(3, 3))
     model = build(windowed, seed=3)

@@ -1,12 +1,13 @@
 """Wrong versions of drafting, the decode loop, commits, counts and acceptance rates."""
 
 from ..mutation import Mutation
-from .tests import acceptance_rates, decode, drafts, metrics, processing, tokens
+from .tests import acceptance_rates, capacity, decode, drafts, metrics, processing, tokens
 
 __all__ = ["MUTATIONS"]
 
 _DRAFTS = "specjax.decode.gather_drafts."
 _LOOP = "specjax.decode.loop."
+_READ = "specjax.decode.prefill._read"
 _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
@@ -19,6 +20,8 @@ _LOOKUP = "test_prompt_lookup_is_that_of_its_definition"
 _LONGEST = (
     "test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it"
 )
+_FEATURES = "test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once"
+_CHUNKS = "test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt"
 _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
 MUTATIONS = (
@@ -142,14 +145,14 @@ MUTATIONS = (
         "the drafts' noise is float32, whatever `use_fp64_gumbel` says",
     ),
     Mutation(
-        f"{_LOOP}_propose",
+        f"{_LOOP}propose_draft",
         "num_valid_drafts(draft.token_ids, draft.num_tokens)",
         "num_valid_drafts(draft.token_ids, None)",
         decode("test_a_drafter_may_count_fewer_tokens_than_it_returns"),
         "a drafter's own number of tokens is ignored",
     ),
     Mutation(
-        f"{_LOOP}_propose",
+        f"{_LOOP}propose_draft",
         "jnp.maximum(num_drafted, 0)",
         "num_drafted",
         decode("test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request[-1]"),
@@ -161,6 +164,41 @@ MUTATIONS = (
         "state.lengths[:, None] + index",
         decode("test_greedy_speculation_is_plain_greedy_decoding[model-greedy]"),
         "tokens are fed one position too late",
+    ),
+    Mutation(
+        f"{_LOOP}run_step",
+        "jnp.where(is_first, -1, num_drafted)",
+        "num_drafted",
+        decode("test_origins_and_metrics_agree"),
+        "the token after the prompt counts as a step of speculation",
+    ),
+    Mutation(
+        f"{_LOOP}run_step",
+        "jnp.where(index < num_committed[:, None], positions, -1)",
+        "positions",
+        capacity(_FEATURES),
+        "a drafter reads features of tokens that were rejected",
+    ),
+    Mutation(
+        f"{_READ}.read",
+        "done + offsets < num_read[:, None]",
+        "done + offsets <= num_read[:, None]",
+        capacity(_FEATURES),
+        "the last token of a prompt is read twice",
+    ),
+    Mutation(
+        f"{_READ}.read",
+        "jnp.where(inside, done + offsets, -1)",
+        "jnp.where(inside, offsets, -1)",
+        capacity(_CHUNKS),
+        "every chunk of a prompt is read at its beginning",
+    ),
+    Mutation(
+        "specjax.decode.drafters._whole_prompt_functions.extend",
+        "jnp.where(positions < 0, max_length, positions)",
+        "positions",
+        capacity("test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks"),
+        "what is no token is written to the end of a prompt",
     ),
     Mutation(
         f"{_LOOP}_verify_and_commit",
@@ -184,7 +222,7 @@ MUTATIONS = (
         "bonus and recovered tokens change their names",
     ),
     Mutation(
-        f"{_LOOP}_propose",
+        f"{_LOOP}_draft_next",
         "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1)",
         "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(0)",
         decode("test_a_request_that_ends_changes_no_other[model]"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 __all__ = [
     "acceptance_rates",
+    "capacity",
     "cutoffs",
     "decode",
     "drafts",
@@ -30,6 +31,7 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
     return lambda *names: tuple(f"tests/{path}::{name}" for name in names)
 
 
+capacity = _of("decode/test_capacity.py")
 cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
 drafts = _of("decode/test_drafts.py")
