@@ -272,9 +272,8 @@ def _whole_prompt_functions(init: Any, propose: Any) -> tuple[Any, Any, Any]:
     ) -> _Prompts:
         max_length = prompts.token_ids.shape[1]
         rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
-        # One past the end, which is dropped: an index of -1 would write the last token.
-        index = jnp.where(positions < 0, max_length, positions)
-        token_ids = prompts.token_ids.at[rows, index].set(token_ids, mode="drop")
+        # An index of -1 writes the last token, which no prompt reaches.
+        token_ids = prompts.token_ids.at[rows, positions].set(token_ids)
         lengths = jnp.maximum(prompts.lengths, jnp.max(positions, axis=1) + 1)
         return _Prompts(token_ids, lengths, init(params, token_ids, lengths, max_length))
 

@@ -194,13 +194,6 @@ MUTATIONS = (
         "every chunk of a prompt is read at its beginning",
     ),
     Mutation(
-        "specjax.decode.drafters._whole_prompt_functions.extend",
-        "jnp.where(positions < 0, max_length, positions)",
-        "positions",
-        capacity("test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks"),
-        "what is no token is written to the end of a prompt",
-    ),
-    Mutation(
         f"{_LOOP}_verify_and_commit",
         "positions=state.lengths",
         "positions=state.lengths * 0",
