@@ -65,7 +65,7 @@ def config_of(choice: Choice) -> KernelConfig:
     if choice.small is not None:
         fields["max_small_batch"] = ANY_BATCH if choice.small else 0
     if choice.draw is not None:
-        fields["draw_warps"] = choice.draw
+        fields["num_draw_warps"] = choice.draw
     return KernelConfig(**fields)
 
 

@@ -14,13 +14,14 @@ KINDS = {
     "gemm": "products",
     "nvjet": "products",
     "fused_attention_kernel": "attention",
-    "qkv_kernel": "attention",
+    "prepare_qkv_kernel": "attention",
     "combine_kernel": "attention",
     "attention_kernel": "attention",
     "add_rms_norm_kernel": "sums and norms",
     "split_k_matmul_kernel": "products",
     "fused_glu_kernel": "products",
-    # Names in results of before November 2026.
+    # Names of before: until 23 November 2026, and until October of that year.
+    "qkv_kernel": "attention",
     "see": "attention",
     "look": "attention",
     "place": "attention",

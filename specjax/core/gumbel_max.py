@@ -21,7 +21,7 @@ from specjax.core.logsumexp import (
     row_logsumexp,
     row_statistics_once,
 )
-from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
+from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
 from specjax.sample import Sample
@@ -118,10 +118,10 @@ def gumbel_max_token(
       The token's id, i32[].
     """
     blocks = jnp.arange(block_log_masses.shape[0], dtype=jnp.uint32)
-    scores = block_log_masses.astype(noise_dtype) + gumbel(at, 1, blocks, noise_dtype)
+    scores = block_log_masses.astype(noise_dtype) + gumbel(at, BLOCK_LEVEL, blocks, noise_dtype)
 
     def token_scores(index: jax.Array) -> jax.Array:
-        noise = gumbel(at, 0, index.astype(jnp.uint32), noise_dtype)
+        noise = gumbel(at, TOKEN_LEVEL, index.astype(jnp.uint32), noise_dtype)
         return token_log_weights(index).astype(noise_dtype) + noise
 
     return two_level_argmax(scores, token_scores)[1]

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 __all__ = [
+    "BLOCK_LEVEL",
     "SAMPLING_BLOCK",
     "Stream",
+    "TOKEN_LEVEL",
     "Words",
     "address",
     "batch_addresses",
@@ -34,6 +36,10 @@ __all__ = [
 # Tokens per block of two-level sampling; part of the contract: another value draws
 # other tokens. It divides the vocabularies of Llama, Qwen and Gemma 2.
 SAMPLING_BLOCK = 128
+
+# The levels of two-level sampling, each with noise of its own.
+TOKEN_LEVEL = 0
+BLOCK_LEVEL = 1
 
 Words = tuple[jax.Array, jax.Array]
 
@@ -217,8 +223,8 @@ def gumbel(at: Words, level: int, index: jax.Array, dtype: Any = jnp.float32) ->
 
     Args:
       at: two u32 arrays of a shape that broadcasts against `index`.
-      level: 0 for tokens, 1 for blocks of `SAMPLING_BLOCK` tokens.
-      index: u32, the absolute vocabulary id at level 0, the block's index at level 1.
+      level: `TOKEN_LEVEL` for tokens, `BLOCK_LEVEL` for blocks of `SAMPLING_BLOCK` tokens.
+      index: u32, the absolute vocabulary id of a token, the index of a block.
       dtype: float32 or float64.
 
     Returns:

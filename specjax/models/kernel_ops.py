@@ -124,7 +124,7 @@ def add_and_begin_norm(
       choice: of the kernels.
     """
     outputs = add_rms_norm(x, parts, weight, offset=norm.offset, interpret=choice.interpret)
-    return outputs.x, DeferredNorm(outputs.rows, outputs.squares)
+    return outputs.x, DeferredNorm(outputs.weighted_rows, outputs.squares)
 
 
 def matmul(
@@ -245,7 +245,7 @@ def kv_tiling(
     return attention_tiling(
         positions,
         keys.shape,
-        padded=padded,
+        num_padded_tokens=padded,
         queries_per_kv=num_heads // keys.shape[1] - 2,
         itemsize=keys.dtype.itemsize,
         shared_memory_bytes=choice.shared_memory_bytes,

@@ -1,10 +1,10 @@
 """Partials of a row by many programs: of its sampling blocks, and of each program's tile.
 
 A row of V logits is cut into tiles, one to a program, and each tile into blocks of 128 tokens. A
-program stores of every block its largest logit m_i and its sum l_i = sum exp((x - m_i) / T). From
+program stores of every block its largest logit m_i and its sum l_i = sum exp((x - m_i) / τ). From
 those follow the row's logsumexp, the probability of each block and the row's argmax:
 
-    m = max m_i        l = sum_i exp((m_i - m) / T) l_i        logsumexp = m / T + log l
+    m = max m_i        l = sum_i exp((m_i - m) / τ) l_i        logsumexp = m / τ + log l
 
 References:
   Milakov and Gimelshein, 2018, arXiv:1805.02867: online softmax, the associative merge of (m, l).
@@ -41,15 +41,15 @@ __all__ = [
 
 
 class Partials(NamedTuple):
-    """References to the partials of P rows.
+    """References to the partials of rows, [rows, blocks] or [rows, tiles].
 
     Attributes:
-      block_max: f32[P, blocks], largest kept logit of each sampling block.
-      block_sum: f32[P, blocks], sum of `exp((x - max) * scale)`.
-      tile_max: f32[P, tiles], of each program's tile; None where only blocks are merged.
-      tile_sum: f32[P, tiles], of each program's tile; None where only blocks are merged.
-      tile_argmax: i32[P, tiles], token of the tile's largest logit, written for greedy requests
-        only; or None.
+      block_max: f32, largest kept logit of each sampling block.
+      block_sum: f32, sum of `exp((x - max) * scale)` over each block.
+      tile_max: f32, largest kept logit of each program's tile; None where only blocks are merged.
+      tile_sum: f32, sum over each program's tile; None where only blocks are merged.
+      tile_argmax: i32, token of the tile's largest logit, written for greedy requests only; None
+        where only blocks are merged.
     """
 
     block_max: Any
@@ -65,7 +65,7 @@ class RowTile(NamedTuple):
     Attributes:
       logits: reference [R, V].
       row: i32, the row.
-      tile: i32, the tile of the row.
+      tile_index: i32, which tile of the row.
       scale: f32, one over the temperature.
       cutoff: f32, or None.
       greedy: bool, whether the tile's argmax is stored; None where no row's is.
@@ -73,35 +73,36 @@ class RowTile(NamedTuple):
 
     logits: Any
     row: jax.Array
-    tile: jax.Array
+    tile_index: jax.Array
     scale: jax.Array
     cutoff: jax.Array | None
     greedy: jax.Array | None
 
 
-def partials_shape(num_rows: int, vocab_size: int, tile: Tile, tiles: bool = True) -> Partials:
-    """Returns the shapes of `Partials`, with those of tiles or None for them."""
-    count = tile.count(vocab_size)
-    each, blocks = (num_rows, count), (num_rows, count * tile.blocks)
-    if not tiles:
+def partials_shape(num_rows: int, vocab_size: int, tile: Tile, has_tiles: bool = True) -> Partials:
+    """Returns the shapes of `Partials`; those of tiles are None without `has_tiles`."""
+    tiles = (num_rows, tile.num_tiles(vocab_size))
+    blocks = (num_rows, tiles[1] * tile.num_blocks)
+    if not has_tiles:
         return Partials(output(blocks), output(blocks), None, None, None)
     return Partials(
-        output(blocks), output(blocks), output(each), output(each), output(each, jnp.int32)
+        output(blocks), output(blocks), output(tiles), output(tiles), output(tiles, jnp.int32)
     )
 
 
-def tile_token_ids(tile: Tile, number: Any) -> jax.Array:
-    """Returns the token ids i32[blocks, SAMPLING_BLOCK] of tile `number` of a row."""
-    shape = (tile.blocks, SAMPLING_BLOCK)
+def tile_token_ids(tile: Tile, tile_index: Any) -> jax.Array:
+    """Returns the token ids i32[blocks, SAMPLING_BLOCK] of tile `tile_index` of a row."""
+    shape = (tile.num_blocks, SAMPLING_BLOCK)
     block = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     token = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return number * tile.size + block * SAMPLING_BLOCK + token
+    return tile_index * tile.size + block * SAMPLING_BLOCK + token
 
 
-def load_raw_logits(logits: Any, row: Any, index: jax.Array) -> jax.Array:
+def load_raw_logits(logits: Any, row: Any, token_id: jax.Array) -> jax.Array:
     """Loads logits of a row at token ids >= 0, without its cutoff; -inf past the row's end."""
     other = jnp.asarray(-jnp.inf, logits.dtype)
-    return plgpu.load(logits.at[row, index], mask=index < logits.shape[1], other=other)
+    inside = token_id < logits.shape[1]
+    return plgpu.load(logits.at[row, token_id], mask=inside, other=other)
 
 
 def load_prefix(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
@@ -114,7 +115,7 @@ def load_prefix(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax
 def load_logits(
     logits: Any, row: jax.Array, token_id: jax.Array, cutoff: jax.Array | None, mask: jax.Array
 ) -> jax.Array:
-    """Loads kept logits f32 at any token ids; -inf below the cutoff, off the row and off `mask`."""
+    """Loads kept logits f32; -inf below the cutoff, outside the row, or where `mask` is False."""
     inside = mask & (token_id >= 0) & (token_id < logits.shape[1])
     other = jnp.asarray(-jnp.inf, logits.dtype)
     return mask_below_cutoff(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
@@ -123,30 +124,30 @@ def load_logits(
 def store_partials(
     row_tile: RowTile, partials: Partials, index: Any, tile: Tile, interpret: bool
 ) -> jax.Array:
-    """Reduces one tile of a row, and stores its partials at row `index` of `partials`.
+    """Reduces one tile of a row, and stores its partials at `index`, their row in `partials`.
 
     Returns:
       f32[], the largest kept logit of the tile.
     """
-    exp2, number = fast_exp2(interpret), row_tile.tile
-    x = load_raw_logits(row_tile.logits, row_tile.row, tile_token_ids(tile, number))
+    exp2, tile_index = fast_exp2(interpret), row_tile.tile_index
+    x = load_raw_logits(row_tile.logits, row_tile.row, tile_token_ids(tile, tile_index))
     reduced = reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2)
-    blocks = number * tile.blocks + jax.lax.iota(jnp.int32, tile.blocks)
+    blocks = tile_index * tile.num_blocks + jax.lax.iota(jnp.int32, tile.num_blocks)
     plgpu.store(partials.block_max.at[index, blocks], reduced.max)
     plgpu.store(partials.block_sum.at[index, blocks], reduced.sum)
-    whole = merge_partials(reduced, row_tile.scale, exp2)
+    merged = merge_partials(reduced, row_tile.scale, exp2)
     if partials.tile_max is not None:
-        partials.tile_max[index, number] = whole.max
-        partials.tile_sum[index, number] = whole.sum
+        partials.tile_max[index, tile_index] = merged.max
+        partials.tile_sum[index, tile_index] = merged.sum
     if row_tile.greedy is not None:
 
         @pl.when(row_tile.greedy)
         def _() -> None:
-            block = number * tile.blocks + first_argmax(flush_subnormals(reduced.max))
+            block = tile_index * tile.num_blocks + first_argmax(flush_subnormals(reduced.max))
             token = block_argmax(row_tile.logits, row_tile.row, row_tile.cutoff, block)
-            partials.tile_argmax[index, number] = token
+            partials.tile_argmax[index, tile_index] = token
 
-    return whole.max
+    return merged.max
 
 
 def block_argmax(
@@ -154,8 +155,9 @@ def block_argmax(
 ) -> jax.Array:
     """Returns the token i32 of a row's largest logit in a block; ties go to the lowest id."""
     # This reads the block again, from the cache: to compare every logit of a tile takes as long.
-    index = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
-    kept_logits = flush_subnormals(mask_below_cutoff(load_raw_logits(logits, row, index), cutoff))
+    token_id = block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
+    raw_logits = load_raw_logits(logits, row, token_id)
+    kept_logits = flush_subnormals(mask_below_cutoff(raw_logits, cutoff))
     return block * SAMPLING_BLOCK + first_argmax(kept_logits)
 
 
@@ -166,13 +168,13 @@ def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> BlockP
 
 
 def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> BlockPartials:
-    """Loads the partials of the tiles of rows [...], f32[..., N]; empty ones off `mask`."""
-    count = partials.tile_max.shape[1]
-    return _load(partials.tile_max, partials.tile_sum, index, mask, count)
+    """Loads the partials of the tiles of rows [...], f32[..., N]; empty where `mask` is False."""
+    num_tiles = partials.tile_max.shape[1]
+    return _load(partials.tile_max, partials.tile_sum, index, mask, num_tiles)
 
 
 def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:
-    """Loads row `index` of a reference [P, N], padded by `other` to a power of two."""
+    """Loads row `index` of a reference [rows, N], padded by `other` to a power of two."""
     column = jax.lax.iota(jnp.int32, power_of_two(values.shape[1]))
     inside = column < values.shape[1]
     return plgpu.load(values.at[index, column], mask=inside, other=jnp.asarray(other, values.dtype))

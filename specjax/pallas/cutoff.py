@@ -96,8 +96,8 @@ def memory_queries(
     def fold(
         query: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], initial: Any
     ) -> Any:
-        def read(number: jax.Array, state: Any) -> Any:
-            index = number * tile.size + offset
+        def read(tile_index: jax.Array, state: Any) -> Any:
+            index = tile_index * tile.size + offset
             x = load_raw_logits(logits, b, index).astype(jnp.float32)
             x = jnp.where(index < count, x, jnp.float32(-jnp.inf))
             return jax.tree.map(merge, state, query(x))
@@ -170,7 +170,7 @@ def cutoff_rows(
         functools.partial(cutoff_reduce_kernel, tile=tile, interpret=interpret),
         rows,
         sub_blocks_shape(size, vocab_size, tile),
-        num_programs=size * tile.count(vocab_size),
+        num_programs=size * tile.num_tiles(vocab_size),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
@@ -181,13 +181,13 @@ def cutoff_rows(
         _SearchOperands(rows, sub_blocks),
         _SearchOutputs(output((size,)), buffer),
         num_programs=size,
-        num_warps=config.search_warps,
+        num_warps=config.num_search_warps,
         interpret=interpret,
     ).cutoff
 
 
 def cutoff_reduce_kernel(rows: CutoffRows, out: SubBlocks, *, tile: Tile, interpret: bool) -> None:
-    """Phase 1: writes m_i = max x and l_i = sum exp((x - m_i) / T) of every sub-block i of a tile.
+    """Phase 1: writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every sub-block i of a tile.
 
     Grid: R * tiles programs of 8 warps; one owns a tile of one row, 4096 logits if R <= 16, else
     16384.
@@ -196,11 +196,11 @@ def cutoff_reduce_kernel(rows: CutoffRows, out: SubBlocks, *, tile: Tile, interp
     Order: the next launch begins to load after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): (m, l).
     """
-    b, number = divmod_i32(pl.program_id(0), tile.count(rows.logits.shape[1]))
+    b, tile_index = divmod_i32(pl.program_id(0), tile.num_tiles(rows.logits.shape[1]))
 
     @pl.when(any_filter_active(rows, b))
     def _() -> None:
-        store_sub_blocks(rows, b, number, out, tile, interpret)
+        store_sub_blocks(rows, b, tile_index, out, tile, interpret)
 
 
 def cutoff_search_kernel(
@@ -210,7 +210,7 @@ def cutoff_search_kernel(
 
     Formula: top-k keeps logits >= the largest t with #{x >= t} >= k. Top-p keeps, of those, the
     logits >= the largest t such that they have at least p of the mass that top-k kept. Min-p keeps
-    logits with (x - max) / T >= log(min_p). The cutoff is the smallest logit that is kept.
+    logits with (x - max) / τ >= log(min_p). The cutoff is the smallest logit that is kept.
     Grid: R programs of 8 warps; one owns a row.
     Bytes per row: V / 32 * 8 read, all loads in flight before the filters are known; 32 * itemsize
     for each sub-block that may hold several candidates; 4 for each candidate, written and read; 4

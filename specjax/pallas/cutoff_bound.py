@@ -101,16 +101,21 @@ class SubBlocks(NamedTuple):
 
 def sub_blocks_shape(num_rows: int, vocab_size: int, tile: Tile) -> SubBlocks:
     """Returns the shapes of `SubBlocks`, padded to whole tiles."""
-    shape = (num_rows, tile.count(vocab_size) * tile.size // SUB_BLOCK)
+    shape = (num_rows, tile.num_tiles(vocab_size) * tile.size // SUB_BLOCK)
     return SubBlocks(output(shape), output(shape))
 
 
 def store_sub_blocks(
-    rows: CutoffRows, b: jax.Array, number: jax.Array, out: SubBlocks, tile: Tile, interpret: bool
+    rows: CutoffRows,
+    b: jax.Array,
+    tile_index: jax.Array,
+    out: SubBlocks,
+    tile: Tile,
+    interpret: bool,
 ) -> None:
-    """Reduces tile `number` of row b to the partials of its sub-blocks."""
-    count = tile.size // SUB_BLOCK
-    sub_block = number * count + jax.lax.iota(jnp.int32, count)
+    """Reduces tile `tile_index` of row b to the partials of its sub-blocks."""
+    num_sub_blocks = tile.size // SUB_BLOCK
+    sub_block = tile_index * num_sub_blocks + jax.lax.iota(jnp.int32, num_sub_blocks)
     token = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
     scale = parse_temperature(rows.temperature[b]).scale
     x = load_raw_logits(rows.logits, b, token)
@@ -158,9 +163,10 @@ def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
 
 
 _NUM_BISECTIONS = 7
-# The short end of the bracket is min(distance / 4, 1 / 4). It is taken to be too short without a
-# test. If it is not, the bound is only looser.
-_FIRST_DISTANCE = 1 / 4
+# The near end of the bracket is min(_NEAR_SHARE * distance, _MAX_NEAR_DISTANCE) from the largest
+# logit. It is taken to miss the target without a test. If it does not, the bound is only looser.
+_NEAR_SHARE = 1 / 4
+_MAX_NEAR_DISTANCE = 1 / 4
 _MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
@@ -197,30 +203,31 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
 
 
 def _bisect_distance(
-    row: RowSummary, target: jax.Array, lower_bound: Callable[[jax.Array], jax.Array]
+    row: RowSummary, target: jax.Array, least_amount: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Returns nearly the highest logit t with lower_bound(t) >= target; -inf if none is known.
+    """Returns nearly the highest logit t with least_amount(t) >= target; -inf if none is known.
 
-    `lower_bound` is that of the count or the mass of logits >= t, from the sub-blocks. The search
-    bisects the distance from the largest logit by its bit pattern, that is geometrically. The scale
-    of that distance is unknown, because masked logits can be finite.
+    `least_amount(t)` is what the sub-blocks say that the logits >= t have at least: of their count
+    or of their mass. The search bisects the distance from the largest logit by its bit pattern,
+    that is geometrically. The scale of that distance is unknown, because masked logits can be
+    finite.
     """
     exists = row.sub_blocks.max > -jnp.inf
     smallest = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))
     distance = jnp.minimum(row.anchor - smallest, jnp.float32(_MAX_FLOAT))
     far_key = ordered_key(distance)
     near_key = ordered_key(
-        jnp.minimum(distance * jnp.float32(_FIRST_DISTANCE), jnp.float32(_FIRST_DISTANCE))
+        jnp.minimum(distance * jnp.float32(_NEAR_SHARE), jnp.float32(_MAX_NEAR_DISTANCE))
     )
 
     def bisect(_: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         near_key, far_key = keys
         middle = near_key + jax.lax.shift_right_arithmetic(far_key - near_key, jnp.int32(1))
-        enough = lower_bound(row.anchor - key_value(middle)) >= target
-        return jnp.where(enough, near_key, middle), jnp.where(enough, middle, far_key)
+        is_reached = least_amount(row.anchor - key_value(middle)) >= target
+        return jnp.where(is_reached, near_key, middle), jnp.where(is_reached, middle, far_key)
 
     _, far_key = jax.lax.fori_loop(
         jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near_key, far_key)
     )
     low = row.anchor - key_value(far_key)
-    return jnp.where(lower_bound(low) >= target, low, -jnp.inf)
+    return jnp.where(least_amount(low) >= target, low, -jnp.inf)

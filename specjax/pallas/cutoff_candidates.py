@@ -78,9 +78,9 @@ def compact_candidates(
     plgpu.store(buffer.sub_blocks.at[b, reread_index], sub_block, mask=several)
     _barrier(interpret)
     total = num_single
-    small, are_reread = num_reread <= config.small_reread, num_reread <= config.max_reread
-    large = (num_reread > config.small_reread) & are_reread
-    for batch, selected in ((config.small_reread, small), (config.large_reread, large)):
+    small, are_reread = num_reread <= config.small_reread_batch, num_reread <= config.max_reread
+    large = (num_reread > config.small_reread_batch) & are_reread
+    for batch, selected in ((config.small_reread_batch, small), (config.large_reread_batch, large)):
         iterations, _ = divmod_i32(jnp.where(selected, num_reread, 0) + (batch - 1), batch)
         compact = functools.partial(_compact_batch, rows, b, low, buffer, num_reread, batch)
         total = jax.lax.fori_loop(jnp.int32(0), iterations, compact, total)

@@ -1,4 +1,4 @@
-"""Statistics of draft rows for drafts that carry none: one more launch, which reads their rows."""
+"""Statistics of draft rows for drafts that carry none: one more launch, before the others."""
 
 import functools
 from typing import Any, NamedTuple
@@ -40,8 +40,8 @@ class _Outputs(NamedTuple):
 
 
 def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
-    """Returns the arrays with `draft_logprobs` and `draft_logsumexp` of every valid draft."""
-    num_rows = plan.size * plan.num_drafts
+    """Returns the arrays with `draft_logprobs` and `draft_logsumexp` of every drafted token."""
+    num_rows = plan.num_requests * plan.num_drafts
     vocab_size = arrays.draft_logits.shape[1]
     zeros = jnp.zeros((num_rows,), jnp.uint32)
     outputs = launch(
@@ -53,7 +53,7 @@ def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
             partials_shape(num_rows, vocab_size, plan.tile),
             output(zeros.shape, jnp.uint32),
         ),
-        num_programs=num_rows * plan.tile.count(vocab_size),
+        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
         in_place={"counters": zeros},
@@ -62,7 +62,7 @@ def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
 
 
 def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -> None:
-    """Writes logsumexp(x / T) of a draft row and log q = x[token] / T - logsumexp of its token.
+    """Writes logsumexp(x / τ) of a draft row and log q = x[token] / τ - logsumexp of its token.
 
     Grid: B * K * tiles programs of 8 warps; one owns a tile of one draft row. The last program of a
     row to arrive merges its tiles.
@@ -73,24 +73,26 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
     """
     arrays = operands.arrays
-    count = plan.tile.count(arrays.draft_logits.shape[1])
-    index, number = divmod_i32(pl.program_id(0), count)
+    num_tiles = plan.tile.num_tiles(arrays.draft_logits.shape[1])
+    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     b, i = divmod_i32(index, plan.num_drafts)
     request = load_request(arrays, b, plan)
-    exists = request.active & (i < request.num_tokens)
+    has_draft = request.active & (i < request.num_drafted)
 
-    @pl.when(exists)
+    @pl.when(has_draft)
     def _() -> None:
-        row = locate_draft_row(arrays, request, i, exists, plan)
+        row = locate_draft_row(arrays, request, i, has_draft, plan)
         scale = row.temperature.scale
-        row_tile = RowTile(arrays.draft_logits, row.row_index, number, scale, row.cutoff, None)
+        row_tile = RowTile(arrays.draft_logits, row.row_index, tile_index, scale, row.cutoff, None)
         store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
 
-        @pl.when(is_last_arrival(out.counters, (index,), count, plan.interpret))
+        @pl.when(is_last_arrival(out.counters, (index,), num_tiles, plan.interpret))
         def _() -> None:
-            merged = row_statistics(load_tiles(out.partials, index, exists), scale)
-            token_id = arrays.token_ids[request.first + i]
-            logit = load_logits(arrays.draft_logits, row.row_index, token_id, row.cutoff, exists)
-            logsumexp = row_logsumexp(merged.normalizer, scale)
-            out.logsumexp[request.first + i] = jnp.where(merged.valid, logsumexp, jnp.nan)
-            out.logprobs[request.first + i] = token_logprobs(logit, merged.normalizer, scale)
+            statistics = row_statistics(load_tiles(out.partials, index, has_draft), scale)
+            at = request.first_draft + i
+            logit = load_logits(
+                arrays.draft_logits, row.row_index, arrays.token_ids[at], row.cutoff, has_draft
+            )
+            logsumexp = row_logsumexp(statistics.normalizer, scale)
+            out.logsumexp[at] = jnp.where(statistics.valid, logsumexp, jnp.nan)
+            out.logprobs[at] = token_logprobs(logit, statistics.normalizer, scale)

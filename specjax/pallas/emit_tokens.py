@@ -61,7 +61,7 @@ class _TileWinners(NamedTuple):
 
     Attributes:
       mass: f32, of the tile.
-      score: f, of the block that was drawn: its log-mass plus its Gumbel.
+      score: noise_dtype, of the block that was drawn: its log-mass plus its Gumbel.
       token: i32, drawn from that block.
       logit: f32, the token's.
     """
@@ -72,7 +72,7 @@ class _TileWinners(NamedTuple):
     logit: Any
 
 
-# Padding of a row of tiles.
+# What a row of tiles is padded by.
 _EMPTY_TILE = _TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
 
 
@@ -93,11 +93,11 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
     Returns:
       `Verification`.
     """
-    size, shape = plan.size, (plan.size, plan.num_rows)
+    num_requests, shape = plan.num_requests, (plan.num_requests, plan.num_rows)
     verification = Verification(
         token_ids=output(shape, jnp.int32),
-        num_accepted=output((size,), jnp.int32),
-        num_emitted=output((size,), jnp.int32),
+        num_accepted=output((num_requests,), jnp.int32),
+        num_emitted=output((num_requests,), jnp.int32),
         logprobs=output(shape),
     )
     if arrays.draft_logits is not None and plan.is_small:
@@ -107,8 +107,8 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
         functools.partial(verify_draw_kernel, plan=plan),
         _Operands(arrays, rows, log_masses),
         verification,
-        num_programs=size,
-        num_warps=plan.config.draw_warps,
+        num_programs=num_requests,
+        num_warps=plan.config.num_draw_warps,
         interpret=plan.interpret,
     )
 
@@ -117,12 +117,12 @@ def _reduce_residuals(
     arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan
 ) -> jax.Array:
     """Launches the reduction of a large batch's residuals, and returns their log-masses."""
-    count = plan.tile.count(arrays.target_logits.shape[1])
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     return launch(
         functools.partial(residual_mass_kernel, plan=plan),
         _Operands(arrays, rows),
-        _ResidualLogMasses(output((plan.size, count * plan.tile.blocks))),
-        num_programs=plan.size * count,
+        _ResidualLogMasses(output((plan.num_requests, num_tiles * plan.tile.num_blocks))),
+        num_programs=plan.num_requests * num_tiles,
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
     ).log_masses
@@ -140,13 +140,13 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: 
     it reads. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    count = plan.tile.count(operands.arrays.target_logits.shape[1])
-    b, number = divmod_i32(pl.program_id(0), count)
+    num_tiles = plan.tile.num_tiles(operands.arrays.target_logits.shape[1])
+    b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     prefix = load_accepted_prefix(operands.arrays, operands.rows, b, plan)
 
     @pl.when(prefix.from_residual)
     def _() -> None:
-        store_log_masses(operands.arrays, prefix, number, out.log_masses, plan)
+        store_log_masses(operands.arrays, prefix, tile_index, out.log_masses, plan)
 
 
 def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
@@ -189,7 +189,7 @@ def _draw_from_tiles(
     plan: Plan,
 ) -> Verification:
     """Launches a small batch's draws."""
-    tiles = (plan.size, plan.tile.count(arrays.target_logits.shape[1]))
+    tiles = (plan.num_requests, plan.tile.num_tiles(arrays.target_logits.shape[1]))
     winners = _TileWinners(
         output(tiles), output(tiles, plan.noise_dtype), output(tiles, jnp.int32), output(tiles)
     )
@@ -221,15 +221,15 @@ def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Pl
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
-    count = plan.tile.count(arrays.target_logits.shape[1])
-    b, number = divmod_i32(pl.program_id(0), count)
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     prefix = load_accepted_prefix(arrays, operands.rows, b, plan)
 
     def draw_and_arrive() -> jax.Array:
-        _draw_tile(arrays, prefix, number, out.winners, plan)
-        return is_last_arrival(out.counters, (b,), count, plan.interpret)
+        _draw_tile(arrays, prefix, tile_index, out.winners, plan)
+        return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
 
-    is_last = cond_or(prefix.from_residual, draw_and_arrive, number == 0)
+    is_last = cond_or(prefix.from_residual, draw_and_arrive, tile_index == 0)
 
     @pl.when(is_last)
     def _() -> None:
@@ -240,31 +240,35 @@ def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Pl
 
 
 def _draw_tile(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, number: jax.Array, out: _TileWinners, plan: Plan
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    tile_index: jax.Array,
+    out: _TileWinners,
+    plan: Plan,
 ) -> None:
     """Draws a token from one tile of a residual, and stores it as the tile's winner."""
     b = prefix.request.b
     # The noise depends on no logit: it is computed while the logits are being loaded.
-    address, first = next_address(arrays, prefix, plan), number * plan.tile.blocks
-    noise = draw_noise(address, first, plan.tile.blocks, plan.noise_dtype)
-    masses = reduce_masses(arrays, prefix, number, plan)
+    address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
+    noise = draw_noise(address, first_block, plan.tile.num_blocks, plan.noise_dtype)
+    masses = reduce_masses(arrays, prefix, tile_index, plan)
 
-    def token_log_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        q = load_draft_logprobs(arrays.draft_logits, prefix.drafted, index)
-        return residual_logprobs(logprobs, q)
+    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        draft_logprobs = load_draft_logprobs(arrays.draft_logits, prefix.drafted, token_id)
+        return residual_logprobs(logprobs, draft_logprobs)
 
     winner = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
-    out.mass[b, number] = jnp.sum(masses)
-    out.score[b, number] = winner.score
-    out.token[b, number] = winner.token
-    out.logit[b, number] = winner.logit
+    out.mass[b, tile_index] = jnp.sum(masses)
+    out.score[b, tile_index] = winner.score
+    out.token[b, tile_index] = winner.token
+    out.logit[b, tile_index] = winner.logit
 
 
 def _best_tile(
     operands: _Operands, prefix: AcceptedPrefix, winners: _TileWinners, plan: Plan
 ) -> Draw:
     """Returns the best of a residual's tiles, or a draw from the row if there is no residual."""
-    (arrays, rows, _), b = operands, prefix.request.b
+    arrays, rows, b = operands.arrays, operands.rows, prefix.request.b
     masses, scores, tokens, logits = [
         load_padded(values, b, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
     ]

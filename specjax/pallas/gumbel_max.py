@@ -6,7 +6,8 @@ token of that block by the tokens' own log-weights:
 
     block = argmax_i (log mass_i + g_i)        token = argmax_{j in block} (log weight_j + g_j)
 
-which needs V / 128 + 128 noises and reads 128 logits of the row again.
+which needs V / 128 + 128 noises and reads 128 logits of the row again. It is exact: the maximum of
+a block's token scores is distributed as its log-mass plus a Gumbel, whichever token attains it.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
-from specjax.core.noise import SAMPLING_BLOCK, Words, gumbel
+from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
 from specjax.pallas.blocks import load_raw_logits
 from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import select_one
@@ -65,17 +66,23 @@ class BlockNoise(NamedTuple):
 
     Attributes:
       address: of the draw.
-      first: i32, the first of the blocks that are drawn among.
-      gumbels: f[N], of blocks `first`, `first + 1`, ...
+      first_block: i32, the first of the N blocks that are drawn among.
+      gumbels: noise_dtype[N], of blocks `first_block`, `first_block + 1`, ...
     """
 
     address: Words
-    first: jax.Array
+    first_block: jax.Array
     gumbels: jax.Array
 
 
 class Draw(NamedTuple):
-    """A token i32, its kept logit f32, and the score f of its block, by which tiles compare."""
+    """A token that was drawn.
+
+    Attributes:
+      token: i32.
+      logit: f32, its kept logit.
+      score: noise_dtype, its block's log-mass plus Gumbel; tiles compare by it.
+    """
 
     token: jax.Array
     logit: jax.Array
@@ -87,10 +94,13 @@ def block_token_ids(block: jax.Array) -> jax.Array:
     return block * SAMPLING_BLOCK + jax.lax.iota(jnp.int32, SAMPLING_BLOCK)
 
 
-def draw_noise(address: Words, first: jax.Array, num_blocks: int, noise_dtype: Any) -> BlockNoise:
-    """Returns the noise of a draw among `num_blocks` blocks from `first` on."""
-    block = first + jax.lax.iota(jnp.int32, num_blocks)
-    return BlockNoise(address, first, gumbel(address, 1, block.astype(jnp.uint32), noise_dtype))
+def draw_noise(
+    address: Words, first_block: jax.Array, num_blocks: int, noise_dtype: Any
+) -> BlockNoise:
+    """Returns the noise of a draw among `num_blocks` blocks from `first_block` on."""
+    block = first_block + jax.lax.iota(jnp.int32, num_blocks)
+    gumbels = gumbel(address, BLOCK_LEVEL, block.astype(jnp.uint32), noise_dtype)
+    return BlockNoise(address, first_block, gumbels)
 
 
 def draw_row_noise(address: Words, vocab_size: int, noise_dtype: Any) -> BlockNoise:
@@ -112,7 +122,7 @@ def draw_token(
     """Draws a block, then a token of the block.
 
     Args:
-      row: the target's.
+      row: the target's row, whose token is drawn.
       block_log_masses: f32[N], log-masses of the blocks of `noise`.
       noise: of the draw.
       token_log_weights: from token ids i32[SAMPLING_BLOCK] and the row's log-probabilities of
@@ -123,11 +133,11 @@ def draw_token(
     """
     dtype = noise.gumbels.dtype
     scores = block_log_masses.astype(dtype) + noise.gumbels
-    index = block_token_ids(noise.first + first_argmax(scores))
-    x = row.kept_logits(index)
-    token_gumbels = gumbel(noise.address, 0, index.astype(jnp.uint32), dtype)
+    token_id = block_token_ids(noise.first_block + first_argmax(scores))
+    x = row.kept_logits(token_id)
+    token_gumbels = gumbel(noise.address, TOKEN_LEVEL, token_id.astype(jnp.uint32), dtype)
     logprobs = token_logprobs(x, row.normalizer, row.scale)
-    best = first_argmax(token_log_weights(index, logprobs).astype(dtype) + token_gumbels)
+    best = first_argmax(token_log_weights(token_id, logprobs).astype(dtype) + token_gumbels)
     mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best
     logit = jnp.max(jnp.where(mask, x, -jnp.inf))
-    return Draw(select_one(index, mask), logit, jnp.max(scores))
+    return Draw(select_one(token_id, mask), logit, jnp.max(scores))

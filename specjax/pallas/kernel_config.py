@@ -20,11 +20,11 @@ class Tile(NamedTuple):
     num_warps: int
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         """Blocks of 128 tokens in a tile."""
         return self.size // SAMPLING_BLOCK
 
-    def count(self, vocab_size: int) -> int:
+    def num_tiles(self, vocab_size: int) -> int:
         """Returns how many tiles, and so programs, a row has."""
         return -(-vocab_size // self.size)
 
@@ -34,7 +34,8 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _at_most(size: int, vocab_size: int) -> int:
+def _limit(size: int, vocab_size: int) -> int:
+    """Returns a tile's size that is no larger than a row padded to a power of two."""
     return min(size, max(SAMPLING_BLOCK, power_of_two(vocab_size)))
 
 
@@ -52,16 +53,16 @@ class KernelConfig:
       residual: tile of a residual, which reads a target and a draft row together.
       search: tile of a cutoff that is searched among buffered logits.
       whole_search: tile of a cutoff that is searched in the row itself.
-      draw_warps: warps of the program that draws a token from about a thousand log-masses:
+      num_draw_warps: warps of the program that draws a token from about a thousand log-masses:
         four to a thread.
-      search_warps: warps of the program that searches a cutoff.
+      num_search_warps: warps of the program that searches a cutoff.
       max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, or None.
       num_register_logits: logits that a search holds in registers, eight to a thread.
       num_buffered_logits: logits that a search keeps in memory: candidates that do not fit
         registers.
-      small_reread: sub-blocks that a search reads again at once, where they are few.
-      large_reread: sub-blocks that a search reads again at once, where they are many.
+      small_reread_batch: sub-blocks that a search reads again at once, if there are no more.
+      large_reread_batch: sub-blocks that a search reads again at once, if there are more.
       max_reread: sub-blocks to read again above which the row itself is searched.
     """
 
@@ -70,14 +71,14 @@ class KernelConfig:
     residual: Tile | None = None
     search: Tile | None = None
     whole_search: Tile | None = None
-    draw_warps: int = 8
-    search_warps: int = 8
+    num_draw_warps: int = 8
+    num_search_warps: int = 8
     max_small_batch: int = 16
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
     num_buffered_logits: int = 32768
-    small_reread: int = 64
-    large_reread: int = 256
+    small_reread_batch: int = 64
+    large_reread_batch: int = 256
     max_reread: int = 2048
 
     def row_tile(self, num_rows: int, vocab_size: int) -> Tile:
@@ -86,12 +87,15 @@ class KernelConfig:
         Few rows need many programs. With many rows, a program that has 64 logits to a thread in
         flight comes nearest to the memory's rate.
         """
-        return self.row or Tile(_at_most(4096 if num_rows <= 16 else 16384, vocab_size), 8)
+        return self.row or Tile(_limit(4096 if num_rows <= 16 else 16384, vocab_size), 8)
 
     def target_tile(self, num_requests: int, vocab_size: int) -> Tile:
-        """Returns the tile of target rows: 4 warps where rows may be skipped, so that more fit."""
+        """Returns the tile of target rows.
+
+        Programs have 4 warps where rows may be skipped, so that more of them fit a multiprocessor.
+        """
         num_warps = 8 if self.is_small(num_requests) else 4
-        return self.target or Tile(_at_most(8192, vocab_size), num_warps)
+        return self.target or Tile(_limit(8192, vocab_size), num_warps)
 
     def residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
         """Returns the tile of a residual.
@@ -101,16 +105,16 @@ class KernelConfig:
         if self.residual is not None:
             return self.residual
         if num_requests <= 8:
-            return Tile(_at_most(4096, vocab_size), 4)
-        return Tile(_at_most(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
+            return Tile(_limit(4096, vocab_size), 4)
+        return Tile(_limit(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
 
     def search_tile(self) -> Tile:
         """Returns the tile of a cutoff that is searched among buffered logits."""
-        return self.search or Tile(_at_most(2048, self.num_buffered_logits), self.search_warps)
+        return self.search or Tile(_limit(2048, self.num_buffered_logits), self.num_search_warps)
 
     def whole_search_tile(self, vocab_size: int) -> Tile:
         """Returns the tile of a cutoff that is searched in the row: each pass waits once."""
-        return self.whole_search or Tile(_at_most(16384, vocab_size), self.search_warps)
+        return self.whole_search or Tile(_limit(16384, vocab_size), self.num_search_warps)
 
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
         """Returns how many programs per row make the noise of `gumbel_sample`'s blocks.
@@ -123,9 +127,9 @@ class KernelConfig:
         return max(1, num_blocks // 256) if num_rows <= 128 else 0
 
     def is_small(self, num_requests: int) -> bool:
-        """Returns whether all target rows run at about the same time, so that none can be skipped.
+        """Returns whether a batch is small: all its target rows run at about the same time.
 
-        All its target rows are read at once, and residuals are drawn by the last program to
+        Then none can be skipped: all are read at once. Residuals are drawn by the last program to
         arrive, which saves a launch.
         """
         return num_requests <= self.max_small_batch

@@ -30,8 +30,13 @@ __all__ = [
 ]
 
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
-# Pallas would make a single bfloat16 product of the first three; Triton lacks the last.
-_NOT_OF_TRITON = ("BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "F64_F64_F64")
+# Of these precisions Pallas makes the first three a single bfloat16 product; Triton lacks the last.
+_UNSUPPORTED_PRECISIONS = (
+    "BF16_BF16_F32_X3",
+    "BF16_BF16_F32_X6",
+    "BF16_BF16_F32_X9",
+    "F64_F64_F64",
+)
 
 
 def launch(
@@ -171,7 +176,7 @@ def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     precision = None
     if a.dtype.itemsize <= 2:
         precision = jax.lax.Precision.DEFAULT
-    elif jax.default_matmul_precision.value in _NOT_OF_TRITON:
+    elif jax.default_matmul_precision.value in _UNSUPPORTED_PRECISIONS:
         precision = jax.lax.Precision.HIGHEST
     contract = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(
@@ -181,8 +186,8 @@ def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 
 def divmod_i32(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     """Returns quotient and remainder, i32, of a number >= 0."""
-    by = jnp.int32(divisor)
-    return jax.lax.div(number, by), jax.lax.rem(number, by)
+    divisor_i32 = jnp.int32(divisor)
+    return jax.lax.div(number, divisor_i32), jax.lax.rem(number, divisor_i32)
 
 
 def select_one(values: jax.Array, mask: jax.Array) -> jax.Array:

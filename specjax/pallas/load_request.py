@@ -31,44 +31,44 @@ class Plan(NamedTuple):
     """The static schedule of a launch.
 
     Attributes:
-      size: B.
+      num_requests: B.
       options: of the call.
       tile: the share of a row that one program reduces.
     """
 
-    size: int
+    num_requests: int
     options: CallOptions
     tile: Tile
 
     @property
     def num_drafts(self) -> int:
-        """K >= 0, the largest number of drafted tokens per request."""
+        """Returns K >= 0, the largest number of drafted tokens per request."""
         return self.options.num_drafts
 
     @property
     def num_rows(self) -> int:
-        """K + 1, the largest number of target rows per request."""
+        """Returns K + 1, the largest number of target rows per request."""
         return self.num_drafts + 1
 
     @property
     def noise_dtype(self) -> Any:
-        """float32 or float64."""
+        """Returns float32 or float64."""
         return self.options.noise_dtype
 
     @property
     def interpret(self) -> bool:
-        """Whether the kernels run in Pallas' interpreter."""
+        """Returns whether the kernels run in Pallas' interpreter."""
         return self.options.implementation.interpret
 
     @property
     def config(self) -> KernelConfig:
-        """Sizes of the kernels."""
+        """Returns the sizes of the kernels."""
         return self.options.implementation.config(KernelConfig)
 
     @property
     def is_small(self) -> bool:
-        """Whether the schedule is the one of least latency, for a small batch."""
-        return self.config.is_small(self.size)
+        """Returns whether the schedule is that of a small batch, `KernelConfig.is_small`."""
+        return self.config.is_small(self.num_requests)
 
 
 class RequestScalars(NamedTuple):
@@ -76,17 +76,17 @@ class RequestScalars(NamedTuple):
 
     Attributes:
       b: i32, its index in the batch.
-      first: i32, index of its first drafted token in the flat token arrays.
-      target_row: i32, index of its first target row.
-      num_tokens: i32, valid drafted tokens; -1 for an inactive request.
+      first_draft: i32, index of its first drafted token in the flat token arrays.
+      first_target_row: i32, index of its first row in the target logits.
+      num_drafted: i32, valid drafted tokens; -1 for an inactive request.
       temperature: the target's, parsed.
       active: bool, whether it may emit tokens.
     """
 
     b: jax.Array
-    first: jax.Array
-    target_row: jax.Array
-    num_tokens: jax.Array
+    first_draft: jax.Array
+    first_target_row: jax.Array
+    num_drafted: jax.Array
     temperature: Temperature
     active: jax.Array
 
@@ -98,10 +98,10 @@ class RequestScalars(NamedTuple):
         return interpreter_barrier(fold_in(at, stream), plan.interpret)
 
     def cutoff(self, arrays: VerifyArrays, i: jax.Array, mask: jax.Array) -> jax.Array | None:
-        """Returns the cutoffs of target rows i, 0 off `mask`; None without cutoffs."""
+        """Returns the cutoffs of target rows i, 0 where `mask` is False; None without cutoffs."""
         if arrays.target_cutoff is None:
             return None
-        return load_masked(arrays.target_cutoff, self.target_row + i, mask)
+        return load_masked(arrays.target_cutoff, self.first_target_row + i, mask)
 
 
 class DraftRow(NamedTuple):
@@ -151,7 +151,7 @@ class DraftedToken(NamedTuple):
 
 
 def load_masked(values: Any, index: Any, mask: jax.Array) -> jax.Array:
-    """Loads elements of a reference, 0 off `mask`."""
+    """Loads elements of a reference, 0 where `mask` is False."""
     return plgpu.load(values.at[index], mask=mask, other=jnp.zeros((), values.dtype))
 
 
@@ -163,25 +163,26 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
         first, count = b * k, jnp.int32(k)
     else:
         # A wrong count must not lead outside the arrays: that would end the whole process.
-        num_drafted = arrays.target_logits.shape[0] - plan.size
-        first, last = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, num_drafted) for i in (b, b + 1)]
-        count = jnp.clip(last - first, 0, k)
+        total = arrays.target_logits.shape[0] - plan.num_requests
+        first, end = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, total) for i in (b, b + 1)]
+        count = jnp.clip(end - first, 0, k)
     num_given = count if arrays.num_tokens is None else jnp.minimum(arrays.num_tokens[b], count)
     if arrays.token_ids is None:
-        num_tokens = jnp.maximum(num_given, jnp.int32(-1))
+        num_drafted = jnp.maximum(num_given, jnp.int32(-1))
     else:
         i = jax.lax.iota(jnp.int32, power_of_two(k))
         ids = plgpu.load(arrays.token_ids.at[first + i], mask=i < count, other=jnp.int32(-1))
-        num_tokens = num_valid_drafts(ids, num_given)
-    active = (num_tokens >= 0) & temperature.valid
-    return RequestScalars(b, first, first + b, num_tokens, temperature, active)
+        num_drafted = num_valid_drafts(ids, num_given)
+    active = (num_drafted >= 0) & temperature.valid
+    # Requests that lie before this one have one target row more than drafts each.
+    return RequestScalars(b, first, first + b, num_drafted, temperature, active)
 
 
 def locate_draft_row(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
 ) -> DraftRow:
     """Returns the draft rows of drafted tokens i, found through `draft_rows` where it is given."""
-    index = request.first + i
+    index = request.first_draft + i
     if arrays.draft_rows is None:
         row = index
     elif arrays.cu_num_draft_tokens is None:
@@ -200,8 +201,8 @@ def locate_draft_row(
 def load_drafted(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
 ) -> DraftedToken:
-    """Loads a request's drafted tokens i, masked; needs token ids."""
-    index = request.first + i
+    """Loads a request's drafted tokens i where `mask` is True; `arrays.token_ids` is not None."""
+    index = request.first_draft + i
     token_id = load_masked(arrays.token_ids, index, mask)
     if arrays.draft_logits is None:
         zero = jnp.zeros_like(token_id, jnp.float32)

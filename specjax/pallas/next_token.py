@@ -2,9 +2,9 @@
 
 With n drafted tokens accepted, target row n decides the next token:
 
-    n = num_tokens                       bonus token, drawn from p
-    n < num_tokens, sampled draft        recovered token, from norm(max(p - q, 0))
-    n < num_tokens, one-hot draft x      recovered token, from p without x
+    n = num_drafted                      bonus token, drawn from p
+    n < num_drafted, sampled draft       recovered token, from norm(max(p - q, 0))
+    n < num_drafted, one-hot draft x     recovered token, from p without x
     greedy request                       the argmax of row n
 
 These functions run inside the kernels of `specjax.pallas.emit_tokens`.
@@ -91,18 +91,16 @@ def load_accepted_prefix(
     i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
     if isinstance(rows, ReducedRows):
         result = evaluate_acceptance(arrays, request, i, rows.partials, plan)
-        stops = ~result.accepted & (i <= request.num_tokens)
+        stops = ~result.accepted & (i <= request.num_drafted)
         num_accepted = jnp.min(jnp.where(stops, i, jnp.int32(plan.num_rows)))
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         mask = i == num_accepted
-        normalizer, argmax = (
-            LogNormalizer(*[select_one(x, mask) for x in result.normalizer]),
-            select_one(result.argmax, mask),
-        )
+        normalizer = LogNormalizer(*[select_one(x, mask) for x in result.normalizer])
+        argmax = select_one(result.argmax, mask)
         logprobs, drafted = result.logprobs, result.drafted and result.drafted.select(mask)
     else:
-        counter = rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
-        num_accepted = plan.num_rows - counter
+        # The published stop, as `VerifiedRows` says.
+        num_accepted = plan.num_rows - rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         index = b * plan.num_rows + num_accepted
         normalizer = LogNormalizer(rows.shift[index], rows.log_sum[index])
@@ -110,16 +108,16 @@ def load_accepted_prefix(
         logprobs = load_masked(rows.logprobs, b * plan.num_rows + i, i < num_accepted)
         drafted = None
         if plan.num_drafts:
-            has_draft = num_accepted < request.num_tokens
+            has_draft = num_accepted < request.num_drafted
             drafted = load_drafted(arrays, request, num_accepted, has_draft, plan)
     valid = request.active & jnp.isfinite(normalizer.log_sum)
-    rejected = num_accepted < request.num_tokens
+    rejected = num_accepted < request.num_drafted
     from_residual = num_accepted < 0  # False, as a computed value that Triton can branch on
     if arrays.draft_logits is not None and drafted is not None:
         from_residual = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
     row = SamplingRow(
         arrays.target_logits,
-        request.target_row + num_accepted,
+        request.first_target_row + num_accepted,
         request.temperature.scale,
         request.cutoff(arrays, num_accepted, request.active),
         normalizer,
@@ -134,54 +132,56 @@ def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> Wo
     return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, plan)
 
 
-def load_draft_logprobs(draft: Any, drafted: DraftedToken | None, index: jax.Array) -> jax.Array:
+def load_draft_logprobs(
+    draft_logits: Any, drafted: DraftedToken | None, token_id: jax.Array
+) -> jax.Array:
     """Loads log q at token ids >= 0 of the target's vocabulary; -inf past the draft's."""
     assert drafted is not None
     row = drafted.row
-    x = mask_below_cutoff(load_raw_logits(draft, row.row_index, index), row.cutoff)
+    x = mask_below_cutoff(load_raw_logits(draft_logits, row.row_index, token_id), row.cutoff)
     return token_logprobs(x, drafted.normalizer, row.temperature.scale)
 
 
 def reduce_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, number: jax.Array, plan: Plan
+    arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, plan: Plan
 ) -> jax.Array:
-    """Returns sum max(p - q, 0) of each block of tile `number`, f32[blocks]."""
-    index = tile_token_ids(plan.tile, number)
-    p = prefix.row.logprobs(index)
-    q = load_draft_logprobs(arrays.draft_logits, prefix.drafted, index)
-    return jnp.sum(residual_probs(p, q, fast_exp2(plan.interpret)), axis=-1)
+    """Returns sum max(p - q, 0) of each block of tile `tile_index`, f32[blocks]."""
+    token_id = tile_token_ids(plan.tile, tile_index)
+    logprobs = prefix.row.logprobs(token_id)
+    draft_logprobs = load_draft_logprobs(arrays.draft_logits, prefix.drafted, token_id)
+    return jnp.sum(residual_probs(logprobs, draft_logprobs, fast_exp2(plan.interpret)), axis=-1)
 
 
 def store_log_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, number: jax.Array, out: Any, plan: Plan
+    arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, out: Any, plan: Plan
 ) -> None:
-    """Stores the log-masses of tile `number` in row b of `out` [B, blocks]."""
-    masses = reduce_masses(arrays, prefix, number, plan)
-    blocks = number * plan.tile.blocks + jax.lax.iota(jnp.int32, plan.tile.blocks)
+    """Stores the log-masses of the blocks of tile `tile_index` in the request's row of `out`."""
+    masses = reduce_masses(arrays, prefix, tile_index, plan)
+    blocks = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
     plgpu.store(out.at[prefix.request.b, blocks], jnp.log(masses))
 
 
 def write_result(
     arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw], out: Any, plan: Plan
 ) -> None:
-    """Writes a request's accepted drafts and the token after them, if it is emitted."""
-    token, logprob, emits = _next_token(arrays, prefix, draw)
+    """Writes a request's accepted drafts and the token after them, if one is emitted."""
+    token, logprob, is_emitted = _next_token(arrays, prefix, draw)
     request, num_accepted = prefix.request, prefix.num_accepted
-    emits &= request.active
+    is_emitted &= request.active
     i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
-    is_next = emits & (i == num_accepted)
+    is_next = is_emitted & (i == num_accepted)
     token_ids = jnp.where(is_next, token, jnp.int32(-1))
     logprobs = jnp.where(is_next, logprob, jnp.float32(0))
     if plan.num_drafts:
         is_accepted = i < num_accepted
-        drafted = load_masked(arrays.token_ids, request.first + i, is_accepted)
-        token_ids = jnp.where(is_accepted, drafted, token_ids)
+        draft_ids = load_masked(arrays.token_ids, request.first_draft + i, is_accepted)
+        token_ids = jnp.where(is_accepted, draft_ids, token_ids)
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
     inside = i < plan.num_rows
     plgpu.store(out.token_ids.at[request.b, i], token_ids, mask=inside)
     plgpu.store(out.logprobs.at[request.b, i], logprobs, mask=inside)
     out.num_accepted[request.b] = num_accepted
-    out.num_emitted[request.b] = num_accepted + emits.astype(jnp.int32)
+    out.num_emitted[request.b] = num_accepted + is_emitted.astype(jnp.int32)
 
 
 def _next_token(
@@ -189,17 +189,18 @@ def _next_token(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the token after the accepted drafts, its log-probability, whether it is emitted."""
 
-    def greedy() -> tuple[jax.Array, jax.Array]:
+    def take_argmax() -> tuple[jax.Array, jax.Array]:
+        # The shift of the row's normalizer is the argmax's logit.
         return prefix.argmax, -prefix.row.normalizer.log_sum
 
-    def random() -> tuple[jax.Array, jax.Array]:
-        sample = draw()
-        return sample.token, token_logprobs(sample.logit, prefix.row.normalizer, prefix.row.scale)
+    def draw_random() -> tuple[jax.Array, jax.Array]:
+        drawn = draw()
+        return drawn.token, token_logprobs(drawn.logit, prefix.row.normalizer, prefix.row.scale)
 
-    def either() -> tuple[jax.Array, jax.Array]:
-        return jax.lax.cond(prefix.request.temperature.greedy, greedy, random)
+    def choose() -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond(prefix.request.temperature.greedy, take_argmax, draw_random)
 
-    token, logprob = cond_or(prefix.valid, either, (jnp.int32(-1), jnp.float32(0)))
+    token, logprob = cond_or(prefix.valid, choose, (jnp.int32(-1), jnp.float32(0)))
     if arrays.bonus_token_ids is None:
         return token, logprob, prefix.valid
     bonus = arrays.bonus_token_ids[prefix.request.b]
@@ -225,20 +226,22 @@ def draw_row(
         return draw_token(row, row_log_masses, noise, lambda _, logprobs: logprobs)
     rejected_one_hot = prefix.rejected & ~prefix.from_residual
 
-    def without_draft(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return jnp.where(rejected_one_hot & (index == drafted.token_id), -jnp.inf, logprobs)
+    def exclude_draft(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        return jnp.where(rejected_one_hot & (token_id == drafted.token_id), -jnp.inf, logprobs)
 
     block_index = jax.lax.iota(jnp.int32, row_log_masses.shape[0])
     block, _ = divmod_i32(jnp.clip(drafted.token_id, 0, vocab_size - 1), SAMPLING_BLOCK)
-    index = block_token_ids(block)
-    mass = jnp.sum(jnp.exp(without_draft(index, row.logprobs(index))))
+    token_id = block_token_ids(block)
+    mass = jnp.sum(jnp.exp(exclude_draft(token_id, row.logprobs(token_id))))
     log_masses = jnp.where(rejected_one_hot & (block_index == block), jnp.log(mass), row_log_masses)
-    empty = jnp.sum(exp_scaled(log_masses)) <= 0
+    is_empty = jnp.sum(exp_scaled(log_masses)) <= 0
 
-    def token_log_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return jnp.where(empty, logprobs, without_draft(index, logprobs))
+    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        return jnp.where(is_empty, logprobs, exclude_draft(token_id, logprobs))
 
-    return draw_token(row, jnp.where(empty, row_log_masses, log_masses), noise, token_log_weights)
+    return draw_token(
+        row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
+    )
 
 
 def draw_residual(
@@ -249,21 +252,21 @@ def draw_residual(
     noise: BlockNoise,
     plan: Plan,
 ) -> Draw:
-    """Draws from a residual by the log-masses f32[B, N] of its blocks; from the row if empty."""
+    """Draws from a residual by its blocks' log-masses f32[B, N]; from the row if it is empty."""
     drafted = prefix.drafted
     block_index = jax.lax.iota(jnp.int32, noise.gumbels.shape[0])
     inside = block_index * SAMPLING_BLOCK < arrays.target_logits.shape[1]
     index, other = (prefix.request.b, block_index), jnp.float32(-jnp.inf)
     log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
-    empty = jnp.sum(exp_scaled(log_masses)) <= MIN_RESIDUAL_MASS
+    is_empty = jnp.sum(exp_scaled(log_masses)) <= MIN_RESIDUAL_MASS
     row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
 
-    def token_log_weights(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-        q = load_draft_logprobs(arrays.draft_logits, drafted, index)
-        return jnp.where(empty, logprobs, residual_logprobs(logprobs, q))
+    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        draft_logprobs = load_draft_logprobs(arrays.draft_logits, drafted, token_id)
+        return jnp.where(is_empty, logprobs, residual_logprobs(logprobs, draft_logprobs))
 
     return draw_token(
-        prefix.row, jnp.where(empty, row_log_masses, log_masses), noise, token_log_weights
+        prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
     )
 
 

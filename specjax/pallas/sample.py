@@ -45,10 +45,10 @@ __all__ = ["sample_draw_kernel", "sample_reduce_kernel", "sample_rows"]
 
 
 class _Reduced(NamedTuple):
-    """Partials of the rows' blocks, and Gumbels [B, N] of the blocks or None."""
+    """Partials of the rows' blocks, and their Gumbels [B, N], or None: the draw makes them."""
 
     partials: Partials
-    noise: Any
+    gumbels: Any
 
 
 class _Operands(NamedTuple):
@@ -66,31 +66,31 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     Returns:
       `Sample`.
     """
-    size, vocab_size = arrays.logits.shape
+    num_rows, vocab_size = arrays.logits.shape
     config = options.implementation.config(KernelConfig)
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
-    tile = config.row_tile(size, vocab_size)
-    count, num_blocks = tile.count(vocab_size), num_padded_blocks(vocab_size)
-    num_splits = config.noise_splits(size, num_blocks)
+    tile = config.row_tile(num_rows, vocab_size)
+    num_tiles, num_blocks = tile.num_tiles(vocab_size), num_padded_blocks(vocab_size)
+    num_splits = config.noise_splits(num_rows, num_blocks)
     reduced = launch(
         functools.partial(
             sample_reduce_kernel, tile=tile, num_splits=num_splits, interpret=interpret
         ),
         arrays,
         _Reduced(
-            partials_shape(size, vocab_size, tile, tiles=False),
-            output((size, num_blocks), noise_dtype) if num_splits else None,
+            partials_shape(num_rows, vocab_size, tile, has_tiles=False),
+            output((num_rows, num_blocks), noise_dtype) if num_splits else None,
         ),
-        num_programs=size * (num_splits + count),
+        num_programs=num_rows * (num_splits + num_tiles),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
     return launch(
         functools.partial(sample_draw_kernel, noise_dtype=noise_dtype),
         _Operands(arrays, reduced),
-        Sample(output((size,), jnp.int32), output((size,)), output((size,))),
-        num_programs=size,
-        num_warps=config.draw_warps,
+        Sample(output((num_rows,), jnp.int32), output((num_rows,)), output((num_rows,))),
+        num_programs=num_rows,
+        num_warps=config.num_draw_warps,
         interpret=interpret,
     )
 
@@ -98,7 +98,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
 def sample_reduce_kernel(
     arrays: SampleArrays, out: _Reduced, *, tile: Tile, num_splits: int, interpret: bool
 ) -> None:
-    """Writes m_i = max x and l_i = sum exp((x - m_i) / T) of the blocks of a tile, or Gumbels.
+    """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of the blocks of a tile, or Gumbels.
 
     Grid: B * (num_splits + tiles) programs of 8 warps. The first B * num_splits write the Gumbels
     of the rows' blocks, a share of a row each; of the others each owns a tile of one row.
@@ -109,15 +109,16 @@ def sample_reduce_kernel(
     after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
-    size, vocab_size = arrays.logits.shape
+    num_rows, vocab_size = arrays.logits.shape
     program = pl.program_id(0)
-    tile_program = program - size * num_splits
+    tile_program = program - num_rows * num_splits
 
     @pl.when(tile_program >= 0)
     def _() -> None:
-        b, number = divmod_i32(tile_program, tile.count(vocab_size))
+        b, tile_index = divmod_i32(tile_program, tile.num_tiles(vocab_size))
         scale = parse_temperature(arrays.temperature[b]).scale
-        row_tile = RowTile(arrays.logits, b, number, scale, _at(arrays.cutoff, b), None)
+        cutoff = _load_optional(arrays.cutoff, b)
+        row_tile = RowTile(arrays.logits, b, tile_index, scale, cutoff, None)
         store_partials(row_tile, out.partials, b, tile, interpret)
 
     if num_splits:
@@ -125,10 +126,10 @@ def sample_reduce_kernel(
         @pl.when(tile_program < 0)
         def _() -> None:
             b, split = divmod_i32(program, num_splits)
-            num = out.noise.shape[1] // num_splits
-            noise = draw_noise(_address(arrays, b), split * num, num, out.noise.dtype)
-            index = noise.first + jax.lax.iota(jnp.int32, num)
-            plgpu.store(out.noise.at[b, index], noise.gumbels)
+            count = out.gumbels.shape[1] // num_splits
+            noise = draw_noise(_address(arrays, b), split * count, count, out.gumbels.dtype)
+            block = noise.first_block + jax.lax.iota(jnp.int32, count)
+            plgpu.store(out.gumbels.at[b, block], noise.gumbels)
 
 
 def sample_draw_kernel(operands: _Operands, out: Sample, *, noise_dtype: Any) -> None:
@@ -143,38 +144,39 @@ def sample_draw_kernel(operands: _Operands, out: Sample, *, noise_dtype: Any) ->
     Order: the launch before has ended when it begins to load. It signals nothing.
     """
     (arrays, reduced), b = operands, pl.program_id(0)
-    cutoff = _at(arrays.cutoff, b)
+    cutoff = _load_optional(arrays.cutoff, b)
     blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
-    at = _address(arrays, b)
-    if reduced.noise is None:
-        noise = draw_row_noise(at, arrays.logits.shape[1], noise_dtype)
+    draw_address = _address(arrays, b)
+    if reduced.gumbels is None:
+        noise = draw_row_noise(draw_address, arrays.logits.shape[1], noise_dtype)
     else:
-        noise = BlockNoise(at, jnp.int32(0), load_padded(reduced.noise, b, 0))
+        noise = BlockNoise(draw_address, jnp.int32(0), load_padded(reduced.gumbels, b, 0))
     temperature = parse_temperature(arrays.temperature[b])
-    merged = row_statistics(blocks, temperature.scale)
+    statistics = row_statistics(blocks, temperature.scale)
+    normalizer = statistics.normalizer
 
-    def greedy() -> tuple[jax.Array, jax.Array]:
+    def take_argmax() -> tuple[jax.Array, jax.Array]:
         block = first_argmax(flush_subnormals(blocks.max))
-        best = block_argmax(arrays.logits, b, cutoff, block)
-        return best, merged.normalizer.shift
+        # The shift of a row's normalizer is its largest logit.
+        return block_argmax(arrays.logits, b, cutoff, block), normalizer.shift
 
-    def random() -> tuple[jax.Array, jax.Array]:
-        row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, merged.normalizer)
-        log_masses = block_logprobs(blocks, merged.normalizer, temperature.scale)
+    def draw_random() -> tuple[jax.Array, jax.Array]:
+        row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, normalizer)
+        log_masses = block_logprobs(blocks, normalizer, temperature.scale)
         draw = draw_token(row, log_masses, noise, lambda _, logprobs: logprobs)
         return draw.token, draw.logit
 
-    token, logit = jax.lax.cond(temperature.greedy, greedy, random)
-    logprob = token_logprobs(logit, merged.normalizer, temperature.scale)
-    valid = temperature.valid & merged.valid
+    token, logit = jax.lax.cond(temperature.greedy, take_argmax, draw_random)
+    logprob = token_logprobs(logit, normalizer, temperature.scale)
+    valid = temperature.valid & statistics.valid
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
     out.logprobs[b] = jnp.where(valid, logprob, jnp.float32(0))
-    out.logsumexp[b] = row_logsumexp(merged.normalizer, temperature.scale)
+    out.logsumexp[b] = row_logsumexp(normalizer, temperature.scale)
 
 
 def _address(arrays: SampleArrays, b: jax.Array) -> Words:
     return address((arrays.keys[b, 0], arrays.keys[b, 1]), arrays.positions[b], arrays.stream[b])
 
 
-def _at(values: Any, b: jax.Array) -> jax.Array | None:
+def _load_optional(values: Any, b: jax.Array) -> jax.Array | None:
     return None if values is None else values[b]

@@ -4,12 +4,11 @@ In a small batch `verify_reduce_kernel` reduces every row, and every program of 
 launch evaluates its drafted tokens. In a large batch `verify_accept_kernel` does both: the last
 program of a row to arrive evaluates it.
 
-The programs of row 0 of all requests come first, then those of row 1, and so on. The program that
-finds the row where the accepted prefix ends (a rejection, or the bonus row) publishes that row.
-Programs of later rows that start afterwards return without reading. No row waits for another. In a
-larger batch more programs lie between rows i and i + 1, so fewer rows are read in vain.
-A greedy request's drafted token is rejected by any tile with a larger logit, before the row is
-reduced.
+There the programs of row 0 of all requests come first, then those of row 1, and so on. The stop of
+a request is the row where its accepted prefix ends: a rejection, or the bonus row. The program that
+finds it publishes it. Programs of later rows that start afterwards return without reading. No row
+waits for another. In a larger batch more programs lie between rows i and i + 1, so fewer rows are
+read in vain. A tile with a larger logit rejects a greedy request's token before the row is reduced.
 """
 
 import functools
@@ -78,8 +77,8 @@ class VerifiedRows(NamedTuple):
       logprobs: f32, log p of the drafted tokens.
       argmax: i32, id of the row's largest logit; valid where the request is greedy.
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
-        is 0, or K + 1 - i for the smallest row i that is known to end the accepted prefix. It is
-        reversed, so that `atomic_max` keeps the first.
+        publishes the stop: 0 while none is known, else K + 1 - i for the smallest row i that is
+        known to end the accepted prefix. So `atomic_max` keeps the smallest row.
     """
 
     partials: Partials
@@ -111,29 +110,29 @@ class AcceptanceResult(NamedTuple):
 def evaluate_acceptance(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
 ) -> AcceptanceResult:
-    """Evaluates the acceptance tests of rows `i`, i32[R], of a request; masks rows past its drafts.
+    """Evaluates the acceptance tests of target rows `i`, i32[R], of a request.
 
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
-    Synthetic acceptance accepts at given rates.
+    Synthetic acceptance accepts at given rates. Rows past the bonus row are not read.
     """
-    exists, has_draft = i <= request.num_tokens, i < request.num_tokens
+    exists, has_draft = i <= request.num_drafted, i < request.num_drafted
     scale = request.temperature.scale
     tiles = load_tiles(partials, request.b * plan.num_rows + i, exists)
     cutoff = request.cutoff(arrays, i, exists)
-    row = request.target_row + jnp.where(exists, i, 0)
+    row = request.first_target_row + jnp.where(exists, i, 0)
     if plan.num_drafts:
         drafted = load_drafted(arrays, request, i, has_draft, plan)
         logit = load_logits(arrays.target_logits, row, drafted.token_id, cutoff, has_draft)
         address = request.address(arrays, i, Stream.accept(i), plan)
         u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
-    merged = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
-    normalizer = merged.normalizer._replace(
-        log_sum=jnp.where(merged.valid, merged.normalizer.log_sum, jnp.nan)
+    statistics = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
+    normalizer = statistics.normalizer._replace(
+        log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
     )
     # For a request that is not greedy this loads uninitialized memory, which nothing uses.
     index = request.b * plan.num_rows + i
-    tile = first_argmax(flush_subnormals(tiles.max))
-    argmax = load_masked(partials.tile_argmax, (index, tile), exists)
+    best_tile = first_argmax(flush_subnormals(tiles.max))
+    argmax = load_masked(partials.tile_argmax, (index, best_tile), exists)
     if plan.num_drafts == 0:
         return AcceptanceResult(normalizer, jnp.zeros_like(i, jnp.float32), argmax, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
@@ -147,7 +146,7 @@ def evaluate_acceptance(
         rate = load_masked(arrays.conditional_rates, (request.b, i), has_draft)
         inside = (drafted.token_id >= 0) & (drafted.token_id < arrays.target_logits.shape[1])
         accepted = inside & accept_synthetic(u, rate)
-    accepted = accepted & has_draft & merged.valid
+    accepted = accepted & has_draft & statistics.valid
     return AcceptanceResult(normalizer, logprobs, argmax, accepted, drafted)
 
 
@@ -158,49 +157,51 @@ class _Operands(NamedTuple):
 
 def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
     """Launches the reduction of every target row of a small batch."""
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.size * plan.num_rows
+    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.num_rows
     return launch(
         functools.partial(verify_reduce_kernel, plan=plan),
         arrays,
         ReducedRows(
-            partials_shape(num_rows, vocab_size, plan.tile), output((plan.size,), jnp.uint32)
+            partials_shape(num_rows, vocab_size, plan.tile),
+            output((plan.num_requests,), jnp.uint32),
         ),
-        num_programs=num_rows * plan.tile.count(vocab_size),
+        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
     )
 
 
 def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) -> None:
-    """Writes m_i = max x and l_i = sum exp((x - m_i) / T) of every block of a tile of a target row.
+    """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every block of a tile of a target row.
 
     Grid: B * (K + 1) * tiles programs of 8 warps; one owns a tile of 8192 logits of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written. Rows past a request's drafts
     are not read.
-    Why every row: with B <= 16 the rows fill the GPU once, and a rejection would come too late to
-    save reading.
+    Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
+    late to save reading.
     Order: the programs of this launch do not wait for one another. The first program of a request
     zeroes the counter of the next launch, which begins to load after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
-    index, number = divmod_i32(pl.program_id(0), plan.tile.count(arrays.target_logits.shape[1]))
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     b, i = divmod_i32(index, plan.num_rows)
     request = load_request(arrays, b, plan)
 
-    @pl.when((i == 0) & (number == 0))
+    @pl.when((i == 0) & (tile_index == 0))
     def _() -> None:
         out.counters[b] = jnp.uint32(0)
 
-    @pl.when(request.active & (i <= request.num_tokens))
+    @pl.when(request.active & (i <= request.num_drafted))
     def _() -> None:
-        row_tile = _row_tile(arrays, request, i, number)
+        row_tile = _row_tile(arrays, request, i, tile_index)
         store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
 
 
 def accept_rows(arrays: VerifyArrays, plan: Plan) -> VerifiedRows:
     """Launches the reduction and evaluation of a large batch's rows up to the first rejection."""
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.size * plan.num_rows
-    zeros = jnp.zeros((plan.size, plan.num_rows + 1), jnp.uint32)
+    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.num_rows
+    zeros = jnp.zeros((plan.num_requests, plan.num_rows + 1), jnp.uint32)
     return launch(
         functools.partial(verify_accept_kernel, plan=plan),
         _Operands(arrays, zeros),
@@ -212,7 +213,7 @@ def accept_rows(arrays: VerifyArrays, plan: Plan) -> VerifiedRows:
             output((num_rows,), jnp.int32),
             output(zeros.shape, jnp.uint32),
         ),
-        num_programs=num_rows * plan.tile.count(vocab_size),
+        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
         in_place={"counters": zeros},
@@ -226,43 +227,44 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     Grid: (K + 1) * B * tiles programs of 4 warps, row 0 of all requests first; one owns a tile of
     8192 logits of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program of a row
-    past the published end reads its request's scalars alone.
+    past the published stop reads its request's scalars alone.
     Why this order: row i + 1 of a request starts about B * tiles programs after row i. In a large
     batch row i is evaluated by then, so that rows after a rejection are hardly read.
-    Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the end of the
-    accepted prefix in `counters[b, K + 1]`. A program that reads the old maximum reads a row in
-    vain. No result depends on it, because the maximum only grows towards the first such row. A tile
-    that rejects a greedy request's token publishes before its row is reduced.
+    Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the stop in
+    `counters[b, K + 1]`. A program that reads an older stop reads a row in vain. No result depends
+    on it, because the stop only moves towards the first row that accepts nothing. A tile that
+    rejects a greedy request's token publishes before its row is reduced.
     References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
-    count, num_rows = plan.tile.count(arrays.target_logits.shape[1]), plan.num_rows
-    index, number = divmod_i32(pl.program_id(0), count)
-    i, b = divmod_i32(index, plan.size)
+    num_tiles, num_rows = plan.tile.num_tiles(arrays.target_logits.shape[1]), plan.num_rows
+    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    i, b = divmod_i32(index, plan.num_requests)
     request = load_request(arrays, b, plan)
-    stop = (b, jnp.int32(num_rows))
+    stop_at = (b, jnp.int32(num_rows))
 
-    def load_stop() -> jax.Array:
+    def load_published() -> jax.Array:
         # Atomic, because the threads of a program must all take one branch.
-        return plgpu.atomic_max(out.counters, stop, jnp.uint32(0)).astype(jnp.int32)
+        return plgpu.atomic_max(out.counters, stop_at, jnp.uint32(0)).astype(jnp.int32)
 
     def publish_stop() -> None:
-        plgpu.atomic_max(out.counters, stop, (num_rows - i).astype(jnp.uint32))
+        plgpu.atomic_max(out.counters, stop_at, (num_rows - i).astype(jnp.uint32))
 
-    is_past_stop = num_rows - cond_or(i > 0, load_stop, jnp.int32(0)) < i
+    stop = num_rows - cond_or(i > 0, load_published, jnp.int32(0))
 
-    @pl.when(request.active & (i <= request.num_tokens) & ~is_past_stop)
+    @pl.when(request.active & (i <= request.num_drafted) & ~(stop < i))
     def _() -> None:
-        row_tile = _row_tile(arrays, request, i, number)
-        top = store_partials(row_tile, out.partials, b * num_rows + i, plan.tile, plan.interpret)
+        row_tile = _row_tile(arrays, request, i, tile_index)
+        at = b * num_rows + i
+        tile_max = store_partials(row_tile, out.partials, at, plan.tile, plan.interpret)
         if arrays.conditional_rates is None and num_rows > 1:
-            pl.when(request.temperature.greedy & (i < request.num_tokens))(
-                lambda: pl.when(largest_equal(_load_drafted_logit(arrays, request, i)) < top)(
-                    publish_stop
-                )
-            )
 
-        @pl.when(is_last_arrival(out.counters, (b, i), count, plan.interpret))
+            @pl.when(request.temperature.greedy & (i < request.num_drafted))
+            def reject_greedy() -> None:
+                logit = _load_drafted_logit(arrays, request, i)
+                pl.when(largest_equal(logit) < tile_max)(publish_stop)
+
+        @pl.when(is_last_arrival(out.counters, (b, i), num_tiles, plan.interpret))
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
             result = evaluate_acceptance(arrays, request, row, out.partials, plan)
@@ -277,20 +279,18 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
 
 def _load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
     """Loads the target's logit f32[] of a request's drafted token i, which exists."""
+    # Arrays of one element, because a masked load takes no scalar.
     zero = jax.lax.iota(jnp.int32, 1)
-    token_id = plgpu.load(arrays.token_ids.at[request.first + i + zero])
-    cutoff = request.cutoff(arrays, i + zero, zero == 0)
-    logit = load_logits(
-        arrays.target_logits, request.target_row + i + zero, token_id, cutoff, zero == 0
-    )
-    return select_one(logit, zero == 0)
+    mask, row = zero == 0, request.first_target_row + i + zero
+    token_id = plgpu.load(arrays.token_ids.at[request.first_draft + i + zero])
+    cutoff = request.cutoff(arrays, i + zero, mask)
+    return select_one(load_logits(arrays.target_logits, row, token_id, cutoff, mask), mask)
 
 
 def _row_tile(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, number: jax.Array
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, tile_index: jax.Array
 ) -> RowTile:
-    """Returns tile `number` of a request's target row i, which exists."""
-    cutoff = request.cutoff(arrays, i, i >= 0)
-    row = request.target_row + i
-    temperature = request.temperature
-    return RowTile(arrays.target_logits, row, number, temperature.scale, cutoff, temperature.greedy)
+    """Returns tile `tile_index` of a request's target row i, which exists."""
+    cutoff, temperature = request.cutoff(arrays, i, i >= 0), request.temperature
+    row, scale = request.first_target_row + i, temperature.scale
+    return RowTile(arrays.target_logits, row, tile_index, scale, cutoff, temperature.greedy)

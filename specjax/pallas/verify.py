@@ -22,19 +22,20 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
       `Verification`.
     """
     config = options.implementation.config(KernelConfig)
-    size, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
+    num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
     arrays = _flat(arrays)
-    plan = Plan(size, options, config.target_tile(size, vocab_size))
+    plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
-        tile = config.row_tile(size * options.num_drafts, arrays.draft_logits.shape[1])
+        tile = config.row_tile(num_requests * options.num_drafts, arrays.draft_logits.shape[1])
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     rows = (reduce_rows if plan.is_small else accept_rows)(arrays, plan)
-    return emit_tokens(arrays, rows, plan._replace(tile=config.residual_tile(size, vocab_size)))
+    tile = config.residual_tile(num_requests, vocab_size)
+    return emit_tokens(arrays, rows, plan._replace(tile=tile))
 
 
 def _flat(arrays: VerifyArrays) -> VerifyArrays:
-    """Returns the arrays with token arrays [B, K] laid end to end."""
+    """Returns the arrays with those of drafted tokens, [B, K], laid end to end."""
     names = ("token_ids", "draft_logprobs", "draft_logsumexp", "draft_cutoff")
     token_arrays = {name: getattr(arrays, name) for name in names}
     return arrays._replace(**{k: x.reshape(-1) for k, x in token_arrays.items() if x is not None})

@@ -12,7 +12,7 @@ from machine import has_gpu
 import specjax
 from specjax.implementation import Implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, kernel_ops
-from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
+from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, prepare_qkv_kernel
 from specjax.models.pallas.tilings import DecodeConfig
 from specjax.models.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
@@ -188,7 +188,7 @@ POSITIONS = {
 def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels):
     spec = AttentionSpec(0.3, *limits)
     projected, cos_sin, cache = heads(2, 3, 2, 3, 16, 200, parts=2)
-    plain, ours = attend("xla", spec), attend(kernels, spec, fuses_qkv=alone)
+    plain, ours = attend("xla", spec), attend(kernels, spec, prepares_in_attention=alone)
     for name, place in POSITIONS.items():
         place = jnp.array(place, jnp.int32)
         y, written = ours(projected, cos_sin, place, cache)
@@ -216,7 +216,7 @@ def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(alo
     after = jnp.array([[8, -1, -1], [8, 9, 10]], jnp.int32)
 
     for name in ("xla", kernels):
-        step = attend(name, spec, fuses_qkv=alone, combines_in_kernel=quick)
+        step = attend(name, spec, prepares_in_attention=alone, combines_in_kernel=quick)
 
         def run(parts, positions, cache, step=step):
             product = kernel_ops.PartialProduct(parts.reshape(*parts.shape[:3], -1))
@@ -292,7 +292,7 @@ def test_heads_of_any_size_and_as_many_tokens_as_fit(head_dim, tokens, shared, a
     positions = 50 + jnp.arange(tokens, dtype=jnp.int32)[None]
     operands = (projected, cos_sin, positions, cache)
     wanted, _ = attend("xla", spec)(*operands)
-    found, _ = attend(kernels, spec, fuses_qkv=alone)(*operands)
+    found, _ = attend(kernels, spec, prepares_in_attention=alone)(*operands)
     close(found, wanted)
 
 
@@ -311,11 +311,11 @@ def test_splits_of_a_cache_combine_to_one_softmax(parts, at_once, quick, kernels
     operands = (projected, cos_sin, positions, cache)
     choices = {
         "num_kv_splits": parts,
-        "splits_in_registers": at_once,
+        "num_register_splits": at_once,
         "combines_in_kernel": quick,
     }
     wanted, _ = attend("xla", spec)(*operands)
-    found, _ = attend(kernels, spec, fuses_qkv=False, **choices)(*operands)
+    found, _ = attend(kernels, spec, prepares_in_attention=False, **choices)(*operands)
     seen = (positions >= 0)[..., None]
     close(jnp.where(seen, found[:, :2], 0), jnp.where(seen, wanted, 0))
     assert not jnp.any(found[:, 2]), "padding is not zero"
@@ -332,7 +332,7 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
     held = jnp.full((batch * groups,), 7, jnp.uint32)
 
     def kernel(references, out):
-        qkv_kernel(references[0], out, norm=NORM)
+        prepare_qkv_kernel(references[0], out, norm=NORM)
 
     prepared = launch(
         kernel,

@@ -9,10 +9,10 @@ from machine import has_gpu
 from specjax.models import TransformerConfig, build
 from specjax.models.pallas import matmul
 from specjax.models.pallas.tilings import (
-    attention_stages,
     attention_tiling,
     glu_tiling,
     matmul_tiling,
+    num_attention_stages,
 )
 from specjax.models.shared_math import NormSpec
 from specjax.pallas import launch
@@ -176,11 +176,11 @@ ATTENDED = [
 @pytest.mark.parametrize(("rows", "head_dim", "itemsize", "kilobytes"), ATTENDED)
 def test_attention_loads_as_many_iterations_as_fit(rows, head_dim, itemsize, kilobytes):
     for room in (99, 227):
-        stages = attention_stages(rows, head_dim, itemsize, room * 1024)
+        stages = num_attention_stages(rows, head_dim, itemsize, room * 1024)
         assert stages == sum(size <= room for size in kilobytes)
     for stages, size in enumerate(kilobytes, start=1):
-        assert attention_stages(rows, head_dim, itemsize, size * 1024) == stages
-        assert attention_stages(rows, head_dim, itemsize, size * 1024 - 1) == stages - 1
+        assert num_attention_stages(rows, head_dim, itemsize, size * 1024) == stages
+        assert num_attention_stages(rows, head_dim, itemsize, size * 1024 - 1) == stages - 1
 
 
 def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla():
@@ -188,7 +188,7 @@ def test_attention_for_which_a_gpu_is_too_small_is_left_to_xla():
         return attention_tiling(
             (8, 8),
             (8, 1, 100, 256),
-            padded=8,
+            num_padded_tokens=8,
             queries_per_kv=8,
             itemsize=4,
             shared_memory_bytes=room * 1024,

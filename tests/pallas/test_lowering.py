@@ -461,9 +461,9 @@ def cutoff_text(*, implementation):
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
-        (sample_text, [{"row": Tile(512, 4)}, {"draw_warps": 4}, {"num_noise_splits": 0}]),
+        (sample_text, [{"row": Tile(512, 4)}, {"num_draw_warps": 4}, {"num_noise_splits": 0}]),
         (lambda **options: verify_text("drawn", **options), [{"max_small_batch": 0}]),
-        (cutoff_text, [{"num_register_logits": 64}, {"search_warps": 4}]),
+        (cutoff_text, [{"num_register_logits": 64}, {"num_search_warps": 4}]),
     ],
     ids=["gumbel_sample", "rejection_sample", "logit_cutoff"],
 )

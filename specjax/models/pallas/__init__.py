@@ -2,16 +2,17 @@
 
 A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` follows, in this order:
 
-    add_rms_norm_kernel    x, deferred norm of x                          (add_rms_norm.py)
+    add_rms_norm_kernel    x + MLP of the layer before, deferred norm     (add_rms_norm.py)
     split_k_matmul_kernel  queries, keys, values as split-K parts         (matmul.py)
-    qkv_kernel             sums, norm, RoPE, writes the cache             (qkv.py)
+    prepare_qkv_kernel     sums, norm, RoPE, writes the cache             (qkv.py)
     attention_kernel       flash-decoding over splits of the cache        (attention_kernels.py)
     split_k_matmul_kernel  output projection as split-K parts             (matmul.py)
     add_rms_norm_kernel    x + attention, deferred norm                   (add_rms_norm.py)
     fused_glu_kernel       activation(gate) * up                          (matmul.py)
     split_k_matmul_kernel  down projection as split-K parts               (matmul.py)
 
-With B < 4, `fused_attention_kernel` and `combine_kernel` (combine.py) replace the two of attention.
+With B < 4, `fused_attention_kernel` and `combine_kernel` (combine.py) replace `prepare_qkv_kernel`
+and `attention_kernel`.
 Open `attention.py` first for the order of launches, `online_softmax.py` for the formula,
 `tilings.py` for sizes. Imports `specjax.pallas.launch` and `specjax.pallas.kernel_config`; imported
 by `models.kernel_ops`.

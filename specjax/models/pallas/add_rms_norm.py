@@ -5,8 +5,8 @@ rms(x) is one number per row, it can follow the product as well as precede it:
 
     ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
 
-So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, and its programs wait for no other.
-What reads the product divides (`load_squares`, `rms_scale`).
+with w the norm's weight. So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, and its
+programs wait for no other. What reads the product divides (`load_squares`, `rms_scale`).
 Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
 """
 
@@ -35,7 +35,13 @@ __all__ = [
 
 
 class AddNormOperands(NamedTuple):
-    """References: the stream `x` [R, E], `parts` [Q, R, E] to add or None, a `weight` [E]."""
+    """References.
+
+    Attributes:
+      x: [R, E], the residual stream.
+      parts: [Q, R, E], split-K partial sums of what is added; None if nothing is.
+      weight: [E], of the norm, without its offset.
+    """
 
     x: Any
     parts: Any
@@ -47,12 +53,12 @@ class AddNormOutputs(NamedTuple):
 
     Attributes:
       x: [R, E], the residual stream.
-      rows: [R, E], the residual stream times the norm's weight.
+      weighted_rows: [R, E], the residual stream times the norm's weight.
       squares: f32[R, n], sums of x^2 by tiles.
     """
 
     x: Any
-    rows: Any
+    weighted_rows: Any
     squares: Any
 
 
@@ -72,21 +78,20 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
       offset: added to the weight.
     """
     size = out.x.shape[1]
-    row, tile = divmod_i32(pl.program_id(0), ADD_NORM_TILE.count(size))
-    index, inside = _columns(tile, ADD_NORM_TILE.size, size)
+    row, tile_index = divmod_i32(pl.program_id(0), ADD_NORM_TILE.num_tiles(size))
+    index, inside = _columns(tile_index, ADD_NORM_TILE.size, size)
     x, weight = _load(operands.x, (row, index), inside), _load(operands.weight, (index,), inside)
     if operands.parts is not None:
-        count = operands.parts.shape[0]
-        parts = [_load(operands.parts, (q, row, index), inside) for q in range(count)]
+        num_parts = operands.parts.shape[0]
+        parts = [_load(operands.parts, (q, row, index), inside) for q in range(num_parts)]
         # The sum is rounded as plain JAX rounds the product; the residual stream is rounded below.
         x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
     rounded = x.astype(out.x.dtype)
     x = rounded.astype(jnp.float32)
     plgpu.store(out.x.at[row, index], rounded, mask=inside)
-    plgpu.store(
-        out.rows.at[row, index], (x * (weight + offset)).astype(out.rows.dtype), mask=inside
-    )
-    out.squares[row, tile] = jnp.sum(x * x)
+    weighted_row = (x * (weight + offset)).astype(out.weighted_rows.dtype)
+    plgpu.store(out.weighted_rows.at[row, index], weighted_row, mask=inside)
+    out.squares[row, tile_index] = jnp.sum(x * x)
 
 
 def load_squares(squares: Any, *row: Any) -> jax.Array:
@@ -96,9 +101,9 @@ def load_squares(squares: Any, *row: Any) -> jax.Array:
       squares: reference f32[..., n].
       *row: leading indices, scalars or arrays [...] of one shape.
     """
-    count = squares.shape[-1]
-    index = jax.lax.iota(jnp.int32, power_of_two(count))
-    inside = index < count
+    num_tiles = squares.shape[-1]
+    index = jax.lax.iota(jnp.int32, power_of_two(num_tiles))
+    inside = index < num_tiles
     if row[-1].ndim:
         row, index = tuple(each[:, None] for each in row), index[None]
         inside = jnp.broadcast_to(inside[None], (row[-1].shape[0], index.shape[1]))
@@ -106,7 +111,7 @@ def load_squares(squares: Any, *row: Any) -> jax.Array:
 
 
 def rms_scale(squares: jax.Array, norm: NormSpec) -> jax.Array:
-    """Returns rsqrt(sum(squares) / size + eps): the factor that a deferred norm leaves to do.
+    """Returns rsqrt(sum(squares) / size + eps): what a deferred norm leaves to multiply by.
 
     Args:
       squares: [..., n padded], from `load_squares`.
@@ -128,26 +133,29 @@ def add_rms_norm(
       interpret: run in Pallas' interpreter.
 
     Returns:
-      The stream [B, T, E], the stream times the weight [B, T, E], sums of squares f32[B, T, n].
+      `AddNormOutputs` of [B, T', E], [B, T', E] and f32[B, T', n].
     """
     *lead, size = x.shape
-    rows, tiles = math.prod(lead), ADD_NORM_TILE.count(size)
-    parts = None if parts is None else parts.reshape(-1, rows, size)
+    num_rows, num_tiles = math.prod(lead), ADD_NORM_TILE.num_tiles(size)
+    parts = None if parts is None else parts.reshape(-1, num_rows, size)
     outputs = launch(
         functools.partial(add_rms_norm_kernel, offset=offset),
-        AddNormOperands(x.reshape(rows, size), parts, weight),
+        AddNormOperands(x.reshape(num_rows, size), parts, weight),
         AddNormOutputs(
-            output((rows, size), x.dtype), output((rows, size), x.dtype), output((rows, tiles))
+            output((num_rows, size), x.dtype),
+            output((num_rows, size), x.dtype),
+            output((num_rows, num_tiles)),
         ),
-        num_programs=rows * tiles,
+        num_programs=num_rows * num_tiles,
         num_warps=ADD_NORM_TILE.num_warps,
         interpret=interpret,
     )
     return AddNormOutputs(*(y.reshape(*lead, -1) for y in outputs))
 
 
-def _columns(tile: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:
-    index = tile * width + jax.lax.iota(jnp.int32, width)
+def _columns(tile_index: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the columns i32[width] of a tile, and which of them are in a row of `size`."""
+    index = tile_index * width + jax.lax.iota(jnp.int32, width)
     return index, index < size
 
 

@@ -6,9 +6,9 @@ splits of the cache.
     fused_attention_kernel  ->  combine_kernel
 
 B >= 4: a first launch prepares queries, keys and values once. In the second launch the last program
-of a key-value head combines its splits, unless that would take longer than a launch.
+of a key-value head combines that head's splits, unless that would take longer than a launch.
 
-    qkv_kernel  ->  attention_kernel  (->  combine_kernel)
+    prepare_qkv_kernel  ->  attention_kernel  (->  combine_kernel)
 
 Axes: `B` requests, `T` new tokens, `T'` these and padding, `H` query heads, `G` key-value heads,
 `S` cache slots, `D` head dimension.
@@ -28,7 +28,7 @@ from specjax.models.pallas.attention_kernels import (
     fused_attention_kernel,
 )
 from specjax.models.pallas.combine import PartialSoftmax, combine_kernel
-from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, qkv_kernel
+from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, prepare_qkv_kernel
 from specjax.models.pallas.tilings import AttentionTiling
 from specjax.models.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
@@ -62,22 +62,22 @@ def decode_attention(
     Returns:
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
     """
-    if tiling.fuses_qkv:
+    if tiling.prepares_in_attention:
         partials, y, cache = _fused_attention(operands, spec, norm, tiling, interpret)
     else:
         partials, y, cache = _attention(operands, spec, norm, tiling, interpret)
     y_shape = _output_shape(operands)
-    batch, padded, num_heads, _ = y_shape.shape
+    batch, num_padded_tokens, num_query_heads, _ = y_shape.shape
     if y is None:
         y = launch(
-            functools.partial(combine_kernel, tokens=operands.positions.shape[1]),
+            functools.partial(combine_kernel, num_tokens=operands.positions.shape[1]),
             partials,
             _Output(y_shape),
-            num_programs=batch * padded * num_heads,
+            num_programs=batch * num_padded_tokens * num_query_heads,
             num_warps=1,
             interpret=interpret,
         ).y
-    return y.reshape(batch, padded, -1), cache
+    return y.reshape(batch, num_padded_tokens, -1), cache
 
 
 def _fused_attention(
@@ -87,9 +87,9 @@ def _fused_attention(
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[PartialSoftmax, None, tuple[jax.Array, jax.Array]]:
-    """Returns the states of all splits, no output, and the cache."""
+    """Returns the partial softmax of every split, no output yet, and the cache."""
     keys, values = operands.keys, operands.values
-    num_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
+    num_request_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
     results = launch(
         functools.partial(fused_attention_kernel, spec=spec, norm=norm),
         operands,
@@ -98,7 +98,7 @@ def _fused_attention(
             output(keys.shape, keys.dtype),
             output(values.shape, values.dtype),
         ),
-        num_programs=num_kv_heads * num_partials,
+        num_programs=num_request_kv_heads * num_partials,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -114,21 +114,24 @@ def _attention(
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
-    """Returns the states of all splits, the output if it is there already, and the cache."""
-    (batch, groups, _, head_dim), tokens = operands.keys.shape, operands.positions.shape[1]
+    """Returns the partial softmax of every split, the output or None, and the cache.
+
+    The output is None where `combine_kernel` is to write it.
+    """
     keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
-    num_kv_heads, num_heads = batch * groups, y_shape.shape[2]
+    (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
+    num_request_kv_heads, num_query_heads = batch * num_kv_heads, y_shape.shape[2]
     prepared = launch(
-        functools.partial(qkv_kernel, norm=norm),
+        functools.partial(prepare_qkv_kernel, norm=norm),
         operands,
         PreparedQKV(
-            output((batch, tokens, num_heads, head_dim), keys.dtype),
+            output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),
             output(keys.shape, keys.dtype),
             output(values.shape, values.dtype),
-            output((batch, groups, tokens), jnp.int32),
-            output((num_kv_heads,), jnp.uint32),
+            output((batch, num_kv_heads, num_tokens), jnp.int32),
+            output((num_request_kv_heads,), jnp.uint32),
         ),
-        num_programs=batch * (num_heads + 2 * groups),
+        num_programs=batch * (num_query_heads + 2 * num_kv_heads),
         num_warps=4,
         interpret=interpret,
         in_place={"keys": keys, "values": values},
@@ -142,9 +145,9 @@ def _attention(
             _partials_shape(operands, tiling.num_splits, tiling.num_rows),
             y_shape if tiling.combines_in_kernel else None,
             output(keys.shape, keys.dtype),
-            output((num_kv_heads,), jnp.uint32),
+            output((num_request_kv_heads,), jnp.uint32),
         ),
-        num_programs=num_kv_heads * tiling.num_splits,
+        num_programs=num_request_kv_heads * tiling.num_splits,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
@@ -154,12 +157,13 @@ def _attention(
 
 
 def _partials_shape(operands: QKVOperands, num_partials: int, num_rows: int) -> PartialSoftmax:
-    batch, groups, _, head_dim = operands.keys.shape
-    lead = (batch * groups, num_partials, num_rows)
+    batch, num_kv_heads, _, head_dim = operands.keys.shape
+    lead = (batch * num_kv_heads, num_partials, num_rows)
     return PartialSoftmax(output((*lead, head_dim)), output(lead), output(lead))
 
 
 def _output_shape(operands: QKVOperands) -> Any:
-    (batch, groups, _, head_dim), padded = operands.keys.shape, operands.parts.shape[2]
-    num_heads = operands.parts.shape[3] - 2 * groups
-    return output((batch, padded, num_heads, head_dim), operands.keys.dtype)
+    batch, num_kv_heads, _, head_dim = operands.keys.shape
+    num_padded_tokens, num_heads = operands.parts.shape[2:4]
+    num_query_heads = num_heads - 2 * num_kv_heads
+    return output((batch, num_padded_tokens, num_query_heads, head_dim), operands.keys.dtype)

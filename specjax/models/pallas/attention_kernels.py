@@ -28,7 +28,7 @@ from specjax.models.pallas.qkv import (
     QKVOperands,
     RequestQKV,
     load_heads,
-    rms_scales,
+    make_rms_scale,
     row_mask,
     select_token,
 )
@@ -118,21 +118,21 @@ def fused_attention_kernel(
       spec: scale, window and soft cap.
       norm: the deferred norm of queries, keys and values.
     """
-    groups, slots, head_dim = operands.keys.shape[1:]
-    tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
-    queries_per_kv = operands.parts.shape[3] // groups - 2
+    num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
+    num_tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
+    queries_per_kv = operands.parts.shape[3] // num_kv_heads - 2
     kv_head, split = divmod_i32(pl.program_id(0), num_splits + 1)
-    b, g = divmod_i32(kv_head, groups)
+    b, g = divmod_i32(kv_head, num_kv_heads)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
 
     # Loaded before the tokens are known: nothing else takes as long.
-    block = kv.load(jnp.int32(0))
+    first_block = kv.load(jnp.int32(0))
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
     token, head = divmod_i32(row, queries_per_kv)
-    is_row = token < tokens
-    positions = [operands.positions[b, t] for t in range(tokens)]
-    qkv = RequestQKV(operands, b, rms_scales(operands.squares, b, tokens, norm))
+    is_row = token < num_tokens
+    positions = [operands.positions[b, t] for t in range(num_tokens)]
+    qkv = RequestQKV(operands, b, make_rms_scale(operands.squares, b, num_tokens, norm))
     rows = qkv.rotated_heads(token, g * queries_per_kv + head, row_mask(is_row, dim, head_dim))
     queries = Queries(rows, select_token(token, positions, jnp.int32(-1)))
     empty = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
@@ -141,27 +141,29 @@ def fused_attention_kernel(
     def _() -> None:
         new_token = jax.lax.iota(jnp.int32, MIN_MMA)
         position = select_token(new_token, positions, jnp.int32(-1))
-        mask = row_mask(new_token < tokens, dim, head_dim)
-        key_head = queries_per_kv * groups + g
+        mask = row_mask(new_token < num_tokens, dim, head_dim)
+        key_head = queries_per_kv * num_kv_heads + g
         keys = qkv.rotated_heads(new_token, key_head, mask)
-        values = qkv.heads(new_token, key_head + groups, dim, mask).astype(operands.keys.dtype)
+        values = qkv.heads(new_token, key_head + num_kv_heads, dim, mask).astype(
+            operands.keys.dtype
+        )
         stored = cache_entries(keys, values)
-        if tokens > 1:
+        if num_tokens > 1:
             # With one token no row is to be kept from a value that is not finite: the raw keys
             # serve, without waiting for the check of the values.
             keys, values = stored
         state = online_softmax.update(empty, queries, keys, values, position, spec)
         store_partial(out.partials, kv_head, split, online_softmax.reduce_l(state), is_row)
         # One past the end for tokens that the cache does not hold: the store masks it.
-        is_held = (position >= 0) & (position < slots)
-        slot = jnp.where(is_held, position, jnp.int32(slots))
-        mask = row_mask(slot < slots, dim, head_dim)
+        is_held = (position >= 0) & (position < num_slots)
+        slot = jnp.where(is_held, position, jnp.int32(num_slots))
+        mask = row_mask(slot < num_slots, dim, head_dim)
         for cache, new in zip((out.keys, out.values), stored, strict=True):
             plgpu.store(cache.at[b, g, slot[:, None], dim[None]], new, mask=mask)
 
     @pl.when(split < num_splits)
     def _() -> None:
-        state = kv.attend(block, queries, positions, positions, spec)
+        state = kv.attend(first_block, queries, positions, positions, spec)
         store_partial(out.partials, kv_head, split, state, is_row)
 
 
@@ -173,7 +175,7 @@ def attention_kernel(
     tiling: AttentionTiling,
     interpret: bool,
 ) -> None:
-    """Writes (m_i, l_i, acc) of one split of a cache; a head's last program combines its splits.
+    """Writes (m_i, l_i, acc) of a split of a cache; a key-value head's last program combines them.
 
     Formula: s = scale * <q, k>, capped by c tanh(s / c); m_i = max s, l_i = sum e^(s - m_i),
     acc = sum e^(s - m_i) v over the slots that a row attends to; then as in `combine`.
@@ -184,7 +186,7 @@ def attention_kernel(
     the last program reads, and the output; the output alone if P is 1.
     Why splits: B * G programs alone would leave multiprocessors idle; about two to each are
     launched (`tilings.num_kv_splits`).
-    Order: `qkv_kernel` before has ended, so the new tokens have their slots. A program stores its
+    Order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program stores its
     state, then adds 1 to the counter of its key-value head. The addition releases its stores and
     acquires those of the programs that added before. The one that finds P - 1 is last. Without `y`
     nothing is counted, and `combine_kernel` follows.
@@ -193,20 +195,20 @@ def attention_kernel(
       operands: references.
       out: references; `keys` and `counters` are those of `operands`.
       spec: scale, window and soft cap.
-      tiling: `splits_in_registers` is used.
+      tiling: `num_register_splits` is used.
       interpret: whether this runs in Pallas' interpreter.
     """
-    groups, _, head_dim = operands.keys.shape[1:]
-    tokens, num_splits = operands.marks.shape[2], out.partials.m_i.shape[1]
-    queries_per_kv = operands.queries.shape[2] // groups
+    num_kv_heads, _, head_dim = operands.keys.shape[1:]
+    num_tokens, num_splits = operands.marks.shape[2], out.partials.m_i.shape[1]
+    queries_per_kv = operands.queries.shape[2] // num_kv_heads
     kv_head, split = divmod_i32(pl.program_id(0), num_splits)
-    b, g = divmod_i32(kv_head, groups)
+    b, g = divmod_i32(kv_head, num_kv_heads)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
     token, head = divmod_i32(row, queries_per_kv)
-    is_row = token < tokens
-    marks = [operands.marks[b, g, t] for t in range(tokens)]
+    is_row = token < num_tokens
+    marks = [operands.marks[b, g, t] for t in range(num_tokens)]
     # A mark is the position p, or -2 - p where a value is not finite, or -1 for no token.
     positions = [jnp.maximum(mark, -2 - mark) for mark in marks]
     mask = row_mask(is_row, dim, head_dim)
@@ -218,14 +220,14 @@ def attention_kernel(
     if out.y is None:
         store_partial(out.partials, kv_head, split, state, is_row)
     elif num_splits == 1:
-        store_output(out.y, b, g, groups, state)
+        store_output(out.y, b, g, num_kv_heads, state)
     else:
         store_partial(out.partials, kv_head, split, state, is_row)
 
         @pl.when(is_last_arrival(out.counters, (kv_head,), num_splits, interpret))
         def _() -> None:
-            state = combine(out.partials, kv_head, is_row, tiling.splits_in_registers)
-            store_output(out.y, b, g, groups, state)
+            state = combine(out.partials, kv_head, is_row, tiling.num_register_splits)
+            store_output(out.y, b, g, num_kv_heads, state)
 
 
 def _store_nan_keys(
@@ -236,33 +238,33 @@ def _store_nan_keys(
     g: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Returns f32[M], NaN for rows that attend to a token with a non-finite value, else 0.
+    """Makes the keys of marked tokens NaN; returns f32[M], NaN for rows that attend to one, else 0.
 
-    Makes the keys of such tokens NaN, for the steps after this one. Another program may read such a
+    The stored NaN is for the steps after this one. Another program may read such a
     key before or after the store. A row that attends to it is NaN in either case, by what is
     returned here, and no other row depends on it.
 
     Args:
-      marks: of `PreparedQKV`, of one key-value head.
+      marks: i32[] each, of `PreparedQKV`, of one request's key-value head.
       queries: the rows.
       keys: [B, G, S, D], of the cache.
       b: i32[], the request.
       g: i32[], the key-value head.
       spec: its window decides what a row attends to.
     """
-    slots, head_dim = keys.shape[2:]
+    num_slots, head_dim = keys.shape[2:]
 
     def store_nan() -> jax.Array:
         # The slot of a token with a value that is not finite; negative for other tokens.
-        bad = [jnp.where(mark >= -1 - slots, -2 - mark, jnp.int32(-1)) for mark in marks]
+        bad_slots = [jnp.where(mark >= -1 - num_slots, -2 - mark, jnp.int32(-1)) for mark in marks]
         token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
         dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))
-        slot = select_token(token, bad, jnp.int32(-1))
+        slot = select_token(token, bad_slots, jnp.int32(-1))
         mask = row_mask(slot >= 0, dim, head_dim)
         nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
         plgpu.store(keys.at[b, g, slot[:, None], dim[None]], nan, mask=mask)
-        visible = [is_visible(queries.position, slot, spec.window) for slot in bad]
+        visible = [is_visible(queries.position, slot, spec.window) for slot in bad_slots]
         return jnp.where(functools.reduce(jnp.logical_or, visible), jnp.float32(jnp.nan), 0.0)
 
-    is_any = functools.reduce(jnp.minimum, marks) < -1
-    return cond_or(is_any, store_nan, jnp.zeros(queries.position.shape, jnp.float32))
+    has_mark = functools.reduce(jnp.minimum, marks) < -1
+    return cond_or(has_mark, store_nan, jnp.zeros(queries.position.shape, jnp.float32))

@@ -32,7 +32,7 @@ __all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store
 class PartialSoftmax(NamedTuple):
     """The online softmax of every split, as `OnlineSoftmax` defines it.
 
-    `P'` is P, or P + 1 after `fused_attention_kernel`, whose last state is of the new tokens.
+    `P'` is P, or P + 1 after `fused_attention_kernel`, whose last split is of the new tokens.
 
     Attributes:
       acc: f32[B * G, P', M, D]; not written for rows of padding.
@@ -61,8 +61,8 @@ def store_partial(
       state: of M rows.
       is_row: bool[M], False for padding.
     """
-    rows, dims = state.acc.shape
-    row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
+    num_rows, num_dims = state.acc.shape
+    row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
     plgpu.store(partials.m_i.at[kv_head, split, row], state.m_i)
     plgpu.store(partials.l_i.at[kv_head, split, row], state.l_i)
     mask = row_mask(is_row, dim, partials.acc.shape[3])
@@ -70,7 +70,7 @@ def store_partial(
 
 
 def combine(
-    partials: PartialSoftmax, kv_head: jax.Array, is_row: jax.Array, splits_in_registers: int
+    partials: PartialSoftmax, kv_head: jax.Array, is_row: jax.Array, num_register_splits: int
 ) -> OnlineSoftmax:
     """Returns the state of rows over all splits; rows of padding have none.
 
@@ -78,14 +78,14 @@ def combine(
       partials: references, which all splits of the key-value head have stored.
       kv_head: i32[], a request's key-value head: b * G + g.
       is_row: bool[M], False for padding.
-      splits_in_registers: how many splits are loaded at a time.
+      num_register_splits: how many splits are loaded at a time.
     """
-    (num_partials, rows, head_dim) = partials.acc.shape[1:]
-    dims = pad_to_mma(head_dim)
-    row, dim = jax.lax.iota(jnp.int32, rows), jax.lax.iota(jnp.int32, dims)
+    num_partials, num_rows, head_dim = partials.acc.shape[1:]
+    num_dims = pad_to_mma(head_dim)
+    row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
     mask = row_mask(is_row, dim, head_dim)
     # Loads of one iteration do not wait for one another.
-    width = math.gcd(num_partials, splits_in_registers)
+    splits_per_step = math.gcd(num_partials, num_register_splits)
 
     def load(split: jax.Array) -> OnlineSoftmax:
         at = (kv_head, split, row)
@@ -93,38 +93,42 @@ def combine(
         return OnlineSoftmax(m_i, l_i, load_heads(partials.acc, at, dim, mask))
 
     def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
-        states = [state, *(load(i * width + k) for k in range(width))]
+        states = [state, *(load(i * splits_per_step + k) for k in range(splits_per_step))]
         m = functools.reduce(jnp.maximum, [each.m_i for each in states])
         weights = [jnp.exp(each.m_i - m) for each in states]
-        weighted = list(zip(states, weights, strict=True))
-        l_i = [each.l_i * weight for each, weight in weighted]
-        acc = [each.acc * weight[:, None] for each, weight in weighted]
+        pairs = list(zip(states, weights, strict=True))
+        l_i = [each.l_i * weight for each, weight in pairs]
+        acc = [each.acc * weight[:, None] for each, weight in pairs]
         return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
 
-    steps = jnp.int32(num_partials // width)
-    return jax.lax.fori_loop(jnp.int32(0), steps, add, init(rows, dims))
+    num_steps = jnp.int32(num_partials // splits_per_step)
+    return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(num_rows, num_dims))
 
 
-def store_output(y: Any, b: jax.Array, g: jax.Array, groups: int, state: OnlineSoftmax) -> None:
+def store_output(
+    y: Any, b: jax.Array, g: jax.Array, num_kv_heads: int, state: OnlineSoftmax
+) -> None:
     """Stores acc / l_i of a key-value head's rows: 0 for rows that attend to nothing, NaN for NaN.
 
     Args:
       y: reference [B, T', H, D].
       b: i32[], the request.
       g: i32[], the key-value head.
-      groups: G.
+      num_kv_heads: G.
       state: of M rows, token after token.
     """
-    padded, num_heads, head_dim = y.shape[1:]
-    rows, dims = state.acc.shape
-    dim = jax.lax.iota(jnp.int32, dims)
-    token, head = divmod_i32(jax.lax.iota(jnp.int32, rows), num_heads // groups)
+    num_padded_tokens, num_query_heads, head_dim = y.shape[1:]
+    num_rows, num_dims = state.acc.shape
+    queries_per_kv = num_query_heads // num_kv_heads
+    dim = jax.lax.iota(jnp.int32, num_dims)
+    token, head = divmod_i32(jax.lax.iota(jnp.int32, num_rows), queries_per_kv)
     values = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
-    at = (b, token[:, None], (g * (num_heads // groups) + head)[:, None], dim[None])
-    plgpu.store(y.at[at], values.astype(y.dtype), mask=row_mask(token < padded, dim, head_dim))
+    at = (b, token[:, None], (g * queries_per_kv + head)[:, None], dim[None])
+    mask = row_mask(token < num_padded_tokens, dim, head_dim)
+    plgpu.store(y.at[at], values.astype(y.dtype), mask=mask)
 
 
-def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
+def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> None:
     """Writes o = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i for one query head of one token.
 
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
@@ -139,25 +143,27 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, tokens: int) -> None:
     Args:
       partials: references.
       out: references; `y` [B, T', H, D].
-      tokens: T.
+      num_tokens: T.
     """
-    batch, padded, num_heads, head_dim = out.y.shape
-    groups = partials.m_i.shape[0] // batch
-    row, head = divmod_i32(pl.program_id(0), num_heads)
-    b, t = divmod_i32(row, padded)
-    g, r = divmod_i32(head, num_heads // groups)
-    kv_head, row = b * groups + g, t * (num_heads // groups) + r
+    batch, num_padded_tokens, num_query_heads, head_dim = out.y.shape
+    num_kv_heads = partials.m_i.shape[0] // batch
+    queries_per_kv = num_query_heads // num_kv_heads
+    token, head = divmod_i32(pl.program_id(0), num_query_heads)
+    b, t = divmod_i32(token, num_padded_tokens)
+    g, kv_query = divmod_i32(head, queries_per_kv)
+    # The row of a tile of `attention_kernel` that is this head of this token.
+    kv_head, row = b * num_kv_heads + g, t * queries_per_kv + kv_query
     num_partials = partials.m_i.shape[1]
     split = jax.lax.iota(jnp.int32, power_of_two(num_partials))
-    inside = (split < num_partials) & (t < tokens)
+    inside = (split < num_partials) & (t < num_tokens)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     m_i = _load(partials.m_i, (kv_head, split, row), inside, -jnp.inf)
     l_i = _load(partials.l_i, (kv_head, split, row), inside, 0)
     acc = load_heads(partials.acc, (kv_head, split, row), dim, row_mask(inside, dim, head_dim))
     # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
     weight = jnp.exp(m_i - jnp.maximum(jnp.max(m_i), -3e38))
-    whole = jnp.sum(weight * l_i)
-    y = jnp.sum(weight[:, None] * acc, axis=0) / jnp.where(whole == 0, 1.0, whole)
+    total = jnp.sum(weight * l_i)
+    y = jnp.sum(weight[:, None] * acc, axis=0) / jnp.where(total == 0, 1.0, total)
     plgpu.store(out.y.at[b, t, head, dim], y.astype(out.y.dtype), mask=dim < head_dim)
 
 

@@ -2,7 +2,8 @@
 
 Split p of P owns blocks p, p + P, p + 2 P, ... of `BLOCK_KV` slots. So every split has its share of
 a cache that is filled from slot 0 on.
-Axes as in `specjax.models.pallas.attention_kernels`.
+Axes: `B` requests, `G` key-value heads, `S` cache slots, `N` slots of a block, `D` head dimension,
+`P` splits.
 """
 
 from typing import Any, NamedTuple
@@ -50,11 +51,11 @@ class KVSplit(NamedTuple):
 
     def load(self, i: jax.Array) -> KVBlock:
         """Loads the i-th block of this split."""
-        slots, head_dim = self.keys.shape[2:]
+        num_slots, head_dim = self.keys.shape[2:]
         slot = (self.split + i * self.num_splits) * BLOCK_KV
         slot += jax.lax.iota(jnp.int32, BLOCK_KV)
         dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-        inside = (slot < slots) & (self.split < self.num_splits)
+        inside = (slot < num_slots) & (self.split < self.num_splits)
         mask, at = row_mask(inside, dim, head_dim), (self.b, self.g, slot)
         keys, values = (load_heads(x, at, dim, mask) for x in (self.keys, self.values))
         return KVBlock(slot, inside, keys, values)
@@ -84,8 +85,8 @@ class KVSplit(NamedTuple):
             slot = jnp.where(inside, block.slot, jnp.int32(-1))
             return online_softmax.update(state, queries, block.keys, block.values, slot, spec)
 
-        slots = self.keys.shape[2]
-        start, end = _block_range(positions, self.split, self.num_splits, slots, spec.window)
+        num_slots = self.keys.shape[2]
+        start, end = _block_range(positions, self.split, self.num_splits, num_slots, spec.window)
         state = online_softmax.init(*queries.rows.shape, BLOCK_KV)
         if first is not None:
             start, state = jnp.maximum(start, 1), update(first, state)
@@ -97,17 +98,23 @@ class KVSplit(NamedTuple):
 
 
 def _block_range(
-    positions: list[jax.Array], split: jax.Array, num_splits: int, slots: int, window: int | None
+    positions: list[jax.Array],
+    split: jax.Array,
+    num_splits: int,
+    num_slots: int,
+    window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first of a split's blocks that a token may attend to, and one past the last."""
-    last, lowest = jnp.int32(-1), jnp.int32(slots)
+    highest, lowest = jnp.int32(-1), jnp.int32(num_slots)
     for position in positions:
-        last = jnp.maximum(last, position)
-        lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(slots), position))
-    blocks, _ = divmod_i32(jnp.minimum(last, slots - 1) + BLOCK_KV, BLOCK_KV)
-    end, _ = divmod_i32(jnp.maximum(blocks - split + (num_splits - 1), 0), num_splits)
+        highest = jnp.maximum(highest, position)
+        lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(num_slots), position))
+    # Blocks of the whole cache: one past the last visible one, and the first visible one. Of n
+    # blocks, split p has (n - p) / num_splits, rounded up.
+    cache_end, _ = divmod_i32(jnp.minimum(highest, num_slots - 1) + BLOCK_KV, BLOCK_KV)
+    end, _ = divmod_i32(jnp.maximum(cache_end - split + (num_splits - 1), 0), num_splits)
     if window is None:
         return jnp.int32(0), end
-    skipped, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
-    start, _ = divmod_i32(jnp.maximum(skipped - split + (num_splits - 1), 0), num_splits)
+    cache_start, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
+    start, _ = divmod_i32(jnp.maximum(cache_start - split + (num_splits - 1), 0), num_splits)
     return start, end

@@ -81,12 +81,12 @@ def split_k_matmul_kernel(
       pdl: whether the next kernel may start early. Kernels of this library alone may then read
         the result: XLA's may load what they take for constants before they wait.
     """
-    tiles = operands.matrix.shape[1] // tiling.block_n
-    split, tile = divmod_i32(pl.program_id(0), tiles)
+    num_tiles = operands.matrix.shape[1] // tiling.block_n
+    split, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     begin, end = (_first_step(operands, split + k, tiling) for k in (0, 1))
-    (total,) = _accumulate(operands, [tile * tiling.block_n], begin, end, tiling)
+    (total,) = _accumulate(operands, [tile_index * tiling.block_n], begin, end, tiling)
     split = launch_dependents(split) if pdl else split
-    _store(out.parts, (split,), tile * tiling.block_n, total, tiling)
+    _store(out.parts, (split,), tile_index * tiling.block_n, total, tiling)
 
 
 def fused_glu_kernel(
@@ -116,20 +116,20 @@ def fused_glu_kernel(
       pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
     """
     num_rows, size = operands.rows.shape
-    tile, inner = pl.program_id(0), out.y.shape[1]
+    tile_index, width = pl.program_id(0), out.y.shape[1]
     # Loaded before the matrix and used after it, so that nothing waits for it.
     squares = None
     if operands.squares is not None:
         squares = load_squares(operands.squares, _padded_rows(num_rows))
-    starts = [tile * tiling.block_n, tile * tiling.block_n + inner]
-    steps = jnp.int32(size // tiling.block_k)
-    gates, ups = _accumulate(operands, starts, jnp.int32(0), steps, tiling)
+    starts = [tile_index * tiling.block_n, tile_index * tiling.block_n + width]
+    num_steps = jnp.int32(size // tiling.block_k)
+    gates, ups = _accumulate(operands, starts, jnp.int32(0), num_steps, tiling)
     if squares is not None:
         scale = rms_scale(squares, norm)
         scale = scale[None] if tiling.swap_ab else scale[:, None]
         gates, ups = gates * scale, ups * scale
-    tile = launch_dependents(tile) if pdl else tile
-    _store(out.y, (), tile * tiling.block_n, activation(gates) * ups, tiling)
+    tile_index = launch_dependents(tile_index) if pdl else tile_index
+    _store(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
 
 
 def _padded_rows(num_rows: int) -> jax.Array:
@@ -149,7 +149,7 @@ def _accumulate(
     end: jax.Array,
     tiling: MatmulTiling,
 ) -> list[jax.Array]:
-    """Returns sums over the steps from `begin` to `end` for tiles of columns.
+    """Returns the sums over steps `begin` to `end` along K, of the tiles of columns at `starts`.
 
     Each is f32[M, block_n], or f32[block_n, M] with swapped operands.
     """
@@ -199,11 +199,11 @@ def split_k_matmul(
       interpret: run in Pallas' interpreter.
     """
     *lead, size = x.shape
-    rows, width = math.prod(lead), matrix.shape[1]
+    num_rows, width = math.prod(lead), matrix.shape[1]
     parts = launch(
         functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret),
-        MatmulOperands(x.reshape(rows, size), matrix),
-        SplitKParts(output((tiling.split_k, rows, width))),
+        MatmulOperands(x.reshape(num_rows, size), matrix),
+        SplitKParts(output((tiling.split_k, num_rows, width))),
         num_programs=width // tiling.block_n * tiling.split_k,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -236,8 +236,8 @@ def fused_glu(
       interpret: run in Pallas' interpreter.
     """
     *lead, size = x.shape
-    inner, rows = matrix.shape[1] // 2, math.prod(lead)
-    squares = None if squares is None else squares.reshape(rows, -1)
+    width, num_rows = matrix.shape[1] // 2, math.prod(lead)
+    squares = None if squares is None else squares.reshape(num_rows, -1)
     kernel = functools.partial(
         fused_glu_kernel,
         tiling=tiling,
@@ -247,11 +247,11 @@ def fused_glu(
     )
     y = launch(
         kernel,
-        MatmulOperands(x.reshape(rows, size), matrix, squares),
-        GLUOutput(output((rows, inner), x.dtype)),
-        num_programs=inner // tiling.block_n,
+        MatmulOperands(x.reshape(num_rows, size), matrix, squares),
+        GLUOutput(output((num_rows, width), x.dtype)),
+        num_programs=width // tiling.block_n,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         interpret=interpret,
     ).y
-    return y.reshape(*lead, inner)
+    return y.reshape(*lead, width)

@@ -4,13 +4,13 @@ The product arrives as split-K partial sums of rows whose RMSNorm is deferred. F
 
     qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t]
 
-rounded to the cache's dtype; then queries and keys are rotated (RoPE). `qkv_kernel` does it in a
-launch of its own; `RequestQKV` is used by it and by the fused attention kernel.
+rounded to the cache's dtype; then queries and keys are rotated (RoPE). `prepare_qkv_kernel` does it
+in a launch of its own, or `fused_attention_kernel` where it needs them, both by `RequestQKV`.
 
 A weight of 0 does not remove a value that is not finite. So the cache holds 0 for such a value, and
 NaN for its token's key and for a key that is not finite: a row that attends to the token is NaN,
-and no other row is. The program of a key does not read the values; `marks` tell `attention_kernel`
-which keys still have to become NaN.
+and no other row is. The program of a key does not read the values. So that of the values leaves
+`marks`, which tell `attention_kernel` whose keys still have to become NaN.
 Axes as in `specjax.models.pallas.attention`; `N` rows of a tile, each one head of one token.
 """
 
@@ -32,8 +32,8 @@ __all__ = [
     "QKVOperands",
     "RequestQKV",
     "load_heads",
-    "qkv_kernel",
-    "rms_scales",
+    "make_rms_scale",
+    "prepare_qkv_kernel",
     "row_mask",
     "select_token",
 ]
@@ -113,7 +113,7 @@ class RequestQKV(NamedTuple):
             total *= self.scale(token)[:, None]
         return total.astype(self.operands.keys.dtype).astype(jnp.float32)
 
-    def half_heads(
+    def head_halves(
         self, token: jax.Array, head: jax.Array, inside: jax.Array, rotated: bool = True
     ) -> tuple[jax.Array, jax.Array]:
         """Returns both halves of heads of tokens, f32[N, at least D / 2] each.
@@ -135,7 +135,13 @@ class RequestQKV(NamedTuple):
         return rotate_halves(low, high, cos, sin)
 
     def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns rotated heads of tokens [N, D], of the cache's dtype; `heads` says the rest."""
+        """Returns rotated heads of tokens, [N, D with padding], of the cache's dtype.
+
+        Args:
+          token: i32[N].
+          head: i32[N] or i32[].
+          mask: bool[N, D with padding]; elsewhere the result is 0.
+        """
         size = self.operands.keys.shape[3]
         dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
         angle, other = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
@@ -147,7 +153,7 @@ class RequestQKV(NamedTuple):
         return rotated.astype(self.operands.keys.dtype)
 
 
-def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> None:
+def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> None:
     """Sums, scales and rotates one head of one request, and writes keys and values to the cache.
 
     Formula: qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t], then RoPE for queries and keys.
@@ -155,7 +161,7 @@ def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> No
     queries come first, then G keys, then G values.
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than
-    a launch (`tilings.fuses_qkv`).
+    a launch (`tilings.prepares_in_attention`).
     Order: a program that writes values cannot change their keys, which another program writes. It
     leaves `marks`, and the next launch, which begins to load after all of this one has ended, makes
     the marked keys NaN. The program of a key sets its counter to 0 for that launch.
@@ -165,15 +171,15 @@ def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> No
       out: references; `keys` and `values` are those of `operands`.
       norm: the deferred norm.
     """
-    (groups, slots, head_dim), tokens = operands.keys.shape[1:], operands.positions.shape[1]
-    num_queries = out.queries.shape[2]
-    b, head = divmod_i32(pl.program_id(0), num_queries + 2 * groups)
-    qkv = RequestQKV(operands, b, rms_scales(operands.squares, b, tokens, norm))
-    token = jax.lax.iota(jnp.int32, power_of_two(tokens))
-    inside = token < tokens
+    num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
+    num_tokens, num_query_heads = out.queries.shape[1:3]
+    b, head = divmod_i32(pl.program_id(0), num_query_heads + 2 * num_kv_heads)
+    qkv = RequestQKV(operands, b, make_rms_scale(operands.squares, b, num_tokens, norm))
+    token = jax.lax.iota(jnp.int32, power_of_two(num_tokens))
+    inside = token < num_tokens
     position = plgpu.load(operands.positions.at[b, token], mask=inside, other=jnp.int32(-1))
     # One past the end for tokens that the cache does not hold: the store masks it.
-    slot = jnp.where((position >= 0) & (position < slots), position, jnp.int32(slots))
+    slot = jnp.where((position >= 0) & (position < num_slots), position, jnp.int32(num_slots))
 
     def store(to: Any, at: tuple[Any, ...], rows: jax.Array, halves: tuple[Any, ...]) -> None:
         half = jax.lax.iota(jnp.int32, halves[0].shape[1])
@@ -181,44 +187,44 @@ def qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> No
             mask = row_mask(rows, half, head_dim // 2)
             plgpu.store(to.at[(*at, dim[None])], x.astype(to.dtype), mask=mask)
 
-    @pl.when(head < num_queries)
+    @pl.when(head < num_query_heads)
     def _() -> None:
-        store(out.queries, (b, token[:, None], head), inside, qkv.half_heads(token, head, inside))
+        store(out.queries, (b, token[:, None], head), inside, qkv.head_halves(token, head, inside))
 
-    @pl.when((head >= num_queries) & (head < num_queries + groups))
+    @pl.when((head >= num_query_heads) & (head < num_query_heads + num_kv_heads))
     def _() -> None:
-        at = (b, head - num_queries, slot[:, None])
-        keys = [x.astype(out.keys.dtype) for x in qkv.half_heads(token, head, inside)]
-        store(out.keys, at, slot < slots, tuple(cache_entries(x, x)[0] for x in keys))
-        out.counters[b * groups + head - num_queries] = jnp.uint32(0)
+        at = (b, head - num_query_heads, slot[:, None])
+        keys = [x.astype(out.keys.dtype) for x in qkv.head_halves(token, head, inside)]
+        store(out.keys, at, slot < num_slots, tuple(cache_entries(x, x)[0] for x in keys))
+        out.counters[b * num_kv_heads + head - num_query_heads] = jnp.uint32(0)
 
-    @pl.when(head >= num_queries + groups)
+    @pl.when(head >= num_query_heads + num_kv_heads)
     def _() -> None:
-        g = head - num_queries - groups
-        at, halves = (b, g, slot[:, None]), qkv.half_heads(token, head, inside, rotated=False)
+        g = head - num_query_heads - num_kv_heads
+        at, halves = (b, g, slot[:, None]), qkv.head_halves(token, head, inside, rotated=False)
         values = [x.astype(out.values.dtype) for x in halves]
-        store(out.values, at, slot < slots, tuple(cache_entries(x, x)[1] for x in values))
+        store(out.values, at, slot < num_slots, tuple(cache_entries(x, x)[1] for x in values))
         low, high = (~(jnp.abs(x) < jnp.inf) for x in values)
         is_bad = jnp.max((low | high).astype(jnp.int32), axis=1) > 0
         mark = jnp.maximum(position, -1)
         plgpu.store(out.marks.at[b, g, token], jnp.where(is_bad, -2 - mark, mark), mask=inside)
 
 
-def rms_scales(
-    squares: Any, b: jax.Array, tokens: int, norm: NormSpec
+def make_rms_scale(
+    squares: Any, b: jax.Array, num_tokens: int, norm: NormSpec
 ) -> Callable[[jax.Array], jax.Array] | None:
-    """Returns a function from tokens i32[N] of request b to factors f32[N] of the deferred norm.
+    """Returns the function from tokens i32[N] of a request to factors f32[N] of the deferred norm.
 
     Args:
       squares: reference f32[B, T', n]; None gives None.
       b: i32[], the request.
-      tokens: T.
+      num_tokens: T.
       norm: the deferred norm.
     """
     if squares is None:
         return None
-    # One token after the other: a tile of sums for every row takes longer.
-    scales = [rms_scale(load_squares(squares, b, jnp.int32(t)), norm) for t in range(tokens)]
+    # Summed once for each token: to sum for every row of the tile takes longer.
+    scales = [rms_scale(load_squares(squares, b, jnp.int32(t)), norm) for t in range(num_tokens)]
     return lambda token: select_token(token, scales, jnp.float32(0))
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes, splits and warps of a decode step's kernels, each with its reason.
+"""Tile sizes, splits, warps and stages of a decode step's kernels, each with its reason.
 
 `matmul_tiling`, `glu_tiling` and `attention_tiling` return values that the kernels are given. They
 depend on shapes, the shared memory of a program, and a `DecodeConfig`.
@@ -17,27 +17,30 @@ __all__ = [
     "DecodeConfig",
     "MIN_MMA",
     "MatmulTiling",
-    "attention_stages",
     "attention_tiling",
     "combines_in_kernel",
-    "fuses_qkv",
     "glu_tiling",
     "matmul_tiling",
+    "num_attention_stages",
     "num_attention_warps",
     "num_kv_splits",
     "num_query_rows",
+    "num_register_splits",
     "pad_to_mma",
-    "splits_in_registers",
+    "prepares_in_attention",
     "two_warps_suffice",
 ]
 
 # Slots of a cache that a program attends to in one iteration.
 BLOCK_KV = 64
 
-# Multiprocessors of a Hopper GPU, and the shared memory of each in bytes.
-_MULTIPROCESSORS = 132
+# Multiprocessors of a Hopper GPU.
+_NUM_MULTIPROCESSORS = 132
 
-_SHARED_MEMORY_BYTES = 224 * 1024
+# Bytes of a multiprocessor's shared memory, 228 KiB on Hopper, that one program can have, and that
+# its programs can have together: CUDA takes 1 KiB for each, and four are allowed for.
+_PROGRAM_BYTES = 227 * 1024
+_MULTIPROCESSOR_BYTES = 224 * 1024
 
 # The smallest side of a product that Triton multiplies.
 MIN_MMA = 16
@@ -52,15 +55,15 @@ class DecodeConfig:
     """Choices of a decode step's attention; None is what the function of that name returns.
 
     Attributes:
-      fuses_qkv: whether attention prepares queries, keys and values itself.
+      prepares_in_attention: whether attention prepares queries, keys and values itself.
       num_kv_splits: programs that share the cache of a key-value head.
-      splits_in_registers: splits that the combining program loads at a time.
+      num_register_splits: splits that the combining program loads at a time.
       combines_in_kernel: whether the last program of a key-value head combines its splits.
     """
 
-    fuses_qkv: bool | None = None
+    prepares_in_attention: bool | None = None
     num_kv_splits: int | None = None
-    splits_in_registers: int | None = None
+    num_register_splits: int | None = None
     combines_in_kernel: bool | None = None
 
 
@@ -89,21 +92,21 @@ class AttentionTiling(NamedTuple):
     """How the attention of few tokens to a cache is shared among programs.
 
     Attributes:
-      fuses_qkv: whether each program prepares the queries that it reads, as `fuses_qkv` says.
+      prepares_in_attention: whether each program of attention prepares the queries that it reads.
       num_rows: M, rows of a program's tile of queries, with padding.
       num_splits: P, programs that share the cache of a request's key-value head.
       num_warps: of a program.
       num_stages: iterations of the loop over slots that are loaded at a time.
-      splits_in_registers: splits that the combining program loads at a time.
+      num_register_splits: splits that the combining program loads at a time.
       combines_in_kernel: whether the last program of a key-value head combines its splits.
     """
 
-    fuses_qkv: bool
+    prepares_in_attention: bool
     num_rows: int
     num_splits: int
     num_warps: int
     num_stages: int
-    splits_in_registers: int
+    num_register_splits: int
     combines_in_kernel: bool
 
 
@@ -117,77 +120,81 @@ def two_warps_suffice(num_rows: int, head_dim: int) -> bool:
     return pad_to_mma(num_rows) * pad_to_mma(head_dim) <= 1024
 
 
-def fuses_qkv(num_requests: int) -> bool:
+def prepares_in_attention(num_requests: int) -> bool:
     """Returns whether the programs of attention prepare queries, keys and values themselves.
 
-    That saves the launch of `qkv_kernel`, and every split of the cache sums, scales and rotates the
-    queries again. With four requests or more that takes longer than the split itself.
+    That saves the launch of `prepare_qkv_kernel`, but every split of the cache sums, scales and
+    rotates the queries again. With four requests or more that takes longer than the split itself.
     """
     return num_requests < 4
 
 
-def num_kv_splits(num_heads: int, num_slots: int) -> int:
+def num_kv_splits(num_request_kv_heads: int, num_slots: int) -> int:
     """Returns how many programs share the cache of one key-value head: two to a multiprocessor.
 
     Args:
-      num_heads: key-value heads of all requests, B * G.
+      num_request_kv_heads: key-value heads of all requests, B * G.
       num_slots: S.
     """
-    max_splits = max(1, min(32, 256 // num_heads))
+    max_splits = max(1, min(32, 256 // num_request_kv_heads))
     return min(1 << (max_splits.bit_length() - 1), power_of_two(-(-num_slots // BLOCK_KV)))
 
 
-def num_attention_warps(is_small: bool) -> int:
+def num_attention_warps(two_suffice: bool) -> int:
     """Returns the warps of a program that attends to a split; see `two_warps_suffice`."""
-    return 2 if is_small else 4
+    return 2 if two_suffice else 4
 
 
-def num_query_rows(tokens: int, padded: int, queries_per_kv: int, is_fused: bool) -> int:
+def num_query_rows(
+    num_tokens: int, num_padded_tokens: int, queries_per_kv: int, is_fused: bool
+) -> int:
     """Returns M: the query heads of one key-value head, for every token.
 
-    Rows of padding attend to nothing. Unless preparation is fused, they are among the rows, because
-    the program that combines writes zeros there.
+    Padding attends to nothing. Without `is_fused` it has rows, too, where the program that combines
+    writes zeros.
     """
-    return pad_to_mma((tokens if is_fused else padded) * queries_per_kv)
+    return pad_to_mma((num_tokens if is_fused else num_padded_tokens) * queries_per_kv)
 
 
-def attention_stages(num_rows: int, head_dim: int, itemsize: int, shared_memory_bytes: int) -> int:
-    """Returns how many iterations over slots are loaded at a time; 0 if not even one fits.
+def num_attention_stages(
+    num_rows: int, head_dim: int, itemsize: int, shared_memory_bytes: int
+) -> int:
+    """Returns for how many blocks of slots keys and values are in flight; 0 if not even one fits.
 
-    Triton keeps in shared memory the keys and values of all iterations but one, the queries and the
-    weights. From 64 rows on it uses Hopper's instructions, which read shared memory: it then keeps
-    the keys and values of every iteration, and the queries.
+    Triton keeps in shared memory the keys and values of all those blocks but one, the queries and
+    the weights. From 64 rows on it uses Hopper's instructions, which read shared memory: it then
+    keeps the keys and values of every block, and the queries.
     """
-    width = pad_to_mma(head_dim) * itemsize
-    tile, queries = BLOCK_KV * width, num_rows * width
-    for stages in (3, 2, 1):
-        tiles = 2 * stages if num_rows >= 64 else max(1, 2 * (stages - 1))
-        weights = 0 if num_rows >= 64 else num_rows * BLOCK_KV * itemsize
-        if tiles * tile + queries + weights <= shared_memory_bytes:
-            return stages
+    row_bytes = pad_to_mma(head_dim) * itemsize
+    block_bytes, query_bytes = BLOCK_KV * row_bytes, num_rows * row_bytes
+    for num_stages in (3, 2, 1):
+        num_blocks = 2 * num_stages if num_rows >= 64 else max(1, 2 * (num_stages - 1))
+        weight_bytes = 0 if num_rows >= 64 else num_rows * BLOCK_KV * itemsize
+        if num_blocks * block_bytes + query_bytes + weight_bytes <= shared_memory_bytes:
+            return num_stages
     return 0
 
 
-def splits_in_registers(num_rows: int, head_dim: int) -> int:
+def num_register_splits(num_rows: int, head_dim: int) -> int:
     """Returns how many splits a program's warps hold together, at 128 numbers to a thread."""
-    held = 4096 * num_attention_warps(two_warps_suffice(num_rows, head_dim))
-    return max(1, held // (pad_to_mma(num_rows) * pad_to_mma(head_dim)))
+    size = 4096 * num_attention_warps(two_warps_suffice(num_rows, head_dim))
+    return max(1, size // (pad_to_mma(num_rows) * pad_to_mma(head_dim)))
 
 
 def combines_in_kernel(num_splits: int, num_rows: int, head_dim: int) -> bool:
     """Returns whether the last program of a key-value head combines its splits.
 
-    That saves a launch. With more splits than it loads in two goes, one program by itself would
+    That saves a launch. With more splits than it loads in two steps, one program by itself would
     read for longer than a launch takes.
     """
-    return num_splits <= 2 * splits_in_registers(num_rows, head_dim)
+    return num_splits <= 2 * num_register_splits(num_rows, head_dim)
 
 
 def attention_tiling(
     positions: tuple[int, ...],
     cache: tuple[int, ...],
     *,
-    padded: int,
+    num_padded_tokens: int,
     queries_per_kv: int,
     itemsize: int,
     shared_memory_bytes: int,
@@ -202,32 +209,32 @@ def attention_tiling(
     Args:
       positions: (B, T).
       cache: (B, G, S, D).
-      padded: T', the tokens and padding.
+      num_padded_tokens: T', the tokens and padding.
       queries_per_kv: H / G.
       itemsize: bytes of a number of the cache.
       shared_memory_bytes: of a program.
       config: sizes that are not the default ones.
     """
-    (batch, tokens), (_, groups, slots, head_dim) = positions, cache
-    is_fused = _default(config.fuses_qkv, fuses_qkv(batch))
-    num_splits = _default(config.num_kv_splits, num_kv_splits(batch * groups, slots))
-    if tokens > 16 or tokens * queries_per_kv > 64:
+    (batch, num_tokens), (_, num_kv_heads, num_slots, head_dim) = positions, cache
+    is_fused = _default(config.prepares_in_attention, prepares_in_attention(batch))
+    num_splits = _default(config.num_kv_splits, num_kv_splits(batch * num_kv_heads, num_slots))
+    if num_tokens > 16 or num_tokens * queries_per_kv > 64:
         return None
-    rows = num_query_rows(tokens, padded, queries_per_kv, is_fused)
-    stages = attention_stages(rows, head_dim, itemsize, shared_memory_bytes)
-    if stages == 0:
+    num_rows = num_query_rows(num_tokens, num_padded_tokens, queries_per_kv, is_fused)
+    num_stages = num_attention_stages(num_rows, head_dim, itemsize, shared_memory_bytes)
+    if num_stages == 0:
         return None
     # A fused program loads its first block before it knows the tokens. If that is its only one,
     # further stages would take shared memory for nothing.
-    has_loop = not is_fused or num_splits * BLOCK_KV < slots
+    has_loop = not is_fused or num_splits * BLOCK_KV < num_slots
     return AttentionTiling(
         is_fused,
-        rows,
+        num_rows,
         num_splits,
-        num_attention_warps(two_warps_suffice(rows, head_dim)),
-        stages if has_loop else 1,
-        _default(config.splits_in_registers, splits_in_registers(rows, head_dim)),
-        _default(config.combines_in_kernel, combines_in_kernel(num_splits, rows, head_dim)),
+        num_attention_warps(two_warps_suffice(num_rows, head_dim)),
+        num_stages if has_loop else 1,
+        _default(config.num_register_splits, num_register_splits(num_rows, head_dim)),
+        _default(config.combines_in_kernel, combines_in_kernel(num_splits, num_rows, head_dim)),
     )
 
 
@@ -236,7 +243,7 @@ def _default(value: Any, default: Any) -> Any:
 
 
 def matmul_tiling(
-    num_rows: int, size: int, width: int, itemsize: int, shared_memory_bytes: int = 227 * 1024
+    num_rows: int, size: int, width: int, itemsize: int, shared_memory_bytes: int = _PROGRAM_BYTES
 ) -> MatmulTiling | None:
     """Returns the tiling of [rows, size] @ [size, width]; None if none divides the matrix.
 
@@ -250,19 +257,19 @@ def matmul_tiling(
       itemsize: bytes of a number.
       shared_memory_bytes: of a program.
     """
-    columns, depth = math.gcd(128, width), 128 // itemsize
-    if columns < 32 or size % depth:
+    block_n, block_k = math.gcd(128, width), 128 // itemsize
+    if block_n < 32 or size % block_k:
         return None
-    tiles = width // columns
-    split_k = max(1, min(_MULTIPROCESSORS // tiles, 8, size // depth))
-    swap_ab, are_few = num_rows <= MIN_MMA, split_k * tiles < 112
-    stage = (pad_to_mma(num_rows) + columns) * depth * itemsize
-    num_stages = min(6 if are_few else 4, shared_memory_bytes // stage)
-    return MatmulTiling(columns, depth, split_k, swap_ab, num_warps=4, num_stages=num_stages)
+    num_tiles = width // block_n
+    split_k = max(1, min(_NUM_MULTIPROCESSORS // num_tiles, 8, size // block_k))
+    swap_ab, max_stages = num_rows <= MIN_MMA, 6 if split_k * num_tiles < 112 else 4
+    stage_bytes = (pad_to_mma(num_rows) + block_n) * block_k * itemsize
+    num_stages = min(max_stages, shared_memory_bytes // stage_bytes)
+    return MatmulTiling(block_n, block_k, split_k, swap_ab, num_warps=4, num_stages=num_stages)
 
 
 def glu_tiling(
-    num_rows: int, size: int, width: int, itemsize: int, shared_memory_bytes: int = 227 * 1024
+    num_rows: int, size: int, width: int, itemsize: int, shared_memory_bytes: int = _PROGRAM_BYTES
 ) -> MatmulTiling | None:
     """Returns the tiling of the fused gate and up product; None if none divides the matrix.
 
@@ -276,15 +283,18 @@ def glu_tiling(
       itemsize: bytes of a number.
       shared_memory_bytes: of a program.
     """
-    depth = 128 // itemsize
-    wide = width % 128 == 0 and 96 <= width // 128 <= _MULTIPROCESSORS
-    wide = wide and shared_memory_bytes > 200 * 1024
-    columns = 128 if wide else math.gcd(64, width)
-    if columns < 32 or size % depth:
+    block_k = 128 // itemsize
+    # Tiles of 128 columns, where that gives nearly every multiprocessor one program, which fits.
+    is_wide = width % 128 == 0 and 96 <= width // 128 <= _NUM_MULTIPROCESSORS
+    is_wide = is_wide and shared_memory_bytes > 200 * 1024
+    block_n = 128 if is_wide else math.gcd(64, width)
+    if block_n < 32 or size % block_k:
         return None
-    num_waves = -(-width // columns // _MULTIPROCESSORS)
-    stage = (pad_to_mma(num_rows) + 2 * columns) * depth * itemsize
-    fitting = min(_SHARED_MEMORY_BYTES // (num_waves * stage), shared_memory_bytes // stage)
-    num_stages = max(3, min(4 if wide else 6, fitting))
-    warps = 8 if wide else 4
-    return MatmulTiling(columns, depth, 1, swap_ab=True, num_warps=warps, num_stages=num_stages)
+    programs_per_multiprocessor = -(-width // block_n // _NUM_MULTIPROCESSORS)
+    program_bytes = min(_MULTIPROCESSOR_BYTES // programs_per_multiprocessor, shared_memory_bytes)
+    stage_bytes = (pad_to_mma(num_rows) + 2 * block_n) * block_k * itemsize
+    num_stages = max(3, min(4 if is_wide else 6, program_bytes // stage_bytes))
+    num_warps = 8 if is_wide else 4
+    return MatmulTiling(
+        block_n, block_k, 1, swap_ab=True, num_warps=num_warps, num_stages=num_stages
+    )

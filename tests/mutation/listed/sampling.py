@@ -111,8 +111,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_SAMPLING}gumbel_max_token",
-        "gumbel(at, 1, blocks",
-        "gumbel(at, 0, blocks",
+        "gumbel(at, BLOCK_LEVEL, blocks",
+        "gumbel(at, TOKEN_LEVEL, blocks",
         sampling("test_tokens_are_the_oracle_s[xla-1025]"),
         "blocks and tokens share their noise",
     ),

@@ -31,8 +31,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.blocks.block_argmax",
-        "flush_subnormals(mask_below_cutoff(load_raw_logits(logits, row, index), cutoff))",
-        "mask_below_cutoff(load_raw_logits(logits, row, index), cutoff)",
+        "flush_subnormals(mask_below_cutoff(raw_logits, cutoff))",
+        "mask_below_cutoff(raw_logits, cutoff)",
         subnormal(f"{_ZERO}[interpret]"),
         "a subnormal logit is above zero in its block",
     ),
