@@ -72,8 +72,8 @@ def implementation(request):
         row=tile,
         target=tile,
         residual=tile,
-        search=tile,
-        whole_search=tile,
+        buffer_search=tile,
+        row_search=tile,
         # Of rows this short, too, some are searched where they were buffered, and some are not.
         num_register_logits=64,
         small_reread_batch=4,

@@ -164,13 +164,13 @@ def block_argmax(
 def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> BlockPartials:
     """Loads the partials of the blocks of rows [...], f32[..., N]; N is a power of two."""
     num_blocks = -(-vocab_size // SAMPLING_BLOCK)
-    return _load(partials.block_max, partials.block_sum, index, index >= 0, num_blocks)
+    return _load_partials(partials.block_max, partials.block_sum, index, index >= 0, num_blocks)
 
 
 def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> BlockPartials:
     """Loads the partials of the tiles of rows [...], f32[..., N]; empty where `mask` is False."""
     num_tiles = partials.tile_max.shape[1]
-    return _load(partials.tile_max, partials.tile_sum, index, mask, num_tiles)
+    return _load_partials(partials.tile_max, partials.tile_sum, index, mask, num_tiles)
 
 
 def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:
@@ -180,7 +180,9 @@ def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:
     return plgpu.load(values.at[index, column], mask=inside, other=jnp.asarray(other, values.dtype))
 
 
-def _load(maxima: Any, sums: Any, index: jax.Array, mask: jax.Array, count: int) -> BlockPartials:
+def _load_partials(
+    maxima: Any, sums: Any, index: jax.Array, mask: jax.Array, count: int
+) -> BlockPartials:
     shape = (*index.shape, power_of_two(count))
     column = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     row = jnp.broadcast_to(index[..., None], shape)

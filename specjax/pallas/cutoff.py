@@ -8,7 +8,7 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
     +-----------------+  m_i, l_i of      +----------------+  low  +--------------+  candidates
     | 1 reduce        |  32-token    ---> | 2 bound        | ----> | 3 compact    | --------+
     | logits, once    |  sub-blocks       | 7 bisections   |       | logits >= low|         |
-    +-----------------+                   | over (m, l)    |       +--------------+         v
+    +-----------------+                   | over (m_i, l_i)|       +--------------+         v
                                           +----------------+             +------------------------+
                                                                          | 4 search               |
                     the smallest logit that all filters keep <---------- | bisection of float keys|
@@ -76,10 +76,10 @@ def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueri
     """Returns queries on logits f32[N] that the program holds in registers."""
     weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
     return RowQueries(
-        lambda pivot: mass_above(x, None, pivot),
-        lambda pivot: mass_above(x, weights, pivot),
-        lambda bracket: extremes_blocks(x, bracket),
-        lambda low: min_kept(x, low, row.anchor, row.scale, row.filters.min_p),
+        count_above=lambda pivot: mass_above(x, None, pivot),
+        mass_above=lambda pivot: mass_above(x, weights, pivot),
+        extremes_inside=lambda bracket: extremes_blocks(x, bracket),
+        min_kept=lambda low: min_kept(x, low, row.anchor, row.scale, row.filters.min_p),
         # Candidates are few, so that their extremes close a bracket early.
         halvings=4,
     )
@@ -88,27 +88,30 @@ def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueri
 def memory_queries(
     logits: Any, b: jax.Array, count: jax.Array, row: RowSummary, tile: Tile, interpret: bool
 ) -> RowQueries:
-    """Returns queries on the first `count` logits of row b, which each query reads again."""
-    tiles, _ = divmod_i32(count + (tile.size - 1), tile.size)
+    """Returns queries on the first `count` logits of row b; each query reads them from memory.
+
+    A query merges the tiles elementwise, then reduces the merged tile to a scalar.
+    """
+    num_tiles, _ = divmod_i32(count + (tile.size - 1), tile.size)
     offset = jax.lax.iota(jnp.int32, tile.size)
     zero = offset.astype(jnp.float32) * jnp.float32(0)
 
-    def fold(
+    def fold_tiles(
         query: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], initial: Any
     ) -> Any:
-        def read(tile_index: jax.Array, state: Any) -> Any:
+        def add_tile(tile_index: jax.Array, state: Any) -> Any:
             index = tile_index * tile.size + offset
             x = load_raw_logits(logits, b, index).astype(jnp.float32)
             x = jnp.where(index < count, x, jnp.float32(-jnp.inf))
             return jax.tree.map(merge, state, query(x))
 
-        return jax.lax.fori_loop(jnp.int32(0), tiles, read, initial)
+        return jax.lax.fori_loop(jnp.int32(0), num_tiles, add_tile, initial)
 
     def sum_above(weights: Callable[[jax.Array], jax.Array], pivot: jax.Array) -> jax.Array:
         def query(x: jax.Array) -> jax.Array:
             return jnp.where(x >= pivot, weights(x), jnp.float32(0))
 
-        return jnp.sum(fold(query, jnp.add, zero))
+        return jnp.sum(fold_tiles(query, jnp.add, zero))
 
     def weights(x: jax.Array) -> jax.Array:
         return mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
@@ -118,22 +121,22 @@ def memory_queries(
             inside = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
             return inside.least, -inside.most
 
-        least, most = fold(query, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
+        least, most = fold_tiles(query, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
         return Extremes(jnp.min(least), -jnp.min(most))
 
-    def smallest(low: jax.Array) -> jax.Array:
+    def min_kept_above(low: jax.Array) -> jax.Array:
         def query(x: jax.Array) -> jax.Array:
             min_p = row.filters.min_p
             scaled = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
             return min_kept(x[:, None], low[None], *scaled)
 
-        return jnp.min(fold(query, jnp.minimum, zero + jnp.inf))
+        return jnp.min(fold_tiles(query, jnp.minimum, zero + jnp.inf))
 
     return RowQueries(
-        lambda pivot: sum_above(lambda x: jnp.ones_like(x), pivot),
-        lambda pivot: sum_above(weights, pivot),
-        extremes,
-        smallest,
+        count_above=lambda pivot: sum_above(jnp.ones_like, pivot),
+        mass_above=lambda pivot: sum_above(weights, pivot),
+        extremes_inside=extremes,
+        min_kept=min_kept_above,
     )
 
 
@@ -143,7 +146,7 @@ class _SearchOperands(NamedTuple):
 
 
 class _SearchOutputs(NamedTuple):
-    """`cutoff` f32[R], and the memory of the programs."""
+    """`cutoff` f32[R], and memory in which the programs keep candidates."""
 
     cutoff: Any
     buffer: CandidateBuffer
@@ -163,24 +166,25 @@ def cutoff_rows(
     Returns:
       f32[R], -inf where nothing is cut.
     """
-    size, vocab_size = logits.shape
+    num_rows, vocab_size = logits.shape
     config, interpret = implementation.config(KernelConfig), implementation.interpret
-    tile, rows = config.row_tile(size, vocab_size), CutoffRows(logits, temperature, filters)
+    tile, rows = config.row_tile(num_rows, vocab_size), CutoffRows(logits, temperature, filters)
     sub_blocks = launch(
         functools.partial(cutoff_reduce_kernel, tile=tile, interpret=interpret),
         rows,
-        sub_blocks_shape(size, vocab_size, tile),
-        num_programs=size * tile.num_tiles(vocab_size),
+        sub_blocks_shape(num_rows, vocab_size, tile),
+        num_programs=num_rows * tile.num_tiles(vocab_size),
         num_warps=tile.num_warps,
         interpret=interpret,
     )
-    values = output((size, min(-(-vocab_size // 4), config.num_buffered_logits)))
+    # A row with more candidates than a quarter of its logits is searched itself.
+    values = output((num_rows, min(-(-vocab_size // 4), config.num_buffered_logits)))
     buffer = CandidateBuffer(output(sub_blocks.max.shape, jnp.int32), values)
     return launch(
         functools.partial(cutoff_search_kernel, config=config, interpret=interpret),
         _SearchOperands(rows, sub_blocks),
-        _SearchOutputs(output((size,)), buffer),
-        num_programs=size,
+        _SearchOutputs(output((num_rows,)), buffer),
+        num_programs=num_rows,
         num_warps=config.num_search_warps,
         interpret=interpret,
     ).cutoff
@@ -243,13 +247,11 @@ def _search_row(
     """Returns the cutoff of row b, which some filter cuts if it is a distribution."""
     low, vocab_size = bound_cutoff(row, interpret), rows.logits.shape[1]
     count = compact_candidates(rows, row, b, low, buffer, config, interpret)
-    tile, row_tile = config.search_tile(), config.whole_search_tile(vocab_size)
+    tile, row_tile = config.buffer_search_tile(), config.row_search_tile(vocab_size)
     candidates = load_prefix(buffer.values, b, config.num_register_logits, count)
-    queries = (
-        register_queries(candidates, row, interpret),
-        memory_queries(buffer.values, b, count, row, tile, interpret),
-        memory_queries(rows.logits, b, jnp.int32(vocab_size), row, row_tile, interpret),
-    )
+    in_registers = register_queries(candidates, row, interpret)
+    in_buffer = memory_queries(buffer.values, b, count, row, tile, interpret)
+    in_row = memory_queries(rows.logits, b, jnp.int32(vocab_size), row, row_tile, interpret)
 
     def search(row_queries: RowQueries, low: jax.Array) -> jax.Array:
         bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
@@ -258,13 +260,14 @@ def _search_row(
     def search_whole_row() -> jax.Array:
         # Without a bound it starts at the least logit: bisections from the least float cost more.
         bracket = initial_bracket(low, row.anchor, row.is_cut)
-        start = cond_or(low == -jnp.inf, lambda: queries[2].extremes_inside(bracket).least, low)
-        return search(queries[2], start)
+        start = cond_or(low == -jnp.inf, lambda: in_row.extremes_inside(bracket).least, low)
+        return search(in_row, start)
 
     # One branch for each place of the candidates: registers answer in a fifth of the time.
-    bounded = row.is_cut & (low > -jnp.inf) & (count <= buffer.values.shape[1])
-    fits, unset = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
-    cutoff = cond_or(bounded & fits, lambda: search(queries[0], low), unset)
-    cutoff = jax.lax.cond(bounded & ~fits, lambda: search(queries[1], low), lambda: cutoff)
-    cutoff = jax.lax.cond(row.is_cut & ~bounded, search_whole_row, lambda: cutoff)
+    is_buffered = row.is_cut & (low > -jnp.inf) & (count <= buffer.values.shape[1])
+    # A computed -inf, which Triton takes as the result of a branch.
+    fits, no_cutoff = count <= config.num_register_logits, jnp.minimum(low, -jnp.inf)
+    cutoff = cond_or(is_buffered & fits, lambda: search(in_registers, low), no_cutoff)
+    cutoff = jax.lax.cond(is_buffered & ~fits, lambda: search(in_buffer, low), lambda: cutoff)
+    cutoff = jax.lax.cond(row.is_cut & ~is_buffered, search_whole_row, lambda: cutoff)
     return jnp.where(row.is_cut, cutoff, -jnp.inf)

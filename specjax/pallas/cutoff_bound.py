@@ -100,7 +100,7 @@ class SubBlocks(NamedTuple):
 
 
 def sub_blocks_shape(num_rows: int, vocab_size: int, tile: Tile) -> SubBlocks:
-    """Returns the shapes of `SubBlocks`, padded to whole tiles."""
+    """Returns the shapes of `SubBlocks`, rows padded to whole tiles."""
     shape = (num_rows, tile.num_tiles(vocab_size) * tile.size // SUB_BLOCK)
     return SubBlocks(output(shape), output(shape))
 
@@ -116,9 +116,9 @@ def store_sub_blocks(
     """Reduces tile `tile_index` of row b to the partials of its sub-blocks."""
     num_sub_blocks = tile.size // SUB_BLOCK
     sub_block = tile_index * num_sub_blocks + jax.lax.iota(jnp.int32, num_sub_blocks)
-    token = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
+    token_id = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
     scale = parse_temperature(rows.temperature[b]).scale
-    x = load_raw_logits(rows.logits, b, token)
+    x = load_raw_logits(rows.logits, b, token_id)
     reduced = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
     plgpu.store(out.max.at[b, sub_block], reduced.max)
     plgpu.store(out.sum.at[b, sub_block], reduced.sum)
@@ -151,11 +151,11 @@ def summarize_row(
     """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
     filters, scale = _filters(rows, b), parse_temperature(rows.temperature[b]).scale
-    whole = merge_partials(partials, scale, fast_exp2(interpret))
-    is_cut = any_filter_active(rows, b) & jnp.isfinite(whole.max) & jnp.isfinite(whole.sum)
+    merged = merge_partials(partials, scale, fast_exp2(interpret))
+    is_cut = any_filter_active(rows, b) & jnp.isfinite(merged.max) & jnp.isfinite(merged.sum)
     cuts_k = None if filters.top_k is None else is_cut & top_k_active(filters.top_k, vocab_size)
     cuts_p = None if filters.top_p is None else is_cut & top_p_active(filters.top_p)
-    return RowSummary(filters, scale, whole.max, whole.sum, is_cut, cuts_k, cuts_p, partials)
+    return RowSummary(filters, scale, merged.max, merged.sum, is_cut, cuts_k, cuts_p, partials)
 
 
 def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
@@ -178,18 +178,18 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
         relative = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
         low = row.anchor + relative / row.scale
     else:
-        low = jnp.minimum(row.anchor, -jnp.inf)
-    bounds_mass = row.cuts_p
+        low = jnp.minimum(row.anchor, -jnp.inf)  # -inf, as a computed value
+    uses_mass = row.cuts_p
     if row.cuts_k is not None and filters.top_k is not None:
-        # Top-p is a share of what top-k keeps: where top-k cuts, its bound alone holds.
-        bounds_mass = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
+        # Top-p is a share of what top-k keeps: where top-k cuts, the count alone bounds.
+        uses_mass = None if row.cuts_p is None else row.cuts_p & ~row.cuts_k
         target, largest = filters.top_k.astype(jnp.float32), row.sub_blocks.max
         low = cond_or(
             row.cuts_k,
             lambda: _bisect_distance(row, target, lambda t: mass_above(largest, None, t)),
             low,
         )
-    if bounds_mass is not None and filters.top_p is not None:
+    if uses_mass is not None and filters.top_p is not None:
         target = required_mass(filters.top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
 
         def least_mass(t: jax.Array) -> jax.Array:
@@ -197,8 +197,8 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
                 row.sub_blocks, t, row.anchor, row.scale, fast_exp2(interpret), size=SUB_BLOCK
             )
 
-        bound = cond_or(bounds_mass, lambda: _bisect_distance(row, target, least_mass), low)
-        low = jnp.where(bounds_mass, jnp.maximum(low, bound), low)
+        bound = cond_or(uses_mass, lambda: _bisect_distance(row, target, least_mass), low)
+        low = jnp.where(uses_mass, jnp.maximum(low, bound), low)
     return smallest_equal(low)
 
 

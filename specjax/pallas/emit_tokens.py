@@ -188,7 +188,7 @@ def _draw_from_tiles(
     verification: Verification,
     plan: Plan,
 ) -> Verification:
-    """Launches a small batch's draws."""
+    """Launches `residual_draw_kernel` for a small batch, and returns the call's result."""
     tiles = (plan.num_requests, plan.tile.num_tiles(arrays.target_logits.shape[1]))
     winners = _TileWinners(
         output(tiles), output(tiles, plan.noise_dtype), output(tiles, jnp.int32), output(tiles)
@@ -207,8 +207,8 @@ def _draw_from_tiles(
 def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Plan) -> None:
     """Draws a token from each tile of a residual; the last program writes the request's result.
 
-    Formula: the block with the largest log mass_i + g_i is the best of the tiles' winners. So the
-    draw is that of `verify_draw_kernel`.
+    Formula: that of `verify_draw_kernel`, in each tile. A tile's score is max_i (log mass_i + g_i)
+    over its blocks, and the tile with the best score wins: its best block is the row's.
     Grid: B * tiles programs of 4 or 8 warps; one owns a tile of 4096 or 8192 tokens of the target
     row that rejected and of its draft row. It evaluates its request's K + 1 rows first.
     Bytes per request: each program reads the (m, l) of all tiles of K + 1 rows, 8 for each tile of

@@ -52,13 +52,13 @@ class SamplingRow(NamedTuple):
     cutoff: jax.Array | None
     normalizer: LogNormalizer
 
-    def kept_logits(self, index: jax.Array) -> jax.Array:
+    def kept_logits(self, token_id: jax.Array) -> jax.Array:
         """Returns kept logits at token ids >= 0; -inf below the cutoff and past the row's end."""
-        return mask_below_cutoff(load_raw_logits(self.logits, self.row, index), self.cutoff)
+        return mask_below_cutoff(load_raw_logits(self.logits, self.row, token_id), self.cutoff)
 
-    def logprobs(self, index: jax.Array) -> jax.Array:
-        """Returns log-probabilities at token ids >= 0; -inf where nothing is kept."""
-        return token_logprobs(self.kept_logits(index), self.normalizer, self.scale)
+    def logprobs(self, token_id: jax.Array) -> jax.Array:
+        """Returns log-probabilities at token ids >= 0; -inf where no logit is kept."""
+        return token_logprobs(self.kept_logits(token_id), self.normalizer, self.scale)
 
 
 class BlockNoise(NamedTuple):

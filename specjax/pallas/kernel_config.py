@@ -51,8 +51,8 @@ class KernelConfig:
         statistics.
       target: tile of a target row.
       residual: tile of a residual, which reads a target and a draft row together.
-      search: tile of a cutoff that is searched among buffered logits.
-      whole_search: tile of a cutoff that is searched in the row itself.
+      buffer_search: tile of a cutoff that is searched among buffered logits.
+      row_search: tile of a cutoff that is searched in the row itself.
       num_draw_warps: warps of the program that draws a token from about a thousand log-masses:
         four to a thread.
       num_search_warps: warps of the program that searches a cutoff.
@@ -69,8 +69,8 @@ class KernelConfig:
     row: Tile | None = None
     target: Tile | None = None
     residual: Tile | None = None
-    search: Tile | None = None
-    whole_search: Tile | None = None
+    buffer_search: Tile | None = None
+    row_search: Tile | None = None
     num_draw_warps: int = 8
     num_search_warps: int = 8
     max_small_batch: int = 16
@@ -108,13 +108,15 @@ class KernelConfig:
             return Tile(_limit(4096, vocab_size), 4)
         return Tile(_limit(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
 
-    def search_tile(self) -> Tile:
+    def buffer_search_tile(self) -> Tile:
         """Returns the tile of a cutoff that is searched among buffered logits."""
-        return self.search or Tile(_limit(2048, self.num_buffered_logits), self.num_search_warps)
+        return self.buffer_search or Tile(
+            _limit(2048, self.num_buffered_logits), self.num_search_warps
+        )
 
-    def whole_search_tile(self, vocab_size: int) -> Tile:
+    def row_search_tile(self, vocab_size: int) -> Tile:
         """Returns the tile of a cutoff that is searched in the row: each pass waits once."""
-        return self.whole_search or Tile(_limit(16384, vocab_size), self.num_search_warps)
+        return self.row_search or Tile(_limit(16384, vocab_size), self.num_search_warps)
 
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
         """Returns how many programs per row make the noise of `gumbel_sample`'s blocks.

@@ -137,15 +137,16 @@ def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret:
 def launch_dependents(index: jax.Array) -> jax.Array:
     """Executes `griddepcontrol.launch_dependents` and returns `index` i32[] unchanged.
 
-    This is programmatic dependent launch (PDL), on Hopper and newer GPUs. Every kernel that XLA
-    launches this way begins with `griddepcontrol.wait`, which returns once all kernels before it
-    have ended and their stores are visible. The next kernel's programs may become resident once all
-    programs of this kernel have executed the instruction here, or have ended. The caller uses the
-    returned index in its stores: the data dependency keeps the instruction before them. It stands
-    after the main loop in the program; nothing else keeps it there.
+    This is programmatic dependent launch (PDL), on Hopper and newer GPUs. The next kernel's
+    programs may become resident once all programs of this kernel have executed the instruction
+    here, or have ended. XLA begins every Triton kernel with `griddepcontrol.wait`, which returns
+    once all kernels before it have ended and their stores are visible.
 
-    Only a kernel whose results are read by kernels of this library may execute it. XLA's own
+    Only a kernel whose results are read by kernels of this library alone may execute it. XLA's own
     kernels may load what they take for constants before they wait.
+
+    The caller uses the returned index in its stores: the data dependency keeps the instruction
+    before them. That it follows the main loop is the order of the program alone.
     """
     (result,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",

@@ -160,22 +160,25 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
     k = plan.num_drafts
     temperature = parse_temperature(arrays.temperature[b])
     if arrays.cu_num_draft_tokens is None:
-        first, count = b * k, jnp.int32(k)
+        first_draft, capacity = b * k, jnp.int32(k)
     else:
         # A wrong count must not lead outside the arrays: that would end the whole process.
         total = arrays.target_logits.shape[0] - plan.num_requests
-        first, end = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, total) for i in (b, b + 1)]
-        count = jnp.clip(end - first, 0, k)
-    num_given = count if arrays.num_tokens is None else jnp.minimum(arrays.num_tokens[b], count)
+        ends = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, total) for i in (b, b + 1)]
+        first_draft, capacity = ends[0], jnp.clip(ends[1] - ends[0], 0, k)
+    num_given = capacity
+    if arrays.num_tokens is not None:
+        num_given = jnp.minimum(arrays.num_tokens[b], capacity)
     if arrays.token_ids is None:
         num_drafted = jnp.maximum(num_given, jnp.int32(-1))
     else:
         i = jax.lax.iota(jnp.int32, power_of_two(k))
-        ids = plgpu.load(arrays.token_ids.at[first + i], mask=i < count, other=jnp.int32(-1))
-        num_drafted = num_valid_drafts(ids, num_given)
+        at, is_inside = arrays.token_ids.at[first_draft + i], i < capacity
+        token_ids = plgpu.load(at, mask=is_inside, other=jnp.int32(-1))
+        num_drafted = num_valid_drafts(token_ids, num_given)
     active = (num_drafted >= 0) & temperature.valid
-    # Requests that lie before this one have one target row more than drafts each.
-    return RequestScalars(b, first, first + b, num_drafted, temperature, active)
+    # Each of the b requests before this one has one target row more than it has drafts.
+    return RequestScalars(b, first_draft, first_draft + b, num_drafted, temperature, active)
 
 
 def locate_draft_row(

@@ -219,7 +219,10 @@ def draw_row(
     noise: BlockNoise,
     plan: Plan,
 ) -> Draw:
-    """Draws from the deciding row, without a one-hot draft that it rejected."""
+    """Draws from the deciding row, without a one-hot draft that it rejected.
+
+    If no other token has mass, the draw is from the row as it is.
+    """
     row, drafted, vocab_size = prefix.row, prefix.drafted, arrays.target_logits.shape[1]
     row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
     if drafted is None:
@@ -229,6 +232,7 @@ def draw_row(
     def exclude_draft(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
         return jnp.where(rejected_one_hot & (token_id == drafted.token_id), -jnp.inf, logprobs)
 
+    # The drafted token's block is summed again without the token.
     block_index = jax.lax.iota(jnp.int32, row_log_masses.shape[0])
     block, _ = divmod_i32(jnp.clip(drafted.token_id, 0, vocab_size - 1), SAMPLING_BLOCK)
     token_id = block_token_ids(block)

@@ -101,7 +101,7 @@ def sample_reduce_kernel(
     """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of the blocks of a tile, or Gumbels.
 
     Grid: B * (num_splits + tiles) programs of 8 warps. The first B * num_splits write the Gumbels
-    of the rows' blocks, a share of a row each; of the others each owns a tile of one row.
+    of the rows' blocks, each a share of a row; each of the others owns a tile of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 written, and V / 128 * 4 or 8 for the Gumbels.
     Why tiles: a row needs many programs to be read at the memory's full rate. Why splits of the
     noise: it waits for no logit, and the draw waits for it.

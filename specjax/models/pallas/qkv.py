@@ -137,6 +137,8 @@ class RequestQKV(NamedTuple):
     def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns rotated heads of tokens, [N, D with padding], of the cache's dtype.
 
+        Each is whole, as a product with keys takes it: every element is computed from its pair.
+
         Args:
           token: i32[N].
           head: i32[N] or i32[].
