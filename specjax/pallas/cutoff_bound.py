@@ -126,7 +126,7 @@ def store_sub_blocks(
 
 def any_filter_active(rows: CutoffRows, b: jax.Array) -> jax.Array:
     """Returns whether a filter cuts row b, provided that the row is a distribution, bool[]."""
-    filters = _filters(rows, b)
+    filters = _load_filters(rows, b)
     temperature = parse_temperature(rows.temperature[b])
     is_cut = temperature.scale < 0  # False, as a computed value that Triton can branch on
     if filters.top_k is not None:
@@ -150,7 +150,7 @@ def summarize_row(
 ) -> RowSummary:
     """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
-    filters, scale = _filters(rows, b), parse_temperature(rows.temperature[b]).scale
+    filters, scale = _load_filters(rows, b), parse_temperature(rows.temperature[b]).scale
     merged = merge_partials(partials, scale, fast_exp2(interpret))
     is_cut = any_filter_active(rows, b) & jnp.isfinite(merged.max) & jnp.isfinite(merged.sum)
     cuts_k = None if filters.top_k is None else is_cut & top_k_active(filters.top_k, vocab_size)
@@ -158,7 +158,7 @@ def summarize_row(
     return RowSummary(filters, scale, merged.max, merged.sum, is_cut, cuts_k, cuts_p, partials)
 
 
-def _filters(rows: CutoffRows, b: jax.Array) -> Filters:
+def _load_filters(rows: CutoffRows, b: jax.Array) -> Filters:
     return Filters(*[None if x is None else x[b] for x in rows.filters])
 
 

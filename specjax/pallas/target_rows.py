@@ -59,7 +59,7 @@ class ReducedRows(NamedTuple):
     """Target rows [B * (K + 1)] of a small batch.
 
     Attributes:
-      partials: of the rows that exist.
+      partials: of the rows up to each request's bonus row.
       counters: u32[B], zeros, in which the programs of the next launch count themselves.
     """
 

@@ -84,11 +84,11 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
     if operands.parts is not None:
         num_parts = operands.parts.shape[0]
         parts = [_load(operands.parts, (q, row, index), inside) for q in range(num_parts)]
-        # The sum is rounded as plain JAX rounds the product; the residual stream is rounded below.
+        # The sum is rounded as plain JAX rounds a product; the residual stream is rounded below.
         x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
-    rounded = x.astype(out.x.dtype)
-    x = rounded.astype(jnp.float32)
-    plgpu.store(out.x.at[row, index], rounded, mask=inside)
+    stream = x.astype(out.x.dtype)
+    x = stream.astype(jnp.float32)
+    plgpu.store(out.x.at[row, index], stream, mask=inside)
     weighted_row = (x * (weight + offset)).astype(out.weighted_rows.dtype)
     plgpu.store(out.weighted_rows.at[row, index], weighted_row, mask=inside)
     out.squares[row, tile_index] = jnp.sum(x * x)

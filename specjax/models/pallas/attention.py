@@ -37,7 +37,7 @@ __all__ = ["decode_attention"]
 
 
 class _Output(NamedTuple):
-    """[B, T', H, D]."""
+    """`y` [B, T', H, D], the output."""
 
     y: Any
 

@@ -30,7 +30,7 @@ from specjax.models.pallas.qkv import (
     load_heads,
     make_rms_scale,
     row_mask,
-    select_token,
+    select_by_token,
 )
 from specjax.models.pallas.tilings import MIN_MMA, AttentionTiling, pad_to_mma
 from specjax.models.shared_math import AttentionSpec, NormSpec, cache_entries, is_visible
@@ -50,7 +50,7 @@ class FusedOutputs(NamedTuple):
     """Results of `fused_attention_kernel`.
 
     Attributes:
-      partials: P + 1 states; the last one is of the new tokens.
+      partials: of P + 1 splits; the last one is of the new tokens.
       keys: [B, G, S, D], the cache, updated in place.
       values: [B, G, S, D], the cache, updated in place.
     """
@@ -82,7 +82,7 @@ class AttentionOutputs(NamedTuple):
     """Results of `attention_kernel`.
 
     Attributes:
-      partials: P splits; not written if P is 1 and `y` is given.
+      partials: of P splits; not written if P is 1 and `y` is given.
       y: [B, T', H, D], zeros from T on; None if `combine_kernel` is to write it.
       keys: [B, G, S, D], the cache, updated in place; NaN where a value was not finite.
       counters: u32[B * G], how many splits are stored; unused without `y`.
@@ -134,14 +134,15 @@ def fused_attention_kernel(
     positions = [operands.positions[b, t] for t in range(num_tokens)]
     qkv = RequestQKV(operands, b, make_rms_scale(operands.squares, b, num_tokens, norm))
     rows = qkv.rotated_heads(token, g * queries_per_kv + head, row_mask(is_row, dim, head_dim))
-    queries = Queries(rows, select_token(token, positions, jnp.int32(-1)))
+    queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
     empty = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
 
     @pl.when(split == num_splits)
     def _() -> None:
         new_token = jax.lax.iota(jnp.int32, MIN_MMA)
-        position = select_token(new_token, positions, jnp.int32(-1))
+        position = select_by_token(new_token, positions, jnp.int32(-1))
         mask = row_mask(new_token < num_tokens, dim, head_dim)
+        # In `parts` the keys' heads follow those of the queries, and the values' those of the keys.
         key_head = queries_per_kv * num_kv_heads + g
         keys = qkv.rotated_heads(new_token, key_head, mask)
         values = qkv.heads(new_token, key_head + num_kv_heads, dim, mask).astype(
@@ -213,10 +214,11 @@ def attention_kernel(
     positions = [jnp.maximum(mark, -2 - mark) for mark in marks]
     mask = row_mask(is_row, dim, head_dim)
     rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head), dim, mask)
-    queries = Queries(rows, select_token(token, positions, jnp.int32(-1)))
+    queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
     state = kv.attend(None, queries, positions, [], spec)
-    nan = _store_nan_keys(marks, queries, out.keys, b, g, spec)
-    state = state._replace(l_i=state.l_i + nan)
+    # Each program of a key-value head does this: a row that is NaN is so in every split.
+    nan_rows = _store_nan_keys(marks, queries, out.keys, b, g, spec)
+    state = state._replace(l_i=state.l_i + nan_rows)
     if out.y is None:
         store_partial(out.partials, kv_head, split, state, is_row)
     elif num_splits == 1:
@@ -240,9 +242,9 @@ def _store_nan_keys(
 ) -> jax.Array:
     """Makes the keys of marked tokens NaN; returns f32[M], NaN for rows that attend to one, else 0.
 
-    The stored NaN is for the steps after this one. Another program may read such a
-    key before or after the store. A row that attends to it is NaN in either case, by what is
-    returned here, and no other row depends on it.
+    The stored NaN is for the steps after this one. Another program may read such a key before or
+    after the store. A row that attends to it is NaN in either case, by what is returned here, and
+    no other row depends on it.
 
     Args:
       marks: i32[] each, of `PreparedQKV`, of one request's key-value head.
@@ -259,7 +261,7 @@ def _store_nan_keys(
         bad_slots = [jnp.where(mark >= -1 - num_slots, -2 - mark, jnp.int32(-1)) for mark in marks]
         token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
         dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))
-        slot = select_token(token, bad_slots, jnp.int32(-1))
+        slot = select_by_token(token, bad_slots, jnp.int32(-1))
         mask = row_mask(slot >= 0, dim, head_dim)
         nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
         plgpu.store(keys.at[b, g, slot[:, None], dim[None]], nan, mask=mask)

@@ -62,7 +62,7 @@ class KVSplit(NamedTuple):
 
     def attend(
         self,
-        first: KVBlock | None,
+        first_block: KVBlock | None,
         queries: Queries,
         positions: list[jax.Array],
         excluded: list[jax.Array],
@@ -71,7 +71,7 @@ class KVSplit(NamedTuple):
         """Returns the online softmax of queries over the blocks of this split.
 
         Args:
-          first: block 0, if it has been loaded already.
+          first_block: block 0 of the split, if it has been loaded already.
           queries: the rows.
           positions: i32[] each, of the tokens: blocks that none of them attends to are skipped.
           excluded: i32[] each, slots that no row attends to.
@@ -88,8 +88,8 @@ class KVSplit(NamedTuple):
         num_slots = self.keys.shape[2]
         start, end = _block_range(positions, self.split, self.num_splits, num_slots, spec.window)
         state = online_softmax.init(*queries.rows.shape, BLOCK_KV)
-        if first is not None:
-            start, state = jnp.maximum(start, 1), update(first, state)
+        if first_block is not None:
+            start, state = jnp.maximum(start, 1), update(first_block, state)
 
         def step(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
             return update(self.load(i), state)

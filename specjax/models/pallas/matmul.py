@@ -83,10 +83,10 @@ def split_k_matmul_kernel(
     """
     num_tiles = operands.matrix.shape[1] // tiling.block_n
     split, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    begin, end = (_first_step(operands, split + k, tiling) for k in (0, 1))
+    begin, end = (_first_step(operands, split + i, tiling) for i in (0, 1))
     (total,) = _accumulate(operands, [tile_index * tiling.block_n], begin, end, tiling)
     split = launch_dependents(split) if pdl else split
-    _store(out.parts, (split,), tile_index * tiling.block_n, total, tiling)
+    _store_tile(out.parts, (split,), tile_index * tiling.block_n, total, tiling)
 
 
 def fused_glu_kernel(
@@ -129,7 +129,7 @@ def fused_glu_kernel(
         scale = scale[None] if tiling.swap_ab else scale[:, None]
         gates, ups = gates * scale, ups * scale
     tile_index = launch_dependents(tile_index) if pdl else tile_index
-    _store(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
+    _store_tile(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
 
 
 def _padded_rows(num_rows: int) -> jax.Array:
@@ -159,9 +159,9 @@ def _accumulate(
     shape = (row.shape[0], tiling.block_n)
 
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        at = i * tiling.block_k + offset
-        rows = plgpu.load(operands.rows.at[row[:, None], at[None]])
-        tiles = [plgpu.load(operands.matrix.at[at[:, None], (s + column)[None]]) for s in starts]
+        k = i * tiling.block_k + offset
+        rows = plgpu.load(operands.rows.at[row[:, None], k[None]])
+        tiles = [plgpu.load(operands.matrix.at[k[:, None], (n + column)[None]]) for n in starts]
         return [x + _product(rows, tile, tiling) for x, tile in zip(totals, tiles, strict=True)]
 
     zeros = jnp.zeros(shape[::-1] if tiling.swap_ab else shape, jnp.float32)
@@ -172,7 +172,7 @@ def _product(rows: jax.Array, tile: jax.Array, tiling: MatmulTiling) -> jax.Arra
     return dot(tile, rows, (0, 1)) if tiling.swap_ab else dot(rows, tile, (1, 0))
 
 
-def _store(
+def _store_tile(
     reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array, tiling: MatmulTiling
 ) -> None:
     num_rows = reference.shape[-2]

@@ -35,7 +35,7 @@ __all__ = [
     "make_rms_scale",
     "prepare_qkv_kernel",
     "row_mask",
-    "select_token",
+    "select_by_token",
 ]
 
 
@@ -43,8 +43,8 @@ class QKVOperands(NamedTuple):
     """Arrays of a call, or in a kernel the references to them.
 
     Attributes:
-      parts: [Q, B, T', H + 2 * G, D], split-K partial sums of queries, keys and values, none of
-        them rotated.
+      parts: [Q, B, T', H + 2 * G, D], split-K partial sums of H queries, G keys and G values, none
+        of them rotated.
       squares: f32[B, T', n], partial sums of squares of the deferred norm; None if there is none.
       cos: f32[B, T, D / 2], of the angles by which queries and keys are rotated.
       sin: f32[B, T, D / 2].
@@ -87,7 +87,7 @@ class RequestQKV(NamedTuple):
     Attributes:
       operands: references.
       b: i32[], the request.
-      scale: from tokens i32[N] to f32[N], the factors of the deferred norm; None if there is none.
+      scale: function from tokens i32[N] to factors f32[N] of the deferred norm; None without one.
     """
 
     operands: QKVOperands
@@ -146,12 +146,12 @@ class RequestQKV(NamedTuple):
         """
         size = self.operands.keys.shape[3]
         dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
-        angle, other = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
-        x, y = (self.heads(token, head, index, mask) for index in (dim, other))
+        angle, pair = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
+        x, x_pair = (self.heads(token, head, index, mask) for index in (dim, pair))
         at = (self.b, token)
         cos, sin = (load_heads(z, at, angle, mask) for z in (self.operands.cos, self.operands.sin))
         # The upper half is the lower half of a rotation by the opposite angle.
-        rotated, _ = rotate_halves(x, y, cos, jnp.where(dim < half, sin, -sin))
+        rotated, _ = rotate_halves(x, x_pair, cos, jnp.where(dim < half, sin, -sin))
         return rotated.astype(self.operands.keys.dtype)
 
 
@@ -183,11 +183,11 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
     # One past the end for tokens that the cache does not hold: the store masks it.
     slot = jnp.where((position >= 0) & (position < num_slots), position, jnp.int32(num_slots))
 
-    def store(to: Any, at: tuple[Any, ...], rows: jax.Array, halves: tuple[Any, ...]) -> None:
-        half = jax.lax.iota(jnp.int32, halves[0].shape[1])
-        for x, dim in zip(halves, (half, half + head_dim // 2), strict=True):
-            mask = row_mask(rows, half, head_dim // 2)
-            plgpu.store(to.at[(*at, dim[None])], x.astype(to.dtype), mask=mask)
+    def store(reference: Any, at: tuple[Any, ...], is_stored: jax.Array, halves: Any) -> None:
+        dim = jax.lax.iota(jnp.int32, halves[0].shape[1])
+        mask = row_mask(is_stored, dim, head_dim // 2)
+        for x, dims in zip(halves, (dim, dim + head_dim // 2), strict=True):
+            plgpu.store(reference.at[(*at, dims[None])], x.astype(reference.dtype), mask=mask)
 
     @pl.when(head < num_query_heads)
     def _() -> None:
@@ -227,10 +227,10 @@ def make_rms_scale(
         return None
     # Summed once for each token: to sum for every row of the tile takes longer.
     scales = [rms_scale(load_squares(squares, b, jnp.int32(t)), norm) for t in range(num_tokens)]
-    return lambda token: select_token(token, scales, jnp.float32(0))
+    return lambda token: select_by_token(token, scales, jnp.float32(0))
 
 
-def select_token(token: jax.Array, values: list[jax.Array], other: jax.Array) -> jax.Array:
+def select_by_token(token: jax.Array, values: list[jax.Array], other: jax.Array) -> jax.Array:
     """Returns `values[token]` for each of [N] tokens, and `other` where there is none."""
     result = jnp.full(token.shape, other)
     for t, value in enumerate(values):

@@ -71,13 +71,13 @@ class MatmulTiling(NamedTuple):
     """How a product of few rows with a matrix is shared among programs.
 
     Attributes:
-      block_n: columns of a tile, a program's.
+      block_n: columns of the matrix in a program's tile.
       block_k: rows of the matrix that are multiplied at once.
       split_k: programs to a tile, each with its range of the matrix's rows.
       swap_ab: whether the matrix is the left operand (swap-AB). Hopper's matrix units take 64 rows
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
-      num_stages: iterations of the loop that are loaded at a time.
+      num_stages: iterations of the loop whose loads are in flight at once.
     """
 
     block_n: int
@@ -96,7 +96,7 @@ class AttentionTiling(NamedTuple):
       num_rows: M, rows of a program's tile of queries, with padding.
       num_splits: P, programs that share the cache of a request's key-value head.
       num_warps: of a program.
-      num_stages: iterations of the loop over slots that are loaded at a time.
+      num_stages: iterations of the loop over slots whose loads are in flight at once.
       num_register_splits: splits that the combining program loads at a time.
       combines_in_kernel: whether the last program of a key-value head combines its splits.
     """

@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}attention_kernels.attention_kernel",
-        "state._replace(l_i=state.l_i + nan)",
+        "state._replace(l_i=state.l_i + nan_rows)",
         "state",
         few(f"{_UNSEEN}[interpret-more requests]"),
         "a row that sees a token without finite values is finite in the step that feeds it",
