@@ -45,6 +45,8 @@ __all__ = [
 
 
 class _Operands(NamedTuple):
+    """The call's arrays, its reduced rows, and log-masses [B, blocks] of residuals or None."""
+
     arrays: VerifyArrays
     rows: ReducedRows | VerifiedRows
     log_masses: Any = None
@@ -138,7 +140,7 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: 
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
     Order: it begins to load after `verify_accept_kernel` has ended, whose counters and normalizers
     it reads. The programs of this launch do not wait for one another.
-    References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     num_tiles = plan.tile.num_tiles(operands.arrays.target_logits.shape[1])
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
@@ -218,7 +220,7 @@ def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Pl
     rows (`residual_mass_kernel`, `verify_draw_kernel`).
     Order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed. Where no
     residual is needed, program 0 of the request writes the result, and no program counts itself.
-    References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
@@ -267,7 +269,7 @@ def _draw_tile(
 def _best_tile(
     operands: _Operands, prefix: AcceptedPrefix, winners: _TileWinners, plan: Plan
 ) -> Draw:
-    """Returns the best of a residual's tiles, or a draw from the row if there is no residual."""
+    """Returns the winner of a residual's best tile, or a draw from the row if it is empty."""
     arrays, rows, b = operands.arrays, operands.rows, prefix.request.b
     masses, scores, tokens, logits = [
         load_padded(values, b, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)

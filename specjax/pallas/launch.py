@@ -67,15 +67,15 @@ def launch(
     Returns:
       Arrays in the structure of `outputs`.
     """
-    flat = jax.tree.leaves(operands)
+    arrays = jax.tree.leaves(operands)
     shapes, tree = jax.tree.flatten(outputs)
     aliases = {}
     for name, operand in in_place.items():
-        [source] = [i for i, leaf in enumerate(flat) if leaf is operand]
+        [source] = [i for i, leaf in enumerate(arrays) if leaf is operand]
         [target] = [i for i, leaf in enumerate(shapes) if leaf is getattr(outputs, name)]
         aliases[source] = target
 
-    axes = jax.typeof(flat[0]).manual_axis_type
+    axes = jax.typeof(arrays[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in shapes]
     # In a list the outputs are one pytree, which the kernel receives unchanged.
     (results,) = pl.pallas_call(

@@ -10,7 +10,7 @@ With n drafted tokens accepted, target row n decides the next token:
 These functions run inside the kernels of `specjax.pallas.emit_tokens`.
 
 References:
-  Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+  Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class AcceptedPrefix(NamedTuple):
 
     Attributes:
       request: the request.
-      num_accepted: i32, drafted tokens that are accepted, and so the position of the row; 0 for an
+      num_accepted: i32, drafted tokens that are accepted, and so the index of the row; 0 for an
         inactive request.
       row: that row of target logits.
       valid: bool, whether the row is a distribution and the request active.
@@ -91,15 +91,15 @@ def load_accepted_prefix(
     i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
     if isinstance(rows, ReducedRows):
         result = evaluate_acceptance(arrays, request, i, rows.partials, plan)
-        stops = ~result.accepted & (i <= request.num_drafted)
-        num_accepted = jnp.min(jnp.where(stops, i, jnp.int32(plan.num_rows)))
+        is_end = ~result.accepted & (i <= request.num_drafted)
+        num_accepted = jnp.min(jnp.where(is_end, i, jnp.int32(plan.num_rows)))
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         mask = i == num_accepted
         normalizer = LogNormalizer(*[select_one(x, mask) for x in result.normalizer])
         argmax = select_one(result.argmax, mask)
         logprobs, drafted = result.logprobs, result.drafted and result.drafted.select(mask)
     else:
-        # The published stop, as `VerifiedRows` says.
+        # The stop, as `VerifiedRows.counters` holds it.
         num_accepted = plan.num_rows - rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         index = b * plan.num_rows + num_accepted

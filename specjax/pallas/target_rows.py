@@ -234,7 +234,7 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     `counters[b, K + 1]`. A program that reads an older stop reads a row in vain. No result depends
     on it, because the stop only moves towards the first row that accepts nothing. A tile that
     rejects a greedy request's token publishes before its row is reduced.
-    References: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
     num_tiles, num_rows = plan.tile.num_tiles(arrays.target_logits.shape[1]), plan.num_rows
