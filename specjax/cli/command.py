@@ -124,7 +124,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
     return options, _read_generate_job(options, config, texts[0], terminal), terminal
 
 
-def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
+def _run_loop(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
     baseline = not options.no_baseline
     if options.json:
         result, timings = measure_speed(job, baseline=baseline)
@@ -155,7 +155,7 @@ def _run_command(argv: list[str] | None) -> int:
 
                 run_sweep(options, job, terminal, argv)
                 return 0
-            result = _run_generate(options, job, terminal)
+            result = _run_loop(options, job, terminal)
         except (jax.errors.JaxRuntimeError, MemoryError, ArithmeticError, ValueError) as error:
             return _print_error(error, 1)
     if result.finish == "invalid_logits":

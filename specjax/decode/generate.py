@@ -14,13 +14,14 @@ from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.loop import run_step
 from specjax.decode.metrics import Metrics
-from specjax.decode.prefill import run_prefill
+from specjax.decode.prefill import prefill_and_run
+from specjax.decode.state_and_info import DecodeState
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["Generation", "generate", "run_generate"]
+__all__ = ["Generation", "generate", "run_loop"]
 
 
 class Generation(NamedTuple):
@@ -144,21 +145,20 @@ def generate(
         implementation=implementation,
     )
     with explain_out_of_memory(target.init_cache, *arguments["prompt"].shape):
-        return run_generate(target, drafter, **arguments)
+        return prefill_and_run(run_loop, target, drafter, **arguments)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation", "chunk_size"))
-def run_generate(
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def run_loop(
     target: Model,
     drafter: Drafter | None,
+    state: DecodeState,
     *,
     config: SpeculativeConfig,
     implementation: Implementation | None,
-    **arguments: Any,
 ) -> Generation:
-    """Returns what `generate` returns, of the arguments of `run_prefill`."""
+    """Takes steps until every request has ended, and returns what `generate` returns."""
     options: dict[str, Any] = {"config": config, "implementation": implementation}
-    state = run_prefill(target, drafter, **arguments, **options)
     state = jax.lax.while_loop(
         lambda state: jnp.any(state.finish == 0),
         lambda state: pvary_like(run_step(target, drafter, state, **options)[0], state),

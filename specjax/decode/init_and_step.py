@@ -26,7 +26,7 @@ from specjax.decode.capacity import (
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_step
-from specjax.decode.prefill import run_prefill
+from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
@@ -106,10 +106,9 @@ def init(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
-    options = {name: arguments[name] for name in ("config", "implementation")}
     with explain_out_of_memory(target.init_cache, *arguments["prompt"].shape):
-        state = run_prefill(target, drafter, **arguments)
-        return run_step(target, drafter, state, **options)[0]
+        state, _ = prefill_and_run(run_step, target, drafter, **arguments)
+        return state
 
 
 def step(

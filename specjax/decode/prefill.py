@@ -1,6 +1,7 @@
 """Reading the prompts: chunks of one size, through one program whatever their length."""
 
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -20,10 +21,68 @@ from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
-__all__ = ["run_prefill"]
+__all__ = ["prefill_and_run", "run_prefill"]
+
+_STATIC = ("config", "implementation", "chunk_size")
+# What programs were compiled for, so that no later call of the kind begins again.
+_compiled: set[Any] = set()
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation", "chunk_size"))
+def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **arguments: Any) -> Any:
+    """Returns `run` of the state that `run_prefill` returns: two programs, compiled at once.
+
+    XLA compiles each on one core, for longer than it takes to trace and lower both. Traced, they
+    are part of the caller's program.
+
+    Args:
+      run: a jitted function of target, drafter, state and the options of a step.
+      target: as in `init`.
+      drafter: as in `init`.
+      **arguments: of `run_prefill`.
+    """
+    options = {name: arguments[name] for name in ("config", "implementation")}
+    begun = _begin_compilation(run, target, drafter, arguments, options)
+    state = run_prefill(target, drafter, **arguments)
+    if begun is not None:
+        begun.join()
+    return run(target, drafter, state, **options)
+
+
+def _begin_compilation(
+    run: Any,
+    target: Model,
+    drafter: Drafter | None,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+) -> threading.Thread | None:
+    """Starts to compile `run` for the state to come, if this is the first call of its kind."""
+    data = {name: value for name, value in arguments.items() if name not in _STATIC}
+    leaves, structure = jax.tree.flatten((target, drafter, data))
+    # Of arrays that the caller has placed, the state's placement is known after the prefill alone.
+    if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
+        return None
+    static = tuple(arguments[name] for name in _STATIC)
+    key = (
+        run,
+        structure,
+        tuple(map(jax.typeof, leaves)),
+        static,
+        jax.dtypes.canonicalize_dtype(float),
+    )
+    if key in _compiled:
+        return None
+    _compiled.add(key)
+    state = run_prefill.eval_shape(target, drafter, **arguments)
+    thread = threading.Thread(target=run.lower(target, drafter, state, **options).compile)
+    thread.start()
+    return thread
+
+
+def _is_placed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.committed
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def run_prefill(
     target: Model,
     drafter: Drafter | None,

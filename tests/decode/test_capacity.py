@@ -78,7 +78,7 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing(compilation
             stream(rows, **values)
 
     both(0)
-    assert {"run_generate", "run_prefill", "run_step"} <= {
+    assert {"run_loop", "run_prefill", "run_step"} <= {
         name.removeprefix("jit_").removeprefix("jit(").removesuffix(")") for name in compilations
     }
     compilations.clear()

@@ -11,7 +11,7 @@ import pytest
 
 import specjax
 from specjax import Finish, Origin, SpeculativeConfig, generate
-from specjax.decode.generate import run_generate
+from specjax.decode.generate import run_loop
 
 V = 4
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -512,10 +512,10 @@ def test_synthetic_acceptance_has_the_length_asked_for():
 
 def test_values_never_recompile():
     synthetic(0, 1.0, 3, synthetic_acceptance_rate=0.5)
-    compiled = run_generate._cache_size()
+    compiled = run_loop._cache_size()
     synthetic(1, 0.3, 1, synthetic_acceptance_rate=0.7)
     synthetic(2, 2, 2, DRAFT, synthetic_acceptance_rate=0.1)
-    assert run_generate._cache_size() == compiled
+    assert run_loop._cache_size() == compiled
 
 
 def test_parameters_are_arguments_and_not_constants():

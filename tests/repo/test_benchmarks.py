@@ -46,6 +46,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
         (["gpu.cutoff"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
         (["gpu.filtered"], ["nothing asked", "all three"]),
         (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
+        (["gpu.cold_start", "--case", "plain"], ['{"first":']),
     ],
 )
 def test_the_gpu_benchmarks_rehearse_on_a_cpu(
