@@ -11,7 +11,7 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
     +-----------------+                   | over (m_i, l_i)|       +--------------+         v
                                           +----------------+             +------------------------+
                                                                          | 4 search               |
-                    the smallest logit that all filters keep <---------- | bisection of float keys|
+                    the smallest logit that all filters keep <---------- | bisection of the values|
                                                                          +------------------------+
 
 1. reduce: every program reduces a tile of a row to the largest logit m_i and the sum of
@@ -20,9 +20,10 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
    (`cutoff_bound.bound_cutoff`).
 3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
    others are read again (`cutoff_candidates.compact_candidates`).
-4. search: a bisection of the candidates gives the cutoff (`core.truncation.search_cutoff`). At most
-   2048 of them lie in registers, at most 32768 in the buffer. Where there are more, or no bound,
-   the search reads the row itself, which takes far longer.
+4. search: a bisection among the candidates, by the bits of floats, gives the cutoff
+   (`core.truncation.search_cutoff`, `core.bisection`). At most 2048 candidates lie in registers, at
+   most 32768 in the buffer. Where there are more, or no bound, the search reads the row itself,
+   which takes far longer.
 
 Axes: `R` rows, `V` vocabulary.
 """
@@ -94,7 +95,7 @@ def memory_queries(
     """
     num_tiles, _ = divmod_i32(count + (tile.size - 1), tile.size)
     offset = jax.lax.iota(jnp.int32, tile.size)
-    zero = offset.astype(jnp.float32) * jnp.float32(0)
+    zero = offset.astype(jnp.float32) * jnp.float32(0)  # 0 for each element, as a computed value
 
     def fold_tiles(
         query: Callable[[jax.Array], Any], merge: Callable[[Any, Any], Any], initial: Any
@@ -116,10 +117,11 @@ def memory_queries(
     def weights(x: jax.Array) -> jax.Array:
         return mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
 
-    def extremes(bracket: Bracket) -> Extremes:
+    def extremes_inside(bracket: Bracket) -> Extremes:
         def query(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            inside = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
-            return inside.least, -inside.most
+            # Each element is a block of its own. Minima of x and of -x: one merge serves both.
+            extremes = extremes_blocks(x[:, None], jax.tree.map(lambda key: key[None], bracket))
+            return extremes.least, -extremes.most
 
         least, most = fold_tiles(query, jnp.minimum, (zero + jnp.inf, zero + jnp.inf))
         return Extremes(jnp.min(least), -jnp.min(most))
@@ -127,15 +129,15 @@ def memory_queries(
     def min_kept_above(low: jax.Array) -> jax.Array:
         def query(x: jax.Array) -> jax.Array:
             min_p = row.filters.min_p
-            scaled = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
-            return min_kept(x[:, None], low[None], *scaled)
+            options = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
+            return min_kept(x[:, None], low[None], *options)
 
         return jnp.min(fold_tiles(query, jnp.minimum, zero + jnp.inf))
 
     return RowQueries(
         count_above=lambda pivot: sum_above(jnp.ones_like, pivot),
         mass_above=lambda pivot: sum_above(weights, pivot),
-        extremes_inside=extremes,
+        extremes_inside=extremes_inside,
         min_kept=min_kept_above,
     )
 
