@@ -131,23 +131,25 @@ def store_partials(
     """
     exp2, tile_index = fast_exp2(interpret), row_tile.tile_index
     x = load_raw_logits(row_tile.logits, row_tile.row, tile_token_ids(tile, tile_index))
-    reduced = reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2)
+    block_partials = reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2)
     blocks = tile_index * tile.num_blocks + jax.lax.iota(jnp.int32, tile.num_blocks)
-    plgpu.store(partials.block_max.at[index, blocks], reduced.max)
-    plgpu.store(partials.block_sum.at[index, blocks], reduced.sum)
-    merged = merge_partials(reduced, row_tile.scale, exp2)
+    plgpu.store(partials.block_max.at[index, blocks], block_partials.max)
+    plgpu.store(partials.block_sum.at[index, blocks], block_partials.sum)
+    tile_partial = merge_partials(block_partials, row_tile.scale, exp2)
     if partials.tile_max is not None:
-        partials.tile_max[index, tile_index] = merged.max
-        partials.tile_sum[index, tile_index] = merged.sum
+        partials.tile_max[index, tile_index] = tile_partial.max
+        partials.tile_sum[index, tile_index] = tile_partial.sum
     if row_tile.greedy is not None:
 
         @pl.when(row_tile.greedy)
         def _() -> None:
-            block = tile_index * tile.num_blocks + first_argmax(flush_subnormals(reduced.max))
+            block = tile_index * tile.num_blocks + first_argmax(
+                flush_subnormals(block_partials.max)
+            )
             token = block_argmax(row_tile.logits, row_tile.row, row_tile.cutoff, block)
             partials.tile_argmax[index, tile_index] = token
 
-    return merged.max
+    return tile_partial.max
 
 
 def block_argmax(

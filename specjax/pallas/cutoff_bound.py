@@ -119,9 +119,9 @@ def store_sub_blocks(
     token_id = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
     scale = parse_temperature(rows.temperature[b]).scale
     x = load_raw_logits(rows.logits, b, token_id)
-    reduced = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
-    plgpu.store(out.max.at[b, sub_block], reduced.max)
-    plgpu.store(out.sum.at[b, sub_block], reduced.sum)
+    partials = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
+    plgpu.store(out.max.at[b, sub_block], partials.max)
+    plgpu.store(out.sum.at[b, sub_block], partials.sum)
 
 
 def any_filter_active(rows: CutoffRows, b: jax.Array) -> jax.Array:
@@ -151,11 +151,15 @@ def summarize_row(
     """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
     filters, scale = _load_filters(rows, b), parse_temperature(rows.temperature[b]).scale
-    merged = merge_partials(partials, scale, fast_exp2(interpret))
-    is_cut = any_filter_active(rows, b) & jnp.isfinite(merged.max) & jnp.isfinite(merged.sum)
+    row_partial = merge_partials(partials, scale, fast_exp2(interpret))
+    is_cut = (
+        any_filter_active(rows, b) & jnp.isfinite(row_partial.max) & jnp.isfinite(row_partial.sum)
+    )
     cuts_k = None if filters.top_k is None else is_cut & top_k_active(filters.top_k, vocab_size)
     cuts_p = None if filters.top_p is None else is_cut & top_p_active(filters.top_p)
-    return RowSummary(filters, scale, merged.max, merged.sum, is_cut, cuts_k, cuts_p, partials)
+    return RowSummary(
+        filters, scale, row_partial.max, row_partial.sum, is_cut, cuts_k, cuts_p, partials
+    )
 
 
 def _load_filters(rows: CutoffRows, b: jax.Array) -> Filters:
@@ -175,8 +179,8 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
     filters, low = row.filters, row.anchor
     if filters.min_p is not None:
         # The slack keeps the bound below the comparison that decides, which rounds differently.
-        relative = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
-        low = row.anchor + relative / row.scale
+        threshold = min_p_threshold(filters.min_p) - jnp.float32(BOUND_SLACK)
+        low = row.anchor + threshold / row.scale
     else:
         low = jnp.minimum(row.anchor, -jnp.inf)  # -inf, as a computed value
     uses_mass = row.cuts_p
@@ -222,9 +226,10 @@ def _bisect_distance(
 
     def bisect(_: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         near_key, far_key = keys
-        middle = near_key + jax.lax.shift_right_arithmetic(far_key - near_key, jnp.int32(1))
-        is_reached = least_amount(row.anchor - key_value(middle)) >= target
-        return jnp.where(is_reached, near_key, middle), jnp.where(is_reached, middle, far_key)
+        middle_key = near_key + jax.lax.shift_right_arithmetic(far_key - near_key, jnp.int32(1))
+        is_reached = least_amount(row.anchor - key_value(middle_key)) >= target
+        near_key = jnp.where(is_reached, near_key, middle_key)
+        return near_key, jnp.where(is_reached, middle_key, far_key)
 
     _, far_key = jax.lax.fori_loop(
         jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near_key, far_key)

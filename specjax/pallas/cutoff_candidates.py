@@ -80,9 +80,12 @@ def compact_candidates(
     plgpu.store(buffer.sub_blocks.at[b, reread_index], sub_block, mask=holds_several)
     _barrier(interpret)
     # A batch has a static size. So there are two loops, of which at most one iterates.
-    small, large = config.small_reread_batch, config.large_reread_batch
+    small_batch, large_batch = config.small_reread_batch, config.large_reread_batch
     is_reread = num_reread <= config.max_reread
-    batches = ((small, num_reread <= small), (large, (num_reread > small) & is_reread))
+    batches = (
+        (small_batch, num_reread <= small_batch),
+        (large_batch, (num_reread > small_batch) & is_reread),
+    )
     for batch_size, is_chosen in batches:
         num_chosen = jnp.where(is_chosen, num_reread, 0)
         num_batches, _ = divmod_i32(num_chosen + (batch_size - 1), batch_size)
@@ -138,8 +141,8 @@ def _prefix_sums(
     ones, others = holds_one.astype(jnp.int32), holds_several.astype(jnp.int32)
     if holds_one.shape[0] >= _COUNT_RADIX:
         return _prefix_sum(ones), _prefix_sum(others)
-    both = _prefix_sum(ones + others * _COUNT_RADIX)
-    low, high = zip(*(divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in both), strict=True)
+    sums = _prefix_sum(ones + others * _COUNT_RADIX)
+    low, high = zip(*(divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in sums), strict=True)
     return low, high
 
 

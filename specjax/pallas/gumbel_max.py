@@ -137,7 +137,7 @@ def draw_token(
     x = row.kept_logits(token_id)
     token_gumbels = gumbel(noise.address, TOKEN_LEVEL, token_id.astype(jnp.uint32), dtype)
     logprobs = token_logprobs(x, row.normalizer, row.scale)
-    best = first_argmax(token_log_weights(token_id, logprobs).astype(dtype) + token_gumbels)
-    mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best
+    best_index = first_argmax(token_log_weights(token_id, logprobs).astype(dtype) + token_gumbels)
+    mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best_index
     logit = jnp.max(jnp.where(mask, x, -jnp.inf))
     return Draw(select_one(token_id, mask), logit, jnp.max(scores))

@@ -92,8 +92,8 @@ class RequestScalars(NamedTuple):
 
     def address(self, arrays: VerifyArrays, i: jax.Array, stream: Any, plan: Plan) -> Words:
         """Returns the addresses of draws i tokens after the request's first position."""
-        first, second = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
-        key = jnp.broadcast_to(first, i.shape), jnp.broadcast_to(second, i.shape)
+        words = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
+        key = jnp.broadcast_to(words[0], i.shape), jnp.broadcast_to(words[1], i.shape)
         at = interpreter_barrier(fold_in(key, arrays.positions[self.b] + i), plan.interpret)
         return interpreter_barrier(fold_in(at, stream), plan.interpret)
 

@@ -194,8 +194,8 @@ def _next_token(
         return prefix.argmax, -prefix.row.normalizer.log_sum
 
     def draw_random() -> tuple[jax.Array, jax.Array]:
-        drawn = draw()
-        return drawn.token, token_logprobs(drawn.logit, prefix.row.normalizer, prefix.row.scale)
+        sample = draw()
+        return sample.token, token_logprobs(sample.logit, prefix.row.normalizer, prefix.row.scale)
 
     def choose() -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond(prefix.request.temperature.greedy, take_argmax, draw_random)

@@ -23,7 +23,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """
     config = options.implementation.config(KernelConfig)
     num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
-    arrays = _flat(arrays)
+    arrays = _flatten_drafts(arrays)
     plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
@@ -34,7 +34,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     return emit_tokens(arrays, rows, plan._replace(tile=tile))
 
 
-def _flat(arrays: VerifyArrays) -> VerifyArrays:
+def _flatten_drafts(arrays: VerifyArrays) -> VerifyArrays:
     """Returns the arrays with those of drafted tokens, [B, K], laid end to end."""
     names = ("token_ids", "draft_logprobs", "draft_logsumexp", "draft_cutoff")
     token_arrays = {name: getattr(arrays, name) for name in names}

@@ -135,7 +135,7 @@ def fused_attention_kernel(
     qkv = RequestQKV(operands, b, make_rms_scale(operands.squares, b, num_tokens, norm))
     rows = qkv.rotated_heads(token, g * queries_per_kv + head, row_mask(is_row, dim, head_dim))
     queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
-    empty = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
+    empty_state = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
 
     @pl.when(split == num_splits)
     def _() -> None:
@@ -148,19 +148,19 @@ def fused_attention_kernel(
         values = qkv.heads(new_token, key_head + num_kv_heads, dim, mask).astype(
             operands.keys.dtype
         )
-        stored = cache_entries(keys, values)
+        entries = cache_entries(keys, values)
         if num_tokens > 1:
             # With one token no row is to be kept from a value that is not finite: the raw keys
             # serve, without waiting for the check of the values.
-            keys, values = stored
-        state = online_softmax.update(empty, queries, keys, values, position, spec)
+            keys, values = entries
+        state = online_softmax.update(empty_state, queries, keys, values, position, spec)
         store_partial(out.partials, kv_head, split, online_softmax.reduce_l(state), is_row)
         # One past the end for tokens that the cache does not hold: the store masks it.
         is_held = (position >= 0) & (position < num_slots)
         slot = jnp.where(is_held, position, jnp.int32(num_slots))
         mask = row_mask(slot < num_slots, dim, head_dim)
-        for cache, new in zip((out.keys, out.values), stored, strict=True):
-            plgpu.store(cache.at[b, g, slot[:, None], dim[None]], new, mask=mask)
+        for cache, entry in zip((out.keys, out.values), entries, strict=True):
+            plgpu.store(cache.at[b, g, slot[:, None], dim[None]], entry, mask=mask)
 
     @pl.when(split < num_splits)
     def _() -> None:
@@ -258,14 +258,16 @@ def _store_nan_keys(
 
     def store_nan() -> jax.Array:
         # The slot of a token with a value that is not finite; negative for other tokens.
-        bad_slots = [jnp.where(mark >= -1 - num_slots, -2 - mark, jnp.int32(-1)) for mark in marks]
+        marked_slots = [
+            jnp.where(mark >= -1 - num_slots, -2 - mark, jnp.int32(-1)) for mark in marks
+        ]
         token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
         dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))
-        slot = select_by_token(token, bad_slots, jnp.int32(-1))
+        slot = select_by_token(token, marked_slots, jnp.int32(-1))
         mask = row_mask(slot >= 0, dim, head_dim)
         nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
         plgpu.store(keys.at[b, g, slot[:, None], dim[None]], nan, mask=mask)
-        visible = [is_visible(queries.position, slot, spec.window) for slot in bad_slots]
+        visible = [is_visible(queries.position, slot, spec.window) for slot in marked_slots]
         return jnp.where(functools.reduce(jnp.logical_or, visible), jnp.float32(jnp.nan), 0.0)
 
     has_mark = functools.reduce(jnp.minimum, marks) < -1

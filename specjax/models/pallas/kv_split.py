@@ -65,7 +65,7 @@ class KVSplit(NamedTuple):
         first_block: KVBlock | None,
         queries: Queries,
         positions: list[jax.Array],
-        excluded: list[jax.Array],
+        excluded_slots: list[jax.Array],
         spec: AttentionSpec,
     ) -> OnlineSoftmax:
         """Returns the online softmax of queries over the blocks of this split.
@@ -74,13 +74,13 @@ class KVSplit(NamedTuple):
           first_block: block 0 of the split, if it has been loaded already.
           queries: the rows.
           positions: i32[] each, of the tokens: blocks that none of them attends to are skipped.
-          excluded: i32[] each, slots that no row attends to.
+          excluded_slots: i32[] each, slots that no row attends to.
           spec: scale, window and soft cap.
         """
 
         def update(block: KVBlock, state: OnlineSoftmax) -> OnlineSoftmax:
             inside = block.inside
-            for position in excluded:
+            for position in excluded_slots:
                 inside &= block.slot != position
             slot = jnp.where(inside, block.slot, jnp.int32(-1))
             return online_softmax.update(state, queries, block.keys, block.values, slot, spec)

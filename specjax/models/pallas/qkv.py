@@ -207,9 +207,11 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
         values = [x.astype(out.values.dtype) for x in halves]
         store(out.values, at, slot < num_slots, tuple(cache_entries(x, x)[1] for x in values))
         low, high = (~(jnp.abs(x) < jnp.inf) for x in values)
-        is_bad = jnp.max((low | high).astype(jnp.int32), axis=1) > 0
+        is_not_finite = jnp.max((low | high).astype(jnp.int32), axis=1) > 0
         mark = jnp.maximum(position, -1)
-        plgpu.store(out.marks.at[b, g, token], jnp.where(is_bad, -2 - mark, mark), mask=inside)
+        plgpu.store(
+            out.marks.at[b, g, token], jnp.where(is_not_finite, -2 - mark, mark), mask=inside
+        )
 
 
 def make_rms_scale(

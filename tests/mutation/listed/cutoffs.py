@@ -284,8 +284,8 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff_bound.summarize_row",
-        "& jnp.isfinite(merged.max) & jnp.isfinite(merged.sum)",
-        "& (merged.max < jnp.inf)",
+        "& jnp.isfinite(row_partial.max) & jnp.isfinite(row_partial.sum)",
+        "& (row_partial.max < jnp.inf)",
         cutoffs(f"{_LAWLESS}[interpret-masked]"),
         "a row of nothing but -inf is cut",
     ),

@@ -34,8 +34,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}attention_kernels.fused_attention_kernel",
-        "stored = cache_entries(keys, values)",
-        "stored = (keys, values)",
+        "entries = cache_entries(keys, values)",
+        "entries = (keys, values)",
         few(f"{_UNSEEN}[interpret-few requests]"),
         "values that are not finite are kept, and reach rows that do not see them",
     ),
@@ -188,7 +188,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}qkv.prepare_qkv_kernel",
-        "jnp.where(is_bad, -2 - mark, mark)",
+        "jnp.where(is_not_finite, -2 - mark, mark)",
         "mark",
         few(f"{_UNSEEN}[interpret-more requests]"),
         "keys do not tell that their values are not finite",
