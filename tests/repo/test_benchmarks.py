@@ -78,6 +78,12 @@ def test_a_ratio_to_vllm_is_quoted_within_one_session_alone(benchmark):
         assert "vLLM" not in apart
 
 
+def test_seconds_that_two_spans_share_count_once(benchmark):
+    length = benchmark("cpu.cold_start").length_of_union
+    inside, overlapping, apart = (1.5, 1.6), (1, 3), (5, 6)
+    assert length([apart, (0, 2), overlapping, inside]) == 4
+
+
 def test_a_trace_is_cut_where_the_device_rested(benchmark):
     loop = benchmark("gpu.loop")
     events = [
