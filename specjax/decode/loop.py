@@ -36,7 +36,7 @@ from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import TokenCounts, add_to_counts
 from specjax.samplers.rejection_sample import verify_draft
 
-__all__ = ["propose_draft", "run_step"]
+__all__ = ["apply_model", "propose_draft", "run_step"]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
@@ -66,7 +66,7 @@ def run_step(
     positions = jnp.where(
         index <= num_drafted[:, None], state.lengths[:, None] - 1 + index, jnp.int32(-1)
     )
-    hidden, cache = target.apply(target.params, input_ids, positions, state.target_cache)
+    hidden, cache = apply_model(target, input_ids, positions, state.target_cache)
     logits = target.logits(target.params, hidden)
     _check_target_logits(logits, state.settings, size, k + 1)
     lengths = state.lengths
@@ -91,6 +91,14 @@ def run_step(
         state = state._replace(drafter_state=drafter_state)
     state = state._replace(metrics=metrics)
     return _draft_next(drafter, state, deciding, config, implementation), info
+
+
+@jax.jit
+def apply_model(
+    model: Model, token_ids: jax.Array, positions: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Returns what `model.apply` does: traced once where its shapes are asked for before."""
+    return model.apply(model.params, token_ids, positions, cache)
 
 
 def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:

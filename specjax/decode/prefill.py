@@ -11,7 +11,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
-from specjax.decode.loop import propose_draft
+from specjax.decode.loop import apply_model, propose_draft
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.draft import Draft
@@ -126,7 +126,7 @@ def run_prefill(
     )
     k = 0 if drafter is None else config.num_speculative_tokens
     rows = jnp.zeros((size, k + 1), jnp.int32)
-    shapes = jax.eval_shape(target.apply, target.params, rows, rows, cache)[0]
+    shapes = apply_model.eval_shape(target, rows, rows, cache)[0]
     hidden = jnp.zeros((size, *shapes.shape[2:]), shapes.dtype)
     counts = _count_prompt(target, settings, token_ids, lengths, hidden)
     none_drafted = jnp.zeros((size,), jnp.int32)
@@ -134,8 +134,7 @@ def run_prefill(
     if drafter is not None:
         operands = (drafter_state, token_ids, lengths, counts, hidden, settings, none_drafted)
         options = {"config": config, "implementation": implementation}
-        propose = functools.partial(propose_draft, **options)
-        draft, _ = jax.eval_shape(propose, drafter, *operands)
+        draft, _ = propose_draft.eval_shape(drafter, *operands, **options)
         draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
     return DecodeState(
         token_ids=token_ids,
@@ -172,7 +171,7 @@ def _read(
         ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
         inside = done + offsets < num_read[:, None]
         ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
-        hidden, cache = target.apply(target.params, ids, positions, cache)
+        hidden, cache = apply_model(target, ids, positions, cache)
         if drafter is not None:
             features = hidden if drafter.reads_features else None
             drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)

@@ -77,7 +77,7 @@ class DraftHead(nnx.Module):
       rngs: source of the initial weights.
     """
 
-    def __init__(self, config: HeadConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: HeadConfig, rngs: nnx.Rngs | None) -> None:
         self.config, layer = config, config.layer()
         self.token_norm = RMSNorm(layer, config.hidden_size)
         self.hidden_norm = RMSNorm(layer, config.hidden_size)
@@ -183,7 +183,7 @@ def _shift(x: jax.Array, step: int) -> jax.Array:
 
 @functools.cache
 def _graph_def(config: HeadConfig) -> Any:
-    return nnx.split(nnx.eval_shape(lambda: DraftHead(config, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: DraftHead(config, None)))[0]
 
 
 @functools.cache

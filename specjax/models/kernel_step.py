@@ -5,10 +5,12 @@ returns what they return. Between layers the residual stream is on its way throu
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from specjax.implementation import Implementation
 from specjax.models.kernel_ops import (
@@ -24,7 +26,6 @@ from specjax.models.kernel_ops import (
     matmul,
 )
 from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
-from specjax.models.traced_once import call_traced_once
 
 __all__ = ["decode_step", "layer_step"]
 
@@ -63,15 +64,18 @@ def decode_step(
     normed = _begin_norm(norms[0], x, choice)
     for layer, entry, norm in zip(model.layers, cache, norms[1:], strict=True):
         operands = (x, normed, cos_sin[layer.rope], positions, entry)
-        x, normed, entry = call_traced_once(_layer, choice, (layer, norm), *operands)
+        x, normed, entry = _layer(choice, *nnx.split((layer, norm)), *operands)
         written.append(entry)
     last = PartialProduct(normed.rows[None], normed.squares)
     return last.reduce(model.norm.spec).astype(x.dtype)[:, :tokens], tuple(written)
 
 
+# JAX traces an inner `jit` once for equal layers, and lowers it to one function; XLA inlines it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer(
     choice: KernelChoice,
-    modules: tuple[Layer, RMSNorm],
+    graph: Any,
+    state: Any,
     x: jax.Array,
     normed: DeferredNorm,
     cos_sin: tuple[jax.Array, jax.Array],
@@ -79,7 +83,7 @@ def _layer(
     cache: Any,
 ) -> tuple[jax.Array, DeferredNorm, Any]:
     """Returns the stream after a layer, the same through the norm that follows, and the cache."""
-    layer, norm = modules
+    layer, norm = nnx.merge(graph, state)
     x, parts, cache = _advance(layer, choice, x, normed, cos_sin, positions, cache)
     return *_add_and_begin(norm, x, parts, layer.mlp_out_norm, choice), cache
 

@@ -21,8 +21,10 @@ from specjax.models.shared_math import AttentionSpec, NormSpec
 __all__ = ["Attention", "Layer", "MLP", "RMSNorm", "linear", "residual_add", "weight"]
 
 
-def weight(rngs: nnx.Rngs, config: TransformerConfig, *shape: int) -> nnx.Param:
-    """Returns a random parameter of the configuration's dtype."""
+def weight(rngs: nnx.Rngs | None, config: TransformerConfig, *shape: int) -> nnx.Param:
+    """Returns a random parameter of the configuration's dtype; zeros if only shapes are wanted."""
+    if rngs is None:
+        return nnx.Param(jnp.zeros(shape, config.dtype))
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02
     return nnx.Param(values.astype(config.dtype))
 
@@ -79,7 +81,7 @@ class Attention(nnx.Module):
       rngs: source of the initial weights.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs | None) -> None:
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
@@ -122,7 +124,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """A gated MLP: the gate and the up projection are one array."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs | None) -> None:
         self.gate_up = weight(rngs, config, config.hidden_size, 2 * config.intermediate_size)
         self.down = weight(rngs, config, config.intermediate_size, config.hidden_size)
         self.activation = jax.nn.silu if config.hidden_act == "silu" else _gelu
@@ -144,7 +146,7 @@ class Layer(nnx.Module):
       rngs: source of the initial weights.
     """
 
-    def __init__(self, config: TransformerConfig, number: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, number: int, rngs: nnx.Rngs | None) -> None:
         self.rope = config.rope(number)
         self.attention_norm = RMSNorm(config, config.hidden_size)
         self.attention = Attention(config, number, rngs)

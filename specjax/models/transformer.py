@@ -19,7 +19,6 @@ from specjax.models.choose_step import run_decoder
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
-from specjax.models.traced_once import call_traced_once
 
 __all__ = ["Transformer", "build", "causal_hidden", "functions"]
 
@@ -29,10 +28,10 @@ class Transformer(nnx.Module):
 
     Args:
       config: sizes and constants.
-      rngs: source of the initial weights.
+      rngs: source of the initial weights; None gives zeros.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs | None) -> None:
         self.config = config
         self.embedding = weight(rngs, config, config.vocab_size, config.hidden_size)
         self.layers = nnx.List([Layer(config, n, rngs) for n in range(config.num_hidden_layers)])
@@ -77,7 +76,7 @@ class Transformer(nnx.Module):
         x, cos_sin, written = self.embed(token_ids), self.cos_sin(positions), []
         for layer, entry in zip(self.layers, cache, strict=True):
             operands = (x, cos_sin[layer.rope], positions, entry)
-            x, entry = call_traced_once(_plain_layer, None, layer, *operands)
+            x, entry = _plain_layer(*nnx.split(layer), *operands)
             written.append(entry)
         return self.norm(x).astype(x.dtype), tuple(written)
 
@@ -90,8 +89,7 @@ class Transformer(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
         cos_sin = self.cos_sin(positions)
         for layer in self.layers:
-            operands = (x, cos_sin[layer.rope])
-            x = call_traced_once(_causal_layer, implementation, layer, *operands)
+            x = _causal_layer(implementation, *nnx.split(layer), x, cos_sin[layer.rope])
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -106,17 +104,22 @@ class Transformer(nnx.Module):
         return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
 
 
-def _plain_layer(_: None, layer: Layer, *operands: Any) -> Any:
-    return layer.plain(*operands)
+# JAX traces an inner `jit` once for equal layers, and lowers it to one function; XLA inlines it.
+@functools.partial(jax.jit, static_argnums=0)
+def _plain_layer(graph: Any, state: Any, *operands: Any) -> Any:
+    return nnx.merge(graph, state).plain(*operands)
 
 
-def _causal_layer(implementation: AttentionBackend, layer: Layer, x: Any, cos_sin: Any) -> Any:
-    return layer.causal(x, cos_sin, implementation)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _causal_layer(
+    implementation: AttentionBackend, graph: Any, state: Any, x: Any, cos_sin: Any
+) -> Any:
+    return nnx.merge(graph, state).causal(x, cos_sin, implementation)
 
 
 @functools.cache
 def _graph(config: TransformerConfig) -> Any:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, None)))[0]
 
 
 @functools.cache
