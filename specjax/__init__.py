@@ -5,6 +5,7 @@ Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
 `whole_prompt_drafter`.
+Compilation: `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 """
 
@@ -14,6 +15,7 @@ from specjax.acceptance_rates import (
     geometric_rates,
     rates_for_length,
 )
+from specjax.compilation_cache import enable_compilation_cache
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.decode.commit import commit
@@ -75,6 +77,7 @@ __all__ = [
     "conditional_rates",
     "count_tokens",
     "draft_from_probs",
+    "enable_compilation_cache",
     "expected_acceptance_length",
     "gather_drafts",
     "generate",

@@ -2,12 +2,9 @@
 
 import argparse
 import contextlib
-import hashlib
 import importlib.util
 import json
 import os
-import pathlib
-import platform
 import signal
 import sys
 from typing import Any, NoReturn, TextIO
@@ -24,6 +21,7 @@ from specjax.cli.generate import (
     stream_text,
 )
 from specjax.cli.prompts import read_prompt, read_prompts
+from specjax.compilation_cache import enable_compilation_cache
 from specjax.config import SpeculativeConfig
 
 __all__ = ["main"]
@@ -74,34 +72,6 @@ def _read_generate_job(
     )
 
 
-def _enable_compilation_cache() -> None:
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    try:
-        cache_root = pathlib.Path(
-            os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        )
-        folder = cache_root / "specjax" / _processor_id()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return
-    if not os.access(folder, os.W_OK):
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def _processor_id() -> str:
-    """Returns an id of host and processor: code compiled for one may crash on another."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    relevant_lines = sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
-    digest = hashlib.sha256("\n".join(relevant_lines or lines).encode()).hexdigest()
-    return f"{platform.node()}-{digest[:12]}"
-
-
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:
     """Returns options, job and terminal; everything that can be refused is refused here."""
     options, config = parse_options(argv)
@@ -116,11 +86,11 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
     if is_sweep:
         from specjax.cli.sweep import read_workload
 
-        _enable_compilation_cache()
+        enable_compilation_cache()
         return options, read_workload(options, texts, terminal), terminal
     if options.use_fp64_gumbel:
         exit_stack.enter_context(jax.enable_x64(True))
-    _enable_compilation_cache()
+    enable_compilation_cache()
     return options, _read_generate_job(options, config, texts[0], terminal), terminal
 
 
