@@ -16,7 +16,7 @@ PYTHON_GPU ?= python3
 .PHONY: demo test parity gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256
+	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256 --compare
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)

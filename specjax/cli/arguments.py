@@ -70,16 +70,18 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "generate",
-        help="continue a prompt by speculative decoding and report the speedup",
+        help="continue a prompt by speculative decoding",
         description="Continues a prompt by speculative decoding: a draft proposes tokens, the "
-        "target verifies them. The text streams to standard output; then the speed is compared "
-        "with plain decoding. Compiled programs are cached in $XDG_CACHE_HOME/specjax "
+        "target verifies them. The text streams to standard output, and a report of speed and "
+        "acceptance follows it, on standard error if the output is no terminal. Compiled programs "
+        "are cached in $XDG_CACHE_HOME/specjax "
         "(~/.cache/specjax); JAX_ENABLE_COMPILATION_CACHE=0 turns the cache off.",
         allow_abbrev=False,
     )
     _add_model_options(command.add_argument_group("prompt and models"))
     _add_decoding_options(command.add_argument_group("decoding"))
     _add_speculation_options(command.add_argument_group("speculation"))
+    _add_report_options(command.add_argument_group("report"))
     add_sweep_command(commands)
     return parser
 
@@ -137,10 +139,21 @@ def _add_decoding_options(group: Any) -> None:
         help="list each token's log-probability and those of the N most probable tokens",
     )
     group.add_argument("--seed", type=int, default=0, help="random seed in [0, 2**32); default: 0")
+
+
+def _add_report_options(group: Any) -> None:
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="then decode without drafts, too, and report how many times as fast drafts were",
+    )
+    group.add_argument("--quiet", action="store_true", help="print the text alone, no report")
     group.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the stream"
     )
-    group.add_argument("--no-baseline", action="store_true", help="skip timing plain decoding")
+    group.add_argument(
+        "--no-baseline", action="store_true", help="deprecated, does nothing: see --compare"
+    )
 
 
 def _add_speculation_options(group: Any) -> None:
@@ -238,6 +251,9 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         return options, parse_sweep_options(options)
     if options.logprobs is not None and options.logprobs < 0:
         raise ValueError(f"--logprobs is {options.logprobs}; it needs to be >= 0.")
+    if options.quiet and not options.json and (options.compare or options.logprobs is not None):
+        asked = "--compare" if options.compare else "--logprobs"
+        raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")
     parse_sampling_options(options)
     if options.draft == "none" and options.rejection_sample_method == "synthetic":
         raise ValueError(

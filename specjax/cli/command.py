@@ -15,9 +15,8 @@ from specjax.cli.arguments import OutputError, parse_options, parse_sampling_opt
 from specjax.cli.generate import (
     GenerateJob,
     GenerateResult,
-    compile_stream,
+    compare_with_plain,
     json_report,
-    measure_speed,
     stream_text,
 )
 from specjax.cli.prompts import read_prompt, read_prompts
@@ -82,7 +81,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
     from specjax.cli.terminal import Terminal
 
-    terminal = Terminal()
+    terminal = Terminal(quiet=not is_sweep and options.quiet)
     if is_sweep:
         from specjax.cli.sweep import read_workload
 
@@ -94,22 +93,17 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
     return options, _read_generate_job(options, config, texts[0], terminal), terminal
 
 
-def _run_loop(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
-    baseline = not options.no_baseline
+def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
+    shown: dict[str, Any] = {"begin": terminal.print_prompt, "show": terminal.print_text}
+    result, timings = stream_text(job, spinner=terminal.spinner, **({} if options.json else shown))
+    if not options.json:
+        terminal.end_line()
+    if options.compare:
+        timings = compare_with_plain(job, timings, spinner=terminal.spinner)
     if options.json:
-        result, timings = measure_speed(job, baseline=baseline)
         print(json.dumps(json_report(job, result, timings)))
-        return result
-    with terminal.spinner("compiling"):
-        compile_seconds = compile_stream(job)
-    terminal.print_prompt(job)
-    result, timings = stream_text(job, terminal.print_text)
-    terminal.end_line()
-    if baseline:
-        with terminal.spinner("measuring against plain decoding"):
-            result, timings = measure_speed(job, baseline=True)
-    timings = timings._replace(compile_seconds=timings.compile_seconds + compile_seconds)
-    terminal.print_summary(job, result, timings)
+    else:
+        terminal.print_summary(job, result, timings)
     return result
 
 
@@ -125,7 +119,7 @@ def _run_command(argv: list[str] | None) -> int:
 
                 run_sweep(options, job, terminal, argv)
                 return 0
-            result = _run_loop(options, job, terminal)
+            result = _run_generate(options, job, terminal)
         except (jax.errors.JaxRuntimeError, MemoryError, ArithmeticError, ValueError) as error:
             return _print_error(error, 1)
     if result.finish == "invalid_logits":

@@ -1,15 +1,14 @@
-"""Decodes one prompt: streams its text and times it against plain decoding."""
+"""Decodes one prompt: streams its text and times its steps, if asked next to plain decoding."""
 
-import functools
-import statistics
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from specjax import DecodeState, Generation, generate, init, step
+from specjax import DecodeState, init, step
 from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
@@ -22,19 +21,16 @@ from specjax.processing.sampling_params import SamplingParams
 __all__ = [
     "GenerateJob",
     "GenerateResult",
+    "Spinner",
     "Timings",
-    "compile_stream",
+    "compare_with_plain",
     "json_report",
-    "measure_speed",
     "metrics_json",
     "stream_text",
 ]
 
-# Prompts are padded to a multiple of this: similar lengths share one compilation.
-_PROMPT_MULTIPLE = 64
-_MAX_ROUNDS = 3
-# If a round of runs takes at least this long, one round is precise enough.
-_MIN_ROUND_SECONDS = 5.0
+# Returns a context; while it is open, its argument is shown.
+Spinner = Callable[[str], contextlib.AbstractContextManager[Any]]
 _FINISH_NAMES = {
     Finish.LENGTH: "length",
     Finish.END_OF_SEQUENCE: "end_of_sequence",
@@ -86,152 +82,159 @@ class GenerateResult(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Wall-clock times, with prefill and without compilation.
+    """Wall-clock times of the steps after the first token, without compilation and prefill.
 
     Attributes:
       compile_seconds: spent on compiling, or on reading the compilation cache.
-      seconds: median over decodings.
-      tokens_per_second: generated tokens / `seconds`.
-      plain_seconds: median without a drafter, None if not measured.
+      seconds: of these steps together.
+      tokens_per_second: tokens of these steps / `seconds`, None if there was no such step.
+      plain_seconds: without a drafter, None if not measured.
       plain_tokens_per_second: without a drafter, None if not measured.
       speedup: tokens_per_second / plain_tokens_per_second.
-      repeats: decodings per median.
-      loop: "generate", the whole loop as one program, or "stream", a program per step.
+      repeats: timed decodings of each kind.
+      loop: "stream", a program per step.
     """
 
     compile_seconds: float
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     plain_seconds: float | None = None
     plain_tokens_per_second: float | None = None
     speedup: float | None = None
     repeats: int = 1
-    loop: str = "generate"
+    loop: str = "stream"
 
 
-def _call_arguments(job: GenerateJob) -> dict[str, Any]:
-    length = len(job.prompt_ids)
-    prompt = np.zeros((1, -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE), np.int32)
-    prompt[0, :length] = job.prompt_ids
-    return {
-        "prompt_token_ids": prompt,
-        "prompt_lengths": np.array([length], np.int32),
-        "keys": job.key[None],
-        "config": job.config,
-        "max_new_tokens": job.max_new_tokens,
-        "temperature": np.float32(job.temperature),
-        "eos_token_ids": np.array(job.eos_token_ids, np.int32),
-        "sampling": job.sampling,
-        "num_logprobs": job.num_logprobs,
-    }
+def _stream_states(
+    job: GenerateJob, spinner: Spinner
+) -> Iterator[tuple[DecodeState, float, float]]:
+    """Yields the state with the first token, then that after each step.
 
+    The command calls `init` and `step` here alone.
 
-def _result_of(job: GenerateJob, output: DecodeState | Generation) -> GenerateResult:
-    ids, lengths, finish = jax.device_get((output.token_ids, output.lengths, output.finish))
-    index = slice(len(job.prompt_ids), int(lengths[0]))
-    top = jax.tree.map(lambda values: np.asarray(values)[0, index], output.top_logprobs)
-    return GenerateResult(
-        ids[0, index].tolist(), _FINISH_NAMES[int(finish[0])], output.metrics, top
-    )
-
-
-def _call_and_time(function: Callable[[], Any]) -> tuple[Any, float]:
+    Yields:
+      The state, the seconds of its compilation, and the seconds of its step: 0 for the first.
+    """
     start = time.perf_counter()
-    output = jax.block_until_ready(function())
-    return output, time.perf_counter() - start
+    with spinner("compiling"):
+        # Returns once all programs are compiled; the device goes on reading the prompt.
+        state = init(
+            job.target,
+            job.drafter,
+            np.array([job.prompt_ids], np.int32),
+            np.array([len(job.prompt_ids)], np.int32),
+            keys=job.key[None],
+            config=job.config,
+            max_new_tokens=job.max_new_tokens,
+            temperature=np.float32(job.temperature),
+            eos_token_ids=np.array(job.eos_token_ids, np.int32),
+            sampling=job.sampling,
+            num_logprobs=job.num_logprobs,
+        )
+    compile_seconds = time.perf_counter() - start
+    with spinner("reading the prompt"):
+        jax.block_until_ready(state)
+    yield state, compile_seconds, 0.0
+    while not np.asarray(state.finish)[0]:
+        start = time.perf_counter()
+        state, _ = step(job.target, job.drafter, state, config=job.config)
+        jax.block_until_ready(state)
+        yield state, 0.0, time.perf_counter() - start
 
 
-def compile_stream(job: GenerateJob) -> float:
-    """Compiles the programs of `stream_text`, and returns how many seconds that took."""
+def _result_of(job: GenerateJob, state: DecodeState) -> GenerateResult:
+    ids, lengths, finish, metrics, top = jax.device_get(
+        (state.token_ids, state.lengths, state.finish, state.metrics, state.top_logprobs)
+    )
+    index = slice(len(job.prompt_ids), int(lengths[0]))
+    top = jax.tree.map(lambda values: values[0, index], top)
+    return GenerateResult(ids[0, index].tolist(), _FINISH_NAMES[int(finish[0])], metrics, top)
 
-    def run_first_step() -> Any:
-        state = init(job.target, job.drafter, **_call_arguments(job))
-        return step(job.target, job.drafter, state, config=job.config)
 
-    return max(0.0, _call_and_time(run_first_step)[1] - _call_and_time(run_first_step)[1])
+def _ignore(*_: Any) -> None:
+    """Shows nothing."""
 
 
 def stream_text(
-    job: GenerateJob, show: Callable[[str, int], None]
+    job: GenerateJob,
+    *,
+    spinner: Spinner = contextlib.nullcontext,
+    begin: Callable[[GenerateJob], None] = _ignore,
+    show: Callable[[str, int], None] = _ignore,
 ) -> tuple[GenerateResult, Timings]:
     """Decodes step by step and passes on text as soon as it is final.
 
     Args:
       job: what to decode.
+      spinner: returns a context that says what takes so long before the first token.
+      begin: called once, when the first token is there.
       show: called with each piece of text and the `Origin` of the token that completed it.
 
     Returns:
-      The result, and its time with `show` included.
+      The result, and its times without those of `show`.
     """
-    start = time.perf_counter()
     text = TextStream(job.tokenizer, job.prompt_ids)
-    num_shown, origin = len(job.prompt_ids), 0
-    state = init(job.target, job.drafter, **_call_arguments(job))
-    while True:
-        ids, origins, length, finish = jax.device_get(
-            (state.token_ids, state.origins, state.lengths, state.finish)
-        )
-        for index in range(num_shown, int(length[0])):
+    num_shown = first_length = len(job.prompt_ids)
+    compile_seconds = step_seconds = 0.0
+    origin = 0
+    for state, compiling, stepping in _stream_states(job, spinner):
+        ids, origins, lengths = jax.device_get((state.token_ids, state.origins, state.lengths))
+        length = int(lengths[0])
+        if not stepping:
+            first_length = length
+            begin(job)
+        for index in range(num_shown, length):
             origin = int(origins[0, index])
             show(text.feed(int(ids[0, index])), origin)
-        num_shown = int(length[0])
-        if finish[0]:
-            break
-        state, _ = step(job.target, job.drafter, state, config=job.config)
+        num_shown = length
+        compile_seconds += compiling
+        step_seconds += stepping
     show(text.flush(), origin)
-    seconds = time.perf_counter() - start
-    result = _result_of(job, state)
-    return result, Timings(0.0, seconds, len(result.token_ids) / seconds, loop="stream")
+    rate = (num_shown - first_length) / step_seconds if step_seconds else None
+    return _result_of(job, state), Timings(compile_seconds, step_seconds, rate)
 
 
-def measure_speed(job: GenerateJob, *, baseline: bool) -> tuple[GenerateResult, Timings]:
-    """Times `generate` with the drafter and, in alternation, without.
+def compare_with_plain(
+    job: GenerateJob, timings: Timings, *, spinner: Spinner = contextlib.nullcontext
+) -> Timings:
+    """Times plain decoding of a prompt, by the programs that stream without a drafter.
 
     Args:
-      job: what to decode.
-      baseline: whether to time plain decoding too; ignored if the job has no drafter.
+      job: what was decoded.
+      timings: of its decoding.
+      spinner: as in `stream_text`.
 
     Returns:
-      The result with the drafter, and median times.
+      The times with those of plain decoding; unchanged if the job has no drafter.
     """
-    arguments = _call_arguments(job)
-    drafters = [job.drafter, None] if baseline and job.drafter is not None else [job.drafter]
-
-    def run_round() -> list[tuple[Generation, float]]:
-        decode = functools.partial(generate, job.target, **arguments)
-        return [_call_and_time(functools.partial(decode, drafter)) for drafter in drafters]
-
-    first_round, rounds = run_round(), [run_round()]
-    while (
-        len(rounds) < _MAX_ROUNDS and sum(seconds for _, seconds in rounds[0]) < _MIN_ROUND_SECONDS
-    ):
-        rounds.append(run_round())
-    medians = [statistics.median(result[i][1] for result in rounds) for i in range(len(drafters))]
-    results = [_result_of(job, output) for output, _ in first_round]
-    rates = [
-        len(result.token_ids) / median for result, median in zip(results, medians, strict=True)
-    ]
-    compile_seconds = sum(seconds for _, seconds in first_round) - sum(medians)
-    timings = Timings(max(0.0, compile_seconds), medians[0], rates[0], repeats=len(rounds))
-    if len(drafters) > 1:
-        speedup = rates[0] / rates[1] if rates[1] else None
-        timings = timings._replace(
-            plain_seconds=medians[1], plain_tokens_per_second=rates[1], speedup=speedup
-        )
-    return results[0], timings
+    if job.drafter is None:
+        return timings
+    _, plain = stream_text(job._replace(drafter=None), spinner=spinner)
+    rate, plain_rate = timings.tokens_per_second, plain.tokens_per_second
+    return timings._replace(
+        compile_seconds=timings.compile_seconds + plain.compile_seconds,
+        plain_seconds=plain.seconds,
+        plain_tokens_per_second=plain_rate,
+        speedup=rate / plain_rate if rate is not None and plain_rate else None,
+    )
 
 
 def metrics_json(result: GenerateResult) -> dict[str, Any]:
     """Returns counts and rates of a result as plain numbers; lists are per drafted position."""
-    metrics = result.metrics
+    counts = jax.tree.map(lambda count: np.asarray(count)[0], result.metrics)
+
+    # In NumPy: the properties of `Metrics` would compile a dozen programs.
+    def ratio(numerator: Any, denominator: Any) -> Any:
+        return (numerator / np.maximum(denominator, 1)).tolist()
+
     return {
-        "mean_acceptance_length": float(metrics.mean_acceptance_length),
-        "draft_acceptance_rate": float(metrics.draft_acceptance_rate),
-        "acceptance_rates": np.asarray(metrics.acceptance_rates).tolist(),
-        "num_steps": int(metrics.num_steps[0]),
-        "num_emitted": int(metrics.num_emitted[0]),
-        "num_drafted": np.asarray(metrics.num_drafted)[0].tolist(),
-        "num_accepted": np.asarray(metrics.num_accepted)[0].tolist(),
+        "mean_acceptance_length": ratio(counts.num_emitted, counts.num_steps),
+        "draft_acceptance_rate": ratio(counts.num_accepted.sum(), counts.num_drafted.sum()),
+        "acceptance_rates": ratio(counts.num_accepted, counts.num_drafted),
+        "num_steps": int(counts.num_steps),
+        "num_emitted": int(counts.num_emitted),
+        "num_drafted": counts.num_drafted.tolist(),
+        "num_accepted": counts.num_accepted.tolist(),
     }
 
 

@@ -10,7 +10,14 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
@@ -56,11 +63,15 @@ def _make_console(file: TextIO) -> Console:
 class Terminal:
     """Standard output and standard error of the command.
 
-    Generated text goes to standard output. Everything else goes to standard output if that is a
-    terminal, and to standard error otherwise.
+    Generated text goes to standard output. The report follows it if that is a terminal, and goes to
+    standard error otherwise. A spinner is shown where standard error is a terminal.
+
+    Args:
+      quiet: whether the text is all that is printed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._stdout, self._stderr = _make_console(sys.stdout), _make_console(sys.stderr)
@@ -68,10 +79,14 @@ class Terminal:
         self._line_ended = True
 
     def spinner(self, text: str) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context that shows a spinner with a text."""
-        if _supports_style(sys.stderr):
-            return self._stderr.status(f"{text} ...", spinner_style="cyan")
-        return contextlib.nullcontext()
+        """Returns a context that shows a spinner with a text and the seconds since it began."""
+        if self._quiet or not _supports_style(sys.stderr):
+            return contextlib.nullcontext()
+        seconds = TextColumn("{task.description} ... {task.elapsed:.0f} s", markup=False)
+        columns = (SpinnerColumn(style="cyan"), seconds)
+        progress = Progress(*columns, console=self._stderr, transient=True)
+        progress.add_task(text, total=None)
+        return progress
 
     @contextlib.contextmanager
     def progress_bar(self, total: int) -> Iterator[Callable[[str], None]]:
@@ -100,7 +115,7 @@ class Terminal:
         for title, table in tables:
             self._stdout.print()
             self._stdout.print(Text(title, "dim"))
-            self._stdout.print(table)
+            _print_table(self._stdout, table)
         self._stdout.print()
         for sentence in sentences:
             self._stdout.print(Text(sentence))
@@ -110,8 +125,8 @@ class Terminal:
         self._stderr.print(Text(sentence, "dim"))
 
     def print_prompt(self, job: GenerateJob) -> None:
-        """Prints heading, legend and prompt if standard output is a terminal."""
-        if not self._is_terminal:
+        """Prints heading, legend and prompt if standard output is a terminal and not quiet."""
+        if self._quiet or not self._is_terminal:
             return
         # As Text: a folder's name may look like markup.
         self._stdout.print(Text(_heading(job), "dim"))
@@ -126,12 +141,13 @@ class Terminal:
         self.print_text(job.text, _PROMPT)
 
     def print_text(self, text: str, origin: int) -> None:
-        """Writes a piece of text in the colour of its origin."""
+        """Writes a piece of text, in the colour of its origin unless quiet."""
         if not text:
             return
         self._line_ended = text.endswith("\n")
         if self._is_terminal:
-            segment = Segment(text.translate(_REPLACED_CONTROLS), _ORIGIN_STYLES[origin][1])
+            style = None if self._quiet else _ORIGIN_STYLES[origin][1]
+            segment = Segment(text.translate(_REPLACED_CONTROLS), style)
             self._stdout.print(Segments([segment]), end="", crop=False)
         else:
             sys.stdout.write(text)
@@ -145,12 +161,13 @@ class Terminal:
 
     def print_summary(self, job: GenerateJob, result: GenerateResult, timings: Timings) -> None:
         """Prints log-probabilities if there are any, then speed, compilation and acceptance."""
+        if self._quiet:
+            return
         console = self._stdout if self._is_terminal else self._stderr
         if result.top_logprobs is not None:
             console.print()
-            console.print(
-                _logprobs_table(list_logprobs(job.tokenizer, result.token_ids, result.top_logprobs))
-            )
+            tokens = list_logprobs(job.tokenizer, result.token_ids, result.top_logprobs)
+            _print_table(console, _logprobs_table(tokens))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
@@ -159,7 +176,18 @@ class Terminal:
         for name, value in _summary_rows(job, result, timings, blocks):
             table.add_row(name, value)
         console.print()
+        _print_table(console, table)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Prints a table; without the blanks that fill its last column if it is for no terminal."""
+    if console.is_terminal:
         console.print(table)
+        return
+    with console.capture() as lines:
+        console.print(table)
+    console.file.writelines(line.rstrip() + "\n" for line in lines.get().splitlines())
+    console.file.flush()
 
 
 def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
@@ -197,16 +225,16 @@ def _summary_rows(
 ) -> list[tuple[str, Text]]:
     reason = result.finish.replace("_", " ")
     mode = "with drafts" if job.drafter is not None else "plain decoding"
-    speed = Text.assemble((f"{timings.tokens_per_second:.1f}", "bold"), f" tokens/s {mode}")
+    if timings.tokens_per_second is None:
+        speed = Text("no step came after the first token")
+    else:
+        speed = Text.assemble((f"{timings.tokens_per_second:.1f}", "bold"), f" tokens/s {mode}")
     if timings.plain_tokens_per_second is not None:
         speed.append(f", {timings.plain_tokens_per_second:.1f} without")
     if timings.speedup is not None:
         colour = "bold green" if timings.speedup >= 1 else "bold yellow"
         speed.append_text(Text.assemble(": ", (f"{timings.speedup:.2f} times as fast", colour)))
-    if timings.loop == "generate":
-        method = f"whole loop in one program, prefill included, median of {timings.repeats}"
-    else:
-        method = "this stream, one program per step"
+    method = "steps after the first token, one program per step"
     rows = [
         (
             "tokens",

@@ -111,7 +111,7 @@ class FakeTerminal(io.StringIO):
 
 @pytest.mark.once
 def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
-    options = ("--temperature", "0", "--no-baseline")
+    options = ("--temperature", "0")
     drafts = ("none", "ngram", pair[1], pair[0])
     texts = [run_json(capsys, pair, "--draft", draft, *options) for draft in drafts]
     assert len({text["text"] for text in texts}) == 1
@@ -129,8 +129,8 @@ def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
     assert PROMPT + report["text"] == tokenizer.decode(prompt + ids)
     assert report["num_prompt_tokens"] == len(prompt)
     assert report["finish"] == ("end_of_sequence" if ids[-1] == 0 else "length")
-    # The first token is sampled from the prompt's logits, in no step.
-    assert len(ids) - 1 <= metrics["num_emitted"] <= len(ids) + 1
+    # The first token is sampled from the prompt's logits, in no step that drafted.
+    assert metrics["num_emitted"] == len(ids) - 1
     drafted, accepted = metrics["num_drafted"], metrics["num_accepted"]
     assert metrics["num_emitted"] == metrics["num_steps"] + sum(accepted)
     assert metrics["mean_acceptance_length"] == pytest.approx(
@@ -140,16 +140,40 @@ def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
     assert metrics["acceptance_rates"] == pytest.approx(
         [a / d for a, d in zip(accepted, drafted, strict=True)]
     )
-    assert timings["tokens_per_second"] * timings["seconds"] == pytest.approx(len(ids))
+    assert timings["tokens_per_second"] * timings["seconds"] == pytest.approx(len(ids) - 1)
+    assert timings["compile_seconds"] > 0
+    assert all(
+        timings[name] is None for name in ("plain_seconds", "plain_tokens_per_second", "speedup")
+    )
+
+
+def test_a_comparison_with_plain_decoding_changes_no_token(capsys, pair):
+    report, compared = (run_json(capsys, pair, *options) for options in ([], ["--compare"]))
+    assert compared["token_ids"] == report["token_ids"]
+    assert compared["metrics"] == report["metrics"]
+    timings = compared["timings"]
     assert timings["speedup"] == pytest.approx(
         timings["tokens_per_second"] / timings["plain_tokens_per_second"]
     )
-    assert timings["compile_seconds"] >= 0  # 0 where an earlier test compiled it
+    # Without an end of sequence, plain decoding takes a step for each token after the first.
+    plain = run_json(capsys, pair, "--draft", "none", "--compare")
+    assert timings["plain_seconds"] * timings["plain_tokens_per_second"] == pytest.approx(
+        len(plain["token_ids"]) - 1
+    )
+    assert plain["timings"]["speedup"] is None
+
+
+def test_a_text_of_one_token_has_no_speed(capsys, pair):
+    assert run_generate(pair, "--max-new-tokens", "1") == 0
+    assert "no step came after the first token" in capsys.readouterr().err
+    report = run_json(capsys, pair, "--max-new-tokens", "1", "--compare")
+    assert len(report["token_ids"]) == 1
+    assert report["timings"]["tokens_per_second"] is report["timings"]["speedup"] is None
 
 
 def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
     first, again, other = (
-        run_json(capsys, pair, "--no-baseline", "--temperature", "1", "--seed", seed)["token_ids"]
+        run_json(capsys, pair, "--temperature", "1", "--seed", seed)["token_ids"]
         for seed in ("5", "5", "6")
     )
     assert first == again != other
@@ -157,14 +181,14 @@ def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
 
 @pytest.mark.once
 def test_synthetic_acceptance_is_what_was_asked_for(capsys, pair):
-    options = ["--rejection-sample-method", "synthetic", "--no-baseline"]
+    options = ["--rejection-sample-method", "synthetic"]
     for asked in (["--synthetic-acceptance-rates", "1,0"], ["--synthetic-acceptance-length", "2"]):
         report = run_json(capsys, pair, *options, *asked)
         assert report["metrics"]["acceptance_rates"] == [1.0, 0.0]
 
 
 def test_noise_in_float64_leaves_the_process_as_it_was(capsys, pair):
-    report = run_json(capsys, pair, "--use-fp64-gumbel", "--no-baseline", "--draft", "none")
+    report = run_json(capsys, pair, "--use-fp64-gumbel", "--draft", "none")
     assert report["token_ids"]
     assert not jax.config.jax_enable_x64
 
@@ -176,8 +200,31 @@ def test_piped_output_is_the_text_alone(capsys, pair, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out == report["text"] + "\n" * (not report["text"].endswith("\n"))
     assert "\x1b" not in captured.out + captured.err
-    assert "times as fast" in captured.err
+    assert "tokens/s with drafts\n" in captured.err
+    assert "times as fast" not in captured.err
     assert "position 2" in captured.err
+    assert not re.search(r" $", captured.err, re.MULTILINE)
+    assert run_generate(pair, "--compare", "--no-baseline") == 0
+    compared = capsys.readouterr()
+    assert compared.out == captured.out
+    assert "times as fast" in compared.err
+    assert run_generate(pair, "--quiet") == 0
+    assert capsys.readouterr() == (captured.out, "")
+
+
+def test_a_terminal_shows_what_takes_long_and_nothing_of_it_if_quiet(pair, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for options in ([], ["--quiet"]):
+        streams = {name: FakeTerminal() for name in ("stdout", "stderr")}
+        for name, stream in streams.items():
+            monkeypatch.setattr(sys, name, stream)
+        assert run_generate(pair, *options) == 0
+        text, progress = (stream.getvalue() for stream in streams.values())
+        shown = re.findall(r" ([a-z ]+) \.\.\. \d+ s", re.sub(r"\x1b\[[0-9;]*m", "", progress))
+        stages = ["reading the folders", "compiling", "reading the prompt"]
+        assert list(dict.fromkeys(shown)) == ([] if options else stages)
+        assert (PROMPT in text, "\x1b" in text, "tokens/s" in text) == (not options,) * 3
+        assert text.strip()
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -187,7 +234,7 @@ def test_a_terminal_shows_origins_in_colour_unless_told_not_to(pair, monkeypatch
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert run_generate(pair, "--no-baseline") == 0
+    assert run_generate(pair) == 0
     output = terminal.getvalue()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     assert ("\x1b" in output) is not no_color
@@ -204,7 +251,7 @@ SAMPLING += ["--frequency-penalty", "0.1", "--presence-penalty", "-0.1", "--logp
 @pytest.mark.once
 def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pair):
     # Prompt lookup compiles fastest. That drafts change nothing is a matter of tests/decode.
-    options = ("--no-baseline", *SAMPLING, "--draft", "ngram")
+    options = (*SAMPLING, "--draft", "ngram")
     report = run_json(capsys, pair, *options)
     tokens = report["logprobs"]
     assert [token["token_id"] for token in tokens] == report["token_ids"]
@@ -218,16 +265,16 @@ def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pai
     first = run_json(capsys, pair, *options, "--top-k", "1")["token_ids"]
     greedy = run_json(capsys, pair, *options, "--temperature", "0")["token_ids"]
     assert first == greedy != report["token_ids"]
-    assert run_json(capsys, pair, "--no-baseline", "--draft", "none")["logprobs"] is None
+    assert run_json(capsys, pair, "--draft", "none")["logprobs"] is None
 
 
 @pytest.mark.once
 def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
-    assert run_generate(pair, "--no-baseline", *SAMPLING, "--draft", "none") == 0
+    assert run_generate(pair, *SAMPLING, "--draft", "none") == 0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("token "))
-    assert re.fullmatch(r"token +log p +rank +most probable *", lines[start])
+    assert re.fullmatch(r"token +log p +rank +most probable", lines[start])
     assert re.match(r'".+" +-\d+\.\d\d +\d+ +".+" -\d+\.\d\d  ".+" -\d+\.\d\d', lines[start + 1])
     assert "log p" not in captured.out
 
@@ -257,8 +304,8 @@ def test_tokens_are_listed_by_what_stands_in_them(monkeypatch):
 def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_bytes(PROMPT.encode())
-    options = ["--target", pair[0], "--draft", pair[1], "--json", "--no-baseline", *SHORT]
-    expected = run_json(capsys, pair, "--no-baseline")["token_ids"]
+    options = ["--target", pair[0], "--draft", pair[1], "--json", *SHORT]
+    expected = run_json(capsys, pair)["token_ids"]
     for arguments in (["--prompt-file", str(file)], ["-"], []):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
         assert main(["generate", *arguments, *options]) == 0
@@ -310,7 +357,7 @@ def test_a_name_is_shown_as_it_is_written(monkeypatch):
 def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
     encoded = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(encoded, "ascii", write_through=True))
-    assert run_generate(pair, "--no-baseline") == 0
+    assert run_generate(pair) == 0
     assert re.search(rb"position 1 +[#.]{24} [01]\.\d\d", encoded.getvalue())
 
 
@@ -402,6 +449,8 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
         (["x", "--frequency-penalty", "inf"], "--frequency-penalty is inf"),
         (["x", "--logprobs", "-1"], "--logprobs is -1"),
+        (["x", "--quiet", "--compare"], "--quiet prints the text alone, and --compare asks for m"),
+        (["x", "--quiet", "--logprobs", "1"], "and --logprobs asks for more; give one"),
         (["x", "--logprobs", "99999"], "--logprobs is 99999; the target has"),
         (["x", "--seed", str(2**32)], "--seed is 4294967296"),
         (["x", "--max-new-tokens", "9" * 30], "at most 1024"),
@@ -583,7 +632,7 @@ def test_output_that_cannot_be_written_ends_without_a_traceback(
         for options in (["--json"], []):
             with monkeypatch.context() as patch:
                 patch.setattr(sys, "stdout", FailingOutput(error, file))
-                assert run_generate(pair, "--no-baseline", *options) == code
+                assert run_generate(pair, *options) == code
             assert capsys.readouterr().err == message
 
 
@@ -593,7 +642,7 @@ def test_a_closed_standard_error_changes_no_refusal_and_ends_a_text_without_a_tr
     # The text is written, its summary is not.
     for call, code in [
         (lambda: main(["generate", ""]), 2),
-        (lambda: run_generate(pair, "--no-baseline"), 141),
+        (lambda: run_generate(pair), 141),
     ]:
         reader, writer = os.pipe()
         os.close(reader)
@@ -663,7 +712,7 @@ def test_a_backend_that_fails_is_a_sentence(capsys, pair, monkeypatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nallocation 1\n")
 
-    monkeypatch.setattr("specjax.cli.command.measure_speed", fail)
+    monkeypatch.setattr("specjax.cli.command.stream_text", fail)
     assert run_generate(pair, "--json") == 1
     assert capsys.readouterr() == ("", "specjax: RESOURCE_EXHAUSTED: Out of memory.\n")
 

@@ -129,7 +129,7 @@ def write_model(path, size, seed, *added):
 
 
 def generate(capsys, *options):
-    code = main(["generate", *options, "--max-new-tokens", "12", "--no-baseline", "--json"])
+    code = main(["generate", *options, "--max-new-tokens", "12", "--json"])
     captured = capsys.readouterr()
     return json.loads(captured.out) if code == 0 else captured.err
 
