@@ -1,5 +1,6 @@
 """Reading the prompts: chunks of one size, through one program whatever their length."""
 
+import contextlib
 import functools
 import threading
 from typing import Any
@@ -61,6 +62,8 @@ def _begin_compilation(
     # Of arrays that the caller has placed, the state's placement is known after the prefill alone.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
         return None
+    if jax.config.values["jax_disable_jit"]:
+        return None
     static = tuple(arguments[name] for name in _STATIC)
     key = (
         run,
@@ -73,9 +76,15 @@ def _begin_compilation(
         return None
     _compiled.add(key)
     state = run_prefill.eval_shape(target, drafter, **arguments)
-    thread = threading.Thread(target=run.lower(target, drafter, state, **options).compile)
+    thread = threading.Thread(target=_compile, args=(run.lower(target, drafter, state, **options),))
     thread.start()
     return thread
+
+
+def _compile(lowered: Any) -> None:
+    # The call that comes compiles again what fails here, and says why.
+    with contextlib.suppress(Exception):
+        lowered.compile()
 
 
 def _is_placed(leaf: Any) -> bool:
