@@ -1,5 +1,6 @@
 """What tests and examples in docstrings share: fake devices, short compilations, names to use."""
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -13,6 +14,9 @@ from machine import has_gpu
 
 import specjax
 
+# A trace makes millions of objects that live on: the collector, which looks through all of them
+# again and again, takes a seventh of the time of what traces most.
+gc.set_threshold(200_000, 20, 100)
 # Before the first use of a backend. They share the cores: one device is no slower for it.
 jax.config.update("jax_num_cpu_devices", 4)
 # Most of the tests' time is compilation. Two fifths of that are passes that shorten loops until
