@@ -42,28 +42,30 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
       **arguments: of `run_prefill`.
     """
     options = {name: arguments[name] for name in ("config", "implementation")}
-    begun = _begin_compilation(run, target, drafter, arguments, options)
+    compilations = _begin_compilations(run, target, drafter, arguments, options)
+    for thread in compilations[:1]:
+        thread.join()
     state = run_prefill(target, drafter, **arguments)
-    if begun is not None:
-        begun.join()
+    for thread in compilations[1:]:
+        thread.join()
     return run(target, drafter, state, **options)
 
 
-def _begin_compilation(
+def _begin_compilations(
     run: Any,
     target: Model,
     drafter: Drafter | None,
     arguments: dict[str, Any],
     options: dict[str, Any],
-) -> threading.Thread | None:
-    """Starts to compile `run` for the state to come, if this is the first call of its kind."""
+) -> list[threading.Thread]:
+    """Starts to compile `run_prefill` and `run`, if this is the first call of its kind."""
     data = {name: value for name, value in arguments.items() if name not in _STATIC}
     leaves, structure = jax.tree.flatten((target, drafter, data))
     # Of arrays that the caller has placed, the state's placement is known after the prefill alone.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
-        return None
+        return []
     if jax.config.values["jax_disable_jit"]:
-        return None
+        return []
     static = tuple(arguments[name] for name in _STATIC)
     key = (
         run,
@@ -73,10 +75,16 @@ def _begin_compilation(
         jax.dtypes.canonicalize_dtype(float),
     )
     if key in _compiled:
-        return None
+        return []
     _compiled.add(key)
+    # The first program is compiled, or read from a cache, while Python traces the second.
+    threads = [_start(run_prefill.lower(target, drafter, **arguments))]
     state = run_prefill.eval_shape(target, drafter, **arguments)
-    thread = threading.Thread(target=_compile, args=(run.lower(target, drafter, state, **options),))
+    return [*threads, _start(run.lower(target, drafter, state, **options))]
+
+
+def _start(lowered: Any) -> threading.Thread:
+    thread = threading.Thread(target=_compile, args=(lowered,))
     thread.start()
     return thread
 
