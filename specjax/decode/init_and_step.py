@@ -207,9 +207,12 @@ def _check_options(
 ) -> dict[str, Any]:
     """Returns the static options of a step."""
     check_noise_dtype(config.noise_dtype)
-    if implementation is not None:
-        implementation = resolve_implementation(implementation)
-    return {"config": config.compile_key(), "implementation": implementation}
+    # Also without a name: this looks for Pallas, and the newest JAX traces anew once it is found.
+    resolved = resolve_implementation(implementation)
+    return {
+        "config": config.compile_key(),
+        "implementation": None if implementation is None else resolved,
+    }
 
 
 def _check_types(target: Any, drafter: Any, config: Any) -> None:

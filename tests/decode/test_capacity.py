@@ -21,7 +21,8 @@ def generate(rows, *, drafter=BY_MODEL, max_new_tokens=9, target=MODEL, **option
     width = max(len(row) for row in rows)
     ids = np.array([row + [0] * (width - len(row)) for row in rows])
     lengths = [len(row) for row in rows]
-    options.setdefault("keys", bigrams.keys(len(rows)))
+    if "keys" not in options:
+        options["keys"] = bigrams.keys(len(rows))
     options |= {"max_new_tokens": max_new_tokens, "config": CONFIG}
     return specjax.generate(target, drafter, ids, lengths, **options)
 
@@ -78,9 +79,8 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing(compilation
             stream(rows, **values)
 
     both(0)
-    assert {"run_loop", "run_prefill", "run_step"} <= {
-        name.removeprefix("jit_").removeprefix("jit(").removesuffix(")") for name in compilations
-    }
+    names = [x.removeprefix("jit_").removeprefix("jit(").removesuffix(")") for x in compilations]
+    assert [names.count(x) for x in ("run_prefill", "run_loop", "run_step")] == [1, 1, 1]
     compilations.clear()
     for seed in range(1, 51):
         both(seed)
