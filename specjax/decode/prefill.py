@@ -1,8 +1,9 @@
 """Reading the prompts: chunks of one size, through one program whatever their length."""
 
-import contextlib
 import functools
-import threading
+import itertools
+from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -22,11 +23,9 @@ from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
-__all__ = ["prefill_and_run", "run_prefill"]
+__all__ = ["begin_compilation", "prefill_and_run", "run_prefill"]
 
 _STATIC = ("config", "implementation", "chunk_size")
-# What programs were compiled for, so that no later call of the kind begins again.
-_compiled: set[Any] = set()
 
 
 def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **arguments: Any) -> Any:
@@ -41,58 +40,59 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
       drafter: as in `init`.
       **arguments: of `run_prefill`.
     """
-    options = {name: arguments[name] for name in ("config", "implementation")}
-    compilations = _begin_compilations(run, target, drafter, arguments, options)
-    for thread in compilations[:1]:
-        thread.join()
+    # JAX gives what was compiled here to the call that comes. That call compiles again what
+    # failed, and says why.
+    prefill, compiled_run = _begin_compilations(run, target, drafter, arguments)
+    futures.wait(prefill)
     state = run_prefill(target, drafter, **arguments)
-    for thread in compilations[1:]:
-        thread.join()
-    return run(target, drafter, state, **options)
+    futures.wait(compiled_run)
+    return run(target, drafter, state, **_step_options(arguments))
 
 
 def _begin_compilations(
-    run: Any,
-    target: Model,
-    drafter: Drafter | None,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
-) -> list[threading.Thread]:
-    """Starts to compile `run_prefill` and `run`, if this is the first call of its kind."""
+    run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Begins to compile `run_prefill` and `run`, if this is the first call of its kind."""
     data = {name: value for name, value in arguments.items() if name not in _STATIC}
     leaves, structure = jax.tree.flatten((target, drafter, data))
     # Of arrays that the caller has placed, the state's placement is known after the prefill alone.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
-        return []
+        return [], []
     if jax.config.values["jax_disable_jit"]:
-        return []
+        return [], []
     static = tuple(arguments[name] for name in _STATIC)
-    key = (
-        run,
-        structure,
-        tuple(map(jax.typeof, leaves)),
-        static,
-        jax.dtypes.canonicalize_dtype(float),
-    )
-    if key in _compiled:
-        return []
-    _compiled.add(key)
-    # The first program is compiled, or read from a cache, while Python traces the second.
-    threads = [_start(run_prefill.lower(target, drafter, **arguments))]
-    state = run_prefill.eval_shape(target, drafter, **arguments)
-    return [*threads, _start(run.lower(target, drafter, state, **options))]
+    types = tuple(map(jax.typeof, leaves))
+    if next(_count_calls(run, structure, types, static, jax.dtypes.canonicalize_dtype(float))):
+        return [], []
+    prefill, compiled_run = begin_compilation(run, target, drafter, arguments)
+    return [prefill], [compiled_run]
 
 
-def _start(lowered: Any) -> threading.Thread:
-    thread = threading.Thread(target=_compile, args=(lowered,))
-    thread.start()
-    return thread
+@functools.lru_cache(maxsize=64)
+def _count_calls(*kind: Any) -> Iterator[int]:
+    """Returns a counter of the calls of a kind, which models are part of: old kinds are dropped."""
+    return itertools.count()
 
 
-def _compile(lowered: Any) -> None:
-    # The call that comes compiles again what fails here, and says why.
-    with contextlib.suppress(Exception):
-        lowered.compile()
+def begin_compilation(
+    run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
+) -> tuple[futures.Future[Any], futures.Future[Any]]:
+    """Returns `run_prefill` and `run`, lowered and being compiled.
+
+    The first is compiled, or read from a cache, while Python traces the second.
+    """
+    pool = futures.ThreadPoolExecutor(2)
+    try:
+        prefill = pool.submit(run_prefill.lower(target, drafter, **arguments).compile)
+        state = run_prefill.eval_shape(target, drafter, **arguments)
+        lowered = run.lower(target, drafter, state, **_step_options(arguments))
+        return prefill, pool.submit(lowered.compile)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _step_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in ("config", "implementation")}
 
 
 def _is_placed(leaf: Any) -> bool:
