@@ -87,6 +87,7 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing(compilation
     assert compilations == []
 
 
+@pytest.mark.once
 def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
     options = dict(temperature=np.array([0.0, 1.0, 0.7]), num_logprobs=1)
     wanted = generate(ROWS, max_length=16, **options)
@@ -98,6 +99,7 @@ def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
             np.testing.assert_array_equal(x[:, :16] if x.ndim > 1 else x, y)
 
 
+@pytest.mark.once
 def test_every_request_has_its_own_number_of_new_tokens():
     counts = np.array([1, 9, 4])
     # Greedy: the drafts that are cut at the end of a text change which noise draws its last tokens.
@@ -133,6 +135,7 @@ def test_what_has_no_room_is_refused(change, words):
         generate(ROWS, target=target, **change)
 
 
+@pytest.mark.once
 def test_a_device_without_room_names_the_bytes_of_the_cache():
     def init_cache(batch_size, max_length):
         return jnp.zeros((batch_size, max_length, 2**20, 2**20), jnp.int8)
@@ -153,6 +156,7 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
         )
 
 
+@pytest.mark.once
 def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
     draft = bigrams.model(DRAFT)
 
@@ -167,6 +171,7 @@ def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.once
 def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once():
     """Its state counts what it was given at each position, and keeps the features."""
 

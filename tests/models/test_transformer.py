@@ -163,7 +163,9 @@ def test_models_of_equal_configurations_share_one_compilation():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("layers_by", ["xla", "interpret"])
+@pytest.mark.parametrize(
+    "layers_by", ["xla", pytest.param("interpret", marks=pytest.mark.interpret)]
+)
 def test_a_program_holds_each_kind_of_layer_once_whatever_the_depth(layers_by):
     """Two kinds here: layers with a window and without, and the first reads another norm's sums."""
 
