@@ -5,10 +5,11 @@
     u       = uniform_from_bits(bits)                      in (0, 1)
     gumbel  = -log(-log1p(-u))                             in float32 or float64
 
-The hash is written out here, so that kernels and plain JAX share it.
+The hash is written out here. Kernels pass their own form of it, `specjax.pallas.threefry`.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ import jax.numpy as jnp
 
 __all__ = [
     "BLOCK_LEVEL",
+    "Hash",
+    "PARITY",
+    "ROTATIONS",
     "SAMPLING_BLOCK",
     "Stream",
     "TOKEN_LEVEL",
@@ -42,9 +46,10 @@ TOKEN_LEVEL = 0
 BLOCK_LEVEL = 1
 
 Words = tuple[jax.Array, jax.Array]
+Hash = Callable[[Words, Words], Words]
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
 
 
 class Stream:
@@ -85,11 +90,11 @@ def threefry2x32(key: Words, count: Words) -> Words:
     References:
       Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
-    schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x0 = count[0] + schedule[0]
     x1 = count[1] + schedule[1]
     for i in range(5):
-        for rotation in _ROTATIONS[i % 2]:
+        for rotation in ROTATIONS[i % 2]:
             x0 = x0 + x1
             x1 = (x1 << jnp.uint32(rotation)) | (x1 >> jnp.uint32(32 - rotation))
             x1 = x0 ^ x1
@@ -104,33 +109,35 @@ def key_words(keys: jax.Array) -> Words:
     return data[..., 0], data[..., 1]
 
 
-def fold_in(key: Words, data: Any) -> Words:
+def fold_in(key: Words, data: Any, threefry: Hash = threefry2x32) -> Words:
     """Returns `jax.random.fold_in` of words.
 
     Args:
       key: two u32 arrays.
       data: an int or an integer array of the key's shape.
+      threefry: the hash.
 
     Returns:
       Two u32 arrays of the key's shape.
     """
     word = jnp.asarray(data).astype(jnp.uint32)
     word = jnp.broadcast_to(word, key[0].shape)
-    return threefry2x32(key, (jnp.zeros_like(word), word))
+    return threefry(key, (jnp.zeros_like(word), word))
 
 
-def address(key: Words, position: Any, stream: Any) -> Words:
+def address(key: Words, position: Any, stream: Any, threefry: Hash = threefry2x32) -> Words:
     """Returns the address of a draw: `fold_in(fold_in(key, position), stream)`.
 
     Args:
       key: the request's two u32 words.
       position: i32, the absolute position of the token the draw decides.
       stream: int or i32, one of `specjax.Stream`.
+      threefry: the hash.
 
     Returns:
       Two u32 arrays of the key's shape.
     """
-    return fold_in(fold_in(key, position), stream)
+    return fold_in(fold_in(key, position, threefry), stream, threefry)
 
 
 def batch_addresses(key: Words, positions: jax.Array, streams: jax.Array) -> Words:
@@ -160,19 +167,22 @@ def fold_in_rows(key: jax.Array, size: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(size, dtype=jnp.uint32))
 
 
-def random_bits(at: Words, index: jax.Array, dtype: Any = jnp.uint32) -> jax.Array:
+def random_bits(
+    at: Words, index: jax.Array, dtype: Any = jnp.uint32, threefry: Hash = threefry2x32
+) -> jax.Array:
     """Returns word `index` of `jax.random.bits` at an address, for any length of the bits.
 
     Args:
       at: two u32 arrays, broadcast against `index`.
       index: u32, the index of the word.
       dtype: uint32 or uint64.
+      threefry: the hash.
 
     Returns:
       Words of `dtype`, of the broadcast shape.
     """
     # jax.random.bits in its partitionable form hashes the 64-bit index of each word.
-    high, low = threefry2x32(at, (jnp.zeros_like(index), index))
+    high, low = threefry(at, (jnp.zeros_like(index), index))
     if dtype == jnp.uint32:
         return high ^ low
     return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
@@ -203,22 +213,31 @@ def gumbel_from_uniform(u: jax.Array) -> jax.Array:
     return -jnp.log(-jnp.log1p(-u))
 
 
-def uniform(at: Words, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def uniform(
+    at: Words, index: jax.Array, dtype: Any = jnp.float32, threefry: Hash = threefry2x32
+) -> jax.Array:
     """Returns uniforms at an address; an acceptance test reads index 0 of `Stream.accept(i)`.
 
     Args:
       at: two u32 arrays, broadcast against `index`.
       index: u32.
       dtype: float32 or float64.
+      threefry: the hash.
 
     Returns:
       Array of `dtype`, in (0, 1).
     """
     bits = jnp.uint64 if dtype == jnp.float64 else jnp.uint32
-    return uniform_from_bits(random_bits(at, index, bits))
+    return uniform_from_bits(random_bits(at, index, bits, threefry))
 
 
-def gumbel(at: Words, level: int, index: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def gumbel(
+    at: Words,
+    level: int,
+    index: jax.Array,
+    dtype: Any = jnp.float32,
+    threefry: Hash = threefry2x32,
+) -> jax.Array:
     """Returns the Gumbels of one level of two-level sampling at an address.
 
     Args:
@@ -226,8 +245,9 @@ def gumbel(at: Words, level: int, index: jax.Array, dtype: Any = jnp.float32) ->
       level: `TOKEN_LEVEL` for tokens, `BLOCK_LEVEL` for blocks of `SAMPLING_BLOCK` tokens.
       index: u32, the absolute vocabulary id of a token, the index of a block.
       dtype: float32 or float64.
+      threefry: the hash.
 
     Returns:
       Array of `dtype`, finite.
     """
-    return gumbel_from_uniform(uniform(fold_in(at, level), index, dtype))
+    return gumbel_from_uniform(uniform(fold_in(at, level, threefry), index, dtype, threefry))

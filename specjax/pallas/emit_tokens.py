@@ -165,9 +165,8 @@ def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) ->
     arrays, rows, log_masses = operands
     b = pl.program_id(0)
     prefix = load_accepted_prefix(arrays, rows, b, plan)
-    noise = draw_row_noise(
-        next_address(arrays, prefix, plan), arrays.target_logits.shape[1], plan.noise_dtype
-    )
+    address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
+    noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
 
     def draw_from_row() -> Draw:
         return draw_row(arrays, rows, prefix, noise, plan)
@@ -252,7 +251,8 @@ def _draw_tile(
     b = prefix.request.b
     # The noise depends on no logit: it is computed while the logits are being loaded.
     address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
-    noise = draw_noise(address, first_block, plan.tile.num_blocks, plan.noise_dtype)
+    num_blocks = plan.tile.num_blocks
+    noise = draw_noise(address, first_block, num_blocks, plan.noise_dtype, plan.threefry)
     masses = reduce_masses(arrays, prefix, tile_index, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -278,8 +278,8 @@ def _best_tile(
     winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
 
     def draw_from_row() -> Draw:
-        address = next_address(arrays, prefix, plan)
-        noise = draw_row_noise(address, arrays.target_logits.shape[1], plan.noise_dtype)
+        address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
+        noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
         return draw_row(arrays, rows, prefix, noise, plan)
 
     has_residual = prefix.from_residual & (jnp.sum(masses) > MIN_RESIDUAL_MASS)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
-from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
+from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Hash, Words, gumbel
 from specjax.pallas.blocks import load_raw_logits
 from specjax.pallas.kernel_config import power_of_two
 from specjax.pallas.launch import select_one
@@ -68,11 +68,13 @@ class BlockNoise(NamedTuple):
       address: of the draw.
       first_block: i32, the first of the N blocks that are drawn among.
       gumbels: noise_dtype[N], of blocks `first_block`, `first_block + 1`, ...
+      threefry: the hash of the kernel.
     """
 
     address: Words
     first_block: jax.Array
     gumbels: jax.Array
+    threefry: Hash
 
 
 class Draw(NamedTuple):
@@ -95,17 +97,17 @@ def block_token_ids(block: jax.Array) -> jax.Array:
 
 
 def draw_noise(
-    address: Words, first_block: jax.Array, num_blocks: int, noise_dtype: Any
+    address: Words, first_block: jax.Array, num_blocks: int, noise_dtype: Any, threefry: Hash
 ) -> BlockNoise:
     """Returns the noise of a draw among `num_blocks` blocks from `first_block` on."""
     block = first_block + jax.lax.iota(jnp.int32, num_blocks)
-    gumbels = gumbel(address, BLOCK_LEVEL, block.astype(jnp.uint32), noise_dtype)
-    return BlockNoise(address, first_block, gumbels)
+    gumbels = gumbel(address, BLOCK_LEVEL, block.astype(jnp.uint32), noise_dtype, threefry)
+    return BlockNoise(address, first_block, gumbels, threefry)
 
 
-def draw_row_noise(address: Words, vocab_size: int, noise_dtype: Any) -> BlockNoise:
+def draw_row_noise(address: Words, vocab_size: int, noise_dtype: Any, threefry: Hash) -> BlockNoise:
     """Returns the noise of a draw among all blocks of a row."""
-    return draw_noise(address, jnp.int32(0), num_padded_blocks(vocab_size), noise_dtype)
+    return draw_noise(address, jnp.int32(0), num_padded_blocks(vocab_size), noise_dtype, threefry)
 
 
 def num_padded_blocks(vocab_size: int) -> int:
@@ -135,7 +137,8 @@ def draw_token(
     scores = block_log_masses.astype(dtype) + noise.gumbels
     token_id = block_token_ids(noise.first_block + first_argmax(scores))
     x = row.kept_logits(token_id)
-    token_gumbels = gumbel(noise.address, TOKEN_LEVEL, token_id.astype(jnp.uint32), dtype)
+    index = token_id.astype(jnp.uint32)
+    token_gumbels = gumbel(noise.address, TOKEN_LEVEL, index, dtype, noise.threefry)
     logprobs = token_logprobs(x, row.normalizer, row.scale)
     best_index = first_argmax(token_log_weights(token_id, logprobs).astype(dtype) + token_gumbels)
     mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best_index

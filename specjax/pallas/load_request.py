@@ -9,11 +9,12 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
-from specjax.core.noise import Words, fold_in
+from specjax.core.noise import Hash, Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import load_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile, power_of_two
 from specjax.pallas.launch import interpreter_barrier, select_one
+from specjax.pallas.threefry import make_threefry
 
 __all__ = [
     "DraftRow",
@@ -61,6 +62,11 @@ class Plan(NamedTuple):
         return self.options.implementation.interpret
 
     @property
+    def threefry(self) -> Hash:
+        """Returns the hash of the kernels."""
+        return make_threefry(self.interpret)
+
+    @property
     def config(self) -> KernelConfig:
         """Returns the sizes of the kernels."""
         return self.options.implementation.config(KernelConfig)
@@ -94,8 +100,9 @@ class RequestScalars(NamedTuple):
         """Returns the addresses of draws i tokens after the request's first position."""
         words = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
         key = jnp.broadcast_to(words[0], i.shape), jnp.broadcast_to(words[1], i.shape)
-        at = interpreter_barrier(fold_in(key, arrays.positions[self.b] + i), plan.interpret)
-        return interpreter_barrier(fold_in(at, stream), plan.interpret)
+        at = fold_in(key, arrays.positions[self.b] + i, plan.threefry)
+        at = fold_in(interpreter_barrier(at, plan.interpret), stream, plan.threefry)
+        return interpreter_barrier(at, plan.interpret)
 
     def cutoff(self, arrays: VerifyArrays, i: jax.Array, mask: jax.Array) -> jax.Array | None:
         """Returns the cutoffs of target rows i, 0 where `mask` is False; None without cutoffs."""

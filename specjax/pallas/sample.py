@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.call_arrays import CallOptions, SampleArrays
 from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import block_logprobs, row_logsumexp, row_statistics
-from specjax.core.noise import Words, address
+from specjax.core.noise import Hash, Words, address
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
 from specjax.pallas.blocks import (
@@ -39,6 +39,7 @@ from specjax.pallas.gumbel_max import (
 )
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
+from specjax.pallas.threefry import make_threefry
 from specjax.sample import Sample
 
 __all__ = ["sample_draw_kernel", "sample_reduce_kernel", "sample_rows"]
@@ -86,7 +87,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
         interpret=interpret,
     )
     return launch(
-        functools.partial(sample_draw_kernel, noise_dtype=noise_dtype),
+        functools.partial(sample_draw_kernel, noise_dtype=noise_dtype, interpret=interpret),
         _Operands(arrays, reduced),
         Sample(output((num_rows,), jnp.int32), output((num_rows,)), output((num_rows,))),
         num_programs=num_rows,
@@ -127,12 +128,16 @@ def sample_reduce_kernel(
         def _() -> None:
             b, split = divmod_i32(program, num_splits)
             count = out.gumbels.shape[1] // num_splits
-            noise = draw_noise(_address(arrays, b), split * count, count, out.gumbels.dtype)
+            threefry, dtype = make_threefry(interpret), out.gumbels.dtype
+            at = _address(arrays, b, threefry)
+            noise = draw_noise(at, split * count, count, dtype, threefry)
             block = noise.first_block + jax.lax.iota(jnp.int32, count)
             plgpu.store(out.gumbels.at[b, block], noise.gumbels)
 
 
-def sample_draw_kernel(operands: _Operands, out: Sample, *, noise_dtype: Any) -> None:
+def sample_draw_kernel(
+    operands: _Operands, out: Sample, *, noise_dtype: Any, interpret: bool
+) -> None:
     """Writes one token of a row, drawn by two-level Gumbel-max, and its statistics.
 
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log p_j + g_j); the
@@ -146,11 +151,13 @@ def sample_draw_kernel(operands: _Operands, out: Sample, *, noise_dtype: Any) ->
     (arrays, reduced), b = operands, pl.program_id(0)
     cutoff = _load_optional(arrays.cutoff, b)
     blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
-    draw_address = _address(arrays, b)
+    threefry = make_threefry(interpret)
+    draw_address = _address(arrays, b, threefry)
     if reduced.gumbels is None:
-        noise = draw_row_noise(draw_address, arrays.logits.shape[1], noise_dtype)
+        noise = draw_row_noise(draw_address, arrays.logits.shape[1], noise_dtype, threefry)
     else:
-        noise = BlockNoise(draw_address, jnp.int32(0), load_padded(reduced.gumbels, b, 0))
+        gumbels = load_padded(reduced.gumbels, b, 0)
+        noise = BlockNoise(draw_address, jnp.int32(0), gumbels, threefry)
     temperature = parse_temperature(arrays.temperature[b])
     statistics = row_statistics(blocks, temperature.scale)
     normalizer = statistics.normalizer
@@ -174,8 +181,9 @@ def sample_draw_kernel(operands: _Operands, out: Sample, *, noise_dtype: Any) ->
     out.logsumexp[b] = row_logsumexp(normalizer, temperature.scale)
 
 
-def _address(arrays: SampleArrays, b: jax.Array) -> Words:
-    return address((arrays.keys[b, 0], arrays.keys[b, 1]), arrays.positions[b], arrays.stream[b])
+def _address(arrays: SampleArrays, b: jax.Array, threefry: Hash) -> Words:
+    key = arrays.keys[b, 0], arrays.keys[b, 1]
+    return address(key, arrays.positions[b], arrays.stream[b], threefry)
 
 
 def _load_optional(values: Any, b: jax.Array) -> jax.Array | None:

@@ -124,7 +124,7 @@ def evaluate_acceptance(
         drafted = load_drafted(arrays, request, i, has_draft, plan)
         logit = load_logits(arrays.target_logits, row, drafted.token_id, cutoff, has_draft)
         address = request.address(arrays, i, Stream.accept(i), plan)
-        u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype)
+        u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
     statistics = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
     normalizer = statistics.normalizer._replace(
         log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)

@@ -1,0 +1,73 @@
+"""Threefry-2x32 in kernels: the rounds as PTX, one operation of a kernel's program.
+
+A hash of `specjax.core.noise` is about a hundred operations, and a draw takes six. Triton's pass
+that coalesces memory accesses walks over the program's dependent operations for each of them, again
+for every load and store: a kernel that draws twice compiled for 8 s, and compiles for 1 s so.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.core.noise import PARITY, ROTATIONS, Hash, Words, threefry2x32
+
+__all__ = ["make_threefry", "threefry_ptx"]
+
+
+def make_threefry(interpret: bool) -> Hash:
+    """Returns the function that hashes words in a kernel, or `threefry2x32` for the interpreter."""
+    return threefry2x32 if interpret else _threefry2x32
+
+
+def _threefry2x32(key: Words, count: Words) -> Words:
+    """Returns what `specjax.core.noise.threefry2x32` does."""
+    operands = [jnp.asarray(word, jnp.uint32) for word in (*key, *count)]
+    shape = jnp.broadcast_shapes(*[word.shape for word in operands])
+    # The instruction takes tiles alone; the sum of one element is that element.
+    operands = [jnp.broadcast_to(word, shape or (1,)) for word in operands]
+    words = [_run(threefry_ptx(index), operands) for index in (0, 1)]
+    x0, x1 = words if shape else [jnp.sum(word, dtype=jnp.uint32) for word in words]
+    return x0, x1
+
+
+def _run(ptx: str, operands: list[jax.Array]) -> jax.Array:
+    (result,) = plgpu.elementwise_inline_asm(
+        ptx,
+        args=operands,
+        constraints="=r,r,r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.int32)],
+    )
+    return result.astype(jnp.uint32)
+
+
+@functools.cache
+def threefry_ptx(index: int) -> str:
+    """Returns PTX that writes word `index`, 0 or 1, of the hash to operand 0.
+
+    Operands 1 and 2 are the key, 3 and 4 the count. JAX lets such code have one result. What both
+    words share, the assembler computes once.
+    """
+    words = ("$1", "$2", "parity")
+    lines = [
+        ".reg .b32 x0, x1, parity;",
+        "xor.b32 parity, $1, $2;",
+        f"xor.b32 parity, parity, {PARITY};",
+        "add.u32 x0, $3, $1;",
+        "add.u32 x1, $4, $2;",
+    ]
+    for i in range(5):
+        for rotation in ROTATIONS[i % 2]:
+            lines += [
+                "add.u32 x0, x0, x1;",
+                f"shf.l.wrap.b32 x1, x1, x1, {rotation};",
+                "xor.b32 x1, x1, x0;",
+            ]
+        lines += [
+            f"add.u32 x0, x0, {words[(i + 1) % 3]};",
+            f"add.u32 x1, x1, {words[(i + 2) % 3]};",
+            f"add.u32 x1, x1, {i + 1};",
+        ]
+    return " ".join(["{", *lines, f"mov.b32 $0, x{index};", "}"])
