@@ -27,8 +27,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_NOISE}address",
-        "return fold_in(fold_in(key, position), stream)",
-        "return fold_in(fold_in(key, stream), position)",
+        "return fold_in(fold_in(key, position, threefry), stream, threefry)",
+        "return fold_in(fold_in(key, stream, threefry), position, threefry)",
         noise("test_noise_matches_jax_random_bit_for_bit[False-True]"),
         "stream and position are folded in in the other order",
     ),
@@ -62,8 +62,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_NOISE}gumbel",
-        "fold_in(at, level)",
-        "fold_in(at, 0)",
+        "fold_in(at, level, threefry)",
+        "fold_in(at, 0, threefry)",
         noise("test_gumbels_and_coins_stand_at_their_address[False]"),
         "blocks and tokens share their noise",
     ),
