@@ -269,7 +269,7 @@ MUTATIONS = (
         f"{_PALLAS}threefry.threefry_ptx",
         "words[(i + 2) % 3]",
         "words[(i + 1) % 3]",
-        "tests/pallas/test_threefry.py::test_the_ptx_computes_the_words_of_the_hash[1]",
+        threefry("test_the_ptx_computes_the_words_of_the_hash[1]"),
         "the hash of the kernels adds the key's words in the wrong order",
     ),
     Mutation(
