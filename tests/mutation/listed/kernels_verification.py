@@ -1,7 +1,7 @@
 """Wrong versions of the kernels that verify and draw, seen through Pallas' interpreter."""
 
 from ..mutation import Mutation
-from .tests import edges, interpreted, sampling, verify
+from .tests import edges, interpreted, sampling, threefry, verify
 
 __all__ = ["MUTATIONS"]
 
