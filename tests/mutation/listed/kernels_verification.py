@@ -273,6 +273,20 @@ MUTATIONS = (
         "the hash of the kernels adds the key's words in the wrong order",
     ),
     Mutation(
+        f"{_PALLAS}threefry.threefry_ptx",
+        "ROTATIONS[i % 2]",
+        "ROTATIONS[0]",
+        threefry("test_the_ptx_computes_the_words_of_the_hash[0]"),
+        "the hash of the kernels rotates by the first four numbers alone",
+    ),
+    Mutation(
+        f"{_PALLAS}threefry.threefry_ptx",
+        "x{index};",
+        "x0;",
+        threefry("test_the_ptx_computes_the_words_of_the_hash[1]"),
+        "both words of the kernels' hash are the first",
+    ),
+    Mutation(
         f"{_PALLAS}gumbel_max.draw_noise",
         "gumbel(address, BLOCK_LEVEL, block",
         "gumbel(address, TOKEN_LEVEL, block",
