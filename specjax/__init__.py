@@ -18,6 +18,7 @@ from specjax.acceptance_rates import (
 from specjax.compilation_cache import enable_compilation_cache
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
+from specjax.decode.capacity import unpad
 from specjax.decode.commit import commit
 from specjax.decode.draft_from_probs import draft_from_probs
 from specjax.decode.drafters import (
@@ -34,7 +35,6 @@ from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
-from specjax.decode.unpad import unpad
 from specjax.draft import Draft
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling

@@ -5,7 +5,8 @@
 scores them in one forward pass. `samplers` accepts some of them, and `commit` appends what was
 emitted. `state_and_info` is what the loop carries, `settings` what stays constant,
 `finish_and_origin` the codes in a state, `metrics` what the loop counts, `logprobs` what it lists.
-`draft_from_probs`, `gather_drafts` and `unpad` serve a loop of your own. Open `generate` first.
+`draft_from_probs` and `gather_drafts` serve a loop of your own. `capacity` sizes and pads the
+buffers, and `unpad` there makes lists of them. Open `generate` first.
 
 Letters: `B` requests, `K` drafted tokens, `L` token buffer, `V` vocabulary. Imports the rooms
 before it; `models` and `cli` import it.

@@ -2,7 +2,7 @@
 
 A program is compiled for a capacity, so that prompts of other lengths and other numbers of new
 tokens run through it again. What comes from the host is padded here in NumPy: an eager pad or
-slice of every width would be a compilation of its own.
+slice of every width would be a compilation of its own. `unpad` takes the room off again.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ __all__ = [
     "pad_eos",
     "pad_prompt",
     "parse_budget",
+    "unpad",
 ]
 
 _LEAST = 128
@@ -113,6 +114,25 @@ def pad_eos(ids: Any) -> Any:
     missing = max(_EOS_IDS, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
     pad = np.pad if isinstance(ids, np.ndarray) else jnp.pad
     return pad(ids, (0, missing), constant_values=_NO_TOKEN)
+
+
+def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
+    """Returns rows of token ids as lists of ints on the host, without padding.
+
+    Args:
+      token_ids: i32[B, L]; negative ids are padding.
+      vocab_size: int; ids at or above it are dropped too. None drops none.
+
+    Returns:
+      One list of ints per row.
+
+    Example:
+      >>> specjax.unpad(jnp.array([[3, 9, -1], [1, -1, -1]]), vocab_size=8)
+      [[3], [1]]
+    """
+    rows = np.asarray(token_ids)
+    limit = np.inf if vocab_size is None else vocab_size
+    return [[int(token) for token in row if 0 <= token < limit] for row in rows]
 
 
 @contextlib.contextmanager
