@@ -24,10 +24,10 @@ def draw_the_key(monkeypatch):
     Traces are kept by shape and outlive the patch: call the library in a shape of its own.
     """
 
-    def words(at, index, dtype=jnp.uint32):
+    def words(at, index, dtype=jnp.uint32, threefry=None):
         return jnp.broadcast_to(at[0].astype(dtype), jnp.broadcast_shapes(at[0].shape, index.shape))
 
-    replace_everywhere(monkeypatch, noise.fold_in, lambda key, data: key)
+    replace_everywhere(monkeypatch, noise.fold_in, lambda key, data, threefry=None: key)
     replace_everywhere(monkeypatch, noise.batch_addresses, lambda key, positions, streams: key)
     replace_everywhere(monkeypatch, noise.random_bits, words)
 
