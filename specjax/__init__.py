@@ -19,16 +19,14 @@ from specjax.compilation_cache import enable_compilation_cache
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.decode.capacity import unpad
-from specjax.decode.commit import commit
-from specjax.decode.draft_from_probs import draft_from_probs
+from specjax.decode.commit import Finish, Origin, commit
 from specjax.decode.drafters import (
     Drafter,
     model_drafter,
     ngram_drafter,
     whole_prompt_drafter,
 )
-from specjax.decode.finish_and_origin import Finish, Origin
-from specjax.decode.gather_drafts import gather_drafts
+from specjax.decode.gather_drafts import draft_from_probs, gather_drafts
 from specjax.decode.generate import Generation, generate
 from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs

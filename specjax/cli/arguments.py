@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import importlib.metadata
+import json
 import math
+import os
 import re
 from typing import Any, NoReturn
 
@@ -59,6 +61,23 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no list of numbers; separate them by commas, like 0.8,0.6,0.4"
+        ) from None
+
+
+def _parse_k(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"[+-]?\d+", text.strip()) else text
+
+
+def _parse_step_costs(text: str) -> tuple[float, ...]:
+    """Returns numbers, or those that the JSON of `specjax sweep` in a file holds."""
+    if not os.path.exists(text):
+        return _parse_numbers(text)
+    try:
+        with open(text, encoding="utf-8") as file:
+            return tuple(json.load(file)["step_costs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
         ) from None
 
 
@@ -158,7 +177,12 @@ def _add_report_options(group: Any) -> None:
 
 def _add_speculation_options(group: Any) -> None:
     option_texts = {
-        "num_speculative_tokens": (int, "K", "drafted tokens per step (K), 1 to 32"),
+        "num_speculative_tokens": (
+            _parse_k,
+            "K",
+            "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
+            "acceptance and --step-costs; default: auto, for synthetic 4",
+        ),
         "rejection_sample_method": (
             str,
             "METHOD",
@@ -184,22 +208,30 @@ def _add_speculation_options(group: Any) -> None:
             "L",
             "for synthetic: mean tokens per step, in [1, K + 1]",
         ),
+        "step_costs": (
+            _parse_step_costs,
+            "C,C,...|FILE",
+            "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
+            "of `specjax sweep` on this machine; default: a cautious table",
+        ),
     }
     for field in _CONFIG_FIELDS:
         option = "--" + field.name.replace("_", "-")
         if field.name in option_texts:
             parse, metavar, text = option_texts[field.name]
-            if field.default is not None:
-                text += f"; default: {field.default}"
-            group.add_argument(
-                option, type=parse, default=field.default, metavar=metavar, help=text
-            )
+            default = None if field.name == "num_speculative_tokens" else field.default
+            if default is not None:
+                text += f"; default: {default}"
+            group.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
         else:
             group.add_argument(option, action="store_true", help="draw Gumbel noise in float64")
 
 
 def _make_config(options: argparse.Namespace) -> SpeculativeConfig:
     fields = {field.name: getattr(options, field.name) for field in _CONFIG_FIELDS}
+    if fields["num_speculative_tokens"] is None:
+        synthetic = options.rejection_sample_method == "synthetic"
+        fields["num_speculative_tokens"] = 4 if synthetic else "auto"
     try:
         return SpeculativeConfig(**fields)
     except ValueError as error:

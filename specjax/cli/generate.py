@@ -11,8 +11,8 @@ import numpy as np
 from specjax import DecodeState, init, step
 from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
+from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
-from specjax.decode.finish_and_origin import Finish
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.model import Model

@@ -19,8 +19,8 @@ import numpy as np
 from specjax.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.cli.sweep_choice import Acceptance, synthetic_lengths
 from specjax.config import SpeculativeConfig
+from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
-from specjax.decode.finish_and_origin import Finish
 from specjax.decode.init_and_step import init, step
 from specjax.decode.state_and_info import DecodeState
 from specjax.model import Model

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings, metrics_json
 from specjax.cli.token_text import list_logprobs
-from specjax.decode.finish_and_origin import Origin
+from specjax.decode.commit import Origin
 
 __all__ = ["Terminal"]
 
@@ -213,7 +213,10 @@ def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
 
 
 def _heading(job: GenerateJob) -> str:
-    drafting = f" · K = {job.config.num_speculative_tokens}" if job.drafter is not None else ""
+    k = f"K = {job.config.num_speculative_tokens}"
+    if job.config.step_costs is not None:
+        k = f"K = auto, at most {job.config.num_speculative_tokens}"
+    drafting = f" · {k}" if job.drafter is not None else ""
     device = jax.devices()[0].device_kind
     return (
         f"{job.name}{drafting} · temperature {job.temperature:g} · {device}, jax {jax.__version__}"

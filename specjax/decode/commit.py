@@ -1,4 +1,4 @@
-"""`commit`: appends the emitted tokens to each request, and finds its end."""
+"""`commit`: appends the emitted tokens to each request and finds its end; codes of both."""
 
 from typing import Any
 
@@ -6,10 +6,25 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import check_shape, parse_array, parse_ids, parse_optional
-from specjax.decode.finish_and_origin import Finish
 from specjax.verification import Verification
 
-__all__ = ["append", "append_emitted", "commit"]
+__all__ = ["Finish", "Origin", "append", "append_emitted", "commit"]
+
+
+class Finish:
+    """Reasons for which a request ended; 0 while it goes on."""
+
+    LENGTH = 1
+    END_OF_SEQUENCE = 2
+    INVALID = 3
+
+
+class Origin:
+    """Origins of a token; 0 is the prompt."""
+
+    ACCEPTED = 1
+    RECOVERED = 2
+    BONUS = 3
 
 
 def append(

@@ -13,7 +13,7 @@ from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.model import Model
 
-__all__ = ["Drafter", "model_drafter", "ngram_drafter", "whole_prompt_drafter"]
+__all__ = ["Drafter", "model_drafter", "ngram_drafter", "reads_chunks", "whole_prompt_drafter"]
 
 
 def _keep_state(state: Any, rows: jax.Array) -> Any:
@@ -32,13 +32,16 @@ class Drafter:
       init: `(params, batch_size, max_length) -> state`, which has read nothing.
       extend: `(params, state, token_ids[B, C], positions[B, C], features) -> state`. It reads
         tokens of the prompt at these positions, in chunks from left to right. Position -1 is no
-        token. Of each prompt it is given all but the last token.
+        token. Of each prompt it is given all but the last token. Where K is "auto", also the
+        committed tokens that it missed while it drafted none; the first column is then the token
+        before them, at position -1.
       propose: `(params, state, token_ids[B, S], hidden[B, E], *, keys, positions[B],
         num_tokens[B], temperature[B], config, sampling, history, implementation) ->
         (Draft, state)`. `token_ids` holds the committed tokens. `positions` are their lengths,
         that is the absolute position of the first drafted token. `hidden` is the target's hidden
         state that decided the last committed token. `num_tokens` is the most tokens that each
-        request may draft, -1 for an inactive one. `config` is the static `SpeculativeConfig`.
+        request may draft, -1 for an inactive one and, where K is "auto", for one that drafts none:
+        of these the state stays as it is. `config` is the static `SpeculativeConfig`.
         `sampling`, the requests' `SamplingParams`, and `history` are for `specjax.propose`, and
         `implementation` is what the caller of the loop named; each may be None. A drafter may
         ignore them: the output is exact either way, and a drafter that samples as the target does
@@ -215,6 +218,14 @@ def _look_up(
     count = jnp.where(start > 0, jnp.minimum(length - start, k), 0)
     ids = jnp.take(row, start + jnp.arange(k, dtype=jnp.int32), mode="clip")
     return jnp.where(jnp.arange(k, dtype=jnp.int32) < count, ids, -1), count
+
+
+def reads_chunks(state: Any) -> bool:
+    """Returns whether a drafter of this state remembers the tokens that `extend` is given alone.
+
+    A drafter of whole prompts is told of later tokens by `propose`, and prompt lookup has no state.
+    """
+    return not isinstance(state, _Prompts) and bool(jax.tree.leaves(state))
 
 
 class _Prompts(NamedTuple):

@@ -1,16 +1,17 @@
-"""`gather_drafts`: cached drafts in the order of another batch."""
+"""Drafts for a loop of your own: cached ones in the order of another batch, and known ones."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.checks import as_array, check_shape, parse_array
 from specjax.core.acceptance import num_valid_drafts
 from specjax.draft import Draft
 from specjax.mesh import shard_map_batch
 
-__all__ = ["gather_drafts"]
+__all__ = ["draft_from_probs", "gather_drafts"]
 
 
 def gather_drafts(
@@ -68,3 +69,34 @@ def gather_drafts(
     if cache.logits is None:
         return draft._replace(rows=None)
     return draft._replace(logits=cache.logits)
+
+
+def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:
+    """Returns a draft whose probabilities are known rather than its logits.
+
+    Args:
+      token_ids: i32[B, K], sampled from `probs`.
+      probs: [B, K, V], bf16, f16 or f32, >= 0. A row need not sum to 1 exactly.
+
+    Returns:
+      `Draft` with logits log(probs), f32[B, K, V], and temperature 1.
+
+    Raises:
+      ValueError: if the shapes do not fit together.
+
+    Example:
+      >>> draft = specjax.draft_from_probs(jnp.array([[1]]), jnp.array([[[0.25, 0.75]]]))
+      >>> draft.temperature
+      Array([1.], dtype=float32)
+    """
+    token_ids = parse_array("token_ids", token_ids, jnp.int32, np.shape(token_ids))
+    probs = jnp.asarray(as_array("probs", probs))
+    if probs.ndim != 3 or probs.shape[:2] != token_ids.shape:
+        raise ValueError(
+            f"probs has shape {probs.shape} for token_ids {token_ids.shape}; it needs [B, K, V], "
+            "one distribution per drafted token."
+        )
+    temperature = jnp.ones(token_ids.shape[:1], jnp.float32)
+    return Draft(
+        jnp.asarray(token_ids), logits=jnp.log(probs.astype(jnp.float32)), temperature=temperature
+    )

@@ -23,6 +23,7 @@ from specjax.decode.capacity import (
     pad_prompt,
     parse_budget,
 )
+from specjax.decode.choose_k import k_by_rate
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_step
@@ -191,6 +192,7 @@ def check_arguments(
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,
+        k_by_rate=None if drafter is None else k_by_rate(config),
     )
     why = "the tokens of a prompt that are read at once"
     return {

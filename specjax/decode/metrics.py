@@ -6,7 +6,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.decode.finish_and_origin import Finish
+from specjax.decode.commit import Finish
 from specjax.verification import Verification
 
 __all__ = ["Metrics", "init_metrics", "update_metrics"]

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
+from specjax.decode.choose_k import init_history
+from specjax.decode.draft_next import propose_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
-from specjax.decode.loop import apply_model, propose_draft
+from specjax.decode.loop import apply_model
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.draft import Draft
@@ -166,6 +168,7 @@ def run_prefill(
         settings=settings,
         counts=counts,
         top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
+        draft_history=None if settings.k_by_rate is None else init_history(lengths),
     )
 
 

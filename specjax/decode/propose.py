@@ -94,6 +94,39 @@ def propose(
       >>> draft.logits.shape
       (2, 3, 2)
     """
+    return _draft_tokens(
+        step_fn,
+        carry,
+        token_ids,
+        num_tokens=num_tokens,
+        keys=keys,
+        positions=positions,
+        temperature=temperature,
+        draft_sample_method=draft_sample_method,
+        sampling=sampling,
+        history=history,
+        noise_dtype=noise_dtype,
+        implementation=implementation,
+    )
+
+
+def _draft_tokens(
+    step_fn: _StepFn,
+    carry: Any,
+    token_ids: jax.Array,
+    *,
+    num_tokens: int,
+    keys: jax.Array,
+    positions: Any,
+    temperature: Any,
+    draft_sample_method: str,
+    noise_dtype: Any,
+    sampling: SamplingParams | None = None,
+    history: History | None = None,
+    implementation: str | Implementation | None = None,
+    num_drawn: Any = None,
+) -> tuple[Draft, Any]:
+    """Returns what `propose` does; only the first `num_drawn` tokens, i32[], if it is given."""
     if draft_sample_method not in ("probabilistic", "greedy"):
         raise ValueError(
             f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
@@ -128,7 +161,7 @@ def propose(
         # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
-    rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys)
+    rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys, num_drawn)
     if greedy:
         return Draft(rows[0]), carry
     ids, logits, logprobs, logsumexp, *cutoff = rows
@@ -147,6 +180,8 @@ def propose_step(
 ) -> tuple[Draft, Any]:
     """Returns the draft of one step of a decode loop: `propose` by a config.
 
+    Where K is "auto", no more tokens are drawn than the request of the batch with the most has.
+
     Args:
       step_fn: as in `propose`.
       carry: as in `propose`.
@@ -159,7 +194,7 @@ def propose_step(
     Returns:
       `Draft` with these numbers of tokens, and the carry.
     """
-    draft, carry = propose(
+    draft, carry = _draft_tokens(
         step_fn,
         carry,
         token_ids,
@@ -167,13 +202,19 @@ def propose_step(
         temperature=temperature,
         draft_sample_method=config.draft_sample_method,
         noise_dtype=config.noise_dtype,
+        num_drawn=None if config.step_costs is None else jnp.max(num_tokens),
         **options,
     )
     return draft._replace(num_tokens=num_tokens), carry
 
 
 def _draw_tokens(
-    draw: Callable[..., Any], carry: Any, token_ids: jax.Array, num_tokens: int, keys: jax.Array
+    draw: Callable[..., Any],
+    carry: Any,
+    token_ids: jax.Array,
+    num_tokens: int,
+    keys: jax.Array,
+    num_drawn: Any,
 ) -> tuple[list[jax.Array], Any]:
     """Returns the outputs of K draws, each [B, K, ...] and the token ids first, and the carry."""
     carry, last, outputs = draw(0, carry, token_ids, None)
@@ -188,7 +229,8 @@ def _draw_tokens(
         return pvary_like((carry, last, rows), state)
 
     start = (carry, last, rows)
-    carry, _, rows = jax.lax.fori_loop(1, num_tokens, body, pvary_like(start, start, keys))
+    end = num_tokens if num_drawn is None else num_drawn
+    carry, _, rows = jax.lax.fori_loop(1, end, body, pvary_like(start, start, keys))
     return rows, carry
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 
+from specjax.decode.choose_k import DraftHistory
 from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.draft import Draft
@@ -27,6 +28,8 @@ class Settings(NamedTuple):
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
       logprobs: which log-probabilities are listed, or None.
+      k_by_rate: i32[65], how many tokens are drafted at each acceptance rate; None unless K is
+        "auto".
     """
 
     keys: jax.Array
@@ -37,6 +40,7 @@ class Settings(NamedTuple):
     conditional_rates: jax.Array | None
     sampling: SamplingParams | None = None
     logprobs: LogprobsConfig | None = None
+    k_by_rate: jax.Array | None = None
 
 
 class DecodeState(NamedTuple):
@@ -56,6 +60,7 @@ class DecodeState(NamedTuple):
       counts: `TokenCounts` of the committed tokens, None without penalties.
       top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
+      draft_history: `DraftHistory` of the requests; None unless K is "auto".
     """
 
     token_ids: jax.Array
@@ -70,6 +75,7 @@ class DecodeState(NamedTuple):
     settings: Settings
     counts: TokenCounts | None = None
     top_logprobs: TopLogprobs | None = None
+    draft_history: DraftHistory | None = None
 
 
 class StepInfo(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.decode.finish_and_origin import Finish
+from specjax.decode.commit import Finish
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.verification import Verification
 

@@ -7,6 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _DRAFTS = "specjax.decode.gather_drafts."
 _LOOP = "specjax.decode.loop."
+_NEXT = "specjax.decode.draft_next."
 _READ = "specjax.decode.prefill._read"
 _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
@@ -26,28 +27,28 @@ _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
 MUTATIONS = (
     Mutation(
-        f"{_PROPOSE}propose.draw",
+        f"{_PROPOSE}_draft_tokens.draw",
         "keys, positions + i, stream",
         "keys, positions, stream",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
         "all drafts are drawn at the first position",
     ),
     Mutation(
-        f"{_PROPOSE}propose.draw",
+        f"{_PROPOSE}_draft_tokens.draw",
         "Stream.draft(i)",
         "Stream.draft(0)",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions"),
         "all drafts are drawn on the first stream",
     ),
     Mutation(
-        f"{_PROPOSE}propose.draw",
+        f"{_PROPOSE}_draft_tokens.draw",
         "positions + (i - 1)",
         "positions + i",
         drafts("test_each_token_is_fed_at_its_own_position"),
         "a token is fed one position too late",
     ),
     Mutation(
-        f"{_PROPOSE}propose.draw",
+        f"{_PROPOSE}_draft_tokens.draw",
         "(sample.token_ids, *outputs)",
         "(jnp.maximum(sample.token_ids, 0), *outputs)",
         drafts("test_an_invalid_row_ends_the_drafts_of_its_request"),
@@ -131,7 +132,7 @@ MUTATIONS = (
         equivalent="no place lies before length - n then",
     ),
     Mutation(
-        f"{_LOOP}_verify_and_commit",
+        f"{_LOOP}_decide_rows",
         "CallOptions(config.noise_dtype, resolved",
         "CallOptions(jnp.float32, resolved",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
@@ -145,14 +146,14 @@ MUTATIONS = (
         "the drafts' noise is float32, whatever `use_fp64_gumbel` says",
     ),
     Mutation(
-        f"{_LOOP}propose_draft",
+        f"{_NEXT}propose_draft",
         "num_valid_drafts(draft.token_ids, draft.num_tokens)",
         "num_valid_drafts(draft.token_ids, None)",
         decode("test_a_drafter_may_count_fewer_tokens_than_it_returns"),
         "a drafter's own number of tokens is ignored",
     ),
     Mutation(
-        f"{_LOOP}propose_draft",
+        f"{_NEXT}propose_draft",
         "jnp.maximum(num_drafted, 0)",
         "num_drafted",
         decode("test_a_count_of_minus_one_from_a_drafter_is_no_draft_and_ends_no_request[-1]"),
@@ -160,8 +161,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_LOOP}run_step",
-        "state.lengths[:, None] - 1 + index",
-        "state.lengths[:, None] + index",
+        "lengths[:, None] - 1 + index",
+        "lengths[:, None] + index",
         decode("test_greedy_speculation_is_plain_greedy_decoding[model-greedy]"),
         "tokens are fed one position too late",
     ),
@@ -194,28 +195,28 @@ MUTATIONS = (
         "every chunk of a prompt is read at its beginning",
     ),
     Mutation(
-        f"{_LOOP}_verify_and_commit",
+        f"{_LOOP}_decide_rows",
         "positions=state.lengths",
         "positions=state.lengths * 0",
         decode("test_plain_decoding_is_gumbel_sample_token_by_token"),
         "every step draws its noise at position 0",
     ),
     Mutation(
-        f"{_LOOP}_verify_and_commit",
+        f"{_LOOP}_commit",
         "jnp.where(state.finish == 0, finish, state.finish)",
         "finish",
         decode("test_a_request_that_ends_changes_no_other[model]"),
         "a request that has ended ends again, for another reason",
     ),
     Mutation(
-        f"{_LOOP}_verify_and_commit",
+        f"{_LOOP}_commit",
         "accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
         "accepted < num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
         decode("test_origins_and_metrics_agree"),
         "bonus and recovered tokens change their names",
     ),
     Mutation(
-        f"{_LOOP}_draft_next",
+        f"{_NEXT}draft_next",
         "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1)",
         "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(0)",
         decode("test_a_request_that_ends_changes_no_other[model]"),

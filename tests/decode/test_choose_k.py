@@ -1,0 +1,280 @@
+"""K = "auto": each request drafts as many tokens as its own past makes worth their time."""
+
+import functools
+
+import bigrams
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import specjax
+from specjax import SpeculativeConfig
+from specjax.decode.choose_k import add_step, choose_k, init_history, k_by_rate
+from specjax.decode.loop import run_step
+
+V, B, K = 4, 4, 3
+TARGET, DRAFT = bigrams.pair(V, seed=1)
+MODEL, DRAFT_MODEL = bigrams.model(TARGET), bigrams.model(DRAFT)
+# Two are worth it at middling acceptance, three at high, none at low.
+CONFIG = SpeculativeConfig("auto", step_costs=(1.0, 1.4, 1.5, 1.85))
+PROMPTS = [[1, 2, 3], [3], [0, 1], [2, 2, 2, 0, 1]]
+DRAFTERS = {
+    "model": specjax.model_drafter(DRAFT_MODEL),
+    "ngram": specjax.ngram_drafter(),
+}
+
+
+def generate(drafter, rows=PROMPTS, *, keys, config=CONFIG, function=specjax.generate, **options):
+    ids, lengths = bigrams.prompts(rows)
+    options = {"max_new_tokens": 40, "temperature": np.ones(len(rows), np.float32)} | options
+    return function(MODEL, drafter, ids, lengths, keys=keys, config=config, **options)
+
+
+def texts(output):
+    return specjax.unpad(output.token_ids)
+
+
+# The choice
+
+
+def test_the_best_k_has_the_most_expected_tokens_for_its_cost():
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 5, 33):
+        costs = tuple(np.cumsum(rng.uniform(0.05, 1, size)))
+        best = k_by_rate(SpeculativeConfig("auto", step_costs=costs))
+        for number, k in enumerate(best):
+            rate = number / 64
+            tokens = [sum(rate**i for i in range(n + 1)) for n in range(size)]
+            speeds = np.array(tokens) / costs
+            assert speeds[k] >= speeds.max() * (1 - 1e-12)
+    assert k_by_rate(SpeculativeConfig(3)) is None
+
+
+def chosen(outcomes, config=CONFIG):
+    """The k before the first step, and after steps of given numbers of accepted drafts."""
+    table = jnp.asarray(k_by_rate(config))
+    history = init_history(jnp.ones(1, jnp.int32))
+    numbers = [int(choose_k(history, table)[0])]
+    for accepted in outcomes:
+        drafted = jnp.asarray(numbers[-1:], jnp.int32)
+        accepted = jnp.minimum(jnp.int32(accepted), drafted)
+        history = add_step(history, drafted, accepted, jnp.ones(1, jnp.int32))
+        numbers.append(int(choose_k(history, table)[0]))
+    return numbers
+
+
+def test_rejections_end_drafting_and_plain_steps_bring_it_back():
+    config = SpeculativeConfig("auto")
+    rejected = np.array(chosen([0] * 256, config))
+    assert rejected[0] > 0
+    assert np.all(rejected[3:20] == 0)
+    assert np.any(rejected[20:] > 0)
+    # Tries are so few that a text without accepted drafts takes hardly longer.
+    for num_steps in (128, 256):
+        assert np.mean(np.array(config.step_costs)[rejected[:num_steps]]) < 1.025
+
+
+def test_acceptance_makes_drafts_longer():
+    accepted = chosen([9] * 20)
+    assert accepted[0] < K
+    assert accepted[-1] == K
+
+
+def test_the_default_costs_draft_where_half_is_accepted_and_not_where_a_fifth_is():
+    best = k_by_rate(SpeculativeConfig("auto"))
+    assert best[0] == best[12] == 0
+    assert np.all(best[40:] > 0)
+    assert best[64] == SpeculativeConfig("auto").num_speculative_tokens
+
+
+# The text
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_request_drafts_alone_what_it_drafts_in_a_batch(drafter):
+    """Bit for bit: tokens, and how many were drafted in each step."""
+    proposer, temperature = DRAFTERS[drafter], np.array([0.0, 1.0, 0.7, 1.5], np.float32)
+    keys = bigrams.keys(B)
+    together = generate(proposer, keys=keys, temperature=temperature)
+    assert len({tuple(row) for row in np.asarray(together.metrics.num_drafted)}) > 1
+    for b in range(B):
+        one = slice(b, b + 1)
+        alone = generate(proposer, [PROMPTS[b]], keys=keys[one], temperature=temperature[one])
+        jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[0], y[b]), alone, together)
+    plain = generate(None, keys=keys, temperature=0 * temperature)
+    greedy = generate(proposer, keys=keys, temperature=0 * temperature)
+    assert texts(greedy) == texts(plain)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_streaming_with_auto_gives_the_tokens_of_generate(drafter):
+    proposer, keys = DRAFTERS[drafter], bigrams.keys(B)
+    whole = generate(proposer, keys=keys)
+    state = generate(proposer, keys=keys, function=specjax.init)
+    drafted = []
+    while np.any(state.finish == 0):
+        state, info = specjax.step(MODEL, proposer, state, config=CONFIG)
+        drafted.append(np.asarray(info.num_drafted))
+    for name in ("token_ids", "lengths", "logprobs", "origins", "finish", "metrics"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(whole, name))
+    # Steps without drafts and of several lengths are among them.
+    assert {0, 2} <= set(np.max(drafted, axis=1).tolist())
+
+
+def test_other_costs_are_other_values_of_the_same_program():
+    keys = bigrams.keys(B)
+    state = generate(DRAFTERS["model"], keys=keys, function=specjax.init)
+    size = run_step._cache_size()
+    dear = SpeculativeConfig("auto", step_costs=(1.0, 9.0, 9.0, 9.0))
+    state = generate(DRAFTERS["model"], keys=keys, config=dear, function=specjax.init)
+    assert run_step._cache_size() == size
+    assert np.all(np.asarray(state.draft.num_tokens) == 0)
+
+
+def with_k(state, k):
+    """The state of requests that find k best at any acceptance."""
+    table = jnp.full_like(state.settings.k_by_rate, k)
+    return state._replace(settings=state.settings._replace(k_by_rate=table))
+
+
+def test_a_model_that_drafts_again_has_read_what_it_missed():
+    """Drafting for itself it is accepted always, unless its cache lacks a token."""
+    itself = specjax.model_drafter(MODEL)
+    state = generate(itself, keys=bigrams.keys(B), function=specjax.init, max_new_tokens=80)
+    for num_plain in (1, 2, 0, 9, 17):
+        for k in [0] * num_plain + [K, K]:
+            before = state.drafter_state
+            state, info = specjax.step(MODEL, itself, with_k(state, k), config=CONFIG)
+            np.testing.assert_array_equal(info.verification.num_accepted, info.num_drafted)
+            np.testing.assert_array_equal(state.draft.num_tokens, k)
+            if k == 0:
+                np.testing.assert_array_equal(before, state.drafter_state)
+
+
+def test_a_step_without_drafts_computes_one_row():
+    """The target's cache is how many tokens it was given last."""
+
+    def init_cache(batch_size, max_length):
+        return jnp.zeros((), jnp.int32)
+
+    def apply(params, token_ids, positions, cache):
+        hidden = jnp.stack([token_ids, token_ids], axis=-1)
+        return hidden, jnp.int32(token_ids.shape[1])
+
+    target = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
+    ids, lengths = bigrams.prompts(PROMPTS)
+    drafter, config = DRAFTERS["model"], SpeculativeConfig("auto", step_costs=[1.0] * 6)
+    options = dict(keys=bigrams.keys(B), config=config, max_new_tokens=40)
+    state = specjax.init(target, drafter, ids, lengths, **options)
+    for k, rows in ((0, None), (0, 1), (2, 1), (5, 6), (0, 6), (0, 1)):
+        state, _ = specjax.step(target, drafter, with_k(state, k), config=config)
+        assert rows in (None, int(state.target_cache))
+
+
+# The distribution
+
+
+@functools.cache
+def k_after(steps):
+    """The k of a request after steps (drafted, accepted), as the loop counts them."""
+    history, one = init_history(jnp.ones(1, jnp.int32)), jnp.ones(1, jnp.int32)
+    for drafted, accepted in steps:
+        history = add_step(history, drafted * one, accepted * one, one)
+    return int(choose_k(history, jnp.asarray(k_by_rate(CONFIG)))[0])
+
+
+def joint_of_steps(num_steps, choose):
+    """Exact distribution of the first tokens of steps whose K is chosen by what came before."""
+    p, q = bigrams.probs(TARGET), bigrams.probs(DRAFT)
+    found = np.zeros((V,) * num_steps)
+
+    def row(table, text):
+        return table[text[-2], text[-1]]
+
+    def descend(text, steps, mass):
+        new = text[2:]
+        if len(new) >= num_steps:
+            found[tuple(new[:num_steps])] += mass
+            return
+        k = choose(steps)
+        step = oracle.output_distribution(lambda x: row(p, text + x), lambda x: row(q, text + x), k)
+        for tokens, share in step.items():
+            descend(text + tokens, (*steps, (k, len(tokens) - 1)), mass * share)
+
+    descend((1, 2), (), 1.0)
+    return found
+
+
+def test_three_steps_follow_the_target_jointly_whatever_k_the_past_chooses():
+    """By enumeration in float64: the past holds which drafts were accepted, not the next ones."""
+    ks = set()
+
+    def choose(steps):
+        # Less history than the loop has makes the choice follow the last step.
+        ks.add(k_after(steps * 3))
+        return k_after(steps * 3)
+
+    wanted = bigrams.joint_probs(TARGET, [1, 2], 3)
+    np.testing.assert_allclose(joint_of_steps(3, choose), wanted, rtol=1e-12)
+    assert len(ks) > 1
+
+
+NUM_SAMPLED, NUM_JOINT, PROMPT = 24_000, 4, [1, 2]
+SMALL_TARGET, SMALL_DRAFT = TARGET[:3, :3, :3], DRAFT[:3, :3, :3]
+SMALL_DRAFTER = specjax.model_drafter(bigrams.model(SMALL_DRAFT))
+
+
+def init_looking(params, *sizes):
+    return SMALL_DRAFTER.init(params[0], *sizes)
+
+
+def extend_looking(params, *chunk):
+    return SMALL_DRAFTER.extend(params[0], *chunk)
+
+
+def propose_looking(params, *arguments, num_tokens, **options):
+    """Cuts a draft off before its first token of a probability below a threshold."""
+    inner, threshold = params
+    draft, state = SMALL_DRAFTER.propose(inner, *arguments, num_tokens=num_tokens, **options)
+    likely = jnp.cumprod((draft.logprobs >= jnp.log(threshold)).astype(jnp.int32), axis=1)
+    return draft._replace(num_tokens=jnp.minimum(num_tokens, likely.sum(1))), state
+
+
+@functools.cache
+def z_of_texts(threshold):
+    """Standardised chi-square of texts of four tokens, whose drafts are cut at a threshold."""
+    functions = (init_looking, extend_looking, propose_looking)
+    drafter = specjax.Drafter((SMALL_DRAFTER.params, jnp.float32(threshold)), *functions)
+    ids, lengths = bigrams.prompts([PROMPT] * NUM_SAMPLED)
+    output = specjax.generate(
+        bigrams.model(SMALL_TARGET),
+        drafter,
+        ids,
+        lengths,
+        keys=bigrams.keys(NUM_SAMPLED),
+        config=SpeculativeConfig("auto", step_costs=(1.0, 1.45, 1.7, 9.0)),
+        max_new_tokens=NUM_JOINT + 2,
+        max_length=len(PROMPT) + NUM_JOINT + 2,
+    )
+    drafted = np.asarray(output.metrics.num_drafted)
+    assert len({tuple(row) for row in drafted}) > 2
+    counts = np.zeros((3,) * NUM_JOINT)
+    new = np.asarray(output.token_ids)[:, len(PROMPT) :][:, :NUM_JOINT]
+    np.add.at(counts, tuple(new.T), 1)
+    expected = bigrams.joint_probs(SMALL_TARGET, PROMPT, NUM_JOINT) * NUM_SAMPLED
+    degrees = expected.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees)
+
+
+@pytest.mark.once
+@pytest.mark.optimised
+def test_several_steps_with_auto_follow_the_target_jointly():
+    assert abs(z_of_texts(0.0)) < 5
+
+
+@pytest.mark.once
+@pytest.mark.optimised
+def test_a_draft_that_is_cut_after_looking_at_the_token_is_seen():
+    assert z_of_texts(0.3) > 10
