@@ -5,7 +5,7 @@ Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
 `whole_prompt_drafter`.
-Compilation: `enable_compilation_cache`.
+Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 """
 
@@ -20,6 +20,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.decode.capacity import unpad
 from specjax.decode.commit import Finish, Origin, commit
+from specjax.decode.compile_generate import CompiledGenerate, compile_generate, load_compiled
 from specjax.decode.drafters import (
     Drafter,
     model_drafter,
@@ -50,6 +51,7 @@ from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
 from specjax.verification import Verification
 
 __all__ = [
+    "CompiledGenerate",
     "DecodeState",
     "Draft",
     "Drafter",
@@ -72,6 +74,7 @@ __all__ = [
     "bad_words_array",
     "bias_array",
     "commit",
+    "compile_generate",
     "conditional_rates",
     "count_tokens",
     "draft_from_probs",
@@ -83,6 +86,7 @@ __all__ = [
     "gumbel_sample",
     "init",
     "init_metrics",
+    "load_compiled",
     "logit_cutoff",
     "model_drafter",
     "ngram_drafter",

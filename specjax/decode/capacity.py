@@ -108,10 +108,10 @@ def pad_prompt(prompt: Any, max_length: int) -> Any:
     return padded
 
 
-def pad_eos(ids: Any) -> Any:
-    """Returns ids i32[E], E a multiple of 8, so that their number is data."""
+def pad_eos(ids: Any, least: int = _EOS_IDS) -> Any:
+    """Returns ids i32[E], E a multiple of 8 and at least `least`, so that their number is data."""
     check_shape("eos_token_ids", ids, (ids.size,))
-    missing = max(_EOS_IDS, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
+    missing = max(least, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
     pad = np.pad if isinstance(ids, np.ndarray) else jnp.pad
     return pad(ids, (0, missing), constant_values=_NO_TOKEN)
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,21 @@ from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
-__all__ = ["begin_compilation", "prefill_and_run", "run_prefill"]
+__all__ = ["LoweredProgram", "begin_compilation", "prefill_and_run", "run_prefill"]
 
 _STATIC = ("config", "implementation", "chunk_size")
+
+
+class LoweredProgram(NamedTuple):
+    """A program that is being compiled.
+
+    Attributes:
+      lowered: `jax.stages.Lowered`.
+      compilation: a future of `jax.stages.Compiled`.
+    """
+
+    lowered: Any
+    compilation: futures.Future[Any]
 
 
 def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **arguments: Any) -> Any:
@@ -44,30 +56,29 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
     """
     # JAX gives what was compiled here to the call that comes. That call compiles again what
     # failed, and says why.
-    prefill, compiled_run = _begin_compilations(run, target, drafter, arguments)
-    futures.wait(prefill)
+    programs = _begin_compilation(run, target, drafter, arguments)
+    futures.wait(program.compilation for program in programs[:1])
     state = run_prefill(target, drafter, **arguments)
-    futures.wait(compiled_run)
+    futures.wait(program.compilation for program in programs[1:])
     return run(target, drafter, state, **_step_options(arguments))
 
 
-def _begin_compilations(
+def _begin_compilation(
     run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[LoweredProgram, ...]:
     """Begins to compile `run_prefill` and `run`, if this is the first call of its kind."""
     data = {name: value for name, value in arguments.items() if name not in _STATIC}
     leaves, structure = jax.tree.flatten((target, drafter, data))
     # Of arrays that the caller has placed, the state's placement is known after the prefill alone.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
-        return [], []
+        return ()
     if jax.config.values["jax_disable_jit"]:
-        return [], []
+        return ()
     static = tuple(arguments[name] for name in _STATIC)
     types = tuple(map(jax.typeof, leaves))
     if next(_count_calls(run, structure, types, static, jax.dtypes.canonicalize_dtype(float))):
-        return [], []
-    prefill, compiled_run = begin_compilation(run, target, drafter, arguments)
-    return [prefill], [compiled_run]
+        return ()
+    return begin_compilation(run, target, drafter, arguments)
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,17 +89,18 @@ def _count_calls(*kind: Any) -> Iterator[int]:
 
 def begin_compilation(
     run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
-) -> tuple[futures.Future[Any], futures.Future[Any]]:
-    """Returns `run_prefill` and `run`, lowered and being compiled.
+) -> tuple[LoweredProgram, LoweredProgram]:
+    """Returns `run_prefill` and `run`, which are being compiled.
 
     The first is compiled, or read from a cache, while Python traces the second.
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        prefill = pool.submit(run_prefill.lower(target, drafter, **arguments).compile)
+        lowered = run_prefill.lower(target, drafter, **arguments)
+        prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
         state = run_prefill.eval_shape(target, drafter, **arguments)
         lowered = run.lower(target, drafter, state, **_step_options(arguments))
-        return prefill, pool.submit(lowered.compile)
+        return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
 

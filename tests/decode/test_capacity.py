@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
@@ -31,20 +32,6 @@ def texts(output):
     return specjax.unpad(output.token_ids)
 
 
-@pytest.fixture
-def compilations():
-    """Names of the programs that the backend compiles, eager operations among them."""
-    found = []
-
-    def listen(event, duration, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(details.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def random_requests(rng):
     """Prompts and every kind of parameter that is a value."""
     rows = [rng.integers(0, V, rng.integers(1, 90)).tolist() for _ in range(B)]
@@ -63,7 +50,7 @@ def random_requests(rng):
     )
 
 
-def test_fifty_requests_of_any_length_and_any_values_compile_nothing(compilations):
+def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
     rng, keys = np.random.default_rng(0), bigrams.keys(B)
     options = {"keys": keys, "config": CONFIG}
 
@@ -78,16 +65,16 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing(compilation
         if seed % 10 == 0:
             stream(rows, **values)
 
-    both(0)
-    names = [x.removeprefix("jit_").removeprefix("jit(").removesuffix(")") for x in compilations]
+    with compilations() as found:
+        both(0)
+    names = [x.removeprefix("jit_").removeprefix("jit(").removesuffix(")") for x in found]
     assert [names.count(x) for x in ("run_prefill", "run_loop", "run_step")] == [1, 1, 1]
-    compilations.clear()
-    for seed in range(1, 51):
-        both(seed)
-    assert compilations == []
+    with compilations() as found:
+        for seed in range(1, 51):
+            both(seed)
+    assert found == []
 
 
-@pytest.mark.once
 def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
     options = dict(temperature=np.array([0.0, 1.0, 0.7]), num_logprobs=1)
     wanted = generate(ROWS, max_length=16, **options)
