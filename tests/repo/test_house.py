@@ -26,8 +26,8 @@ PACKAGE = ROOT / "specjax"
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
     ("draft", "verification", "sample", "model"),
-    ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io", "compilation_cache"),
-    ("call_arrays", "checks", "config"),
+    ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io"),
+    ("call_arrays", "checks", "config", "compilation_cache"),
     ("core",),
     ("pallas",),
     ("samplers", "processing"),
