@@ -33,7 +33,8 @@ def attend(
     Args:
       heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.
       cos_sin: cosines and sines of the rotary embeddings, two f32[B, T, 1, D / 2].
-      positions: i32[B, T], none twice in a request but -1, which is no token.
+      positions: i32[B, T], none twice in a request but -1, which is no token. The others of a
+        request lie within T consecutive positions.
       cache: keys and values, two [B, G, S, D].
       spec: scale, window and soft cap.
 
@@ -43,11 +44,7 @@ def attend(
     (batch, tokens), (keys, values) = positions.shape, cache
     groups, slots, head_dim = keys.shape[1:]
     q, k, v = _split(heads, cos_sin, groups)
-    # One past the end, which is dropped: an index of -1 would write the last slot.
-    index = jnp.where(positions < 0, slots, positions)
-    rows = jnp.arange(batch)[:, None]
-    keys = keys.at[rows, :, index].set(k, mode="drop")
-    values = values.at[rows, :, index].set(v, mode="drop")
+    keys, values = _write((keys, values), positions, (k, v))
     dtype = q.dtype
     # The query heads that share a key head are rows of one product with it.
     q = q.reshape(batch, tokens, groups, -1, head_dim).transpose(0, 2, 3, 1, 4)
@@ -62,6 +59,39 @@ def attend(
     weights = weights.astype(dtype).reshape(batch, groups, -1, slots)
     y = (weights @ values).reshape(batch, groups, -1, tokens, head_dim)
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1), (keys, values)
+
+
+def _write(cache: Any, positions: jax.Array, entries: Any) -> Any:
+    """Returns the cache with entries [B, T, G, D] written at their positions."""
+    (batch, tokens), slots = positions.shape, cache[0].shape[2]
+    if batch == 1 and tokens <= slots:
+        return _write_window(cache, positions[0], entries)
+    # One past the end, which is dropped: an index of -1 would write the last slot.
+    index = jnp.where(positions < 0, slots, positions)
+    rows = jnp.arange(batch)[:, None]
+    return jax.tree.map(
+        lambda old, new: old.at[rows, :, index].set(new, mode="drop"), cache, entries
+    )
+
+
+def _write_window(cache: Any, positions: jax.Array, entries: Any) -> Any:
+    """Returns what `_write` does for one request: T slots are read, selected from and written.
+
+    A scatter would take XLA more than half of its time on a CPU, once for every layer.
+    """
+    tokens, slots = positions.shape[0], cache[0].shape[2]
+    first = jnp.min(jnp.where(positions < 0, slots, positions))
+    start = jnp.clip(first, 0, slots - tokens)
+    is_at = positions == start + jnp.arange(tokens)[:, None]
+    token, written = jnp.sum(is_at * jnp.arange(tokens), axis=1), jnp.any(is_at, axis=1)
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = jnp.take(new.swapaxes(1, 2), token, axis=2, mode="clip")
+        window = jax.lax.dynamic_slice_in_dim(old, start, tokens, axis=2)
+        window = jnp.where(written[:, None], new, window)
+        return jax.lax.dynamic_update_slice_in_dim(old, window, start, axis=2)
+
+    return jax.tree.map(write, cache, entries)
 
 
 def causal_attention(
