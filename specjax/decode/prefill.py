@@ -1,6 +1,7 @@
 """Reading the prompts: chunks of one size, through one program whatever their length."""
 
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator
 from concurrent import futures
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
@@ -28,6 +30,9 @@ from specjax.processing.token_counts import TokenCounts, count_committed
 __all__ = ["LoweredProgram", "begin_compilation", "prefill_and_run", "run_prefill"]
 
 _STATIC = ("config", "implementation", "chunk_size")
+_NOT_TRACED = get_opaque_trace_state(convention="flax")
+# cuBLAS multiplies chunks as fast as the kernels that XLA would compile and time for each product.
+_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class LoweredProgram(NamedTuple):
@@ -58,7 +63,7 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
     # failed, and says why.
     programs = _begin_compilation(run, target, drafter, arguments)
     futures.wait(program.compilation for program in programs[:1])
-    state = run_prefill(target, drafter, **arguments)
+    state = _prefill_program()(target, drafter, **arguments)
     futures.wait(program.compilation for program in programs[1:])
     return run(target, drafter, state, **_step_options(arguments))
 
@@ -96,13 +101,26 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        lowered = run_prefill.lower(target, drafter, **arguments)
+        lowered = _prefill_program().lower(target, drafter, **arguments)
         prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
         state = run_prefill.eval_shape(target, drafter, **arguments)
         lowered = run.lower(target, drafter, state, **_step_options(arguments))
         return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
+
+
+def _prefill_program() -> Any:
+    """Returns `run_prefill`; on a GPU, as a program of its own, one that compiles in less time."""
+    # JAX refuses options for a function that is traced into another program.
+    is_traced = get_opaque_trace_state(convention="flax") != _NOT_TRACED
+    return run_prefill if is_traced or jax.default_backend() != "gpu" else _gpu_prefill()
+
+
+@functools.cache
+def _gpu_prefill() -> Any:
+    function = inspect.unwrap(run_prefill)
+    return jax.jit(function, static_argnames=_STATIC, compiler_options=_GPU_OPTIONS)
 
 
 def _step_options(arguments: dict[str, Any]) -> dict[str, Any]:
