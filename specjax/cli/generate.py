@@ -250,6 +250,7 @@ def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> d
         "logprobs": None if top is None else list_logprobs(job.tokenizer, result.token_ids, top),
         "num_prompt_tokens": len(job.prompt_ids),
         "metrics": metrics_json(result),
+        "step_costs": job.config.step_costs,
         "timings": timings._asdict(),
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,

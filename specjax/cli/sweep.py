@@ -13,11 +13,12 @@ import jax
 
 from specjax import models
 from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
+from specjax.cli.sweep_acceptance import measure_acceptance
 from specjax.cli.sweep_choice import choose_best, predicted_lengths, standard_errors
+from specjax.cli.sweep_costs import measure_step_costs, num_cost_stages
 from specjax.cli.sweep_measure import (
     Workload,
     buffer_tokens,
-    measure_acceptance,
     measure_steps,
     num_stages,
 )
@@ -108,7 +109,8 @@ def run_sweep(
     name, workload = job
     report = _provenance(name, sys.argv[1:] if argv is None else argv)
     max_drafts = workload.max_speculative_tokens
-    with terminal.progress_bar(num_stages(workload) + len(workload.prompts)) as on_stage:
+    num_all = num_stages(workload) + num_cost_stages(workload) + len(workload.prompts)
+    with terminal.progress_bar(num_all) as on_stage:
         acceptance = measure_acceptance(workload, max_drafts, on_stage)
         if not acceptance.step_counts:
             raise ValueError(
@@ -118,6 +120,7 @@ def run_sweep(
         times = measure_steps(workload, on_stage)
         best = choose_best(acceptance, [one.step_seconds for one in times], workload.batch_size)
         report = to_json(workload, report, acceptance, times, best)
+        report["step_costs"] = measure_step_costs(workload, on_stage)
         if 0 < best.K < max_drafts:
             decoded = measure_acceptance(workload, best.K, on_stage)
             report["best"]["decoded_acceptance_length"] = predicted_lengths(decoded.rates)[-1]

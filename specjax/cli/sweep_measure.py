@@ -1,10 +1,10 @@
-"""Measures step times and acceptance of a pair for K = 0, 1, ... drafted tokens per step.
+"""Measures step times of a pair for K = 0, 1, ... drafted tokens per step.
 
     tokens per second = batch size * tokens per step / seconds per step
 
 Seconds per step depend on K and the machine, hardly on acceptance: they are measured under
 synthetic acceptance, from no drafted token accepted to all. Tokens per step depend on the pair,
-hardly on the machine: they are measured by decoding the prompts once, at the largest K.
+hardly on the machine: `sweep_acceptance` measures them.
 """
 
 import functools
@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from specjax.acceptance_rates import expected_acceptance_length, rates_for_length
-from specjax.cli.sweep_choice import Acceptance, synthetic_lengths
+from specjax.cli.sweep_choice import synthetic_lengths
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import init, step
+from specjax.decode.init_and_step import check_arguments, step
+from specjax.decode.prefill import run_prefill
 from specjax.decode.state_and_info import DecodeState
 from specjax.model import Model
 
@@ -29,14 +30,12 @@ __all__ = [
     "MeasuredPoint",
     "StepTimes",
     "Workload",
+    "all_ended",
     "buffer_tokens",
-    "measure_acceptance",
     "measure_steps",
     "num_stages",
+    "start_batch",
 ]
-
-# Prompts are padded to a multiple of this.
-_PROMPT_MULTIPLE = 64
 
 
 class Workload(NamedTuple):
@@ -116,65 +115,22 @@ def num_stages(workload: Workload) -> int:
     return len(workload.prompts) + (1 + workload.num_rounds) * (workload.max_speculative_tokens + 1)
 
 
-def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], None]) -> Acceptance:
-    """Decodes the prompts one by one and counts accepted tokens per step.
-
-    Args:
-      workload: the pair and the prompts.
-      K: drafted tokens per step, >= 1.
-      on_stage: called before each prompt with a sentence about it.
-
-    Returns:
-      The number of drafted tokens that each step of each prompt accepted, up to the end of its
-      text. The last step drafts K tokens, too: the buffer is longer than the text.
-
-    Raises:
-      FloatingPointError: if the target's logits turn invalid.
-    """
-    config = SpeculativeConfig(
-        num_speculative_tokens=K, draft_sample_method=workload.draft_sample_method
-    )
-    width = -(-max(map(len, workload.prompts)) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
-    num_accepted: list[list[int]] = []
-    for number, ids in enumerate(workload.prompts):
-        on_stage(f"decoding prompt {number + 1} of {len(workload.prompts)}, K = {K}")
-        prompt = np.zeros((1, width), np.int32)
-        prompt[0, : len(ids)] = ids
-        state = init(
-            workload.target,
-            workload.drafter,
-            prompt,
-            np.array([len(ids)], np.int32),
-            keys=jax.random.fold_in(workload.key, number)[None],
-            config=config,
-            max_new_tokens=workload.max_new_tokens + K + 1,
-            temperature=np.float32(workload.temperature),
-            eos_token_ids=np.array(workload.eos_token_ids, np.int32),
-        )
-        num_accepted.append([])
-        while not _all_ended(state) and int(state.lengths[0]) < len(ids) + workload.max_new_tokens:
-            before = int(state.lengths[0])
-            state, _ = step(workload.target, workload.drafter, state, config=config)
-            # Each step commits one token beyond the accepted ones, or ends in an accepted EOS.
-            num_accepted[-1].append(int(state.lengths[0]) - before - 1)
-    return Acceptance(K, num_accepted)
-
-
-def _all_ended(state: DecodeState) -> bool:
+def all_ended(state: DecodeState) -> bool:
+    """Returns whether every request has ended; an invalid one is an error."""
     finish = np.asarray(state.finish)
     if (finish == Finish.INVALID).any():
         raise FloatingPointError("the target's logits turned invalid.")
     return bool(finish.all())
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_steps"))
+@functools.partial(jax.jit, static_argnames=("config",))
 def _run_steps(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
+    num_steps: Any,
     *,
     config: SpeculativeConfig,
-    num_steps: int,
 ) -> DecodeState:
     """Runs several decode steps in one program, like `generate`."""
 
@@ -184,23 +140,36 @@ def _run_steps(
     return jax.lax.fori_loop(0, num_steps, body, state)
 
 
-def _start_batch(workload: Workload, K: int, number: int) -> DecodeState:
-    """Returns a batch after prefill, without EOS tokens, so that no request ends."""
+def start_batch(
+    workload: Workload, drafter: Drafter | None, config: SpeculativeConfig, number: int
+) -> DecodeState:
+    """Returns a batch after its prompts, without EOS tokens, so that no request ends.
+
+    Its first step feeds the prompts' last tokens.
+    """
     text = np.concatenate([np.array(ids, np.int32) for ids in workload.prompts])
     # Requests start at different positions of the text, so that they differ.
     rows = [
         np.resize(np.roll(text, -7 * row), workload.context) for row in range(workload.batch_size)
     ]
-    state = init(
+    arguments = check_arguments(
         workload.target,
-        workload.drafter if K else None,
+        drafter,
         np.stack(rows),
         np.full(workload.batch_size, workload.context, np.int32),
         keys=jax.random.fold_in(workload.key, number),
-        config=_synthetic_config(workload, K),
+        config=config,
         max_new_tokens=buffer_tokens(workload.max_speculative_tokens, workload.num_steps),
         temperature=np.float32(workload.temperature),
     )
+    return run_prefill(workload.target, drafter, **arguments)
+
+
+def _start_synthetic(workload: Workload, K: int, number: int) -> DecodeState:
+    """Returns a batch after its first step, by the program of the timed ones."""
+    drafter, config = workload.drafter if K else None, _synthetic_config(workload, K)
+    state = start_batch(workload, drafter, config, number)
+    state = _run_steps(workload.target, drafter, state, np.int32(1), config=config)
     return jax.block_until_ready(state)
 
 
@@ -228,12 +197,11 @@ def _time_run(workload: Workload, K: int, state: DecodeState) -> tuple[float, in
     drafter, config = workload.drafter if K else None, _synthetic_config(workload, K)
     jax.block_until_ready(state)
     start = time.perf_counter()
-    final_state = _run_steps(
-        workload.target, drafter, state, config=config, num_steps=workload.num_steps
-    )
+    num_steps = np.int32(workload.num_steps)
+    final_state = _run_steps(workload.target, drafter, state, num_steps, config=config)
     jax.block_until_ready(final_state)
     seconds = time.perf_counter() - start
-    _all_ended(final_state)
+    all_ended(final_state)
     return seconds, int(final_state.metrics.num_emitted.sum())
 
 
@@ -258,7 +226,7 @@ def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[S
     for K in range(max_drafts + 1):
         on_stage(f"compiling K = {K}")
         start = time.perf_counter()
-        _time_run(workload, K, _set_acceptance_length(_start_batch(workload, K, 0), K, 1.0)[0])
+        _time_run(workload, K, _set_acceptance_length(_start_synthetic(workload, K, 0), K, 1.0)[0])
         first_seconds.append(time.perf_counter() - start)
     runs: dict[tuple[int, float], list[tuple[float, int]]] = {}
     expected_lengths, later_seconds = {}, {}
@@ -266,7 +234,7 @@ def measure_steps(workload: Workload, on_stage: Callable[[str], None]) -> list[S
         for K in range(max_drafts + 1):
             on_stage(f"timing K = {K}, round {number + 1} of {workload.num_rounds}")
             start = time.perf_counter()
-            state = _start_batch(workload, K, number)
+            state = _start_synthetic(workload, K, number)
             prefill_seconds = time.perf_counter() - start
             for length in synthetic_lengths(K):
                 timed_state, expected_lengths[K, length] = _set_acceptance_length(state, K, length)

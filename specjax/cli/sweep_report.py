@@ -137,6 +137,9 @@ def conclusion(report: dict[str, Any]) -> list[str]:
             f"step; predicted from K = {report['max_speculative_tokens']}: {length} (± is a "
             "standard error)."
         )
+    if "step_costs" in report:
+        costs = ",".join(f"{cost:g}" for cost in report["step_costs"])
+        sentences.append(f"--step-costs {costs} lets `specjax generate` choose by these times.")
     return sentences
 
 

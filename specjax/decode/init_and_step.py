@@ -159,14 +159,14 @@ def check_arguments(
     keys: jax.Array,
     config: SpeculativeConfig | None,
     max_new_tokens: Any,
-    max_length: int | None,
-    prefill_chunk_size: int,
-    temperature: Any,
-    eos_token_ids: Any,
-    sampling: SamplingParams | None,
-    num_logprobs: int | None,
-    logprobs_mode: str,
-    implementation: str | Implementation | None,
+    max_length: int | None = None,
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
+    temperature: Any = 1.0,
+    eos_token_ids: Any = (),
+    sampling: SamplingParams | None = None,
+    num_logprobs: int | None = None,
+    logprobs_mode: str = "raw",
+    implementation: str | Implementation | None = None,
 ) -> dict[str, Any]:
     """Returns the checked arguments of `run_prefill`."""
     logprobs = check_logprobs_config(num_logprobs, logprobs_mode)

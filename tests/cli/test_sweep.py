@@ -19,6 +19,8 @@ from test_files import limit_file_size
 import specjax
 from specjax.acceptance_rates import conditional_rates, expected_acceptance_length
 from specjax.cli import main
+from specjax.cli.arguments import parse_options
+from specjax.cli.sweep_acceptance import measure_acceptance
 from specjax.cli.sweep_choice import (
     Acceptance,
     choose_best,
@@ -26,12 +28,13 @@ from specjax.cli.sweep_choice import (
     standard_errors,
     synthetic_lengths,
 )
-from specjax.cli.sweep_measure import Workload, measure_acceptance
+from specjax.cli.sweep_measure import Workload
 from specjax.cli.sweep_report import conclusion, report_tables
+from specjax.config import SpeculativeConfig
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
-# One set of sizes for all: a sweep compiles eight programs.
+# One set of sizes for all: a sweep compiles nine programs.
 SMALL = ["--max-speculative-tokens", "2", "--context", "16", "--max-new-tokens", "12"]
 SMALL += ["--steps", "3", "--rounds", "2", "--batch-size", "2"]
 
@@ -201,6 +204,15 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
             assert point["closed_form"] * row["step_ms"]["median"] == pytest.approx(
                 2e3 * point["asked_length"]
             )
+    costs = report["step_costs"]
+    assert len(costs) == 3
+    assert costs[0] == 1
+    assert min(costs) > 0
+    # What it writes is what `generate` reads.
+    saved = tmp_path / "sweep.json"
+    saved.write_text(captured.out)
+    _, config = parse_options(["generate", "x", "--step-costs", str(saved)])
+    assert config == SpeculativeConfig("auto", step_costs=costs)
     best = max(rows, key=lambda row: row["tokens_per_second"])
     assert report["best"]["K"] == best["K"]
     assert report["best"]["gain"] == pytest.approx(
