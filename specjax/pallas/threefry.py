@@ -6,7 +6,6 @@ for every load and store: a kernel that draws twice compiled for 8 s, and compil
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,31 +27,28 @@ def _threefry2x32(key: Words, count: Words) -> Words:
     shape = jnp.broadcast_shapes(*[word.shape for word in operands])
     # The instruction takes tiles alone; the sum of one element is that element.
     operands = [jnp.broadcast_to(word, shape or (1,)) for word in operands]
-    # JAX gives such an instruction one result, so both words are packed. To hash twice took
-    # `residual_draw_kernel` 8.6 us for 7.6.
-    packed = _run(threefry_ptx(), "=l,r,r,r,r", jnp.int64, *operands)
-    x0, x1 = [
-        _run(f"{{ .reg .b32 unused; mov.b64 {{{halves}}}, $1; }}", "=r,l", jnp.int32, packed)
-        for halves in ("$0, unused", "unused, $0")
-    ]
-    if not shape:
-        x0, x1 = jnp.sum(x0, dtype=jnp.int32), jnp.sum(x1, dtype=jnp.int32)
-    return x0.astype(jnp.uint32), x1.astype(jnp.uint32)
+    words = [_run(threefry_ptx(index), operands) for index in (0, 1)]
+    x0, x1 = words if shape else [jnp.sum(word, dtype=jnp.uint32) for word in words]
+    return x0, x1
 
 
-def _run(ptx: str, constraints: str, dtype: Any, *operands: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(operands[0].shape, dtype)
+def _run(ptx: str, operands: list[jax.Array]) -> jax.Array:
     (result,) = plgpu.elementwise_inline_asm(
-        ptx, args=operands, constraints=constraints, pack=1, result_shape_dtypes=[shape]
+        ptx,
+        args=operands,
+        constraints="=r,r,r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.int32)],
     )
-    return result
+    return result.astype(jnp.uint32)
 
 
 @functools.cache
-def threefry_ptx() -> str:
-    """Returns PTX that packs the two words of the hash into operand 0, the first one lower.
+def threefry_ptx(index: int) -> str:
+    """Returns PTX that writes word `index`, 0 or 1, of the hash to operand 0.
 
-    Operands 1 and 2 are the key, 3 and 4 the count.
+    Operands 1 and 2 are the key, 3 and 4 the count. JAX lets such code have one result. What both
+    words share, the assembler computes once.
     """
     words = ("$1", "$2", "parity")
     lines = [
@@ -74,4 +70,4 @@ def threefry_ptx() -> str:
             f"add.u32 x1, x1, {words[(i + 2) % 3]};",
             f"add.u32 x1, x1, {i + 1};",
         ]
-    return " ".join(["{", *lines, "mov.b64 $0, {x0, x1};", "}"])
+    return " ".join(["{", *lines, f"mov.b32 $0, x{index};", "}"])

@@ -281,8 +281,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}threefry.threefry_ptx",
-        "{x0, x1}",
-        "{x0, x0}",
+        "x{index};",
+        "x0;",
         threefry("test_the_ptx_computes_the_words_of_the_hash[1]"),
         "both words of the kernels' hash are the first",
     ),
