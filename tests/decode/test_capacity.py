@@ -160,7 +160,11 @@ def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
 
 @pytest.mark.once
 def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once():
-    """Its state counts what it was given at each position, and keeps the features."""
+    """Its state counts what it was given at each position, and keeps the features.
+
+    With K = "auto", some steps draft tokens and some none.
+    """
+    config = SpeculativeConfig("auto", step_costs=(1.0, 1.2, 1.3, 1.4))
 
     def init(params, batch_size, max_length):
         shape = (batch_size, max_length)
@@ -178,7 +182,7 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
 
     drafter = specjax.Drafter((), init, extend, propose, reads_features=True)
     ids, lengths = bigrams.prompts(ROWS, width=7)
-    options = dict(keys=bigrams.keys(B), config=CONFIG, max_new_tokens=9, max_length=16)
+    options = dict(keys=bigrams.keys(B), config=config, max_new_tokens=9, max_length=16)
     state = specjax.init(MODEL, drafter, ids, lengths, prefill_chunk_size=3, **options)
     while True:
         text, (count, kept) = np.asarray(state.token_ids), state.drafter_state
@@ -190,4 +194,4 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
             np.testing.assert_array_equal(kept[b, : length - 1], pairs[: length - 1])
         if np.all(state.finish):
             break
-        state, _ = specjax.step(MODEL, drafter, state, config=CONFIG)
+        state, _ = specjax.step(MODEL, drafter, state, config=config)
