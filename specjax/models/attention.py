@@ -45,20 +45,40 @@ def attend(
     groups, slots, head_dim = keys.shape[1:]
     q, k, v = _split(heads, cos_sin, groups)
     keys, values = _write((keys, values), positions, (k, v))
-    dtype = q.dtype
     # The query heads that share a key head are rows of one product with it.
     q = q.reshape(batch, tokens, groups, -1, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, -1, head_dim)
-    scores = jnp.matmul(q, keys.swapaxes(-1, -2), preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, groups, -1, tokens, slots)
+    is_one = batch == tokens == 1
+    multiply, average = (_scores_of_one, _average_of_one) if is_one else (_scores, jnp.matmul)
+    scores = multiply(q, keys).reshape(batch, groups, -1, tokens, slots)
     slot, position = jnp.arange(slots)[None, None], positions[..., None]
     visible = slot <= position
     if spec.window is not None:
         visible &= slot > position - spec.window
     weights = _weights(scores, visible[:, None, None], spec)
-    weights = weights.astype(dtype).reshape(batch, groups, -1, slots)
-    y = (weights @ values).reshape(batch, groups, -1, tokens, head_dim)
+    weights = weights.astype(q.dtype).reshape(batch, groups, -1, slots)
+    y = average(weights, values).reshape(batch, groups, -1, tokens, head_dim)
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1), (keys, values)
+
+
+def _scores(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns the products of queries [..., N, D] and keys [..., S, D], f32[..., N, S]."""
+    return jnp.matmul(q, keys.swapaxes(-1, -2), preferred_element_type=jnp.float32)
+
+
+def _scores_of_one(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns what `_scores` does: sums that read the cache where it lies.
+
+    For a product of so few rows, XLA on a CPU transposes all keys and copies all values twice.
+    """
+    products = q[..., :, None, :].astype(jnp.float32) * keys[..., None, :, :].astype(jnp.float32)
+    return jnp.sum(products, axis=-1)
+
+
+def _average_of_one(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns `weights @ values` in the same way."""
+    products = weights[..., None].astype(jnp.float32) * values[..., None, :, :].astype(jnp.float32)
+    return jnp.sum(products, axis=-2).astype(weights.dtype)
 
 
 def _write(cache: Any, positions: jax.Array, entries: Any) -> Any:
