@@ -14,7 +14,7 @@ from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
 from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.hf.chat_template import chat_prompt
-from specjax.models.hf.checkpoint import load, save
+from specjax.models.hf.checkpoint import load, load_shapes, save
 from specjax.models.hf.draft_head_folder import is_head, load_head, load_head_config, save_head
 from specjax.models.hf.load_config import load_config
 from specjax.models.hf.tokenizer import load_tokenizer
@@ -39,6 +39,7 @@ __all__ = [
     "load_config",
     "load_head",
     "load_head_config",
+    "load_shapes",
     "load_tokenizer",
     "pretrained_folder",
     "save",

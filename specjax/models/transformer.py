@@ -20,7 +20,7 @@ from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
 
-__all__ = ["Transformer", "build", "causal_hidden", "functions"]
+__all__ = ["Transformer", "build", "causal_hidden", "functions", "param_shapes"]
 
 
 class Transformer(nnx.Module):
@@ -118,8 +118,17 @@ def _causal_layer(
 
 
 @functools.cache
+def _split(config: TransformerConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, None)))
+
+
 def _graph(config: TransformerConfig) -> Any:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, None)))[0]
+    return _split(config)[0]
+
+
+def param_shapes(config: TransformerConfig) -> Any:
+    """Returns the parameters of `build` as a nested dict of `jax.ShapeDtypeStruct`."""
+    return nnx.to_pure_dict(_split(config)[1])
 
 
 @functools.cache

@@ -31,8 +31,8 @@ HEAD = models.HeadConfig(
 )
 # Of `jax.nn.dot_product_attention`, over whole sequences: no kernel of ours has that choice.
 OF_ATTENTION = {"causal_hidden"}
-# Compiles what `generate` traces, and gives it the same implementation.
-AHEAD_OF_TIME = {"compile_generate"}
+# Made of what is traced here: `generate`, ahead of time, and the functions of `build`.
+AHEAD_OF_TIME = {"compile_generate", "load_shapes"}
 
 
 def run_step(model):

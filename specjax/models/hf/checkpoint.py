@@ -29,13 +29,30 @@ from specjax.models.hf.weight_map import (
     split_tensors,
     weight_entries,
 )
-from specjax.models.transformer import build
+from specjax.models.transformer import build, param_shapes
 
-__all__ = ["load", "resolve_dtype", "save"]
+__all__ = ["load", "load_shapes", "resolve_dtype", "save"]
 
 _WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
 # Compiled, so that transposing, concatenating and casting make no copies in between.
-_concatenate = jax.jit(concatenate_tensors, static_argnums=(1, 2))
+_concatenate_on_device = jax.jit(concatenate_tensors, static_argnums=(1, 2))
+
+
+def _concatenate(views: list[np.ndarray], transposed: bool, dtype: str) -> jax.Array:
+    """Returns an array of a model, assembled where it will lie."""
+    if jax.default_backend() != "cpu":
+        return jax.block_until_ready(_concatenate_on_device(views, transposed, dtype))
+    # Its programs would wait for those of the model, which may be compiling meanwhile.
+    parts = [_cast(view, dtype).T if transposed else _cast(view, dtype) for view in views]
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    return jnp.asarray(np.ascontiguousarray(array))
+
+
+def _cast(view: np.ndarray, dtype: str) -> np.ndarray:
+    if view.dtype == jnp.bfloat16 and dtype == "float32":
+        # The upper half of a float32; NumPy would convert one by one.
+        return (view.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return view.astype(dtype)
 
 
 def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
@@ -111,10 +128,41 @@ def load(
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
         for entry, views in entries:
             # One array at a time, so that the tensors of only one are on the device as well.
-            array = jax.block_until_ready(_concatenate(views, entry.transposed, config.dtype))
-            set_path(params, entry.path, array)
+            set_path(params, entry.path, _concatenate(views, entry.transposed, config.dtype))
             advance(sum(view.nbytes for view in views))
     return build(config, params, implementation=implementation), config
+
+
+def load_shapes(
+    folder: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    *,
+    implementation: str | Implementation | None = None,
+) -> tuple[Model, TransformerConfig]:
+    """Returns what `load` returns with shapes for weights: no weight is read.
+
+    `compile_generate` and `jax.eval_shape` take such a model.
+
+    Args:
+      folder: as in `load`; of its files only config.json is read.
+      dtype: as in `load`.
+      implementation: as in `load`.
+
+    Returns:
+      The model, whose parameters are `jax.ShapeDtypeStruct`, and its configuration.
+
+    Raises:
+      ValueError: as in `load`, for config.json.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> model, _ = load_shapes(pretrained_folder("draft"))
+      >>> model.params["embedding"].shape
+      (4096, 128)
+    """
+    config = load_config(folder)
+    config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
+    return build(config, param_shapes(config), implementation=implementation), config
 
 
 def save(
