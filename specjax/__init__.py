@@ -27,7 +27,6 @@ from specjax.decode.drafters import (
     ngram_drafter,
     whole_prompt_drafter,
 )
-from specjax.decode.gather_drafts import draft_from_probs, gather_drafts
 from specjax.decode.generate import Generation, generate
 from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
@@ -45,6 +44,7 @@ from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
 from specjax.sample import Sample
+from specjax.samplers.gather_drafts import draft_from_probs, gather_drafts
 from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
 from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged

@@ -23,7 +23,7 @@ from specjax.mesh import pvary_like
 from specjax.processing.history import History
 from specjax.processing.token_counts import TokenCounts
 
-__all__ = ["draft_next", "propose_draft", "run_if"]
+__all__ = ["draft_next", "most_drafted", "propose_draft", "run_draft", "run_if"]
 
 # Missed tokens that a drafter reads at once.
 _CHUNK_SIZE = 7
@@ -43,59 +43,85 @@ def run_if(predicate: jax.Array, function: Callable[[Any], Any], operand: Any) -
     return jax.lax.while_loop(lambda carry: carry[0], run, pvary_like(start, start))[1]
 
 
+def most_drafted(
+    drafter: Drafter | None, state: DecodeState, config: SpeculativeConfig
+) -> jax.Array:
+    """Returns how many tokens each request drafts next at most, i32[B]; -1 if it ended."""
+    settings = state.settings
+    k = 0 if drafter is None else config.num_speculative_tokens
+    # A step always emits one token besides the accepted drafts.
+    num_tokens = jnp.clip(settings.max_lengths - state.lengths - 1, 0, k)
+    if state.draft_history is not None:
+        assert settings.k_by_rate is not None
+        num_tokens = jnp.minimum(num_tokens, choose_k(state.draft_history, settings.k_by_rate))
+    return jnp.where(state.finish == 0, num_tokens, jnp.int32(-1))
+
+
 def draft_next(
     drafter: Drafter | None,
     state: DecodeState,
     hidden: jax.Array,
+    *,
     config: SpeculativeConfig,
     implementation: Implementation | None,
 ) -> DecodeState:
-    """Puts the next draft into the state; requests that ended are inactive from here on."""
-    settings = state.settings
-    # A step always emits one token besides the accepted drafts.
-    num_tokens_left = settings.max_lengths - state.lengths - 1
-    k = 0 if drafter is None else config.num_speculative_tokens
-    max_tokens = jnp.where(state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1))
+    """Puts the next draft into the state, which says how many tokens are drafted at most."""
     if drafter is None:
-        return state._replace(draft=state.draft._replace(num_tokens=max_tokens))
-    options = {"config": config, "implementation": implementation}
-    if state.draft_history is not None:
-        return _draft_where_worth_it(drafter, state, hidden, max_tokens, options)
-    operands = (state.drafter_state, state.token_ids, state.lengths, state.counts, hidden)
-    draft, drafter_state = propose_draft(drafter, *operands, settings, max_tokens, **options)
-    return state._replace(draft=draft, drafter_state=drafter_state)
+        return state
+    options: dict[str, Any] = {"config": config, "implementation": implementation}
+    if state.draft_history is None:
+        return run_draft(drafter, state, hidden, **options)
+    before, wanted = (state.draft, state.drafter_state, state.draft_history), state.draft.num_tokens
+    assert wanted is not None
+
+    def run(last: tuple[Any, ...]) -> tuple[Any, ...]:
+        draft, drafter_state, history = last
+        given = state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
+        given = run_draft(drafter, given, hidden, **options)
+        return given.draft, given.drafter_state, given.draft_history
+
+    draft, drafter_state, history = run_if(jnp.any(wanted > 0), run, before)
+    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
 
 
-def _draft_where_worth_it(
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def run_draft(
     drafter: Drafter,
     state: DecodeState,
     hidden: jax.Array,
-    max_tokens: jax.Array,
-    options: dict[str, Any],
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
 ) -> DecodeState:
-    """Puts a draft of as many tokens as each request's history makes worth it into the state."""
-    settings, history = state.settings, state.draft_history
-    assert history is not None
-    assert settings.k_by_rate is not None
-    max_tokens = jnp.minimum(max_tokens, choose_k(history, settings.k_by_rate))
+    """Runs the drafter: the third part of `run_step`, without which nothing is drafted.
+
+    Args:
+      drafter: as in `run_step`.
+      state: from `commit_rows`.
+      hidden: [B, D], from `commit_rows`.
+      config: as in `run_step`.
+      implementation: as in `run_step`.
+    """
+    options: dict[str, Any] = {"config": config, "implementation": implementation}
+    history, num_tokens = state.draft_history, state.draft.num_tokens
+    assert num_tokens is not None
+    text = (state.token_ids, state.lengths, state.counts, hidden, state.settings)
+    if history is None:
+        draft, drafter_state = propose_draft(
+            drafter, state.drafter_state, *text, num_tokens, **options
+        )
+        return state._replace(draft=draft, drafter_state=drafter_state)
+    drafts = num_tokens > 0
+    drafter_state = _read_missed(drafter, state, drafts)
     # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
-    num_tokens = jnp.where(max_tokens > 0, max_tokens, -1)
-
-    def propose(last: tuple[Draft, Any, jax.Array]) -> tuple[Draft, Any, jax.Array]:
-        before = state._replace(drafter_state=last[1])
-        drafter_state = _read_missed(drafter, before, num_tokens > 0)
-        operands = (drafter_state, state.token_ids, state.lengths, state.counts, hidden)
-        draft, drafter_state = propose_draft(drafter, *operands, settings, num_tokens, **options)
-        # It has read all but the last token of its draft.
-        num_read = state.lengths - 1 + jnp.maximum(draft.num_tokens, 1)
-        return draft, drafter_state, jnp.where(num_tokens > 0, num_read, history.num_read)
-
-    last = (state.draft, state.drafter_state, history.num_read)
-    draft, drafter_state, num_read = run_if(jnp.any(num_tokens > 0), propose, last)
+    asked = jnp.where(drafts, num_tokens, -1)
+    draft, drafter_state = propose_draft(drafter, drafter_state, *text, asked, **options)
+    # It has read all but the last token of its draft.
+    num_read = state.lengths - 1 + jnp.maximum(draft.num_tokens, 1)
     return state._replace(
-        draft=draft._replace(num_tokens=jnp.where(num_tokens > 0, draft.num_tokens, max_tokens)),
+        draft=draft._replace(num_tokens=jnp.where(drafts, draft.num_tokens, num_tokens)),
         drafter_state=drafter_state,
-        draft_history=history._replace(num_read=num_read),
+        draft_history=history._replace(num_read=jnp.where(drafts, num_read, history.num_read)),
     )
 
 

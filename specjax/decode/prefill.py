@@ -17,9 +17,9 @@ from specjax.decode.choose_k import init_history
 from specjax.decode.draft_next import propose_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
-from specjax.decode.loop import apply_model
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.decode.target_rows import apply_model
 from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
@@ -27,7 +27,13 @@ from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
-__all__ = ["LoweredProgram", "begin_compilation", "prefill_and_run", "run_prefill"]
+__all__ = [
+    "LoweredProgram",
+    "begin_compilation",
+    "prefill_and_run",
+    "prefill_program",
+    "run_prefill",
+]
 
 _STATIC = ("config", "implementation", "chunk_size")
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
@@ -63,7 +69,7 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
     # failed, and says why.
     programs = _begin_compilation(run, target, drafter, arguments)
     futures.wait(program.compilation for program in programs[:1])
-    state = _prefill_program()(target, drafter, **arguments)
+    state = prefill_program()(target, drafter, **arguments)
     futures.wait(program.compilation for program in programs[1:])
     return run(target, drafter, state, **_step_options(arguments))
 
@@ -101,7 +107,7 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        lowered = _prefill_program().lower(target, drafter, **arguments)
+        lowered = prefill_program().lower(target, drafter, **arguments)
         prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
         state = run_prefill.eval_shape(target, drafter, **arguments)
         lowered = run.lower(target, drafter, state, **_step_options(arguments))
@@ -110,7 +116,7 @@ def begin_compilation(
         pool.shutdown(wait=False)
 
 
-def _prefill_program() -> Any:
+def prefill_program() -> Any:
     """Returns `run_prefill`; on a GPU, as a program of its own, one that compiles in less time."""
     # JAX refuses options for a function that is traced into another program.
     is_traced = get_opaque_trace_state(convention="flax") != _NOT_TRACED

@@ -12,7 +12,8 @@ The way of the data, for `rejection_sample`:
 5. the kernels: `specjax.pallas.verify.verify_rows` on these arrays and options.
 
 One public call is one file. Code that is inside a program already calls functions that do not
-check: `verify_draft` and `sample_batch`. Open `rejection_sample` first.
+check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop
+of your own. Open `rejection_sample` first.
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` drafted tokens of a ragged batch.
 Imported by `decode`; imports `core`, and `pallas` where kernels are chosen.

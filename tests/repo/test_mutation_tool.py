@@ -18,8 +18,9 @@ COUNTED = [mutation for mutation in MUTATIONS if not mutation.equivalent]
 NO_CODE = ("pallas.__init__", "pallas.kernel_config", "models.pallas.__init__")
 LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
-    *("core.truncation", "samplers.verify_xla", "samplers.next_token_xla"),
-    *(f"decode.{name}" for name in ("gather_drafts", "propose", "drafters", "loop", "commit")),
+    "core.truncation",
+    *(f"samplers.{name}" for name in ("verify_xla", "next_token_xla", "gather_drafts")),
+    *(f"decode.{name}" for name in ("propose", "drafters", "loop", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
     *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla")),
     "acceptance_rates",

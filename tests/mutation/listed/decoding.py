@@ -1,12 +1,13 @@
 """Wrong versions of drafting, the decode loop, commits, counts and acceptance rates."""
 
 from ..mutation import Mutation
-from .tests import acceptance_rates, capacity, decode, drafts, metrics, processing, tokens
+from .tests import acceptance_rates, capacity, choose_k, decode, drafts, metrics, processing, tokens
 
 __all__ = ["MUTATIONS"]
 
-_DRAFTS = "specjax.decode.gather_drafts."
+_DRAFTS = "specjax.samplers.gather_drafts."
 _LOOP = "specjax.decode.loop."
+_ROWS = "specjax.decode.target_rows."
 _NEXT = "specjax.decode.draft_next."
 _READ = "specjax.decode.prefill._read"
 _PROPOSE = "specjax.decode.propose."
@@ -132,7 +133,7 @@ MUTATIONS = (
         equivalent="no place lies before length - n then",
     ),
     Mutation(
-        f"{_LOOP}_decide_rows",
+        f"{_LOOP}commit_rows",
         "CallOptions(config.noise_dtype, resolved",
         "CallOptions(jnp.float32, resolved",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
@@ -160,21 +161,21 @@ MUTATIONS = (
         "a drafter's -1 for a request that goes on ends it",
     ),
     Mutation(
-        f"{_LOOP}run_step",
+        f"{_ROWS}fed_tokens",
         "lengths[:, None] - 1 + index",
         "lengths[:, None] + index",
         decode("test_greedy_speculation_is_plain_greedy_decoding[model-greedy]"),
         "tokens are fed one position too late",
     ),
     Mutation(
-        f"{_LOOP}run_step",
+        f"{_LOOP}commit_rows",
         "jnp.where(is_first, -1, num_drafted)",
         "num_drafted",
         decode("test_origins_and_metrics_agree"),
         "the token after the prompt counts as a step of speculation",
     ),
     Mutation(
-        f"{_LOOP}run_step",
+        f"{_LOOP}commit_rows",
         "jnp.where(index < num_committed[:, None], positions, -1)",
         "positions",
         capacity(_FEATURES),
@@ -195,7 +196,7 @@ MUTATIONS = (
         "every chunk of a prompt is read at its beginning",
     ),
     Mutation(
-        f"{_LOOP}_decide_rows",
+        f"{_LOOP}_verify",
         "positions=state.lengths",
         "positions=state.lengths * 0",
         decode("test_plain_decoding_is_gumbel_sample_token_by_token"),
@@ -216,11 +217,25 @@ MUTATIONS = (
         "bonus and recovered tokens change their names",
     ),
     Mutation(
-        f"{_NEXT}draft_next",
-        "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(-1)",
-        "state.finish == 0, jnp.clip(num_tokens_left, 0, k), jnp.int32(0)",
+        f"{_NEXT}most_drafted",
+        "state.finish == 0, num_tokens, jnp.int32(-1)",
+        "state.finish == 0, num_tokens, jnp.int32(0)",
         decode("test_a_request_that_ends_changes_no_other[model]"),
         "a request that has ended is verified without drafts",
+    ),
+    Mutation(
+        f"{_ROWS}on_rows",
+        "jnp.max(count_drafted(state)) <= 0",
+        "jnp.min(count_drafted(state)) <= 0",
+        choose_k("test_a_request_drafts_alone_what_it_drafts_in_a_batch"),
+        "a request without drafts takes those of the others",
+    ),
+    Mutation(
+        "specjax.decode.choose_k.add_step",
+        "num_accepted < num_drafted",
+        "num_accepted <= num_drafted",
+        choose_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
+        "K counts a token as tested that was not drafted",
     ),
     Mutation(
         "specjax.decode.commit.append",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 __all__ = [
     "acceptance_rates",
     "capacity",
+    "choose_k",
     "cutoffs",
     "decode",
     "drafts",
@@ -32,6 +33,7 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
 
 
 capacity = _of("decode/test_capacity.py")
+choose_k = _of("decode/test_choose_k.py")
 cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
 drafts = _of("decode/test_drafts.py")

@@ -1,0 +1,183 @@
+"""The target's K + 1 rows of a step: the last token and the drafted ones are fed, and processed.
+
+Where K is "auto", a step in which no request of the batch has a draft computes one row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checks import check_logits, check_shape
+from specjax.core.acceptance import num_valid_drafts
+from specjax.decode.draft_next import run_if
+from specjax.decode.logprobs import check_num_listed
+from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.implementation import Implementation, resolve_implementation
+from specjax.model import Model
+from specjax.processing.apply_sampling import apply_rules_and_filters
+from specjax.processing.history import History
+from specjax.processing.logit_rules import RowContext
+from specjax.processing.rule_checks import check_widths
+from specjax.processing.sampling_params import SamplingParams, split_sampling
+
+__all__ = [
+    "TargetRows",
+    "apply_model",
+    "compute_k_rows",
+    "compute_rows",
+    "count_drafted",
+    "count_rows",
+    "fed_tokens",
+    "on_rows",
+    "take_at",
+]
+
+
+class TargetRows(NamedTuple):
+    """What the target says of K + 1 rows; zeros where only the first was computed.
+
+    Attributes:
+      hidden: [B, K + 1, D].
+      raw_logits: [B, K + 1, V], or None where they are not listed.
+      logits: [B, K + 1, V], processed.
+      cutoff: f32[B, K + 1], or None.
+    """
+
+    hidden: jax.Array
+    raw_logits: jax.Array | None
+    logits: jax.Array
+    cutoff: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnames=("k", "implementation"))
+def compute_rows(
+    target: Model, state: DecodeState, *, k: int, implementation: Implementation | None
+) -> tuple[Any, TargetRows]:
+    """Returns the target's cache and K + 1 rows of a step: the first part of `run_step`.
+
+    Args:
+      target: as in `run_step`.
+      state: as in `run_step`.
+      k: how many drafted tokens are fed: K, or 0 if nothing was drafted.
+      implementation: as in `run_step`.
+    """
+    cache, rows = compute_k_rows(target, state, implementation, k, state.target_cache)
+    return cache, jax.tree.map(functools.partial(_fill, size=count_rows(state)), rows)
+
+
+def compute_k_rows(
+    target: Model, state: DecodeState, implementation: Implementation | None, k: int, cache: Any
+) -> tuple[Any, TargetRows]:
+    """Feeds the last token and the first k drafted ones to the target: its cache, and its rows."""
+    settings = state.settings
+    input_ids, positions = (fed[:, : k + 1] for fed in fed_tokens(state))
+    hidden, cache = apply_model(target, input_ids, positions, cache)
+    raw = target.logits(target.params, hidden)
+    _check_target_logits(raw, settings, *input_ids.shape)
+    resolved = resolve_implementation(implementation)
+    logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, :k], raw, resolved)
+    lists_raw = settings.logprobs is not None and settings.logprobs.mode == "raw"
+    return cache, TargetRows(hidden, raw if lists_raw else None, logits, cutoff)
+
+
+@jax.jit
+def apply_model(
+    model: Model, token_ids: jax.Array, positions: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Returns what `model.apply` does: traced once where its shapes are asked for before."""
+    return model.apply(model.params, token_ids, positions, cache)
+
+
+def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:
+    """Refuses logits [B, K + 1, V] that the settings were not made for."""
+    check_logits("target_logits", logits, "[B, K + 1, V]", size)
+    vocab_size = logits.shape[-1]
+    check_shape("target_logits", logits, (size, num_rows, vocab_size))
+    if settings.sampling is not None:
+        rules, _ = split_sampling(settings.sampling)
+        check_widths(rules, vocab_size)
+    if settings.logprobs is not None:
+        check_num_listed("num_logprobs", settings.logprobs.num, vocab_size)
+
+
+def _apply_sampling(
+    state: DecodeState, drafted: jax.Array, logits: jax.Array, implementation: Implementation
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns processed logits and cutoffs of the target's rows."""
+    settings = state.settings
+    rules, filters = split_sampling(settings.sampling or SamplingParams())
+    history = History(state.token_ids, state.lengths, state.counts)
+    context = RowContext(history, drafted if drafted.shape[1] else None, jnp.int32(0))
+    return apply_rules_and_filters(
+        logits,
+        rules,
+        filters,
+        context,
+        temperature=settings.temperature,
+        implementation=implementation,
+    )
+
+
+def count_rows(state: DecodeState) -> int:
+    """Returns K + 1."""
+    return state.draft.token_ids.shape[1] + 1
+
+
+def count_drafted(state: DecodeState) -> jax.Array:
+    """Returns how many tokens the pending draft of each request has, i32[B]; -1 if it ended."""
+    return num_valid_drafts(state.draft.token_ids, state.draft.num_tokens)
+
+
+def fed_tokens(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens that a step feeds and their positions, two i32[B, K + 1]."""
+    last = take_at(state.token_ids, state.lengths - 1)
+    input_ids = jnp.concatenate([last[:, None], state.draft.token_ids], axis=1)
+    index = jnp.arange(count_rows(state), dtype=jnp.int32)[None]
+    positions = jnp.where(
+        index <= count_drafted(state)[:, None], state.lengths[:, None] - 1 + index, jnp.int32(-1)
+    )
+    return jnp.maximum(input_ids, 0), positions
+
+
+def on_rows(
+    state: DecodeState, function: Callable[[int, Any], tuple[Any, Any]], operand: Any
+) -> tuple[Any, Any]:
+    """Returns `function(K, operand)`, or `function(0, operand)` filled up if nothing was drafted.
+
+    Args:
+      state: before the step.
+      function: of a number of drafted tokens k and an operand. Returns the operand, written in
+        place, and arrays [B, k + 1, ...].
+      operand: such as a cache.
+    """
+    k = count_rows(state) - 1
+    if state.draft_history is None:
+        return function(k, operand)
+    shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
+
+    def run(number: int, last: tuple[Any, Any]) -> tuple[Any, Any]:
+        operand, rows = function(number, last[0])
+        return operand, jax.tree.map(functools.partial(_fill, size=k + 1), rows)
+
+    last = operand, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    # A third program, of two drafts, would be a third copy of the target's layers to compile.
+    is_plain = jnp.max(count_drafted(state)) <= 0
+    last = run_if(is_plain, functools.partial(run, 0), last)
+    return run_if(~is_plain, functools.partial(run, k), last)
+
+
+def _fill(rows: jax.Array, size: int) -> jax.Array:
+    """Returns rows [B, size, ...], zeros after those that there are."""
+    widths = [(0, 0)] * rows.ndim
+    widths[1] = (0, size - rows.shape[1])
+    return jnp.pad(rows, widths)
+
+
+def take_at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns entry `index[b]` of row b: [B, L, ...] -> [B, ...]."""
+    return jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
+        values, index
+    )
