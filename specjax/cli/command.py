@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from specjax.cli.arguments import OutputError, parse_options, parse_sampling_opt
 from specjax.cli.generate import (
     GenerateJob,
     GenerateResult,
+    begin_compilation,
     compare_with_plain,
     json_report,
     stream_text,
@@ -34,7 +36,13 @@ def _read_generate_job(
     # Weights are read last: everything that can be refused is refused before.
     with terminal.spinner("reading the folders"):
         from specjax import models
-        from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
+        from specjax.cli.model_pair import (
+            check_draft,
+            encode_prompt,
+            load_pair,
+            pair_shapes,
+            read_pair,
+        )
 
         pair = read_pair(options)
         if options.chat:
@@ -52,15 +60,12 @@ def _read_generate_job(
             option="--max-new-tokens",
         )
         check_draft(pair)
-    # Outside the spinner: a long load shows a progress bar.
-    target, drafter = load_pair(pair)
-    return GenerateJob(
+    make_job = functools.partial(
+        GenerateJob,
         pair.name,
-        target,
-        drafter,
-        pair.tokenizer,
-        text,
-        ids,
+        tokenizer=pair.tokenizer,
+        text=text,
+        prompt_ids=ids,
         config=config,
         key=jax.random.key(options.seed),
         max_new_tokens=options.max_new_tokens,
@@ -69,6 +74,11 @@ def _read_generate_job(
         sampling=parse_sampling_options(options),
         num_logprobs=options.logprobs,
     )
+    with terminal.spinner("compiling"):
+        shapes = pair_shapes(pair)
+        programs = None if shapes is None else begin_compilation(make_job(*shapes))
+    # Outside the spinner: a long load shows a progress bar.
+    return make_job(*load_pair(pair), programs=programs)
 
 
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:
@@ -95,7 +105,12 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
 
 def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
     shown: dict[str, Any] = {"begin": terminal.print_prompt, "show": terminal.print_text}
-    result, timings = stream_text(job, spinner=terminal.spinner, **({} if options.json else shown))
+    result, timings = stream_text(
+        job,
+        spinner=terminal.spinner,
+        waits_for_all=options.compare,
+        **({} if options.json else shown),
+    )
     if not options.json:
         terminal.end_line()
     if options.compare:

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import DecodeState, init, step
+from specjax.cli.stream_programs import StreamPrograms
 from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
+from specjax.decode.init_and_step import check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.decode.state_and_info import DecodeState
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 
@@ -23,6 +25,7 @@ __all__ = [
     "GenerateResult",
     "Spinner",
     "Timings",
+    "begin_compilation",
     "compare_with_plain",
     "json_report",
     "metrics_json",
@@ -55,6 +58,7 @@ class GenerateJob(NamedTuple):
       eos_token_ids: tokens that end the text.
       sampling: cutoffs and penalties, or None.
       num_logprobs: most probable tokens listed per token, or None.
+      programs: what streams it, or None to compile it when it is streamed.
     """
 
     name: str
@@ -70,6 +74,7 @@ class GenerateJob(NamedTuple):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingParams | None = None
     num_logprobs: int | None = None
+    programs: StreamPrograms | None = None
 
 
 class GenerateResult(NamedTuple):
@@ -105,41 +110,49 @@ class Timings(NamedTuple):
     loop: str = "stream"
 
 
+def begin_compilation(job: GenerateJob) -> StreamPrograms:
+    """Returns the programs that stream a job's text; of its weights only the shapes are read."""
+    arguments = check_arguments(
+        job.target,
+        job.drafter,
+        np.array([job.prompt_ids], np.int32),
+        np.array([len(job.prompt_ids)], np.int32),
+        keys=job.key[None],
+        config=job.config,
+        max_new_tokens=job.max_new_tokens,
+        temperature=np.float32(job.temperature),
+        eos_token_ids=np.array(job.eos_token_ids, np.int32),
+        sampling=job.sampling,
+        num_logprobs=job.num_logprobs,
+    )
+    return StreamPrograms(job.target, job.drafter, arguments)
+
+
 def _stream_states(
-    job: GenerateJob, spinner: Spinner
+    job: GenerateJob, spinner: Spinner, waits_for_all: bool
 ) -> Iterator[tuple[DecodeState, float, float]]:
     """Yields the state with the first token, then that after each step.
 
-    The command calls `init` and `step` here alone.
-
     Yields:
-      The state, the seconds of its compilation, and the seconds of its step: 0 for the first.
+      The state, the seconds of waiting for compilations, and the seconds of its step: 0 for the
+      first.
     """
-    start = time.perf_counter()
+    operands = (job.target, job.drafter)
+    programs = job.programs or begin_compilation(job)
     with spinner("compiling"):
-        # Returns once all programs are compiled; the device goes on reading the prompt.
-        state = init(
-            job.target,
-            job.drafter,
-            np.array([job.prompt_ids], np.int32),
-            np.array([len(job.prompt_ids)], np.int32),
-            keys=job.key[None],
-            config=job.config,
-            max_new_tokens=job.max_new_tokens,
-            temperature=np.float32(job.temperature),
-            eos_token_ids=np.array(job.eos_token_ids, np.int32),
-            sampling=job.sampling,
-            num_logprobs=job.num_logprobs,
-        )
-    compile_seconds = time.perf_counter() - start
+        programs.wait_for_first_token(*operands)
     with spinner("reading the prompt"):
-        jax.block_until_ready(state)
-    yield state, compile_seconds, 0.0
+        state = programs.read_prompt(*operands)
+        programs.begin_drafted_steps(job.target, state, waits=waits_for_all)
+        state = jax.block_until_ready(programs.step(*operands, state))
+    seconds_waited = programs.seconds_waited
+    yield state, seconds_waited, 0.0
     while not np.asarray(state.finish)[0]:
         start = time.perf_counter()
-        state, _ = step(job.target, job.drafter, state, config=job.config)
-        jax.block_until_ready(state)
-        yield state, 0.0, time.perf_counter() - start
+        state = jax.block_until_ready(programs.step(*operands, state))
+        waited = programs.seconds_waited - seconds_waited
+        seconds_waited += waited
+        yield state, waited, time.perf_counter() - start - waited
 
 
 def _result_of(job: GenerateJob, state: DecodeState) -> GenerateResult:
@@ -161,6 +174,7 @@ def stream_text(
     spinner: Spinner = contextlib.nullcontext,
     begin: Callable[[GenerateJob], None] = _ignore,
     show: Callable[[str, int], None] = _ignore,
+    waits_for_all: bool = False,
 ) -> tuple[GenerateResult, Timings]:
     """Decodes step by step and passes on text as soon as it is final.
 
@@ -169,6 +183,8 @@ def stream_text(
       spinner: returns a context that says what takes so long before the first token.
       begin: called once, when the first token is there.
       show: called with each piece of text and the `Origin` of the token that completed it.
+      waits_for_all: whether all programs are compiled before the first step. Else those that the
+        first token needs are, and a processor of few cores takes the first steps slower.
 
     Returns:
       The result, and its times without those of `show`.
@@ -177,7 +193,7 @@ def stream_text(
     num_shown = first_length = len(job.prompt_ids)
     compile_seconds = step_seconds = 0.0
     origin = 0
-    for state, compiling, stepping in _stream_states(job, spinner):
+    for state, compiling, stepping in _stream_states(job, spinner, waits_for_all):
         ids, origins, lengths = jax.device_get((state.token_ids, state.origins, state.lengths))
         length = int(lengths[0])
         if not stepping:
@@ -209,7 +225,8 @@ def compare_with_plain(
     """
     if job.drafter is None:
         return timings
-    _, plain = stream_text(job._replace(drafter=None), spinner=spinner)
+    plain_job = job._replace(drafter=None, programs=None)
+    _, plain = stream_text(plain_job, spinner=spinner, waits_for_all=True)
     rate, plain_rate = timings.tokens_per_second, plain.tokens_per_second
     return timings._replace(
         compile_seconds=timings.compile_seconds + plain.compile_seconds,

@@ -8,7 +8,7 @@ from specjax import models
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.model import Model
 
-__all__ = ["ModelPair", "check_draft", "encode_prompt", "load_pair", "read_pair"]
+__all__ = ["ModelPair", "check_draft", "encode_prompt", "load_pair", "pair_shapes", "read_pair"]
 
 
 class ModelPair(NamedTuple):
@@ -67,6 +67,18 @@ def check_draft(pair: ModelPair) -> None:
             f"({len(draft_vocab)} and {len(target_vocab)} tokens); a draft needs the target's "
             "tokenizer, token for token."
         )
+
+
+def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
+    """Returns what `load_pair` returns with shapes for weights; None with a draft head."""
+    target = models.load_shapes(pair.folder)[0]
+    if pair.draft_spec == "none":
+        return target, None
+    if pair.draft_spec == "ngram":
+        return target, ngram_drafter()
+    if models.is_head(pair.draft_spec):
+        return None
+    return target, model_drafter(models.load_shapes(pair.draft_spec)[0])
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:

@@ -13,9 +13,12 @@ import jax
 
 from specjax import models
 from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
-from specjax.cli.sweep_acceptance import measure_acceptance
 from specjax.cli.sweep_choice import choose_best, predicted_lengths, standard_errors
-from specjax.cli.sweep_costs import measure_step_costs, num_cost_stages
+from specjax.cli.sweep_inputs import (
+    measure_acceptance,
+    measure_step_costs,
+    num_cost_stages,
+)
 from specjax.cli.sweep_measure import (
     Workload,
     buffer_tokens,

@@ -4,7 +4,7 @@
 
 Seconds per step depend on K and the machine, hardly on acceptance: they are measured under
 synthetic acceptance, from no drafted token accepted to all. Tokens per step depend on the pair,
-hardly on the machine: `sweep_acceptance` measures them.
+hardly on the machine: `sweep_inputs` measures them.
 """
 
 import functools

@@ -20,7 +20,6 @@ import specjax
 from specjax.acceptance_rates import conditional_rates, expected_acceptance_length
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.sweep_acceptance import measure_acceptance
 from specjax.cli.sweep_choice import (
     Acceptance,
     choose_best,
@@ -28,6 +27,7 @@ from specjax.cli.sweep_choice import (
     standard_errors,
     synthetic_lengths,
 )
+from specjax.cli.sweep_inputs import measure_acceptance
 from specjax.cli.sweep_measure import Workload
 from specjax.cli.sweep_report import conclusion, report_tables
 from specjax.config import SpeculativeConfig

@@ -1,8 +1,9 @@
-"""Measures the table of step costs that K = "auto" chooses by, on this machine.
+"""Measures what K is chosen by: how often drafts are accepted, and what steps cost.
 
     step_costs[k] = seconds of a step that drafts k tokens / seconds of one that drafts none
 
-Both are steps of one program, which holds the target's layers for one row and for K + 1.
+The prompts are decoded once, at the largest K. Steps of all k are steps of one program, which holds
+the target's layers for one row and for K + 1.
 """
 
 import functools
@@ -13,15 +14,64 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax.cli.sweep_measure import Workload, start_batch
+from specjax.cli.sweep_choice import Acceptance
+from specjax.cli.sweep_measure import Workload, all_ended, start_batch
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import step
+from specjax.decode.init_and_step import init, step
 from specjax.decode.state_and_info import DecodeState
 from specjax.model import Model
 
-__all__ = ["measure_step_costs", "num_cost_stages"]
+__all__ = ["measure_acceptance", "measure_step_costs", "num_cost_stages"]
+
+# Prompts are padded to a multiple of this.
+_PROMPT_MULTIPLE = 64
+
+
+def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], None]) -> Acceptance:
+    """Decodes the prompts one by one and counts accepted tokens per step.
+
+    Args:
+      workload: the pair and the prompts.
+      K: drafted tokens per step, >= 1.
+      on_stage: called before each prompt with a sentence about it.
+
+    Returns:
+      The number of drafted tokens that each step of each prompt accepted, up to the end of its
+      text. The last step drafts K tokens, too: the buffer is longer than the text.
+
+    Raises:
+      FloatingPointError: if the target's logits turn invalid.
+    """
+    config = SpeculativeConfig(
+        num_speculative_tokens=K, draft_sample_method=workload.draft_sample_method
+    )
+    width = -(-max(map(len, workload.prompts)) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
+    num_accepted: list[list[int]] = []
+    for number, ids in enumerate(workload.prompts):
+        on_stage(f"decoding prompt {number + 1} of {len(workload.prompts)}, K = {K}")
+        prompt = np.zeros((1, width), np.int32)
+        prompt[0, : len(ids)] = ids
+        state = init(
+            workload.target,
+            workload.drafter,
+            prompt,
+            np.array([len(ids)], np.int32),
+            keys=jax.random.fold_in(workload.key, number)[None],
+            config=config,
+            max_new_tokens=workload.max_new_tokens + K + 1,
+            temperature=np.float32(workload.temperature),
+            eos_token_ids=np.array(workload.eos_token_ids, np.int32),
+        )
+        num_accepted.append([])
+        while not all_ended(state) and int(state.lengths[0]) < len(ids) + workload.max_new_tokens:
+            before = int(state.lengths[0])
+            state, _ = step(workload.target, workload.drafter, state, config=config)
+            # Each step commits one token beyond the accepted ones, or ends in an accepted EOS.
+            num_accepted[-1].append(int(state.lengths[0]) - before - 1)
+    return Acceptance(K, num_accepted)
 
 
 def num_cost_stages(workload: Workload) -> int:

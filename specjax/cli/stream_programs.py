@@ -1,0 +1,107 @@
+"""The programs that stream a text, compiled next to one another and before they are needed.
+
+    prompt -> rows -> commit -> draft -> rows -> commit -> ...
+
+`specjax.step` is one program. Here its parts are programs of their own: a text begins once the
+first three are compiled, on as many cores, and a step that drafts nothing computes one row without
+asking the device.
+"""
+
+import os
+import time
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.decode.draft_next import run_draft
+from specjax.decode.drafters import Drafter
+from specjax.decode.loop import commit_rows
+from specjax.decode.prefill import prefill_program, run_prefill
+from specjax.decode.state_and_info import DecodeState
+from specjax.decode.target_rows import compute_rows
+from specjax.model import Model
+
+__all__ = ["StreamPrograms"]
+
+
+class StreamPrograms:
+    """The programs of texts of one kind. Those of the prompt begin to be compiled at once.
+
+    Args:
+      target: the model; only the shapes of its weights are read.
+      drafter: the drafter, likewise, or None for plain decoding.
+      arguments: of `run_prefill`.
+
+    Attributes:
+      seconds_waited: for compilations.
+    """
+
+    def __init__(self, target: Model, drafter: Drafter | None, arguments: dict[str, Any]) -> None:
+        self.seconds_waited = 0.0
+        self._arguments = arguments
+        self._implementation = {"implementation": arguments["implementation"]}
+        self._options = {"config": arguments["config"], **self._implementation}
+        self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
+        # How many drafted tokens the steps feed in which nothing was drafted.
+        self._plain_k = 0 if arguments["settings"].k_by_rate is not None else self._k
+        self._pool = futures.ThreadPoolExecutor(min(max(os.cpu_count() or 1, 2), 5))
+        self._compilations: dict[Any, futures.Future[Any]] = {}
+        self._begin("prompt", prefill_program(), target, drafter, **arguments)
+
+    def _begin(self, name: Any, program: Any, *args: Any, **options: Any) -> None:
+        # JAX gives what is compiled here to the call that comes.
+        if not jax.config.values["jax_disable_jit"]:
+            self._compilations[name] = self._pool.submit(program.lower(*args, **options).compile)
+
+    def _begin_rows(self, target: Model, state: DecodeState, k: int) -> None:
+        self._begin(k, compute_rows, target, state, k=k, **self._implementation)
+
+    def wait_for_first_token(self, target: Model, drafter: Drafter | None) -> None:
+        """Compiles what the first token needs, and the drafter."""
+        start, k = time.perf_counter(), self._plain_k
+        state = run_prefill.eval_shape(target, drafter, **self._arguments)
+        self._begin_rows(target, state, k)
+        cache, rows = compute_rows.eval_shape(target, state, k=k, **self._implementation)
+        committed = (drafter, state, cache, rows)
+        self._begin("commit", commit_rows, *committed, **self._options)
+        if drafter is not None:
+            state, _, hidden = commit_rows.eval_shape(*committed, **self._options)
+            self._begin("draft", run_draft, drafter, state, hidden, **self._options)
+        self.seconds_waited += time.perf_counter() - start
+        self._wait("prompt", k, "commit")
+
+    def begin_drafted_steps(self, target: Model, state: DecodeState, *, waits: bool) -> None:
+        """Begins to compile steps that draft, which only some texts have, and may wait for them."""
+        if self._k != self._plain_k:
+            self._begin_rows(target, state, self._k)
+        if waits:
+            self._wait(*self._compilations)
+
+    def _wait(self, *names: Any) -> None:
+        # The call of a program that failed compiles it again, and says why.
+        start, begun = time.perf_counter(), self._compilations
+        futures.wait([begun[name] for name in names if name in begun])
+        self.seconds_waited += time.perf_counter() - start
+
+    def _call(self, name: Any, program: Any, *args: Any, **options: Any) -> Any:
+        self._wait(name)
+        return program(*args, **options)
+
+    def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
+        """Returns the state that has read the prompt but for its last token."""
+        return self._call("prompt", prefill_program(), target, drafter, **self._arguments)
+
+    def step(self, target: Model, drafter: Drafter | None, state: DecodeState) -> DecodeState:
+        """Returns the state after a step."""
+        k = self._k if self._drafts(state) else self._plain_k
+        cache, rows = self._call(k, compute_rows, target, state, k=k, **self._implementation)
+        committed = (drafter, state, cache, rows)
+        state, _, hidden = self._call("commit", commit_rows, *committed, **self._options)
+        if drafter is None or not self._drafts(state):
+            return state
+        return self._call("draft", run_draft, drafter, state, hidden, **self._options)
+
+    def _drafts(self, state: DecodeState) -> bool:
+        return bool(np.max(np.asarray(state.draft.num_tokens)) > 0)

@@ -1,0 +1,53 @@
+"""A text that is streamed by the parts of a step is that of `init` and `step`."""
+
+import bigrams
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax import SpeculativeConfig
+from specjax.cli.stream_programs import StreamPrograms
+from specjax.decode.init_and_step import check_arguments
+
+TARGET, DRAFT = bigrams.pair(4, seed=1)
+MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
+KINDS = {
+    "auto": (DRAFTER, SpeculativeConfig("auto", step_costs=(1.0, 1.6, 1.9, 2.2))),
+    "three": (DRAFTER, SpeculativeConfig(3)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_step_give_what_a_step_gives(kind):
+    """Every array of every state, but for drafts of no tokens."""
+    drafter, config = KINDS[kind]
+    ids, lengths = bigrams.prompts([[1, 2, 3], [0, 1]])
+    options = {
+        "keys": bigrams.keys(2),
+        "config": config,
+        "max_new_tokens": 30,
+        "temperature": np.array([0.7, 1.0], np.float32),
+        "num_logprobs": 2,
+    }
+    state = specjax.init(MODEL, drafter, ids, lengths, **options)
+    programs = StreamPrograms(
+        MODEL, drafter, check_arguments(MODEL, drafter, ids, lengths, **options)
+    )
+    programs.wait_for_first_token(MODEL, drafter)
+    parts = programs.read_prompt(MODEL, drafter)
+    programs.begin_drafted_steps(MODEL, parts, waits=kind == "three")
+    parts = programs.step(MODEL, drafter, parts)
+    drafted = set()
+    while True:
+        drafted |= set(np.asarray(state.draft.num_tokens).tolist())
+        if np.max(state.draft.num_tokens) > 0:
+            jax.tree.map(np.testing.assert_array_equal, state.draft, parts.draft)
+        without = [x._replace(draft=x.draft.num_tokens, settings=None) for x in (state, parts)]
+        jax.tree.map(np.testing.assert_array_equal, *without)
+        if np.all(state.finish):
+            break
+        state, _ = specjax.step(MODEL, drafter, state, config=config)
+        parts = programs.step(MODEL, drafter, parts)
+    assert drafted >= ({0, 3} if kind == "auto" else {0})
+    assert programs.seconds_waited > 0
