@@ -50,6 +50,7 @@ def random_requests(rng):
     )
 
 
+@pytest.mark.once
 def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
     rng, keys = np.random.default_rng(0), bigrams.keys(B)
     options = {"keys": keys, "config": CONFIG}

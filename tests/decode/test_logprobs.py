@@ -98,6 +98,7 @@ def test_ties_are_listed_by_the_lowest_id_and_share_the_best_rank():
     np.testing.assert_array_equal(top.rank, [1, 4, 6])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_zeros_of_both_signs_tie_and_so_do_subnormal_numbers(dtype, cut):

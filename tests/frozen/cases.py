@@ -448,8 +448,8 @@ ROOMS = {
 }
 
 
-def cases():
-    """Every case by its name."""
-    for room, make in ROOMS.items():
-        for name, case in make():
+def cases(*rooms):
+    """Every case by its name, or those of some rooms."""
+    for room in rooms or ROOMS:
+        for name, case in ROOMS[room]():
             yield f"{room}: {name}, {case.platform}", case

@@ -143,6 +143,7 @@ def test_a_matrix_that_does_not_divide_is_left_to_xla(tiling):
     assert tiling(8, 4096, 4096 + 16, 2) is None
 
 
+@pytest.mark.once
 def test_a_model_that_does_not_divide_is_served_all_the_same():
     config = TransformerConfig(64, 40, 72, 1, 2, 1, 20, dtype="bfloat16")
     cache = jax.tree.map(

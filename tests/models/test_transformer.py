@@ -81,6 +81,7 @@ def test_the_forward_for_training_is_the_forward_through_the_cache(config, model
     assert_close(causal, hidden)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 5), (7, 3)])
 def test_tokens_fed_in_pieces_give_what_they_give_at_once(model, token_ids, pieces):
     whole, _ = apply_model(model, token_ids, span(0, LENGTH))
@@ -93,6 +94,7 @@ def test_tokens_fed_in_pieces_give_what_they_give_at_once(model, token_ids, piec
     assert_close(jnp.concatenate(outputs, axis=1), whole)
 
 
+@pytest.mark.once
 def test_a_ragged_batch_gives_what_each_request_gives_alone(model, token_ids):
     lengths = jnp.array([LENGTH, 4])
     positions = jnp.where(span(0, LENGTH) < lengths[:, None], span(0, LENGTH), -1)
@@ -103,6 +105,7 @@ def test_a_ragged_batch_gives_what_each_request_gives_alone(model, token_ids):
         assert_close(together[1], single[0])
 
 
+@pytest.mark.once
 def test_a_request_does_not_depend_on_where_padding_stands(model, token_ids):
     padded = jnp.insert(token_ids, jnp.array([0, 3]), 7, axis=1)
     positions = jnp.insert(span(0, LENGTH), jnp.array([0, 3]), -1, axis=1)
@@ -118,6 +121,7 @@ def test_padding_writes_nothing_and_gives_finite_numbers(model, token_ids):
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("size", "output"), [(1e15, 1.0), (1e20, np.nan)])
 def test_only_visible_slots_have_weight_whatever_the_scores(size, output):
     """Also where each visible score is below any finite number for masked ones, or overflows."""
@@ -130,6 +134,7 @@ def test_only_visible_slots_have_weight_whatever_the_scores(size, output):
     np.testing.assert_array_equal(y[0, 0], output)
 
 
+@pytest.mark.once
 def test_a_rewind_leaves_no_trace(model, token_ids):
     _, cache = apply_model(model, token_ids, span(0, LENGTH))
     other = (token_ids[:, 5:8] + 1) % CONFIG.vocab_size
@@ -199,6 +204,7 @@ def test_a_soft_cap_is_trained_by_one_implementation_only():
         causal_hidden(FULL, params, jnp.ones((1, 3), jnp.int32), "cudnn")
 
 
+@pytest.mark.once
 def test_the_cache_may_be_bfloat16(config):
     model = build(dataclasses.replace(config, dtype="bfloat16"))
     hidden, cache = apply_model(model, jnp.ones((1, 3), jnp.int32), span(0, 3, 1))

@@ -29,13 +29,20 @@ from specjax.models.layers import Layer
 from specjax.pallas.kernel_config import KernelConfig, Tile
 
 BATCH, K, VOCAB = 4, 3, 5000
+F32, I32 = jnp.float32, jnp.int32
+
+
+def once(*values, **options):
+    """A case that the first Python alone lowers: another lowers its kernels for both."""
+    return pytest.param(*values, marks=pytest.mark.once, **options)
+
+
 # Kernels widen what they load: which dtype it is does not depend on JAX's version.
 DTYPES = [
     jnp.bfloat16,
-    pytest.param(jnp.float16, marks=pytest.mark.once),
-    pytest.param(jnp.float32, marks=pytest.mark.once),
+    once(jnp.float16),
+    once(jnp.float32),
 ]
-F32, I32 = jnp.float32, jnp.int32
 
 HOPPER = Implementation(device=DeviceFacts((9.0,)))
 
@@ -182,7 +189,7 @@ def sample_text(
     return lower(sample, *shapes, platform=platform)
 
 
-@pytest.fixture(params=[True, False], ids=["small", "large"])
+@pytest.fixture(params=[once(True, id="small"), pytest.param(False, id="large")])
 def schedule(request):
     """The kernels by both schedules, in tiles that a row does not divide into."""
     tile = Tile(1024, 4) if request.param else Tile(512, 8)
@@ -219,7 +226,7 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
         assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
 
 
-@pytest.mark.parametrize(("slots", "number"), [(60, 9), (1000, 9), (3000, 10)])
+@pytest.mark.parametrize(("slots", "number"), [once(60, 9), once(1000, 9), (3000, 10)])
 def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, number):
     model = build(TransformerConfig(64, 512, 512, 1, 4, 1, 128, dtype="bfloat16"))
     cache = jax.eval_shape(lambda: model.init_cache(4, slots))
@@ -233,13 +240,13 @@ def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, nu
     [
         ({}, 4),
         # Only kernels of ours wait with all they read: not XLA's norms, biases and roundings.
-        ({"dtype": "float16"}, 2),
-        ({"sandwich_norms": True}, 2),
-        ({"qkv_bias": True}, 3),
-        ({"qk_norm": True}, 3),
-        ({"intermediate_size": 520}, 2),
+        once({"dtype": "float16"}, 2),
+        once({"sandwich_norms": True}, 2),
+        once({"qkv_bias": True}, 3),
+        once({"qk_norm": True}, 3),
+        once({"intermediate_size": 520}, 2),
         # Before Hopper there is no such instruction.
-        ({"hidden_size": 256}, 0),
+        once({"hidden_size": 256}, 0),
     ],
     ids=str,
 )
@@ -311,7 +318,7 @@ def test_a_derivative_by_some_weights_is_of_the_step_without_kernels():
 
 
 @pytest.mark.lenient
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", once("bfloat16")])
 def test_parameters_of_another_dtype_than_the_caches_lower_for_cuda(dtype):
     other = {"float32": jnp.bfloat16, "bfloat16": jnp.float32}[dtype]
     model = build(TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=dtype))
@@ -379,6 +386,7 @@ def test_a_named_implementation_is_that_of_everything_a_proposal_does(name, some
     assert num_kernels(text) == 4 * some
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["xla", "triton"])
 def test_a_named_implementation_is_that_of_everything_a_decode_does(name):
     model = markov_chain(jnp.full((8, 8), 1 / 8))
@@ -401,6 +409,7 @@ def test_a_named_implementation_is_that_of_everything_a_decode_does(name):
     assert ("pallas_call" in text) == (name == "triton")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_no_row_of_logits_is_copied_to_float32(dtype):
     filters = {"top_k": I32, "top_p": F32, "min_p": F32}
@@ -445,7 +454,7 @@ def test_verification_lowers_for_cuda(dtype, kind):
             assert num_kernels(text) == 2 + (kind in ("without statistics", "recomputed"))
 
 
-@pytest.mark.parametrize("noise_dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("noise_dtype", [jnp.float32, once(jnp.float64)])
 def test_both_schedules_lower_for_cuda(noise_dtype, schedule):
     with on_gpu(), noise_context(noise_dtype):
         options = dict(noise_dtype=noise_dtype, implementation=schedule)
@@ -483,7 +492,7 @@ def test_sizes_of_kernels_that_are_passed_reach_the_kernels(text, changes):
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("synthetic", [False, True])
+@pytest.mark.parametrize("synthetic", [False, once(True)])
 @pytest.mark.parametrize("kind", ["drawn", "one-hot", "everything"])
 def test_ragged_verification_lowers_for_cuda(kind, synthetic):
     with on_gpu():
@@ -495,13 +504,14 @@ def test_ragged_verification_with_float64_noise_lowers_for_cuda():
         assert num_kernels(ragged_text("everything", noise_dtype=jnp.float64)) == 2
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, 129, 32_000, 300_000])
+@pytest.mark.parametrize("vocab_size", [once(1), once(127), once(129), once(32_000), 300_000])
 def test_any_vocabulary_lowers_for_cuda(vocab_size):
     with on_gpu():
         assert num_kernels(verify_text("drawn", vocab_size=vocab_size)) == 2
         assert num_kernels(sample_text(vocab_size=vocab_size)) == 2
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("batch_size", [1, 17, 256, 1024])
 def test_any_batch_lowers_for_cuda(batch_size):
     with on_gpu():
@@ -509,6 +519,7 @@ def test_any_batch_lowers_for_cuda(batch_size):
             assert num_kernels(verify_text(kind, batch_size=batch_size)) >= 2
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("k", [0, 1, 32])
 def test_any_number_of_drafts_lowers_for_cuda(k):
     with on_gpu():
@@ -580,6 +591,7 @@ def on_devices(name, capabilities=(), **facts):
     return Implementation(name, device=DeviceFacts(capabilities, **facts))
 
 
+@pytest.mark.once
 def test_none_is_plain_jax_where_there_is_no_gpu():
     options = dict(implementation=on_devices(None), platform="cpu")
     assert num_kernels(sample_text(**options)) == 0
@@ -649,6 +661,7 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
             call(name)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("named", ["triton", "interpret"])
 def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence(named):
     without = on_devices(None, (9.0,), has_pallas_triton=False)

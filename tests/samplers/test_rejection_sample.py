@@ -109,6 +109,7 @@ def test_a_token_past_the_draft_s_vocabulary_is_rejected(implementation):
     assert np.mean(np.asarray(ours.token_ids)[:, 0] == 250) > 0.9
 
 
+@pytest.mark.once
 @pytest.mark.optimised(interpreter=False)
 def test_narrow_logits_are_read_exactly(implementation):
     case = mixed_case(11)
