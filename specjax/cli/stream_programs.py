@@ -4,7 +4,7 @@
 
 `specjax.step` is one program. Here its parts are programs of their own: a text begins once the
 first three are compiled, on as many cores, and a step that drafts nothing computes one row without
-asking the device.
+asking the device. They write into the buffers of the state that they are given.
 """
 
 import os
@@ -24,6 +24,11 @@ from specjax.decode.target_rows import compute_rows
 from specjax.model import Model
 
 __all__ = ["StreamPrograms"]
+
+_STATIC = ("config", "implementation")
+_ROWS = jax.jit(compute_rows, static_argnames=("k", "implementation"), donate_argnames="cache")
+_COMMIT = jax.jit(commit_rows, static_argnames=_STATIC, donate_argnames="state")
+_DRAFT = jax.jit(run_draft, static_argnames=_STATIC, donate_argnames="state")
 
 
 class StreamPrograms:
@@ -56,28 +61,35 @@ class StreamPrograms:
             self._compilations[name] = self._pool.submit(program.lower(*args, **options).compile)
 
     def _begin_rows(self, target: Model, state: DecodeState, k: int) -> None:
-        self._begin(k, compute_rows, target, state, k=k, **self._implementation)
+        state, cache = _without_cache(state)
+        self._begin(k, _ROWS, target, state, cache, k=k, **self._implementation)
 
     def wait_for_first_token(self, target: Model, drafter: Drafter | None) -> None:
         """Compiles what the first token needs, and the drafter."""
         start, k = time.perf_counter(), self._plain_k
         state = run_prefill.eval_shape(target, drafter, **self._arguments)
         self._begin_rows(target, state, k)
-        cache, rows = compute_rows.eval_shape(target, state, k=k, **self._implementation)
-        committed = (drafter, state, cache, rows)
-        self._begin("commit", commit_rows, *committed, **self._options)
+        state, cache = _without_cache(state)
+        rows = _ROWS.eval_shape(target, state, cache, k=k, **self._implementation)[1]
+        self._begin("commit", _COMMIT, drafter, state, rows, **self._options)
         if drafter is not None:
-            state, _, hidden = commit_rows.eval_shape(*committed, **self._options)
-            self._begin("draft", run_draft, drafter, state, hidden, **self._options)
+            state, _, hidden = _COMMIT.eval_shape(drafter, state, rows, **self._options)
+            self._begin("draft", _DRAFT, drafter, state, hidden, **self._options)
         self.seconds_waited += time.perf_counter() - start
         self._wait("prompt", k, "commit")
 
-    def begin_drafted_steps(self, target: Model, state: DecodeState, *, waits: bool) -> None:
-        """Begins to compile steps that draft, which only some texts have, and may wait for them."""
+    def begin_drafted_steps(self, target: Model, state: DecodeState) -> None:
+        """Begins to compile steps that verify drafts, which only some texts have."""
         if self._k != self._plain_k:
             self._begin_rows(target, state, self._k)
-        if waits:
-            self._wait(*self._compilations)
+
+    def warm_up(self, target: Model, state: DecodeState) -> DecodeState:
+        """Returns the state after all programs are compiled and the rows of drafts ran once.
+
+        A program takes longer when it runs first. What it writes, the next step writes anew.
+        """
+        self._wait(*self._compilations)
+        return self._compute_rows(target, state, self._k)[0]
 
     def _wait(self, *names: Any) -> None:
         # The call of a program that failed compiles it again, and says why.
@@ -94,14 +106,25 @@ class StreamPrograms:
         return self._call("prompt", prefill_program(), target, drafter, **self._arguments)
 
     def step(self, target: Model, drafter: Drafter | None, state: DecodeState) -> DecodeState:
-        """Returns the state after a step."""
-        k = self._k if self._drafts(state) else self._plain_k
-        cache, rows = self._call(k, compute_rows, target, state, k=k, **self._implementation)
-        committed = (drafter, state, cache, rows)
-        state, _, hidden = self._call("commit", commit_rows, *committed, **self._options)
-        if drafter is None or not self._drafts(state):
-            return state
-        return self._call("draft", run_draft, drafter, state, hidden, **self._options)
+        """Returns the state after a step; the state that was given is used up."""
+        k = self._k if _drafts(state) else self._plain_k
+        state, rows = self._compute_rows(target, state, k)
+        state, cache = _without_cache(state)
+        state, _, hidden = self._call("commit", _COMMIT, drafter, state, rows, **self._options)
+        if drafter is not None and _drafts(state):
+            state = self._call("draft", _DRAFT, drafter, state, hidden, **self._options)
+        return state._replace(target_cache=cache)
 
-    def _drafts(self, state: DecodeState) -> bool:
-        return bool(np.max(np.asarray(state.draft.num_tokens)) > 0)
+    def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
+        state, cache = _without_cache(state)
+        cache, rows = self._call(k, _ROWS, target, state, cache, k=k, **self._implementation)
+        return state._replace(target_cache=cache), rows
+
+
+def _without_cache(state: DecodeState) -> tuple[DecodeState, Any]:
+    """Returns a state without the target's cache, and the cache."""
+    return state._replace(target_cache=None), state.target_cache
+
+
+def _drafts(state: DecodeState) -> bool:
+    return bool(np.max(np.asarray(state.draft.num_tokens)) > 0)

@@ -84,7 +84,6 @@ def draft_next(
     return state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def run_draft(
     drafter: Drafter,
     state: DecodeState,

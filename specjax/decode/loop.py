@@ -4,7 +4,7 @@
 
 The first step of a request has no pending draft: its row 0 follows the prompt, and gives the first
 token. The state is one pytree, and parameters are arguments. Without a drafter K = 0: plain
-decoding. Each part of a step is a compiled function of its own, for who runs them from the host.
+decoding. Each part of a step is a function of its own, for a host that compiles them apart.
 Arguments were checked by `generate`. What the functions of a model or a drafter return is checked
 here, where it enters; functions of arrays are called from there on.
 """
@@ -62,18 +62,17 @@ def run_step(
     """
     compute = functools.partial(compute_k_rows, target, state, implementation)
     cache, rows = on_rows(state, compute, state.target_cache)
+    state = state._replace(target_cache=cache)
     state, info, hidden = commit_rows(
-        drafter, state, cache, rows, config=config, implementation=implementation
+        drafter, state, rows, config=config, implementation=implementation
     )
     state = draft_next(drafter, state, hidden, config=config, implementation=implementation)
     return state, info
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"))
 def commit_rows(
     drafter: Drafter | None,
     state: DecodeState,
-    cache: Any,
     rows: TargetRows,
     *,
     config: SpeculativeConfig,
@@ -83,8 +82,7 @@ def commit_rows(
 
     Args:
       drafter: as in `run_step`.
-      state: before the step.
-      cache: the target's, after its rows.
+      state: before the step, but for the target's cache, which is not read.
       rows: from `compute_rows`.
       config: as in `run_step`.
       implementation: as in `run_step`.
@@ -99,7 +97,7 @@ def commit_rows(
     verification = _verify(state, rows, options)
     listed = _list_logprobs(state, rows, verification.token_ids)
     input_ids, positions = fed_tokens(state)
-    state = _commit(state._replace(target_cache=cache), verification, listed, num_drafted)
+    state = _commit(state, verification, listed, num_drafted)
     num_committed = state.lengths - lengths
     # The token after the prompt is no step of speculation: nothing could be drafted.
     is_first = lengths == state.settings.prompt_lengths

@@ -52,19 +52,19 @@ class TargetRows(NamedTuple):
     cutoff: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnames=("k", "implementation"))
 def compute_rows(
-    target: Model, state: DecodeState, *, k: int, implementation: Implementation | None
+    target: Model, state: DecodeState, cache: Any, *, k: int, implementation: Implementation | None
 ) -> tuple[Any, TargetRows]:
     """Returns the target's cache and K + 1 rows of a step: the first part of `run_step`.
 
     Args:
       target: as in `run_step`.
-      state: as in `run_step`.
+      state: as in `run_step`; its cache is not read.
+      cache: the target's.
       k: how many drafted tokens are fed: K, or 0 if nothing was drafted.
       implementation: as in `run_step`.
     """
-    cache, rows = compute_k_rows(target, state, implementation, k, state.target_cache)
+    cache, rows = compute_k_rows(target, state, implementation, k, cache)
     return cache, jax.tree.map(functools.partial(_fill, size=count_rows(state)), rows)
 
 
