@@ -16,7 +16,7 @@ import pytest
 
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig
-from specjax.decode import loop
+from specjax.decode import target_rows
 from specjax.processing.apply_sampling import apply_rules_and_filters
 
 pytestmark = pytest.mark.once
@@ -164,6 +164,10 @@ ODDITIES = {
 }
 
 
+# Requests as many as these run for longer than their program compiles.
+optimised = pytest.mark.optimised
+
+
 @functools.cache
 def drawn_by_model():
     """Continuations by oddity, which one batch draws: programs take longer to compile than run."""
@@ -182,7 +186,9 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(ODDITIES)[:2], *DRAFTERS])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=optimised) for name in list(ODDITIES)[:2]), *DRAFTERS]
+)
 def test_several_steps_follow_the_processed_target_jointly(name):
     check_distribution(draw(DRAFTERS[name]) if name in DRAFTERS else drawn_by_model()[name])
 
@@ -190,6 +196,7 @@ def test_several_steps_follow_the_processed_target_jointly(name):
 # Faults, each of which must be seen --------------------------------------------------------------
 
 
+@optimised
 @pytest.mark.parametrize("fault", list(ODDITIES)[2:])
 def test_a_draft_that_hides_its_truncation_is_seen(fault):
     with pytest.raises(AssertionError, match="another distribution"):
@@ -207,6 +214,7 @@ def temperature_is_applied_twice(*arguments, temperature, **options):
     return logits / temperature[..., None], cutoff / temperature
 
 
+@optimised
 def test_a_target_processed_wrongly_is_seen(monkeypatch):
     """Each fault on requests of its own.
 
@@ -223,7 +231,7 @@ def test_a_target_processed_wrongly_is_seen(monkeypatch):
             twice,
         )
 
-    monkeypatch.setattr(loop, "apply_rules_and_filters", wrong)
+    monkeypatch.setattr(target_rows, "apply_rules_and_filters", wrong)
     late, twice = np.split(draw(MODEL, NUM_LATE + SIZE), [NUM_LATE])
     with pytest.raises(AssertionError, match="probability 0"):
         check_distribution(late)
