@@ -30,8 +30,8 @@ class CallOptions:
 class SampleArrays(NamedTuple):
     """Arrays of `gumbel_sample`, or in a kernel the references to them.
 
-    A public call passes typed keys, [B] or (), and options [B] or (). `once_per_request` makes
-    them [B], and the keys words.
+    A public call passes typed keys and per-row values, each [B] or (). `sample_batch` makes them
+    [B], and the keys words.
 
     Attributes:
       logits: [B, V].
@@ -53,8 +53,8 @@ class SampleArrays(NamedTuple):
 class VerifyArrays(NamedTuple):
     """Arrays of a verification, or in a kernel the references to them.
 
-    A public call passes typed keys, [B] or (), and options [B] or (). `once_per_request` makes
-    them [B], and the keys words. Rows of logits are flat, [R, V], from `verify_shard` on; token
+    A public call passes typed keys and per-request values, each [B] or (). `once_per_request`
+    makes them [B], and the keys words. Rows of logits are flat, [R, V], from `verify_shard` on; token
     arrays [B, K] are flat, [B * K], in kernels. Without drafts, K = 0, the arrays of drafts are
     None.
 
@@ -68,8 +68,8 @@ class VerifyArrays(NamedTuple):
       draft_cutoff: f32 like `token_ids`, or None.
       draft_temperature: f32[B]; None for the request's own.
       num_tokens: i32[B], drafted tokens of each request, or None.
-      draft_rows: i32[B], whose rows of `draft_logits` a request has, or ragged i32[N], which row
-        a token has; or None.
+      draft_rows: i32[B], the index in [0, S) of each request's rows of `draft_logits`; ragged:
+        i32[N], the row of each token. None for the request's or token's own index.
       cu_num_draft_tokens: i32[B + 1] of a ragged batch, else None.
       keys: u32[B, 2].
       positions: i32[B].

@@ -2,7 +2,7 @@
 
 `resolve_implementation` turns the argument `implementation` of a public call into an
 `Implementation`, once, where the call enters. It is hashable, a static argument of `jit`, and
-reaches everything that the call does. A room of kernels defines a frozen dataclass of its sizes
+reaches everything that the call does. A package of kernels defines a frozen dataclass of its sizes
 with defaults, and asks for it by `implementation.config(KernelConfig)`.
 """
 
@@ -63,7 +63,7 @@ class Implementation:
     Attributes:
       name: "xla", "triton" or "interpret"; None lets JAX choose. After `resolve_implementation`
         "auto" stands for a choice that is made at lowering.
-      configs: sizes of kernels, one frozen dataclass per room. A missing one has its defaults.
+      configs: sizes of kernels, one frozen dataclass per package. A missing one has its defaults.
       device: facts about the GPUs. None stands for the GPUs that JAX sees.
     """
 

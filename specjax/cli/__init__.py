@@ -13,7 +13,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `sweep_choice`, `sweep_report`, `sweep_plot` | chooses the best K and reports it |
 | `terminal` | what appears on a terminal |
 
-No other room imports this one.
+No other package imports this one.
 """
 
 from specjax.cli.command import main

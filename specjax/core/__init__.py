@@ -14,5 +14,5 @@ the kernels both call them.
     subnormal      float32 numbers below 2^-126, which count as zero
 
 Open `gumbel_max` first. Letters: `V` vocabulary, `n` or `N` blocks of `SAMPLING_BLOCK` tokens.
-Every room after this one may import it.
+Every other package of specjax may import it.
 """

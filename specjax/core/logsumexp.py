@@ -57,8 +57,8 @@ class LogNormalizer(NamedTuple):
     """Makes log-probabilities of raw logits x: `log p = (x - shift) * scale - log_sum`.
 
     Attributes:
-      shift: f32[...], a raw logit of the row near its largest, so that huge rows do not
-        overflow.
+      shift: f32[...], the row's largest raw logit, so that huge rows do not overflow. In a draft row
+        with carried statistics the drafted token's, or 0 (`normalizer_from_statistics`).
       log_sum: f32[...], log of the sum of `exp((x - shift) * scale)`.
     """
 

@@ -43,11 +43,12 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 def mass_weights(
     x: jax.Array, anchor: jax.Array, scale: jax.Array, exp2: Exp2 = jnp.exp2
 ) -> jax.Array:
-    """Returns probabilities of f32 logits in the scale that is 1 at the anchor, 0 at -inf.
+    """Returns exp((x - anchor) * scale): probabilities relative to that of a token at the anchor.
 
     Args:
       x: f32.
-      anchor: f32, the row's largest logit, of a shape that broadcasts against x.
+      anchor: f32, a logit, of a shape that broadcasts against x: the row's largest, or in
+        `compact_candidates` each sub-block's.
       scale: f32, one over the temperature, of a shape that broadcasts against x.
       exp2: of f32; kernels have a faster one.
 
@@ -124,7 +125,8 @@ def mass_bound(
     least its own mass less (size - 1) times the mass of a token at the pivot.
 
     Args:
-      partials: f32[..., N], of blocks of at most `size` tokens, in `mass_weights`' scale.
+      partials: f32[..., N], of blocks of at most `size` tokens, relative to their own
+        largest logits.
       pivot: f32, finite, of a shape that broadcasts against [...].
       anchor: f32, the row's largest logit, of such a shape.
       scale: f32, one over the temperature, of such a shape.
@@ -212,7 +214,7 @@ class RowBounds(NamedTuple):
 
     Attributes:
       anchor: f32, the largest logit.
-      mass: f32, of all tokens, in the scale of `RowQueries.mass_above`.
+      mass: f32, of all tokens, relative to the largest logit, as in `RowQueries.mass_above`.
       cuts_k: bool, whether top-k cuts; None where no row has it.
       cuts_p: bool, whether top-p cuts; None where no row has it.
       low: f32, a bound below every threshold of the filters; -inf for none.

@@ -8,6 +8,6 @@ accepts some of them, and `commit` appends what was emitted and holds the codes 
 `state_and_info` is what the loop carries, `metrics` what it counts, `logprobs` what it lists.
 `capacity` sizes and pads the buffers, and `unpad` there makes lists of them. Open `generate` first.
 
-Letters: `B` requests, `K` drafted tokens, `L` token buffer, `V` vocabulary. Imports the rooms
+Letters: `B` requests, `K` drafted tokens, `L` token buffer, `V` vocabulary. Imports the packages
 before it; `models` and `cli` import it.
 """

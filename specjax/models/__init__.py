@@ -7,7 +7,7 @@ JAX or, by `kernel_step` and `kernel_ops`, in the kernels of `pallas/`; both use
 target's hidden states. `pretrained/` holds the target and the draft that ship.
 
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabulary. The command
-imports this room; the sampling rooms do not, so Flax is optional.
+imports this package; the packages of sampling do not, so Flax is optional.
 """
 
 from specjax.models.config import TransformerConfig

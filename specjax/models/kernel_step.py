@@ -35,7 +35,7 @@ _MIN_ROWS = 8
 def _num_padding_tokens(batch: int, tokens: int) -> int:
     """Returns how many more tokens each request is given, so that there are 8 rows to multiply.
 
-    A GPU's matrix units take no fewer, and XLA reads weights at half the rate for fewer rows.
+    A GPU's tensor cores take no fewer, and XLA reads weights at half the rate for fewer rows.
     """
     return max(-(-_MIN_ROWS // batch) - tokens, 0)
 

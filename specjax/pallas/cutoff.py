@@ -22,8 +22,13 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
    others are read again (`cutoff_candidates.compact_candidates`).
 4. search: a bisection among the candidates, by the bits of floats, gives the cutoff
    (`core.truncation.search_cutoff`, `core.bisection`). At most 2048 candidates lie in registers, at
-   most 32768 in the buffer. Where there are more, or no bound, the search reads the row itself,
-   which takes far longer.
+   most min(V / 4, 32768) in the buffer. Where there are more, more than 2048 sub-blocks to read
+   again, or no bound, the search reads the row itself, which takes far longer.
+
+The two bisections differ. Phase 2 bisects the distance from the row's largest logit, seven times,
+and leaves a bound. Phase 4 bisects the logits themselves, clamps the bracket to those inside it,
+and ends at one value; there `low` becomes the threshold of top-k, from which that of top-p is
+searched.
 
 Axes: `R` rows, `V` vocabulary.
 """
@@ -199,7 +204,7 @@ def cutoff_reduce_kernel(rows: CutoffRows, out: SubBlocks, *, tile: Tile, interp
     16384.
     Bytes per row: V * itemsize read; V / 32 * 8 written. Rows that no filter cuts are not read.
     Why tiles: a row's tiles together keep the whole memory busy; one program could not.
-    Order: the next launch begins to load after this one has ended.
+    Memory order: the next launch begins to load after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax): (m, l).
     """
     b, tile_index = divmod_i32(pl.program_id(0), tile.num_tiles(rows.logits.shape[1]))
@@ -220,10 +225,10 @@ def cutoff_search_kernel(
     Grid: R programs of 8 warps; one owns a row.
     Bytes per row: V / 32 * 8 read, all loads in flight before the filters are known; 32 * itemsize
     for each sub-block that may hold several candidates; 4 for each candidate, written and read; 4
-    written. Without a bound the row itself, once per step of the search.
+    written. Where phase 4 reads the row (above): the row itself, once per step of the search.
     Why one program: the search is a chain of about 20 sums that each need the one before. Within a
     program such a sum costs a barrier; between programs it would cost a launch.
-    Order: a debug barrier orders the stores of a program's threads to the buffer before their
+    Memory order: a debug barrier orders the stores of a program's threads to the buffer before their
     loads from it. No program reads what another of this launch writes.
     """
     b = pl.program_id(0)

@@ -209,10 +209,10 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
 def _bisect_distance(
     row: RowSummary, target: jax.Array, least_amount: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Returns nearly the highest logit t with least_amount(t) >= target; -inf if none is known.
+    """Returns nearly the highest threshold t with least_amount(t) >= target; -inf if none is known.
 
-    `least_amount(t)` is what the sub-blocks say that the logits >= t have at least: of their count
-    or of their mass. The search bisects the distance from the largest logit by its bit pattern,
+    `least_amount(t)` bounds the count, or the mass, of the logits >= t from below, from the
+    sub-blocks alone. The search bisects the distance from the largest logit by its bit pattern,
     that is geometrically. The scale of that distance is unknown, because masked logits can be
     finite.
     """

@@ -142,8 +142,9 @@ def _prefix_sums(
     if holds_one.shape[0] >= _COUNT_RADIX:
         return _prefix_sum(ones), _prefix_sum(others)
     sums = _prefix_sum(ones + others * _COUNT_RADIX)
-    low, high = zip(*(divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in sums), strict=True)
-    return low, high
+    halves = (divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in sums)
+    one_sums, several_sums = zip(*halves, strict=True)
+    return one_sums, several_sums
 
 
 def _barrier(interpret: bool) -> None:

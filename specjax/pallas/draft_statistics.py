@@ -64,12 +64,12 @@ def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
 def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -> None:
     """Writes logsumexp(x / τ) of a draft row and log q = x[token] / τ - logsumexp of its token.
 
-    Grid: B * K * tiles programs of 8 warps; one owns a tile of one draft row. The last program of a
-    row to arrive merges its tiles.
+    Grid: B * K * tiles programs of 8 warps; one owns a tile of one draft row. The program
+    of a row that arrives last merges the row's tiles.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 8 + 8 written. Rows without a valid
     drafted token are not read.
-    Why one launch: the merge of a row is short, and its last program has nothing else to do.
-    Order: `is_last_arrival` on `counters[row]`; the counters begin at 0.
+    Why one launch: the merge of a row is short, and the program that arrives last has nothing else to do.
+    Memory order: `is_last_arrival` on `counters[row]`; the counters begin at 0.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
     """
     arrays = operands.arrays

@@ -1,4 +1,4 @@
-"""The last launches of `rejection_sample`: accepted drafts, and the recovered or bonus token.
+"""The last launches of `rejection_sample`: accepted drafted tokens, and the recovered or bonus one.
 
 A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
 computed. In a small batch each program draws a token from its tile of the residual. The last
@@ -138,7 +138,7 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: 
     Bytes per request with a rejected sampled draft: 2 V * itemsize read, V / 128 * 4 written. Other
     requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
-    Order: it begins to load after `verify_accept_kernel` has ended, whose counters and normalizers
+    Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and normalizers
     it reads. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
@@ -152,15 +152,17 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: 
 
 
 def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
-    """Writes a request's accepted drafts and the token after them, drawn by two-level Gumbel-max.
+    """Writes a request's accepted drafted tokens, and the next one, drawn by two-level Gumbel-max.
 
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j),
     of the residual where a sampled draft was rejected, else of the row (`next_token`).
     Grid: B programs of 8 warps; one owns a request.
-    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual; the
-    logits of the drawn block, from both rows for a residual. (K + 1) * 8 + 8 written.
+    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual. The
+    logits of the drawn block; and of the same block of the draft row for a residual, else of the
+    drafted token's block. In a small batch 8 for each tile of K + 1 rows. (K + 1) * 8 + 8 written.
     Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
-    Order: the launches before have ended when it begins to load. It signals nothing.
+    Memory order: the launches before have ended when it begins to load. It does not trigger the next
+    launch early.
     """
     arrays, rows, log_masses = operands
     b = pl.program_id(0)
@@ -213,11 +215,11 @@ def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Pl
     Grid: B * tiles programs of 4 or 8 warps; one owns a tile of 4096 or 8192 tokens of the target
     row that rejected and of its draft row. It evaluates its request's K + 1 rows first.
     Bytes per request: each program reads the (m, l) of all tiles of K + 1 rows, 8 for each tile of
-    `verify_reduce_kernel`. A rejected sampled draft adds 2 V * itemsize read and 16 written for
-    each tile of this launch. The result has (K + 1) * 8 + 8.
+    `verify_reduce_kernel`. A rejected sampled draft adds 2 V * itemsize read in all, and 16 or 20
+    (float64 noise) written per tile of this launch. The result has (K + 1) * 8 + 8.
     Why draw in each tile: it saves the second of the two launches that a large batch has after its
     rows (`residual_mass_kernel`, `verify_draw_kernel`).
-    Order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed. Where no
+    Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed. Where no
     residual is needed, program 0 of the request writes the result, and no program counts itself.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """

@@ -9,7 +9,9 @@ __all__ = ["KernelConfig", "Tile", "power_of_two"]
 
 
 class Tile(NamedTuple):
-    """One program's share of a row.
+    """The logits of a row that a program holds at once.
+
+    They are its share of the row, or in a search one iteration of its loop.
 
     Attributes:
       size: logits that it reduces at once, a power of two and a multiple of the block.
@@ -25,7 +27,7 @@ class Tile(NamedTuple):
         return self.size // SAMPLING_BLOCK
 
     def num_tiles(self, vocab_size: int) -> int:
-        """Returns how many tiles, and so programs, a row has."""
+        """Returns how many tiles a row has: its programs in a launch that reduces it."""
         return -(-vocab_size // self.size)
 
 
@@ -57,12 +59,16 @@ class KernelConfig:
         four to a thread.
       num_search_warps: warps of the program that searches a cutoff.
       max_small_batch: requests up to which all target rows are read at once.
-      num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, or None.
-      num_register_logits: logits that a search holds in registers, eight to a thread.
-      num_buffered_logits: logits that a search keeps in memory: candidates that do not fit
-        registers.
-      small_reread_batch: sub-blocks that a search reads again at once, if there are no more.
-      large_reread_batch: sub-blocks that a search reads again at once, if there are more.
+      num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, a power
+        of two, at most the padded number of blocks; 0 leaves the noise to the draw; None chooses.
+      num_register_logits: candidates that a search holds in registers, a power of two: eight to a
+        thread.
+      num_buffered_logits: candidates of a row that its buffer in memory holds at most. Those that
+        fit are then loaded into registers.
+      small_reread_batch: sub-blocks that a search reads again per iteration where that is all of
+        them, a power of two.
+      large_reread_batch: sub-blocks that a search reads again per iteration where there are more
+        than `small_reread_batch`, a power of two.
       max_reread: sub-blocks to read again above which the row itself is searched.
     """
 
@@ -115,7 +121,10 @@ class KernelConfig:
         )
 
     def row_search_tile(self, vocab_size: int) -> Tile:
-        """Returns the tile of a cutoff that is searched in the row: each pass waits once."""
+        """Returns the tile of a cutoff that is searched in the row itself.
+
+        A pass adds up its tiles elementwise and reduces across threads once.
+        """
         return self.row_search or Tile(_limit(16384, vocab_size), self.num_search_warps)
 
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
@@ -131,7 +140,7 @@ class KernelConfig:
     def is_small(self, num_requests: int) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.
 
-        Then none can be skipped: all are read at once. Residuals are drawn by the last program to
-        arrive, which saves a launch.
+        Then none can be skipped: all are read at once. Each program draws from its tile of a
+        residual and the last to arrive compares the tiles' winners, which saves a launch.
         """
         return num_requests <= self.max_small_batch

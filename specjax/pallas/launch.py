@@ -4,7 +4,7 @@ The grid's programs run in no fixed order, but start in about the order of their
 one launch see each other's stores only through `is_last_arrival`. Three exceptions give equal
 results in any order: the `atomic_max` of `verify_accept_kernel`, the NaN keys of
 `attention_kernel`, and the slots of new tokens in `fused_attention_kernel`. What a launch stored is
-visible to the next one, on a GPU with early launches too (`launch_dependents`).
+visible to the next one, with programmatic dependent launch too (`launch_dependents`).
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +98,7 @@ def output(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
 
 
 def fast_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
-    """Returns 2^x as the GPU's `ex2.approx.ftz`, which flushes results below 2^-126 to 0.
+    """Returns the function x -> 2^x by the GPU's `ex2.approx.ftz`, which flushes below 2^-126 to 0.
 
     `jnp.exp2` spends three more instructions on those results, for every logit. The interpreter
     lacks the instruction and gets `jnp.exp2`.

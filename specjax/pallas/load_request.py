@@ -97,7 +97,7 @@ class RequestScalars(NamedTuple):
     active: jax.Array
 
     def address(self, arrays: VerifyArrays, i: jax.Array, stream: Any, plan: Plan) -> Words:
-        """Returns the addresses of draws i tokens after the request's first position."""
+        """Returns the addresses of the draws at positions `positions[b] + i`."""
         words = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
         key = jnp.broadcast_to(words[0], i.shape), jnp.broadcast_to(words[1], i.shape)
         at = fold_in(key, arrays.positions[self.b] + i, plan.threefry)

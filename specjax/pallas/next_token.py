@@ -1,4 +1,4 @@
-"""The token after a request's accepted drafts: the row that decides it, its draw, the output.
+"""The token after the accepted drafted tokens: the row that decides it, its draw, the output.
 
 With n drafted tokens accepted, target row n decides the next token:
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class AcceptedPrefix(NamedTuple):
-    """A request's accepted drafts and the target row that decides the next token.
+    """A request's accepted drafted tokens and the target row that decides the next token.
 
     Attributes:
       request: the request.
@@ -97,7 +97,8 @@ def load_accepted_prefix(
         mask = i == num_accepted
         normalizer = LogNormalizer(*[select_one(x, mask) for x in result.normalizer])
         argmax = select_one(result.argmax, mask)
-        logprobs, drafted = result.logprobs, result.drafted and result.drafted.select(mask)
+        logprobs = result.logprobs
+        drafted = None if result.drafted is None else result.drafted.select(mask)
     else:
         # The stop, as `VerifiedRows.counters` holds it.
         num_accepted = plan.num_rows - rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
@@ -128,7 +129,7 @@ def load_accepted_prefix(
 
 
 def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> Words:
-    """Returns the address of the draw of the token after the accepted drafts."""
+    """Returns the address of the draw of the token after the accepted drafted tokens."""
     return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, plan)
 
 
@@ -164,7 +165,7 @@ def store_log_masses(
 def write_result(
     arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw], out: Any, plan: Plan
 ) -> None:
-    """Writes a request's accepted drafts and the token after them, if one is emitted."""
+    """Writes a request's accepted drafted tokens and the token after them, if one is emitted."""
     token, logprob, is_emitted = _next_token(arrays, prefix, draw)
     request, num_accepted = prefix.request, prefix.num_accepted
     is_emitted &= request.active
@@ -187,7 +188,7 @@ def write_result(
 def _next_token(
     arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the token after the accepted drafts, its log-probability, whether it is emitted."""
+    """Returns the token after the accepted ones, its log-probability, whether it is emitted."""
 
     def take_argmax() -> tuple[jax.Array, jax.Array]:
         # The shift of the row's normalizer is the argmax's logit.

@@ -61,7 +61,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     """Draws one token per row.
 
     Args:
-      arrays: options once per row.
+      arrays: one key, position, stream, temperature and cutoff per row.
       options: static.
 
     Returns:
@@ -106,7 +106,7 @@ def sample_reduce_kernel(
     Bytes per row: V * itemsize read; V / 128 * 8 written, and V / 128 * 4 or 8 for the Gumbels.
     Why tiles: a row needs many programs to be read at the memory's full rate. Why splits of the
     noise: it waits for no logit, and the draw waits for it.
-    Order: the programs of this launch do not wait for one another. The next launch begins to load
+    Memory order: the programs of this launch do not wait for one another. The next launch begins to load
     after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
@@ -146,7 +146,8 @@ def sample_draw_kernel(
     Bytes per row: V / 128 * 8 of partials read, V / 128 * 4 or 8 of Gumbels, and the logits of the
     drawn block; 12 written.
     Why one program: the choice of a block needs all of them, about a thousand, four to a thread.
-    Order: the launch before has ended when it begins to load. It signals nothing.
+    Memory order: the launch before has ended when it begins to load. It does not trigger the next launch
+    early.
     """
     (arrays, reduced), b = operands, pl.program_id(0)
     cutoff = _load_optional(arrays.cutoff, b)

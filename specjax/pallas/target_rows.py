@@ -1,7 +1,7 @@
 """Target rows reduced to statistics and, in a large batch, evaluated in the launch that reads them.
 
-In a small batch `verify_reduce_kernel` reduces every row, and every program of the request's next
-launch evaluates its drafted tokens. In a large batch `verify_accept_kernel` does both: the last
+In a small batch `verify_reduce_kernel` reduces every row, and every program of the next launch
+evaluates its request's drafted tokens. In a large batch `verify_accept_kernel` does both: the last
 program of a row to arrive evaluates it.
 
 There the programs of row 0 of all requests come first, then those of row 1, and so on. The stop of
@@ -179,7 +179,7 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
     are not read.
     Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
     late to save reading.
-    Order: the programs of this launch do not wait for one another. The first program of a request
+    Memory order: the programs of this launch do not wait for one another. The first program of a request
     zeroes the counter of the next launch, which begins to load after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
@@ -230,7 +230,7 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     past the published stop reads its request's scalars alone.
     Why this order: row i + 1 of a request starts about B * tiles programs after row i. In a large
     batch row i is evaluated by then, so that rows after a rejection are hardly read.
-    Order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the stop in
+    Memory order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the stop in
     `counters[b, K + 1]`. A program that reads an older stop reads a row in vain. No result depends
     on it, because the stop only moves towards the first row that accepts nothing. A tile that
     rejects a greedy request's token publishes before its row is reduced.

@@ -15,7 +15,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """Verifies a batch.
 
     Args:
-      arrays: rows of logits flat, options once per request.
+      arrays: flat rows of logits; one key, position and temperature per request.
       options: static.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A batch of requests: options once per request, and the implementation that verifies it."""
+"""A batch of requests: one key, position and temperature of each, and what verifies the batch."""
 
 import functools
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def key_words_per_request(keys: jax.Array, size: int) -> jax.Array:
 
 
 def once_per_request(arrays: VerifyArrays, size: int, num_drafts: int) -> VerifyArrays:
-    """Returns the arrays with every option once per request: [B], and rates [B, K]."""
+    """Returns the arrays with one value per request: [B], and rates [B, K]."""
     if not num_drafts:
         arrays = arrays.without_drafts()
     rates = arrays.conditional_rates

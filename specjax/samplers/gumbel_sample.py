@@ -100,7 +100,7 @@ def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     """Returns what `gumbel_sample` returns, of checked arguments.
 
     Args:
-      arrays: options of all rows or of each, keys typed.
+      arrays: values for all rows or for each, keys typed.
       options: static.
     """
     size = arrays.logits.shape[0]

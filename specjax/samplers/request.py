@@ -70,7 +70,7 @@ class Request(NamedTuple):
         """Returns the requests of a batch; one without drafts has K = 1 and the token -1.
 
         Args:
-          arrays: rows of logits flat, options once per request.
+          arrays: flat rows of logits; one key, position and temperature per request.
           num_drafts: K, at least 0.
         """
         cu, size = arrays.cu_num_draft_tokens, arrays.temperature.shape[0]

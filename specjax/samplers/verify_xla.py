@@ -167,7 +167,7 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """Verifies a batch: `verify_request` for each of its requests.
 
     Args:
-      arrays: rows of logits flat, options once per request.
+      arrays: flat rows of logits; one key, position and temperature per request.
       options: static.
 
     Returns:

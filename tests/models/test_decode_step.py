@@ -46,7 +46,7 @@ KINDS = {
     ),
 }
 CONTEXT, SLOTS = 90, 160
-# On the GPU "float32" products of XLA and of the kernels differ in the matrix units' rounding.
+# On the GPU "float32" products of XLA and of the kernels differ in the tensor cores' rounding.
 TOLERANCE = 1e-2 if has_gpu() else 5e-5
 
 # Some tests call kernels without a public call, which would silence JAX's warning.

@@ -24,7 +24,7 @@ KERNELS = [
     pytest.param("interpret", marks=pytest.mark.interpret),
     pytest.param("triton", marks=pytest.mark.gpu),
 ]
-# Of float32, whose products the GPU's matrix units round to ten bits first.
+# Of float32, whose products the GPU's tensor cores round to ten bits first.
 TOLERANCE = {"float32": 3e-3 if has_gpu() else 2e-6, "bfloat16": 1e-5, "float16": 1e-5}
 # Requests and tokens, rows and columns of a matrix.
 SIZES = [(8, 1, 256, 256), (1, 1, 192, 96), (3, 4, 320, 160), (5, 5, 128, 128), (8, 6, 640, 384)]

@@ -12,5 +12,5 @@ Open `checkpoint` first: it holds `load` and `save`.
 | `chat_template` | messages to a prompt |
 | `folder`, `progress` | files of a folder, a bar for long loads |
 
-`specjax.models` imports this room.
+`specjax.models` imports this package.
 """

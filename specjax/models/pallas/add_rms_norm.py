@@ -69,8 +69,8 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
     Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
     Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
     no reduction over the row here.
-    Order: loads begin after the launch that wrote `parts` has ended. It signals nothing, because
-    XLA's kernels may read the residual stream.
+    Memory order: loads begin after the launch that wrote `parts` has ended. It does not trigger the
+    next launch early, because XLA's kernels may read the residual stream.
 
     Args:
       operands: references.

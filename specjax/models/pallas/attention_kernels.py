@@ -108,7 +108,7 @@ def fused_attention_kernel(
     Written: the new keys and values, and (P + 1) * M * (D + 2) * 4.
     Why fused: with B < 4 requests a launch that prepares queries costs more than to prepare them
     P + 1 times. Why splits: B * G programs alone would leave most multiprocessors idle.
-    Order: program P writes the slots of the new tokens. The other programs may load them half
+    Memory order: program P writes the slots of the new tokens. The other programs may load them half
     written, and mask their scores; cached values are finite, so a weight of 0 removes them. Loads
     begin after the launch before has ended. `combine_kernel` follows.
 
@@ -150,8 +150,9 @@ def fused_attention_kernel(
         )
         entries = cache_entries(keys, values)
         if num_tokens > 1:
-            # With one token no row is to be kept from a value that is not finite: the raw keys
-            # serve, without waiting for the check of the values.
+            # With one token every row attends to it, so nothing has to be protected from a value
+            # that is not finite: the raw keys and values serve, and attention does not wait for
+            # the check.
             keys, values = entries
         state = online_softmax.update(empty_state, queries, keys, values, position, spec)
         store_partial(out.partials, kv_head, split, online_softmax.reduce_l(state), is_row)
@@ -185,9 +186,9 @@ def attention_kernel(
     Bytes per key-value head: each block of slots that a token attends to once, at most
     2 S D * itemsize; the queries P times, from the L2 cache. Written: P * M * (D + 2) * 4, which
     the last program reads, and the output; the output alone if P is 1.
-    Why splits: B * G programs alone would leave multiprocessors idle; about two to each are
-    launched (`tilings.num_kv_splits`).
-    Order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program stores its
+    Why splits: B * G programs alone would leave multiprocessors idle; at most about two to
+    each, and at most 32 splits, are launched (`tilings.num_kv_splits`).
+    Memory order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program stores its
     state, then adds 1 to the counter of its key-value head. The addition releases its stores and
     acquires those of the programs that added before. The one that finds P - 1 is last. Without `y`
     nothing is counted, and `combine_kernel` follows.

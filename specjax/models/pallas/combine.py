@@ -1,8 +1,8 @@
 """Combines the online softmaxes of a cache's splits into one attention.
 
-Each split i of the cache's slots leaves (m_i, l_i, acc_i). Together they are
+Each split p of the cache's slots leaves (m_p, l_p, acc_p). Together they are
 
-    m = max_i m_i        o = sum_i exp(m_i - m) acc_i  /  sum_i exp(m_i - m) l_i
+    m = max_p m_p        o = sum_p exp(m_p - m) acc_p  /  sum_p exp(m_p - m) l_p
 
 `combine` does it inside the program that arrives last; `combine_kernel` is a launch of its own.
 Axes as in `specjax.models.pallas.attention_kernels`.
@@ -129,7 +129,7 @@ def store_output(
 
 
 def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> None:
-    """Writes o = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i for one query head of one token.
+    """Writes o = sum_p exp(m_p - m) acc_p / sum_p exp(m_p - m) l_p for one query head of one token.
 
     Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
     Tokens from T on are padding and are written as 0.
@@ -137,8 +137,8 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> No
     Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` where
     `AttentionTiling.combines_in_kernel` is False: one last program per key-value head would read
     for longer than a launch takes.
-    Order: every program of the launch before has ended before one of these loads; nothing is
-    signalled.
+    Memory order: every program of the launch before has ended before one of these loads; it
+    triggers nothing.
 
     Args:
       partials: references.

@@ -70,7 +70,7 @@ def split_k_matmul_kernel(
     R * N * split_k * 4 written.
     Why split-K: N / block_n tiles are fewer than the multiprocessors, and one without a tile would
     leave memory bandwidth unused. What reads the parts adds them, which saves a launch.
-    Order: loads begin after the launch before has ended. With `pdl` a program signals
+    Memory order: loads begin after the launch before has ended. With `pdl` a program executes
     `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
     then start; its first instruction waits until all of this one's stores are visible.
 
@@ -105,7 +105,7 @@ def fused_glu_kernel(
     Bytes: the matrix once, E * N * itemsize; the rows N / 2 / block_n times, from the L2 cache;
     R * N / 2 * itemsize written.
     Why no split-K: the activation needs the whole sum of the gate.
-    Order: as in `split_k_matmul_kernel`.
+    Memory order: as in `split_k_matmul_kernel`.
 
     Args:
       operands: references.

@@ -1,11 +1,11 @@
 """Online softmax: attention of rows to keys that arrive block by block.
 
-A row has scores s_j = scale * <q, k_j> with the keys j that it attends to. After each block
+Row i has scores s_ij = scale * <q_i, k_j> with the keys j that it attends to. After each block
 
-    m_i = max_j s_j      l_i = sum_j exp(s_j - m_i)      acc = sum_j exp(s_j - m_i) v_j
+    m_i = max_j s_ij     l_i = sum_j exp(s_ij - m_i)     acc_i = sum_j exp(s_ij - m_i) v_j
 
-and acc / l_i is its attention, for each row i. A block that raises the maximum from m to m' first
-scales l_i and acc by exp(m - m').
+and acc_i / l_i is the attention of row i. A block that raises the maximum from m to m' first
+scales l_i and acc_i by exp(m - m').
 Axes: `M` rows, `N` keys of a block, `D` head dimension.
 
 References:
@@ -36,7 +36,8 @@ class OnlineSoftmax(NamedTuple):
     """State of rows: m_i f32[M], l_i f32[M] and acc f32[M, D].
 
     While blocks are added, `l_i` is f32[M, N]: each column of a block has a sum of its own. A sum
-    over columns makes the warps of a program wait for one another, once for each block.
+    over columns would make the warps of a program wait for one another a second time in each
+    block, after the maximum.
     """
 
     m_i: jax.Array
@@ -44,17 +45,18 @@ class OnlineSoftmax(NamedTuple):
     acc: jax.Array
 
 
-def init(num_rows: int, head_dim: int, *block: int) -> OnlineSoftmax:
+def init(num_rows: int, head_dim: int, block_size: int | None = None) -> OnlineSoftmax:
     """Returns the state of rows before the first block.
 
     Args:
       num_rows: M.
       head_dim: D.
-      *block: N, for a state that blocks are added to.
+      block_size: N, for a state that blocks are added to.
     """
+    columns = () if block_size is None else (block_size,)
     return OnlineSoftmax(
         jnp.full((num_rows,), _MASKED, jnp.float32),
-        jnp.zeros((num_rows, *block), jnp.float32),
+        jnp.zeros((num_rows, *columns), jnp.float32),
         jnp.zeros((num_rows, head_dim), jnp.float32),
     )
 

@@ -164,7 +164,7 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than
     a launch (`tilings.prepares_in_attention`).
-    Order: a program that writes values cannot change their keys, which another program writes. It
+    Memory order: a program that writes values cannot change their keys, which another program writes. It
     leaves `marks`, and the next launch, which begins to load after all of this one has ended, makes
     the marked keys NaN. The program of a key sets its counter to 0 for that launch.
 

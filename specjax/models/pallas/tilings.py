@@ -74,7 +74,7 @@ class MatmulTiling(NamedTuple):
       block_n: columns of the matrix in a program's tile.
       block_k: rows of the matrix that are multiplied at once.
       split_k: programs to a tile, each with its range of the matrix's rows.
-      swap_ab: whether the matrix is the left operand (swap-AB). Hopper's matrix units take 64 rows
+      swap_ab: whether the matrix is the left operand (swap-AB). Hopper's tensor cores take 64 rows
         of the left operand at a time, and as few as 8 columns of the right one.
       num_warps: of a program.
       num_stages: iterations of the loop whose loads are in flight at once.
@@ -98,7 +98,8 @@ class AttentionTiling(NamedTuple):
       num_warps: of a program.
       num_stages: iterations of the loop over slots whose loads are in flight at once.
       num_register_splits: splits that the combining program loads at a time.
-      combines_in_kernel: whether the last program of a key-value head combines its splits.
+      combines_in_kernel: whether the last program of a key-value head combines its splits; not
+        read if `prepares_in_attention`.
     """
 
     prepares_in_attention: bool
@@ -130,7 +131,7 @@ def prepares_in_attention(num_requests: int) -> bool:
 
 
 def num_kv_splits(num_request_kv_heads: int, num_slots: int) -> int:
-    """Returns how many programs share the cache of one key-value head: two to a multiprocessor.
+    """Returns how many programs share a key-value head's cache: at most 32, 2 to a multiprocessor.
 
     Args:
       num_request_kv_heads: key-value heads of all requests, B * G.
@@ -150,8 +151,7 @@ def num_query_rows(
 ) -> int:
     """Returns M: the query heads of one key-value head, for every token.
 
-    Padding attends to nothing. Without `is_fused` it has rows, too, where the program that combines
-    writes zeros.
+    Padding attends to nothing. Without `is_fused` it has rows too, in which zeros are written.
     """
     return pad_to_mma((num_tokens if is_fused else num_padded_tokens) * queries_per_kv)
 
@@ -162,8 +162,8 @@ def num_attention_stages(
     """Returns for how many blocks of slots keys and values are in flight; 0 if not even one fits.
 
     Triton keeps in shared memory the keys and values of all those blocks but one, the queries and
-    the weights. From 64 rows on it uses Hopper's instructions, which read shared memory: it then
-    keeps the keys and values of every block, and the queries.
+    the softmax weights. From 64 rows on it uses `wgmma`, which reads its operands from shared
+    memory: it then keeps the keys and values of every block, and the queries.
     """
     row_bytes = pad_to_mma(head_dim) * itemsize
     block_bytes, query_bytes = BLOCK_KV * row_bytes, num_rows * row_bytes
