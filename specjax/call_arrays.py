@@ -19,12 +19,12 @@ class CallOptions:
     Attributes:
       noise_dtype: float32 or float64.
       implementation: a resolved one.
-      num_drafts: K, drafted tokens per request at most; at least 0.
+      max_draft_tokens: K, drafted tokens per request at most; at least 0.
     """
 
     noise_dtype: Any
     implementation: Implementation
-    num_drafts: int = 0
+    max_draft_tokens: int = 0
 
 
 class SampleArrays(NamedTuple):
@@ -54,9 +54,9 @@ class VerifyArrays(NamedTuple):
     """Arrays of a verification, or in a kernel the references to them.
 
     A public call passes typed keys and per-request values, each [B] or (). `once_per_request`
-    makes them [B], and the keys words. Rows of logits are flat, [R, V], from `verify_shard` on; token
-    arrays [B, K] are flat, [B * K], in kernels. Without drafts, K = 0, the arrays of drafts are
-    None.
+    makes them [B], and the keys words. Rows of logits are flat, [R, V], from `verify_shard` on;
+    token arrays [B, K] are flat, [B * K], in kernels. Without drafts, K = 0, the arrays of drafts
+    are None.
 
     Attributes:
       target_logits: [B, K + 1, V], or ragged [N + B, V].

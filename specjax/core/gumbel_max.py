@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.logsumexp import (
-    BlockPartials,
     LogNormalizer,
+    MaxSum,
     block_logprobs,
     block_partials,
     mask_below_cutoff,
@@ -93,7 +93,7 @@ def two_level_argmax(
     return block, index[first_argmax(scores)]
 
 
-def argmax_token(row: jax.Array, partials: BlockPartials, cutoff: jax.Array | None) -> jax.Array:
+def argmax_token(row: jax.Array, partials: MaxSum, cutoff: jax.Array | None) -> jax.Array:
     """Returns the row's argmax, i32[], from its block partials; ties go to the lowest id."""
 
     def logits(index: jax.Array) -> jax.Array:

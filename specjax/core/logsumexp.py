@@ -19,9 +19,9 @@ from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
 
 __all__ = [
-    "BlockPartials",
     "Exp2",
     "LogNormalizer",
+    "MaxSum",
     "RowStatistics",
     "block_logprobs",
     "block_partials",
@@ -41,8 +41,8 @@ Exp2 = Callable[[jax.Array], jax.Array]
 _LOG2_E = math.log2(math.e)
 
 
-class BlockPartials(NamedTuple):
-    """Partials of N blocks.
+class MaxSum(NamedTuple):
+    """(m, l) of N blocks, tiles, sub-blocks or rows.
 
     Attributes:
       max: f32[..., N], largest kept raw logit.
@@ -57,8 +57,8 @@ class LogNormalizer(NamedTuple):
     """Makes log-probabilities of raw logits x: `log p = (x - shift) * scale - log_sum`.
 
     Attributes:
-      shift: f32[...], the row's largest raw logit, so that huge rows do not overflow. In a draft row
-        with carried statistics the drafted token's, or 0 (`normalizer_from_statistics`).
+      shift: f32[...], the row's largest raw logit, so that huge rows do not overflow. In a draft
+        row with carried statistics the drafted token's, or 0 (`normalizer_from_statistics`).
       log_sum: f32[...], log of the sum of `exp((x - shift) * scale)`.
     """
 
@@ -109,7 +109,7 @@ def reduce_blocks(
     scale: jax.Array,
     cutoff: jax.Array | None = None,
     exp2: Exp2 = jnp.exp2,
-) -> BlockPartials:
+) -> MaxSum:
     """Returns the partials of blocks that are laid out as rows.
 
     Args:
@@ -126,12 +126,10 @@ def reduce_blocks(
     # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
     shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
     terms = exp_scaled(x - shift[..., None], scale[..., None], exp2)
-    return BlockPartials(m, jnp.sum(terms, axis=-1))
+    return MaxSum(m, jnp.sum(terms, axis=-1))
 
 
-def merge_partials(
-    partials: BlockPartials, scale: jax.Array, exp2: Exp2 = jnp.exp2
-) -> BlockPartials:
+def merge_partials(partials: MaxSum, scale: jax.Array, exp2: Exp2 = jnp.exp2) -> MaxSum:
     """Merges partials into one; another order changes its rounding alone.
 
     Args:
@@ -145,19 +143,17 @@ def merge_partials(
     m = jnp.max(partials.max, axis=-1)
     shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
     weights = exp_scaled(partials.max - shift[..., None], scale[..., None], exp2)
-    return BlockPartials(m, jnp.sum(partials.sum * weights, axis=-1))
+    return MaxSum(m, jnp.sum(partials.sum * weights, axis=-1))
 
 
-def row_statistics(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+def row_statistics(partials: MaxSum, scale: jax.Array) -> RowStatistics:
     """Returns the statistics [...] of rows from their partials f32[..., N] and scales f32[...]."""
     whole = merge_partials(partials, scale)
     valid = jnp.isfinite(whole.sum) & jnp.isfinite(whole.max)
     return RowStatistics(LogNormalizer(whole.max, jnp.log(whole.sum)), valid)
 
 
-def block_partials(
-    logits: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None
-) -> BlockPartials:
+def block_partials(logits: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None) -> MaxSum:
     """Returns the partials of every block of a row, in one pass over the logits.
 
     Args:
@@ -173,7 +169,7 @@ def block_partials(
     partials = reduce_blocks(body, scale[..., None], c)
     if tail is not None:
         last = reduce_blocks(tail, scale[..., None], c)
-        partials = BlockPartials(
+        partials = MaxSum(
             jnp.concatenate([partials.max, last.max], axis=-1),
             jnp.concatenate([partials.sum, last.sum], axis=-1),
         )
@@ -181,7 +177,7 @@ def block_partials(
     return jax.lax.optimization_barrier(partials)
 
 
-def row_statistics_once(partials: BlockPartials, scale: jax.Array) -> RowStatistics:
+def row_statistics_once(partials: MaxSum, scale: jax.Array) -> RowStatistics:
     """Returns `row_statistics` computed once: all uses have equal bits, so p == q is exact."""
     return jax.lax.optimization_barrier(row_statistics(partials, scale))
 
@@ -191,9 +187,7 @@ def row_logsumexp(normalizer: LogNormalizer, scale: jax.Array) -> jax.Array:
     return normalizer.shift * scale + normalizer.log_sum
 
 
-def block_logprobs(
-    partials: BlockPartials, normalizer: LogNormalizer, scale: jax.Array
-) -> jax.Array:
+def block_logprobs(partials: MaxSum, normalizer: LogNormalizer, scale: jax.Array) -> jax.Array:
     """Returns the log-probability of each block; -inf for an empty one.
 
     Args:

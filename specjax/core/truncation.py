@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.bisection import HALVINGS, Bracket, Extremes, initial_bracket, key_value, search
-from specjax.core.logsumexp import BlockPartials, Exp2, exp_scaled
+from specjax.core.logsumexp import Exp2, MaxSum, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
 
@@ -112,7 +112,7 @@ def required_mass(top_p: jax.Array, mass: jax.Array) -> jax.Array:
 
 
 def mass_bound(
-    partials: BlockPartials,
+    partials: MaxSum,
     pivot: jax.Array,
     anchor: jax.Array,
     scale: jax.Array,

@@ -136,7 +136,7 @@ def _verify(state: DecodeState, rows: TargetRows, options: CallOptions) -> Verif
         positions=state.lengths,
         temperature=settings.temperature,
         cutoff=rows.cutoff,
-        conditional_rates=settings.conditional_rates if options.num_drafts else None,
+        conditional_rates=settings.conditional_rates if options.max_draft_tokens else None,
     )
     return verify_draft(arrays, options=options)
 

@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.gumbel_max import first_argmax
-from specjax.core.logsumexp import BlockPartials, mask_below_cutoff, merge_partials, reduce_blocks
+from specjax.core.logsumexp import MaxSum, mask_below_cutoff, merge_partials, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import flush_subnormals
-from specjax.pallas.kernel_config import Tile, power_of_two
-from specjax.pallas.launch import fast_exp2, output
+from specjax.pallas.kernel_config import Tile, next_power_of_2
+from specjax.pallas.launch import make_exp2, output
 
 __all__ = [
     "Partials",
@@ -64,7 +64,7 @@ class RowTile(NamedTuple):
 
     Attributes:
       logits: reference [R, V].
-      row: i32, the row.
+      row_index: i32, the row.
       tile_index: i32, which tile of the row.
       scale: f32, one over the temperature.
       cutoff: f32, or None.
@@ -72,7 +72,7 @@ class RowTile(NamedTuple):
     """
 
     logits: Any
-    row: jax.Array
+    row_index: jax.Array
     tile_index: jax.Array
     scale: jax.Array
     cutoff: jax.Array | None
@@ -129,8 +129,8 @@ def store_partials(
     Returns:
       f32[], the largest kept logit of the tile.
     """
-    exp2, tile_index = fast_exp2(interpret), row_tile.tile_index
-    x = load_raw_logits(row_tile.logits, row_tile.row, tile_token_ids(tile, tile_index))
+    exp2, tile_index = make_exp2(interpret), row_tile.tile_index
+    x = load_raw_logits(row_tile.logits, row_tile.row_index, tile_token_ids(tile, tile_index))
     block_partials = reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2)
     blocks = tile_index * tile.num_blocks + jax.lax.iota(jnp.int32, tile.num_blocks)
     plgpu.store(partials.block_max.at[index, blocks], block_partials.max)
@@ -146,7 +146,7 @@ def store_partials(
             block = tile_index * tile.num_blocks + first_argmax(
                 flush_subnormals(block_partials.max)
             )
-            token = block_argmax(row_tile.logits, row_tile.row, row_tile.cutoff, block)
+            token = block_argmax(row_tile.logits, row_tile.row_index, row_tile.cutoff, block)
             partials.tile_argmax[index, tile_index] = token
 
     return tile_partial.max
@@ -163,13 +163,13 @@ def block_argmax(
     return block * SAMPLING_BLOCK + first_argmax(kept_logits)
 
 
-def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> BlockPartials:
+def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> MaxSum:
     """Loads the partials of the blocks of rows [...], f32[..., N]; N is a power of two."""
     num_blocks = -(-vocab_size // SAMPLING_BLOCK)
     return _load_partials(partials.block_max, partials.block_sum, index, index >= 0, num_blocks)
 
 
-def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> BlockPartials:
+def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> MaxSum:
     """Loads the partials of the tiles of rows [...], f32[..., N]; empty where `mask` is False."""
     num_tiles = partials.tile_max.shape[1]
     return _load_partials(partials.tile_max, partials.tile_sum, index, mask, num_tiles)
@@ -177,19 +177,17 @@ def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> BlockPa
 
 def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:
     """Loads row `index` of a reference [rows, N], padded by `other` to a power of two."""
-    column = jax.lax.iota(jnp.int32, power_of_two(values.shape[1]))
+    column = jax.lax.iota(jnp.int32, next_power_of_2(values.shape[1]))
     inside = column < values.shape[1]
     return plgpu.load(values.at[index, column], mask=inside, other=jnp.asarray(other, values.dtype))
 
 
-def _load_partials(
-    maxima: Any, sums: Any, index: jax.Array, mask: jax.Array, count: int
-) -> BlockPartials:
-    shape = (*index.shape, power_of_two(count))
+def _load_partials(maxima: Any, sums: Any, index: jax.Array, mask: jax.Array, count: int) -> MaxSum:
+    shape = (*index.shape, next_power_of_2(count))
     column = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     row = jnp.broadcast_to(index[..., None], shape)
     inside = jnp.broadcast_to(mask[..., None], shape) & (column < count)
-    return BlockPartials(
+    return MaxSum(
         plgpu.load(maxima.at[row, column], mask=inside, other=jnp.float32(-jnp.inf)),
         plgpu.load(sums.at[row, column], mask=inside, other=jnp.float32(0)),
     )

@@ -67,7 +67,7 @@ from specjax.pallas.cutoff_bound import (
 )
 from specjax.pallas.cutoff_candidates import CandidateBuffer, compact_candidates
 from specjax.pallas.kernel_config import KernelConfig, Tile
-from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, launch, output
+from specjax.pallas.launch import cond_or, divmod_i32, launch, make_exp2, output
 
 __all__ = [
     "cutoff_reduce_kernel",
@@ -80,7 +80,7 @@ __all__ = [
 
 def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
     """Returns queries on logits f32[N] that the program holds in registers."""
-    weights = mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
+    weights = mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
     return RowQueries(
         count_above=lambda pivot: mass_above(x, None, pivot),
         mass_above=lambda pivot: mass_above(x, weights, pivot),
@@ -120,7 +120,7 @@ def memory_queries(
         return jnp.sum(fold_tiles(query, jnp.add, zero))
 
     def weights(x: jax.Array) -> jax.Array:
-        return mass_weights(x, row.anchor, row.scale, fast_exp2(interpret))
+        return mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
 
     def extremes_inside(bracket: Bracket) -> Extremes:
         def query(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -228,8 +228,8 @@ def cutoff_search_kernel(
     written. Where phase 4 reads the row (above): the row itself, once per step of the search.
     Why one program: the search is a chain of about 20 sums that each need the one before. Within a
     program such a sum costs a barrier; between programs it would cost a launch.
-    Memory order: a debug barrier orders the stores of a program's threads to the buffer before their
-    loads from it. No program reads what another of this launch writes.
+    Memory order: a debug barrier orders the stores of a program's threads to the buffer before
+    their loads from it. No program reads what another of this launch writes.
     """
     b = pl.program_id(0)
     # Loaded before it is known whether a filter cuts the row.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.bisection import key_value, ordered_key
-from specjax.core.logsumexp import BlockPartials, merge_partials, reduce_blocks
+from specjax.core.logsumexp import MaxSum, merge_partials, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
 from specjax.core.temperature import parse_temperature
@@ -36,7 +36,7 @@ from specjax.core.truncation import (
 )
 from specjax.pallas.blocks import load_padded, load_raw_logits
 from specjax.pallas.kernel_config import Tile
-from specjax.pallas.launch import cond_or, fast_exp2, output
+from specjax.pallas.launch import cond_or, make_exp2, output
 
 __all__ = [
     "CutoffRows",
@@ -84,7 +84,7 @@ class RowSummary(NamedTuple):
     is_cut: jax.Array
     cuts_k: jax.Array | None
     cuts_p: jax.Array | None
-    sub_blocks: BlockPartials
+    sub_blocks: MaxSum
 
 
 class SubBlocks(NamedTuple):
@@ -119,7 +119,7 @@ def store_sub_blocks(
     token_id = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]
     scale = parse_temperature(rows.temperature[b]).scale
     x = load_raw_logits(rows.logits, b, token_id)
-    partials = reduce_blocks(x, scale[None], None, fast_exp2(interpret))
+    partials = reduce_blocks(x, scale[None], None, make_exp2(interpret))
     plgpu.store(out.max.at[b, sub_block], partials.max)
     plgpu.store(out.sum.at[b, sub_block], partials.sum)
 
@@ -138,20 +138,16 @@ def any_filter_active(rows: CutoffRows, b: jax.Array) -> jax.Array:
     return is_cut & temperature.valid & ~temperature.greedy
 
 
-def load_sub_blocks(sub_blocks: SubBlocks, b: jax.Array) -> BlockPartials:
+def load_sub_blocks(sub_blocks: SubBlocks, b: jax.Array) -> MaxSum:
     """Loads the partials of row b, padded to a power of two."""
-    return BlockPartials(
-        load_padded(sub_blocks.max, b, -jnp.inf), load_padded(sub_blocks.sum, b, 0)
-    )
+    return MaxSum(load_padded(sub_blocks.max, b, -jnp.inf), load_padded(sub_blocks.sum, b, 0))
 
 
-def summarize_row(
-    rows: CutoffRows, b: jax.Array, partials: BlockPartials, interpret: bool
-) -> RowSummary:
+def summarize_row(rows: CutoffRows, b: jax.Array, partials: MaxSum, interpret: bool) -> RowSummary:
     """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
     filters, scale = _load_filters(rows, b), parse_temperature(rows.temperature[b]).scale
-    row_partial = merge_partials(partials, scale, fast_exp2(interpret))
+    row_partial = merge_partials(partials, scale, make_exp2(interpret))
     is_cut = (
         any_filter_active(rows, b) & jnp.isfinite(row_partial.max) & jnp.isfinite(row_partial.sum)
     )
@@ -198,7 +194,7 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
 
         def least_mass(t: jax.Array) -> jax.Array:
             return mass_bound(
-                row.sub_blocks, t, row.anchor, row.scale, fast_exp2(interpret), size=SUB_BLOCK
+                row.sub_blocks, t, row.anchor, row.scale, make_exp2(interpret), size=SUB_BLOCK
             )
 
         bound = cond_or(uses_mass, lambda: _bisect_distance(row, target, least_mass), low)
@@ -207,11 +203,11 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
 
 
 def _bisect_distance(
-    row: RowSummary, target: jax.Array, least_amount: Callable[[jax.Array], jax.Array]
+    row: RowSummary, target: jax.Array, lower_bound: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Returns nearly the highest threshold t with least_amount(t) >= target; -inf if none is known.
+    """Returns nearly the highest threshold t with lower_bound(t) >= target; -inf if none is known.
 
-    `least_amount(t)` bounds the count, or the mass, of the logits >= t from below, from the
+    `lower_bound(t)` bounds the count, or the mass, of the logits >= t from below, from the
     sub-blocks alone. The search bisects the distance from the largest logit by its bit pattern,
     that is geometrically. The scale of that distance is unknown, because masked logits can be
     finite.
@@ -227,7 +223,7 @@ def _bisect_distance(
     def bisect(_: Any, keys: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         near_key, far_key = keys
         middle_key = near_key + jax.lax.shift_right_arithmetic(far_key - near_key, jnp.int32(1))
-        is_reached = least_amount(row.anchor - key_value(middle_key)) >= target
+        is_reached = lower_bound(row.anchor - key_value(middle_key)) >= target
         near_key = jnp.where(is_reached, near_key, middle_key)
         return near_key, jnp.where(is_reached, middle_key, far_key)
 
@@ -235,4 +231,4 @@ def _bisect_distance(
         jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near_key, far_key)
     )
     low = row.anchor - key_value(far_key)
-    return jnp.where(least_amount(low) >= target, low, -jnp.inf)
+    return jnp.where(lower_bound(low) >= target, low, -jnp.inf)

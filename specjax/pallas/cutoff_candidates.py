@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.core.truncation import mass_weights
 from specjax.pallas.cutoff_bound import SUB_BLOCK, CutoffRows, RowSummary
 from specjax.pallas.kernel_config import KernelConfig
-from specjax.pallas.launch import divmod_i32, fast_exp2
+from specjax.pallas.launch import divmod_i32, make_exp2
 
 __all__ = ["CandidateBuffer", "compact_candidates"]
 
@@ -68,7 +68,7 @@ def compact_candidates(
     reaches = (largest >= low) & (low > -jnp.inf)
     # The mass of the other tokens is known up to the rounding of the sum.
     other_mass = row.sub_blocks.sum * jnp.float32(1 + _SUM_ROUNDING) - 1
-    low_mass = mass_weights(low, largest, row.scale, fast_exp2(interpret))
+    low_mass = mass_weights(low, largest, row.scale, make_exp2(interpret))
     holds_several = reaches & (other_mass >= low_mass)
     holds_one = reaches & ~holds_several
     (index, total), (reread_index, num_reread) = _prefix_sums(holds_one, holds_several)

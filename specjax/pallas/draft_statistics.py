@@ -41,7 +41,7 @@ class _Outputs(NamedTuple):
 
 def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
     """Returns the arrays with `draft_logprobs` and `draft_logsumexp` of every drafted token."""
-    num_rows = plan.num_requests * plan.num_drafts
+    num_rows = plan.num_requests * plan.max_draft_tokens
     vocab_size = arrays.draft_logits.shape[1]
     zeros = jnp.zeros((num_rows,), jnp.uint32)
     outputs = launch(
@@ -68,16 +68,17 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -
     of a row that arrives last merges the row's tiles.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 8 + 8 written. Rows without a valid
     drafted token are not read.
-    Why one launch: the merge of a row is short, and the program that arrives last has nothing else to do.
+    Why one launch: the merge of a row is short, and the program that arrives last has nothing else
+    to do.
     Memory order: `is_last_arrival` on `counters[row]`; the counters begin at 0.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
     """
     arrays = operands.arrays
     num_tiles = plan.tile.num_tiles(arrays.draft_logits.shape[1])
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    b, i = divmod_i32(index, plan.num_drafts)
+    b, i = divmod_i32(index, plan.max_draft_tokens)
     request = load_request(arrays, b, plan)
-    has_draft = request.active & (i < request.num_drafted)
+    has_draft = request.active & (i < request.num_draft_tokens)
 
     @pl.when(has_draft)
     def _() -> None:

@@ -95,7 +95,7 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
     Returns:
       `Verification`.
     """
-    num_requests, shape = plan.num_requests, (plan.num_requests, plan.num_rows)
+    num_requests, shape = plan.num_requests, (plan.num_requests, plan.rows_per_request)
     verification = Verification(
         token_ids=output(shape, jnp.int32),
         num_accepted=output((num_requests,), jnp.int32),
@@ -138,8 +138,8 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: 
     Bytes per request with a rejected sampled draft: 2 V * itemsize read, V / 128 * 4 written. Other
     requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
-    Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and normalizers
-    it reads. The programs of this launch do not wait for one another.
+    Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and
+    normalizers it reads. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     num_tiles = plan.tile.num_tiles(operands.arrays.target_logits.shape[1])
@@ -161,8 +161,8 @@ def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) ->
     logits of the drawn block; and of the same block of the draft row for a residual, else of the
     drafted token's block. In a small batch 8 for each tile of K + 1 rows. (K + 1) * 8 + 8 written.
     Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
-    Memory order: the launches before have ended when it begins to load. It does not trigger the next
-    launch early.
+    Memory order: the launches before have ended when it begins to load. It does not trigger the
+    next launch early.
     """
     arrays, rows, log_masses = operands
     b = pl.program_id(0)

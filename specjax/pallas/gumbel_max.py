@@ -20,7 +20,7 @@ from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Hash, Words, gumbel
 from specjax.pallas.blocks import load_raw_logits
-from specjax.pallas.kernel_config import power_of_two
+from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import select_one
 
 __all__ = [
@@ -40,21 +40,22 @@ class SamplingRow(NamedTuple):
 
     Attributes:
       logits: reference [R, V].
-      row: i32, the row.
+      row_index: i32, the row.
       scale: f32, one over the temperature.
       cutoff: f32, or None.
       normalizer: of the row.
     """
 
     logits: Any
-    row: jax.Array
+    row_index: jax.Array
     scale: jax.Array
     cutoff: jax.Array | None
     normalizer: LogNormalizer
 
     def kept_logits(self, token_id: jax.Array) -> jax.Array:
         """Returns kept logits at token ids >= 0; -inf below the cutoff and past the row's end."""
-        return mask_below_cutoff(load_raw_logits(self.logits, self.row, token_id), self.cutoff)
+        x = load_raw_logits(self.logits, self.row_index, token_id)
+        return mask_below_cutoff(x, self.cutoff)
 
     def logprobs(self, token_id: jax.Array) -> jax.Array:
         """Returns log-probabilities at token ids >= 0; -inf where no logit is kept."""
@@ -112,7 +113,7 @@ def draw_row_noise(address: Words, vocab_size: int, noise_dtype: Any, threefry: 
 
 def num_padded_blocks(vocab_size: int) -> int:
     """Returns the number of blocks of a row, padded to a power of two."""
-    return power_of_two(-(-vocab_size // SAMPLING_BLOCK))
+    return next_power_of_2(-(-vocab_size // SAMPLING_BLOCK))
 
 
 def draw_token(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specjax.core.noise import SAMPLING_BLOCK
 
-__all__ = ["KernelConfig", "Tile", "power_of_two"]
+__all__ = ["KernelConfig", "Tile", "next_power_of_2"]
 
 
 class Tile(NamedTuple):
@@ -31,14 +31,14 @@ class Tile(NamedTuple):
         return -(-vocab_size // self.size)
 
 
-def power_of_two(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """Returns the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def _limit(size: int, vocab_size: int) -> int:
     """Returns a tile's size that is no larger than a row padded to a power of two."""
-    return min(size, max(SAMPLING_BLOCK, power_of_two(vocab_size)))
+    return min(size, max(SAMPLING_BLOCK, next_power_of_2(vocab_size)))
 
 
 @dataclasses.dataclass(frozen=True)

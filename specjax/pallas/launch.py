@@ -20,11 +20,11 @@ __all__ = [
     "cond_or",
     "divmod_i32",
     "dot",
-    "fast_exp2",
     "interpreter_barrier",
     "is_last_arrival",
     "launch",
     "launch_dependents",
+    "make_exp2",
     "output",
     "select_one",
 ]
@@ -97,7 +97,7 @@ def output(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def fast_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
+def make_exp2(interpret: bool) -> Callable[[jax.Array], jax.Array]:
     """Returns the function x -> 2^x by the GPU's `ex2.approx.ftz`, which flushes below 2^-126 to 0.
 
     `jnp.exp2` spends three more instructions on those results, for every logit. The interpreter

@@ -12,7 +12,7 @@ from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Hash, Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import load_logits
-from specjax.pallas.kernel_config import KernelConfig, Tile, power_of_two
+from specjax.pallas.kernel_config import KernelConfig, Tile, next_power_of_2
 from specjax.pallas.launch import interpreter_barrier, select_one
 from specjax.pallas.threefry import make_threefry
 
@@ -42,14 +42,14 @@ class Plan(NamedTuple):
     tile: Tile
 
     @property
-    def num_drafts(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Returns K >= 0, the largest number of drafted tokens per request."""
-        return self.options.num_drafts
+        return self.options.max_draft_tokens
 
     @property
-    def num_rows(self) -> int:
+    def rows_per_request(self) -> int:
         """Returns K + 1, the largest number of target rows per request."""
-        return self.num_drafts + 1
+        return self.max_draft_tokens + 1
 
     @property
     def noise_dtype(self) -> Any:
@@ -84,7 +84,7 @@ class RequestScalars(NamedTuple):
       b: i32, its index in the batch.
       first_draft: i32, index of its first drafted token in the flat token arrays.
       first_target_row: i32, index of its first row in the target logits.
-      num_drafted: i32, valid drafted tokens; -1 for an inactive request.
+      num_draft_tokens: i32, valid drafted tokens; -1 for an inactive request.
       temperature: the target's, parsed.
       active: bool, whether it may emit tokens.
     """
@@ -92,7 +92,7 @@ class RequestScalars(NamedTuple):
     b: jax.Array
     first_draft: jax.Array
     first_target_row: jax.Array
-    num_drafted: jax.Array
+    num_draft_tokens: jax.Array
     temperature: Temperature
     active: jax.Array
 
@@ -164,7 +164,7 @@ def load_masked(values: Any, index: Any, mask: jax.Array) -> jax.Array:
 
 def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScalars:
     """Loads the scalars of request b."""
-    k = plan.num_drafts
+    k = plan.max_draft_tokens
     temperature = parse_temperature(arrays.temperature[b])
     if arrays.cu_num_draft_tokens is None:
         first_draft, capacity = b * k, jnp.int32(k)
@@ -177,15 +177,15 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
     if arrays.num_tokens is not None:
         num_given = jnp.minimum(arrays.num_tokens[b], capacity)
     if arrays.token_ids is None:
-        num_drafted = jnp.maximum(num_given, jnp.int32(-1))
+        num_draft_tokens = jnp.maximum(num_given, jnp.int32(-1))
     else:
-        i = jax.lax.iota(jnp.int32, power_of_two(k))
+        i = jax.lax.iota(jnp.int32, next_power_of_2(k))
         at, is_inside = arrays.token_ids.at[first_draft + i], i < capacity
         token_ids = plgpu.load(at, mask=is_inside, other=jnp.int32(-1))
-        num_drafted = num_valid_drafts(token_ids, num_given)
-    active = (num_drafted >= 0) & temperature.valid
+        num_draft_tokens = num_valid_drafts(token_ids, num_given)
+    active = (num_draft_tokens >= 0) & temperature.valid
     # Each of the b requests before this one has one target row more than it has drafts.
-    return RequestScalars(b, first_draft, first_draft + b, num_drafted, temperature, active)
+    return RequestScalars(b, first_draft, first_draft + b, num_draft_tokens, temperature, active)
 
 
 def locate_draft_row(
@@ -196,7 +196,7 @@ def locate_draft_row(
     if arrays.draft_rows is None:
         row = index
     elif arrays.cu_num_draft_tokens is None:
-        row = arrays.draft_rows[request.b] * plan.num_drafts + i
+        row = arrays.draft_rows[request.b] * plan.max_draft_tokens + i
     else:
         row = load_masked(arrays.draft_rows, index, mask)
     if arrays.draft_rows is not None:

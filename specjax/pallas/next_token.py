@@ -2,9 +2,9 @@
 
 With n drafted tokens accepted, target row n decides the next token:
 
-    n = num_drafted                      bonus token, drawn from p
-    n < num_drafted, sampled draft       recovered token, from norm(max(p - q, 0))
-    n < num_drafted, one-hot draft x     recovered token, from p without x
+    n = num_draft_tokens                      bonus token, drawn from p
+    n < num_draft_tokens, sampled draft       recovered token, from norm(max(p - q, 0))
+    n < num_draft_tokens, one-hot draft x     recovered token, from p without x
     greedy request                       the argmax of row n
 
 These functions run inside the kernels of `specjax.pallas.emit_tokens`.
@@ -27,8 +27,8 @@ from specjax.core.noise import SAMPLING_BLOCK, Stream, Words
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
 from specjax.pallas.blocks import load_blocks, load_raw_logits, tile_token_ids
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
-from specjax.pallas.kernel_config import power_of_two
-from specjax.pallas.launch import cond_or, divmod_i32, fast_exp2, select_one
+from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.launch import cond_or, divmod_i32, make_exp2, select_one
 from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
@@ -88,11 +88,11 @@ def load_accepted_prefix(
     `verify_accept_kernel` has stored the results.
     """
     request = load_request(arrays, b, plan)
-    i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
+    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
     if isinstance(rows, ReducedRows):
         result = evaluate_acceptance(arrays, request, i, rows.partials, plan)
-        is_end = ~result.accepted & (i <= request.num_drafted)
-        num_accepted = jnp.min(jnp.where(is_end, i, jnp.int32(plan.num_rows)))
+        is_end = ~result.accepted & (i <= request.num_draft_tokens)
+        num_accepted = jnp.min(jnp.where(is_end, i, jnp.int32(plan.rows_per_request)))
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         mask = i == num_accepted
         normalizer = LogNormalizer(*[select_one(x, mask) for x in result.normalizer])
@@ -101,18 +101,20 @@ def load_accepted_prefix(
         drafted = None if result.drafted is None else result.drafted.select(mask)
     else:
         # The stop, as `VerifiedRows.counters` holds it.
-        num_accepted = plan.num_rows - rows.counters[b, jnp.int32(plan.num_rows)].astype(jnp.int32)
+        num_accepted = plan.rows_per_request - rows.counters[
+            b, jnp.int32(plan.rows_per_request)
+        ].astype(jnp.int32)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
-        index = b * plan.num_rows + num_accepted
+        index = b * plan.rows_per_request + num_accepted
         normalizer = LogNormalizer(rows.shift[index], rows.log_sum[index])
         argmax = rows.argmax[index]
-        logprobs = load_masked(rows.logprobs, b * plan.num_rows + i, i < num_accepted)
+        logprobs = load_masked(rows.logprobs, b * plan.rows_per_request + i, i < num_accepted)
         drafted = None
-        if plan.num_drafts:
-            has_draft = num_accepted < request.num_drafted
+        if plan.max_draft_tokens:
+            has_draft = num_accepted < request.num_draft_tokens
             drafted = load_drafted(arrays, request, num_accepted, has_draft, plan)
     valid = request.active & jnp.isfinite(normalizer.log_sum)
-    rejected = num_accepted < request.num_drafted
+    rejected = num_accepted < request.num_draft_tokens
     from_residual = num_accepted < 0  # False, as a computed value that Triton can branch on
     if arrays.draft_logits is not None and drafted is not None:
         from_residual = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
@@ -150,7 +152,7 @@ def reduce_masses(
     token_id = tile_token_ids(plan.tile, tile_index)
     logprobs = prefix.row.logprobs(token_id)
     draft_logprobs = load_draft_logprobs(arrays.draft_logits, prefix.drafted, token_id)
-    return jnp.sum(residual_probs(logprobs, draft_logprobs, fast_exp2(plan.interpret)), axis=-1)
+    return jnp.sum(residual_probs(logprobs, draft_logprobs, make_exp2(plan.interpret)), axis=-1)
 
 
 def store_log_masses(
@@ -169,16 +171,16 @@ def write_result(
     token, logprob, is_emitted = _next_token(arrays, prefix, draw)
     request, num_accepted = prefix.request, prefix.num_accepted
     is_emitted &= request.active
-    i = jax.lax.iota(jnp.int32, power_of_two(plan.num_rows))
+    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
     is_next = is_emitted & (i == num_accepted)
     token_ids = jnp.where(is_next, token, jnp.int32(-1))
     logprobs = jnp.where(is_next, logprob, jnp.float32(0))
-    if plan.num_drafts:
+    if plan.max_draft_tokens:
         is_accepted = i < num_accepted
         draft_ids = load_masked(arrays.token_ids, request.first_draft + i, is_accepted)
         token_ids = jnp.where(is_accepted, draft_ids, token_ids)
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
-    inside = i < plan.num_rows
+    inside = i < plan.rows_per_request
     plgpu.store(out.token_ids.at[request.b, i], token_ids, mask=inside)
     plgpu.store(out.logprobs.at[request.b, i], logprobs, mask=inside)
     out.num_accepted[request.b] = num_accepted
@@ -278,6 +280,6 @@ def draw_residual(
 def _row_block_logprobs(
     arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, prefix: AcceptedPrefix, plan: Plan
 ) -> jax.Array:
-    index = prefix.request.b * plan.num_rows + prefix.num_accepted
+    index = prefix.request.b * plan.rows_per_request + prefix.num_accepted
     blocks = load_blocks(rows.partials, index, arrays.target_logits.shape[1])
     return block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale)

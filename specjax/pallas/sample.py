@@ -106,9 +106,9 @@ def sample_reduce_kernel(
     Bytes per row: V * itemsize read; V / 128 * 8 written, and V / 128 * 4 or 8 for the Gumbels.
     Why tiles: a row needs many programs to be read at the memory's full rate. Why splits of the
     noise: it waits for no logit, and the draw waits for it.
-    Memory order: the programs of this launch do not wait for one another. The next launch begins to load
-    after this one has ended.
-    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
+    Memory order: the programs of this launch do not wait for one another. The next launch begins to
+    load after this one has ended. Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m,
+    l).
     """
     num_rows, vocab_size = arrays.logits.shape
     program = pl.program_id(0)
@@ -146,8 +146,8 @@ def sample_draw_kernel(
     Bytes per row: V / 128 * 8 of partials read, V / 128 * 4 or 8 of Gumbels, and the logits of the
     drawn block; 12 written.
     Why one program: the choice of a block needs all of them, about a thousand, four to a thread.
-    Memory order: the launch before has ended when it begins to load. It does not trigger the next launch
-    early.
+    Memory order: the launch before has ended when it begins to load. It does not trigger the next
+    launch early.
     """
     (arrays, reduced), b = operands, pl.program_id(0)
     cutoff = _load_optional(arrays.cutoff, b)

@@ -115,12 +115,12 @@ def evaluate_acceptance(
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
     Synthetic acceptance accepts at given rates. Rows past the bonus row are not read.
     """
-    exists, has_draft = i <= request.num_drafted, i < request.num_drafted
+    exists, has_draft = i <= request.num_draft_tokens, i < request.num_draft_tokens
     scale = request.temperature.scale
-    tiles = load_tiles(partials, request.b * plan.num_rows + i, exists)
+    tiles = load_tiles(partials, request.b * plan.rows_per_request + i, exists)
     cutoff = request.cutoff(arrays, i, exists)
     row = request.first_target_row + jnp.where(exists, i, 0)
-    if plan.num_drafts:
+    if plan.max_draft_tokens:
         drafted = load_drafted(arrays, request, i, has_draft, plan)
         logit = load_logits(arrays.target_logits, row, drafted.token_id, cutoff, has_draft)
         address = request.address(arrays, i, Stream.accept(i), plan)
@@ -130,10 +130,10 @@ def evaluate_acceptance(
         log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
     )
     # For a request that is not greedy this loads uninitialized memory, which nothing uses.
-    index = request.b * plan.num_rows + i
+    index = request.b * plan.rows_per_request + i
     best_tile = first_argmax(flush_subnormals(tiles.max))
     argmax = load_masked(partials.tile_argmax, (index, best_tile), exists)
-    if plan.num_drafts == 0:
+    if plan.max_draft_tokens == 0:
         return AcceptanceResult(normalizer, jnp.zeros_like(i, jnp.float32), argmax, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
     if arrays.conditional_rates is None:
@@ -157,7 +157,7 @@ class _Operands(NamedTuple):
 
 def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
     """Launches the reduction of every target row of a small batch."""
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.num_rows
+    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
     return launch(
         functools.partial(verify_reduce_kernel, plan=plan),
         arrays,
@@ -179,20 +179,20 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
     are not read.
     Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
     late to save reading.
-    Memory order: the programs of this launch do not wait for one another. The first program of a request
-    zeroes the counter of the next launch, which begins to load after this one has ended.
+    Memory order: the programs of this launch do not wait for one another. The first program of a
+    request zeroes the counter of the next launch, which begins to load after this one has ended.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    b, i = divmod_i32(index, plan.num_rows)
+    b, i = divmod_i32(index, plan.rows_per_request)
     request = load_request(arrays, b, plan)
 
     @pl.when((i == 0) & (tile_index == 0))
     def _() -> None:
         out.counters[b] = jnp.uint32(0)
 
-    @pl.when(request.active & (i <= request.num_drafted))
+    @pl.when(request.active & (i <= request.num_draft_tokens))
     def _() -> None:
         row_tile = _row_tile(arrays, request, i, tile_index)
         store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
@@ -200,8 +200,8 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
 
 def accept_rows(arrays: VerifyArrays, plan: Plan) -> VerifiedRows:
     """Launches the reduction and evaluation of a large batch's rows up to the first rejection."""
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.num_rows
-    zeros = jnp.zeros((plan.num_requests, plan.num_rows + 1), jnp.uint32)
+    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
+    zeros = jnp.zeros((plan.num_requests, plan.rows_per_request + 1), jnp.uint32)
     return launch(
         functools.partial(verify_accept_kernel, plan=plan),
         _Operands(arrays, zeros),
@@ -237,29 +237,32 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
-    num_tiles, num_rows = plan.tile.num_tiles(arrays.target_logits.shape[1]), plan.num_rows
+    num_tiles, rows_per_request = (
+        plan.tile.num_tiles(arrays.target_logits.shape[1]),
+        plan.rows_per_request,
+    )
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     i, b = divmod_i32(index, plan.num_requests)
     request = load_request(arrays, b, plan)
-    stop_at = (b, jnp.int32(num_rows))
+    stop_at = (b, jnp.int32(rows_per_request))
 
     def load_published() -> jax.Array:
         # Atomic, because the threads of a program must all take one branch.
         return plgpu.atomic_max(out.counters, stop_at, jnp.uint32(0)).astype(jnp.int32)
 
     def publish_stop() -> None:
-        plgpu.atomic_max(out.counters, stop_at, (num_rows - i).astype(jnp.uint32))
+        plgpu.atomic_max(out.counters, stop_at, (rows_per_request - i).astype(jnp.uint32))
 
-    stop = num_rows - cond_or(i > 0, load_published, jnp.int32(0))
+    stop = rows_per_request - cond_or(i > 0, load_published, jnp.int32(0))
 
-    @pl.when(request.active & (i <= request.num_drafted) & ~(stop < i))
+    @pl.when(request.active & (i <= request.num_draft_tokens) & ~(stop < i))
     def _() -> None:
         row_tile = _row_tile(arrays, request, i, tile_index)
-        at = b * num_rows + i
+        at = b * rows_per_request + i
         tile_max = store_partials(row_tile, out.partials, at, plan.tile, plan.interpret)
-        if arrays.conditional_rates is None and num_rows > 1:
+        if arrays.conditional_rates is None and rows_per_request > 1:
 
-            @pl.when(request.temperature.greedy & (i < request.num_drafted))
+            @pl.when(request.temperature.greedy & (i < request.num_draft_tokens))
             def reject_greedy() -> None:
                 logit = _load_drafted_logit(arrays, request, i)
                 pl.when(largest_equal(logit) < tile_max)(publish_stop)
@@ -268,7 +271,7 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
             result = evaluate_acceptance(arrays, request, row, out.partials, plan)
-            at = b * num_rows + row
+            at = b * rows_per_request + row
             plgpu.store(out.shift.at[at], result.normalizer.shift)
             plgpu.store(out.log_sum.at[at], result.normalizer.log_sum)
             plgpu.store(out.logprobs.at[at], result.logprobs)

@@ -27,7 +27,9 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
-        tile = config.row_tile(num_requests * options.num_drafts, arrays.draft_logits.shape[1])
+        tile = config.row_tile(
+            num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
+        )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     rows = (reduce_rows if plan.is_small else accept_rows)(arrays, plan)
     tile = config.residual_tile(num_requests, vocab_size)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.bisection import Bracket, Extremes, initial_bracket, key_value, search
-from specjax.core.logsumexp import BlockPartials, block_partials, merge_partials, split_blocks
+from specjax.core.logsumexp import MaxSum, block_partials, merge_partials, split_blocks
 from specjax.core.subnormal import smallest_equal
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.truncation import (
@@ -91,9 +91,7 @@ def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) 
     return jnp.where(row.cuts, cutoff, -jnp.inf)
 
 
-def _row_facts(
-    partials: BlockPartials, scaling: Temperature, filters: Filters, vocab_size: int
-) -> _Row:
+def _row_facts(partials: MaxSum, scaling: Temperature, filters: Filters, vocab_size: int) -> _Row:
     """Returns which filters are active in each row, and bounds from the blocks' partials."""
     whole = merge_partials(partials, scaling.scale)
     valid = jnp.isfinite(whole.max) & jnp.isfinite(whole.sum) & scaling.valid & ~scaling.greedy
@@ -123,7 +121,7 @@ def _gather_top_blocks(body: jax.Array, maxima: jax.Array) -> jax.Array:
     return jax.vmap(lambda blocks, index: blocks[index])(body, index)
 
 
-def _bound_top_k(partials: BlockPartials, row: _Row, top_k: jax.Array) -> jax.Array:
+def _bound_top_k(partials: MaxSum, row: _Row, top_k: jax.Array) -> jax.Array:
     """Returns the k-th largest maximum of a block, f32[R]: at least k logits reach it."""
     target = top_k.astype(jnp.float32)
     bracket = initial_bracket(jnp.full_like(row.anchor, -jnp.inf), row.anchor, row.cuts_k)
@@ -136,7 +134,7 @@ def _bound_top_k(partials: BlockPartials, row: _Row, top_k: jax.Array) -> jax.Ar
     return key_value(bracket.low)
 
 
-def _bound_top_p(partials: BlockPartials, row: _Row, top_p: jax.Array) -> jax.Array:
+def _bound_top_p(partials: MaxSum, row: _Row, top_p: jax.Array) -> jax.Array:
     """Returns a logit f32[R] at or above which the partials prove enough mass."""
     target = required_mass(top_p, row.mass) * jnp.float32(1 + BOUND_SLACK)
     bracket = initial_bracket(row.low, row.anchor, row.cuts_p)

@@ -28,16 +28,18 @@ def key_words_per_request(keys: jax.Array, size: int) -> jax.Array:
     return jax.random.key_data(keys if keys.shape else fold_in_rows(keys, size))
 
 
-def once_per_request(arrays: VerifyArrays, size: int, num_drafts: int) -> VerifyArrays:
+def once_per_request(arrays: VerifyArrays, size: int, max_draft_tokens: int) -> VerifyArrays:
     """Returns the arrays with one value per request: [B], and rates [B, K]."""
-    if not num_drafts:
+    if not max_draft_tokens:
         arrays = arrays.without_drafts()
     rates = arrays.conditional_rates
     return arrays._replace(
         keys=key_words_per_request(arrays.keys, size),
         positions=jnp.broadcast_to(arrays.positions, (size,)),
         temperature=jnp.broadcast_to(arrays.temperature, (size,)),
-        conditional_rates=None if rates is None else jnp.broadcast_to(rates, (size, num_drafts)),
+        conditional_rates=None
+        if rates is None
+        else jnp.broadcast_to(rates, (size, max_draft_tokens)),
     )
 
 
@@ -78,7 +80,7 @@ def verifier(options: CallOptions) -> Callable[[VerifyArrays], Verification]:
 
 
 def _verify_by_reference(arrays: VerifyArrays, options: CallOptions) -> Verification:
-    return resize_tokens(verify_batch(arrays, options), options.num_drafts + 1)
+    return resize_tokens(verify_batch(arrays, options), options.max_draft_tokens + 1)
 
 
 def empty_verification(num_rows: int) -> Verification:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
-from specjax.core.logsumexp import BlockPartials, RowStatistics, block_logprobs, mask_below_cutoff
+from specjax.core.logsumexp import MaxSum, RowStatistics, block_logprobs, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
@@ -31,7 +31,7 @@ class AcceptedPrefix(NamedTuple):
     """
 
     num_accepted: jax.Array
-    partials: BlockPartials
+    partials: MaxSum
     row: RowStatistics
     drafted: DraftedToken
 

@@ -119,10 +119,10 @@ def rejection_sample_ragged(
 @functools.partial(jax.jit, static_argnames="options")
 def _rejection_sample_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
     """Runs `rejection_sample_ragged` on checked arguments."""
-    size, num_rows = arrays.cu_num_draft_tokens.shape[0] - 1, options.num_drafts + 1
+    size, num_rows = arrays.cu_num_draft_tokens.shape[0] - 1, options.max_draft_tokens + 1
     if size == 0:
         return empty_verification(num_rows)
     if not arrays.token_ids.shape[0]:
-        options = dataclasses.replace(options, num_drafts=0)
-    arrays = once_per_request(arrays, size, options.num_drafts)
+        options = dataclasses.replace(options, max_draft_tokens=0)
+    arrays = once_per_request(arrays, size, options.max_draft_tokens)
     return resize_tokens(verifier(options)(pvary_like(arrays, arrays)), num_rows)

@@ -66,26 +66,29 @@ class Request(NamedTuple):
     bonus_token_id: jax.Array | None
 
     @classmethod
-    def from_arrays(cls, arrays: VerifyArrays, num_drafts: int) -> "Request":
+    def from_arrays(cls, arrays: VerifyArrays, max_draft_tokens: int) -> "Request":
         """Returns the requests of a batch; one without drafts has K = 1 and the token -1.
 
         Args:
           arrays: flat rows of logits; one key, position and temperature per request.
-          num_drafts: K, at least 0.
+          max_draft_tokens: K, at least 0.
         """
         cu, size = arrays.cu_num_draft_tokens, arrays.temperature.shape[0]
         first = jnp.arange(size, dtype=jnp.int32)
-        target_row = first * (num_drafts + 1)
-        if num_drafts == 0:
+        target_row = first * (max_draft_tokens + 1)
+        if max_draft_tokens == 0:
             draft_rows = jnp.full((size, 1), -1, jnp.int32)
             arrays = arrays._replace(token_ids=draft_rows)
             target_row = target_row if cu is None else target_row + cu[:-1]
         elif cu is None:
             row = first if arrays.draft_rows is None else arrays.draft_rows
-            draft_rows = row[:, None] * num_drafts + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+            draft_rows = (
+                row[:, None] * max_draft_tokens
+                + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
+            )
         else:
             target_row = cu[:-1] + first
-            arrays, draft_rows = _pad_ragged(arrays, num_drafts)
+            arrays, draft_rows = _pad_ragged(arrays, max_draft_tokens)
         draft_temperature = arrays.draft_temperature
         if draft_temperature is None:
             draft_temperature = arrays.temperature
@@ -107,7 +110,7 @@ class Request(NamedTuple):
         )
 
 
-def _pad_ragged(arrays: VerifyArrays, num_drafts: int) -> tuple[VerifyArrays, jax.Array]:
+def _pad_ragged(arrays: VerifyArrays, max_draft_tokens: int) -> tuple[VerifyArrays, jax.Array]:
     """Returns a ragged batch with token arrays [B, K], and each token's row of draft logits.
 
     Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows
@@ -115,7 +118,7 @@ def _pad_ragged(arrays: VerifyArrays, num_drafts: int) -> tuple[VerifyArrays, ja
     """
     starts = arrays.cu_num_draft_tokens[:-1]
     counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
-    index = starts[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    index = starts[:, None] + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
 
     def pad(values: jax.Array | None) -> jax.Array | None:
         return None if values is None else jnp.take(values, index, mode="clip")

@@ -20,8 +20,8 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
 from specjax.core.gumbel_max import argmax_token, gather_logits, token_logprobs
 from specjax.core.logsumexp import (
-    BlockPartials,
     LogNormalizer,
+    MaxSum,
     RowStatistics,
     block_partials,
     row_statistics_once,
@@ -132,7 +132,7 @@ def _accept_prefix(
     zero = jnp.float32(0)
     empty = AcceptedPrefix(
         num_accepted=jnp.int32(0),
-        partials=BlockPartials(blocks, jnp.zeros_like(blocks)),
+        partials=MaxSum(blocks, jnp.zeros_like(blocks)),
         row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
         drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
     )
@@ -174,7 +174,7 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
       `Verification` of K drafted tokens; of one without drafts.
     """
     target = LogitRows(arrays.target_logits, arrays.target_cutoff)
-    requests = Request.from_arrays(arrays, options.num_drafts)
+    requests = Request.from_arrays(arrays, options.max_draft_tokens)
 
     def one(request: Request) -> Verification:
         return verify_request(request, target, arrays.draft_logits, options.noise_dtype)

@@ -6,7 +6,7 @@ rms(x) is one number per row, it can follow the product as well as precede it:
     ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
 
 with w the norm's weight. So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, and its
-programs wait for no other. What reads the product divides (`load_squares`, `rms_scale`).
+programs wait for no other. What reads the product divides (`load_squares`, `inv_rms`).
 Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
 """
 
@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.tilings import ADD_NORM_TILE
 from specjax.models.shared_math import NormSpec
-from specjax.pallas.kernel_config import power_of_two
+from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32, launch, output
 
 __all__ = [
@@ -29,8 +29,8 @@ __all__ = [
     "AddNormOutputs",
     "add_rms_norm",
     "add_rms_norm_kernel",
+    "inv_rms",
     "load_squares",
-    "rms_scale",
 ]
 
 
@@ -102,7 +102,7 @@ def load_squares(squares: Any, *row: Any) -> jax.Array:
       *row: leading indices, scalars or arrays [...] of one shape.
     """
     num_tiles = squares.shape[-1]
-    index = jax.lax.iota(jnp.int32, power_of_two(num_tiles))
+    index = jax.lax.iota(jnp.int32, next_power_of_2(num_tiles))
     inside = index < num_tiles
     if row[-1].ndim:
         row, index = tuple(each[:, None] for each in row), index[None]
@@ -110,7 +110,7 @@ def load_squares(squares: Any, *row: Any) -> jax.Array:
     return _load(squares, (*row, index), inside)
 
 
-def rms_scale(squares: jax.Array, norm: NormSpec) -> jax.Array:
+def inv_rms(squares: jax.Array, norm: NormSpec) -> jax.Array:
     """Returns rsqrt(sum(squares) / size + eps): what a deferred norm leaves to multiply by.
 
     Args:

@@ -139,7 +139,11 @@ def _attention(
     results = launch(
         functools.partial(attention_kernel, spec=spec, tiling=tiling, interpret=interpret),
         AttentionOperands(
-            prepared.queries, prepared.marks, prepared.keys, prepared.values, prepared.counters
+            prepared.queries,
+            prepared.flagged_positions,
+            prepared.keys,
+            prepared.values,
+            prepared.counters,
         ),
         AttentionOutputs(
             _partials_shape(operands, tiling.num_splits, tiling.num_rows),

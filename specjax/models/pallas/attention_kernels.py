@@ -2,10 +2,9 @@
 
 A split leaves an online softmax (m_i, l_i, acc); `combine` puts the splits together. The rows of a
 program's tile are the query heads that share one key-value head, for every token. So a key is
-loaded once for all of them. A program belongs to one key-value head of one request, `kv_head` =
-b * G + g.
-Axes as in `specjax.models.pallas.attention`; `M` rows of a tile, token after token; `N` keys of a
-block; `P` splits.
+loaded once for all of them. A program belongs to one key-value head of one request,
+`request_kv_head` = b * G + g. Axes as in `specjax.models.pallas.attention`; `M` rows of a tile,
+token after token; `N` keys of a block; `P` splits.
 
 References:
   Dao et al., 2022, arXiv:2205.14135: FlashAttention.
@@ -28,13 +27,13 @@ from specjax.models.pallas.qkv import (
     QKVOperands,
     RequestQKV,
     load_heads,
-    make_rms_scale,
+    make_inv_rms,
     row_mask,
     select_by_token,
 )
 from specjax.models.pallas.tilings import MIN_MMA, AttentionTiling, pad_to_mma
 from specjax.models.shared_math import AttentionSpec, NormSpec, cache_entries, is_visible
-from specjax.pallas.kernel_config import power_of_two
+from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
 
 __all__ = [
@@ -65,14 +64,15 @@ class AttentionOperands(NamedTuple):
 
     Attributes:
       queries: [B, T, H, D].
-      marks: i32[B, G, T]: the token's position p, -2 - p if its value is not finite, -1 for none.
+      flagged_positions: i32[B, G, T], the position p of each token, -1 for none; flagged, as -2 -
+        p, if its value is not finite.
       keys: [B, G, S, D], with those of the tokens.
       values: [B, G, S, D], with those of the tokens.
       counters: u32[B * G], zeros.
     """
 
     queries: Any
-    marks: Any
+    flagged_positions: Any
     keys: Any
     values: Any
     counters: Any
@@ -108,9 +108,9 @@ def fused_attention_kernel(
     Written: the new keys and values, and (P + 1) * M * (D + 2) * 4.
     Why fused: with B < 4 requests a launch that prepares queries costs more than to prepare them
     P + 1 times. Why splits: B * G programs alone would leave most multiprocessors idle.
-    Memory order: program P writes the slots of the new tokens. The other programs may load them half
-    written, and mask their scores; cached values are finite, so a weight of 0 removes them. Loads
-    begin after the launch before has ended. `combine_kernel` follows.
+    Memory order: program P writes the slots of the new tokens. The other programs may load them
+    half written, and mask their scores; cached values are finite, so a weight of 0 removes them.
+    Loads begin after the launch before has ended. `combine_kernel` follows.
 
     Args:
       operands: references.
@@ -121,19 +121,21 @@ def fused_attention_kernel(
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
     queries_per_kv = operands.parts.shape[3] // num_kv_heads - 2
-    kv_head, split = divmod_i32(pl.program_id(0), num_splits + 1)
-    b, g = divmod_i32(kv_head, num_kv_heads)
+    request_kv_head, split = divmod_i32(pl.program_id(0), num_splits + 1)
+    b, g = divmod_i32(request_kv_head, num_kv_heads)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
 
     # Loaded before the tokens are known: nothing else takes as long.
     first_block = kv.load(jnp.int32(0))
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
-    token, head = divmod_i32(row, queries_per_kv)
+    token, head_in_group = divmod_i32(row, queries_per_kv)
     is_row = token < num_tokens
     positions = [operands.positions[b, t] for t in range(num_tokens)]
-    qkv = RequestQKV(operands, b, make_rms_scale(operands.squares, b, num_tokens, norm))
-    rows = qkv.rotated_heads(token, g * queries_per_kv + head, row_mask(is_row, dim, head_dim))
+    qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm))
+    rows = qkv.rotated_heads(
+        token, g * queries_per_kv + head_in_group, row_mask(is_row, dim, head_dim)
+    )
     queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
     empty_state = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
 
@@ -155,7 +157,7 @@ def fused_attention_kernel(
             # the check.
             keys, values = entries
         state = online_softmax.update(empty_state, queries, keys, values, position, spec)
-        store_partial(out.partials, kv_head, split, online_softmax.reduce_l(state), is_row)
+        store_partial(out.partials, request_kv_head, split, online_softmax.reduce_l(state), is_row)
         # One past the end for tokens that the cache does not hold: the store masks it.
         is_held = (position >= 0) & (position < num_slots)
         slot = jnp.where(is_held, position, jnp.int32(num_slots))
@@ -166,7 +168,7 @@ def fused_attention_kernel(
     @pl.when(split < num_splits)
     def _() -> None:
         state = kv.attend(first_block, queries, positions, positions, spec)
-        store_partial(out.partials, kv_head, split, state, is_row)
+        store_partial(out.partials, request_kv_head, split, state, is_row)
 
 
 def attention_kernel(
@@ -188,10 +190,10 @@ def attention_kernel(
     the last program reads, and the output; the output alone if P is 1.
     Why splits: B * G programs alone would leave multiprocessors idle; at most about two to
     each, and at most 32 splits, are launched (`tilings.num_kv_splits`).
-    Memory order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program stores its
-    state, then adds 1 to the counter of its key-value head. The addition releases its stores and
-    acquires those of the programs that added before. The one that finds P - 1 is last. Without `y`
-    nothing is counted, and `combine_kernel` follows.
+    Memory order: `prepare_qkv_kernel` has ended, so the new tokens have their slots. A program
+    stores its state, then adds 1 to the counter of its key-value head. The addition releases its
+    stores and acquires those of the programs that added before. The one that finds P - 1 is last.
+    Without `y` nothing is counted, and `combine_kernel` follows.
 
     Args:
       operands: references.
@@ -201,54 +203,55 @@ def attention_kernel(
       interpret: whether this runs in Pallas' interpreter.
     """
     num_kv_heads, _, head_dim = operands.keys.shape[1:]
-    num_tokens, num_splits = operands.marks.shape[2], out.partials.m_i.shape[1]
+    num_tokens, num_splits = operands.flagged_positions.shape[2], out.partials.m_i.shape[1]
     queries_per_kv = operands.queries.shape[2] // num_kv_heads
-    kv_head, split = divmod_i32(pl.program_id(0), num_splits)
-    b, g = divmod_i32(kv_head, num_kv_heads)
+    request_kv_head, split = divmod_i32(pl.program_id(0), num_splits)
+    b, g = divmod_i32(request_kv_head, num_kv_heads)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     kv = KVSplit(operands.keys, operands.values, b, g, split, num_splits)
     row = jax.lax.iota(jnp.int32, out.partials.m_i.shape[2])
-    token, head = divmod_i32(row, queries_per_kv)
+    token, head_in_group = divmod_i32(row, queries_per_kv)
     is_row = token < num_tokens
-    marks = [operands.marks[b, g, t] for t in range(num_tokens)]
-    # A mark is the position p, or -2 - p where a value is not finite, or -1 for no token.
-    positions = [jnp.maximum(mark, -2 - mark) for mark in marks]
+    flagged_positions = [operands.flagged_positions[b, g, t] for t in range(num_tokens)]
+    # The position p, or -2 - p where a value is not finite, or -1 for no token.
+    positions = [jnp.maximum(flagged, -2 - flagged) for flagged in flagged_positions]
     mask = row_mask(is_row, dim, head_dim)
-    rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head), dim, mask)
+    rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head_in_group), dim, mask)
     queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
     state = kv.attend(None, queries, positions, [], spec)
     # Each program of a key-value head does this: a row that is NaN is so in every split.
-    nan_rows = _store_nan_keys(marks, queries, out.keys, b, g, spec)
+    nan_rows = _store_nan_keys(flagged_positions, queries, out.keys, b, g, spec)
     state = state._replace(l_i=state.l_i + nan_rows)
     if out.y is None:
-        store_partial(out.partials, kv_head, split, state, is_row)
+        store_partial(out.partials, request_kv_head, split, state, is_row)
     elif num_splits == 1:
         store_output(out.y, b, g, num_kv_heads, state)
     else:
-        store_partial(out.partials, kv_head, split, state, is_row)
+        store_partial(out.partials, request_kv_head, split, state, is_row)
 
-        @pl.when(is_last_arrival(out.counters, (kv_head,), num_splits, interpret))
+        @pl.when(is_last_arrival(out.counters, (request_kv_head,), num_splits, interpret))
         def _() -> None:
-            state = combine(out.partials, kv_head, is_row, tiling.num_register_splits)
+            state = combine(out.partials, request_kv_head, is_row, tiling.num_register_splits)
             store_output(out.y, b, g, num_kv_heads, state)
 
 
 def _store_nan_keys(
-    marks: list[jax.Array],
+    flagged_positions: list[jax.Array],
     queries: Queries,
     keys: Any,
     b: jax.Array,
     g: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Makes the keys of marked tokens NaN; returns f32[M], NaN for rows that attend to one, else 0.
+    """Makes the keys of flagged tokens NaN; returns f32[M], NaN for rows that attend to one, else
+    0.
 
     The stored NaN is for the steps after this one. Another program may read such a key before or
     after the store. A row that attends to it is NaN in either case, by what is returned here, and
     no other row depends on it.
 
     Args:
-      marks: i32[] each, of `PreparedQKV`, of one request's key-value head.
+      flagged_positions: i32[] each, of `PreparedQKV`, of one request's key-value head.
       queries: the rows.
       keys: [B, G, S, D], of the cache.
       b: i32[], the request.
@@ -259,17 +262,18 @@ def _store_nan_keys(
 
     def store_nan() -> jax.Array:
         # The slot of a token with a value that is not finite; negative for other tokens.
-        marked_slots = [
-            jnp.where(mark >= -1 - num_slots, -2 - mark, jnp.int32(-1)) for mark in marks
+        flagged_slots = [
+            jnp.where(flagged >= -1 - num_slots, -2 - flagged, jnp.int32(-1))
+            for flagged in flagged_positions
         ]
-        token = jax.lax.iota(jnp.int32, power_of_two(len(marks)))
-        dim = jax.lax.iota(jnp.int32, power_of_two(head_dim))
-        slot = select_by_token(token, marked_slots, jnp.int32(-1))
+        token = jax.lax.iota(jnp.int32, next_power_of_2(len(flagged_positions)))
+        dim = jax.lax.iota(jnp.int32, next_power_of_2(head_dim))
+        slot = select_by_token(token, flagged_slots, jnp.int32(-1))
         mask = row_mask(slot >= 0, dim, head_dim)
         nan = jnp.full(mask.shape, jnp.nan, keys.dtype)
         plgpu.store(keys.at[b, g, slot[:, None], dim[None]], nan, mask=mask)
-        visible = [is_visible(queries.position, slot, spec.window) for slot in marked_slots]
+        visible = [is_visible(queries.position, slot, spec.window) for slot in flagged_slots]
         return jnp.where(functools.reduce(jnp.logical_or, visible), jnp.float32(jnp.nan), 0.0)
 
-    has_mark = functools.reduce(jnp.minimum, marks) < -1
-    return cond_or(has_mark, store_nan, jnp.zeros(queries.position.shape, jnp.float32))
+    has_flag = functools.reduce(jnp.minimum, flagged_positions) < -1
+    return cond_or(has_flag, store_nan, jnp.zeros(queries.position.shape, jnp.float32))

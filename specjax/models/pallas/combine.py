@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.models.pallas.online_softmax import OnlineSoftmax, init
 from specjax.models.pallas.qkv import load_heads, row_mask
 from specjax.models.pallas.tilings import pad_to_mma
-from specjax.pallas.kernel_config import power_of_two
+from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
 __all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store_partial"]
@@ -47,7 +47,7 @@ class PartialSoftmax(NamedTuple):
 
 def store_partial(
     partials: PartialSoftmax,
-    kv_head: jax.Array,
+    request_kv_head: jax.Array,
     split: jax.Array,
     state: OnlineSoftmax,
     is_row: jax.Array,
@@ -56,27 +56,32 @@ def store_partial(
 
     Args:
       partials: references.
-      kv_head: i32[], a request's key-value head: b * G + g.
+      request_kv_head: i32[], a request's key-value head: b * G + g.
       split: i32[].
       state: of M rows.
       is_row: bool[M], False for padding.
     """
     num_rows, num_dims = state.acc.shape
     row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
-    plgpu.store(partials.m_i.at[kv_head, split, row], state.m_i)
-    plgpu.store(partials.l_i.at[kv_head, split, row], state.l_i)
+    plgpu.store(partials.m_i.at[request_kv_head, split, row], state.m_i)
+    plgpu.store(partials.l_i.at[request_kv_head, split, row], state.l_i)
     mask = row_mask(is_row, dim, partials.acc.shape[3])
-    plgpu.store(partials.acc.at[kv_head, split, row[:, None], dim[None]], state.acc, mask=mask)
+    plgpu.store(
+        partials.acc.at[request_kv_head, split, row[:, None], dim[None]], state.acc, mask=mask
+    )
 
 
 def combine(
-    partials: PartialSoftmax, kv_head: jax.Array, is_row: jax.Array, num_register_splits: int
+    partials: PartialSoftmax,
+    request_kv_head: jax.Array,
+    is_row: jax.Array,
+    num_register_splits: int,
 ) -> OnlineSoftmax:
     """Returns the state of rows over all splits; rows of padding have none.
 
     Args:
       partials: references, which all splits of the key-value head have stored.
-      kv_head: i32[], a request's key-value head: b * G + g.
+      request_kv_head: i32[], a request's key-value head: b * G + g.
       is_row: bool[M], False for padding.
       num_register_splits: how many splits are loaded at a time.
     """
@@ -88,7 +93,7 @@ def combine(
     splits_per_step = math.gcd(num_partials, num_register_splits)
 
     def load(split: jax.Array) -> OnlineSoftmax:
-        at = (kv_head, split, row)
+        at = (request_kv_head, split, row)
         m_i, l_i = _load(partials.m_i, at, is_row, -jnp.inf), _load(partials.l_i, at, is_row, 0)
         return OnlineSoftmax(m_i, l_i, load_heads(partials.acc, at, dim, mask))
 
@@ -121,9 +126,9 @@ def store_output(
     num_rows, num_dims = state.acc.shape
     queries_per_kv = num_query_heads // num_kv_heads
     dim = jax.lax.iota(jnp.int32, num_dims)
-    token, head = divmod_i32(jax.lax.iota(jnp.int32, num_rows), queries_per_kv)
+    token, head_in_group = divmod_i32(jax.lax.iota(jnp.int32, num_rows), queries_per_kv)
     values = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
-    at = (b, token[:, None], (g * queries_per_kv + head)[:, None], dim[None])
+    at = (b, token[:, None], (g * queries_per_kv + head_in_group)[:, None], dim[None])
     mask = row_mask(token < num_padded_tokens, dim, head_dim)
     plgpu.store(y.at[at], values.astype(y.dtype), mask=mask)
 
@@ -150,16 +155,18 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> No
     queries_per_kv = num_query_heads // num_kv_heads
     token, head = divmod_i32(pl.program_id(0), num_query_heads)
     b, t = divmod_i32(token, num_padded_tokens)
-    g, kv_query = divmod_i32(head, queries_per_kv)
+    g, head_in_group = divmod_i32(head, queries_per_kv)
     # The row of a tile of `attention_kernel` that is this head of this token.
-    kv_head, row = b * num_kv_heads + g, t * queries_per_kv + kv_query
+    request_kv_head, row = b * num_kv_heads + g, t * queries_per_kv + head_in_group
     num_partials = partials.m_i.shape[1]
-    split = jax.lax.iota(jnp.int32, power_of_two(num_partials))
+    split = jax.lax.iota(jnp.int32, next_power_of_2(num_partials))
     inside = (split < num_partials) & (t < num_tokens)
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
-    m_i = _load(partials.m_i, (kv_head, split, row), inside, -jnp.inf)
-    l_i = _load(partials.l_i, (kv_head, split, row), inside, 0)
-    acc = load_heads(partials.acc, (kv_head, split, row), dim, row_mask(inside, dim, head_dim))
+    m_i = _load(partials.m_i, (request_kv_head, split, row), inside, -jnp.inf)
+    l_i = _load(partials.l_i, (request_kv_head, split, row), inside, 0)
+    acc = load_heads(
+        partials.acc, (request_kv_head, split, row), dim, row_mask(inside, dim, head_dim)
+    )
     # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
     weight = jnp.exp(m_i - jnp.maximum(jnp.max(m_i), -3e38))
     total = jnp.sum(weight * l_i)

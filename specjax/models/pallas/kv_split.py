@@ -87,7 +87,8 @@ class KVSplit(NamedTuple):
 
         num_slots = self.keys.shape[2]
         start, end = _block_range(positions, self.split, self.num_splits, num_slots, spec.window)
-        state = online_softmax.init(*queries.rows.shape, block_size=BLOCK_KV)
+        num_rows, head_dim = queries.rows.shape
+        state = online_softmax.init(num_rows, head_dim, BLOCK_KV)
         if first_block is not None:
             start, state = jnp.maximum(start, 1), update(first_block, state)
 

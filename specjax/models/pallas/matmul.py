@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
+from specjax.models.pallas.add_rms_norm import inv_rms, load_squares
 from specjax.models.pallas.tilings import MatmulTiling, pad_to_mma
 from specjax.models.shared_math import NormSpec
 from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
@@ -125,9 +125,9 @@ def fused_glu_kernel(
     num_steps = jnp.int32(size // tiling.block_k)
     gates, ups = _accumulate(operands, starts, jnp.int32(0), num_steps, tiling)
     if squares is not None:
-        scale = rms_scale(squares, norm)
-        scale = scale[None] if tiling.swap_ab else scale[:, None]
-        gates, ups = gates * scale, ups * scale
+        factors = inv_rms(squares, norm)
+        factors = factors[None] if tiling.swap_ab else factors[:, None]
+        gates, ups = gates * factors, ups * factors
     tile_index = launch_dependents(tile_index) if pdl else tile_index
     _store_tile(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
 

@@ -9,8 +9,8 @@ in a launch of its own, or `fused_attention_kernel` where it needs them, both by
 
 A weight of 0 does not remove a value that is not finite. So the cache holds 0 for such a value, and
 NaN for its token's key and for a key that is not finite: a row that attends to the token is NaN,
-and no other row is. The program of a key does not read the values. So that of the values leaves
-`marks`, which tell `attention_kernel` whose keys still have to become NaN.
+and no other row is. The program of a key head does not read the values. So the program of a value
+head leaves `flagged_positions`, which tell `attention_kernel` whose keys still have to become NaN.
 Axes as in `specjax.models.pallas.attention`; `N` rows of a tile, each one head of one token.
 """
 
@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.models.pallas.add_rms_norm import load_squares, rms_scale
+from specjax.models.pallas.add_rms_norm import inv_rms, load_squares
 from specjax.models.shared_math import NormSpec, cache_entries, rotate_halves
-from specjax.pallas.kernel_config import power_of_two
+from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "QKVOperands",
     "RequestQKV",
     "load_heads",
-    "make_rms_scale",
+    "make_inv_rms",
     "prepare_qkv_kernel",
     "row_mask",
     "select_by_token",
@@ -69,15 +69,15 @@ class PreparedQKV(NamedTuple):
       queries: [B, T, H, D].
       keys: [B, G, S, D], NaN for those that are not finite.
       values: [B, G, S, D], 0 for those that are not finite.
-      marks: i32[B, G, T], the position p of each token, -1 for none. -2 - p if one of its values is
-        not finite: its key still has to become NaN.
+      flagged_positions: i32[B, G, T], the position p of each token, -1 for none; flagged, as -2 -
+        p, if one of its values is not finite: its key still has to become NaN.
       counters: u32[B * G], zeros, in which the programs of the next launch count themselves.
     """
 
     queries: Any
     keys: Any
     values: Any
-    marks: Any
+    flagged_positions: Any
     counters: Any
 
 
@@ -87,12 +87,12 @@ class RequestQKV(NamedTuple):
     Attributes:
       operands: references.
       b: i32[], the request.
-      scale: function from tokens i32[N] to factors f32[N] of the deferred norm; None without one.
+      inv_rms_of: function from tokens i32[N] to 1 / rms, f32[N]; None where no norm is deferred.
     """
 
     operands: QKVOperands
     b: jax.Array
-    scale: Callable[[jax.Array], jax.Array] | None
+    inv_rms_of: Callable[[jax.Array], jax.Array] | None
 
     def heads(
         self, token: jax.Array, head: jax.Array, dim: jax.Array, mask: jax.Array
@@ -109,8 +109,8 @@ class RequestQKV(NamedTuple):
         total = jnp.zeros(mask.shape, jnp.float32)
         for q in range(parts.shape[0]):
             total += load_heads(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
-        if self.scale is not None:
-            total *= self.scale(token)[:, None]
+        if self.inv_rms_of is not None:
+            total *= self.inv_rms_of(token)[:, None]
         return total.astype(self.operands.keys.dtype).astype(jnp.float32)
 
     def head_halves(
@@ -125,7 +125,7 @@ class RequestQKV(NamedTuple):
           rotated: whether to rotate them.
         """
         half = self.operands.keys.shape[3] // 2
-        dim = jax.lax.iota(jnp.int32, power_of_two(half))
+        dim = jax.lax.iota(jnp.int32, next_power_of_2(half))
         mask = row_mask(inside, dim, half)
         low, high = (self.heads(token, head, index, mask) for index in (dim, dim + half))
         if not rotated:
@@ -164,9 +164,10 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
     Why a launch: with B >= 4 requests, P splits that each prepare the queries again cost more than
     a launch (`tilings.prepares_in_attention`).
-    Memory order: a program that writes values cannot change their keys, which another program writes. It
-    leaves `marks`, and the next launch, which begins to load after all of this one has ended, makes
-    the marked keys NaN. The program of a key sets its counter to 0 for that launch.
+    Memory order: a program that writes values cannot change their keys, which another program
+    writes. It leaves `flagged_positions`, and the next launch, which begins to load after all of
+    this one has ended, makes the flagged keys NaN. The program of a key head sets its counter to 0
+    for that launch.
 
     Args:
       operands: references.
@@ -176,8 +177,8 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_query_heads = out.queries.shape[1:3]
     b, head = divmod_i32(pl.program_id(0), num_query_heads + 2 * num_kv_heads)
-    qkv = RequestQKV(operands, b, make_rms_scale(operands.squares, b, num_tokens, norm))
-    token = jax.lax.iota(jnp.int32, power_of_two(num_tokens))
+    qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm))
+    token = jax.lax.iota(jnp.int32, next_power_of_2(num_tokens))
     inside = token < num_tokens
     position = plgpu.load(operands.positions.at[b, token], mask=inside, other=jnp.int32(-1))
     # One past the end for tokens that the cache does not hold: the store masks it.
@@ -208,13 +209,15 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
         store(out.values, at, slot < num_slots, tuple(cache_entries(x, x)[1] for x in values))
         low, high = (~(jnp.abs(x) < jnp.inf) for x in values)
         is_not_finite = jnp.max((low | high).astype(jnp.int32), axis=1) > 0
-        mark = jnp.maximum(position, -1)
+        flagged_position = jnp.maximum(position, -1)
         plgpu.store(
-            out.marks.at[b, g, token], jnp.where(is_not_finite, -2 - mark, mark), mask=inside
+            out.flagged_positions.at[b, g, token],
+            jnp.where(is_not_finite, -2 - flagged_position, flagged_position),
+            mask=inside,
         )
 
 
-def make_rms_scale(
+def make_inv_rms(
     squares: Any, b: jax.Array, num_tokens: int, norm: NormSpec
 ) -> Callable[[jax.Array], jax.Array] | None:
     """Returns the function from tokens i32[N] of a request to factors f32[N] of the deferred norm.
@@ -228,7 +231,7 @@ def make_rms_scale(
     if squares is None:
         return None
     # Summed once for each token: to sum for every row of the tile takes longer.
-    scales = [rms_scale(load_squares(squares, b, jnp.int32(t)), norm) for t in range(num_tokens)]
+    scales = [inv_rms(load_squares(squares, b, jnp.int32(t)), norm) for t in range(num_tokens)]
     return lambda token: select_by_token(token, scales, jnp.float32(0))
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from specjax.pallas.kernel_config import Tile, power_of_two
+from specjax.pallas.kernel_config import Tile, next_power_of_2
 
 __all__ = [
     "ADD_NORM_TILE",
@@ -113,7 +113,7 @@ class AttentionTiling(NamedTuple):
 
 def pad_to_mma(n: int) -> int:
     """Returns the smallest power of two that is at least n and a side of a product."""
-    return max(MIN_MMA, power_of_two(n))
+    return max(MIN_MMA, next_power_of_2(n))
 
 
 def two_warps_suffice(num_rows: int, head_dim: int) -> bool:
@@ -138,7 +138,7 @@ def num_kv_splits(num_request_kv_heads: int, num_slots: int) -> int:
       num_slots: S.
     """
     max_splits = max(1, min(32, 256 // num_request_kv_heads))
-    return min(1 << (max_splits.bit_length() - 1), power_of_two(-(-num_slots // BLOCK_KV)))
+    return min(1 << (max_splits.bit_length() - 1), next_power_of_2(-(-num_slots // BLOCK_KV)))
 
 
 def num_attention_warps(two_suffice: bool) -> int:

@@ -193,7 +193,7 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff_bound._bisect_distance",
-        "jnp.where(least_amount(low) >= target, low, -jnp.inf)",
+        "jnp.where(lower_bound(low) >= target, low, -jnp.inf)",
         "low",
         cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-129]"),
         "a bound that does not reach the target is taken for one",

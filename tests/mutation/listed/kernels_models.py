@@ -124,7 +124,7 @@ MUTATIONS = (
         "the last tile's squares are left out of the norm",
     ),
     Mutation(
-        f"{_MODELS}add_rms_norm.rms_scale",
+        f"{_MODELS}add_rms_norm.inv_rms",
         " + norm.eps",
         "",
         _GATE,
@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}combine.store_output",
-        "(g * queries_per_kv + head)",
+        "(g * queries_per_kv + head_in_group)",
         "(g + num_kv_heads * head)",
         few(f"{_PARTS}[interpret-one split]"),
         "a key-value head's queries are taken to stand apart",
@@ -153,8 +153,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}matmul.fused_glu_kernel",
-        "gates * scale, ups * scale",
-        "gates * scale, ups",
+        "gates * factors, ups * factors",
+        "gates * factors, ups",
         _GATE,
         "the root mean square divides the gate alone",
     ),
@@ -188,8 +188,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_MODELS}qkv.prepare_qkv_kernel",
-        "jnp.where(is_not_finite, -2 - mark, mark)",
-        "mark",
+        "jnp.where(is_not_finite, -2 - flagged_position, flagged_position)",
+        "flagged_position",
         few(f"{_UNSEEN}[interpret-more requests]"),
         "keys do not tell that their values are not finite",
     ),

@@ -25,8 +25,8 @@ def _large(case: str) -> tuple[str, ...]:
 MUTATIONS = (
     Mutation(
         f"{_PALLAS}target_rows.verify_reduce_kernel",
-        "i <= request.num_drafted",
-        "i < request.num_drafted",
+        "i <= request.num_draft_tokens",
+        "i < request.num_draft_tokens",
         _small("V = 129"),
         "the bonus token's row is not reduced",
     ),
@@ -39,8 +39,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows.verify_accept_kernel.publish_stop",
-        "(num_rows - i)",
-        "(num_rows - i - 1)",
+        "(rows_per_request - i)",
+        "(rows_per_request - i - 1)",
         _large("random"),
         "a request stops one row after the first that accepts nothing",
     ),
@@ -53,8 +53,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}target_rows.verify_accept_kernel",
-        "arrays.conditional_rates is None and num_rows > 1",
-        "num_rows > 1",
+        "arrays.conditional_rates is None and rows_per_request > 1",
+        "rows_per_request > 1",
         _large("synthetic"),
         "a greedy request rejects by its argmax under synthetic rates, too",
     ),
@@ -119,8 +119,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}next_token.load_accepted_prefix",
-        "i <= request.num_drafted",
-        "i < request.num_drafted",
+        "i <= request.num_draft_tokens",
+        "i < request.num_draft_tokens",
         _small("V = 129"),
         "a small batch's request that accepts all its drafts has no stop",
     ),
@@ -133,8 +133,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}next_token.load_accepted_prefix",
-        "rejected = num_accepted < request.num_drafted",
-        "rejected = num_accepted <= request.num_drafted",
+        "rejected = num_accepted < request.num_draft_tokens",
+        "rejected = num_accepted <= request.num_draft_tokens",
         _small("one-hot"),
         "a bonus token is drawn as a recovered one",
     ),
@@ -154,15 +154,15 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}load_request.load_request",
-        "(num_drafted >= 0) & temperature.valid",
-        "num_drafted >= 0",
+        "(num_draft_tokens >= 0) & temperature.valid",
+        "num_draft_tokens >= 0",
         edges("test_an_invalid_temperature_emits_nothing[interpret--1.0]"),
         "a request of invalid temperature emits",
     ),
     Mutation(
         f"{_PALLAS}load_request.locate_draft_row",
-        "arrays.draft_rows[request.b] * plan.num_drafts + i",
-        "request.b * plan.num_drafts + i",
+        "arrays.draft_rows[request.b] * plan.max_draft_tokens + i",
+        "request.b * plan.max_draft_tokens + i",
         verify("test_logits_are_found_through_rows[interpret]"),
         "`Draft.rows` is not followed",
     ),
@@ -386,8 +386,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}draft_statistics.draft_statistics_kernel",
-        "i < request.num_drafted",
-        "i + 1 < request.num_drafted",
+        "i < request.num_draft_tokens",
+        "i + 1 < request.num_draft_tokens",
         _large("random"),
         "the last drafted token has no statistics",
     ),
@@ -432,7 +432,8 @@ MUTATIONS = (
     Mutation(
         f"{_PALLAS}verify.verify_rows",
         "Plan(num_requests, options,",
-        'Plan(num_requests, CallOptions("float32", options.implementation, options.num_drafts),',
+        'Plan(num_requests, CallOptions("float32", options.implementation,'
+        " options.max_draft_tokens),",
         _large("float64 noise, a draft of fewer tokens"),
         "noise is float32 whatever is asked",
     ),

@@ -41,8 +41,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.request.Request.from_arrays",
-        "row[:, None] * num_drafts",
-        "first[:, None] * num_drafts",
+        "row[:, None] * max_draft_tokens",
+        "first[:, None] * max_draft_tokens",
         verify("test_logits_are_found_through_rows[xla]"),
         "`Draft.rows` is not followed",
     ),
