@@ -143,7 +143,6 @@ def _stream_states(
         programs.wait_for_first_token(*operands)
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)
-        programs.begin_drafted_steps(job.target, state)
         if waits_for_all:
             state = programs.warm_up(job.target, state)
         state = jax.block_until_ready(programs.step(*operands, state))

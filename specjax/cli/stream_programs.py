@@ -51,7 +51,8 @@ class StreamPrograms:
         self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
         # How many drafted tokens the steps feed in which nothing was drafted.
         self._plain_k = 0 if arguments["settings"].k_by_rate is not None else self._k
-        self._pool = futures.ThreadPoolExecutor(min(max(os.cpu_count() or 1, 2), 5))
+        self._workers = min(max(os.cpu_count() or 1, 2), 5)
+        self._pool = futures.ThreadPoolExecutor(self._workers)
         self._compilations: dict[Any, futures.Future[Any]] = {}
         self._begin("prompt", prefill_program(), target, drafter, **arguments)
 
@@ -67,29 +68,28 @@ class StreamPrograms:
     def wait_for_first_token(self, target: Model, drafter: Drafter | None) -> None:
         """Compiles what the first token needs, and the drafter."""
         start, k = time.perf_counter(), self._plain_k
-        state = run_prefill.eval_shape(target, drafter, **self._arguments)
-        self._begin_rows(target, state, k)
-        state, cache = _without_cache(state)
+        shapes = run_prefill.eval_shape(target, drafter, **self._arguments)
+        self._begin_rows(target, shapes, k)
+        state, cache = _without_cache(shapes)
         rows = _ROWS.eval_shape(target, state, cache, k=k, **self._implementation)[1]
         self._begin("commit", _COMMIT, drafter, state, rows, **self._options)
+        if self._k != k and self._workers > 4:
+            # Few cores have enough to do: some texts draft nothing.
+            self._begin_rows(target, shapes, self._k)
         if drafter is not None:
             state, _, hidden = _COMMIT.eval_shape(drafter, state, rows, **self._options)
             self._begin("draft", _DRAFT, drafter, state, hidden, **self._options)
         self.seconds_waited += time.perf_counter() - start
         self._wait("prompt", k, "commit")
 
-    def begin_drafted_steps(self, target: Model, state: DecodeState) -> None:
-        """Begins to compile steps that verify drafts, which only some texts have."""
-        if self._k != self._plain_k:
-            self._begin_rows(target, state, self._k)
-
     def warm_up(self, target: Model, state: DecodeState) -> DecodeState:
         """Returns the state after all programs are compiled and the rows of drafts ran once.
 
         A program takes longer when it runs first. What it writes, the next step writes anew.
         """
+        state = self._compute_rows(target, state, self._k)[0]
         self._wait(*self._compilations)
-        return self._compute_rows(target, state, self._k)[0]
+        return state
 
     def _wait(self, *names: Any) -> None:
         # The call of a program that failed compiles it again, and says why.
@@ -116,6 +116,8 @@ class StreamPrograms:
         return state._replace(target_cache=cache)
 
     def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
+        if k not in self._compilations:
+            self._begin_rows(target, state, k)
         state, cache = _without_cache(state)
         cache, rows = self._call(k, _ROWS, target, state, cache, k=k, **self._implementation)
         return state._replace(target_cache=cache), rows
