@@ -21,8 +21,8 @@ gc.set_threshold(200_000, 20, 100)
 jax.config.update("jax_num_cpu_devices", 4)
 # Most of the tests' time is compilation. Two fifths of that are passes that shorten loops until
 # nothing changes, a third of the rest XLA's newer way to emit fusions, which later versions cannot
-# leave out. LLVM is given each program as one module, where many cost more. A GPU's programs are
-# compiled with all passes.
+# leave out. LLVM is given each program as one module, where many cost more, and operations are not
+# put in an order for several cores. A GPU's programs are compiled with all passes.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 _PASSES = (
     "simplify-while-loops,while-loop-invariant-code-motion,while-loop-constant-sinking,"
@@ -30,7 +30,10 @@ _PASSES = (
 )
 if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
     fusions = "--xla_cpu_use_fusion_emitters=false" if jaxlib.__version__ < "0.11" else ""
-    modules = "--xla_cpu_parallel_codegen_split_count=1"
+    modules = (
+        "--xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    )
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_disable_hlo_passes={_PASSES} {fusions} {modules}"
 
 
