@@ -19,6 +19,10 @@ DEFAULT_STEP_COSTS = (1.0, 1.65, 1.8, 1.9, 2.0)
 _MOST_SPECULATIVE_TOKENS = 32
 
 
+class _LargestK(int):
+    """What `num_speculative_tokens` holds for "auto". Any other integer is a K of every step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
     r"""How a decode loop drafts and verifies. Hashable, so that it can be a static argument.
@@ -132,24 +136,22 @@ class SpeculativeConfig:
         object.__setattr__(self, name, value)
 
     def _resolve_auto(self) -> None:
-        costs = self.step_costs
-        if isinstance(self.num_speculative_tokens, str) and self.num_speculative_tokens == "auto":
-            costs = DEFAULT_STEP_COSTS if costs is None else _check_step_costs(costs)
-            self._set("num_speculative_tokens", len(costs) - 1)
-        self._set("num_speculative_tokens", _num_tokens(self.num_speculative_tokens))
-        if costs is None:
+        number, costs = self.num_speculative_tokens, self.step_costs
+        if not isinstance(number, _LargestK) and not (isinstance(number, str) and number == "auto"):
+            self._set("num_speculative_tokens", _num_tokens(number))
+            if costs is not None:
+                raise ValueError(
+                    f"step_costs is given, but num_speculative_tokens is {number}; it needs to be "
+                    '"auto" for that. Without it, step_costs is None.'
+                )
             return
-        costs = _check_step_costs(costs)
-        if len(costs) != self.num_speculative_tokens + 1:
-            raise ValueError(
-                f"step_costs has {len(costs)} numbers for num_speculative_tokens "
-                f'{self.num_speculative_tokens}; they are for num_speculative_tokens="auto".'
-            )
         if self.rejection_sample_method == "synthetic":
             raise ValueError(
                 'num_speculative_tokens is "auto", which follows the acceptance of the models; '
                 'rejection_sample_method "synthetic" needs an integer.'
             )
+        costs = DEFAULT_STEP_COSTS if costs is None else _check_step_costs(costs)
+        self._set("num_speculative_tokens", _LargestK(len(costs) - 1))
         self._set("step_costs", costs)
 
     def _check_synthetic_form(self) -> None:

@@ -75,6 +75,18 @@ def test_a_change_of_rates_or_of_their_form_never_recompiles():
     assert len(traces) == 1
 
 
+def test_auto_stays_auto_and_an_integer_an_integer():
+    auto = SpeculativeConfig("auto")
+    fewer = dataclasses.replace(auto, step_costs=(1, 1.5))
+    assert (fewer.num_speculative_tokens, fewer.step_costs) == (1, (1.0, 1.5))
+    assert dataclasses.replace(auto, draft_sample_method="greedy").step_costs == auto.step_costs
+    three = dataclasses.replace(auto, num_speculative_tokens=3, step_costs=None)
+    assert three == SpeculativeConfig(3)
+    for change in ({"num_speculative_tokens": 4}, {"num_speculative_tokens": 3}):
+        with pytest.raises(ValueError, match=r'step_costs is given, but .*; it needs to be "auto"'):
+            dataclasses.replace(auto, **change)
+
+
 def test_a_compile_key_keeps_all_that_a_compiled_function_depends_on():
     standard = SpeculativeConfig(5, draft_sample_method="greedy", use_fp64_gumbel=True)
     assert standard.compile_key() == standard
