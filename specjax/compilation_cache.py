@@ -210,10 +210,15 @@ def write_programs(
         "made_by": _describe_process(),
         "description": description,
         "programs": [(len(data), *counts) for data, *counts in programs],
+        "sha256": _digest(programs),
     }
     with replace_file(path) as temporary, temporary.open("wb") as file:
         file.write(json.dumps(header, default=operator.index).encode() + b"\n")
         file.writelines(program.data for program in programs)
+
+
+def _digest(programs: Sequence[SavedProgram]) -> str:
+    return hashlib.sha256(b"".join(program.data for program in programs)).hexdigest()
 
 
 def read_programs(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[SavedProgram]]:
@@ -221,26 +226,31 @@ def read_programs(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Sa
 
     Raises:
       ValueError: for a file of another kind, another version or another device, before more than
-        its first line is read, and for a file that was cut.
+        its first line is read, and for a file that was cut or changed.
     """
     with pathlib.Path(path).open("rb") as file:
         start = file.read(len(_START))
         if start != _START:
             raise ValueError(f"{path} holds no compiled programs of specjax.")
-        header = json.loads(start + file.readline(_MOST_HEADER_BYTES))
+        try:
+            header = json.loads(start + file.readline(_MOST_HEADER_BYTES))
+            made_by = {"file format": header["format"]} | header["made_by"]
+            description, sizes = header["description"], [size for size, *_ in header["programs"]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} has no whole first line; save it again.") from None
         here = {"file format": _FORMAT} | _describe_process()
-        made_by = {"file format": header["format"]} | header["made_by"]
         for name, value in here.items():
-            if made_by[name] != value:
+            if made_by.get(name) != value:
                 raise ValueError(
-                    f"{path} was compiled with {name} {made_by[name]}, and this is {value}; "
+                    f"{path} was compiled with {name} {made_by.get(name)}, and this is {value}; "
                     "compile and save it here."
                 )
-        sizes = [size for size, *_ in header["programs"]]
         programs = [SavedProgram(file.read(size), *counts) for size, *counts in header["programs"]]
         if [len(program.data) for program in programs] != sizes or file.read(1):
             raise ValueError(f"{path} has not as many bytes as its first line says; save it again.")
-    return header["description"], programs
+    if header.get("sha256") != _digest(programs):
+        raise ValueError(f"{path} holds other bytes than were saved; save it again.")
+    return description, programs
 
 
 @contextlib.contextmanager

@@ -71,7 +71,10 @@ def _parse_k(text: str) -> int | str:
 def _parse_step_costs(text: str) -> tuple[float, ...]:
     """Returns numbers, or those that the JSON of `specjax sweep` in a file holds."""
     if not os.path.exists(text):
-        return _parse_numbers(text)
+        try:
+            return _parse_numbers(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
     try:
         with open(text, encoding="utf-8") as file:
             return tuple(json.load(file)["step_costs"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from specjax.checks import as_array, check_count
 from specjax.compilation_cache import (
@@ -125,10 +126,8 @@ class CompiledGenerate:
         Raises:
           OSError: if the file cannot be written.
         """
-        description = {
-            "options": self.options | {"config": dataclasses.asdict(self.options["config"])},
-            "arguments": self.arguments,
-        }
+        options = self.options | {"config": dataclasses.asdict(self.options["config"])}
+        description = {"options": options, "arguments": self.arguments}
         write_programs(path, description, self.serialize())
 
 
@@ -252,7 +251,8 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     """
     description, saved = read_programs(path)
     options = description["options"]
-    options["config"] = SpeculativeConfig(**options["config"])
+    auto = {"num_speculative_tokens": "auto"} if options["config"]["step_costs"] else {}
+    options["config"] = SpeculativeConfig(**options["config"] | auto)
     listed = None if options["num_logprobs"] is None else TopLogprobs._make(TopLogprobs._fields)
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
@@ -290,10 +290,10 @@ def _read_arguments(
 
 
 def _describe_arguments(target: Model, drafter: Drafter | None, settings: Any) -> dict[str, str]:
-    """Returns name -> dtype and shape of the parameters and the settings."""
+    """Returns name -> dtype and shape of the parameters and the settings, and what drafts."""
     tree = {"target": target.params, "drafter": drafter and drafter.params, **settings._asdict()}
-    leaves = [
-        (jax.tree_util.keystr(path, simple=True, separator="."), as_array("a parameter", leaf))
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]
-    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves}
+    described = {} if drafter is None else {"a drafter": "given"}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        array = as_array("a parameter", leaf)
+        described[keystr(path, simple=True, separator=".")] = f"{array.dtype}{list(array.shape)}"
+    return described

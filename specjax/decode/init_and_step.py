@@ -133,7 +133,8 @@ def step(
       The next `DecodeState`, and `StepInfo` of the step.
 
     Raises:
-      ValueError: for a draft whose arrays do not fit together.
+      ValueError: for a draft whose arrays do not fit together, and for another number of drafted
+        tokens than the state was begun with.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -147,6 +148,14 @@ def step(
     """
     config = SpeculativeConfig() if config is None else config
     options = _check_options(config, implementation)
+    k = 0 if drafter is None else config.num_speculative_tokens
+    is_auto = drafter is not None and config.step_costs is not None
+    if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.draft_history is not None):
+        asked = f'"auto", at most {k}' if is_auto else f"{k}"
+        raise ValueError(
+            f"num_speculative_tokens is {asked}, and the state was begun with another; step needs "
+            "the config and the drafter of init."
+        )
     return run_step(target, drafter, state, **options)
 
 
@@ -180,8 +189,8 @@ def check_arguments(
     max_new_tokens = parse_budget(max_new_tokens, size)
     room = (max_length, width, lengths, max_new_tokens, target.max_length)
     max_length = choose_max_length(*room)
-    temperature = parse_array("temperature", temperature, jnp.float32, (), (size,))
-    if isinstance(temperature, np.ndarray | np.generic):
+    temperature = on_host(parse_array("temperature", temperature, jnp.float32, (), (size,)))
+    if isinstance(temperature, np.ndarray):
         temperature = np.broadcast_to(temperature, (size,))
     settings = Settings(
         keys=check_keys(keys, size),

@@ -111,7 +111,7 @@ def test_under_an_outer_jit_the_capacity_is_given_where_the_number_of_tokens_is_
     [
         ({"max_length": 15}, "max_length is 15; the longest prompt and its max_new_tokens need 16"),
         ({"max_length": 33}, "target takes texts of at most 32 tokens"),
-        ({"max_new_tokens": 26}, "max_length is 33, and the target takes"),
+        ({"max_new_tokens": 26}, "a text may need 33 tokens, and the target takes"),
         ({"max_new_tokens": np.array([1, 0, 3])}, "max_new_tokens holds 0"),
         ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
     ],

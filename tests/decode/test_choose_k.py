@@ -164,6 +164,15 @@ def with_k(state, k):
     return state._replace(settings=state.settings._replace(k_by_rate=table))
 
 
+def test_a_step_of_another_k_is_refused():
+    state = jax.eval_shape(
+        lambda: generate(DRAFTERS["ngram"], keys=bigrams.keys(B), function=specjax.init)
+    )
+    for config in (SpeculativeConfig(K), SpeculativeConfig("auto"), None):
+        with pytest.raises(ValueError, match="the state was begun with another"):
+            specjax.step(MODEL, DRAFTERS["ngram"], state, config=config)
+
+
 def test_a_model_that_drafts_again_has_read_what_it_missed():
     """Drafting for itself it is accepted always, unless its cache lacks a token."""
     itself = specjax.model_drafter(MODEL)

@@ -103,6 +103,7 @@ def test_what_was_not_compiled_for_is_refused(source, request):
         ({"eos_token_ids": range(9)}, r"eos_token_ids is int32\[16\]; .* compiled for int32\[8\]"),
         ({"model": markov_chain(np.eye(4))}, r"target is float32\[4, 4\]; .*float32\[3, 3\]"),
         ({"drafter": specjax.model_drafter(MODEL)}, "drafter is float32"),
+        ({"drafter": None}, "a drafter is absent; these programs are compiled for given"),
     ]:
         with pytest.raises(ValueError, match=words):
             run(programs, **change)
@@ -133,4 +134,10 @@ def test_a_file_that_was_cut_is_refused_and_one_that_was_loaded_is_saved_again(p
     assert again.read_bytes() == path.read_bytes()
     cut.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="not as many bytes"):
+        specjax.load_compiled(cut)
+    cut.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="other bytes than were saved"):
+        specjax.load_compiled(cut)
+    cut.write_bytes(path.read_bytes()[:99])
+    with pytest.raises(ValueError, match="no whole first line"):
         specjax.load_compiled(cut)

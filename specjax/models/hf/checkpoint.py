@@ -158,7 +158,7 @@ def load_shapes(
       >>> from specjax.models import pretrained_folder
       >>> model, _ = load_shapes(pretrained_folder("draft"))
       >>> model.params["embedding"].shape
-      (4096, 128)
+      (4096, 160)
     """
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
