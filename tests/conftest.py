@@ -76,8 +76,8 @@ def implementation(request):
         row_search=tile,
         # Of rows this short, too, some are searched where they were buffered, and some are not.
         num_register_logits=64,
-        small_reread_batch=4,
-        large_reread_batch=8,
+        small_reread_chunk=4,
+        large_reread_chunk=8,
         max_reread=60,
     )
     return Implementation(request.param, (config,))

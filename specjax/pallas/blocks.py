@@ -66,7 +66,7 @@ class RowTile(NamedTuple):
       logits: reference [R, V].
       row_index: i32, the row.
       tile_index: i32, which tile of the row.
-      scale: f32, one over the temperature.
+      scale: f32, one over the temperature, 1 where greedy.
       cutoff: f32, or None.
       greedy: bool, whether the tile's argmax is stored; None where no row's is.
     """

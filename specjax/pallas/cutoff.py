@@ -7,7 +7,7 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
     R x tiles programs
     +-----------------+  m_i, l_i of      +----------------+  low  +--------------+  candidates
     | 1 reduce        |  32-token    ---> | 2 bound        | ----> | 3 compact    | --------+
-    | logits, once    |  sub-blocks       | 7 bisections   |       | logits >= low|         |
+    | logits, once    |  sub-blocks       | 7 halvings     |       | logits >= low|         |
     +-----------------+                   | over (m_i, l_i)|       +--------------+         v
                                           +----------------+             +------------------------+
                                                                          | 4 search               |
@@ -20,15 +20,16 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
    (`cutoff_bound.bound_cutoff`).
 3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
    others are read again (`cutoff_candidates.compact_candidates`).
-4. search: a bisection among the candidates, by the bits of floats, gives the cutoff
+4. search: a bisection among the candidates, by turns at the middle value and at the middle bit
+   pattern of the bracket, gives the cutoff
    (`core.truncation.search_cutoff`, `core.bisection`). At most 2048 candidates lie in registers, at
    most min(V / 4, 32768) in the buffer. Where there are more, more than 2048 sub-blocks to read
    again, or no bound, the search reads the row itself, which takes far longer.
 
 The two bisections differ. Phase 2 bisects the distance from the row's largest logit, seven times,
-and leaves a bound. Phase 4 bisects the logits themselves, clamps the bracket to those inside it,
-and ends at one value; there `low` becomes the threshold of top-k, from which that of top-p is
-searched.
+and leaves a bound. Phase 4 bisects the logits themselves. Every few halvings it narrows the bracket
+to the least and the largest logit inside, so it ends at one value. It runs for top-k first, from
+`low`; the threshold that it finds is the lower end of the search for top-p.
 
 Axes: `R` rows, `V` vocabulary.
 """
@@ -86,7 +87,7 @@ def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueri
         mass_above=lambda pivot: mass_above(x, weights, pivot),
         extremes_inside=lambda bracket: extremes_blocks(x, bracket),
         min_kept=lambda low: min_kept(x, low, row.anchor, row.scale, row.filters.min_p),
-        # Candidates are few, so that their extremes close a bracket early.
+        # Between two clamps of the bracket: a clamp is cheap among few candidates.
         halvings=4,
     )
 
@@ -175,7 +176,7 @@ def cutoff_rows(
     """
     num_rows, vocab_size = logits.shape
     config, interpret = implementation.config(KernelConfig), implementation.interpret
-    tile, rows = config.row_tile(num_rows, vocab_size), CutoffRows(logits, temperature, filters)
+    tile, rows = config.reduce_tile(num_rows, vocab_size), CutoffRows(logits, temperature, filters)
     sub_blocks = launch(
         functools.partial(cutoff_reduce_kernel, tile=tile, interpret=interpret),
         rows,
@@ -254,11 +255,11 @@ def _search_row(
     """Returns the cutoff of row b, which some filter cuts if it is a distribution."""
     low, vocab_size = bound_cutoff(row, interpret), rows.logits.shape[1]
     count = compact_candidates(rows, row, b, low, buffer, config, interpret)
-    tile, row_tile = config.buffer_search_tile(), config.row_search_tile(vocab_size)
+    buffer_tile, whole_row_tile = config.buffer_search_tile(), config.row_search_tile(vocab_size)
     candidates = load_prefix(buffer.values, b, config.num_register_logits, count)
     in_registers = register_queries(candidates, row, interpret)
-    in_buffer = memory_queries(buffer.values, b, count, row, tile, interpret)
-    in_row = memory_queries(rows.logits, b, jnp.int32(vocab_size), row, row_tile, interpret)
+    in_buffer = memory_queries(buffer.values, b, count, row, buffer_tile, interpret)
+    in_row = memory_queries(rows.logits, b, jnp.int32(vocab_size), row, whole_row_tile, interpret)
 
     def search(row_queries: RowQueries, low: jax.Array) -> jax.Array:
         bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)

@@ -68,7 +68,7 @@ class RowSummary(NamedTuple):
 
     Attributes:
       filters: those of the row.
-      scale: f32, one over the temperature.
+      scale: f32, one over the temperature, 1 where greedy.
       anchor: f32, the largest logit.
       mass: f32, sum of `exp((x - anchor) * scale)` over the row.
       is_cut: bool, whether the row is a distribution and a filter cuts it.
@@ -162,7 +162,7 @@ def _load_filters(rows: CutoffRows, b: jax.Array) -> Filters:
     return Filters(*[None if x is None else x[b] for x in rows.filters])
 
 
-_NUM_BISECTIONS = 7
+_NUM_HALVINGS = 7
 # The near end of the bracket is min(_NEAR_SHARE * distance, _MAX_NEAR_DISTANCE) from the largest
 # logit. It is taken to miss the target without a test. If it does not, the bound is only looser.
 _NEAR_SHARE = 1 / 4
@@ -228,7 +228,7 @@ def _bisect_distance(
         return near_key, jnp.where(is_reached, middle_key, far_key)
 
     _, far_key = jax.lax.fori_loop(
-        jnp.int32(0), jnp.int32(_NUM_BISECTIONS), bisect, (near_key, far_key)
+        jnp.int32(0), jnp.int32(_NUM_HALVINGS), bisect, (near_key, far_key)
     )
     low = row.anchor - key_value(far_key)
     return jnp.where(lower_bound(low) >= target, low, -jnp.inf)

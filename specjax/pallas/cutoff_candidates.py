@@ -31,11 +31,11 @@ class CandidateBuffer(NamedTuple):
     """Memory of the program of each row.
 
     Attributes:
-      sub_blocks: i32[R, N], indices of sub-blocks to read again.
+      reread_sub_blocks: i32[R, N], indices of sub-blocks to read again.
       values: f32[R, L], candidates, in any order.
     """
 
-    sub_blocks: Any
+    reread_sub_blocks: Any
     values: Any
 
 
@@ -77,31 +77,31 @@ def compact_candidates(
     plgpu.store(buffer.values.at[b, jnp.where(fits, index, max_candidates)], largest, mask=fits)
     sub_block = jax.lax.iota(jnp.int32, largest.shape[0])
     reread_index = jnp.where(holds_several, reread_index, largest.shape[0])
-    plgpu.store(buffer.sub_blocks.at[b, reread_index], sub_block, mask=holds_several)
+    plgpu.store(buffer.reread_sub_blocks.at[b, reread_index], sub_block, mask=holds_several)
     _barrier(interpret)
     # A batch has a static size. So there are two loops, of which at most one iterates.
-    small_batch, large_batch = config.small_reread_batch, config.large_reread_batch
+    small_chunk, large_chunk = config.small_reread_chunk, config.large_reread_chunk
     is_reread = num_reread <= config.max_reread
     batches = (
-        (small_batch, num_reread <= small_batch),
-        (large_batch, (num_reread > small_batch) & is_reread),
+        (small_chunk, num_reread <= small_chunk),
+        (large_chunk, (num_reread > small_chunk) & is_reread),
     )
-    for batch_size, is_chosen in batches:
+    for chunk_size, is_chosen in batches:
         num_chosen = jnp.where(is_chosen, num_reread, 0)
-        num_batches, _ = divmod_i32(num_chosen + (batch_size - 1), batch_size)
-        compact = functools.partial(_compact_batch, rows, b, low, buffer, num_reread, batch_size)
-        total = jax.lax.fori_loop(jnp.int32(0), num_batches, compact, total)
+        num_chunks, _ = divmod_i32(num_chosen + (chunk_size - 1), chunk_size)
+        compact = functools.partial(_compact_chunk, rows, b, low, buffer, num_reread, chunk_size)
+        total = jax.lax.fori_loop(jnp.int32(0), num_chunks, compact, total)
     _barrier(interpret)
     return jnp.where(is_reread, total, jnp.int32(max_candidates + 1))
 
 
-def _compact_batch(
+def _compact_chunk(
     rows: CutoffRows,
     b: jax.Array,
     low: jax.Array,
     buffer: CandidateBuffer,
     num_reread: jax.Array,
-    batch_size: int,
+    chunk_size: int,
     batch: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
@@ -111,9 +111,9 @@ def _compact_batch(
       The number of candidates that have been found, `total` and these.
     """
     vocab_size, max_candidates = rows.logits.shape[1], buffer.values.shape[1]
-    slot = batch * batch_size + jax.lax.iota(jnp.int32, batch_size)
+    slot = batch * chunk_size + jax.lax.iota(jnp.int32, chunk_size)
     sub_block = plgpu.load(
-        buffer.sub_blocks.at[b, slot], mask=slot < num_reread, other=jnp.int32(0)
+        buffer.reread_sub_blocks.at[b, slot], mask=slot < num_reread, other=jnp.int32(0)
     )
     # The load is masked: a `where` on the ids would hide from Triton that they are consecutive.
     token_id = sub_block[:, None] * SUB_BLOCK + jax.lax.iota(jnp.int32, SUB_BLOCK)[None]

@@ -41,7 +41,7 @@ class SamplingRow(NamedTuple):
     Attributes:
       logits: reference [R, V].
       row_index: i32, the row.
-      scale: f32, one over the temperature.
+      scale: f32, one over the temperature, 1 where greedy.
       cutoff: f32, or None.
       normalizer: of the row.
     """
@@ -125,7 +125,7 @@ def draw_token(
     """Draws a block, then a token of the block.
 
     Args:
-      row: the target's row, whose token is drawn.
+      row: the row whose token is drawn.
       block_log_masses: f32[N], log-masses of the blocks of `noise`.
       noise: of the draw.
       token_log_weights: from token ids i32[SAMPLING_BLOCK] and the row's log-probabilities of

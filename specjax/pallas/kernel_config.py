@@ -9,12 +9,12 @@ __all__ = ["KernelConfig", "Tile", "next_power_of_2"]
 
 
 class Tile(NamedTuple):
-    """The logits of a row that a program holds at once.
+    """The elements of a row, logits or hidden states, that a program holds at once.
 
     They are its share of the row, or in a search one iteration of its loop.
 
     Attributes:
-      size: logits that it reduces at once, a power of two and a multiple of the block.
+      size: elements that it reduces at once, a power of two; of logits a multiple of the block.
       num_warps: warps of the program.
     """
 
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of 128 tokens in a tile."""
+        """Blocks of 128 tokens in a tile of logits."""
         return self.size // SAMPLING_BLOCK
 
     def num_tiles(self, vocab_size: int) -> int:
@@ -63,12 +63,11 @@ class KernelConfig:
         of two, at most the padded number of blocks; 0 leaves the noise to the draw; None chooses.
       num_register_logits: candidates that a search holds in registers, a power of two: eight to a
         thread.
-      num_buffered_logits: candidates of a row that its buffer in memory holds at most. Those that
-        fit are then loaded into registers.
-      small_reread_batch: sub-blocks that a search reads again per iteration where that is all of
-        them, a power of two.
-      large_reread_batch: sub-blocks that a search reads again per iteration where there are more
-        than `small_reread_batch`, a power of two.
+      num_buffered_logits: candidates of a row that its buffer in memory holds at most, and at most
+        V / 4. Up to `num_register_logits` they are searched in registers.
+      small_reread_chunk: sub-blocks read per iteration where no more than these are to be read
+        again, a power of two.
+      large_reread_chunk: sub-blocks read per iteration where more are, a power of two.
       max_reread: sub-blocks to read again above which the row itself is searched.
     """
 
@@ -83,11 +82,11 @@ class KernelConfig:
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
     num_buffered_logits: int = 32768
-    small_reread_batch: int = 64
-    large_reread_batch: int = 256
+    small_reread_chunk: int = 64
+    large_reread_chunk: int = 256
     max_reread: int = 2048
 
-    def row_tile(self, num_rows: int, vocab_size: int) -> Tile:
+    def reduce_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of `gumbel_sample`, `logit_cutoff` and draft rows without statistics.
 
         Few rows need many programs. With many rows, a program that has 64 logits to a thread in

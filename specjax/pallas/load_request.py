@@ -84,7 +84,7 @@ class RequestScalars(NamedTuple):
       b: i32, its index in the batch.
       first_draft: i32, index of its first drafted token in the flat token arrays.
       first_target_row: i32, index of its first row in the target logits.
-      num_draft_tokens: i32, valid drafted tokens; -1 for an inactive request.
+      num_draft_tokens: i32, valid drafted tokens; -1 if the caller gave -1, which is inactive.
       temperature: the target's, parsed.
       active: bool, whether it may emit tokens.
     """

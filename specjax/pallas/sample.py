@@ -70,7 +70,7 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     num_rows, vocab_size = arrays.logits.shape
     config = options.implementation.config(KernelConfig)
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
-    tile = config.row_tile(num_rows, vocab_size)
+    tile = config.reduce_tile(num_rows, vocab_size)
     num_tiles, num_blocks = tile.num_tiles(vocab_size), num_padded_blocks(vocab_size)
     num_splits = config.noise_splits(num_rows, num_blocks)
     reduced = launch(

@@ -1,8 +1,8 @@
-"""Threefry-2x32 in kernels: the rounds as PTX, one operation of a kernel's program.
+"""Threefry-2x32 in kernels: the rounds as PTX, one operation per word of the hash.
 
-A hash of `specjax.core.noise` is about a hundred operations, and a draw takes six. Triton's pass
-that coalesces memory accesses walks over the program's dependent operations for each of them, again
-for every load and store: a kernel that draws twice compiled for 8 s, and compiles for 1 s so.
+A hash of `specjax.core.noise` is about a hundred operations, and a draw takes six hashes. For every
+load and store Triton's coalescing pass walks over all of them: a kernel that draws twice took 8 s
+to compile, and takes 1 s with a hash of two PTX operations.
 """
 
 import functools

@@ -27,7 +27,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
-        tile = config.row_tile(
+        tile = config.reduce_tile(
             num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
         )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))

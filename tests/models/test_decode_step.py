@@ -216,7 +216,7 @@ def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(alo
     after = jnp.array([[8, -1, -1], [8, 9, 10]], jnp.int32)
 
     for name in ("xla", kernels):
-        step = attend(name, spec, prepares_in_attention=alone, combines_in_kernel=quick)
+        step = attend(name, spec, prepares_in_attention=alone, combines_in_attention=quick)
 
         def run(parts, positions, cache, step=step):
             product = kernel_ops.PartialProduct(parts.reshape(*parts.shape[:3], -1))
@@ -312,7 +312,7 @@ def test_splits_of_a_cache_combine_to_one_softmax(parts, at_once, quick, kernels
     choices = {
         "num_kv_splits": parts,
         "num_register_splits": at_once,
-        "combines_in_kernel": quick,
+        "combines_in_attention": quick,
     }
     wanted, _ = attend("xla", spec)(*operands)
     found, _ = attend(kernels, spec, prepares_in_attention=False, **choices)(*operands)

@@ -147,7 +147,7 @@ def _attention(
         ),
         AttentionOutputs(
             _partials_shape(operands, tiling.num_splits, tiling.num_rows),
-            y_shape if tiling.combines_in_kernel else None,
+            y_shape if tiling.combines_in_attention else None,
             output(keys.shape, keys.dtype),
             output((num_request_kv_heads,), jnp.uint32),
         ),

@@ -26,7 +26,7 @@ from specjax.models.pallas.online_softmax import Queries
 from specjax.models.pallas.qkv import (
     QKVOperands,
     RequestQKV,
-    load_heads,
+    load_rows,
     make_inv_rms,
     row_mask,
     select_by_token,
@@ -216,7 +216,7 @@ def attention_kernel(
     # The position p, or -2 - p where a value is not finite, or -1 for no token.
     positions = [jnp.maximum(flagged, -2 - flagged) for flagged in flagged_positions]
     mask = row_mask(is_row, dim, head_dim)
-    rows = load_heads(operands.queries, (b, token, g * queries_per_kv + head_in_group), dim, mask)
+    rows = load_rows(operands.queries, (b, token, g * queries_per_kv + head_in_group), dim, mask)
     queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
     state = kv.attend(None, queries, positions, [], spec)
     # Each program of a key-value head does this: a row that is NaN is so in every split.

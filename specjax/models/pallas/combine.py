@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.online_softmax import OnlineSoftmax, init
-from specjax.models.pallas.qkv import load_heads, row_mask
+from specjax.models.pallas.qkv import load_rows, row_mask
 from specjax.models.pallas.tilings import pad_to_mma
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32
@@ -95,7 +95,7 @@ def combine(
     def load(split: jax.Array) -> OnlineSoftmax:
         at = (request_kv_head, split, row)
         m_i, l_i = _load(partials.m_i, at, is_row, -jnp.inf), _load(partials.l_i, at, is_row, 0)
-        return OnlineSoftmax(m_i, l_i, load_heads(partials.acc, at, dim, mask))
+        return OnlineSoftmax(m_i, l_i, load_rows(partials.acc, at, dim, mask))
 
     def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
         states = [state, *(load(i * splits_per_step + k) for k in range(splits_per_step))]
@@ -140,7 +140,7 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> No
     Tokens from T on are padding and are written as 0.
     Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
     Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` where
-    `AttentionTiling.combines_in_kernel` is False: one last program per key-value head would read
+    `AttentionTiling.combines_in_attention` is False: one last program per key-value head would read
     for longer than a launch takes.
     Memory order: every program of the launch before has ended before one of these loads; it
     triggers nothing.
@@ -164,7 +164,7 @@ def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> No
     dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
     m_i = _load(partials.m_i, (request_kv_head, split, row), inside, -jnp.inf)
     l_i = _load(partials.l_i, (request_kv_head, split, row), inside, 0)
-    acc = load_heads(
+    acc = load_rows(
         partials.acc, (request_kv_head, split, row), dim, row_mask(inside, dim, head_dim)
     )
     # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.

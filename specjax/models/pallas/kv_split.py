@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax.models.pallas import online_softmax
 from specjax.models.pallas.online_softmax import OnlineSoftmax, Queries
-from specjax.models.pallas.qkv import load_heads, row_mask
+from specjax.models.pallas.qkv import load_rows, row_mask
 from specjax.models.pallas.tilings import BLOCK_KV, pad_to_mma
 from specjax.models.shared_math import AttentionSpec
 from specjax.pallas.launch import divmod_i32
@@ -57,7 +57,7 @@ class KVSplit(NamedTuple):
         dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
         inside = (slot < num_slots) & (self.split < self.num_splits)
         mask, at = row_mask(inside, dim, head_dim), (self.b, self.g, slot)
-        keys, values = (load_heads(x, at, dim, mask) for x in (self.keys, self.values))
+        keys, values = (load_rows(x, at, dim, mask) for x in (self.keys, self.values))
         return KVBlock(slot, inside, keys, values)
 
     def attend(

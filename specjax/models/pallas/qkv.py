@@ -7,10 +7,12 @@ The product arrives as split-K partial sums of rows whose RMSNorm is deferred. F
 rounded to the cache's dtype; then queries and keys are rotated (RoPE). `prepare_qkv_kernel` does it
 in a launch of its own, or `fused_attention_kernel` where it needs them, both by `RequestQKV`.
 
-A weight of 0 does not remove a value that is not finite. So the cache holds 0 for such a value, and
-NaN for its token's key and for a key that is not finite: a row that attends to the token is NaN,
-and no other row is. The program of a key head does not read the values. So the program of a value
-head leaves `flagged_positions`, which tell `attention_kernel` whose keys still have to become NaN.
+A weight of 0 does not remove a value that is not finite. So the cache holds 0 for each element of a
+value that is not finite, and NaN in its token's key and in a key that is not finite: a row that
+attends to the token is NaN, and no other row is. The program of a key head does not read the
+values. So the program of a value head leaves `flagged_positions`, which tell `attention_kernel`
+whose keys still have to become NaN.
+
 Axes as in `specjax.models.pallas.attention`; `N` rows of a tile, each one head of one token.
 """
 
@@ -31,7 +33,7 @@ __all__ = [
     "PreparedQKV",
     "QKVOperands",
     "RequestQKV",
-    "load_heads",
+    "load_rows",
     "make_inv_rms",
     "prepare_qkv_kernel",
     "row_mask",
@@ -108,7 +110,7 @@ class RequestQKV(NamedTuple):
         parts = self.operands.parts
         total = jnp.zeros(mask.shape, jnp.float32)
         for q in range(parts.shape[0]):
-            total += load_heads(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
+            total += load_rows(parts, (q, self.b, token, head), dim, mask).astype(jnp.float32)
         if self.inv_rms_of is not None:
             total *= self.inv_rms_of(token)[:, None]
         return total.astype(self.operands.keys.dtype).astype(jnp.float32)
@@ -131,7 +133,7 @@ class RequestQKV(NamedTuple):
         if not rotated:
             return low, high
         at = (self.b, token)
-        cos, sin = (load_heads(z, at, dim, mask) for z in (self.operands.cos, self.operands.sin))
+        cos, sin = (load_rows(z, at, dim, mask) for z in (self.operands.cos, self.operands.sin))
         return rotate_halves(low, high, cos, sin)
 
     def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
@@ -149,7 +151,7 @@ class RequestQKV(NamedTuple):
         angle, pair = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
         x, x_pair = (self.heads(token, head, index, mask) for index in (dim, pair))
         at = (self.b, token)
-        cos, sin = (load_heads(z, at, angle, mask) for z in (self.operands.cos, self.operands.sin))
+        cos, sin = (load_rows(z, at, angle, mask) for z in (self.operands.cos, self.operands.sin))
         # The upper half is the lower half of a rotation by the opposite angle.
         rotated, _ = rotate_halves(x, x_pair, cos, jnp.where(dim < half, sin, -sin))
         return rotated.astype(self.operands.keys.dtype)
@@ -249,7 +251,7 @@ def row_mask(inside: jax.Array, dim: jax.Array, head_dim: int) -> jax.Array:
     return mask if dim.shape[0] == head_dim else mask & (dim < head_dim)[None]
 
 
-def load_heads(reference: Any, at: Any, dim: jax.Array, mask: jax.Array) -> jax.Array:
+def load_rows(reference: Any, at: Any, dim: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns rows [N, dims] of a reference [..., D], 0 outside the mask.
 
     Args:

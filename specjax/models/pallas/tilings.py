@@ -18,7 +18,7 @@ __all__ = [
     "MIN_MMA",
     "MatmulTiling",
     "attention_tiling",
-    "combines_in_kernel",
+    "combines_in_attention",
     "glu_tiling",
     "matmul_tiling",
     "num_attention_stages",
@@ -58,13 +58,13 @@ class DecodeConfig:
       prepares_in_attention: whether attention prepares queries, keys and values itself.
       num_kv_splits: programs that share the cache of a key-value head.
       num_register_splits: splits that the combining program loads at a time.
-      combines_in_kernel: whether the last program of a key-value head combines its splits.
+      combines_in_attention: whether the last program of a key-value head combines its splits.
     """
 
     prepares_in_attention: bool | None = None
     num_kv_splits: int | None = None
     num_register_splits: int | None = None
-    combines_in_kernel: bool | None = None
+    combines_in_attention: bool | None = None
 
 
 class MatmulTiling(NamedTuple):
@@ -98,8 +98,7 @@ class AttentionTiling(NamedTuple):
       num_warps: of a program.
       num_stages: iterations of the loop over slots whose loads are in flight at once.
       num_register_splits: splits that the combining program loads at a time.
-      combines_in_kernel: whether the last program of a key-value head combines its splits; not
-        read if `prepares_in_attention`.
+      combines_in_attention: whether the last program combines; not read if `prepares_in_attention`.
     """
 
     prepares_in_attention: bool
@@ -108,7 +107,7 @@ class AttentionTiling(NamedTuple):
     num_warps: int
     num_stages: int
     num_register_splits: int
-    combines_in_kernel: bool
+    combines_in_attention: bool
 
 
 def pad_to_mma(n: int) -> int:
@@ -151,7 +150,7 @@ def num_query_rows(
 ) -> int:
     """Returns M: the query heads of one key-value head, for every token.
 
-    Padding attends to nothing. Without `is_fused` it has rows too, in which zeros are written.
+    Padding tokens attend to nothing. Where not `is_fused` they have rows too, for their zeros.
     """
     return pad_to_mma((num_tokens if is_fused else num_padded_tokens) * queries_per_kv)
 
@@ -181,7 +180,7 @@ def num_register_splits(num_rows: int, head_dim: int) -> int:
     return max(1, size // (pad_to_mma(num_rows) * pad_to_mma(head_dim)))
 
 
-def combines_in_kernel(num_splits: int, num_rows: int, head_dim: int) -> bool:
+def combines_in_attention(num_splits: int, num_rows: int, head_dim: int) -> bool:
     """Returns whether the last program of a key-value head combines its splits.
 
     That saves a launch. With more splits than it loads in two steps, one program by itself would
@@ -227,6 +226,7 @@ def attention_tiling(
     # A fused program loads its first block before it knows the tokens. If that is its only one,
     # further stages would take shared memory for nothing.
     has_loop = not is_fused or num_splits * BLOCK_KV < num_slots
+    combines = combines_in_attention(num_splits, num_rows, head_dim)
     return AttentionTiling(
         is_fused,
         num_rows,
@@ -234,7 +234,7 @@ def attention_tiling(
         num_attention_warps(two_warps_suffice(num_rows, head_dim)),
         num_stages if has_loop else 1,
         _default(config.num_register_splits, num_register_splits(num_rows, head_dim)),
-        _default(config.combines_in_kernel, combines_in_kernel(num_splits, num_rows, head_dim)),
+        _default(config.combines_in_attention, combines),
     )
 
 

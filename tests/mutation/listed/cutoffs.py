@@ -221,13 +221,13 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff_candidates.compact_candidates",
-        "num_chosen + (batch_size - 1), batch_size)",
-        "num_chosen, batch_size)",
+        "num_chosen + (chunk_size - 1), chunk_size)",
+        "num_chosen, chunk_size)",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "the last sub-blocks, which do not fill a batch, are not read",
     ),
     Mutation(
-        f"{_PALLAS}cutoff_candidates._compact_batch",
+        f"{_PALLAS}cutoff_candidates._compact_chunk",
         "jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1",
         "jnp.cumsum(ones, axis=1, dtype=jnp.int32)",
         cutoffs(f"{_SORT}[interpret-1025]"),
