@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax import models
@@ -71,19 +72,19 @@ def check_draft(pair: ModelPair) -> None:
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
     """Returns what `load_pair` returns with shapes for weights; None with a draft head."""
-    target = models.load_shapes(pair.folder)[0]
-    if pair.draft_spec == "none":
-        return target, None
-    if pair.draft_spec == "ngram":
-        return target, ngram_drafter()
-    if models.is_head(pair.draft_spec):
-        return None
-    return target, model_drafter(models.load_shapes(pair.draft_spec)[0])
+    has_head = pair.draft_spec not in ("none", "ngram") and models.is_head(pair.draft_spec)
+    return None if has_head else _make_pair(pair, models.load_shapes)
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
     """Reads the weights and returns target and drafter (None for plain decoding)."""
-    target = models.load(pair.folder)[0]
+    return _make_pair(pair, models.load)
+
+
+def _make_pair(
+    pair: ModelPair, load: Callable[[Any], tuple[Model, Any]]
+) -> tuple[Model, Drafter | None]:
+    target = load(pair.folder)[0]
     if pair.draft_spec == "none":
         return target, None
     if pair.draft_spec == "ngram":
@@ -91,7 +92,7 @@ def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
     if models.is_head(pair.draft_spec):
         params, config = models.load_head(pair.draft_spec)
         return target, models.head_drafter(target, config, params)
-    return target, model_drafter(models.load(pair.draft_spec)[0])
+    return target, model_drafter(load(pair.draft_spec)[0])
 
 
 def encode_prompt(
