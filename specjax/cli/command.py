@@ -16,7 +16,7 @@ from specjax.cli.arguments import OutputError, parse_options, parse_sampling_opt
 from specjax.cli.generate import (
     GenerateJob,
     GenerateResult,
-    begin_compilation,
+    begin_programs,
     compare_with_plain,
     json_report,
     stream_text,
@@ -76,7 +76,7 @@ def _read_generate_job(
     )
     with terminal.spinner("compiling"):
         shapes = pair_shapes(pair)
-        programs = None if shapes is None else begin_compilation(make_job(*shapes))
+        programs = None if shapes is None else begin_programs(make_job(*shapes))
     # Outside the spinner: a long load shows a progress bar.
     return make_job(*load_pair(pair), programs=programs)
 

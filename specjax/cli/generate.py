@@ -25,7 +25,7 @@ __all__ = [
     "GenerateResult",
     "Spinner",
     "Timings",
-    "begin_compilation",
+    "begin_programs",
     "compare_with_plain",
     "json_report",
     "metrics_json",
@@ -110,7 +110,7 @@ class Timings(NamedTuple):
     loop: str = "stream"
 
 
-def begin_compilation(job: GenerateJob) -> StreamPrograms:
+def begin_programs(job: GenerateJob) -> StreamPrograms:
     """Returns the programs that stream a job's text; of its weights only the shapes are read."""
     arguments = check_arguments(
         job.target,
@@ -138,19 +138,19 @@ def _stream_states(
       first.
     """
     operands = (job.target, job.drafter)
-    programs = job.programs or begin_compilation(job)
+    programs = job.programs or begin_programs(job)
     with spinner("compiling"):
         programs.wait_for_first_token(*operands)
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)
         if waits_for_all:
             state = programs.warm_up(job.target, state)
-        state = jax.block_until_ready(programs.step(*operands, state))
+        state = programs.step(*operands, state)
     seconds_waited = programs.seconds_waited
     yield state, seconds_waited, 0.0
     while not np.asarray(state.finish)[0]:
         start = time.perf_counter()
-        state = jax.block_until_ready(programs.step(*operands, state))
+        state = programs.step(*operands, state)
         waited = programs.seconds_waited - seconds_waited
         seconds_waited += waited
         yield state, waited, time.perf_counter() - start - waited

@@ -7,6 +7,7 @@ first three are compiled, on as many cores, and a step that drafts nothing compu
 asking the device. They write into the buffers of the state that they are given.
 """
 
+import contextlib
 import os
 import time
 from concurrent import futures
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.draft_next import run_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.loop import commit_rows
@@ -103,17 +105,23 @@ class StreamPrograms:
 
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt but for its last token."""
-        return self._call("prompt", prefill_program(), target, drafter, **self._arguments)
+        with self._explain_out_of_memory(target):
+            state = self._call("prompt", prefill_program(), target, drafter, **self._arguments)
+            return jax.block_until_ready(state)
 
     def step(self, target: Model, drafter: Drafter | None, state: DecodeState) -> DecodeState:
         """Returns the state after a step; the state that was given is used up."""
         k = self._k if _drafts(state) else self._plain_k
-        state, rows = self._compute_rows(target, state, k)
-        state, cache = _without_cache(state)
-        state, _, hidden = self._call("commit", _COMMIT, drafter, state, rows, **self._options)
-        if drafter is not None and _drafts(state):
-            state = self._call("draft", _DRAFT, drafter, state, hidden, **self._options)
-        return state._replace(target_cache=cache)
+        with self._explain_out_of_memory(target):
+            state, rows = self._compute_rows(target, state, k)
+            state, cache = _without_cache(state)
+            state, _, hidden = self._call("commit", _COMMIT, drafter, state, rows, **self._options)
+            if drafter is not None and _drafts(state):
+                state = self._call("draft", _DRAFT, drafter, state, hidden, **self._options)
+            return jax.block_until_ready(state._replace(target_cache=cache))
+
+    def _explain_out_of_memory(self, target: Model) -> contextlib.AbstractContextManager[None]:
+        return explain_out_of_memory(target.init_cache, *self._arguments["prompt"].shape)
 
     def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
         if k not in self._compilations:

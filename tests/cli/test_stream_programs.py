@@ -2,6 +2,7 @@
 
 import bigrams
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,22 @@ KINDS = {
     "auto": (DRAFTER, SpeculativeConfig("auto", step_costs=(1.0, 1.6, 1.9, 2.2))),
     "three": (DRAFTER, SpeculativeConfig(3)),
 }
+
+
+def test_a_device_without_room_names_the_bytes_of_the_cache():
+    def init_cache(batch_size, max_length):
+        return jnp.zeros((batch_size, max_length, 2**20, 2**20), jnp.int8)
+
+    def apply(params, token_ids, positions, cache):
+        return jnp.stack([token_ids, token_ids], axis=-1), cache
+
+    huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
+    prompt = bigrams.prompts([[1, 2, 3]])
+    options = {"keys": bigrams.keys(1), "config": None, "max_new_tokens": 9, "max_length": 16}
+    options |= {"temperature": 1.0, "eos_token_ids": ()}
+    programs = StreamPrograms(huge, None, check_arguments(huge, None, *prompt, **options))
+    with pytest.raises(MemoryError, match="cache of 1 requests with max_length 16 takes 16384"):
+        programs.read_prompt(huge, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
