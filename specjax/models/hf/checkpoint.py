@@ -1,7 +1,9 @@
 """Loads and saves models as Hugging Face folders."""
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -34,6 +36,10 @@ from specjax.models.transformer import build, param_shapes
 __all__ = ["load", "load_shapes", "resolve_dtype", "save"]
 
 _WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
+# Bytes, of arrays that JAX takes over on a CPU.
+_ALIGNMENT = 64
+# Written at a time.
+_NUM_COLUMNS = 64
 # Compiled, so that transposing, concatenating and casting make no copies in between.
 _concatenate_on_device = jax.jit(concatenate_tensors, static_argnums=(1, 2))
 
@@ -42,17 +48,34 @@ def _concatenate(views: list[np.ndarray], transposed: bool, dtype: str) -> jax.A
     """Returns an array of a model, assembled where it will lie."""
     if jax.default_backend() != "cpu":
         return jax.block_until_ready(_concatenate_on_device(views, transposed, dtype))
-    # Its programs would wait for those of the model, which may be compiling meanwhile.
-    parts = [_cast(view, dtype).T if transposed else _cast(view, dtype) for view in views]
-    array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-    return jnp.asarray(np.ascontiguousarray(array))
+    # JAX's programs would wait for those of the model, which may be compiling meanwhile.
+    parts = [view.T if transposed else view for view in views]
+    array = _empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), dtype)
+    ends = itertools.accumulate(part.shape[-1] for part in parts)
+    for part, end in zip(parts, ends, strict=True):
+        _write(array[..., end - part.shape[-1] : end], part)
+    return jax.device_put(array)
 
 
-def _cast(view: np.ndarray, dtype: str) -> np.ndarray:
-    if view.dtype == jnp.bfloat16 and dtype == "float32":
-        # The upper half of a float32; NumPy would convert one by one.
-        return (view.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return view.astype(dtype)
+def _empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Returns an array that lies where a CPU's `jax.device_put` takes it over without a copy."""
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
+
+
+def _write(out: np.ndarray, part: np.ndarray) -> None:
+    """Writes a tensor a few columns at a time: of a transposed one no cache holds all rows."""
+    is_upper_half = part.dtype == jnp.bfloat16 and out.dtype == np.float32
+    for start in range(0, part.shape[-1], _NUM_COLUMNS):
+        columns = (..., slice(start, start + _NUM_COLUMNS))
+        if is_upper_half:
+            # NumPy would convert one by one.
+            bits, halves = out[columns].view(np.uint32), part[columns].view(np.uint16)
+            np.left_shift(halves, 16, out=bits, dtype=np.uint32, casting="unsafe")
+        else:
+            out[columns] = part[columns]
 
 
 def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
