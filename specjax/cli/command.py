@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from concurrent import futures
 from typing import Any, NoReturn, TextIO
 
 import jax
@@ -74,11 +75,13 @@ def _read_generate_job(
         sampling=parse_sampling_options(options),
         num_logprobs=options.logprobs,
     )
-    with terminal.spinner("compiling"):
+    # Weights are read while Python traces the programs, and while XLA compiles them. No spinner: a
+    # long load shows a progress bar.
+    with futures.ThreadPoolExecutor(1) as pool:
+        weights = pool.submit(load_pair, pair)
         shapes = pair_shapes(pair)
         programs = None if shapes is None else begin_programs(make_job(*shapes))
-    # Outside the spinner: a long load shows a progress bar.
-    return make_job(*load_pair(pair), programs=programs)
+        return make_job(*weights.result(), programs=programs)
 
 
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:

@@ -140,11 +140,14 @@ def _stream_states(
     operands = (job.target, job.drafter)
     programs = job.programs or begin_programs(job)
     with spinner("compiling"):
-        programs.wait_for_first_token(*operands)
+        programs.wait_for_prompt()
+    # While the programs of a step are still being compiled.
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)
+    with spinner("compiling"):
+        programs.wait_for_first_token()
         if waits_for_all:
-            state = programs.warm_up(job.target, state)
+            state = programs.warm_up(*operands, state)
         state = programs.step(*operands, state)
     seconds_waited = programs.seconds_waited
     yield state, seconds_waited, 0.0

@@ -51,11 +51,11 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
     programs = StreamPrograms(
         MODEL, drafter, check_arguments(MODEL, drafter, ids, lengths, **options)
     )
-    programs.wait_for_first_token(MODEL, drafter)
     parts = programs.read_prompt(MODEL, drafter)
+    programs.wait_for_first_token()
     if kind == "three":
-        parts = programs.warm_up(MODEL, parts)
-    parts = programs.step(MODEL, drafter, parts)
+        parts = programs.warm_up(MODEL, drafter, parts)
+    parts = programs.draft(drafter, programs.step(MODEL, drafter, parts))
     drafted = set()
     while True:
         drafted |= set(np.asarray(state.draft.num_tokens).tolist())
@@ -66,6 +66,6 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
         if np.all(state.finish):
             break
         state, _ = specjax.step(MODEL, drafter, state, config=config)
-        parts = programs.step(MODEL, drafter, parts)
+        parts = programs.draft(drafter, programs.step(MODEL, drafter, parts))
     assert drafted >= ({0, 3} if kind == "auto" else {0})
     assert programs.seconds_waited > 0
