@@ -24,6 +24,8 @@ from specjax.file_io import replace_file
 
 __all__ = [
     "SavedProgram",
+    "command_folder",
+    "describe_process",
     "enable_compilation_cache",
     "is_cache_in_use",
     "load_program",
@@ -78,17 +80,36 @@ def enable_compilation_cache(
         _make_writable(path)
     elif in_use:
         return pathlib.Path(in_use)
+    elif default := command_folder():
+        path = default
     else:
-        try:
-            path = _default_folder()
-            _make_writable(path)
-        except (OSError, RuntimeError):
-            return None
+        return None
     if in_use:
         # JAX opens its folder once, and would go on with the one before.
         compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(min_compile_seconds))
+    return path
+
+
+def command_folder() -> pathlib.Path | None:
+    """Returns the command's folder; None if JAX is to use another or none, or it is not writable.
+
+    Example:
+      >>> folder = command_folder()
+      >>> folder is None or folder.is_dir()
+      True
+    """
+    settings = jax.config.values
+    if not settings["jax_enable_compilation_cache"]:
+        return None
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or settings["jax_compilation_cache_dir"]:
+        return None
+    try:
+        path = _default_folder()
+        _make_writable(path)
+    except (OSError, RuntimeError):
+        return None
     return path
 
 
@@ -121,7 +142,7 @@ def _processor_id() -> str:
     return digest[:12]
 
 
-def _describe_process() -> dict[str, str]:
+def describe_process() -> dict[str, str]:
     """Returns what a program runs on: another version or device cannot take it."""
     device = jax.devices()[0]
     processor = f", processor {_processor_id()}" if device.platform == "cpu" else ""
@@ -207,7 +228,7 @@ def write_programs(
     """Writes a file of programs; `description` is what JSON can say of them."""
     header = {
         "format": _FORMAT,
-        "made_by": _describe_process(),
+        "made_by": describe_process(),
         "description": description,
         "programs": [(len(data), *counts) for data, *counts in programs],
         "sha256": _digest(programs),
@@ -238,7 +259,7 @@ def read_programs(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Sa
             description, sizes = header["description"], [size for size, *_ in header["programs"]]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} has no whole first line; save it again.") from None
-        here = {"file format": _FORMAT} | _describe_process()
+        here = {"file format": _FORMAT} | describe_process()
         for name, value in here.items():
             if made_by.get(name) != value:
                 raise ValueError(

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import pathlib
 import signal
 import sys
 from concurrent import futures
@@ -23,7 +24,7 @@ from specjax.cli.generate import (
     stream_text,
 )
 from specjax.cli.prompts import read_prompt, read_prompts
-from specjax.compilation_cache import enable_compilation_cache
+from specjax.compilation_cache import command_folder, enable_compilation_cache
 from specjax.config import SpeculativeConfig
 
 __all__ = ["main"]
@@ -32,13 +33,18 @@ _REQUIRED_PACKAGES = ("flax", "safetensors", "tokenizers", "rich", "jinja2")
 
 
 def _read_generate_job(
-    options: argparse.Namespace, config: SpeculativeConfig, text: str, terminal: Any
+    options: argparse.Namespace,
+    config: SpeculativeConfig,
+    text: str,
+    terminal: Any,
+    folder: pathlib.Path | None,
 ) -> GenerateJob:
     # Weights are read last: everything that can be refused is refused before.
     with terminal.spinner("reading the folders"):
         from specjax import models
         from specjax.cli.model_pair import (
             check_draft,
+            describe_configs,
             encode_prompt,
             load_pair,
             pair_shapes,
@@ -74,6 +80,8 @@ def _read_generate_job(
         eos_token_ids=pair.target_config.eos_token_ids,
         sampling=parse_sampling_options(options),
         num_logprobs=options.logprobs,
+        folder=None if folder is None else folder / "programs",
+        models=describe_configs(pair),
     )
     # Weights are read while Python traces the programs, and while XLA compiles them. No spinner: a
     # long load shows a progress bar.
@@ -102,8 +110,10 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
         return options, read_workload(options, texts, terminal), terminal
     if options.use_fp64_gumbel:
         exit_stack.enter_context(jax.enable_x64(True))
-    enable_compilation_cache()
-    return options, _read_generate_job(options, config, texts[0], terminal), terminal
+    folder = command_folder()
+    if folder is None:
+        enable_compilation_cache()
+    return options, _read_generate_job(options, config, texts[0], terminal, folder), terminal
 
 
 def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:

@@ -1,6 +1,7 @@
 """Decodes one prompt: streams its text and times its steps, if asked next to plain decoding."""
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
@@ -59,6 +61,8 @@ class GenerateJob(NamedTuple):
       sampling: cutoffs and penalties, or None.
       num_logprobs: most probable tokens listed per token, or None.
       programs: what streams it, or None to compile it when it is streamed.
+      folder: where compiled programs are kept, or None.
+      models: the configurations of target and draft, which name what is kept.
     """
 
     name: str
@@ -75,6 +79,8 @@ class GenerateJob(NamedTuple):
     sampling: SamplingParams | None = None
     num_logprobs: int | None = None
     programs: StreamPrograms | None = None
+    folder: pathlib.Path | None = None
+    models: str = ""
 
 
 class GenerateResult(NamedTuple):
@@ -125,7 +131,15 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
         sampling=job.sampling,
         num_logprobs=job.num_logprobs,
     )
-    return StreamPrograms(job.target, job.drafter, arguments)
+    store = None
+    if job.folder is not None:
+        types = jax.tree.map(_describe, arguments)
+        store = ProgramStore(job.folder, repr((job.models, job.drafter is None, types)))
+    return StreamPrograms(job.target, job.drafter, arguments, store)
+
+
+def _describe(argument: Any) -> str:
+    return str(jax.typeof(argument)) if hasattr(argument, "dtype") else repr(argument)
 
 
 def _stream_states(
@@ -147,7 +161,7 @@ def _stream_states(
     with spinner("compiling"):
         programs.wait_for_first_token()
         if waits_for_all:
-            state = programs.warm_up(*operands, state)
+            state = programs.warm_up(job.target, state)
         state = programs.step(*operands, state)
     seconds_waited = programs.seconds_waited
     yield state, seconds_waited, 0.0

@@ -9,7 +9,15 @@ from specjax import models
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.model import Model
 
-__all__ = ["ModelPair", "check_draft", "encode_prompt", "load_pair", "pair_shapes", "read_pair"]
+__all__ = [
+    "ModelPair",
+    "check_draft",
+    "describe_configs",
+    "encode_prompt",
+    "load_pair",
+    "pair_shapes",
+    "read_pair",
+]
 
 
 class ModelPair(NamedTuple):
@@ -68,6 +76,15 @@ def check_draft(pair: ModelPair) -> None:
             f"({len(draft_vocab)} and {len(target_vocab)} tokens); a draft needs the target's "
             "tokenizer, token for token."
         )
+
+
+def describe_configs(pair: ModelPair) -> str:
+    """Returns what the models' programs are traced from, for two folders the same if it is."""
+    draft = pair.draft_spec
+    if draft not in ("none", "ngram"):
+        load = models.load_head_config if models.is_head(draft) else models.load_config
+        draft = repr(load(draft))
+    return f"{pair.target_config} {draft}"
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:

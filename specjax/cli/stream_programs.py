@@ -8,14 +8,17 @@ asking the device. They write into the buffers of the state that they are given.
 """
 
 import contextlib
+import functools
 import os
 import time
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.cli.program_store import ProgramStore
 from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.draft_next import run_draft
 from specjax.decode.drafters import Drafter
@@ -27,63 +30,102 @@ from specjax.model import Model
 
 __all__ = ["StreamPrograms"]
 
-_STATIC = ("config", "implementation")
 _ROWS = jax.jit(compute_rows, static_argnames=("k", "implementation"), donate_argnames="cache")
-_COMMIT = jax.jit(commit_rows, static_argnames=_STATIC, donate_argnames="state")
-_DRAFT = jax.jit(run_draft, static_argnames=_STATIC, donate_argnames="state")
+_COMMIT = jax.jit(
+    commit_rows, static_argnames=("config", "implementation"), donate_argnames="state"
+)
+_DRAFT = jax.jit(run_draft, static_argnames=("config", "implementation"), donate_argnames="state")
+
+# Options that are no operands of a compiled program.
+_STATIC = ("config", "implementation", "chunk_size", "k")
 
 
 class StreamPrograms:
-    """The programs of texts of one kind. Those of the prompt begin to be compiled at once.
+    """The programs of texts of one kind. Those of the first token begin to be compiled at once.
 
     Args:
       target: the model; only the shapes of its weights are read.
       drafter: the drafter, likewise, or None for plain decoding.
       arguments: of `run_prefill`.
+      store: where programs of this kind are kept, or None.
 
     Attributes:
       seconds_waited: for compilations.
     """
 
-    def __init__(self, target: Model, drafter: Drafter | None, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None,
+        arguments: dict[str, Any],
+        store: ProgramStore | None = None,
+    ) -> None:
         self.seconds_waited = 0.0
-        self._arguments = arguments
+        self._target, self._drafter = _shapes_of(target), _shapes_of(drafter)
+        self._arguments, self._store = arguments, store
         self._implementation = {"implementation": arguments["implementation"]}
         self._options = {"config": arguments["config"], **self._implementation}
         self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
         # How many drafted tokens the steps feed in which nothing was drafted.
         self._plain_k = 0 if arguments["settings"].k_by_rate is not None else self._k
-        self._workers = min(max(os.cpu_count() or 1, 3), 5)
-        self._pool = futures.ThreadPoolExecutor(self._workers)
-        self._compilations: dict[Any, futures.Future[Any]] = {}
+        workers = min(max(os.cpu_count() or 1, 3), 5)
+        self._pool = futures.ThreadPoolExecutor(workers)
+        # Of each name: what runs a program that was read, None for the call that JAX compiles.
+        self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
         # From the last commit: drafts are made of it when the next step begins.
         self._hidden: Any = None
-        self._begin("prompt", prefill_program(), target, drafter, **arguments)
-        shapes = run_prefill.eval_shape(target, drafter, **arguments)
-        self._begin_rows(target, shapes, self._plain_k)
-        state, cache = _without_cache(shapes)
-        options = {"k": self._plain_k, **self._implementation}
-        rows = _ROWS.eval_shape(target, state, cache, **options)[1]
-        self._begin("commit", _COMMIT, drafter, state, rows, **self._options)
-        self._draft_shapes = _COMMIT.eval_shape(drafter, state, rows, **self._options)
-        if self._workers > 4:
+        self._begin("prompt")
+        self._begin(f"rows {self._plain_k}")
+        self._begin("commit")
+        if workers > 4:
             # Fewer cores have enough to do, and some texts draft nothing.
-            self._begin_rows(target, shapes, self._k)
-            self._begin_draft(drafter)
+            self._begin(f"rows {self._k}")
+            self._begin("draft")
 
-    def _begin(self, name: Any, program: Any, *args: Any, **options: Any) -> None:
+    def _begin(self, name: str) -> None:
+        if name in self._programs or jax.config.values["jax_disable_jit"]:
+            return
+        if name == "draft" and self._drafter is None:
+            return
+        if self._store is not None and name in self._store:
+            self._programs[name] = self._pool.submit(self._store.load, name)
+        else:
+            self._programs[name] = self._pool.submit(self._compile, name, self._lower(name))
+
+    def _compile(self, name: str, lowered: jax.stages.Lowered) -> None:
         # JAX gives what is compiled here to the call that comes.
-        if name not in self._compilations and not jax.config.values["jax_disable_jit"]:
-            self._compilations[name] = self._pool.submit(program.lower(*args, **options).compile)
+        compiled = lowered.compile()
+        if self._store is not None:
+            self._store.save(name, lowered, compiled)
 
-    def _begin_rows(self, target: Model, state: DecodeState, k: int) -> None:
-        state, cache = _without_cache(state)
-        self._begin(k, _ROWS, target, state, cache, k=k, **self._implementation)
+    def _lower(self, name: str) -> jax.stages.Lowered:
+        """Returns a program traced for the shapes of its operands."""
+        if name == "prompt":
+            return prefill_program().lower(self._target, self._drafter, **self._arguments)
+        if name == "commit":
+            return _COMMIT.lower(self._drafter, *self._commit_shapes, **self._options)
+        if name == "draft":
+            state, _, hidden = _COMMIT.eval_shape(
+                self._drafter, *self._commit_shapes, **self._options
+            )
+            return _DRAFT.lower(self._drafter, state, hidden, **self._options)
+        return _ROWS.lower(self._target, *self._rows_shapes, **self._rows_options(name))
 
-    def _begin_draft(self, drafter: Drafter | None) -> None:
-        if drafter is not None:
-            state, _, hidden = self._draft_shapes
-            self._begin("draft", _DRAFT, drafter, state, hidden, **self._options)
+    def _rows_options(self, name: str) -> dict[str, Any]:
+        return {"k": int(name.removeprefix("rows ")), **self._implementation}
+
+    @functools.cached_property
+    def _rows_shapes(self) -> tuple[Any, Any]:
+        """The state that has read a prompt, and its cache."""
+        state = run_prefill.eval_shape(self._target, self._drafter, **self._arguments)
+        return _without_cache(state)
+
+    @functools.cached_property
+    def _commit_shapes(self) -> tuple[Any, Any]:
+        """That state, and rows."""
+        options = self._rows_options(f"rows {self._plain_k}")
+        rows = _ROWS.eval_shape(self._target, *self._rows_shapes, **options)[1]
+        return self._rows_shapes[0], rows
 
     def wait_for_prompt(self) -> None:
         """Waits for the program that reads the prompt."""
@@ -91,27 +133,32 @@ class StreamPrograms:
 
     def wait_for_first_token(self) -> None:
         """Waits for the programs of a step without drafts."""
-        self._wait(self._plain_k, "commit")
+        self._wait(f"rows {self._plain_k}", "commit")
 
-    def warm_up(self, target: Model, drafter: Drafter | None, state: DecodeState) -> DecodeState:
+    def warm_up(self, target: Model, state: DecodeState) -> DecodeState:
         """Returns the state after all programs are compiled and the rows of drafts ran once.
 
         A program takes longer when it runs first. What it writes, the next step writes anew.
         """
-        self._begin_draft(drafter)
+        self._begin("draft")
         state = self._compute_rows(target, state, self._k)[0]
-        self._wait(*self._compilations)
+        self._wait(*self._programs)
         return state
 
-    def _wait(self, *names: Any) -> None:
-        # The call of a program that failed compiles it again, and says why.
-        start, begun = time.perf_counter(), self._compilations
+    def _wait(self, *names: str) -> None:
+        start, begun = time.perf_counter(), self._programs
         futures.wait([begun[name] for name in names if name in begun])
         self.seconds_waited += time.perf_counter() - start
 
-    def _call(self, name: Any, program: Any, *args: Any, **options: Any) -> Any:
+    def _call(self, name: str, program: Any, *args: Any, **options: Any) -> Any:
+        self._begin(name)
         self._wait(name)
-        return program(*args, **options)
+        begun = self._programs.get(name)
+        # The call of a program that failed compiles it again, and says why.
+        stored = None if begun is None or begun.exception() else begun.result()
+        if stored is None:
+            return program(*args, **options)
+        return stored(*args, **{name: options[name] for name in options if name not in _STATIC})
 
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt but for its last token."""
@@ -141,22 +188,26 @@ class StreamPrograms:
             operands = (drafter, state, rows)
             state, _, self._hidden = self._call("commit", _COMMIT, *operands, **self._options)
             if _drafts(state):
-                self._begin_draft(drafter)
+                self._begin("draft")
             return jax.block_until_ready(state._replace(target_cache=cache))
 
     def _explain_out_of_memory(self, target: Model) -> contextlib.AbstractContextManager[None]:
         return explain_out_of_memory(target.init_cache, *self._arguments["prompt"].shape)
 
     def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
-        self._begin_rows(target, state, k)
         state, cache = _without_cache(state)
-        cache, rows = self._call(k, _ROWS, target, state, cache, k=k, **self._implementation)
+        name = f"rows {k}"
+        cache, rows = self._call(name, _ROWS, target, state, cache, **self._rows_options(name))
         return state._replace(target_cache=cache), rows
 
 
 def _without_cache(state: DecodeState) -> tuple[DecodeState, Any]:
     """Returns a state without the target's cache, and the cache."""
     return state._replace(target_cache=None), state.target_cache
+
+
+def _shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _drafts(state: DecodeState) -> bool:
