@@ -15,7 +15,6 @@ from specjax.acceptance_rates import (
     geometric_rates,
     rates_for_length,
 )
-from specjax.compilation_cache import enable_compilation_cache
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.decode.capacity import unpad
@@ -43,6 +42,7 @@ from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
+from specjax.programs.cache_folder import enable_compilation_cache
 from specjax.sample import Sample
 from specjax.samplers.gather_drafts import draft_from_probs, gather_drafts
 from specjax.samplers.gumbel_sample import gumbel_sample

@@ -24,8 +24,8 @@ from specjax.cli.generate import (
     stream_text,
 )
 from specjax.cli.prompts import read_prompt, read_prompts
-from specjax.compilation_cache import command_folder, enable_compilation_cache
 from specjax.config import SpeculativeConfig
+from specjax.programs.cache_folder import command_folder, enable_compilation_cache
 
 __all__ = ["main"]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.cli.token_text import TextStream, list_logprobs
 from specjax.config import SpeculativeConfig
@@ -21,6 +20,7 @@ from specjax.decode.metrics import Metrics
 from specjax.decode.state_and_info import DecodeState
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
+from specjax.programs.program_store import ProgramStore
 
 __all__ = [
     "GenerateJob",

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.cli.program_store import ProgramStore
 from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.draft_next import run_draft
 from specjax.decode.drafters import Drafter
@@ -27,6 +26,7 @@ from specjax.decode.prefill import prefill_program, run_prefill
 from specjax.decode.state_and_info import DecodeState
 from specjax.decode.target_rows import compute_rows
 from specjax.model import Model
+from specjax.programs.program_store import ProgramStore
 
 __all__ = ["StreamPrograms"]
 

@@ -11,14 +11,6 @@ import numpy as np
 from jax.tree_util import keystr
 
 from specjax.checks import as_array, check_count
-from specjax.compilation_cache import (
-    SavedProgram,
-    is_cache_in_use,
-    load_program,
-    read_programs,
-    serialize_programs,
-    write_programs,
-)
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
 from specjax.decode.capacity import explain_out_of_memory, on_host, pad_eos
@@ -31,6 +23,14 @@ from specjax.decode.prefill import begin_compilation
 from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
+from specjax.programs.cache_folder import is_cache_in_use
+from specjax.programs.saved_programs import (
+    SavedProgram,
+    load_program,
+    read_programs,
+    serialize_programs,
+    write_programs,
+)
 
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 

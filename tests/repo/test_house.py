@@ -27,7 +27,7 @@ PACKAGE = ROOT / "specjax"
 FLOORS = (
     ("draft", "verification", "sample", "model"),
     ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io"),
-    ("call_arrays", "checks", "config", "compilation_cache"),
+    ("call_arrays", "checks", "config", "programs"),
     ("core",),
     ("pallas",),
     ("samplers", "processing"),

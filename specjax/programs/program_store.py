@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-import specjax
-from specjax.compilation_cache import describe_process, load_program, serialize_programs
 from specjax.file_io import replace_file
+from specjax.programs.saved_programs import describe_process, load_program, serialize_programs
 
 __all__ = ["ProgramStore"]
 
+_ROOT = pathlib.Path(__file__).parents[1]
 _DIGEST_BYTES = 32
 _PLAIN = (str, int, float, type(None))
 # Variables that change what XLA compiles; JAX's are among its settings.
@@ -74,7 +74,7 @@ class ProgramStore:
 
 def _describe_tracing() -> str:
     """Returns what programs of any kind are traced and compiled by."""
-    root = pathlib.Path(specjax.__file__).parent
+    root = _ROOT
     source = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         source.update(str(path.relative_to(root)).encode() + path.read_bytes())

@@ -7,10 +7,10 @@ import pytest
 
 import specjax
 from specjax import SpeculativeConfig
-from specjax.cli import program_store
-from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.decode.init_and_step import check_arguments
+from specjax.programs import program_store
+from specjax.programs.program_store import ProgramStore
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
@@ -73,7 +73,7 @@ def test_programs_that_would_be_traced_otherwise_have_another_name(tmp_path, cha
         assert path("another") != before
     elif change == "source":
         (tmp_path / "module.py").write_text("a = 1\n")
-        monkeypatch.setattr(program_store.specjax, "__file__", str(tmp_path / "__init__.py"))
+        monkeypatch.setattr(program_store, "_ROOT", tmp_path)
         first = path()
         (tmp_path / "module.py").write_text("a = 2\n")
         assert len({before, first, path()}) == 3

@@ -1,0 +1,8 @@
+"""Compiled programs that outlive a process: in JAX's cache, in a file, or kept by the command.
+
+| module | what it holds |
+|---|---|
+| `cache_folder` | `enable_compilation_cache`: the folder, and whether JAX reads it |
+| `saved_programs` | programs as bytes, and the file of `CompiledGenerate.save` |
+| `program_store` | the command's programs, each under a name that says what it was traced from |
+"""
