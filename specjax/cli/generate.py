@@ -155,6 +155,7 @@ def _stream_states(
     programs = job.programs or begin_programs(job)
     with spinner("compiling"):
         programs.wait_for_prompt()
+        programs.begin_steps()
     # While the programs of a step are still being compiled.
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)

@@ -1,9 +1,9 @@
 """The programs that stream a text, compiled next to one another and before they are needed.
 
-    prompt -> rows -> commit -> draft -> rows -> commit -> draft -> ...
+    prompt -> commit -> draft -> rows -> commit -> draft -> rows -> ...
 
 `specjax.step` is one program. Here its parts are programs of their own: a text begins once the
-first three are compiled, on as many cores, and a step that drafts nothing computes one row without
+first two are compiled, on as many cores, and a step that drafts nothing computes one row without
 asking the device. They write into the buffers of the state that they are given.
 """
 
@@ -37,7 +37,7 @@ _COMMIT = jax.jit(
 _DRAFT = jax.jit(run_draft, static_argnames=("config", "implementation"), donate_argnames="state")
 
 # Options that are no operands of a compiled program.
-_STATIC = ("config", "implementation", "chunk_size", "k")
+_STATIC = ("config", "implementation", "chunk_size", "with_rows", "k")
 
 
 class StreamPrograms:
@@ -74,13 +74,19 @@ class StreamPrograms:
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
         # From the last commit: drafts are made of it when the next step begins.
         self._hidden: Any = None
+        # From the prompt: what the first step commits.
+        self._first_rows: Any = None
         self._begin("prompt")
-        self._begin(f"rows {self._plain_k}")
         self._begin("commit")
         if workers > 4:
-            # Fewer cores have enough to do, and some texts draft nothing.
+            # Fewer cores have enough to do until the first token is there.
+            self.begin_steps()
             self._begin(f"rows {self._k}")
             self._begin("draft")
+
+    def begin_steps(self) -> None:
+        """Begins to compile what a second token needs."""
+        self._begin(f"rows {self._plain_k}")
 
     def _begin(self, name: str) -> None:
         if name in self._programs or jax.config.values["jax_disable_jit"]:
@@ -101,7 +107,8 @@ class StreamPrograms:
     def _lower(self, name: str) -> jax.stages.Lowered:
         """Returns a program traced for the shapes of its operands."""
         if name == "prompt":
-            return prefill_program().lower(self._target, self._drafter, **self._arguments)
+            arguments = self._arguments | {"with_rows": True}
+            return prefill_program().lower(self._target, self._drafter, **arguments)
         if name == "commit":
             return _COMMIT.lower(self._drafter, *self._commit_shapes, **self._options)
         if name == "draft":
@@ -117,29 +124,33 @@ class StreamPrograms:
     @functools.cached_property
     def _rows_shapes(self) -> tuple[Any, Any]:
         """The state that has read a prompt, and its cache."""
-        state = run_prefill.eval_shape(self._target, self._drafter, **self._arguments)
-        return _without_cache(state)
+        return _without_cache(self._prompt_shapes[0])
 
     @functools.cached_property
     def _commit_shapes(self) -> tuple[Any, Any]:
         """That state, and rows."""
-        options = self._rows_options(f"rows {self._plain_k}")
-        rows = _ROWS.eval_shape(self._target, *self._rows_shapes, **options)[1]
-        return self._rows_shapes[0], rows
+        return self._rows_shapes[0], self._prompt_shapes[1]
+
+    @functools.cached_property
+    def _prompt_shapes(self) -> Any:
+        return run_prefill.eval_shape(
+            self._target, self._drafter, **self._arguments, with_rows=True
+        )
 
     def wait_for_prompt(self) -> None:
         """Waits for the program that reads the prompt."""
         self._wait("prompt")
 
     def wait_for_first_token(self) -> None:
-        """Waits for the programs of a step without drafts."""
-        self._wait(f"rows {self._plain_k}", "commit")
+        """Waits for the program that commits."""
+        self._wait("commit")
 
     def warm_up(self, target: Model, state: DecodeState) -> DecodeState:
         """Returns the state after all programs are compiled and the rows of drafts ran once.
 
         A program takes longer when it runs first. What it writes, the next step writes anew.
         """
+        self.begin_steps()
         self._begin("draft")
         state = self._compute_rows(target, state, self._k)[0]
         self._wait(*self._programs)
@@ -163,8 +174,10 @@ class StreamPrograms:
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt but for its last token."""
         with self._explain_out_of_memory(target):
-            state = self._call("prompt", prefill_program(), target, drafter, **self._arguments)
-            return jax.block_until_ready(state)
+            arguments = self._arguments | {"with_rows": True}
+            read = self._call("prompt", prefill_program(), target, drafter, **arguments)
+            state, self._first_rows = jax.block_until_ready(read)
+            return state
 
     def draft(self, drafter: Drafter | None, state: DecodeState) -> DecodeState:
         """Returns the state with the drafts of the next step, which would draft them itself."""
@@ -182,8 +195,10 @@ class StreamPrograms:
         """
         with self._explain_out_of_memory(target):
             state = self.draft(drafter, state)
-            k = self._k if _drafts(state) else self._plain_k
-            state, rows = self._compute_rows(target, state, k)
+            rows, self._first_rows = self._first_rows, None
+            if rows is None:
+                k = self._k if _drafts(state) else self._plain_k
+                state, rows = self._compute_rows(target, state, k)
             state, cache = _without_cache(state)
             operands = (drafter, state, rows)
             state, _, self._hidden = self._call("commit", _COMMIT, *operands, **self._options)

@@ -19,7 +19,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import apply_model
+from specjax.decode.target_rows import apply_model, fill_rows, rows_of, take_at
 from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
@@ -126,7 +126,7 @@ def prefill_program() -> Any:
 @functools.cache
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
-    return jax.jit(function, static_argnames=_STATIC, compiler_options=_GPU_OPTIONS)
+    return jax.jit(function, static_argnames=(*_STATIC, "with_rows"), compiler_options=_GPU_OPTIONS)
 
 
 def _step_options(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "with_rows"))
 def run_prefill(
     target: Model,
     drafter: Drafter | None,
@@ -148,7 +148,8 @@ def run_prefill(
     config: SpeculativeConfig,
     implementation: Implementation | None,
     chunk_size: int,
-) -> DecodeState:
+    with_rows: bool = False,
+) -> Any:
     """Returns a state that has read the prompts but for their last token, and drafted nothing.
 
     The first step feeds the last token of each prompt, so that verification stands in the step's
@@ -163,9 +164,11 @@ def run_prefill(
       config: a compile key.
       implementation: a resolved one if the caller named one, else None.
       chunk_size: most tokens of a request that the models read at once.
+      with_rows: whether the target reads the last tokens, too, for a first step that has a program
+        of its own for what follows.
 
     Returns:
-      `DecodeState`.
+      `DecodeState`; with rows, that and the `TargetRows` of the first step.
     """
     size, width = prompt.shape
     settings = settings._replace(
@@ -176,13 +179,14 @@ def run_prefill(
     token_ids = jnp.where(index < lengths[:, None], prompt, -1)
     cache = target.init_cache(size, width)
     drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
-    cache, drafter_state = _read(
-        target, drafter, prompt, lengths, cache, drafter_state, min(chunk_size, width)
+    like = _hidden_like(target, cache, size, 1) if with_rows else None
+    states = (cache, drafter_state, None if like is None else jnp.zeros(like.shape, like.dtype))
+    cache, drafter_state, last_hidden = _read(
+        target, drafter, prompt, lengths, states, min(chunk_size, width)
     )
     k = 0 if drafter is None else config.num_speculative_tokens
-    rows = jnp.zeros((size, k + 1), jnp.int32)
-    shapes = apply_model.eval_shape(target, rows, rows, cache)[0]
-    hidden = jnp.zeros((size, *shapes.shape[2:]), shapes.dtype)
+    like = _hidden_like(target, cache, size, k + 1)
+    hidden = jnp.zeros((size, *like.shape[2:]), like.dtype)
     counts = _count_prompt(target, settings, token_ids, lengths, hidden)
     none_drafted = jnp.zeros((size,), jnp.int32)
     draft = Draft(jnp.zeros((size, 0), jnp.int32))
@@ -191,7 +195,7 @@ def run_prefill(
         options = {"config": config, "implementation": implementation}
         draft, _ = propose_draft.eval_shape(drafter, *operands, **options)
         draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
-    return DecodeState(
+    state = DecodeState(
         token_ids=token_ids,
         lengths=lengths,
         logprobs=jnp.zeros(token_ids.shape, jnp.float32),
@@ -206,6 +210,15 @@ def run_prefill(
         top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
         draft_history=None if settings.k_by_rate is None else init_history(lengths),
     )
+    if last_hidden is None:
+        return state
+    return state, fill_rows(rows_of(target, state, implementation, last_hidden), state)
+
+
+def _hidden_like(target: Model, cache: Any, size: int, num_rows: int) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of hidden states [B, num_rows, D]."""
+    rows = jnp.zeros((size, num_rows), jnp.int32)
+    return apply_model.eval_shape(target, rows, rows, cache)[0]
 
 
 def _read(
@@ -213,31 +226,45 @@ def _read(
     drafter: Drafter | None,
     prompt: jax.Array,
     lengths: jax.Array,
-    cache: Any,
-    drafter_state: Any,
+    states: tuple[Any, Any, jax.Array | None],
     chunk_size: int,
-) -> tuple[Any, Any]:
-    """Returns the target's cache and the drafter's state with all but the last tokens in them."""
+) -> tuple[Any, Any, jax.Array | None]:
+    """Returns the target's cache, the drafter's state and the hidden states of the last tokens.
+
+    Args:
+      target: reads the last tokens only if their hidden states are wanted.
+      drafter: reads all tokens but the last.
+      prompt: i32[B, S].
+      lengths: i32[B].
+      states: what is returned, before; None for hidden states that are not wanted.
+      chunk_size: tokens of a request that are read at once.
+    """
     offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
     prompt = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
-    num_read = lengths - 1
+    num_read = lengths - 1 if states[2] is None else lengths
 
     def read(carry: Any) -> Any:
-        done, cache, drafter_state = carry
+        done, cache, drafter_state, last_hidden = carry
         ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
         inside = done + offsets < num_read[:, None]
         ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
         hidden, cache = apply_model(target, ids, positions, cache)
+        if last_hidden is not None:
+            index = (lengths - 1 - done)[:, None]
+            found = take_at(hidden, jnp.clip(index[:, 0], 0, chunk_size - 1))[:, None]
+            is_here = jnp.any(offsets == index, axis=1)
+            last_hidden = jnp.where(is_here[:, None, None], found, last_hidden)
+            positions = jnp.where(offsets < index, positions, -1)
         if drafter is not None:
             features = hidden if drafter.reads_features else None
             drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)
-        return pvary_like((done + jnp.int32(chunk_size), cache, drafter_state), carry)
+        carry_out = (done + jnp.int32(chunk_size), cache, drafter_state, last_hidden)
+        return pvary_like(carry_out, carry)
 
-    start = (jnp.int32(0), cache, drafter_state)
+    start = (jnp.int32(0), *states)
     start = pvary_like(start, start, prompt, lengths, target, drafter)
     last = jnp.max(num_read)
-    _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < last, read, start)
-    return cache, drafter_state
+    return jax.lax.while_loop(lambda carry: carry[0] < last, read, start)[1:]
 
 
 def _count_prompt(

@@ -31,7 +31,9 @@ __all__ = [
     "count_drafted",
     "count_rows",
     "fed_tokens",
+    "fill_rows",
     "on_rows",
+    "rows_of",
     "take_at",
 ]
 
@@ -65,22 +67,34 @@ def compute_rows(
       implementation: as in `run_step`.
     """
     cache, rows = compute_k_rows(target, state, implementation, k, cache)
-    return cache, jax.tree.map(functools.partial(_fill, size=count_rows(state)), rows)
+    return cache, fill_rows(rows, state)
+
+
+def fill_rows(rows: TargetRows, state: DecodeState) -> TargetRows:
+    """Returns K + 1 rows, zeros after those that there are."""
+    return jax.tree.map(functools.partial(_fill, size=count_rows(state)), rows)
 
 
 def compute_k_rows(
     target: Model, state: DecodeState, implementation: Implementation | None, k: int, cache: Any
 ) -> tuple[Any, TargetRows]:
     """Feeds the last token and the first k drafted ones to the target: its cache, and its rows."""
-    settings = state.settings
     input_ids, positions = (fed[:, : k + 1] for fed in fed_tokens(state))
     hidden, cache = apply_model(target, input_ids, positions, cache)
+    return cache, rows_of(target, state, implementation, hidden)
+
+
+def rows_of(
+    target: Model, state: DecodeState, implementation: Implementation | None, hidden: jax.Array
+) -> TargetRows:
+    """Returns the rows of hidden states [B, k + 1, D], the last token's and those of k drafted."""
+    settings, (size, num_rows) = state.settings, hidden.shape[:2]
     raw = target.logits(target.params, hidden)
-    _check_target_logits(raw, settings, *input_ids.shape)
+    _check_target_logits(raw, settings, size, num_rows)
     resolved = resolve_implementation(implementation)
-    logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, :k], raw, resolved)
+    logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, : num_rows - 1], raw, resolved)
     lists_raw = settings.logprobs is not None and settings.logprobs.mode == "raw"
-    return cache, TargetRows(hidden, raw if lists_raw else None, logits, cutoff)
+    return TargetRows(hidden, raw if lists_raw else None, logits, cutoff)
 
 
 @jax.jit

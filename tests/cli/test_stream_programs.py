@@ -10,6 +10,8 @@ import specjax
 from specjax import SpeculativeConfig
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.decode.init_and_step import check_arguments
+from specjax.decode.prefill import run_prefill
+from specjax.decode.target_rows import compute_rows
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
@@ -33,6 +35,21 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
     programs = StreamPrograms(huge, None, check_arguments(huge, None, *prompt, **options))
     with pytest.raises(MemoryError, match="cache of 1 requests with max_length 16 takes 16384"):
         programs.read_prompt(huge, None)
+
+
+def test_the_prompt_gives_the_rows_that_its_last_token_would_give():
+    """Of prompts that end in different chunks; the drafter's state is the same."""
+    ids, lengths = bigrams.prompts([[1, 2, 3, 0, 2], [0, 1], [3]])
+    options = {"keys": bigrams.keys(3), "config": SpeculativeConfig(3), "max_new_tokens": 9}
+    options |= {"temperature": 0.7, "eos_token_ids": (), "prefill_chunk_size": 2}
+    arguments = check_arguments(MODEL, DRAFTER, ids, lengths, **options)
+    state, rows = run_prefill(MODEL, DRAFTER, **arguments, with_rows=True)
+    before = run_prefill(MODEL, DRAFTER, **arguments)
+    cache, expected = compute_rows(MODEL, before, before.target_cache, k=0, implementation=None)
+    jax.tree.map(np.testing.assert_array_equal, rows, expected)
+    np.testing.assert_array_equal(state.target_cache, cache)
+    without = [x._replace(target_cache=None, settings=None) for x in (state, before)]
+    jax.tree.map(np.testing.assert_array_equal, *without)
 
 
 @pytest.mark.parametrize("kind", KINDS)
