@@ -1,6 +1,6 @@
 """Speculative-decoding verification in JAX: exact, batched, jitted.
 
-Verification: `rejection_sample`, `rejection_sample_ragged`, `gumbel_sample`.
+Verification: `rejection_sample`, `coupled_sample`, their ragged forms, `gumbel_sample`.
 Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
@@ -44,6 +44,8 @@ from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
 from specjax.programs.cache_folder import enable_compilation_cache
 from specjax.sample import Sample
+from specjax.samplers.coupled_sample import coupled_sample
+from specjax.samplers.coupled_sample_ragged import coupled_sample_ragged
 from specjax.samplers.gather_drafts import draft_from_probs, gather_drafts
 from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
@@ -77,6 +79,8 @@ __all__ = [
     "compile_generate",
     "conditional_rates",
     "count_tokens",
+    "coupled_sample",
+    "coupled_sample_ragged",
     "draft_from_probs",
     "enable_compilation_cache",
     "expected_acceptance_length",

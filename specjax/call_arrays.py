@@ -20,11 +20,13 @@ class CallOptions:
       noise_dtype: float32 or float64.
       implementation: a resolved one.
       max_draft_tokens: K, drafted tokens per request at most; at least 0.
+      method: how drafted tokens are verified, "standard" or "coupled".
     """
 
     noise_dtype: Any
     implementation: Implementation
     max_draft_tokens: int = 0
+    method: str = "standard"
 
 
 class SampleArrays(NamedTuple):

@@ -23,7 +23,7 @@ from specjax.core.logsumexp import (
 )
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
-from specjax.core.temperature import parse_temperature
+from specjax.core.temperature import Temperature, parse_temperature
 from specjax.sample import Sample
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "first_argmax",
     "gather_logits",
     "gumbel_max_token",
+    "row_token",
     "sample_row",
     "token_logprobs",
     "two_level_argmax",
@@ -127,6 +128,35 @@ def gumbel_max_token(
     return two_level_argmax(scores, token_scores)[1]
 
 
+def row_token(
+    logits: jax.Array,
+    partials: MaxSum,
+    normalizer: LogNormalizer,
+    at: Words,
+    temperature: Temperature,
+    cutoff: jax.Array | None,
+    noise_dtype: Any,
+) -> jax.Array:
+    """Returns the token i32[] drawn from a row, or its argmax where the request is greedy.
+
+    Args:
+      logits: [V].
+      partials: of the row's blocks.
+      normalizer: of the row.
+      at: the address of the draw.
+      temperature: of the request.
+      cutoff: f32[] or None.
+      noise_dtype: float32 or float64.
+    """
+
+    def token_log_weights(index: jax.Array) -> jax.Array:
+        return token_logprobs(gather_logits(logits, index, cutoff), normalizer, temperature.scale)
+
+    block_log_masses = block_logprobs(partials, normalizer, temperature.scale)
+    random = gumbel_max_token(block_log_masses, token_log_weights, at, noise_dtype)
+    return jnp.where(temperature.greedy, argmax_token(logits, partials, cutoff), random)
+
+
 def sample_row(
     logits: jax.Array,
     at: Words,
@@ -138,16 +168,12 @@ def sample_row(
     parsed = parse_temperature(temperature)
     partials = block_partials(logits, parsed.scale, cutoff)
     row = row_statistics_once(partials, parsed.scale)
-
-    def token_log_weights(index: jax.Array) -> jax.Array:
-        return token_logprobs(gather_logits(logits, index, cutoff), row.normalizer, parsed.scale)
-
-    block_log_masses = block_logprobs(partials, row.normalizer, parsed.scale)
-    random = gumbel_max_token(block_log_masses, token_log_weights, at, noise_dtype)
-    token = jnp.where(parsed.greedy, argmax_token(logits, partials, cutoff), random)
+    token = row_token(logits, partials, row.normalizer, at, parsed, cutoff, noise_dtype)
     valid = parsed.valid & row.valid
+    logit = gather_logits(logits, token, cutoff)
+    logprob = token_logprobs(logit, row.normalizer, parsed.scale)
     return Sample(
         token_ids=jnp.where(valid, token, jnp.int32(-1)),
-        logprobs=jnp.where(valid, token_log_weights(token), jnp.float32(0)),
+        logprobs=jnp.where(valid, logprob, jnp.float32(0)),
         logsumexp=row_logsumexp(row.normalizer, parsed.scale),
     )

@@ -95,13 +95,7 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
     Returns:
       `Verification`.
     """
-    num_requests, shape = plan.num_requests, (plan.num_requests, plan.rows_per_request)
-    verification = Verification(
-        token_ids=output(shape, jnp.int32),
-        num_accepted=output((num_requests,), jnp.int32),
-        num_emitted=output((num_requests,), jnp.int32),
-        logprobs=output(shape),
-    )
+    verification = plan.verification_shape()
     if arrays.draft_logits is not None and plan.is_small:
         return _draw_from_tiles(arrays, rows, verification, plan)
     log_masses = None if arrays.draft_logits is None else _reduce_residuals(arrays, rows, plan)
@@ -109,7 +103,7 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
         functools.partial(verify_draw_kernel, plan=plan),
         _Operands(arrays, rows, log_masses),
         verification,
-        num_programs=num_requests,
+        num_programs=plan.num_requests,
         num_warps=plan.config.num_draw_warps,
         interpret=plan.interpret,
     )

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import LogNormalizer, mask_below_cutoff
+from specjax.core.logsumexp import LogNormalizer, MaxSum, block_logprobs, mask_below_cutoff
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Hash, Words, gumbel
-from specjax.pallas.blocks import load_raw_logits
+from specjax.core.subnormal import flush_subnormals
+from specjax.pallas.blocks import block_argmax, load_raw_logits
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import select_one
 
@@ -30,6 +31,7 @@ __all__ = [
     "block_token_ids",
     "draw_noise",
     "draw_row_noise",
+    "draw_row_token",
     "draw_token",
     "num_padded_blocks",
 ]
@@ -145,3 +147,32 @@ def draw_token(
     mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best_index
     logit = jnp.max(jnp.where(mask, x, -jnp.inf))
     return Draw(select_one(token_id, mask), logit, jnp.max(scores))
+
+
+def draw_row_token(
+    row: SamplingRow, blocks: MaxSum, greedy: jax.Array, make_noise: Callable[[], BlockNoise]
+) -> tuple[jax.Array, jax.Array]:
+    """Draws a token from a row, or takes the row's argmax where it is greedy.
+
+    Args:
+      row: the row.
+      blocks: partials of its blocks, f32[N].
+      greedy: bool.
+      make_noise: returns the noise of the draw among these blocks.
+
+    Returns:
+      The token i32 and its kept logit f32.
+    """
+
+    def take_argmax() -> tuple[jax.Array, jax.Array]:
+        block = first_argmax(flush_subnormals(blocks.max))
+        # The shift of a row's normalizer is its largest logit.
+        argmax = block_argmax(row.logits, row.row_index, row.cutoff, block)
+        return argmax, row.normalizer.shift
+
+    def draw_random() -> tuple[jax.Array, jax.Array]:
+        log_masses = block_logprobs(blocks, row.normalizer, row.scale)
+        draw = draw_token(row, log_masses, make_noise(), lambda _, logprobs: logprobs)
+        return draw.token, draw.logit
+
+    return jax.lax.cond(greedy, take_argmax, draw_random)

@@ -13,8 +13,9 @@ from specjax.core.noise import Hash, Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import load_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile, next_power_of_2
-from specjax.pallas.launch import interpreter_barrier, select_one
+from specjax.pallas.launch import interpreter_barrier, output, select_one
 from specjax.pallas.threefry import make_threefry
+from specjax.verification import Verification
 
 __all__ = [
     "DraftRow",
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "RequestScalars",
     "load_drafted",
+    "load_drafted_logit",
     "load_masked",
     "load_request",
     "locate_draft_row",
@@ -75,6 +77,16 @@ class Plan(NamedTuple):
     def is_small(self) -> bool:
         """Returns whether the schedule is that of a small batch, `KernelConfig.is_small`."""
         return self.config.is_small(self.num_requests)
+
+    def verification_shape(self) -> Verification:
+        """Returns the shapes of the call's result."""
+        requests, rows = (self.num_requests,), (self.num_requests, self.rows_per_request)
+        return Verification(
+            token_ids=output(rows, jnp.int32),
+            num_accepted=output(requests, jnp.int32),
+            num_emitted=output(requests, jnp.int32),
+            logprobs=output(rows),
+        )
 
 
 class RequestScalars(NamedTuple):
@@ -226,3 +238,13 @@ def load_drafted(
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)
     normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
     return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, row)
+
+
+def load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
+    """Loads the target's logit f32[] of a request's drafted token i, which exists."""
+    # Arrays of one element, because a masked load takes no scalar.
+    zero = jax.lax.iota(jnp.int32, 1)
+    mask, row = zero == 0, request.first_target_row + i + zero
+    token_id = plgpu.load(arrays.token_ids.at[request.first_draft + i + zero])
+    cutoff = request.cutoff(arrays, i + zero, mask)
+    return select_one(load_logits(arrays.target_logits, row, token_id, cutoff, mask), mask)

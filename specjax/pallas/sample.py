@@ -15,15 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import CallOptions, SampleArrays
-from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import block_logprobs, row_logsumexp, row_statistics
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import row_logsumexp, row_statistics
 from specjax.core.noise import Hash, Words, address
-from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
 from specjax.pallas.blocks import (
     Partials,
     RowTile,
-    block_argmax,
     load_blocks,
     load_padded,
     partials_shape,
@@ -34,7 +32,7 @@ from specjax.pallas.gumbel_max import (
     SamplingRow,
     draw_noise,
     draw_row_noise,
-    draw_token,
+    draw_row_token,
     num_padded_blocks,
 )
 from specjax.pallas.kernel_config import KernelConfig, Tile
@@ -162,19 +160,8 @@ def sample_draw_kernel(
     temperature = parse_temperature(arrays.temperature[b])
     statistics = row_statistics(blocks, temperature.scale)
     normalizer = statistics.normalizer
-
-    def take_argmax() -> tuple[jax.Array, jax.Array]:
-        block = first_argmax(flush_subnormals(blocks.max))
-        # The shift of a row's normalizer is its largest logit.
-        return block_argmax(arrays.logits, b, cutoff, block), normalizer.shift
-
-    def draw_random() -> tuple[jax.Array, jax.Array]:
-        row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, normalizer)
-        log_masses = block_logprobs(blocks, normalizer, temperature.scale)
-        draw = draw_token(row, log_masses, noise, lambda _, logprobs: logprobs)
-        return draw.token, draw.logit
-
-    token, logit = jax.lax.cond(temperature.greedy, take_argmax, draw_random)
+    row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, normalizer)
+    token, logit = draw_row_token(row, blocks, temperature.greedy, lambda: noise)
     logprob = token_logprobs(logit, normalizer, temperature.scale)
     valid = temperature.valid & statistics.valid
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))

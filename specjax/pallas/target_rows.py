@@ -12,6 +12,7 @@ read in vain. A tile with a larger logit rejects a greedy request's token before
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +40,14 @@ from specjax.pallas.load_request import (
     Plan,
     RequestScalars,
     load_drafted,
+    load_drafted_logit,
     load_masked,
     load_request,
 )
 
 __all__ = [
     "AcceptanceResult",
+    "Evaluate",
     "ReducedRows",
     "VerifiedRows",
     "accept_rows",
@@ -150,6 +153,10 @@ def evaluate_acceptance(
     return AcceptanceResult(normalizer, logprobs, argmax, accepted, drafted)
 
 
+# Evaluates rows i32[R] of a request, as `evaluate_acceptance`; one in `verify_accept_kernel`.
+Evaluate = Callable[[VerifyArrays, RequestScalars, jax.Array, Partials, Plan], AcceptanceResult]
+
+
 class _Operands(NamedTuple):
     arrays: VerifyArrays
     counters: jax.Array
@@ -198,12 +205,14 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
         store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
 
 
-def accept_rows(arrays: VerifyArrays, plan: Plan) -> VerifiedRows:
+def accept_rows(
+    arrays: VerifyArrays, plan: Plan, evaluate: Evaluate = evaluate_acceptance
+) -> VerifiedRows:
     """Launches the reduction and evaluation of a large batch's rows up to the first rejection."""
     vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
     zeros = jnp.zeros((plan.num_requests, plan.rows_per_request + 1), jnp.uint32)
     return launch(
-        functools.partial(verify_accept_kernel, plan=plan),
+        functools.partial(verify_accept_kernel, plan=plan, evaluate=evaluate),
         _Operands(arrays, zeros),
         VerifiedRows(
             partials_shape(num_rows, vocab_size, plan.tile),
@@ -220,10 +229,12 @@ def accept_rows(arrays: VerifyArrays, plan: Plan) -> VerifiedRows:
     )
 
 
-def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) -> None:
+def verify_accept_kernel(
+    operands: _Operands, out: VerifiedRows, *, plan: Plan, evaluate: Evaluate
+) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 
-    Formula: as `verify_reduce_kernel`, then accept if `uniform < p / q` (`evaluate_acceptance`).
+    Formula: as `verify_reduce_kernel`, then that of `evaluate_acceptance` or `draw_and_compare`.
     Grid: (K + 1) * B * tiles programs of 4 warps, row 0 of all requests first; one owns a tile of
     8192 logits of one row.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program of a row
@@ -264,13 +275,13 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
 
             @pl.when(request.temperature.greedy & (i < request.num_draft_tokens))
             def reject_greedy() -> None:
-                logit = _load_drafted_logit(arrays, request, i)
+                logit = load_drafted_logit(arrays, request, i)
                 pl.when(largest_equal(logit) < tile_max)(publish_stop)
 
         @pl.when(is_last_arrival(out.counters, (b, i), num_tiles, plan.interpret))
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
-            result = evaluate_acceptance(arrays, request, row, out.partials, plan)
+            result = evaluate(arrays, request, row, out.partials, plan)
             at = b * rows_per_request + row
             plgpu.store(out.shift.at[at], result.normalizer.shift)
             plgpu.store(out.log_sum.at[at], result.normalizer.log_sum)
@@ -278,16 +289,6 @@ def verify_accept_kernel(operands: _Operands, out: VerifiedRows, *, plan: Plan) 
             plgpu.store(out.argmax.at[at], result.argmax)
             is_accepted = select_one(result.accepted.astype(jnp.int32), row == i)
             pl.when(is_accepted == 0)(publish_stop)
-
-
-def _load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
-    """Loads the target's logit f32[] of a request's drafted token i, which exists."""
-    # Arrays of one element, because a masked load takes no scalar.
-    zero = jax.lax.iota(jnp.int32, 1)
-    mask, row = zero == 0, request.first_target_row + i + zero
-    token_id = plgpu.load(arrays.token_ids.at[request.first_draft + i + zero])
-    cutoff = request.cutoff(arrays, i + zero, mask)
-    return select_one(load_logits(arrays.target_logits, row, token_id, cutoff, mask), mask)
 
 
 def _row_tile(

@@ -1,4 +1,4 @@
-"""`gumbel_sample`, `rejection_sample` and its ragged form: checks, jitted bodies, plain JAX.
+"""`gumbel_sample`, `rejection_sample`, `coupled_sample`, their ragged forms: checks, plain JAX.
 
 A drafted token x is accepted with probability min(1, p(x) / q(x)). After the first rejection one
 token is drawn from norm(max(p - q, 0)), and a bonus token from p if all were accepted.
@@ -10,6 +10,9 @@ The way of the data, for `rejection_sample`:
 3. `batch.verify_shard`, once per shard of the batch, makes logits flat rows, and calls one of:
 4. the reference (`verify_xla`, `next_token_xla`): `verify_request` for each `Request`;
 5. the kernels: `specjax.pallas.verify.verify_rows` on these arrays and options.
+
+`coupled_sample` goes the same way without draft logits: the reference is `couple_request`, which
+draws a target row's token and compares; on the kernels the last program of a row draws.
 
 One public call is one file. Code that is inside a program already calls functions that do not
 check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop

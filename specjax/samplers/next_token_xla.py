@@ -16,8 +16,9 @@ from specjax.core.noise import SAMPLING_BLOCK, Stream, address
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
 from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
+from specjax.verification import Verification
 
-__all__ = ["AcceptedPrefix", "next_token"]
+__all__ = ["AcceptedPrefix", "emit", "is_active", "next_token"]
 
 
 class AcceptedPrefix(NamedTuple):
@@ -129,3 +130,59 @@ def _sampled_residual(
         return residual_log_masses(p, q)
 
     return sampled_log_masses, logprobs
+
+
+def is_active(request: Request) -> jax.Array:
+    """Returns whether a request may emit tokens."""
+    return (request.num_tokens >= 0) & parse_temperature(request.temperature).valid
+
+
+def emit(
+    request: Request,
+    num_accepted: jax.Array,
+    row: RowStatistics,
+    target: LogitRows,
+    token: jax.Array,
+    logprob: jax.Array,
+    accepted_logprobs: jax.Array,
+) -> Verification:
+    """Returns what a request emits: its accepted drafted tokens and the token after them.
+
+    Args:
+      request: one request.
+      num_accepted: i32, its accepted tokens; index of the deciding row among the request's.
+      row: statistics of the deciding row.
+      target: rows of target logits.
+      token: i32[], of the deciding row.
+      logprob: f32[], log p of it.
+      accepted_logprobs: f32[K], log p of the accepted tokens.
+
+    Returns:
+      `Verification` without a batch axis.
+    """
+    active = is_active(request)
+    emits = active & row.valid
+    if request.bonus_token_id is not None:
+        bonus = request.bonus_token_id
+        in_vocabulary = (bonus >= 0) & (bonus < target.logits.shape[1])
+        is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
+        token = jnp.where(is_given, bonus, token)
+        logits, cutoff = take_row(target, request.target_row + num_accepted)
+        scale = parse_temperature(request.temperature).scale
+        bonus_logit = gather_logits(logits, bonus, cutoff)
+        bonus_logprob = token_logprobs(bonus_logit, row.normalizer, scale)
+        # An invalid row gives the bonus token that was passed no probability.
+        bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)
+        logprob = jnp.where(is_given, bonus_logprob, logprob)
+        emits |= is_given
+    index = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+    is_accepted = index < num_accepted
+    is_next = emits & (index == num_accepted)
+    token_ids = jnp.where(is_next, token, jnp.int32(-1))
+    logprobs = jnp.where(is_next, logprob, jnp.float32(0))
+    return Verification(
+        token_ids=jnp.where(is_accepted, jnp.pad(request.token_ids, (0, 1)), token_ids),
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + emits.astype(jnp.int32),
+        logprobs=jnp.where(is_accepted, jnp.pad(accepted_logprobs, (0, 1)), logprobs),
+    )

@@ -29,7 +29,8 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
-from specjax.samplers.next_token_xla import AcceptedPrefix, next_token
+from specjax.samplers.coupled_xla import couple_request
+from specjax.samplers.next_token_xla import AcceptedPrefix, emit, is_active, next_token
 from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
 from specjax.verification import Verification
 
@@ -65,44 +66,9 @@ def verify_request(
       `Verification` without a batch axis.
     """
     state = _accept_prefix(request, target, draft_logits, noise_dtype)
-    num_accepted, row = state.prefix.num_accepted, state.prefix.row
     token, logprob = next_token(request, state.prefix, target, draft_logits, noise_dtype)
-    active = _is_active(request)
-    emits = active & row.valid
-    if request.bonus_token_id is not None:
-        bonus = request.bonus_token_id
-        in_vocabulary = (bonus >= 0) & (bonus < target.logits.shape[1])
-        is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
-        token = jnp.where(is_given, bonus, token)
-        bonus_logprob = _logprob(request, state.prefix, target, bonus)
-        # An invalid row gives the bonus token that was passed no probability.
-        bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)
-        logprob = jnp.where(is_given, bonus_logprob, logprob)
-        emits |= is_given
-    index = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
-    is_accepted = index < num_accepted
-    is_next = emits & (index == num_accepted)
-    token_ids = jnp.where(is_next, token, jnp.int32(-1))
-    logprobs = jnp.where(is_next, logprob, jnp.float32(0))
-    return Verification(
-        token_ids=jnp.where(is_accepted, jnp.pad(request.token_ids, (0, 1)), token_ids),
-        num_accepted=num_accepted,
-        num_emitted=num_accepted + emits.astype(jnp.int32),
-        logprobs=jnp.where(is_accepted, jnp.pad(state.logprobs, (0, 1)), logprobs),
-    )
-
-
-def _is_active(request: Request) -> jax.Array:
-    return (request.num_tokens >= 0) & parse_temperature(request.temperature).valid
-
-
-def _logprob(
-    request: Request, prefix: AcceptedPrefix, target: LogitRows, token_id: jax.Array
-) -> jax.Array:
-    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
-    scale = parse_temperature(request.temperature).scale
-    logit = gather_logits(logits, token_id, cutoff)
-    return token_logprobs(logit, prefix.row.normalizer, scale)
+    num_accepted, row = state.prefix.num_accepted, state.prefix.row
+    return emit(request, num_accepted, row, target, token, logprob, state.logprobs)
 
 
 def _accept_prefix(
@@ -136,7 +102,7 @@ def _accept_prefix(
         row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
         drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
     )
-    start = _PrefixState(empty, _is_active(request), jnp.zeros((k,), jnp.float32))
+    start = _PrefixState(empty, is_active(request), jnp.zeros((k,), jnp.float32))
     start = pvary_like(start, request, target, draft_logits)
     return jax.lax.while_loop(lambda state: state.active, step, start)
 
@@ -164,7 +130,7 @@ def _accepts(
 
 
 def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
-    """Verifies a batch: `verify_request` for each of its requests.
+    """Verifies a batch: `verify_request` or `couple_request` for each of its requests.
 
     Args:
       arrays: flat rows of logits; one key, position and temperature per request.
@@ -177,6 +143,8 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     requests = Request.from_arrays(arrays, options.max_draft_tokens)
 
     def one(request: Request) -> Verification:
+        if options.method == "coupled":
+            return couple_request(request, target, options.noise_dtype)
         return verify_request(request, target, arrays.draft_logits, options.noise_dtype)
 
     return jax.lax.platform_dependent(

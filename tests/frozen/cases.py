@@ -207,6 +207,25 @@ def ragged():
             yield kind, Case(call, shapes, platform)
 
 
+def coupled():
+    def couple(token_ids, target, keys, positions, temperature, num_tokens, **options):
+        return specjax.coupled_sample(
+            token_ids,
+            target,
+            keys=keys,
+            positions=positions,
+            temperature=temperature,
+            num_tokens=num_tokens,
+            **options,
+        )
+
+    for platform in (CPU, CUDA):
+        call = functools.partial(couple, implementation=implementation(platform))
+        for b in (SMALL, LARGE) if platform == CUDA else (SMALL,):
+            shapes = (ints(b, K), shape(b, K + 1, VOCAB, dtype=BF16), key_shapes(b), ints(b))
+            yield f"{b}", Case(call, (*shapes, shape(b), ints(b)), platform)
+
+
 def cutoffs():
     def cutoff(names, logits, temperature, *filters, **options):
         named = dict(zip(names, filters, strict=True))
@@ -440,6 +459,7 @@ ROOMS = {
     "gumbel_sample": sampling,
     "rejection_sample": verification,
     "rejection_sample_ragged": ragged,
+    "coupled_sample": coupled,
     "logit_cutoff": cutoffs,
     "processing": processing,
     "drafts": drafts,

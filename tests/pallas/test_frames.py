@@ -59,6 +59,16 @@ def verify_ragged(b):
     )
 
 
+def couple(b):
+    return specjax.coupled_sample(
+        jnp.zeros((b, K), jnp.int32),
+        jnp.zeros((b, K + 1, VOCAB)),
+        keys=jax.random.key(0),
+        positions=0,
+        implementation="interpret",
+    )
+
+
 def cut(b):
     return specjax.logit_cutoff(
         jnp.zeros((b, VOCAB)), temperature=1.0, top_k=3, top_p=0.5, implementation="interpret"
@@ -102,6 +112,7 @@ def frames_to_kernel(call, number, monkeypatch):
         (verify, LARGE, 4),
         (verify_ragged, SMALL, 3),
         (verify_ragged, LARGE, 4),
+        (couple, SMALL, 2),
         (cut, SMALL, 2),
     ],
 )

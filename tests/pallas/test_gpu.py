@@ -135,6 +135,32 @@ def test_samples_are_the_reference_s(batch_size, vocab_size, noise_dtype):
                 np.testing.assert_allclose(one[agree], other[agree], atol=3e-5, rtol=3e-6)
 
 
+@pytest.mark.parametrize("batch_size", [8, 256])
+def test_coupled_tokens_are_what_the_target_s_rows_draw(batch_size):
+    size = reduced(Size(batch_size, 5, 131072, bf16, "drawn", 1))
+    case = make_case(size, 7)
+    rows, positions = case.target_logits, case.options["positions"]
+    options = case.options | dict(implementation=KERNELS)
+
+    def drawn(logits, i):
+        place = dict(positions=positions + i, stream=Stream.TARGET)
+        return np.asarray(specjax.gumbel_sample(logits, **options | place).token_ids)
+
+    target = np.stack([drawn(rows[:, i], i) for i in range(size.k + 1)], axis=1)
+    nudged = rows[:, :-1].astype(F32) + 0.7 * jax.random.normal(
+        jax.random.key(1), rows[:, 1:].shape
+    )
+    draft = np.stack([drawn(nudged[:, i].astype(bf16), i) for i in range(size.k)], axis=1)
+    step = jax.device_get(specjax.coupled_sample(draft, rows, **options))
+    matches = np.cumprod(draft == target[:, :-1], axis=1).sum(axis=1)
+    emitted = np.where(np.arange(size.k + 1) <= matches[:, None], target, -1)
+    who = np.flatnonzero(np.any(step.token_ids != emitted, axis=1))
+    # Both reduce a row in other tiles, so that a near-tie may fall otherwise.
+    assert len(who) <= 1
+    np.testing.assert_array_equal(np.delete(step.num_accepted, who), np.delete(matches, who))
+    assert 0.1 < matches.mean() < 0.95 * size.k, "a case that tells nothing"
+
+
 def sample_margin(case, b, noise_dtype):
     """The margin of request b's draw from its first target row."""
     key = np.asarray(jax.random.key_data(case.options["keys"][b]))

@@ -207,6 +207,29 @@ def test_sampling_lowers_for_cuda(dtype, noise_dtype):
             assert num_kernels(text) == 2
 
 
+@pytest.mark.parametrize("noise_dtype", [jnp.float32, once(jnp.float64)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):
+    options = dict(noise_dtype=noise_dtype, implementation="triton")
+
+    def couple(ids, rows, data):
+        return specjax.coupled_sample(ids, rows, **data, **options)
+
+    def couple_ragged(ids, rows, starts, data):
+        counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
+        return specjax.coupled_sample_ragged(ids, rows, **counts, **data, **options)
+
+    batch = shape(BATCH, dtype=I32)
+    data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH), num_tokens=batch)
+    padded = shape(BATCH, K, dtype=I32), shape(BATCH, K + 1, VOCAB, dtype=dtype)
+    size = BATCH * K
+    ragged = shape(size, dtype=I32), shape(size + BATCH, VOCAB, dtype=dtype)
+    more = dict(cutoff=shape(BATCH, K + 1), bonus_token_ids=batch)
+    with on_gpu(), noise_context(noise_dtype):
+        assert num_kernels(lower(couple, *padded, data | more)) == 2
+        assert num_kernels(lower(couple_ragged, *ragged, shape(BATCH + 1, dtype=I32), data)) == 2
+
+
 @pytest.mark.parametrize("batch_size", [2, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):

@@ -413,6 +413,30 @@ def verify_one(r):
     return [*tokens, token], [*logprobs, logp[token]], n, certain and clear
 
 
+def couple_one(r):
+    """`verify_one` of coupled sampling: the target's draws, up to the first that differs."""
+    tokens, logprobs, certain = [], [], True
+    n = num_drafted(r.token_ids, r.num_tokens)
+    if n < 0 or not r.temperature >= 0:
+        return tokens, logprobs, 0, certain
+    for i in range(n + 1):
+        logp = log_softmax(r.target_logits[i], r.temperature, r.cutoff[i])
+        given = i == n and 0 <= r.bonus < r.target_logits.shape[1]
+        if logp is None:
+            return tokens, logprobs, i, certain
+        if given:
+            token, clear = int(r.bonus), True
+        elif r.temperature < GREEDY_BELOW:
+            token, clear = int(np.argmax(logp)), True
+        else:
+            w = kept(r.target_logits[i], r.cutoff[i]) / r.temperature
+            at = address(r.key, r.position + i, TARGET)
+            token, clear = two_level(plain_weights(logp, row_slack(w)), at, r.noise)
+        tokens, logprobs, certain = [*tokens, token], [*logprobs, logp[token]], certain and clear
+        if i == n or token != r.token_ids[i]:
+            return tokens, logprobs, i, certain
+
+
 def verify(
     token_ids,
     target_logits,
@@ -430,8 +454,9 @@ def verify(
     conditional_rates=None,
     bonus_token_ids=None,
     noise=np.float32,
+    one=verify_one,
 ):
-    """Token-level verification of a padded batch, request by request."""
+    """Verification of a padded batch, request by request: token by token, or by `one`."""
     token_ids, target_logits = np.asarray(token_ids), np.asarray(target_logits)
     batch_size, num_rows = token_ids.shape
 
@@ -471,7 +496,7 @@ def verify(
             noise=noise,
             **{name: column[b] for name, column in columns.items()},
         )
-        tokens, logprobs, outcome.num_accepted[b], outcome.certain[b] = verify_one(request)
+        tokens, logprobs, outcome.num_accepted[b], outcome.certain[b] = one(request)
         outcome.token_ids[b, : len(tokens)] = tokens
         outcome.num_emitted[b] = len(tokens)
         outcome.logprobs[b, : len(logprobs)] = logprobs

@@ -36,6 +36,7 @@ def run(batch_size, k, vocab_size, implementation):
     )
     for draft in (one_hot, recomputed, carried):
         yield specjax.rejection_sample(draft, target, **options)
+    yield specjax.coupled_sample(ids, target, **options)
     yield specjax.rejection_sample(carried, target, conditional_rates=np.full(k, 0.6), **options)
     flat = jax.tree.map(lambda x: x.reshape(batch_size * k, *x.shape[2:]), carried)
     yield specjax.rejection_sample_ragged(

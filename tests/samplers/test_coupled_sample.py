@@ -1,0 +1,227 @@
+"""Coupled sampling emits the target's own draws, whatever drafted; drafts decide how many."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from test_ragged import NUM_ROWS, check_same, ragged_case
+from verify_cases import BATCH, VOCAB, K, make_keys, mixed_case, sampled_case
+
+import specjax
+from specjax import Stream
+from specjax.core.coupling import match_probability
+
+pytestmark = pytest.mark.once
+
+REQUESTS = np.arange(BATCH)
+OPTIONS = ("positions", "num_tokens", "temperature", "cutoff", "bonus_token_ids")
+
+
+def couple(case, implementation, **changes):
+    case = case | changes
+    return specjax.coupled_sample(
+        case["token_ids"],
+        case["target_logits"],
+        keys=make_keys(len(case["token_ids"])),
+        implementation=implementation,
+        **{name: case[name] for name in OPTIONS},
+    )
+
+
+def exact(case):
+    keys = np.asarray(jax.random.key_data(make_keys(BATCH)))
+    options = {name: case[name] for name in OPTIONS}
+    rows = [case["token_ids"], case["target_logits"]]
+    return oracle.verify(*rows, keys=keys, one=oracle.couple_one, **options)
+
+
+def target_draws(case):
+    """What the target draws from every row: NumPy's, of its own noise."""
+    keys = np.asarray(jax.random.key_data(make_keys(BATCH)))
+    draw = functools.partial(oracle.sample, keys=keys, stream=Stream.TARGET)
+    return np.stack(
+        [
+            draw(
+                case["target_logits"][:, i],
+                positions=case["positions"] + i,
+                temperature=case["temperature"],
+                cutoff=case["cutoff"][:, i],
+            ).token_ids
+            for i in range(K + 1)
+        ],
+        axis=1,
+    )
+
+
+def often_right(case, seed=0):
+    """The case with drafts that are mostly what the target draws."""
+    keep = np.random.default_rng(seed).random((BATCH, K)) < 0.2
+    drawn = target_draws(case)[:, :K]
+    ids = np.where(keep | (case["token_ids"] < 0), case["token_ids"], drawn)
+    return case | dict(token_ids=ids.astype(np.int32))
+
+
+@functools.cache
+def shared_case():
+    """Greedy and random requests, cutoffs, masks, ids of no token, bonuses handed in."""
+    return often_right(mixed_case(0))
+
+
+def test_tokens_are_the_oracle_s(implementation):
+    case = shared_case()
+    ours, theirs = couple(case, implementation), exact(case)
+    certain = theirs.certain
+    assert np.mean(certain) > 0.95
+    assert set(theirs.num_accepted.tolist()) == set(range(K + 1))
+    for name in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(
+            np.asarray(getattr(ours, name))[certain], getattr(theirs, name)[certain], err_msg=name
+        )
+    np.testing.assert_allclose(
+        np.asarray(ours.logprobs)[certain], theirs.logprobs[certain], atol=2e-4, rtol=1e-5
+    )
+
+
+def test_requests_end_to_end_are_those_of_the_padded_form(implementation):
+    _, ragged, cu = ragged_case(0)
+    ids = np.asarray(ragged["token_ids"]).copy()
+    case = shared_case()
+    counts = np.diff(cu)
+    for b in range(BATCH):
+        ids[cu[b] : cu[b + 1]] = case["token_ids"][b, : counts[b]]
+    options = {name: ragged[name] for name in OPTIONS}
+    ours = specjax.coupled_sample_ragged(
+        ids,
+        ragged["target_logits"],
+        cu_num_draft_tokens=cu,
+        max_draft_tokens=K,
+        keys=make_keys(BATCH),
+        implementation=implementation,
+        **options,
+    )
+    check_same(ours, couple(case, implementation))
+    assert len(ids) == NUM_ROWS
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_invalid_row_that_decides_emits_nothing_from_there_on(bad, implementation):
+    case = sampled_case(1)
+    case["token_ids"] = target_draws(case)[:, :K].astype(np.int32)
+    row = REQUESTS % (K + 1)
+    case["target_logits"][REQUESTS, row] = bad
+    ours = couple(case, implementation)
+    np.testing.assert_array_equal(ours.num_accepted, row)
+    np.testing.assert_array_equal(ours.num_emitted, row)
+    tail = np.arange(K + 1) >= row[:, None]
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[tail], -1)
+    np.testing.assert_array_equal(np.asarray(ours.logprobs)[tail], 0)
+
+
+def test_rows_after_the_first_disagreement_decide_nothing(implementation):
+    case = shared_case()
+    ours = couple(case, implementation)
+    after = np.arange(K + 1) > np.asarray(ours.num_accepted)[:, None]
+    target = np.where(after[..., None], np.float32(np.nan), case["target_logits"])
+    chex.assert_trees_all_equal(couple(case, implementation, target_logits=target), ours)
+
+
+def test_a_given_bonus_of_an_invalid_row_is_emitted(implementation):
+    case = sampled_case(2)
+    case["token_ids"] = target_draws(case)[:, :K].astype(np.int32)
+    case["target_logits"][:, K] = np.nan
+    case["bonus_token_ids"][:] = 5
+    ours = couple(case, implementation)
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, K], 5)
+    np.testing.assert_array_equal(np.asarray(ours.logprobs)[:, K], -np.inf)
+
+
+def test_without_drafts_the_first_row_is_drawn_from(implementation):
+    case = shared_case()
+    few = {name: case[name] for name in ("positions", "temperature")}
+    step = specjax.coupled_sample(
+        np.zeros((BATCH, 0), np.int32),
+        case["target_logits"][:, :1],
+        keys=make_keys(BATCH),
+        implementation=implementation,
+        cutoff=case["cutoff"][:, :1],
+        **few,
+    )
+    plain = specjax.gumbel_sample(
+        case["target_logits"][:, 0],
+        keys=make_keys(BATCH),
+        stream=Stream.TARGET,
+        implementation=implementation,
+        cutoff=case["cutoff"][:, 0],
+        **few,
+    )
+    np.testing.assert_array_equal(np.asarray(step.token_ids)[:, 0], plain.token_ids)
+
+
+def test_no_requests_are_verified_as_none():
+    step = specjax.coupled_sample(
+        np.zeros((0, 2), np.int32), jnp.zeros((0, 3, 5)), keys=jax.random.key(0), positions=0
+    )
+    assert step.token_ids.shape == (0, 3)
+
+
+PAIRS = 20_000
+P = np.random.default_rng(0).dirichlet(np.full(300, 0.05))
+Q = 0.6 * P + 0.4 * np.random.default_rng(1).dirichlet(np.full(300, 0.05))
+
+
+def match_rate(stream):
+    """How often a draft that is drawn on a stream is accepted, of many pairs of draws."""
+    rows = jnp.log(jnp.asarray(np.stack([P, Q, P]) + 1e-30, jnp.float32))
+    keys = make_keys(PAIRS)
+
+    @jax.jit
+    def run():
+        draft = specjax.gumbel_sample(
+            jnp.broadcast_to(rows[1], (PAIRS, 300)), keys=keys, positions=4, stream=stream
+        )
+        target = jnp.broadcast_to(rows[::2], (PAIRS, 2, 300))
+        return specjax.coupled_sample(draft.token_ids[:, None], target, keys=keys, positions=4)
+
+    return np.mean(np.asarray(run().num_accepted))
+
+
+def check_match_rate(rate):
+    expected = match_probability(P, Q)
+    assert abs(rate - expected) < 5 * np.sqrt(expected * (1 - expected) / PAIRS), "match rate"
+
+
+def test_drafts_on_the_target_s_stream_match_as_often_as_the_formula_says():
+    check_match_rate(match_rate(Stream.TARGET))
+
+
+def test_a_coupled_draft_on_a_draft_stream_shows_in_the_match_rate_alone():
+    """Its tokens would be right: two draws from apart agree with probability sum p q."""
+    rate = match_rate(Stream.draft(0))
+    assert abs(rate - P @ Q) < 5 * np.sqrt(P @ Q / PAIRS)
+    with pytest.raises(AssertionError, match="match rate"):
+        check_match_rate(rate)
+
+
+def test_one_draw_from_equal_rows_always_matches_and_never_beats_the_optimum():
+    assert match_probability(P, P) == pytest.approx(1, abs=1e-12)
+    best = np.sum(np.minimum(P, Q))
+    assert match_probability(P, Q) < match_probability(P, Q, 300) < best
+    assert match_probability([0.3, 0.7], [0, 1]) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": np.zeros(BATCH, np.int32)}, r"draft_token_ids has shape .* \[B, K\]"),
+        ({"token_ids": np.zeros((BATCH, K), np.float32)}, "draft_token_ids has dtype float32"),
+        ({"target_logits": np.zeros((BATCH, K, VOCAB), np.float32)}, "target_logits has 3 rows"),
+        ({"num_tokens": np.zeros(3, np.int32)}, "num_tokens has shape"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(changes, words):
+    with pytest.raises(ValueError, match=words):
+        couple(shared_case(), "xla", **changes)
