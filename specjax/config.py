@@ -11,7 +11,9 @@ import numpy as np
 
 from specjax import acceptance_rates
 
-__all__ = ["DEFAULT_STEP_COSTS", "SpeculativeConfig"]
+__all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]
+
+REJECTION_SAMPLE_METHODS = ("standard", "coupled", "synthetic")
 
 # What steps cost that draft with a model, rounded up: on a CPU the embedded pair takes 1.64, 1.78
 # and 1.98 at K = 1, 2 and 4, on an H200 an 8B target with a 1B draft 2.1 at K = 5.
@@ -35,10 +37,12 @@ class SpeculativeConfig:
       num_speculative_tokens: draft tokens K per step, 1 to 32. With "auto" each request drafts as
         many in a step as its own history and `step_costs` make worth it; the field then holds the
         largest number.
-      rejection_sample_method: "standard" follows the target's distribution; "synthetic" accepts
-        at given rates whatever p and q are, to time a step at that acceptance.
+      rejection_sample_method: "standard" follows the target's distribution; "coupled" does, too,
+        and emits the target's own draws, so that a seeded text does not depend on what drafted;
+        "synthetic" accepts at given rates whatever p and q are, to time a step at that acceptance.
       draft_sample_method: "probabilistic" samples drafts at the request's temperature, and carries
-        their logits to verification; "greedy" takes the likeliest tokens, verified as one-hot.
+        their logits to verification (by "coupled" it draws with the target's noise, and carries
+        none); "greedy" takes the likeliest tokens, verified as one-hot.
       synthetic_acceptance_rate: in [0, 1], mean of the unconditional rates, by geometric decay.
       synthetic_acceptance_rates: K unconditional rates in [0, 1], non-increasing.
       synthetic_acceptance_length: in [1, K + 1], mean tokens per step, with the least variance.
@@ -116,6 +120,11 @@ class SpeculativeConfig:
     def noise_dtype(self) -> type[jnp.float32] | type[jnp.float64]:
         """Float type of the noise, for `noise_dtype=` of samplers and verification."""
         return jnp.float64 if self.use_fp64_gumbel else jnp.float32
+
+    @property
+    def verification_method(self) -> str:
+        """How drafted tokens are verified: "coupled", or "standard", at given rates or by p / q."""
+        return "coupled" if self.rejection_sample_method == "coupled" else "standard"
 
     def compile_key(self) -> "SpeculativeConfig":
         """Returns this config without its rates and costs, as a key of compiled functions.
@@ -206,14 +215,15 @@ def _check_step_costs(values: Any) -> tuple[float, ...]:
 
 
 def _check_rejection_sample_method(method: Any) -> None:
-    if method in ("block", "coupled"):
+    if method == "block":
         raise ValueError(
             f"rejection_sample_method is {method!r}, which is not built yet; this version verifies "
-            'by "standard" or "synthetic".'
+            'by "standard", "coupled" or "synthetic".'
         )
-    if method not in ("standard", "synthetic"):
+    if method not in REJECTION_SAMPLE_METHODS:
+        *first, last = (f'"{name}"' for name in REJECTION_SAMPLE_METHODS)
         raise ValueError(
-            f'rejection_sample_method is {method!r}; it needs to be "standard" or "synthetic".'
+            f"rejection_sample_method is {method!r}; it needs to be {', '.join(first)} or {last}."
         )
 
 

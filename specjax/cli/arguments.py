@@ -189,18 +189,15 @@ def _add_speculation_options(group: Any) -> None:
         "rejection_sample_method": (
             str,
             "METHOD",
-            "standard: accept by min(1, p / q); synthetic: accept at given rates",
+            "standard: accept by min(1, p / q); coupled: accept what the target draws too, which "
+            "makes a seed's text the one without drafts; synthetic: accept at given rates",
         ),
         "draft_sample_method": (
             str,
             "METHOD",
             "probabilistic: sample drafted tokens; greedy: draft the most probable",
         ),
-        "synthetic_acceptance_rate": (
-            float,
-            "R",
-            "for synthetic: mean of the rates, in [0, 1]",
-        ),
+        "synthetic_acceptance_rate": (float, "R", "for synthetic: mean of the rates, in [0, 1]"),
         "synthetic_acceptance_rates": (
             _parse_numbers,
             "R,R,...",

@@ -109,12 +109,14 @@ def run_draft(
         draft, drafter_state = propose_draft(
             drafter, state.drafter_state, *text, num_tokens, **options
         )
+        _check_method(state.draft, draft)
         return state._replace(draft=draft, drafter_state=drafter_state)
     drafts = num_tokens > 0
     drafter_state = _read_missed(drafter, state, drafts)
     # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
     asked = jnp.where(drafts, num_tokens, -1)
     draft, drafter_state = propose_draft(drafter, drafter_state, *text, asked, **options)
+    _check_method(state.draft, draft)
     # It has read all but the last token of its draft.
     num_read = state.lengths - 1 + jnp.maximum(draft.num_tokens, 1)
     return state._replace(
@@ -122,6 +124,16 @@ def run_draft(
         drafter_state=drafter_state,
         draft_history=history._replace(num_read=jnp.where(drafts, num_read, history.num_read)),
     )
+
+
+def _check_method(last: Draft, draft: Draft) -> None:
+    """Refuses to go on from a draft of another method: drawn with other noise, it may bias."""
+    if [field is None for field in last] != [field is None for field in draft]:
+        raise ValueError(
+            "config makes drafts of other fields than the state's draft has. One for "
+            'rejection_sample_method "coupled" is tokens drawn with the noise of the target: '
+            "no other method may verify it. step needs the config and the drafter of init."
+        )
 
 
 def _read_missed(drafter: Drafter, state: DecodeState, drafts: jax.Array) -> Any:

@@ -43,6 +43,7 @@ def propose(
     positions: Any,
     temperature: Any = 1.0,
     draft_sample_method: str = "probabilistic",
+    rejection_sample_method: str = "standard",
     sampling: SamplingParams | None = None,
     history: History | None = None,
     noise_dtype: Any = jnp.float32,
@@ -71,6 +72,8 @@ def propose(
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the draft is the argmax.
       draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
         as a one-hot draft, and keeps no logits.
+      rejection_sample_method: "standard", or "coupled" for `coupled_sample`: the draft is drawn on
+        ``Stream.TARGET``, with the target's own noise, and keeps its tokens alone.
       sampling: `SamplingParams` to draft by. Those of the target make drafts likeliest to be
         accepted. A bias or a mask is cut or filled up to V_d. The draft keeps the processed logits
         and the cutoffs.
@@ -103,6 +106,7 @@ def propose(
         positions=positions,
         temperature=temperature,
         draft_sample_method=draft_sample_method,
+        rejection_sample_method=rejection_sample_method,
         sampling=sampling,
         history=history,
         noise_dtype=noise_dtype,
@@ -120,6 +124,7 @@ def _draft_tokens(
     positions: Any,
     temperature: Any,
     draft_sample_method: str,
+    rejection_sample_method: str,
     noise_dtype: Any,
     sampling: SamplingParams | None = None,
     history: History | None = None,
@@ -127,14 +132,14 @@ def _draft_tokens(
     num_drawn: Any = None,
 ) -> tuple[Draft, Any]:
     """Returns what `propose` does; only the first `num_drawn` tokens, i32[], if it is given."""
-    if draft_sample_method not in ("probabilistic", "greedy"):
-        raise ValueError(
-            f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
-        )
+    _check_methods(draft_sample_method, rejection_sample_method)
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
     token_ids, positions, temperature = _check_batch(token_ids, positions, temperature)
     size = token_ids.shape[0]
     greedy = draft_sample_method == "greedy"
+    coupled = rejection_sample_method == "coupled"
+    # A greedy draft is one-hot, and what is verified by coupling needs no q.
+    tokens_alone = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
     rules, filters = _draft_sampling(sampling, size, greedy)
     history = check_history(rules, History() if history is None else history, size)
@@ -153,16 +158,16 @@ def _draft_tokens(
             temperature=draft_temperature,
             implementation=options.implementation,
         )
-        stream = jnp.asarray(Stream.draft(i), jnp.int32)
+        stream = jnp.asarray(Stream.TARGET if coupled else Stream.draft(i), jnp.int32)
         arrays = SampleArrays(logits, keys, positions + i, stream, draft_temperature, cutoff)
         sample = sample_batch(arrays, options=options)
-        outputs = [] if greedy else [logits, sample.logprobs, sample.logsumexp]
-        outputs += [] if cutoff is None else [cutoff]
+        outputs = [] if tokens_alone else [logits, sample.logprobs, sample.logsumexp]
+        outputs += [] if tokens_alone or cutoff is None else [cutoff]
         # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
     rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys, num_drawn)
-    if greedy:
+    if tokens_alone:
         return Draft(rows[0]), carry
     ids, logits, logprobs, logsumexp, *cutoff = rows
     return Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff), carry
@@ -201,6 +206,7 @@ def propose_step(
         num_tokens=config.num_speculative_tokens,
         temperature=temperature,
         draft_sample_method=config.draft_sample_method,
+        rejection_sample_method=config.verification_method,
         noise_dtype=config.noise_dtype,
         num_drawn=None if config.step_costs is None else jnp.max(num_tokens),
         **options,
@@ -239,6 +245,19 @@ def _draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[LogitRules,
     sampling = SamplingParams() if sampling is None else read_sampling(sampling, size)
     rules, filters = split_sampling(sampling)
     return rules, Filters(None, None, None) if greedy else filters
+
+
+def _check_methods(draft_sample_method: Any, rejection_sample_method: Any) -> None:
+    """Raises `ValueError` for a method that there is not."""
+    if draft_sample_method not in ("probabilistic", "greedy"):
+        raise ValueError(
+            f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
+        )
+    if rejection_sample_method not in ("standard", "coupled"):
+        raise ValueError(
+            f"rejection_sample_method is {rejection_sample_method!r}; it is 'standard' or "
+            "'coupled', which says with which noise to draft."
+        )
 
 
 def _check_batch(

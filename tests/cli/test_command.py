@@ -17,6 +17,7 @@ import pytest
 import tokenizers
 
 from specjax.cli import main
+from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.terminal import Terminal
 from specjax.cli.token_text import TextStream
@@ -731,3 +732,8 @@ def test_version_and_help_are_printed(capsys):
         with pytest.raises(SystemExit, match="0"):
             main([option])
         assert capsys.readouterr().out
+
+
+def test_the_command_offers_coupled_verification():
+    _, config = parse_options(["generate", "x", "--rejection-sample-method", "coupled"])
+    assert config == SpeculativeConfig("auto", rejection_sample_method="coupled")

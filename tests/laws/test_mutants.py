@@ -105,6 +105,10 @@ def q_is_dropped(samplers):
     return with_draft(samplers, drop)
 
 
+def coupled_drafts_are_verified_as_one_hot(samplers):
+    return q_is_dropped(noise_is_shared_by_draft_and_residual(samplers))
+
+
 def rates_are_taken_as_they_are(samplers):
     return samplers._replace(conditional_rates=lambda rates: rates)
 
@@ -115,6 +119,7 @@ def rates_are_taken_as_they_are(samplers):
         (residual_is_the_target, check_output_distribution, "distribution"),
         (ratio_is_five_percent_too_large, check_output_distribution, "distribution"),
         (noise_is_shared_by_draft_and_residual, check_output_distribution, "another distribution"),
+        (coupled_drafts_are_verified_as_one_hot, check_output_distribution, "distribution"),
         (bonus_is_from_the_draft, check_output_distribution, "outside the distribution"),
         (rows_are_off_by_one, check_output_distribution, "distribution"),
         (temperature_is_on_one_side_only, check_output_distribution, "distribution"),

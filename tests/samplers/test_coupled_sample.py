@@ -189,6 +189,19 @@ def match_rate(stream):
     return np.mean(np.asarray(run().num_accepted))
 
 
+def test_a_token_chosen_without_that_noise_is_accepted_with_probability_p():
+    """As often as rejection accepts a one-hot draft: nothing is lost."""
+    likeliest = int(np.argmax(P))
+    rows = jnp.broadcast_to(jnp.log(jnp.asarray(P + 1e-30, jnp.float32)), (PAIRS, 2, 300))
+    ids = np.full((PAIRS, 1), likeliest, np.int32)
+    options = dict(keys=make_keys(PAIRS), positions=4)
+    coupled = specjax.coupled_sample(ids, rows, **options)
+    rejected = specjax.rejection_sample(specjax.Draft(ids), rows, **options)
+    margin = 5 * np.sqrt(P[likeliest] * (1 - P[likeliest]) / PAIRS)
+    for step in (coupled, rejected):
+        assert abs(np.mean(step.num_accepted) - P[likeliest]) < margin
+
+
 def check_match_rate(rate):
     expected = match_probability(P, Q)
     assert abs(rate - expected) < 5 * np.sqrt(expected * (1 - expected) / PAIRS), "match rate"

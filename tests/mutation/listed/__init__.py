@@ -2,6 +2,7 @@
 
 from ..mutation import Mutation
 from . import (
+    coupled,
     cutoffs,
     decoding,
     kernels_models,
@@ -23,4 +24,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + cutoffs.MUTATIONS
     + kernels_verification.MUTATIONS
     + kernels_models.MUTATIONS
+    + coupled.MUTATIONS
 )

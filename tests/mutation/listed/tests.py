@@ -6,6 +6,8 @@ __all__ = [
     "acceptance_rates",
     "capacity",
     "choose_k",
+    "coupled_decoding",
+    "coupled_sampling",
     "cutoffs",
     "decode",
     "drafts",
@@ -34,6 +36,8 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
 
 capacity = _of("decode/test_capacity.py")
 choose_k = _of("decode/test_choose_k.py")
+coupled_decoding = _of("decode/test_coupled.py")
+coupled_sampling = _of("samplers/test_coupled_sample.py")
 cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
 drafts = _of("decode/test_drafts.py")

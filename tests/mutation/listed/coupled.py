@@ -1,0 +1,70 @@
+"""Wrong versions of coupled sampling, in plain JAX, in the kernels and in the decode loop."""
+
+from ..mutation import Mutation
+from .tests import coupled_decoding, coupled_sampling
+
+__all__ = ["MUTATIONS"]
+
+_TOKENS = "test_tokens_are_the_oracle_s"
+_MATCHES = "test_drafts_match_as_often_as_the_formula_says"
+
+MUTATIONS = (
+    Mutation(
+        "specjax.samplers.coupled_xla.couple_request.step",
+        "(token == request.token_ids[i])",
+        "(token >= 0)",
+        coupled_sampling(f"{_TOKENS}[xla]"),
+        "a drafted token is accepted whatever the target draws",
+    ),
+    Mutation(
+        "specjax.samplers.coupled_xla._draw",
+        "Stream.TARGET",
+        "Stream.accept(index)",
+        coupled_sampling(f"{_TOKENS}[xla]"),
+        "the target draws on another stream than plain decoding",
+    ),
+    Mutation(
+        "specjax.pallas.verify.draw_and_compare",
+        "(token_id == token) & ",
+        "",
+        coupled_sampling(f"{_TOKENS}[interpret]"),
+        "a drafted token is accepted whatever the target draws",
+    ),
+    Mutation(
+        "specjax.pallas.verify.draw_and_compare",
+        "& statistics.valid",
+        "& (token >= 0)",
+        coupled_sampling(
+            "test_an_invalid_row_that_decides_emits_nothing_from_there_on[interpret-nan]"
+        ),
+        "an invalid row may accept what happens to be drawn from it",
+    ),
+    Mutation(
+        "specjax.pallas.verify.draw_and_compare.make_noise",
+        "arrays, index, Stream.TARGET",
+        "arrays, 0 * index, Stream.TARGET",
+        coupled_sampling(f"{_TOKENS}[interpret]"),
+        "every row of a request draws with the noise of the first",
+    ),
+    Mutation(
+        "specjax.decode.propose._draft_tokens.draw",
+        "Stream.TARGET if coupled else Stream.draft(i)",
+        "Stream.draft(i)",
+        coupled_decoding(_MATCHES),
+        "a coupled draft is drawn on a draft stream: the text stays, the matches go",
+    ),
+    Mutation(
+        "specjax.decode.loop.commit_rows",
+        "config.verification_method",
+        '"standard"',
+        coupled_decoding("test_a_seeded_text_is_that_of_plain_decoding[xla-model-4]"),
+        "tokens drawn on the target's stream are verified by rejection",
+    ),
+    Mutation(
+        "specjax.core.coupling.match_probability",
+        "return float(blocks @ np.array(inside))",
+        "return float(_match_probabilities(p, q).sum())",
+        coupled_sampling("test_drafts_on_the_target_s_stream_match_as_often_as_the_formula_says"),
+        "the matches are counted as those of noise on one level",
+    ),
+)
