@@ -18,6 +18,7 @@ from benchmarks.gpu.inputs import (
     draw_rows,
     draw_sets,
     num_sets,
+    with_coupled_tokens,
     with_tokens,
 )
 from benchmarks.gpu.loop import Loop, Lowered, compile_all, lower_loop, time_loop
@@ -39,7 +40,7 @@ class Program(NamedTuple):
     """One compilation; cases that differ in data alone share it.
 
     Attributes:
-      kind: "verify", "sample", "sample with scalars" or "categorical".
+      kind: "verify", "couple", "sample", "sample with scalars" or "categorical".
       implementation: None for the kernels, or "xla".
       one_hot: drafts without logits.
       synthetic: given rates.
@@ -63,10 +64,13 @@ class Case(NamedTuple):
     rates: str | float | None = None
 
 
+# Kinds that verify drafted tokens.
+VERIFIED = {"verify", "couple"}
 PROGRAMS = {
     "drawn": Program("verify"),
     "onehot": Program("verify", one_hot=True),
     "synthetic": Program("verify", synthetic=True),
+    "coupled": Program("couple", one_hot=True),
     "gumbel_fp32": Program("sample"),
     "gumbel_fp64": Program("sample", noise="float64"),
     "gumbel_scalars": Program("sample with scalars"),
@@ -84,6 +88,8 @@ CASES = {
     "greedy": Case("drawn", temperature=0.0),
     "synthetic_as_drawn_0.7": Case("synthetic", rates="drawn_0.7"),
     "synthetic_0.9": Case("synthetic", rates=0.9),
+    "coupled_0.7": Case("coupled"),
+    "coupled_1": Case("coupled", temperature=1.0),
     "gumbel_fp32": Case("gumbel_fp32"),
     "gumbel_fp64": Case("gumbel_fp64"),
     "gumbel_scalars": Case("gumbel_scalars"),
@@ -123,6 +129,19 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
         )
         return step, step.num_emitted
 
+    def couple(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
+        step = specjax.coupled_sample(
+            inputs.draft.token_ids,
+            inputs.target_logits,
+            keys=keys,
+            positions=positions,
+            temperature=options.temperature,
+            implementation=implementation,
+        )
+        # The tokens were drawn for these positions. The counts are never negative, which XLA does
+        # not know: what is added is 0, and the calls stay chained.
+        return step, positions + jnp.minimum(step.num_emitted, 0)
+
     def sample(rows: Any, keys: Any, positions: Any, options: Options) -> Any:
         scalars = program.kind == "sample with scalars"
         drawn = specjax.gumbel_sample(
@@ -142,7 +161,8 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
         token_ids = jax.random.categorical(keys[0], rows / temperature[:, None])
         return token_ids, token_ids.astype(jnp.int32)
 
-    return {"verify": verify, "categorical": categorical}.get(program.kind, sample)
+    calls = {"verify": verify, "couple": couple, "categorical": categorical}
+    return calls.get(program.kind, sample)
 
 
 class Bench:
@@ -152,11 +172,12 @@ class Bench:
         self.shape, self.effort = shape, effort
         self._rates: dict[str, np.ndarray] = {}
         kinds = {PROGRAMS[CASES[name].program].kind for name in names}
+        verified = kinds & VERIFIED
         # A call reads about three rows of each request.
         count = num_sets(shape, 3, effort.most_sets)
-        self._logits = draw_sets(shape, count) if "verify" in kinds else []
+        self._logits = draw_sets(shape, count) if verified else []
         count = num_sets(shape, 1, effort.most_sets)
-        self._rows = [draw_rows(seed, shape) for seed in range(count)] if kinds - {"verify"} else []
+        self._rows = [draw_rows(seed, shape) for seed in range(count)] if kinds - VERIFIED else []
 
     def lower(self, case: Case, kernels: str | Implementation | None = None) -> Lowered:
         """Lowers a case's program, by default for the kernels that the effort names."""
@@ -176,8 +197,12 @@ class Bench:
 
     def _sets(self, case: Case) -> list[Any]:
         program = PROGRAMS[case.program]
-        if program.kind != "verify":
+        if program.kind not in VERIFIED:
             return self._rows
+        if program.kind == "couple":
+            keys = draw_keys(0, len(self._logits), self.shape.B)
+            kernels = self.effort.kernels
+            return with_coupled_tokens(self._logits, keys, case.temperature, kernels)
         logits = self._logits[:4] if program.implementation else self._logits
         return with_tokens(logits, case.temperature, program.one_hot)
 
@@ -190,7 +215,12 @@ class Bench:
         temperature = jnp.full((b,), case.temperature, jnp.float32)
         nowhere = jnp.zeros((b,), jnp.int32)
         options = Options(temperature, rates, nowhere)
-        return jax.block_until_ready((sets, draw_keys(run, calls, b), nowhere, options))
+        keys = draw_keys(run, calls, b)
+        if PROGRAMS[case.program].kind == "couple":
+            # Those that the tokens of each set were drawn by, in every run.
+            own = draw_keys(0, len(sets), b)
+            keys = [own[j % len(sets)] for j in range(calls)]
+        return jax.block_until_ready((sets, keys, nowhere, options))
 
     def measure(self, name: str, loop: Loop) -> dict[str, Any]:
         """Measures a case."""
@@ -202,7 +232,7 @@ class Bench:
         record = {"case": name, **self.shape._asdict(), "temperature": case.temperature}
         record |= {"implementation": program.implementation or self.effort.kernels}
         rows = 1.0
-        if program.kind == "verify":
+        if program.kind in VERIFIED:
             record |= acceptance([step for run in results for step in run], self.shape.K)
             self._rates[name] = np.array(record["conditional_rates"])
             # One row for every accepted draft and one more; where a sampled draft is rejected, its
@@ -237,9 +267,11 @@ def measure_shape(shape: Shape, names: list[str], effort: Effort) -> Iterator[di
 def acceptance(steps: list[specjax.Verification], k: int) -> dict[str, Any]:
     """What the last calls of all runs accepted: mean, share rejected, rate of each position."""
     accepted = np.concatenate([np.asarray(step.num_accepted) for step in steps])
+    tested = np.minimum(accepted + 1, k).sum()
     unconditional = [float((accepted > i).mean()) for i in range(k)]
     return {
         "mean_accepted": float(accepted.mean()),
+        "match_rate": float(accepted.sum() / tested),
         "share_rejected": float((accepted < k).mean()),
         "conditional_rates": np.asarray(
             specjax.conditional_rates(jnp.asarray(unconditional, jnp.float32))

@@ -81,6 +81,39 @@ def with_tokens(
     return jax.block_until_ready(sets)
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
+def draw_coupled_tokens(
+    keys: jax.Array, draft_logits: jax.Array, temperature: Any, implementation: Any
+) -> jax.Array:
+    """Tokens i32[B, K] drawn on the target's stream, for these keys and positions 0, 1, ..."""
+    columns = [
+        specjax.gumbel_sample(
+            draft_logits[:, i],
+            keys=keys,
+            positions=i,
+            stream=specjax.Stream.TARGET,
+            temperature=temperature,
+            implementation=implementation,
+        ).token_ids
+        for i in range(draft_logits.shape[1])
+    ]
+    return jnp.stack(columns, axis=1)
+
+
+def with_coupled_tokens(
+    logits: list[tuple[jax.Array, jax.Array]],
+    keys: list[jax.Array],
+    temperature: float,
+    implementation: Any,
+) -> list[Inputs]:
+    """Input sets whose tokens were drawn with the target's noise, each under keys of its own."""
+    sets = []
+    for (draft_logits, target_logits), own in zip(logits, keys, strict=True):
+        drawn = draw_coupled_tokens(own, draft_logits, jnp.float32(temperature), implementation)
+        sets.append(Inputs(specjax.Draft(drawn), target_logits))
+    return jax.block_until_ready(sets)
+
+
 @functools.partial(jax.jit, static_argnames=("calls", "size"))
 def draw_keys(seed: Any, calls: int, size: int) -> list[jax.Array]:
     """Keys of the requests of each call: none is used twice, so that luck averages out."""

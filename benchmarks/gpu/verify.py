@@ -31,6 +31,8 @@ VERIFY = [
     "greedy",
     "synthetic_as_drawn_0.7",
     "synthetic_0.9",
+    "coupled_0.7",
+    "coupled_1",
 ]
 SAMPLE = ["gumbel_fp32", "gumbel_fp64"]
 GRAPHS = ["drawn_0.7_graphs", "gumbel_fp32_graphs"]
@@ -57,7 +59,7 @@ MORE = [
 ]
 SMALL = [
     (Shape(2, 2, 300, DTYPE), [*VERIFY, *SAMPLE, *GRAPHS, *XLA]),
-    (Shape(1, 1, 130, "float32"), [*FEW, "gumbel_scalars"]),
+    (Shape(1, 1, 130, "float32"), [*FEW, "coupled_0.7", "gumbel_scalars"]),
 ]
 
 

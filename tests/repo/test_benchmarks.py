@@ -42,7 +42,10 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
 @pytest.mark.parametrize(
     ("command", "cases"),
     [
-        (["gpu.verify", "--only", "more"], ["drawn_0.7", "greedy", "gumbel_scalars"]),
+        (
+            ["gpu.verify", "--only", "more"],
+            ["drawn_0.7", "greedy", "coupled_0.7", "gumbel_scalars"],
+        ),
         (["gpu.cutoff"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
         (["gpu.filtered"], ["nothing asked", "all three"]),
         (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
