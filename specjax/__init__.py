@@ -17,6 +17,7 @@ from specjax.acceptance_rates import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
+from specjax.core.rule import Rule
 from specjax.decode.capacity import unpad
 from specjax.decode.commit import Finish, Origin, commit
 from specjax.decode.compile_generate import CompiledGenerate, compile_generate, load_compiled
@@ -63,6 +64,7 @@ __all__ = [
     "Metrics",
     "Model",
     "Origin",
+    "Rule",
     "Sample",
     "SamplingParams",
     "Settings",

@@ -21,12 +21,14 @@ class CallOptions:
       implementation: a resolved one.
       max_draft_tokens: K, drafted tokens per request at most; at least 0.
       method: how drafted tokens are verified, "standard" or "coupled".
+      rule: a `specjax.Rule` in place of the standard one, or None.
     """
 
     noise_dtype: Any
     implementation: Implementation
     max_draft_tokens: int = 0
     method: str = "standard"
+    rule: Any = None
 
 
 class SampleArrays(NamedTuple):

@@ -8,6 +8,8 @@ the kernels both call them.
     logsumexp      log-normalizer of a row from partials of its blocks
     gumbel_max     a token from log-weights
     acceptance     the rules by which a drafted token is accepted: min(1, p / q)
+    coupling       how often draws from p and q by one noise agree
+    rule, rules    other rules of acceptance, as values
     residual       max(p - q, 0), which a rejected token is replaced from
     bisection      a threshold among floats, by bisection of their bits
     truncation     top-k, top-p and min-p as such thresholds

@@ -96,9 +96,10 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
       `Verification`.
     """
     verification = plan.verification_shape()
-    if arrays.draft_logits is not None and plan.is_small:
+    has_residual = arrays.draft_logits is not None or plan.log_weights is not None
+    if has_residual and isinstance(rows, ReducedRows):
         return _draw_from_tiles(arrays, rows, verification, plan)
-    log_masses = None if arrays.draft_logits is None else _reduce_residuals(arrays, rows, plan)
+    log_masses = _reduce_residuals(arrays, rows, plan) if has_residual else None
     return launch(
         functools.partial(verify_draw_kernel, plan=plan),
         _Operands(arrays, rows, log_masses),

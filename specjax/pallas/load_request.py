@@ -1,5 +1,6 @@
 """What a kernel of verification loads of a request: scalars, drafted tokens and their rows."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +38,14 @@ class Plan(NamedTuple):
       num_requests: B.
       options: of the call.
       tile: the share of a row that one program reduces.
+      log_weights: of a rule, from (arrays, prefix, token ids, log p, plan) to log-weights of the
+        token in place of a rejected one; None for max(p - q, 0).
     """
 
     num_requests: int
     options: CallOptions
     tile: Tile
+    log_weights: Callable[..., jax.Array] | None = None
 
     @property
     def max_draft_tokens(self) -> int:
@@ -77,6 +81,11 @@ class Plan(NamedTuple):
     def is_small(self) -> bool:
         """Returns whether the schedule is that of a small batch, `KernelConfig.is_small`."""
         return self.config.is_small(self.num_requests)
+
+    @property
+    def greedy_is_argmax(self) -> bool:
+        """Returns whether greedy requests accept the argmax alone, as without a rule for them."""
+        return self.options.rule is None or not self.options.rule.greedy
 
     def verification_shape(self) -> Verification:
         """Returns the shapes of the call's result."""

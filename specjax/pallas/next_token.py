@@ -116,7 +116,9 @@ def load_accepted_prefix(
     valid = request.active & jnp.isfinite(normalizer.log_sum)
     rejected = num_accepted < request.num_draft_tokens
     from_residual = num_accepted < 0  # False, as a computed value that Triton can branch on
-    if arrays.draft_logits is not None and drafted is not None:
+    if plan.log_weights is not None and drafted is not None:
+        from_residual = rejected & valid & ~request.temperature.greedy
+    elif arrays.draft_logits is not None and drafted is not None:
         from_residual = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
     row = SamplingRow(
         arrays.target_logits,
@@ -151,6 +153,9 @@ def reduce_masses(
     """Returns sum max(p - q, 0) of each block of tile `tile_index`, f32[blocks]."""
     token_id = tile_token_ids(plan.tile, tile_index)
     logprobs = prefix.row.logprobs(token_id)
+    if plan.log_weights is not None:
+        weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
+        return jnp.sum(exp_scaled(weights, exp2=make_exp2(plan.interpret)), axis=-1)
     draft_logprobs = load_draft_logprobs(arrays.draft_logits, prefix.drafted, token_id)
     return jnp.sum(residual_probs(logprobs, draft_logprobs, make_exp2(plan.interpret)), axis=-1)
 
@@ -265,10 +270,16 @@ def draw_residual(
     inside = block_index * SAMPLING_BLOCK < arrays.target_logits.shape[1]
     index, other = (prefix.request.b, block_index), jnp.float32(-jnp.inf)
     log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
-    is_empty = jnp.sum(exp_scaled(log_masses)) <= MIN_RESIDUAL_MASS
+    least: Any = MIN_RESIDUAL_MASS
+    if plan.log_weights is not None and drafted is not None:
+        least = jnp.where(drafted.one_hot, jnp.float32(0), jnp.float32(least))
+    is_empty = jnp.sum(exp_scaled(log_masses)) <= least
     row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        if plan.log_weights is not None:
+            weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
+            return jnp.where(is_empty, logprobs, weights)
         draft_logprobs = load_draft_logprobs(arrays.draft_logits, drafted, token_id)
         return jnp.where(is_empty, logprobs, residual_logprobs(logprobs, draft_logprobs))
 

@@ -271,7 +271,7 @@ def verify_accept_kernel(
         row_tile = _row_tile(arrays, request, i, tile_index)
         at = b * rows_per_request + i
         tile_max = store_partials(row_tile, out.partials, at, plan.tile, plan.interpret)
-        if arrays.conditional_rates is None and rows_per_request > 1:
+        if arrays.conditional_rates is None and rows_per_request > 1 and plan.greedy_is_argmax:
 
             @pl.when(request.temperature.greedy & (i < request.num_draft_tokens))
             def reject_greedy() -> None:

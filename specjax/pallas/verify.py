@@ -1,6 +1,7 @@
 """`rejection_sample` and `coupled_sample` on the kernels.
 
     rejection_sample     rows are reduced and evaluated, then the next token is drawn
+      with a rule        by the schedule of a large batch, which evaluates by the rule
     coupled_sample       rows are reduced and each draws its token, then tokens are written
 
 Coupled sampling draws in `verify_accept_kernel`: the last program of a row to arrive draws from it.
@@ -8,7 +9,8 @@ Its stop is the first row that draws another token than the drafted one, or the 
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,9 @@ from jax.experimental import pallas as pl
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
-from specjax.core.noise import Stream
-from specjax.pallas.blocks import Partials, load_blocks
+from specjax.core.noise import Stream, uniform
+from specjax.core.rule import RowValues, accepts, log_weights
+from specjax.pallas.blocks import Partials, load_blocks, tile_token_ids
 from specjax.pallas.draft_statistics import add_draft_statistics
 from specjax.pallas.emit_tokens import emit_tokens
 from specjax.pallas.gumbel_max import (
@@ -31,11 +34,29 @@ from specjax.pallas.gumbel_max import (
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import launch
 from specjax.pallas.load_request import Plan, RequestScalars, load_masked
-from specjax.pallas.next_token import load_accepted_prefix, write_result
-from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows, reduce_rows
+from specjax.pallas.next_token import (
+    AcceptedPrefix,
+    load_accepted_prefix,
+    load_draft_logprobs,
+    write_result,
+)
+from specjax.pallas.target_rows import (
+    AcceptanceResult,
+    ReducedRows,
+    VerifiedRows,
+    accept_rows,
+    evaluate_acceptance,
+    reduce_rows,
+)
 from specjax.verification import Verification
 
-__all__ = ["coupled_write_kernel", "draw_and_compare", "verify_rows"]
+__all__ = [
+    "coupled_write_kernel",
+    "draw_and_compare",
+    "evaluate_by_rule",
+    "log_weights_by_rule",
+    "verify_rows",
+]
 
 
 class _Operands(NamedTuple):
@@ -68,7 +89,12 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
             num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
         )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
-    rows = (reduce_rows if plan.is_small else accept_rows)(arrays, plan)
+    rows: ReducedRows | VerifiedRows
+    if options.rule is not None and options.max_draft_tokens:
+        rows = accept_rows(arrays, plan, evaluate_by_rule)
+        plan = plan._replace(log_weights=log_weights_by_rule)
+    else:
+        rows = (reduce_rows if plan.is_small else accept_rows)(arrays, plan)
     tile = config.residual_tile(num_requests, vocab_size)
     return emit_tokens(arrays, rows, plan._replace(tile=tile))
 
@@ -148,3 +174,85 @@ def coupled_write_kernel(operands: _Operands, out: Verification, *, plan: Plan) 
         return Draw(token, prefix.row.kept_logits(token), jnp.float32(0))
 
     write_result(arrays, prefix, take_drawn, out, plan)
+
+
+def evaluate_by_rule(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
+) -> AcceptanceResult:
+    """Evaluates target row `i`, i32[1], of a request by the call's rule."""
+    result, rule = evaluate_acceptance(arrays, request, i, partials, plan), plan.options.rule
+    drafted = result.drafted
+    assert drafted is not None
+    address = request.address(arrays, i, Stream.accept(i), plan)
+    u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
+    index = jnp.sum(i, dtype=i.dtype)
+    row = SamplingRow(
+        arrays.target_logits,
+        request.first_target_row + index,
+        request.temperature.scale,
+        request.cutoff(arrays, index, request.active),
+        LogNormalizer(*[jnp.sum(x) for x in result.normalizer]),
+    )
+    values = _row_values(row, result.logprobs, plan, u.dtype)
+    accepted = accepts(rule, result.logprobs, drafted.logprob, u, values)
+    accepted &= (i < request.num_draft_tokens) & jnp.isfinite(result.normalizer.log_sum)
+    if plan.greedy_is_argmax:
+        accepted = jnp.where(request.temperature.greedy, result.accepted, accepted)
+    return result._replace(accepted=accepted)
+
+
+def log_weights_by_rule(
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    token_id: jax.Array,
+    logprobs: jax.Array,
+    plan: Plan,
+) -> jax.Array:
+    """Returns a rule's log-weights of the token in place of a rejected one.
+
+    Args:
+      arrays: the call's arrays.
+      prefix: the accepted prefix, which a rejection ends.
+      token_id: i32 of any shape, tokens of the deciding row.
+      logprobs: f32, log p of them.
+      plan: of the launch.
+    """
+    drafted = prefix.drafted
+    assert drafted is not None
+    is_drafted = token_id == drafted.token_id
+    draft_logprobs = jnp.where(is_drafted, jnp.float32(0), -jnp.inf)
+    if arrays.draft_logits is not None:
+        sampled = load_draft_logprobs(arrays.draft_logits, drafted, token_id)
+        draft_logprobs = jnp.where(drafted.one_hot, draft_logprobs, sampled)
+    x = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
+    logprob = prefix.row.logprobs(x)
+    values = _row_values(prefix.row, logprob, plan, jnp.dtype(jnp.float32))
+    return log_weights(plan.options.rule, logprobs, draft_logprobs, values)
+
+
+def _row_values(row: SamplingRow, logprob: jax.Array, plan: Plan, dtype: Any) -> RowValues:
+    """Returns the statistics of a target row that a rule names.
+
+    Its entropy and a token's rank take another pass over the row, by the program that asks.
+    """
+
+    def over_tiles(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        def add(tile_index: jax.Array, total: jax.Array) -> jax.Array:
+            return total + jnp.sum(term(row.logprobs(tile_token_ids(plan.tile, tile_index))))
+
+        num_tiles = plan.tile.num_tiles(row.logits.shape[1])
+        return jax.lax.fori_loop(0, num_tiles, add, jnp.float32(0)).astype(dtype)
+
+    def entropy(lp: jax.Array) -> jax.Array:
+        return jnp.where(lp > -jnp.inf, -jnp.exp(lp) * lp, jnp.float32(0))
+
+    def is_likelier(lp: jax.Array) -> jax.Array:
+        return (lp > jnp.max(logprob)).astype(jnp.float32)
+
+    return RowValues(
+        plan.options.rule.statistics,
+        # The shift of the normalizer is the largest logit.
+        max_logprob=lambda: -row.normalizer.log_sum.astype(dtype),
+        entropy=lambda: over_tiles(entropy),
+        rank=lambda: over_tiles(is_likelier),
+    )

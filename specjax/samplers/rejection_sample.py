@@ -17,6 +17,7 @@ from specjax.checks import (
     parse_optional,
     parse_rates,
 )
+from specjax.core.rule import Rule, check_rule
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import shard_map_batch
@@ -36,6 +37,7 @@ def rejection_sample(
     cutoff: Any = None,
     conditional_rates: Any = None,
     bonus_token_ids: Any = None,
+    rule: Rule | None = None,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -63,6 +65,8 @@ def rejection_sample(
         accepted with this probability whatever p and q are. See `geometric_rates`.
       bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
         log-probability is -inf where the bonus row is invalid.
+      rule: a `Rule`, static, in place of the standard one of this page; not together with
+        `conditional_rates`. `specjax.core.rules` has some. None is the standard rule.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
       implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
@@ -108,7 +112,8 @@ def rejection_sample(
         conditional_rates=parse_rates(conditional_rates, size, k),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k)
+    check_rule(rule, conditional_rates)
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, rule=rule)
     return _rejection_sample(arrays, options=options)
 
 

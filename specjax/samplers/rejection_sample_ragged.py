@@ -20,6 +20,7 @@ from specjax.checks import (
     parse_optional,
     parse_rates,
 )
+from specjax.core.rule import Rule, check_rule
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded, pvary_like
@@ -46,6 +47,7 @@ def rejection_sample_ragged(
     cutoff: Any = None,
     conditional_rates: Any = None,
     bonus_token_ids: Any = None,
+    rule: Rule | None = None,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -69,6 +71,7 @@ def rejection_sample_ragged(
       cutoff: f32, [N + B], or None.
       conditional_rates: f32, [K] or [B, K], or None.
       bonus_token_ids: i32, [B], or None.
+      rule: a `Rule`, or None.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
 
@@ -112,7 +115,8 @@ def rejection_sample_ragged(
         conditional_rates=parse_rates(conditional_rates, size, k),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k)
+    check_rule(rule, conditional_rates)
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, rule=rule)
     return _rejection_sample_ragged(arrays, options=options)
 
 

@@ -11,6 +11,7 @@ References:
   Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,13 @@ from specjax.core.logsumexp import (
     row_statistics_once,
 )
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform
+from specjax.core.rule import Rule
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.coupled_xla import couple_request
 from specjax.samplers.next_token_xla import AcceptedPrefix, emit, is_active, next_token
 from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
+from specjax.samplers.rule_xla import accepts_by_rule, next_token_by_rule
 from specjax.verification import Verification
 
 __all__ = ["verify_batch", "verify_request"]
@@ -52,7 +55,11 @@ class _PrefixState(NamedTuple):
 
 
 def verify_request(
-    request: Request, target: LogitRows, draft_logits: jax.Array | None, noise_dtype: Any
+    request: Request,
+    target: LogitRows,
+    draft_logits: jax.Array | None,
+    noise_dtype: Any,
+    rule: Rule | None = None,
 ) -> Verification:
     """Verifies the drafted tokens of one request.
 
@@ -61,18 +68,24 @@ def verify_request(
       target: rows of every request; those of this one begin at `request.target_row`.
       draft_logits: [M, V_d], or None where every draft is one-hot.
       noise_dtype: float32 or float64.
+      rule: in place of the standard one, or None.
 
     Returns:
       `Verification` without a batch axis.
     """
-    state = _accept_prefix(request, target, draft_logits, noise_dtype)
-    token, logprob = next_token(request, state.prefix, target, draft_logits, noise_dtype)
+    state = _accept_prefix(request, target, draft_logits, noise_dtype, rule)
+    draw = next_token if rule is None else functools.partial(next_token_by_rule, rule)
+    token, logprob = draw(request, state.prefix, target, draft_logits, noise_dtype)
     num_accepted, row = state.prefix.num_accepted, state.prefix.row
     return emit(request, num_accepted, row, target, token, logprob, state.logprobs)
 
 
 def _accept_prefix(
-    request: Request, target: LogitRows, draft_logits: jax.Array | None, dtype: Any
+    request: Request,
+    target: LogitRows,
+    draft_logits: jax.Array | None,
+    dtype: Any,
+    rule: Rule | None,
 ) -> _PrefixState:
     """Reads target rows in order until a drafted token is rejected or all are accepted."""
     k = request.token_ids.shape[0]
@@ -88,7 +101,11 @@ def _accept_prefix(
         logit = gather_logits(logits, drafted.token_id, cutoff)
         logprob = token_logprobs(logit, row.normalizer, scale)
         best = argmax_token(logits, partials, cutoff)
-        accepted = _accepts(request, i, drafted, logprob, best, logits.shape[0], dtype)
+        if rule is None:
+            accepted = _accepts(request, i, drafted, logprob, best, logits.shape[0], dtype)
+        else:
+            rows = LogitRows(logits, cutoff)
+            accepted = accepts_by_rule(request, i, drafted, logprob, best, rows, row, rule, dtype)
         accepted &= (index < request.num_tokens) & row.valid
         logprobs = state.logprobs.at[i].set(jnp.where(accepted, logprob, state.logprobs[i]))
         prefix = AcceptedPrefix(index + accepted.astype(jnp.int32), partials, row, drafted)
@@ -145,7 +162,8 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     def one(request: Request) -> Verification:
         if options.method == "coupled":
             return couple_request(request, target, options.noise_dtype)
-        return verify_request(request, target, arrays.draft_logits, options.noise_dtype)
+        rows = (target, arrays.draft_logits)
+        return verify_request(request, *rows, options.noise_dtype, options.rule)
 
     return jax.lax.platform_dependent(
         requests, cpu=lambda r: jax.lax.map(one, r), default=lambda r: jax.vmap(one)(r)

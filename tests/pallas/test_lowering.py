@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import specjax
 from specjax import Draft
+from specjax.core import rules
 from specjax.implementation import (
     DeviceFacts,
     Implementation,
@@ -228,6 +229,31 @@ def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):
     with on_gpu(), noise_context(noise_dtype):
         assert num_kernels(lower(couple, *padded, data | more)) == 2
         assert num_kernels(lower(couple_ragged, *ragged, shape(BATCH + 1, dtype=I32), data)) == 2
+
+
+RULES = {
+    "standard": rules.standard(),
+    "lenience": rules.lenience(0.5),
+    "typical": rules.typical_acceptance(0.3, 0.6),
+    "relaxed": dataclasses.replace(rules.relaxed(3, 0.2), greedy=True),
+    "ensemble": rules.ensemble(0.5),
+}
+
+
+@pytest.mark.parametrize("kind", [once("one-hot"), "drawn"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_lowers_for_cuda(rule, kind):
+    def verify(draft, target_logits, options):
+        return specjax.rejection_sample(
+            draft, target_logits, rule=RULES[rule], implementation="triton", **options
+        )
+
+    batch = shape(BATCH, dtype=I32)
+    options = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH))
+    draft = draft_shapes(kind, jnp.bfloat16, (BATCH, K))
+    target = shape(BATCH, K + 1, VOCAB, dtype=jnp.bfloat16)
+    with on_gpu():
+        assert num_kernels(lower(verify, draft, target, options)) == 3
 
 
 @pytest.mark.parametrize("batch_size", [2, 8])

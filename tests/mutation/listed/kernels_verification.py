@@ -95,8 +95,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}next_token.draw_residual",
-        "<= MIN_RESIDUAL_MASS",
-        "<= 0",
+        "is_empty = jnp.sum(exp_scaled(log_masses)) <= least",
+        "is_empty = jnp.sum(exp_scaled(log_masses)) <= 0",
         edges(f"{_ROUNDED}[interpret-64]"),
         "a large batch draws from what rounding leaves of p == q",
     ),

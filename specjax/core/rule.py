@@ -1,0 +1,134 @@
+"""A rule of acceptance as a value: when a drafted token is accepted, and what replaces it if not.
+
+    accept(lp, lq, u, row)        bool, elementwise: accepted or not
+    log_residual(lp, lq, row)     log-weights, elementwise, of the token in place of a rejected one
+
+A rule is traced into plain JAX and into the kernels. `lp` is log p of a token, `lq` log q, `u` a
+uniform in (0, 1) and `row` statistics of the target row. `specjax.core.rules` has some.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "RowValues",
+    "Rule",
+    "accepts",
+    "check_rule",
+    "log_weights",
+]
+
+_STATISTICS = ("max_logprob", "entropy", "rank")
+
+
+class RowValues:
+    """Statistics of a target row; one is computed where a rule reads it.
+
+    Attributes:
+      max_logprob: log p of the likeliest token.
+      entropy: -sum p log p.
+      rank: number of tokens strictly likelier than the drafted one.
+    """
+
+    def __init__(self, names: tuple[str, ...], **values: Callable[[], jax.Array]) -> None:
+        """Takes the statistics that a rule names, and a function that computes each."""
+        self._names, self._values = names, values
+
+    def __getattr__(self, name: str) -> jax.Array:
+        """Computes a statistic; refuses one that the rule does not name."""
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(
+                f"row.{name} is read by a rule whose statistics are {self._names}; it needs to be "
+                "named there."
+            )
+        return self._values[name]()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule of acceptance for `rejection_sample`: hashable, static under `jit`, equal by value.
+
+    The library rejects p(x) = 0, q(x) = 0 and ids outside the vocabulary before a rule is asked. It
+    reads a NaN weight as 0 and never emits a masked token. An empty residual falls back to the
+    target row. For a one-hot draft q is 1 at its token. The bonus token follows p. The functions
+    capture no arrays: parameters are Python numbers. A new lambda for each call compiles each call.
+
+    Attributes:
+      accept: of (lp, lq, u, row), bool.
+      log_residual: of (lp, lq, row), unnormalised.
+      statistics: what is read of `row`: "max_logprob", "entropy", "rank".
+      greedy: whether greedy requests ask the rule, too, with lp at temperature 1. Else they accept
+        the argmax.
+
+    Raises:
+      ValueError: for an unknown statistic, or functions that are not.
+
+    Example:
+      >>> rule = specjax.Rule(
+      ...     accept=lambda lp, lq, u, row: lp > row.max_logprob - 1.0,
+      ...     log_residual=lambda lp, lq, row: lp,
+      ...     statistics=("max_logprob",))
+      >>> step = specjax.rejection_sample(
+      ...     specjax.Draft(jnp.array([[0]])), jnp.zeros((1, 2, 4)), keys=jax.random.key(0),
+      ...     positions=0, rule=rule)
+      >>> step.num_accepted
+      Array([1], dtype=int32)
+    """
+
+    accept: Callable[..., Any]
+    log_residual: Callable[..., Any]
+    statistics: tuple[str, ...] = ()
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("accept", "log_residual"):
+            if not callable(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it needs to be a function.")
+        object.__setattr__(self, "statistics", tuple(self.statistics))
+        for name in self.statistics:
+            if name not in _STATISTICS:
+                raise ValueError(
+                    f"statistics holds {name!r}; each is one of {', '.join(_STATISTICS)}."
+                )
+
+
+def accepts(rule: Rule, lp: jax.Array, lq: jax.Array, u: jax.Array, row: RowValues) -> jax.Array:
+    """Returns whether tokens are accepted: what the rule says, where p > 0 and q > 0.
+
+    Args:
+      rule: the rule.
+      lp: f32, log p.
+      lq: f32, log q.
+      u: f32 or f64, in (0, 1).
+      row: of the target row.
+
+    Returns:
+      bool.
+    """
+    possible = (lp > -jnp.inf) & (lq > -jnp.inf)
+    # Logs are finite here, so that a rule's difference is no NaN; the token is rejected anyway.
+    zero = jnp.zeros_like(lp)
+    lp, lq = (jnp.where(possible, x, zero).astype(u.dtype) for x in (lp, lq))
+    return possible & rule.accept(lp, lq, u, row)
+
+
+def log_weights(rule: Rule, lp: jax.Array, lq: jax.Array, row: RowValues) -> jax.Array:
+    """Returns the log-weights f32 of the token in place of a rejected one; -inf where masked."""
+    weights = rule.log_residual(lp, lq, row)
+    return jnp.where((lp > -jnp.inf) & (weights < jnp.inf), weights, -jnp.inf)
+
+
+def check_rule(rule: Rule | None, conditional_rates: Any) -> None:
+    """Raises `ValueError` for what is no rule, and for one together with rates."""
+    if rule is None:
+        return
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule is {type(rule).__name__}; it needs a specjax.Rule, or None.")
+    if conditional_rates is not None:
+        raise ValueError(
+            "rule and conditional_rates are given; rates accept whatever a rule says: give one."
+        )

@@ -1,0 +1,174 @@
+"""A rule decides what is accepted and what replaces it, in plain JAX and in the kernels alike."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+from test_ragged import check_same, ragged_case, run_ragged
+from verify_cases import library, make_keys, mixed_case, run, sampled_case
+
+import specjax
+from specjax import Draft, Rule
+from specjax.core import rules
+
+pytestmark = pytest.mark.once
+
+# The example of the docstrings.
+P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.2, 0.3, 0.2])
+RESIDUAL = np.maximum(P - Q, 0)
+ENTROPY = -np.sum(P * np.log(P))
+RANK = np.sum(P[None] > P[:, None], axis=1)
+# Rule, acceptance of each token, what replaces a rejected one, total variation.
+EXAMPLES = {
+    "standard": (rules.standard(), np.minimum(1, P / Q), RESIDUAL, 0.0),
+    "lenience": (rules.lenience(0.5), np.minimum(1, P / (0.5 * Q)), RESIDUAL, 0.2),
+    "typical": (
+        rules.typical_acceptance(0.3, 0.6),
+        min(0.3, 0.6 * np.exp(-ENTROPY)) < P,
+        P,
+        0.1,
+    ),
+    "relaxed": (rules.relaxed(2, 0.25), (RANK < 2) & (np.max(P) - 0.25 <= P), P, 0.1),
+    "ensemble": (rules.ensemble(0.5), np.minimum(1, (0.5 * P + 0.5 * Q) / Q), RESIDUAL, 0.15),
+}
+PAIRS = 20_000
+
+
+def enumerated(acceptance, residual):
+    """Distribution of one emitted token after a drafted one."""
+    accepted = Q * acceptance
+    return accepted + (1 - accepted.sum()) * residual / residual.sum()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_rule_s_total_variation_is_that_of_its_docstring(name):
+    _, acceptance, residual, variation = EXAMPLES[name]
+    measured = np.abs(enumerated(acceptance, residual) - P).sum() / 2
+    assert measured == pytest.approx(variation, abs=1e-12)
+    text = getattr(rules, {"typical": "typical_acceptance"}.get(name, name)).__doc__
+    assert ("not exact" in text) == (variation > 0)
+    assert variation == 0 or f": {variation}." in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_emitted_tokens_follow_the_enumeration(name):
+    rule, acceptance, residual, _ = EXAMPLES[name]
+    keys = make_keys(PAIRS)
+    p, q = (jnp.broadcast_to(jnp.log(jnp.asarray(x, jnp.float32)), (PAIRS, 4)) for x in (P, Q))
+    drawn = specjax.gumbel_sample(q, keys=keys, positions=5, stream=specjax.Stream.draft(0))
+    draft = Draft(drawn.token_ids[:, None], logits=q[:, None])
+    target = jnp.broadcast_to(p[:, None], (PAIRS, 2, 4))
+    step = specjax.rejection_sample(draft, target, keys=keys, positions=5, rule=rule)
+    counts = np.bincount(np.asarray(step.token_ids)[:, 0], minlength=4)
+    expected = PAIRS * enumerated(acceptance, residual)
+    assert stats.chisquare(counts, expected).pvalue > 1e-6
+    rate = np.sum(Q * acceptance)
+    margin = 5 * np.sqrt(rate * (1 - rate) / PAIRS)
+    assert abs(np.mean(step.num_accepted) - rate) < margin
+
+
+@functools.cache
+def verified(implementation, rule=None):
+    return jax.tree.map(np.asarray, run(library(implementation), mixed_case(0), rule=rule))
+
+
+def test_the_standard_rule_as_a_value_is_the_default(implementation):
+    ours, theirs = (verified(implementation, rule) for rule in (rules.standard(), None))
+    chex.assert_trees_all_equal(ours[:3], theirs[:3])
+    chex.assert_trees_all_close(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "rule", [rules.typical_acceptance(0.05, 0.3), rules.relaxed(5, 0.1)], ids=["typical", "relaxed"]
+)
+def test_the_kernels_emit_the_reference_s_tokens(rule):
+    ours, theirs = (verified(name, rule) for name in ("interpret", "xla"))
+    chex.assert_trees_all_equal(ours[:3], theirs[:3])
+    assert len(set(theirs.num_accepted.tolist())) > 2
+
+
+def test_requests_end_to_end_follow_the_rule_too():
+    case, ragged, cu = ragged_case(2)
+    rule = rules.relaxed(5, 0.1)
+    check_same(run_ragged(ragged, cu, "xla", rule=rule), run(library("xla"), case, rule=rule))
+
+
+NEVER = Rule(lambda lp, lq, u, row: lp > 0, lambda lp, lq, row: lp * jnp.nan)
+ALWAYS = Rule(lambda lp, lq, u, row: lp <= 0, lambda lp, lq, row: lp)
+ALWAYS_GREEDY = Rule(ALWAYS.accept, ALWAYS.log_residual, greedy=True)
+
+
+def test_weights_that_are_no_numbers_leave_the_target_row(implementation):
+    case = sampled_case(3)
+    step = run(library(implementation), case, rule=NEVER)
+    plain = specjax.gumbel_sample(
+        case["target_logits"][:, 0],
+        keys=make_keys(len(case["token_ids"])),
+        positions=case["positions"],
+        stream=specjax.Stream.TARGET,
+    )
+    np.testing.assert_array_equal(step.num_accepted, 0)
+    np.testing.assert_array_equal(np.asarray(step.token_ids)[:, 0], plain.token_ids)
+
+
+def test_what_no_rule_may_accept_is_rejected(implementation):
+    """p(x) = 0, q(x) = 0 and ids of no token; a masked token is not emitted either."""
+    case = sampled_case(4)
+    b = np.arange(len(case["token_ids"]))
+    ids = case["token_ids"]
+    case["target_logits"][b[::4], 1, ids[::4, 1]] = -np.inf
+    case["draft_logits"][b[1::4], 1, ids[1::4, 1]] = -np.inf
+    ids[2::4, 1] = case["target_logits"].shape[2] + 3
+    step = run(library(implementation), case, rule=ALWAYS)
+    np.testing.assert_array_equal(step.num_accepted, np.where(b % 4 == 3, ids.shape[1], 1))
+    recovered = np.asarray(step.token_ids)[::4, 1]
+    assert np.all(recovered != ids[::4, 1])
+
+
+def test_greedy_requests_ask_a_rule_that_is_for_them(implementation):
+    case = sampled_case(5)
+    case["temperature"][:] = 0
+    for rule in (ALWAYS, ALWAYS_GREEDY):
+        step = run(library(implementation), case, rule=rule)
+        argmax = np.argmax(case["target_logits"][:, :-1], axis=-1) == case["token_ids"]
+        expected = np.cumprod(argmax, axis=1).sum(axis=1)
+        k = case["token_ids"].shape[1]
+        np.testing.assert_array_equal(step.num_accepted, k if rule.greedy else expected)
+
+
+def test_rules_are_equal_by_value_and_compile_once():
+    assert rules.lenience(0.5) == rules.lenience(0.5) != rules.lenience(0.6)
+    assert len({rules.relaxed(3, 0.1), rules.relaxed(3, 0.1), rules.relaxed(4, 0.1)}) == 2
+
+
+def verify(**options):
+    rows = jnp.zeros((2, 2, 5))
+    draft = Draft(np.zeros((2, 1), np.int32))
+    return specjax.rejection_sample(draft, rows, keys=jax.random.key(0), positions=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: verify(rule="lenient"), "rule is str; it needs a specjax.Rule"),
+        (lambda: verify(rule=rules.standard(), conditional_rates=[1.0]), "give one"),
+        (lambda: Rule(None, lambda lp, lq, row: lp), "accept is None"),
+        (lambda: Rule(ALWAYS.accept, ALWAYS.log_residual, ("mean",)), "statistics holds 'mean'"),
+        (lambda: rules.lenience(0), r"factor is 0; .*\(0, 1\]"),
+        (lambda: rules.relaxed(0, 0.1), "top_n is 0"),
+    ],
+)
+def test_a_wrong_rule_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_statistic_that_a_rule_does_not_name_is_refused():
+    rule = Rule(lambda lp, lq, u, row: lp > -row.entropy, ALWAYS.log_residual)
+    with pytest.raises(AttributeError, match=r"row.entropy is read .* named there"):
+        verify(rule=rule)
