@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 import specjax
 from specjax import Draft, SamplingParams, SpeculativeConfig
+from specjax.core import rules
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
 
 F32, I32, BF16, F16 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float16
@@ -149,6 +150,12 @@ def verification():
             double = functools.partial(verify, noise_dtype=jnp.float64)
             shapes = _verify_shapes("carried", b, F32, False)
             yield f"float64 noise, {b}", Case(double, shapes, platform, True)
+        if platform == CUDA:
+            by_rule = functools.partial(verify, rule=rules.relaxed(3, 0.1))
+            yield (
+                f"a rule, {SMALL}",
+                Case(by_rule, _verify_shapes("carried", SMALL, BF16, False), platform),
+            )
         for dtype in (F16, F32):
             shapes = _verify_shapes("drawn", SMALL, dtype, False)
             yield f"{jnp.dtype(dtype)}", Case(verify, shapes, platform)

@@ -8,6 +8,7 @@ from . import (
     kernels_models,
     kernels_verification,
     requests,
+    rules,
     sampling,
     subnormals,
     verification,
@@ -25,4 +26,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + kernels_verification.MUTATIONS
     + kernels_models.MUTATIONS
     + coupled.MUTATIONS
+    + rules.MUTATIONS
 )

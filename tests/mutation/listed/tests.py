@@ -21,6 +21,7 @@ __all__ = [
     "processing",
     "products",
     "ragged",
+    "rule_values",
     "sampled_decoding",
     "sampling",
     "searches",
@@ -51,6 +52,7 @@ noise = _of("core/test_noise.py")
 processing = _of("processing/test_process_logits.py")
 products = _of("models/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
+rule_values = _of("samplers/test_rules.py")
 sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")
 acceptance_rates = _of("test_acceptance_rates.py")

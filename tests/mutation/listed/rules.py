@@ -1,0 +1,62 @@
+"""Wrong versions of rules as values, in plain JAX and in the kernels."""
+
+from ..mutation import Mutation
+from .tests import rule_values
+
+__all__ = ["MUTATIONS"]
+
+_IMPOSSIBLE = "test_what_no_rule_may_accept_is_rejected"
+_GREEDY = "test_greedy_requests_ask_a_rule_that_is_for_them"
+_STANDARD = "test_the_standard_rule_as_a_value_is_the_default"
+
+MUTATIONS = (
+    Mutation(
+        "specjax.core.rule.accepts",
+        "possible & rule",
+        "rule",
+        rule_values(f"{_IMPOSSIBLE}[xla]"),
+        "a rule may accept what the target cannot emit",
+    ),
+    Mutation(
+        "specjax.core.rule.log_weights",
+        "(lp > -jnp.inf) & (weights < jnp.inf)",
+        "weights < jnp.inf",
+        rule_values(f"{_IMPOSSIBLE}[xla]"),
+        "a rule may put a masked token in place of a rejected one",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla.accepts_by_rule",
+        "if rule.greedy:",
+        "if not rule.greedy:",
+        rule_values(f"{_GREEDY}[xla]"),
+        "greedy requests ask the rules that are not for them",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla._draft_logprobs",
+        "jnp.where(drafted.one_hot, one_hot, q)",
+        "q",
+        rule_values(f"{_STANDARD}[xla]"),
+        "a one-hot draft among sampled ones is replaced as if it were sampled",
+    ),
+    Mutation(
+        "specjax.pallas.verify.evaluate_by_rule",
+        "if plan.greedy_is_argmax:",
+        "if not plan.greedy_is_argmax:",
+        rule_values(f"{_GREEDY}[interpret]"),
+        "greedy requests ask the rules that are not for them",
+    ),
+    Mutation(
+        "specjax.pallas.verify.log_weights_by_rule",
+        "jnp.where(drafted.one_hot, draft_logprobs, sampled)",
+        "sampled",
+        rule_values(f"{_STANDARD}[interpret]"),
+        "a one-hot draft among sampled ones is replaced as if it were sampled",
+    ),
+    Mutation(
+        "specjax.pallas.verify._row_values.is_likelier",
+        "(lp > jnp.max(logprob))",
+        "(lp >= jnp.max(logprob))",
+        rule_values("test_the_kernels_emit_the_reference_s_tokens[relaxed]"),
+        "a token is counted among those likelier than itself",
+    ),
+)
