@@ -170,6 +170,24 @@ def test_no_requests_are_verified_as_none():
     assert step.token_ids.shape == (0, 3)
 
 
+def test_vmap_and_a_mesh_change_nothing():
+    case = often_right(sampled_case(6), 6)
+    arrays = [jnp.asarray(case["token_ids"]), jnp.asarray(case["target_logits"])]
+    arrays.append(make_keys(BATCH))
+
+    def verify(ids, rows, keys):
+        return specjax.coupled_sample(ids, rows, keys=keys, positions=case["positions"])
+
+    plain = verify(*arrays)
+    both = jax.vmap(verify)(*(jnp.stack([x, x]) for x in arrays))
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], both)[:3], plain[:3])
+    with jax.set_mesh(jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Explicit,))):
+        split = [jax.device_put(x, jax.P("batch")) for x in arrays]
+        sharded = jax.jit(verify)(*split)
+        assert sharded.token_ids.sharding.spec[0] == "batch"
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, x[:3]) for x in (sharded, plain)))
+
+
 PAIRS = 20_000
 P = np.random.default_rng(0).dirichlet(np.full(300, 0.05))
 Q = 0.6 * P + 0.4 * np.random.default_rng(1).dirichlet(np.full(300, 0.05))
@@ -193,13 +211,14 @@ def match_rate(stream):
 
 def test_a_token_chosen_without_that_noise_is_accepted_with_probability_p():
     """As often as rejection accepts a one-hot draft: nothing is lost."""
+    few = 4000
     likeliest = int(np.argmax(P))
-    rows = jnp.broadcast_to(jnp.log(jnp.asarray(P + 1e-30, jnp.float32)), (PAIRS, 2, 300))
-    ids = np.full((PAIRS, 1), likeliest, np.int32)
-    options = dict(keys=make_keys(PAIRS), positions=4)
+    rows = jnp.broadcast_to(jnp.log(jnp.asarray(P + 1e-30, jnp.float32)), (few, 2, 300))
+    ids = np.full((few, 1), likeliest, np.int32)
+    options = dict(keys=make_keys(few), positions=4)
     coupled = specjax.coupled_sample(ids, rows, **options)
     rejected = specjax.rejection_sample(specjax.Draft(ids), rows, **options)
-    margin = 5 * np.sqrt(P[likeliest] * (1 - P[likeliest]) / PAIRS)
+    margin = 5 * np.sqrt(P[likeliest] * (1 - P[likeliest]) / few)
     for step in (coupled, rejected):
         assert abs(np.mean(step.num_accepted) - P[likeliest]) < margin
 
