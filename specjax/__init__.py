@@ -1,6 +1,7 @@
 """Speculative-decoding verification in JAX: exact, batched, jitted.
 
-Verification: `rejection_sample`, `coupled_sample`, their ragged forms, `gumbel_sample`.
+Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, their ragged forms,
+`gumbel_sample`.
 Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
@@ -45,6 +46,10 @@ from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
 from specjax.programs.cache_folder import enable_compilation_cache
 from specjax.sample import Sample
+from specjax.samplers.block_rejection_sample import (
+    block_rejection_sample,
+    block_rejection_sample_ragged,
+)
 from specjax.samplers.coupled_sample import coupled_sample
 from specjax.samplers.coupled_sample_ragged import coupled_sample_ragged
 from specjax.samplers.gather_drafts import draft_from_probs, gather_drafts
@@ -77,6 +82,8 @@ __all__ = [
     "apply_sampling",
     "bad_words_array",
     "bias_array",
+    "block_rejection_sample",
+    "block_rejection_sample_ragged",
     "commit",
     "compile_generate",
     "conditional_rates",

@@ -20,7 +20,7 @@ class CallOptions:
       noise_dtype: float32 or float64.
       implementation: a resolved one.
       max_draft_tokens: K, drafted tokens per request at most; at least 0.
-      method: how drafted tokens are verified, "standard" or "coupled".
+      method: how drafted tokens are verified, "standard", "block" or "coupled".
       rule: a `specjax.Rule` in place of the standard one, or None.
     """
 

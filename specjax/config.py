@@ -13,7 +13,7 @@ from specjax import acceptance_rates
 
 __all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]
 
-REJECTION_SAMPLE_METHODS = ("standard", "coupled", "synthetic")
+REJECTION_SAMPLE_METHODS = ("standard", "block", "coupled", "synthetic")
 
 # What steps cost that draft with a model, rounded up: on a CPU the embedded pair takes 1.64, 1.78
 # and 1.98 at K = 1, 2 and 4, on an H200 an 8B target with a 1B draft 2.1 at K = 5.
@@ -37,8 +37,9 @@ class SpeculativeConfig:
       num_speculative_tokens: draft tokens K per step, 1 to 32. With "auto" each request drafts as
         many in a step as its own history and `step_costs` make worth it; the field then holds the
         largest number.
-      rejection_sample_method: "standard" follows the target's distribution; "coupled" does, too,
-        and emits the target's own draws, so that a seeded text does not depend on what drafted;
+      rejection_sample_method: "standard" follows the target's distribution; "block" does, too,
+        and accepts at least as many tokens on average; "coupled" does, and emits the target's own
+        draws, so that a seeded text does not depend on what drafted;
         "synthetic" accepts at given rates whatever p and q are, to time a step at that acceptance.
       draft_sample_method: "probabilistic" samples drafts at the request's temperature, and carries
         their logits to verification (by "coupled" it draws with the target's noise, and carries
@@ -123,8 +124,14 @@ class SpeculativeConfig:
 
     @property
     def verification_method(self) -> str:
-        """How drafted tokens are verified: "coupled", or "standard", at given rates or by p / q."""
-        return "coupled" if self.rejection_sample_method == "coupled" else "standard"
+        """How drafted tokens are verified: "standard" also at given rates, "block" or "coupled"."""
+        method = self.rejection_sample_method
+        return "standard" if method == "synthetic" else method
+
+    @property
+    def draws_on_target_stream(self) -> bool:
+        """Whether drafts are drawn with the target's own noise."""
+        return self.rejection_sample_method == "coupled"
 
     def compile_key(self) -> "SpeculativeConfig":
         """Returns this config without its rates and costs, as a key of compiled functions.
@@ -215,11 +222,6 @@ def _check_step_costs(values: Any) -> tuple[float, ...]:
 
 
 def _check_rejection_sample_method(method: Any) -> None:
-    if method == "block":
-        raise ValueError(
-            f"rejection_sample_method is {method!r}, which is not built yet; this version verifies "
-            'by "standard", "coupled" or "synthetic".'
-        )
     if method not in REJECTION_SAMPLE_METHODS:
         *first, last = (f'"{name}"' for name in REJECTION_SAMPLE_METHODS)
         raise ValueError(

@@ -105,9 +105,11 @@ def test_a_compile_key_keeps_all_that_a_compiled_function_depends_on():
         ({"num_speculative_tokens": 33}, "num_speculative_tokens is 33"),
         ({"num_speculative_tokens": 2.0}, "num_speculative_tokens is 2.0; .*integer"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens is True"),
-        ({"rejection_sample_method": "block"}, "is 'block', which is not built yet"),
         ({"rejection_sample_method": "typical"}, "rejection_sample_method is 'typical'; "),
-        ({"rejection_sample_method": "Coupled"}, 'be "standard", "coupled" or "synthetic"'),
+        (
+            {"rejection_sample_method": "Coupled"},
+            'be "standard", "block", "coupled" or "synthetic"',
+        ),
         ({"draft_sample_method": "gumbel"}, "draft_sample_method is 'gumbel'; .*\"probabilistic\""),
         ({"draft_sample_method": "beam"}, 'is \'beam\'; .*"greedy" or "probabilistic"'),
         ({"use_fp64_gumbel": 1}, "use_fp64_gumbel is 1; .*True or False"),

@@ -40,7 +40,7 @@ class Program(NamedTuple):
     """One compilation; cases that differ in data alone share it.
 
     Attributes:
-      kind: "verify", "couple", "sample", "sample with scalars" or "categorical".
+      kind: "verify", "block", "couple", "sample", "sample with scalars" or "categorical".
       implementation: None for the kernels, or "xla".
       one_hot: drafts without logits.
       synthetic: given rates.
@@ -65,11 +65,12 @@ class Case(NamedTuple):
 
 
 # Kinds that verify drafted tokens.
-VERIFIED = {"verify", "couple"}
+VERIFIED = {"verify", "block", "couple"}
 PROGRAMS = {
     "drawn": Program("verify"),
     "onehot": Program("verify", one_hot=True),
     "synthetic": Program("verify", synthetic=True),
+    "block": Program("block"),
     "coupled": Program("couple", one_hot=True),
     "gumbel_fp32": Program("sample"),
     "gumbel_fp64": Program("sample", noise="float64"),
@@ -88,6 +89,8 @@ CASES = {
     "greedy": Case("drawn", temperature=0.0),
     "synthetic_as_drawn_0.7": Case("synthetic", rates="drawn_0.7"),
     "synthetic_0.9": Case("synthetic", rates=0.9),
+    "block_0.7": Case("block"),
+    "block_1": Case("block", temperature=1.0),
     "coupled_0.7": Case("coupled"),
     "coupled_1": Case("coupled", temperature=1.0),
     "gumbel_fp32": Case("gumbel_fp32"),
@@ -129,6 +132,17 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
         )
         return step, step.num_emitted
 
+    def block(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
+        step = specjax.block_rejection_sample(
+            inputs.draft,
+            inputs.target_logits,
+            keys=keys,
+            positions=positions,
+            temperature=options.temperature,
+            implementation=implementation,
+        )
+        return step, step.num_emitted
+
     def couple(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
         step = specjax.coupled_sample(
             inputs.draft.token_ids,
@@ -161,7 +175,7 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
         token_ids = jax.random.categorical(keys[0], rows / temperature[:, None])
         return token_ids, token_ids.astype(jnp.int32)
 
-    calls = {"verify": verify, "couple": couple, "categorical": categorical}
+    calls = {"verify": verify, "block": block, "couple": couple, "categorical": categorical}
     return calls.get(program.kind, sample)
 
 

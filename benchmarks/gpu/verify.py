@@ -31,6 +31,8 @@ VERIFY = [
     "greedy",
     "synthetic_as_drawn_0.7",
     "synthetic_0.9",
+    "block_0.7",
+    "block_1",
     "coupled_0.7",
     "coupled_1",
 ]
@@ -59,7 +61,7 @@ MORE = [
 ]
 SMALL = [
     (Shape(2, 2, 300, DTYPE), [*VERIFY, *SAMPLE, *GRAPHS, *XLA]),
-    (Shape(1, 1, 130, "float32"), [*FEW, "coupled_0.7", "gumbel_scalars"]),
+    (Shape(1, 1, 130, "float32"), [*FEW, "block_0.7", "coupled_0.7", "gumbel_scalars"]),
 ]
 
 

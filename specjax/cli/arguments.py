@@ -189,8 +189,9 @@ def _add_speculation_options(group: Any) -> None:
         "rejection_sample_method": (
             str,
             "METHOD",
-            "standard: accept by min(1, p / q); coupled: accept what the target draws too, which "
-            "makes a seed's text the one without drafts; synthetic: accept at given rates",
+            "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
+            "them; coupled: accept what the target draws too, which makes a seed's text the one "
+            "without drafts; synthetic: accept at given rates",
         ),
         "draft_sample_method": (
             str,

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 
 from specjax.core.temperature import Temperature
 
-__all__ = ["accept_greedy", "accept_random", "accept_synthetic", "is_one_hot", "num_valid_drafts"]
+__all__ = [
+    "accept_greedy",
+    "accept_random",
+    "accept_synthetic",
+    "is_one_hot",
+    "log_ratio",
+    "num_valid_drafts",
+]
 
 
 def num_valid_drafts(token_ids: jax.Array, num_tokens: jax.Array | None) -> jax.Array:
@@ -41,10 +48,14 @@ def accept_random(u: jax.Array, target_logprob: jax.Array, draft_logprob: jax.Ar
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    possible = (target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)
     # The difference is 0 when p == q; log u + log q < log p would round and reject.
-    ratio = jnp.where(possible, target_logprob - draft_logprob, -jnp.inf)
-    return jnp.log(u) < ratio.astype(u.dtype)
+    return jnp.log(u) < log_ratio(target_logprob, draft_logprob).astype(u.dtype)
+
+
+def log_ratio(target_logprob: jax.Array, draft_logprob: jax.Array) -> jax.Array:
+    """Returns log p - log q of a token; -inf where p or q is 0."""
+    possible = (target_logprob > -jnp.inf) & (draft_logprob > -jnp.inf)
+    return jnp.where(possible, target_logprob - draft_logprob, -jnp.inf)
 
 
 def accept_greedy(token_id: jax.Array, argmax: jax.Array) -> jax.Array:

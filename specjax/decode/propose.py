@@ -206,7 +206,7 @@ def propose_step(
         num_tokens=config.num_speculative_tokens,
         temperature=temperature,
         draft_sample_method=config.draft_sample_method,
-        rejection_sample_method=config.verification_method,
+        rejection_sample_method="coupled" if config.draws_on_target_stream else "standard",
         noise_dtype=config.noise_dtype,
         num_drawn=None if config.step_costs is None else jnp.max(num_tokens),
         **options,

@@ -24,19 +24,25 @@ from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, 
 from specjax.pallas.load_request import Plan
 from specjax.pallas.next_token import (
     AcceptedPrefix,
-    draw_residual,
+    LoadPrefix,
     draw_row,
     load_accepted_prefix,
-    load_draft_logprobs,
     next_address,
-    reduce_masses,
-    store_log_masses,
     write_result,
 )
-from specjax.pallas.target_rows import ReducedRows, VerifiedRows
+from specjax.pallas.reduce_rows import ReducedRows
+from specjax.pallas.residual import (
+    draw_residual,
+    load_draft_logprobs,
+    reduce_masses,
+    store_log_masses,
+)
+from specjax.pallas.target_rows import VerifiedRows
 from specjax.verification import Verification
 
 __all__ = [
+    "DrawOperands",
+    "draw_next",
     "emit_tokens",
     "residual_draw_kernel",
     "residual_mass_kernel",
@@ -44,11 +50,11 @@ __all__ = [
 ]
 
 
-class _Operands(NamedTuple):
+class DrawOperands(NamedTuple):
     """The call's arrays, its reduced rows, and log-masses [B, blocks] of residuals or None."""
 
     arrays: VerifyArrays
-    rows: ReducedRows | VerifiedRows
+    rows: Any
     log_masses: Any = None
 
 
@@ -91,19 +97,22 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
       arrays: the call's arrays.
       rows: what the launches before stored of the target rows.
       plan: its tile is that of residuals, which cuts a target and a draft row alike.
-
-    Returns:
-      `Verification`.
     """
-    verification = plan.verification_shape()
     has_residual = arrays.draft_logits is not None or plan.log_weights is not None
     if has_residual and isinstance(rows, ReducedRows):
-        return _draw_from_tiles(arrays, rows, verification, plan)
+        return _draw_from_tiles(arrays, rows, plan.verification_shape(), plan)
     log_masses = _reduce_residuals(arrays, rows, plan) if has_residual else None
+    return draw_next(DrawOperands(arrays, rows, log_masses), plan)
+
+
+def draw_next(
+    operands: DrawOperands, plan: Plan, load_prefix: LoadPrefix = load_accepted_prefix
+) -> Verification:
+    """Launches the draw after each request's accepted prefix, and returns the call's result."""
     return launch(
-        functools.partial(verify_draw_kernel, plan=plan),
-        _Operands(arrays, rows, log_masses),
-        verification,
+        functools.partial(verify_draw_kernel, plan=plan, load_prefix=load_prefix),
+        operands,
+        plan.verification_shape(),
         num_programs=plan.num_requests,
         num_warps=plan.config.num_draw_warps,
         interpret=plan.interpret,
@@ -117,7 +126,7 @@ def _reduce_residuals(
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     return launch(
         functools.partial(residual_mass_kernel, plan=plan),
-        _Operands(arrays, rows),
+        DrawOperands(arrays, rows),
         _ResidualLogMasses(output((plan.num_requests, num_tiles * plan.tile.num_blocks))),
         num_programs=plan.num_requests * num_tiles,
         num_warps=plan.tile.num_warps,
@@ -125,7 +134,7 @@ def _reduce_residuals(
     ).log_masses
 
 
-def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: Plan) -> None:
+def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, plan: Plan) -> None:
     """Writes log sum max(p - q, 0) of every block of a tile of a residual.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
@@ -143,10 +152,16 @@ def residual_mass_kernel(operands: _Operands, out: _ResidualLogMasses, *, plan: 
 
     @pl.when(prefix.from_residual)
     def _() -> None:
-        store_log_masses(operands.arrays, prefix, tile_index, out.log_masses, plan)
+        store_log_masses(operands.arrays, prefix, tile_index, out.log_masses, b, plan)
 
 
-def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
+def verify_draw_kernel(
+    operands: DrawOperands,
+    out: Verification,
+    *,
+    plan: Plan,
+    load_prefix: LoadPrefix,
+) -> None:
     """Writes a request's accepted drafted tokens, and the next one, drawn by two-level Gumbel-max.
 
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j),
@@ -161,7 +176,7 @@ def verify_draw_kernel(operands: _Operands, out: Verification, *, plan: Plan) ->
     """
     arrays, rows, log_masses = operands
     b = pl.program_id(0)
-    prefix = load_accepted_prefix(arrays, rows, b, plan)
+    prefix = load_prefix(arrays, rows, b, plan)
     address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
     noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
 
@@ -193,7 +208,7 @@ def _draw_from_tiles(
     )
     return launch(
         functools.partial(residual_draw_kernel, plan=plan),
-        _Operands(arrays, rows),
+        DrawOperands(arrays, rows),
         _ResidualOutputs(verification, winners, output(rows.counters.shape, jnp.uint32)),
         num_programs=tiles[0] * tiles[1],
         num_warps=plan.tile.num_warps,
@@ -202,7 +217,7 @@ def _draw_from_tiles(
     ).verification
 
 
-def residual_draw_kernel(operands: _Operands, out: _ResidualOutputs, *, plan: Plan) -> None:
+def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan: Plan) -> None:
     """Draws a token from each tile of a residual; the last program writes the request's result.
 
     Formula: that of `verify_draw_kernel`, in each tile. A tile's score is max_i (log mass_i + g_i)
@@ -264,7 +279,7 @@ def _draw_tile(
 
 
 def _best_tile(
-    operands: _Operands, prefix: AcceptedPrefix, winners: _TileWinners, plan: Plan
+    operands: DrawOperands, prefix: AcceptedPrefix, winners: _TileWinners, plan: Plan
 ) -> Draw:
     """Returns the winner of a residual's best tile, or a draw from the row if it is empty."""
     arrays, rows, b = operands.arrays, operands.rows, prefix.request.b

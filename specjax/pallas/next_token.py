@@ -22,13 +22,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled, mask_below_cutoff
+from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK, Stream, Words
-from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
-from specjax.pallas.blocks import load_blocks, load_raw_logits, tile_token_ids
+from specjax.pallas.blocks import load_blocks
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import cond_or, divmod_i32, make_exp2, select_one
+from specjax.pallas.launch import cond_or, divmod_i32, select_one
 from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
@@ -37,17 +36,16 @@ from specjax.pallas.load_request import (
     load_masked,
     load_request,
 )
-from specjax.pallas.target_rows import ReducedRows, VerifiedRows, evaluate_acceptance
+from specjax.pallas.reduce_rows import ReducedRows
+from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
 
 __all__ = [
     "AcceptedPrefix",
-    "draw_residual",
+    "LoadPrefix",
     "draw_row",
     "load_accepted_prefix",
-    "load_draft_logprobs",
     "next_address",
-    "reduce_masses",
-    "store_log_masses",
+    "row_block_logprobs",
     "write_result",
 ]
 
@@ -66,6 +64,7 @@ class AcceptedPrefix(NamedTuple):
       from_residual: bool, whether the next token is drawn from the residual of a sampled draft.
       argmax: i32, of the row, where the request is greedy.
       logprobs: f32[N], log p of the first `num_accepted` drafted tokens.
+      log_rho: f32, log of what multiplies p in the residual of block verification; None is 0.
     """
 
     request: RequestScalars
@@ -77,6 +76,11 @@ class AcceptedPrefix(NamedTuple):
     from_residual: jax.Array
     argmax: jax.Array
     logprobs: jax.Array
+    log_rho: jax.Array | None = None
+
+
+# Returns the accepted prefix of a request from the call's arrays, its rows and its index.
+LoadPrefix = Callable[[VerifyArrays, Any, jax.Array, Plan], AcceptedPrefix]
 
 
 def load_accepted_prefix(
@@ -135,38 +139,6 @@ def load_accepted_prefix(
 def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> Words:
     """Returns the address of the draw of the token after the accepted drafted tokens."""
     return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, plan)
-
-
-def load_draft_logprobs(
-    draft_logits: Any, drafted: DraftedToken | None, token_id: jax.Array
-) -> jax.Array:
-    """Loads log q at token ids >= 0 of the target's vocabulary; -inf past the draft's."""
-    assert drafted is not None
-    row = drafted.row
-    x = mask_below_cutoff(load_raw_logits(draft_logits, row.row_index, token_id), row.cutoff)
-    return token_logprobs(x, drafted.normalizer, row.temperature.scale)
-
-
-def reduce_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, plan: Plan
-) -> jax.Array:
-    """Returns sum max(p - q, 0) of each block of tile `tile_index`, f32[blocks]."""
-    token_id = tile_token_ids(plan.tile, tile_index)
-    logprobs = prefix.row.logprobs(token_id)
-    if plan.log_weights is not None:
-        weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
-        return jnp.sum(exp_scaled(weights, exp2=make_exp2(plan.interpret)), axis=-1)
-    draft_logprobs = load_draft_logprobs(arrays.draft_logits, prefix.drafted, token_id)
-    return jnp.sum(residual_probs(logprobs, draft_logprobs, make_exp2(plan.interpret)), axis=-1)
-
-
-def store_log_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, out: Any, plan: Plan
-) -> None:
-    """Stores the log-masses of the blocks of tile `tile_index` in the request's row of `out`."""
-    masses = reduce_masses(arrays, prefix, tile_index, plan)
-    blocks = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
-    plgpu.store(out.at[prefix.request.b, blocks], jnp.log(masses))
 
 
 def write_result(
@@ -232,7 +204,7 @@ def draw_row(
     If no other token has mass, the draw is from the row as it is.
     """
     row, drafted, vocab_size = prefix.row, prefix.drafted, arrays.target_logits.shape[1]
-    row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
+    row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
     if drafted is None:
         return draw_token(row, row_log_masses, noise, lambda _, logprobs: logprobs)
     rejected_one_hot = prefix.rejected & ~prefix.from_residual
@@ -256,41 +228,10 @@ def draw_row(
     )
 
 
-def draw_residual(
-    arrays: VerifyArrays,
-    rows: ReducedRows | VerifiedRows,
-    residual_log_masses: Any,
-    prefix: AcceptedPrefix,
-    noise: BlockNoise,
-    plan: Plan,
-) -> Draw:
-    """Draws from a residual by its blocks' log-masses f32[B, N]; from the row if it is empty."""
-    drafted = prefix.drafted
-    block_index = jax.lax.iota(jnp.int32, noise.gumbels.shape[0])
-    inside = block_index * SAMPLING_BLOCK < arrays.target_logits.shape[1]
-    index, other = (prefix.request.b, block_index), jnp.float32(-jnp.inf)
-    log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
-    least: Any = MIN_RESIDUAL_MASS
-    if plan.log_weights is not None and drafted is not None:
-        least = jnp.where(drafted.one_hot, jnp.float32(0), jnp.float32(least))
-    is_empty = jnp.sum(exp_scaled(log_masses)) <= least
-    row_log_masses = _row_block_logprobs(arrays, rows, prefix, plan)
-
-    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        if plan.log_weights is not None:
-            weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
-            return jnp.where(is_empty, logprobs, weights)
-        draft_logprobs = load_draft_logprobs(arrays.draft_logits, drafted, token_id)
-        return jnp.where(is_empty, logprobs, residual_logprobs(logprobs, draft_logprobs))
-
-    return draw_token(
-        prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
-    )
-
-
-def _row_block_logprobs(
+def row_block_logprobs(
     arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, prefix: AcceptedPrefix, plan: Plan
 ) -> jax.Array:
+    """Returns the log-masses of the blocks of the deciding row, f32[N]."""
     index = prefix.request.b * plan.rows_per_request + prefix.num_accepted
     blocks = load_blocks(rows.partials, index, arrays.target_logits.shape[1])
     return block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale)

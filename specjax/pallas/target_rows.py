@@ -28,13 +28,19 @@ from specjax.core.noise import Stream, uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
     Partials,
-    RowTile,
     load_logits,
     load_tiles,
     partials_shape,
     store_partials,
 )
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_one
+from specjax.pallas.launch import (
+    cond_or,
+    divmod_i32,
+    is_last_arrival,
+    launch,
+    output,
+    select_one,
+)
 from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
@@ -44,30 +50,16 @@ from specjax.pallas.load_request import (
     load_masked,
     load_request,
 )
+from specjax.pallas.reduce_rows import row_tile
 
 __all__ = [
     "AcceptanceResult",
     "Evaluate",
-    "ReducedRows",
     "VerifiedRows",
     "accept_rows",
     "evaluate_acceptance",
-    "reduce_rows",
     "verify_accept_kernel",
-    "verify_reduce_kernel",
 ]
-
-
-class ReducedRows(NamedTuple):
-    """Target rows [B * (K + 1)] of a small batch.
-
-    Attributes:
-      partials: of the rows up to each request's bonus row.
-      counters: u32[B], zeros, in which the programs of the next launch count themselves.
-    """
-
-    partials: Partials
-    counters: Any
 
 
 class VerifiedRows(NamedTuple):
@@ -162,49 +154,6 @@ class _Operands(NamedTuple):
     counters: jax.Array
 
 
-def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
-    """Launches the reduction of every target row of a small batch."""
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
-    return launch(
-        functools.partial(verify_reduce_kernel, plan=plan),
-        arrays,
-        ReducedRows(
-            partials_shape(num_rows, vocab_size, plan.tile),
-            output((plan.num_requests,), jnp.uint32),
-        ),
-        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
-    )
-
-
-def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) -> None:
-    """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every block of a tile of a target row.
-
-    Grid: B * (K + 1) * tiles programs of 8 warps; one owns a tile of 8192 logits of one row.
-    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written. Rows past a request's drafts
-    are not read.
-    Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
-    late to save reading.
-    Memory order: the programs of this launch do not wait for one another. The first program of a
-    request zeroes the counter of the next launch, which begins to load after this one has ended.
-    Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
-    """
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
-    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    b, i = divmod_i32(index, plan.rows_per_request)
-    request = load_request(arrays, b, plan)
-
-    @pl.when((i == 0) & (tile_index == 0))
-    def _() -> None:
-        out.counters[b] = jnp.uint32(0)
-
-    @pl.when(request.active & (i <= request.num_draft_tokens))
-    def _() -> None:
-        row_tile = _row_tile(arrays, request, i, tile_index)
-        store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
-
-
 def accept_rows(
     arrays: VerifyArrays, plan: Plan, evaluate: Evaluate = evaluate_acceptance
 ) -> VerifiedRows:
@@ -268,9 +217,9 @@ def verify_accept_kernel(
 
     @pl.when(request.active & (i <= request.num_draft_tokens) & ~(stop < i))
     def _() -> None:
-        row_tile = _row_tile(arrays, request, i, tile_index)
+        tile = row_tile(arrays, request, i, tile_index)
         at = b * rows_per_request + i
-        tile_max = store_partials(row_tile, out.partials, at, plan.tile, plan.interpret)
+        tile_max = store_partials(tile, out.partials, at, plan.tile, plan.interpret)
         if arrays.conditional_rates is None and rows_per_request > 1 and plan.greedy_is_argmax:
 
             @pl.when(request.temperature.greedy & (i < request.num_draft_tokens))
@@ -289,12 +238,3 @@ def verify_accept_kernel(
             plgpu.store(out.argmax.at[at], result.argmax)
             is_accepted = select_one(result.accepted.astype(jnp.int32), row == i)
             pl.when(is_accepted == 0)(publish_stop)
-
-
-def _row_tile(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, tile_index: jax.Array
-) -> RowTile:
-    """Returns tile `tile_index` of a request's target row i, which exists."""
-    cutoff, temperature = request.cutoff(arrays, i, i >= 0), request.temperature
-    row, scale = request.first_target_row + i, temperature.scale
-    return RowTile(arrays.target_logits, row, tile_index, scale, cutoff, temperature.greedy)

@@ -21,6 +21,7 @@ from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, row_statistics
 from specjax.core.noise import Stream, uniform
 from specjax.core.rule import RowValues, accepts, log_weights
+from specjax.pallas.block_verify import verify_block
 from specjax.pallas.blocks import Partials, load_blocks, tile_token_ids
 from specjax.pallas.draft_statistics import add_draft_statistics
 from specjax.pallas.emit_tokens import emit_tokens
@@ -34,19 +35,14 @@ from specjax.pallas.gumbel_max import (
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import launch
 from specjax.pallas.load_request import Plan, RequestScalars, load_masked
-from specjax.pallas.next_token import (
-    AcceptedPrefix,
-    load_accepted_prefix,
-    load_draft_logprobs,
-    write_result,
-)
+from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix, write_result
+from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
+from specjax.pallas.residual import load_draft_logprobs
 from specjax.pallas.target_rows import (
     AcceptanceResult,
-    ReducedRows,
     VerifiedRows,
     accept_rows,
     evaluate_acceptance,
-    reduce_rows,
 )
 from specjax.verification import Verification
 
@@ -89,6 +85,8 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
             num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
         )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
+    if options.method == "block" and arrays.draft_logits is not None:
+        return verify_block(arrays, plan, config.residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows
     if options.rule is not None and options.max_draft_tokens:
         rows = accept_rows(arrays, plan, evaluate_by_rule)

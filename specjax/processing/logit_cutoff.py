@@ -155,7 +155,7 @@ def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
     """Returns the function of rows [R, V] that searches: the reference or the kernels."""
     if implementation.name == "xla":
         return cutoff_of_rows
-    from specjax.pallas.cutoff import cutoff_rows
+    from specjax.pallas.cutoff.rows import cutoff_rows
 
     kernels = functools.partial(cutoff_rows, implementation=implementation)
     return select(implementation, cutoff_of_rows, kernels)

@@ -18,7 +18,7 @@ from specjax.core.temperature import parse_temperature
 from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
 from specjax.verification import Verification
 
-__all__ = ["AcceptedPrefix", "emit", "is_active", "next_token"]
+__all__ = ["AcceptedPrefix", "emit", "is_active", "next_token", "residual_mass"]
 
 
 class AcceptedPrefix(NamedTuple):
@@ -29,12 +29,14 @@ class AcceptedPrefix(NamedTuple):
       partials: of the deciding row.
       row: statistics of the deciding row.
       drafted: the rejected token; arbitrary where every token was accepted.
+      log_rho: f32 <= 0, log of what multiplies p in the residual of block verification; None is 0.
     """
 
     num_accepted: jax.Array
     partials: MaxSum
     row: RowStatistics
     drafted: DraftedToken
+    log_rho: jax.Array | None = None
 
 
 def next_token(
@@ -88,6 +90,8 @@ def next_token(
         )
         log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
         max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
+        if prefix.log_rho is not None:
+            max_empty_mass = max_empty_mass * jnp.exp(prefix.log_rho)
 
         def draft_logprobs(index: jax.Array) -> jax.Array:
             return jnp.where(sampled, sampled_logprobs(index), one_hot_logprobs(index))
@@ -96,7 +100,8 @@ def next_token(
 
     def token_log_weights(index: jax.Array) -> jax.Array:
         logprobs = target_logprobs(index)
-        return jnp.where(empty, logprobs, residual_logprobs(logprobs, draft_logprobs(index)))
+        scaled = logprobs if prefix.log_rho is None else logprobs + prefix.log_rho
+        return jnp.where(empty, logprobs, residual_logprobs(scaled, draft_logprobs(index)))
 
     at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
     random_token = gumbel_max_token(
@@ -127,9 +132,25 @@ def _sampled_residual(
         p = token_logprobs(
             mask_below_cutoff(target.logits, target.cutoff), prefix.row.normalizer, target_scale
         )
+        if prefix.log_rho is not None:
+            p = p + prefix.log_rho
         return residual_log_masses(p, q)
 
     return sampled_log_masses, logprobs
+
+
+def residual_mass(
+    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft_logits: jax.Array
+) -> jax.Array:
+    """Returns sum max(rho p - q, 0) of the row after a prefix, f32[]; q is 1 at a one-hot draft."""
+    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
+    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff), draft_logits)
+    scale, log_rho = parse_temperature(request.temperature).scale, prefix.log_rho
+    assert log_rho is not None
+    drafted_logit = gather_logits(logits, prefix.drafted.token_id, cutoff)
+    p = jnp.exp(token_logprobs(drafted_logit, prefix.row.normalizer, scale))
+    one_hot_mass = jnp.exp(log_rho) * (1 - p)
+    return jnp.where(prefix.drafted.one_hot, one_hot_mass, jnp.sum(jnp.exp(masses())))
 
 
 def is_active(request: Request) -> jax.Array:

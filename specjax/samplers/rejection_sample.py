@@ -24,7 +24,7 @@ from specjax.mesh import shard_map_batch
 from specjax.samplers.batch import empty_verification, once_per_request, verify_shard
 from specjax.verification import Verification
 
-__all__ = ["rejection_sample", "verify_draft"]
+__all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]
 
 
 def rejection_sample(
@@ -91,6 +91,38 @@ def rejection_sample(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
+    arrays, options = check_verification(
+        draft,
+        target_logits,
+        keys=keys,
+        positions=positions,
+        temperature=temperature,
+        cutoff=cutoff,
+        conditional_rates=conditional_rates,
+        rule=rule,
+        bonus_token_ids=bonus_token_ids,
+        noise_dtype=noise_dtype,
+        implementation=implementation,
+    )
+    return run_verification(arrays, options=options)
+
+
+def check_verification(
+    draft: Draft,
+    target_logits: jax.Array,
+    *,
+    keys: jax.Array,
+    positions: Any,
+    temperature: Any,
+    cutoff: Any,
+    bonus_token_ids: Any,
+    noise_dtype: Any,
+    implementation: str | Implementation | None,
+    conditional_rates: Any = None,
+    rule: Rule | None = None,
+    method: str = "standard",
+) -> tuple[VerifyArrays, CallOptions]:
+    """Returns the arrays and options of a call of `rejection_sample`, or refuses them."""
     implementation = resolve_implementation(implementation)
     draft = check_draft(draft)
     size, k = draft.token_ids.shape
@@ -113,13 +145,13 @@ def rejection_sample(
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     check_rule(rule, conditional_rates)
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, rule=rule)
-    return _rejection_sample(arrays, options=options)
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, method, rule)
+    return arrays, options
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def _rejection_sample(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
-    """Runs `rejection_sample` on checked arguments."""
+def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+    """Runs what `check_verification` returns."""
     target_logits = arrays.target_logits
     size, num_rows = target_logits.shape[:2]
     if size == 0:

@@ -32,7 +32,7 @@ from specjax.samplers.batch import (
 )
 from specjax.verification import Verification
 
-__all__ = ["rejection_sample_ragged"]
+__all__ = ["check_ragged_verification", "rejection_sample_ragged", "run_ragged_verification"]
 
 
 def rejection_sample_ragged(
@@ -90,6 +90,42 @@ def rejection_sample_ragged(
       >>> step.token_ids.shape
       (2, 3)
     """
+    arrays, options = check_ragged_verification(
+        draft,
+        target_logits,
+        cu_num_draft_tokens=cu_num_draft_tokens,
+        max_draft_tokens=max_draft_tokens,
+        keys=keys,
+        positions=positions,
+        temperature=temperature,
+        cutoff=cutoff,
+        conditional_rates=conditional_rates,
+        rule=rule,
+        bonus_token_ids=bonus_token_ids,
+        noise_dtype=noise_dtype,
+        implementation=implementation,
+    )
+    return run_ragged_verification(arrays, options=options)
+
+
+def check_ragged_verification(
+    draft: Draft,
+    target_logits: jax.Array,
+    *,
+    cu_num_draft_tokens: jax.Array,
+    max_draft_tokens: int,
+    keys: jax.Array,
+    positions: Any,
+    temperature: Any,
+    cutoff: Any,
+    bonus_token_ids: Any,
+    noise_dtype: Any,
+    implementation: str | Implementation | None,
+    conditional_rates: Any = None,
+    rule: Rule | None = None,
+    method: str = "standard",
+) -> tuple[VerifyArrays, CallOptions]:
+    """Returns the arrays and options of a call of `rejection_sample_ragged`, or refuses them."""
     implementation = resolve_implementation(implementation)
     size = check_cumulative(cu_num_draft_tokens)
     why = "the most drafted tokens of any request, because it is the width of the result"
@@ -116,13 +152,13 @@ def rejection_sample_ragged(
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     check_rule(rule, conditional_rates)
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, rule=rule)
-    return _rejection_sample_ragged(arrays, options=options)
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, method, rule)
+    return arrays, options
 
 
 @functools.partial(jax.jit, static_argnames="options")
-def _rejection_sample_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
-    """Runs `rejection_sample_ragged` on checked arguments."""
+def run_ragged_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+    """Runs what `check_ragged_verification` returns."""
     size, num_rows = arrays.cu_num_draft_tokens.shape[0] - 1, options.max_draft_tokens + 1
     if size == 0:
         return empty_verification(num_rows)

@@ -31,6 +31,7 @@ from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform
 from specjax.core.rule import Rule
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
+from specjax.samplers.block_xla import accept_block_prefix, drafted_tokens, is_block_request
 from specjax.samplers.coupled_xla import couple_request
 from specjax.samplers.next_token_xla import AcceptedPrefix, emit, is_active, next_token
 from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
@@ -60,6 +61,7 @@ def verify_request(
     draft_logits: jax.Array | None,
     noise_dtype: Any,
     rule: Rule | None = None,
+    method: str = "standard",
 ) -> Verification:
     """Verifies the drafted tokens of one request.
 
@@ -69,15 +71,33 @@ def verify_request(
       draft_logits: [M, V_d], or None where every draft is one-hot.
       noise_dtype: float32 or float64.
       rule: in place of the standard one, or None.
+      method: "standard", token by token, or "block".
 
     Returns:
       `Verification` without a batch axis.
     """
-    state = _accept_prefix(request, target, draft_logits, noise_dtype, rule)
+
+    def by_token() -> tuple[AcceptedPrefix, jax.Array]:
+        state = _accept_prefix(request, target, draft_logits, noise_dtype, rule)
+        return state.prefix, state.logprobs
+
+    if method == "block" and draft_logits is not None:
+        drafted = drafted_tokens(request, draft_logits)
+
+        def as_block() -> tuple[AcceptedPrefix, jax.Array]:
+            active = is_active(request)
+            return accept_block_prefix(request, drafted, target, draft_logits, active, noise_dtype)
+
+        def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
+            prefix, logprobs = by_token()
+            return prefix._replace(log_rho=jnp.float32(0)), logprobs
+
+        prefix, logprobs = jax.lax.cond(is_block_request(request, drafted), as_block, with_rho)
+    else:
+        prefix, logprobs = by_token()
     draw = next_token if rule is None else functools.partial(next_token_by_rule, rule)
-    token, logprob = draw(request, state.prefix, target, draft_logits, noise_dtype)
-    num_accepted, row = state.prefix.num_accepted, state.prefix.row
-    return emit(request, num_accepted, row, target, token, logprob, state.logprobs)
+    token, logprob = draw(request, prefix, target, draft_logits, noise_dtype)
+    return emit(request, prefix.num_accepted, prefix.row, target, token, logprob, logprobs)
 
 
 def _accept_prefix(
@@ -163,7 +183,7 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
         if options.method == "coupled":
             return couple_request(request, target, options.noise_dtype)
         rows = (target, arrays.draft_logits)
-        return verify_request(request, *rows, options.noise_dtype, options.rule)
+        return verify_request(request, *rows, options.noise_dtype, options.rule, options.method)
 
     return jax.lax.platform_dependent(
         requests, cpu=lambda r: jax.lax.map(one, r), default=lambda r: jax.vmap(one)(r)

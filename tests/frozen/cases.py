@@ -214,6 +214,22 @@ def ragged():
             yield kind, Case(call, shapes, platform)
 
 
+def block():
+    for platform in (CPU, CUDA):
+        call = functools.partial(verify_block, implementation=implementation(platform))
+        for b in (SMALL, LARGE) if platform == CUDA else (SMALL,):
+            draft, target = shape(b, K, VOCAB, dtype=BF16), shape(b, K + 1, VOCAB, dtype=BF16)
+            shapes = (ints(b, K), draft, target, key_shapes(b), ints(b), shape(b), ints(b))
+            yield f"{b}", Case(call, shapes, platform)
+
+
+def verify_block(token_ids, logits, target, keys, positions, temperature, num_tokens, **options):
+    draft = specjax.Draft(token_ids, logits, num_tokens=num_tokens)
+    return specjax.block_rejection_sample(
+        draft, target, keys=keys, positions=positions, temperature=temperature, **options
+    )
+
+
 def coupled():
     def couple(token_ids, target, keys, positions, temperature, num_tokens, **options):
         return specjax.coupled_sample(
@@ -466,6 +482,7 @@ ROOMS = {
     "gumbel_sample": sampling,
     "rejection_sample": verification,
     "rejection_sample_ragged": ragged,
+    "block_rejection_sample": block,
     "coupled_sample": coupled,
     "logit_cutoff": cutoffs,
     "processing": processing,

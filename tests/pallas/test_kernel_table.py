@@ -13,7 +13,7 @@ def names_in(node):
 
 def launched_kernels():
     """Names of the functions that reach the first argument of `launch`, by file."""
-    for path in sorted(ROOT.glob("specjax/**/pallas/*.py")):
+    for path in sorted(ROOT.glob("specjax/**/pallas/**/*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue

@@ -208,6 +208,35 @@ def test_sampling_lowers_for_cuda(dtype, noise_dtype):
             assert num_kernels(text) == 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "noise_dtype"), [(jnp.bfloat16, jnp.float32), once(jnp.float32, jnp.float64)]
+)
+def test_block_verification_lowers_for_cuda(dtype, noise_dtype):
+    options = dict(noise_dtype=noise_dtype, implementation="triton")
+
+    def verify(ids, logits, rows, data, more):
+        draft = specjax.Draft(ids, logits, num_tokens=more.pop("num_tokens"))
+        return specjax.block_rejection_sample(draft, rows, **data, **more, **options)
+
+    def verify_ragged(ids, logits, rows, starts, data):
+        counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
+        draft = specjax.Draft(ids, logits)
+        return specjax.block_rejection_sample_ragged(draft, rows, **counts, **data, **options)
+
+    batch = shape(BATCH, dtype=I32)
+    data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH))
+    size = BATCH * K
+    ids, logits = shape(BATCH, K, dtype=I32), shape(BATCH, K, VOCAB, dtype=dtype)
+    rows = shape(BATCH, K + 1, VOCAB, dtype=dtype)
+    flat = shape(size, dtype=I32), shape(size, VOCAB, dtype=dtype)
+    more = dict(cutoff=shape(BATCH, K + 1), bonus_token_ids=batch, num_tokens=batch)
+    starts = shape(BATCH + 1, dtype=I32)
+    with on_gpu(), noise_context(noise_dtype):
+        assert num_kernels(lower(verify, ids, logits, rows, data, more)) == 4
+        ragged_rows = shape(size + BATCH, VOCAB, dtype=dtype)
+        assert num_kernels(lower(verify_ragged, *flat, ragged_rows, starts, data)) == 4
+
+
 @pytest.mark.parametrize("noise_dtype", [jnp.float32, once(jnp.float64)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):

@@ -44,7 +44,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
     [
         (
             ["gpu.verify", "--only", "more"],
-            ["drawn_0.7", "greedy", "coupled_0.7", "gumbel_scalars"],
+            ["drawn_0.7", "greedy", "block_0.7", "coupled_0.7", "gumbel_scalars"],
         ),
         (["gpu.cutoff"], ["top-k 50, top-p 0.9", "gumbel_sample"]),
         (["gpu.coupled_texts"], ["K=2 float32"]),

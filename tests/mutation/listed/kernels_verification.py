@@ -24,7 +24,7 @@ def _large(case: str) -> tuple[str, ...]:
 
 MUTATIONS = (
     Mutation(
-        f"{_PALLAS}target_rows.verify_reduce_kernel",
+        f"{_PALLAS}reduce_rows.verify_reduce_kernel",
         "i <= request.num_draft_tokens",
         "i < request.num_draft_tokens",
         _small("V = 129"),
@@ -59,7 +59,7 @@ MUTATIONS = (
         "a greedy request rejects by its argmax under synthetic rates, too",
     ),
     Mutation(
-        f"{_PALLAS}target_rows._row_tile",
+        f"{_PALLAS}reduce_rows.row_tile",
         "scale, cutoff,",
         "scale, None,",
         _small("V = 129"),
@@ -82,7 +82,7 @@ MUTATIONS = (
     Mutation(
         f"{_PALLAS}next_token.draw_row",
         "<= 0",
-        "<= MIN_RESIDUAL_MASS",
+        "<= 2.0**-18",
         edges("test_a_one_hot_draft_of_nearly_all_mass_is_left_out[interpret]"),
         "a one-hot draft that has nearly all mass is emitted again",
     ),
@@ -94,7 +94,7 @@ MUTATIONS = (
         "where a residual is empty the rejected token is left out of the target",
     ),
     Mutation(
-        f"{_PALLAS}next_token.draw_residual",
+        f"{_PALLAS}residual.draw_residual",
         "is_empty = jnp.sum(exp_scaled(log_masses)) <= least",
         "is_empty = jnp.sum(exp_scaled(log_masses)) <= 0",
         edges(f"{_ROUNDED}[interpret-64]"),
@@ -329,21 +329,21 @@ MUTATIONS = (
         "every tile draws from the first blocks",
     ),
     Mutation(
-        f"{_PALLAS}next_token.load_draft_logprobs",
+        f"{_PALLAS}residual.load_draft_logprobs",
         "token_id), row.cutoff)",
         "token_id), None)",
         edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[interpret]"),
         "the draft's cutoff is ignored in the residual",
     ),
     Mutation(
-        f"{_PALLAS}next_token.load_draft_logprobs",
+        f"{_PALLAS}residual.load_draft_logprobs",
         "row.temperature.scale",
         "jnp.float32(1)",
         _large("random"),
         "q in the residual is at temperature 1",
     ),
     Mutation(
-        f"{_PALLAS}next_token.reduce_masses",
+        f"{_PALLAS}residual.reduce_masses",
         "residual_probs(logprobs, draft_logprobs",
         "residual_probs(draft_logprobs, logprobs",
         _large("V = 1025"),

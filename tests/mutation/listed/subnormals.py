@@ -37,7 +37,7 @@ MUTATIONS = (
         "a subnormal logit is above zero in its block",
     ),
     Mutation(
-        "specjax.pallas.cutoff_bound.bound_cutoff",
+        "specjax.pallas.cutoff.bound.bound_cutoff",
         "return smallest_equal(low)",
         "return low",
         subnormal("test_what_ties_with_a_bound_of_the_cutoff_is_searched_with_it[interpret]"),

@@ -15,11 +15,11 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
                                                                          +------------------------+
 
 1. reduce: every program reduces a tile of a row to the largest logit m_i and the sum of
-   exponentials l_i of each sub-block (`cutoff_bound.store_sub_blocks`).
+   exponentials l_i of each sub-block (`bound.store_sub_blocks`).
 2. bound: from (m_i, l_i) alone follows a logit `low` that the cutoff is not below
-   (`cutoff_bound.bound_cutoff`).
+   (`bound.bound_cutoff`).
 3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
-   others are read again (`cutoff_candidates.compact_candidates`).
+   others are read again (`candidates.compact_candidates`).
 4. search: a bisection among the candidates, by turns at the middle value and at the middle bit
    pattern of the bracket, gives the cutoff
    (`core.truncation.search_cutoff`, `core.bisection`). At most 2048 candidates lie in registers, at
@@ -55,7 +55,7 @@ from specjax.core.truncation import (
 )
 from specjax.implementation import Implementation
 from specjax.pallas.blocks import load_prefix, load_raw_logits
-from specjax.pallas.cutoff_bound import (
+from specjax.pallas.cutoff.bound import (
     CutoffRows,
     RowSummary,
     SubBlocks,
@@ -66,7 +66,7 @@ from specjax.pallas.cutoff_bound import (
     sub_blocks_shape,
     summarize_row,
 )
-from specjax.pallas.cutoff_candidates import CandidateBuffer, compact_candidates
+from specjax.pallas.cutoff.candidates import CandidateBuffer, compact_candidates
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import cond_or, divmod_i32, launch, make_exp2, output
 

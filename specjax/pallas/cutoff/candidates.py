@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.truncation import mass_weights
-from specjax.pallas.cutoff_bound import SUB_BLOCK, CutoffRows, RowSummary
+from specjax.pallas.cutoff.bound import SUB_BLOCK, CutoffRows, RowSummary
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import divmod_i32, make_exp2
 

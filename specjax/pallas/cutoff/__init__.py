@@ -1,0 +1,8 @@
+"""`logit_cutoff` on the kernels. Open `rows` first: two launches, four phases.
+
+| module | what it holds |
+|---|---|
+| `rows` | the launches and their kernels |
+| `bound` | bounds on a row's cutoff, from sub-blocks |
+| `candidates` | logits between the bounds, compacted |
+"""

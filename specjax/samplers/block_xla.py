@@ -1,0 +1,136 @@
+"""The reference of block verification: the longest prefix that its uniform accepts.
+
+The drafted tokens' probabilities come first, one number per target row. Then prefixes are tried
+from the longest down; a residual is summed only where the uniform is below rho. Requests that are
+greedy, and those whose drafts are all one-hot, are verified token by token.
+
+References:
+  Sun et al., 2024, arXiv:2403.10444.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.acceptance import log_ratio
+from specjax.core.block_acceptance import accept_block, cap_ratios
+from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.logsumexp import MaxSum, RowStatistics, block_partials, row_statistics_once
+from specjax.core.noise import Stream, address, uniform
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import pvary_like
+from specjax.samplers.next_token_xla import AcceptedPrefix, residual_mass
+from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
+
+__all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
+
+
+class _Judged(NamedTuple):
+    """What decides the length of the accepted prefix.
+
+    Attributes:
+      length: i32, drafted tokens before the first target row that is not a distribution.
+      logprobs: f32[K], log p of the drafted tokens.
+      log_rhos: f32[K + 1].
+      uniforms: f32[K + 1] or f64, of prefixes; that of the empty one is 0.
+    """
+
+    length: jax.Array
+    logprobs: jax.Array
+    log_rhos: jax.Array
+    uniforms: jax.Array
+
+
+def drafted_tokens(request: Request, draft_logits: jax.Array | None) -> DraftedToken:
+    """Returns all drafted tokens of a request, arrays of a leading axis K."""
+    index = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32)
+    return jax.lax.map(lambda i: drafted_token(request, draft_logits, i), index)
+
+
+def is_block_request(request: Request, drafted: DraftedToken) -> jax.Array:
+    """Returns whether a request is verified as a block: it draws, and a draft was sampled."""
+    index = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32)
+    has_sampled = jnp.any((index < request.num_tokens) & ~drafted.one_hot)
+    return ~parse_temperature(request.temperature).greedy & has_sampled
+
+
+def accept_block_prefix(
+    request: Request,
+    drafted: DraftedToken,
+    target: LogitRows,
+    draft_logits: jax.Array,
+    active: jax.Array,
+    noise_dtype: Any,
+) -> tuple[AcceptedPrefix, jax.Array]:
+    """Returns the accepted prefix of a request, and log p of its drafted tokens, f32[K].
+
+    Args:
+      request: without a batch axis.
+      drafted: its drafted tokens.
+      target: rows of every request.
+      draft_logits: [M, V_d].
+      active: bool, whether the request may emit.
+      noise_dtype: float32 or float64.
+    """
+    judged = _judge(request, drafted, target, noise_dtype)
+
+    def prefix_of(length: jax.Array) -> AcceptedPrefix:
+        last = jnp.minimum(length, request.token_ids.shape[0] - 1)
+        partials, row = _row_statistics(request, target, length)
+        at_row = jax.tree.map(lambda x: x[last], drafted)
+        return AcceptedPrefix(length, partials, row, at_row, judged.log_rhos[length])
+
+    def is_accepted(length: jax.Array) -> jax.Array:
+        u, log_rho = judged.uniforms[length], judged.log_rhos[length]
+
+        def is_below() -> jax.Array:
+            mass = residual_mass(request, prefix_of(length), target, draft_logits)
+            return accept_block(u, log_rho, mass)
+
+        is_whole = length == judged.length
+        below_rho = jnp.log(u) < log_rho.astype(u.dtype)
+        sums = below_rho & ~is_whole & (length > 0)
+        return (length == 0) | (below_rho & jax.lax.cond(sums, is_below, lambda: is_whole))
+
+    def shorten(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        length = state[0] - 1
+        return pvary_like((length, is_accepted(length)), state)
+
+    first = jnp.where(active, judged.length, jnp.int32(0))
+    start = pvary_like((first, is_accepted(first)), request, target, draft_logits)
+    num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
+    return prefix_of(num_accepted), judged.logprobs
+
+
+def _judge(request: Request, drafted: DraftedToken, target: LogitRows, noise_dtype: Any) -> _Judged:
+    k = request.token_ids.shape[0]
+    index = jnp.arange(k, dtype=jnp.int32)
+    scale = parse_temperature(request.temperature).scale
+
+    def judge_token(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits, cutoff = take_row(target, request.target_row + i)
+        row = _row_statistics(request, target, i)[1]
+        logit = gather_logits(logits, request.token_ids[i], cutoff)
+        return token_logprobs(logit, row.normalizer, scale), row.valid
+
+    logprobs, valid = jax.lax.map(judge_token, index)
+    is_end = (index >= request.num_tokens) | ~valid
+    length = jnp.min(jnp.where(is_end, index, jnp.int32(k)))
+    log_rhos = cap_ratios(list(log_ratio(logprobs, drafted.logprob)))
+
+    def draw_uniform(i: jax.Array) -> jax.Array:
+        at = address(request.key, request.position + i, Stream.accept(i))
+        return uniform(at, jnp.uint32(0), noise_dtype)
+
+    uniforms = jax.vmap(draw_uniform)(index)
+    return _Judged(length, logprobs, jnp.stack(log_rhos), jnp.pad(uniforms, (1, 0)))
+
+
+def _row_statistics(
+    request: Request, target: LogitRows, index: jax.Array
+) -> tuple[MaxSum, RowStatistics]:
+    scale = parse_temperature(request.temperature).scale
+    logits, cutoff = take_row(target, request.target_row + index)
+    partials = block_partials(logits, scale, cutoff)
+    return partials, row_statistics_once(partials, scale)

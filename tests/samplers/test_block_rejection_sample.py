@@ -1,0 +1,192 @@
+"""Block verification: its exact distribution, and its decisions next to those of NumPy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_block
+import pytest
+
+import specjax
+from specjax import Draft
+
+
+def random_model(rng, vocab_size, depth, zeros=False):
+    """Rows for every prefix of at most `depth` tokens."""
+    rows = {}
+    for length in range(depth + 1):
+        for prefix in itertools.product(range(vocab_size), repeat=length):
+            p = rng.dirichlet(np.ones(vocab_size))
+            if zeros and rng.random() < 0.4:
+                p[rng.integers(vocab_size)] = 0.0
+            rows[prefix] = p / p.sum()
+    return rows.__getitem__
+
+
+def total_variation(step, target, length):
+    """Between plain sampling and a step whose text the target goes on with."""
+    full = {}
+    for tokens, mass in step.items():
+        rest = oracle.joint_distribution(lambda x, t=tokens: target(t + x), length - len(tokens))
+        for more, share in rest.items():
+            full[tokens + more] = full.get(tokens + more, 0.0) + mass * share
+    plain = oracle.joint_distribution(target, length)
+    return sum(abs(full.get(x, 0.0) - plain.get(x, 0.0)) for x in full.keys() | plain.keys()) / 2
+
+
+MODELS = [(3, 2), (3, 3), (3, 4), (4, 2), (4, 3)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("vocab_size", "k"), MODELS)
+def test_a_step_follows_the_target_and_accepts_no_less_than_token_by_token(vocab_size, k):
+    for seed in range(20):
+        rng = np.random.default_rng([seed, vocab_size, k])
+        target, draft = (random_model(rng, vocab_size, k, zeros=seed % 2) for _ in range(2))
+        step = oracle_block.output_distribution(target, draft, k)
+        assert total_variation(step, target, k + 1) < 1e-12
+        block, tokens = oracle_block.mean_acceptance(target, draft, k)
+        assert block > tokens - 1e-12
+
+
+@pytest.mark.parametrize("fault", ["rho is missing in the residual", "rho is not capped"])
+def test_a_wrong_rule_is_seen_by_the_exact_distribution(fault):
+    rng = np.random.default_rng(2)
+    target, draft = (random_model(rng, 3, 3) for _ in range(2))
+    step = oracle_block.output_distribution(target, draft, 3, fault)
+    assert total_variation(step, target, 4) > 1e-3
+
+
+def test_the_example_of_the_paper_accepts_eleven_ninths():
+    p, q = np.array([1, 2]) / 3, np.array([2, 1]) / 3
+    means = oracle_block.mean_acceptance(lambda _: p, lambda _: q, 2)
+    np.testing.assert_allclose(means, (11 / 9, 10 / 9), rtol=1e-12)
+
+
+B, K, V = 96, 4, 300
+
+
+def batch(seed, draft_vocab=V):
+    """Requests of every kind: sampled, greedy, one-hot, short, with rows that are not finite."""
+    rng = np.random.default_rng(seed)
+    spread = rng.choice([0.3, 1.0, 3.0], (B, 1, 1))
+    draft_logits = 2 * rng.standard_normal((B, K, draft_vocab))
+    common = np.pad(draft_logits[..., :V], ((0, 0), (0, 1), (0, max(V - draft_vocab, 0))))
+    target_logits = common + spread * rng.standard_normal((B, K + 1, V))
+    temperature = rng.choice([0.7, 1.0, 1.3, 0.0], B, p=[0.4, 0.3, 0.2, 0.1])
+    draft_temperature = np.where(rng.random(B) < 0.1, 0.0, np.maximum(temperature, 0.5))
+    cutoff = np.where(rng.random((B, K + 1)) < 0.3, -1.0, -np.inf)
+    target_logits[rng.random((B, K + 1)) < 0.03, 7] = np.nan
+    draft_logits[rng.random((B, K)) < 0.05, 7] = np.inf
+    with np.errstate(all="ignore"):
+        scaled = draft_logits / np.where(draft_temperature > 0, draft_temperature, 1)[:, None, None]
+        token_ids = np.argmax(scaled + rng.gumbel(size=scaled.shape), axis=-1)
+    token_ids[rng.random((B, K)) < 0.02] = 2 * V
+    options = {
+        "keys": jax.random.split(jax.random.key(seed), B),
+        "positions": jnp.asarray(rng.integers(0, 1000, B), jnp.int32),
+        "temperature": jnp.asarray(temperature, jnp.float32),
+        "bonus_token_ids": jnp.where(rng.random(B) < 0.2, 5, -1).astype(jnp.int32),
+    }
+    draft = Draft(
+        jnp.asarray(token_ids, jnp.int32),
+        jnp.asarray(draft_logits, jnp.float32),
+        temperature=jnp.asarray(draft_temperature, jnp.float32),
+        num_tokens=jnp.asarray(rng.choice([-1, 0, 1, 3, 4, 4, 4, 4, 4], B), jnp.int32),
+    )
+    return draft, jnp.asarray(target_logits, jnp.float32), jnp.asarray(cutoff, jnp.float32), options
+
+
+def expected(draft, target_logits, cutoff, options):
+    logits = np.asarray(draft.logits)
+    finite = np.all(np.isfinite(logits), axis=-1)
+    return oracle.verify(
+        draft.token_ids,
+        target_logits,
+        keys=jax.random.key_data(options["keys"]),
+        positions=options["positions"],
+        temperature=options["temperature"],
+        cutoff=cutoff,
+        draft_logits=logits,
+        draft_temperature=draft.temperature,
+        draft_logsumexp=np.where(finite, 0.0, np.nan),
+        num_tokens=draft.num_tokens,
+        bonus_token_ids=options["bonus_token_ids"],
+        one=oracle_block.verify_one,
+    )
+
+
+def check(step, exact, sure):
+    for name in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(getattr(step, name)[sure], getattr(exact, name)[sure])
+    np.testing.assert_allclose(step.logprobs[sure], exact.logprobs[sure], atol=2e-4)
+
+
+@pytest.mark.parametrize("draft_vocab", [V, 200])
+def test_decisions_are_those_of_numpy(implementation, draft_vocab):
+    draft, target_logits, cutoff, options = batch(3, draft_vocab)
+    exact = expected(draft, target_logits, cutoff, options)
+    step = specjax.block_rejection_sample(
+        draft, target_logits, cutoff=cutoff, implementation=implementation, **options
+    )
+    assert np.mean(exact.certain) > 0.9
+    # Each length occurs, so that each branch of the rule does.
+    assert set(exact.num_accepted[exact.certain]) == set(range(K + 1))
+    check(step, exact, exact.certain)
+
+
+def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
+    draft, target_logits, cutoff, options = batch(4)
+    padded = specjax.block_rejection_sample(
+        draft, target_logits, cutoff=cutoff, implementation=implementation, **options
+    )
+    rng = np.random.default_rng(1)
+    counts = rng.integers(0, K + 1, B)
+    cu = np.concatenate([[0], np.cumsum(counts)])
+    rows = [(b, i) for b in range(B) for i in range(counts[b])]
+    of_target = [(b, i) for b in range(B) for i in range(counts[b] + 1)]
+    row, column = np.array(rows).T
+    target_row, target_column = np.array(of_target).T
+    ragged = specjax.block_rejection_sample_ragged(
+        Draft(
+            draft.token_ids[row, column],
+            draft.logits[row, column],
+            temperature=draft.temperature,
+            num_tokens=draft.num_tokens,
+        ),
+        target_logits[target_row, target_column],
+        cu_num_draft_tokens=jnp.asarray(cu, jnp.int32),
+        max_draft_tokens=K,
+        cutoff=cutoff[target_row, target_column],
+        implementation=implementation,
+        **options,
+    )
+    # Where both have the same drafts.
+    n = jnp.where(draft.num_tokens < 0, counts, jnp.minimum(draft.num_tokens, counts))
+    same = np.asarray((n == draft.num_tokens) | (draft.num_tokens < 0))
+    assert np.sum(same) > B / 4
+    for mine, theirs in zip(ragged, padded, strict=True):
+        np.testing.assert_array_equal(mine[same], theirs[same])
+
+
+def test_one_draft_is_verified_as_by_rejection_sample(implementation):
+    draft, target_logits, cutoff, options = batch(5)
+    one = Draft(
+        draft.token_ids[:, :1],
+        draft.logits[:, :1],
+        temperature=draft.temperature,
+        num_tokens=jnp.minimum(draft.num_tokens, 1),
+    )
+    steps = [
+        verify(
+            one,
+            target_logits[:, :2],
+            cutoff=cutoff[:, :2],
+            implementation=implementation,
+            **options,
+        )
+        for verify in (specjax.block_rejection_sample, specjax.rejection_sample)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *steps)
