@@ -252,7 +252,9 @@ class Bench:
             # One row for every accepted draft and one more; where a sampled draft is rejected, its
             # own row and the target's again, because its normalizer was not known.
             again = 0 if program.one_hot or case.temperature == 0 else 2
-            rows += record["mean_accepted"] + again * record["share_rejected"]
+            # A block reads every row, and for a residual two again, if not more.
+            decided = self.shape.K if program.kind == "block" else record["mean_accepted"]
+            rows += decided + again * record["share_rejected"]
         record["rows_that_decide"] = rows
         record["floor_us"] = rows * self.shape.row_bytes / BYTES_PER_US
         record["rotating_mb"] = sum(x.nbytes for x in jax.tree.leaves(sets)) / 1e6
