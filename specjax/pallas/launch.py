@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.pallas.kernel_config import next_power_of_2
-
 __all__ = [
     "cond_or",
     "divmod_i32",
@@ -29,7 +27,6 @@ __all__ = [
     "make_exp2",
     "output",
     "select_one",
-    "zero_counters",
 ]
 
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
@@ -135,16 +132,6 @@ def is_last_arrival(counter: Any, index: tuple[Any, ...], total: int, interpret:
     if not interpret:
         plgpu.debug_barrier()
     return plgpu.atomic_add(counter, index, jnp.uint32(1)) == jnp.uint32(total - 1)
-
-
-def zero_counters(counters: Any, index: jax.Array) -> None:
-    """Stores zeros in u32[N] or u32[N, M] at `index`, before the launch that counts there."""
-    if len(counters.shape) == 1:
-        counters[index] = jnp.uint32(0)
-        return
-    column = jax.lax.iota(jnp.int32, next_power_of_2(counters.shape[1]))
-    inside = column < counters.shape[1]
-    plgpu.store(counters.at[index, column], jnp.zeros_like(column, jnp.uint32), mask=inside)
 
 
 def launch_dependents(index: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from specjax.call_arrays import VerifyArrays
 from specjax.pallas.blocks import Partials, RowTile, partials_shape, store_partials
-from specjax.pallas.launch import divmod_i32, launch, output, zero_counters
+from specjax.pallas.launch import divmod_i32, launch, output
 from specjax.pallas.load_request import Plan, RequestScalars, load_request
 
 __all__ = ["ReducedRows", "reduce_rows", "row_tile", "verify_reduce_kernel"]
@@ -31,17 +31,15 @@ class ReducedRows(NamedTuple):
     counters: Any
 
 
-def reduce_rows(
-    arrays: VerifyArrays, plan: Plan, counters: tuple[int, ...] | None = None
-) -> ReducedRows:
-    """Launches the reduction of every target row; counters are [B] if no other shape is given."""
+def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
+    """Launches the reduction of every target row."""
     vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
     return launch(
         functools.partial(verify_reduce_kernel, plan=plan),
         arrays,
         ReducedRows(
             partials_shape(num_rows, vocab_size, plan.tile),
-            output((plan.num_requests,) if counters is None else counters, jnp.uint32),
+            output((plan.num_requests,), jnp.uint32),
         ),
         num_programs=num_rows * plan.tile.num_tiles(vocab_size),
         num_warps=plan.tile.num_warps,
@@ -68,7 +66,7 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
 
     @pl.when((i == 0) & (tile_index == 0))
     def _() -> None:
-        zero_counters(out.counters, b)
+        out.counters[b] = jnp.uint32(0)
 
     @pl.when(request.active & (i <= request.num_draft_tokens))
     def _() -> None:

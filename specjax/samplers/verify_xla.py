@@ -41,6 +41,10 @@ from specjax.verification import Verification
 __all__ = ["verify_batch", "verify_request"]
 
 
+# Requests of block verification that are verified at once.
+_BLOCK_REQUESTS = 8
+
+
 class _PrefixState(NamedTuple):
     """State of the loop over drafted tokens.
 
@@ -185,6 +189,12 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
         rows = (target, arrays.draft_logits)
         return verify_request(request, *rows, options.noise_dtype, options.rule, options.method)
 
+    def side_by_side(requests: Request) -> Verification:
+        if options.method == "block":
+            # A few at once: each holds several rows of float32.
+            return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
+        return jax.vmap(one)(requests)
+
     return jax.lax.platform_dependent(
-        requests, cpu=lambda r: jax.lax.map(one, r), default=lambda r: jax.vmap(one)(r)
+        requests, cpu=lambda r: jax.lax.map(one, r), default=side_by_side
     )

@@ -232,9 +232,9 @@ def test_block_verification_lowers_for_cuda(dtype, noise_dtype):
     more = dict(cutoff=shape(BATCH, K + 1), bonus_token_ids=batch, num_tokens=batch)
     starts = shape(BATCH + 1, dtype=I32)
     with on_gpu(), noise_context(noise_dtype):
-        assert num_kernels(lower(verify, ids, logits, rows, data, more)) == 4
+        assert num_kernels(lower(verify, ids, logits, rows, data, more)) == 5
         ragged_rows = shape(size + BATCH, VOCAB, dtype=dtype)
-        assert num_kernels(lower(verify_ragged, *flat, ragged_rows, starts, data)) == 4
+        assert num_kernels(lower(verify_ragged, *flat, ragged_rows, starts, data)) == 5
 
 
 @pytest.mark.parametrize("noise_dtype", [jnp.float32, once(jnp.float64)])
