@@ -2,6 +2,7 @@
 
 from ..mutation import Mutation
 from . import (
+    block,
     coupled,
     cutoffs,
     decoding,
@@ -25,6 +26,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     + cutoffs.MUTATIONS
     + kernels_verification.MUTATIONS
     + kernels_models.MUTATIONS
+    + block.MUTATIONS
     + coupled.MUTATIONS
     + rules.MUTATIONS
 )
