@@ -78,7 +78,7 @@ def batch(seed, draft_vocab=V):
     temperature = rng.choice([0.7, 1.0, 1.3, 0.0], B, p=[0.4, 0.3, 0.2, 0.1])
     draft_temperature = np.where(rng.random(B) < 0.1, 0.0, np.maximum(temperature, 0.5))
     cutoff = np.where(rng.random((B, K + 1)) < 0.3, -1.0, -np.inf)
-    target_logits[rng.random((B, K + 1)) < 0.03, 7] = np.nan
+    target_logits[rng.random((B, K + 1)) < 0.1, 7] = np.nan
     draft_logits[rng.random((B, K)) < 0.05, 7] = np.inf
     with np.errstate(all="ignore"):
         scaled = draft_logits / np.where(draft_temperature > 0, draft_temperature, 1)[:, None, None]
