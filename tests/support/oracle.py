@@ -387,6 +387,8 @@ def verify_one(r):
         return tokens, logprobs, 0, certain
     for i in range(n + 1):
         logp = log_softmax(r.target_logits[i], r.temperature, r.cutoff[i])
+        if logp is None and i == n and 0 <= r.bonus < r.target_logits.shape[1]:
+            return [*tokens, int(r.bonus)], [*logprobs, -np.inf], n, certain
         if logp is None:
             return tokens, logprobs, i, certain
         p = target_probs(r.target_logits[i], r.temperature, r.cutoff[i])
