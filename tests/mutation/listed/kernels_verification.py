@@ -31,6 +31,13 @@ MUTATIONS = (
         "the bonus token's row is not reduced",
     ),
     Mutation(
+        f"{_PALLAS}reduce_rows.row_tile",
+        "request.first_target_row + i",
+        "request.first_target_row",
+        _small("V = 129"),
+        "every row of a request is reduced from its first",
+    ),
+    Mutation(
         f"{_PALLAS}target_rows.verify_accept_kernel",
         "(stop < i)",
         "(stop <= i)",
