@@ -91,7 +91,7 @@ def test_only_a_test_that_fails_kills(status, reports, says):
     ("function", "pattern", "words"),
     [
         ("specjax.core.acceptance.accept", "u", "accept is defined 0 times"),
-        ("specjax.core.acceptance.accept_random", "target_logprob", "occurs 4 times"),
+        ("specjax.core.acceptance.log_ratio", "target_logprob", "occurs 3 times"),
         ("specjax.core.acceptance.accept_greedy", "draft_logprob", "occurs 0 times"),
         ("elsewhere.accept_greedy", "u", "no module"),
     ],
