@@ -50,12 +50,37 @@ def verify(name):
     return specjax.rejection_sample(DRAFT, ROWS, **options)
 
 
-def verify_ragged(name):
-    options = dict(keys=KEYS, positions=0, max_draft_tokens=K, implementation=name)
+def ragged(name):
     ends = K * jnp.arange(B + 1)
-    return specjax.rejection_sample_ragged(
-        RAGGED, ROWS.reshape(-1, V), cu_num_draft_tokens=ends, **options
+    return dict(
+        keys=KEYS,
+        positions=0,
+        cu_num_draft_tokens=ends,
+        max_draft_tokens=K,
+        implementation=name,
     )
+
+
+def verify_ragged(name):
+    return specjax.rejection_sample_ragged(RAGGED, ROWS.reshape(-1, V), **ragged(name))
+
+
+def verify_blocks(name):
+    return specjax.block_rejection_sample(DRAFT, ROWS, keys=KEYS, positions=0, implementation=name)
+
+
+def verify_blocks_ragged(name):
+    return specjax.block_rejection_sample_ragged(RAGGED, ROWS.reshape(-1, V), **ragged(name))
+
+
+def couple(name):
+    return specjax.coupled_sample(
+        DRAFT.token_ids, ROWS, keys=KEYS, positions=0, implementation=name
+    )
+
+
+def couple_ragged(name):
+    return specjax.coupled_sample_ragged(RAGGED.token_ids, ROWS.reshape(-1, V), **ragged(name))
 
 
 def cut(name):
@@ -151,6 +176,10 @@ CALLS = {
     "gumbel_sample": sample,
     "rejection_sample": verify,
     "rejection_sample_ragged": verify_ragged,
+    "block_rejection_sample": verify_blocks,
+    "block_rejection_sample_ragged": verify_blocks_ragged,
+    "coupled_sample": couple,
+    "coupled_sample_ragged": couple_ragged,
     "logit_cutoff": cut,
     "apply_sampling": apply_sampling,
     "propose": propose,

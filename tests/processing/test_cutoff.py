@@ -594,7 +594,7 @@ def test_uninitialised_memory_is_no_logit(implementation, monkeypatch):
     """The interpreter begins floats at NaN, which no logit is; a GPU at what was there before."""
     if implementation == "xla":
         pytest.skip("plain JAX has no memory that is not initialised")
-    from specjax.pallas import cutoff
+    from specjax.pallas.cutoff import rows as cutoff
 
     def launch(kernel, operands, outputs, **options):
         if not hasattr(outputs, "buffer"):
