@@ -156,13 +156,13 @@ def _stream_states(
     with spinner("compiling"):
         programs.wait_for_prompt()
         programs.begin_steps()
+        if waits_for_all:
+            programs.warm_up(*operands)
     # While the programs of a step are still being compiled.
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)
     with spinner("compiling"):
         programs.wait_for_first_token()
-        if waits_for_all:
-            state = programs.warm_up(job.target, state)
         state = programs.step(*operands, state)
     seconds_waited = programs.seconds_waited
     yield state, seconds_waited, 0.0

@@ -145,16 +145,20 @@ class StreamPrograms:
         """Waits for the program that commits."""
         self._wait("commit")
 
-    def warm_up(self, target: Model, state: DecodeState) -> DecodeState:
-        """Returns the state after all programs are compiled and the rows of drafts ran once.
+    def warm_up(self, target: Model, drafter: Drafter | None) -> None:
+        """Compiles all programs and runs each on a state that is dropped.
 
-        A program takes longer when it runs first. What it writes, the next step writes anew.
+        A program takes longer when it runs first.
         """
         self.begin_steps()
+        self._begin(f"rows {self._k}")
         self._begin("draft")
-        state = self._compute_rows(target, state, self._k)[0]
-        self._wait(*self._programs)
-        return state
+        state = self.step(target, drafter, self.read_prompt(target, drafter))
+        hidden, self._hidden = self._hidden, None
+        if drafter is not None:
+            state = self._run_draft(drafter, state, hidden)
+        for k in {self._plain_k, self._k}:
+            state, _ = self._compute_rows(target, state, k)
 
     def _wait(self, *names: str) -> None:
         start, begun = time.perf_counter(), self._programs
@@ -184,6 +188,9 @@ class StreamPrograms:
         hidden, self._hidden = self._hidden, None
         if drafter is None or hidden is None or not _drafts(state):
             return state
+        return self._run_draft(drafter, state, hidden)
+
+    def _run_draft(self, drafter: Drafter, state: DecodeState, hidden: Any) -> DecodeState:
         state, cache = _without_cache(state)
         state = self._call("draft", _DRAFT, drafter, state, hidden, **self._options)
         return state._replace(target_cache=cache)

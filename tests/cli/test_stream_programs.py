@@ -68,10 +68,10 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
     programs = StreamPrograms(
         MODEL, drafter, check_arguments(MODEL, drafter, ids, lengths, **options)
     )
+    if kind == "three":
+        programs.warm_up(MODEL, drafter)
     parts = programs.read_prompt(MODEL, drafter)
     programs.wait_for_first_token()
-    if kind == "three":
-        parts = programs.warm_up(MODEL, parts)
     parts = programs.draft(drafter, programs.step(MODEL, drafter, parts))
     drafted = set()
     while True:

@@ -36,7 +36,8 @@ def stream(folder, prompts, drafter=DRAFTER):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         programs = StreamPrograms(MODEL, drafter, arguments, ProgramStore(folder, "a pair"))
-        state = programs.warm_up(MODEL, programs.read_prompt(MODEL, drafter))
+        programs.warm_up(MODEL, drafter)
+        state = programs.read_prompt(MODEL, drafter)
         while not np.all(state.finish):
             state = programs.step(MODEL, drafter, state)
     finally:
