@@ -1,7 +1,7 @@
 """Speculative-decoding verification in JAX: exact, batched, jitted.
 
 Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, their ragged forms,
-`gumbel_sample`.
+`tree_rejection_sample`, `gumbel_sample`.
 Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
@@ -56,7 +56,8 @@ from specjax.samplers.gather_drafts import draft_from_probs, gather_drafts
 from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
 from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
-from specjax.verification import Verification
+from specjax.samplers.trees.tree_rejection_sample import tree_rejection_sample
+from specjax.verification import TreeVerification, Verification
 
 __all__ = [
     "CompiledGenerate",
@@ -78,6 +79,7 @@ __all__ = [
     "Stream",
     "TokenCounts",
     "TopLogprobs",
+    "TreeVerification",
     "Verification",
     "apply_sampling",
     "bad_words_array",
@@ -110,6 +112,7 @@ __all__ = [
     "rejection_sample_ragged",
     "step",
     "top_logprobs",
+    "tree_rejection_sample",
     "unpad",
     "update_counts",
     "update_metrics",

@@ -1,0 +1,251 @@
+r"""What rejected siblings leave of their parent's rows, elementwise.
+
+With p and q the target's and the draft's row after a node, r the rate at which the node is accepted,
+and x_1, x_2, ... its children in the order drawn, each rejection of a child takes
+
+    m = max(r p - q, 0)        Z = sum m
+    p <- m / Z                 q <- q without x, / sum        r <- Z / (Z + 1 - r)
+
+Rows are not stored: a number or two of each rejected sibling give its step back, and the steps of
+siblings are taken again, in order, from the raw rows. What stands for p is m, not divided by its Z.
+A child of a row of q that is not a distribution has a q of its own, 1 at its token.
+
+References:
+  Weng et al., 2025, arXiv:2505.12398.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.logsumexp import (
+    RowStatistics,
+    block_partials,
+    exp_scaled,
+    row_statistics_once,
+)
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import pvary_like
+from specjax.samplers.request import LogitRows, take_row
+from specjax.samplers.trees.tree import Tree, first_index
+
+__all__ = [
+    "RowLeft",
+    "Siblings",
+    "TreeRows",
+    "child_logprobs",
+    "log_weights",
+    "rate_after",
+    "reject_child",
+    "row_statistics_of",
+]
+
+
+class TreeRows(NamedTuple):
+    """Rows of every request, and statistics [N + 1] of those of one.
+
+    Attributes:
+      target: rows of target logits.
+      draft: rows of draft logits.
+      target_rows: statistics of the request's target rows.
+      draft_rows: statistics of its draft rows. Children of one that is invalid are one-hot.
+    """
+
+    target: LogitRows
+    draft: LogitRows
+    target_rows: RowStatistics
+    draft_rows: RowStatistics
+
+
+class Siblings(NamedTuple):
+    """The steps of rejected nodes, each of which concerns the rows of its parent.
+
+    Attributes:
+      is_rejected: bool[N].
+      is_empty: bool[N], whether nothing was left, so that p began anew as the target's row.
+      log_scale: f32[N], log of what multiplied the m of the siblings before it: r / Z.
+      log_left: f32[N], log of the sum of q over what siblings before it had not taken.
+    """
+
+    is_rejected: jax.Array
+    is_empty: jax.Array
+    log_scale: jax.Array
+    log_left: jax.Array
+
+
+class RowLeft(NamedTuple):
+    """What the rejected children of a row left of it; with a leading axis [N + 1], of every row.
+
+    Attributes:
+      log_rate: f32 <= 0, log r.
+      log_mass: f32, log Z of the last rejected child; 0 before the first, and where p began anew.
+      log_left: f32, log of the sum of q over what no child has taken.
+    """
+
+    log_rate: jax.Array
+    log_mass: jax.Array
+    log_left: jax.Array
+
+
+def row_statistics_of(
+    rows: LogitRows, first_row: jax.Array, temperature: jax.Array, is_read: jax.Array
+) -> RowStatistics:
+    """Returns statistics [N + 1] of a request's rows; those of rows that are not read are 0.
+
+    Args:
+      rows: of every request.
+      first_row: i32, the request's first.
+      temperature: f32.
+      is_read: bool[N + 1].
+    """
+    scale = parse_temperature(temperature).scale
+
+    def reduce(v: jax.Array) -> RowStatistics:
+        logits, cutoff = take_row(rows, first_row + v)
+        return row_statistics_once(block_partials(logits, scale, cutoff), scale)
+
+    def one(v: jax.Array) -> RowStatistics:
+        shape = jax.eval_shape(reduce, v)
+        unread = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+        unread = pvary_like(unread, rows, first_row, temperature, is_read)
+        return jax.lax.cond(is_read[v], lambda: reduce(v), lambda: unread)
+
+    return jax.lax.map(one, jnp.arange(is_read.shape[0], dtype=jnp.int32))
+
+
+def rate_after(log_rate: jax.Array, mass: jax.Array) -> jax.Array:
+    """Returns log of Z / (Z + 1 - r), at most log r: 0 where r is 1; -inf where only Z is 0."""
+    total = mass - jnp.expm1(log_rate)
+    rate = jnp.where(total > 0, jnp.log(mass) - jnp.log(total), jnp.float32(0))
+    return jnp.minimum(rate, log_rate)
+
+
+def child_logprobs(
+    tree: Tree, rows: TreeRows, siblings: Siblings, left: RowLeft, child: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns log p and log q of a child's token, f32[], after the siblings before it.
+
+    Args:
+      tree: of one request.
+      rows: its rows.
+      siblings: the nodes rejected so far.
+      left: of the child's parent.
+      child: i32.
+    """
+    row, token = tree.parents[child] + 1, tree.token_ids[child]
+    m, q = _after_siblings(tree, rows, siblings, row, token, *_logprobs(tree, rows, row, token))
+    q = _divide(q, left.log_left)
+    return m - left.log_mass, jnp.where(rows.draft_rows.valid[row], q, jnp.float32(0))
+
+
+def log_weights(
+    tree: Tree, rows: TreeRows, siblings: Siblings, row: jax.Array, index: jax.Array
+) -> jax.Array:
+    """Returns log m of tokens i32[M] after all rejected children of a row, f32[M]."""
+    p, q = _logprobs(tree, rows, row, index)
+    return _after_siblings(tree, rows, siblings, row, index, p, q)[0]
+
+
+def reject_child(
+    tree: Tree, rows: TreeRows, siblings: Siblings, left: RowLeft, child: jax.Array
+) -> tuple[Siblings, RowLeft]:
+    """Returns the siblings and the parent's row after the rejection of a child.
+
+    Args:
+      tree: of one request.
+      rows: its rows.
+      siblings: the nodes rejected so far.
+      left: of the child's parent.
+      child: i32.
+    """
+    row, token = tree.parents[child] + 1, tree.token_ids[child]
+    logits, _ = take_row(rows.target, tree.first_row + row)
+    draft_logits, _ = take_row(rows.draft, tree.first_row + row)
+    is_sampled = rows.draft_rows.valid[row]
+    index = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    m, q = _after_siblings(tree, rows, siblings, row, index, *_logprobs(tree, rows, row, index))
+    q = _child_logprobs(q, index == token, left.log_left, is_sampled)
+    log_scale = left.log_rate - left.log_mass
+    mass = jnp.sum(jnp.exp(residual_log_masses(m + log_scale, q)))
+    least = jnp.float32(MIN_RESIDUAL_MASS) * jnp.exp(left.log_rate)
+    is_empty = mass <= jnp.where(is_sampled, least, jnp.float32(0))
+    after = Siblings(
+        is_rejected=siblings.is_rejected.at[child].set(True),
+        is_empty=siblings.is_empty.at[child].set(is_empty),
+        log_scale=siblings.log_scale.at[child].set(log_scale),
+        log_left=siblings.log_left.at[child].set(left.log_left),
+    )
+    index = jnp.arange(draft_logits.shape[0], dtype=jnp.int32)
+    taken = after.is_rejected & (tree.parents + 1 == row) & (tree.token_ids >= 0)
+    taken_ids = jnp.where(taken, tree.token_ids, jnp.int32(draft_logits.shape[0]))
+    q = exp_scaled(_draft_logprobs(tree, rows, row, index))
+    log_left = jnp.log(jnp.sum(q.at[taken_ids].set(0.0, mode="drop")))
+    return after, RowLeft(
+        log_rate=rate_after(left.log_rate, mass),
+        log_mass=jnp.where(is_empty, jnp.float32(0), jnp.log(mass)),
+        log_left=jnp.where(is_sampled, log_left, jnp.float32(0)),
+    )
+
+
+def _after_siblings(
+    tree: Tree,
+    rows: TreeRows,
+    siblings: Siblings,
+    row: jax.Array,
+    index: jax.Array,
+    target_logprobs: jax.Array,
+    draft_logprobs: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns log m, and log q without what siblings took, of tokens `index` of any shape."""
+    size = tree.parents.shape[0]
+    is_step = siblings.is_rejected & (tree.parents + 1 == row)
+    is_sampled = rows.draft_rows.valid[row]
+    nodes = jnp.arange(size, dtype=jnp.int32)
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        child, m, q = state
+        is_token = index == tree.token_ids[child]
+        child_q = _child_logprobs(q, is_token, siblings.log_left[child], is_sampled)
+        m = residual_logprobs(m + siblings.log_scale[child], child_q)
+        m = jnp.where(siblings.is_empty[child], target_logprobs, m)
+        q = jnp.where(is_token, -jnp.inf, q)
+        return pvary_like((first_index(is_step & (nodes > child)), m, q), state)
+
+    start = (first_index(is_step), target_logprobs, draft_logprobs)
+    start = pvary_like(start, tree, rows, siblings)
+    _, m, q = jax.lax.while_loop(lambda state: state[0] < size, step, start)
+    return m, q
+
+
+def _child_logprobs(
+    q: jax.Array, is_token: jax.Array, log_left: jax.Array, is_sampled: jax.Array
+) -> jax.Array:
+    """Returns log q that a child was drawn from; that of a one-hot child removes its token."""
+    one_hot = jnp.where(is_token, jnp.float32(jnp.inf), jnp.float32(-jnp.inf))
+    return jnp.where(is_sampled, _divide(q, log_left), one_hot)
+
+
+def _divide(q: jax.Array, log_left: jax.Array) -> jax.Array:
+    """Returns log q over the sum that is left; where q is 0 that may be 0, too."""
+    return jnp.where(q == -jnp.inf, q, q - log_left)
+
+
+def _logprobs(
+    tree: Tree, rows: TreeRows, row: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns log p and log q of tokens `index` by the raw rows; -inf outside a vocabulary."""
+    logits, cutoff = take_row(rows.target, tree.first_row + row)
+    normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
+    scale = parse_temperature(tree.temperature).scale
+    p = token_logprobs(gather_logits(logits, index, cutoff), normalizer, scale)
+    return p, _draft_logprobs(tree, rows, row, index)
+
+
+def _draft_logprobs(tree: Tree, rows: TreeRows, row: jax.Array, index: jax.Array) -> jax.Array:
+    logits, cutoff = take_row(rows.draft, tree.first_row + row)
+    normalizer = jax.tree.map(lambda x: x[row], rows.draft_rows.normalizer)
+    scale = parse_temperature(tree.draft_temperature).scale
+    return token_logprobs(gather_logits(logits, index, cutoff), normalizer, scale)

@@ -1,0 +1,150 @@
+"""Verification of the trees of a batch: for each request a walk or a traversal, and its output."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.call_arrays import CallOptions
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import pvary_like
+from specjax.samplers.request import LogitRows
+from specjax.samplers.trees.traverse import traverse_tree
+from specjax.samplers.trees.tree import AcceptedPath, Tree, find_padding, place_nodes
+from specjax.samplers.trees.walk import walk_tree
+from specjax.verification import TreeVerification
+
+__all__ = ["TreeArrays", "verify_tree", "verify_trees"]
+
+# Requests that are verified at once where they are not verified one by one.
+_TREES = 8
+
+
+class TreeArrays(NamedTuple):
+    """Arrays of `tree_rejection_sample`.
+
+    A public call passes typed keys and per-request values, each [B] or (). Its jitted body makes
+    them [B], and the keys words.
+
+    Attributes:
+      token_ids: i32[B, N].
+      parents: i32[B, N].
+      target_logits: [B, N + 1, V].
+      target_cutoff: f32[B, N + 1], or None.
+      draft_logits: [B, N + 1, V_d]; None where every node is one-hot.
+      draft_cutoff: f32[B, N + 1], or None.
+      draft_temperature: f32[B]; None for the request's own.
+      keys: u32[B, 2].
+      positions: i32[B].
+      temperature: f32[B].
+    """
+
+    token_ids: Any
+    parents: Any
+    target_logits: Any
+    target_cutoff: Any
+    draft_logits: Any
+    draft_cutoff: Any
+    draft_temperature: Any
+    keys: Any
+    positions: Any
+    temperature: Any
+
+
+def verify_trees(
+    arrays: TreeArrays, shared: None = None, *, max_depth: int, options: CallOptions
+) -> TreeVerification:
+    """Verifies a batch, or one shard of it; neither checks nor shards.
+
+    Args:
+      arrays: every option once per request, keys as words; N >= 1.
+      shared: None, because no array is needed whole.
+      max_depth: D.
+      options: static.
+    """
+    arrays = pvary_like(arrays, arrays)
+    size, num_nodes = arrays.token_ids.shape
+    depths, indices = place_nodes(arrays.parents)
+    find = jax.vmap(functools.partial(find_padding, max_depth=max_depth))
+    draft_temperature = arrays.draft_temperature
+    trees = Tree(
+        key=(arrays.keys[:, 0], arrays.keys[:, 1]),
+        position=arrays.positions,
+        temperature=arrays.temperature,
+        draft_temperature=arrays.temperature if draft_temperature is None else draft_temperature,
+        first_row=jnp.arange(size, dtype=jnp.int32) * (num_nodes + 1),
+        token_ids=arrays.token_ids,
+        parents=arrays.parents,
+        depths=depths,
+        indices=indices,
+        is_padding=find(arrays.token_ids, arrays.parents, depths),
+    )
+    target = _flat_rows(arrays.target_logits, arrays.target_cutoff)
+    draft = None
+    if arrays.draft_logits is not None:
+        draft = _flat_rows(arrays.draft_logits, arrays.draft_cutoff)
+
+    def one(tree: Tree) -> TreeVerification:
+        return verify_tree(tree, target, draft, max_depth, options.noise_dtype)
+
+    return jax.lax.platform_dependent(
+        trees,
+        cpu=lambda t: jax.lax.map(one, t),
+        # A few at once: each holds several rows of float32.
+        default=lambda t: jax.lax.map(one, t, batch_size=_TREES),
+    )
+
+
+def _flat_rows(logits: jax.Array, cutoff: jax.Array | None) -> LogitRows:
+    flat = logits.reshape(-1, logits.shape[2])
+    return LogitRows(flat, None if cutoff is None else cutoff.reshape(-1))
+
+
+def verify_tree(
+    tree: Tree, target: LogitRows, draft: LogitRows | None, max_depth: int, noise_dtype: Any
+) -> TreeVerification:
+    """Verifies the tree of one request.
+
+    Args:
+      tree: without a batch axis.
+      target: rows of every request; those of this one begin at `tree.first_row`.
+      draft: rows of draft logits in the same order, or None where every node is one-hot.
+      max_depth: D.
+      noise_dtype: float32 or float64.
+
+    Returns:
+      `TreeVerification` without a batch axis.
+    """
+
+    def walk() -> AcceptedPath:
+        return walk_tree(tree, target, max_depth, noise_dtype)
+
+    if draft is None:
+        path = walk()
+    else:
+        drawn = parse_temperature(tree.draft_temperature)
+        is_drawn = drawn.valid & ~drawn.greedy & ~parse_temperature(tree.temperature).greedy
+        path = jax.lax.cond(
+            is_drawn, lambda: traverse_tree(tree, target, draft, max_depth, noise_dtype), walk
+        )
+    return _emit(tree, path, max_depth)
+
+
+def _emit(tree: Tree, path: AcceptedPath, max_depth: int) -> TreeVerification:
+    """Returns the tokens of a path and the token after it, or nothing of an invalid request."""
+    is_active = parse_temperature(tree.temperature).valid
+    num_accepted = jnp.where(is_active, path.num_accepted, jnp.int32(0))
+    emits = is_active & path.valid
+    depth = jnp.arange(max_depth + 1, dtype=jnp.int32)
+    nodes = jnp.pad(path.nodes, (0, 1), constant_values=-1)
+    is_accepted, is_next = depth < num_accepted, emits & (depth == num_accepted)
+    token_ids = jnp.where(is_next, path.token, jnp.int32(-1))
+    logprobs = jnp.where(is_next, path.logprob, jnp.float32(0))
+    return TreeVerification(
+        token_ids=jnp.where(is_accepted, tree.token_ids[jnp.maximum(nodes, 0)], token_ids),
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + emits.astype(jnp.int32),
+        logprobs=jnp.where(is_accepted, jnp.pad(path.logprobs, (0, 1)), logprobs),
+        nodes=jnp.where(is_accepted, nodes, jnp.int32(-1))[:max_depth],
+    )

@@ -1,0 +1,89 @@
+"""Draw and walk: the target draws a token after each node, and the walk descends to what it drew.
+
+Row 0 is drawn from first. While a child of the current node holds the token drawn, the walk goes to
+the lowest such child and draws from its row. The text is that of plain decoding with the same
+keys, whatever the nodes hold. No rule keeps more of one-hot nodes that are distinct.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.gumbel_max import gather_logits, row_token, token_logprobs
+from specjax.core.logsumexp import block_partials, row_statistics_once
+from specjax.core.noise import Stream, address
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import pvary_like
+from specjax.samplers.request import LogitRows, take_row
+from specjax.samplers.trees.tree import AcceptedPath, Tree, first_index
+
+__all__ = ["walk_tree"]
+
+
+class _WalkState(NamedTuple):
+    """State of the loop over rows.
+
+    Attributes:
+      node: i32, where the walk is; -1 is the root.
+      active: bool, whether the walk has just descended, so that the node's row is to be read.
+      path: the nodes so far, and the last draw.
+    """
+
+    node: jax.Array
+    active: jax.Array
+    path: AcceptedPath
+
+
+def walk_tree(tree: Tree, target: LogitRows, max_depth: int, noise_dtype: Any) -> AcceptedPath:
+    """Returns the path of nodes that hold what the target draws, and its last draw.
+
+    Args:
+      tree: of one request.
+      target: rows of every request; those of this one begin at `tree.first_row`.
+      max_depth: D.
+      noise_dtype: float32 or float64.
+    """
+
+    def step(state: _WalkState) -> _WalkState:
+        path, depth = state.path, state.path.num_accepted
+        token, logprob, valid = _draw(tree, target, state.node, depth, noise_dtype)
+        is_child = (tree.parents == state.node) & ~tree.is_padding & (tree.token_ids == token)
+        descends = valid & jnp.any(is_child)
+        child = first_index(is_child)
+        path = AcceptedPath(
+            nodes=path.nodes.at[depth].set(jnp.where(descends, child, jnp.int32(-1))),
+            logprobs=path.logprobs.at[depth].set(jnp.where(descends, logprob, jnp.float32(0))),
+            num_accepted=depth + descends.astype(jnp.int32),
+            token=token,
+            logprob=logprob,
+            valid=valid,
+        )
+        node = jnp.where(descends, child, state.node)
+        return pvary_like(_WalkState(node, descends, path), state)
+
+    nothing = AcceptedPath(
+        nodes=jnp.full((max_depth,), -1, jnp.int32),
+        logprobs=jnp.zeros((max_depth,), jnp.float32),
+        num_accepted=jnp.int32(0),
+        token=jnp.int32(-1),
+        logprob=jnp.float32(0),
+        valid=jnp.bool_(False),
+    )
+    start = _WalkState(jnp.int32(-1), jnp.bool_(True), nothing)
+    start = pvary_like(start, tree, target)
+    return jax.lax.while_loop(lambda state: state.active, step, start).path
+
+
+def _draw(
+    tree: Tree, target: LogitRows, node: jax.Array, depth: jax.Array, noise_dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the token drawn after a node, its log p, and whether the row is a distribution."""
+    temperature = parse_temperature(tree.temperature)
+    logits, cutoff = take_row(target, tree.first_row + node + 1)
+    partials = block_partials(logits, temperature.scale, cutoff)
+    row = row_statistics_once(partials, temperature.scale)
+    at = address(tree.key, tree.position + depth, Stream.TARGET)
+    token = row_token(logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype)
+    logit = gather_logits(logits, token, cutoff)
+    return token, token_logprobs(logit, row.normalizer, temperature.scale), row.valid
