@@ -1,7 +1,7 @@
 r"""What rejected siblings leave of their parent's rows, elementwise.
 
-With p and q the target's and the draft's row after a node, r the rate at which the node is accepted,
-and x_1, x_2, ... its children in the order drawn, each rejection of a child takes
+With p and q the target's and the draft's row after a node and r the rate at which the node is
+accepted, the rejection of a child of token x takes
 
     m = max(r p - q, 0)        Z = sum m
     p <- m / Z                 q <- q without x, / sum        r <- Z / (Z + 1 - r)

@@ -4,9 +4,9 @@
     j(v) = how many nodes before v have its depth, padding included
     i(v) = d(v) + 1024 j(v)
 
-Node v stands at position + d(v), and its draws are on `Stream.draft(i(v))` and `Stream.accept(i(v))`.
-i(v) tells d(v), and so the position where its step began: no address comes back in a later step,
-whatever shapes the trees have. On a chain i = d.
+Node v stands at position + d(v). Its token is drawn on `Stream.draft(i(v))`, its uniform on
+`Stream.accept(i(v))`. i(v) tells d(v), and so the position where its step began: no address comes
+back in a later step, whatever shapes the trees have. On a chain i = d.
 """
 
 from typing import Any, NamedTuple
