@@ -19,7 +19,7 @@ pytestmark = pytest.mark.once
 
 ALPHA = 1e-6
 V, TOKENS = 130, (0, 1, 128, 129)  # of two blocks
-NUM_REQUESTS, LENGTH = 5_000, 3
+NUM_REQUESTS, LENGTH = 3_000, 3
 
 
 def full(draft, num_children, depth):

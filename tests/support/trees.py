@@ -69,9 +69,7 @@ def _step(texts, lengths, parents, places, target, draft, keys, *, verify, one_h
     ids, rows = draw_tree(lambda x: draft[x], last, parents, places, keys, lengths)
     after = jnp.maximum(jnp.concatenate([last[:, None], ids], axis=1), 0)
     options = {} if one_hot else {"draft_logits": rows}
-    step = verify(
-        ids, parents, target[after], max_depth=3, keys=keys, positions=lengths, **options
-    )
+    step = verify(ids, parents, target[after], max_depth=3, keys=keys, positions=lengths, **options)
     ends = lengths[:, None] + 1 + jnp.arange(4, dtype=jnp.int32)[None]
     ends = jnp.where(step.token_ids < 0, texts.shape[1], ends)
     texts = texts.at[requests[:, None], ends].set(step.token_ids, mode="drop")

@@ -113,7 +113,8 @@ def row_statistics_of(
         unread = pvary_like(unread, rows, first_row, temperature, is_read)
         return jax.lax.cond(is_read[v], lambda: reduce(v), lambda: unread)
 
-    return jax.lax.map(one, jnp.arange(is_read.shape[0], dtype=jnp.int32))
+    index = jnp.arange(is_read.shape[0], dtype=jnp.int32)
+    return jax.lax.map(one, pvary_like(index, rows, first_row, temperature, is_read))
 
 
 def rate_after(log_rate: jax.Array, mass: jax.Array) -> jax.Array:

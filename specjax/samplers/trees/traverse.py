@@ -72,8 +72,8 @@ def traverse_tree(
       noise_dtype: float32 or float64.
     """
     is_used = ~tree.is_padding
-    has_child = jnp.zeros((is_used.shape[0] + 1,), jnp.bool_)
-    has_child = pvary_like(has_child, is_used).at[tree.parents + 1].max(is_used, mode="drop")
+    has_child = jnp.zeros_like(is_used, shape=(is_used.shape[0] + 1,))
+    has_child = has_child.at[tree.parents + 1].max(is_used, mode="drop")
     is_read = jnp.pad(is_used, (1, 0), constant_values=True)
     target_rows = row_statistics_of(target, tree.first_row, tree.temperature, is_read)
     draft_rows = row_statistics_of(draft, tree.first_row, tree.draft_temperature, has_child)
@@ -126,13 +126,15 @@ def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
         )
         return pvary_like(after, state)
 
-    none, zeros = jnp.zeros((size,), jnp.bool_), jnp.zeros((size,), jnp.float32)
-    ones = jnp.zeros((size + 1,), jnp.float32)
+    # Made of the tree: inside shard_map they vary as it does.
+    root = jnp.full_like(tree.position, -1)
+    none, zeros = jnp.zeros_like(tree.is_padding), jnp.zeros_like(tree.depths, jnp.float32)
+    whole = jnp.zeros_like(tree.temperature, shape=(size + 1,))
     start = _VisitState(
-        node=jnp.int32(-1),
-        tried=jnp.int32(-1),
-        accepted=jnp.bool_(False),
-        left=RowLeft(ones, ones, ones),
+        node=root,
+        tried=root,
+        accepted=root >= 0,
+        left=RowLeft(whole, whole, whole),
         siblings=Siblings(none, none, zeros, zeros),
     )
     start = pvary_like(start, tree, rows)
@@ -167,7 +169,10 @@ def _path_to(
         after = parent, nodes.at[depth].set(v), logprobs.at[depth].set(logprob)
         return pvary_like(after, state)
 
-    path = jnp.full((max_depth,), -1, jnp.int32), jnp.zeros((max_depth,), jnp.float32)
+    path = (
+        jnp.full_like(tree.position, -1, shape=(max_depth,)),
+        jnp.zeros_like(tree.temperature, shape=(max_depth,)),
+    )
     start = pvary_like((node, *path), tree, rows, end)
     _, nodes, logprobs = jax.lax.while_loop(lambda state: state[0] >= 0, climb, start)
     token = _draw(tree, rows, end, num_accepted, noise_dtype)

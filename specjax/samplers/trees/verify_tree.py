@@ -64,7 +64,7 @@ def verify_trees(
       options: static.
     """
     arrays = pvary_like(arrays, arrays)
-    size, num_nodes = arrays.token_ids.shape
+    size, num_rows = arrays.target_logits.shape[:2]
     depths, indices = place_nodes(arrays.parents)
     find = jax.vmap(functools.partial(find_padding, max_depth=max_depth))
     draft_temperature = arrays.draft_temperature
@@ -73,13 +73,15 @@ def verify_trees(
         position=arrays.positions,
         temperature=arrays.temperature,
         draft_temperature=arrays.temperature if draft_temperature is None else draft_temperature,
-        first_row=jnp.arange(size, dtype=jnp.int32) * (num_nodes + 1),
+        first_row=jnp.arange(size, dtype=jnp.int32) * num_rows,
         token_ids=arrays.token_ids,
         parents=arrays.parents,
         depths=depths,
         indices=indices,
         is_padding=find(arrays.token_ids, arrays.parents, depths),
     )
+    # Inside shard_map the first rows are numbers that vary over no axis; a tree varies as a whole.
+    trees = pvary_like(trees, arrays)
     target = _flat_rows(arrays.target_logits, arrays.target_cutoff)
     draft = None
     if arrays.draft_logits is not None:

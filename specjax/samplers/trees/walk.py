@@ -62,16 +62,17 @@ def walk_tree(tree: Tree, target: LogitRows, max_depth: int, noise_dtype: Any) -
         node = jnp.where(descends, child, state.node)
         return pvary_like(_WalkState(node, descends, path), state)
 
+    # Made of the tree: inside shard_map they vary as it does.
+    zero, zero_logprob = jnp.zeros_like(tree.position), jnp.zeros_like(tree.temperature)
     nothing = AcceptedPath(
-        nodes=jnp.full((max_depth,), -1, jnp.int32),
-        logprobs=jnp.zeros((max_depth,), jnp.float32),
-        num_accepted=jnp.int32(0),
-        token=jnp.int32(-1),
-        logprob=jnp.float32(0),
-        valid=jnp.bool_(False),
+        nodes=jnp.full_like(tree.position, -1, shape=(max_depth,)),
+        logprobs=jnp.zeros_like(tree.temperature, shape=(max_depth,)),
+        num_accepted=zero,
+        token=zero - 1,
+        logprob=zero_logprob,
+        valid=zero > 0,
     )
-    start = _WalkState(jnp.int32(-1), jnp.bool_(True), nothing)
-    start = pvary_like(start, tree, target)
+    start = pvary_like(_WalkState(zero - 1, zero == 0, nothing), tree, target)
     return jax.lax.while_loop(lambda state: state.active, step, start).path
 
 

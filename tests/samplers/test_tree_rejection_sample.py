@@ -1,0 +1,275 @@
+"""Decisions of `tree_rejection_sample` are those of NumPy, on a chain those of block."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_tree
+import pytest
+import test_block_rejection_sample as chains
+
+import specjax
+from specjax.samplers.trees.tree import place_nodes
+
+pytestmark = pytest.mark.once
+
+B, N, D, V = 128, 7, 3, 300
+KEY = jax.random.key(0)
+
+
+def random_parents(rng):
+    """Trees of any shape: some deeper than D, a few nodes with an impossible parent."""
+    parents = np.stack([rng.integers(-1, v, B) if v else np.full(B, -1) for v in range(N)], axis=1)
+    bad = rng.choice([-7, -2, N - 1, N], (B, N))
+    return np.where(rng.random((B, N)) < 0.03, bad, parents)
+
+
+def fill_nodes(rng, parents, rows):
+    """Siblings sampled without replacement from their parents' rows, by NumPy."""
+    order = np.argsort(-(rows + rng.gumbel(size=rows.shape)), axis=-1)
+    ids, num_drawn = np.zeros((B, N), int), np.zeros((B, N + 1), int)
+    for b, v in np.ndindex(B, N):
+        row = parents[b, v] + 1 if -1 <= parents[b, v] < v else 0
+        ids[b, v] = order[b, row, num_drawn[b, row]]
+        num_drawn[b, row] += 1
+    return ids
+
+
+@functools.cache
+def batch(seed, draft_vocab):
+    """Requests of every kind, and every edge: padding, ids of no token, q = 0, invalid rows."""
+    rng = np.random.default_rng(seed)
+    wide = max(V, draft_vocab)
+    base = 3 * rng.standard_normal((B, N + 1, wide))
+    draft_logits = base[..., :draft_vocab]
+    spread = rng.choice([0.0, 0.5, 1.0, 2.0], (B, 1, 1), p=[0.1, 0.4, 0.3, 0.2])
+    target_logits = (base + spread * rng.standard_normal(base.shape))[..., :V]
+    temperature = rng.choice([0.7, 1.0, 1.3, 0.0, -1.0], B, p=[0.4, 0.25, 0.2, 0.1, 0.05])
+    draft_temperature = np.where(rng.random(B) < 0.15, 0.0, np.maximum(temperature, 0.5))
+    draft_cutoff = np.where(rng.random((B, N + 1)) < 0.3, -1.0, -np.inf)
+    parents = random_parents(rng)
+    is_walk = (temperature < 1e-5) | (draft_temperature == 0)
+    rows = draft_logits / np.maximum(draft_temperature, 0.5)[:, None, None]
+    rows = np.where(draft_logits < draft_cutoff[..., None], -1e9, rows)
+    likely = 10 * np.pad(target_logits, ((0, 0), (0, 0), (0, wide - V)), constant_values=-99)
+    ids = fill_nodes(rng, parents, rows)
+    ids = np.where(is_walk[:, None], fill_nodes(rng, parents, likely), ids)
+    # Outside the vocabulary, padding, of q = 0, or some sibling's.
+    unlikely = np.argmin(draft_logits[:, 1:, :V], axis=-1)
+    for other in (2 * V, -5, V + 1, -1, unlikely, ids[:, ::-1]):
+        ids = np.where(rng.random((B, N)) < 0.02, other, ids)
+    target_logits[rng.random((B, N + 1)) < 0.06, 7] = np.nan
+    draft_logits[rng.random((B, N + 1)) < 0.06, 7] = np.inf
+    return dict(
+        token_ids=ids.astype(np.int32),
+        parents=parents.astype(np.int32),
+        target_logits=target_logits.astype(np.float32),
+        draft_logits=draft_logits.astype(np.float32),
+        draft_temperature=draft_temperature.astype(np.float32),
+        draft_cutoff=draft_cutoff.astype(np.float32),
+        temperature=temperature.astype(np.float32),
+        cutoff=np.where(rng.random((B, N + 1)) < 0.3, -1.0, -np.inf).astype(np.float32),
+        positions=rng.integers(0, 1000, B).astype(np.int32),
+    )
+
+
+def verify(case, **changes):
+    keys = jax.random.split(KEY, len(case["token_ids"]))
+    return specjax.tree_rejection_sample(**{"max_depth": D, "keys": keys} | case | changes)
+
+
+def check(ours, case, **changes):
+    keys = np.asarray(jax.random.key_data(jax.random.split(KEY, B)))
+    theirs = oracle_tree.verify(**{"max_depth": D, "keys": keys} | case | changes)
+    sure = theirs.certain
+    assert np.mean(sure) > 0.85
+    for name in ("token_ids", "num_accepted", "num_emitted", "nodes"):
+        np.testing.assert_array_equal(
+            np.asarray(getattr(ours, name))[sure], getattr(theirs, name)[sure], err_msg=name
+        )
+    np.testing.assert_allclose(np.asarray(ours.logprobs)[sure], theirs.logprobs[sure], atol=2e-4)
+    return theirs
+
+
+@pytest.mark.parametrize("draft_vocab", [200, 400])
+def test_decisions_are_those_of_numpy(draft_vocab):
+    case = batch(1, draft_vocab)
+    theirs = check(verify(case), case)
+    sure = theirs.certain
+    assert set(theirs.num_accepted[sure]) == set(range(D + 1))
+    # Some paths turn off at a later sibling, and some end where nothing follows.
+    later = (theirs.nodes >= 0) & (theirs.nodes != np.arange(D))
+    assert np.sum(later[sure]) > B / 8
+    assert np.any((theirs.num_emitted == theirs.num_accepted) & (theirs.num_accepted > 0))
+    place = jax.vmap(lambda *each: jnp.stack(each))(*place_nodes(case["parents"]))
+    for b in range(B):
+        shape = oracle_tree.shape_of(case["token_ids"][b], case["parents"][b], D)
+        for v, depth in enumerate(shape.depths):
+            if depth is None:
+                assert place[b, 0, v] == -1
+            else:
+                assert tuple(place[b, :, v]) == (depth, shape.indices[v])
+
+
+def test_nodes_without_draft_logits_are_walked():
+    case = {k: v for k, v in batch(2, 200).items() if not k.startswith("draft")}
+    theirs = check(verify(case), case)
+    assert set(theirs.num_accepted) == set(range(D + 1))
+
+
+def as_chains():
+    """The batch of block verification, each draft a tree of one path."""
+    draft, target_logits, cutoff, options = chains.batch(3)
+    k, num_tokens = draft.token_ids.shape[1], np.asarray(draft.num_tokens)
+    ids = np.where(np.arange(k) < num_tokens[:, None], draft.token_ids, -1).astype(np.int32)
+    options = {name: x for name, x in options.items() if name != "bonus_token_ids"}
+    block = specjax.block_rejection_sample(
+        draft._replace(token_ids=ids, num_tokens=None), target_logits, cutoff=cutoff, **options
+    )
+    case = options | dict(
+        token_ids=ids,
+        parents=np.broadcast_to(np.arange(k, dtype=np.int32) - 1, ids.shape),
+        target_logits=target_logits,
+        draft_logits=np.pad(draft.logits, ((0, 0), (0, 1), (0, 0))),
+        draft_temperature=draft.temperature,
+        cutoff=cutoff,
+        max_depth=k,
+    )
+    is_drawn = (np.asarray(draft.temperature) > 0) & (np.asarray(options["temperature"]) > 0)
+    return case, block, is_drawn
+
+
+def test_a_chain_is_verified_as_by_block_rejection_sample():
+    case, block, is_drawn = as_chains()
+    ours = verify(case)
+    assert np.sum(is_drawn) > chains.B / 2
+    for name in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(
+            np.asarray(getattr(ours, name))[is_drawn], np.asarray(getattr(block, name))[is_drawn]
+        )
+    np.testing.assert_allclose(ours.logprobs[is_drawn], block.logprobs[is_drawn], atol=1e-5)
+    accepted = np.arange(chains.K) < np.asarray(ours.num_accepted)[:, None]
+    np.testing.assert_array_equal(ours.nodes, np.where(accepted, np.arange(chains.K), -1))
+
+
+FIVE = np.array([-1, -1, 0, 0, 1, 1, -1])
+SMALL = 40
+
+
+def small_case(seed=0):
+    """Trees of two by two with a last child of the root, every request sampled."""
+    rng = np.random.default_rng(seed)
+    draft_logits = rng.standard_normal((B, N + 1, SMALL)).astype(np.float32)
+    target_logits = draft_logits + rng.standard_normal(draft_logits.shape).astype(np.float32)
+    parents = np.broadcast_to(FIVE, (B, N)).astype(np.int32)
+    ids = fill_nodes(rng, parents, draft_logits)
+    return dict(
+        token_ids=ids.astype(np.int32),
+        parents=parents,
+        target_logits=target_logits,
+        draft_logits=draft_logits,
+        positions=np.zeros(B, np.int32),
+        max_depth=2,
+    )
+
+
+def test_a_child_that_cannot_have_been_drawn_changes_nothing():
+    """Of q(x) = 0, its sibling's token, or padding of any kind, with what is below it."""
+    case = small_case()
+    plain = verify(case | {"token_ids": np.where(np.arange(N) == N - 1, -1, case["token_ids"])})
+    masked = case["draft_logits"].copy()
+    masked[np.arange(B), 0, case["token_ids"][:, -1]] = -np.inf
+    # The others' q is then another; it is what they are verified by in both calls.
+    other = verify(case | {"draft_logits": masked})
+    without = np.where(np.arange(N) == N - 1, -1, case["token_ids"])
+    chex.assert_trees_all_equal(
+        other, verify(case | {"draft_logits": masked, "token_ids": without})
+    )
+    twin = np.where(np.arange(N) == N - 1, case["token_ids"][:, :1], case["token_ids"])
+    chex.assert_trees_all_equal(verify(case | {"token_ids": twin}), plain)
+    for parent in (-2, N - 1, N, 2):  # below node 2 it is deeper than `max_depth`
+        parents = np.where(np.arange(N) == N - 1, parent, case["parents"]).astype(np.int32)
+        chex.assert_trees_all_equal(verify(case | {"parents": parents}), plain)
+
+
+def test_equal_rows_accept_the_first_path():
+    case = small_case(1)
+    ours = verify(case | {"target_logits": case["draft_logits"]})
+    np.testing.assert_array_equal(ours.num_accepted, 2)
+    np.testing.assert_array_equal(ours.nodes, np.broadcast_to([0, 2], (B, 2)))
+
+
+def test_an_invalid_row_of_the_root_emits_nothing_and_an_invalid_request_neither():
+    case = small_case(2)
+    target_logits = case["target_logits"].copy()
+    target_logits[::2, 0, 3] = np.nan
+    temperature = np.where(np.arange(B) % 4 == 1, np.nan, 1).astype(np.float32)
+    ours = verify(case | {"target_logits": target_logits, "temperature": temperature})
+    nothing = (np.arange(B) % 2 == 0) | np.isnan(temperature)
+    np.testing.assert_array_equal(np.asarray(ours.num_emitted) == 0, nothing)
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[nothing], -1)
+    np.testing.assert_array_equal(np.asarray(ours.nodes)[nothing], -1)
+    # A scalar is every request's own.
+    one = verify(case | {"temperature": np.float32(1), "target_logits": target_logits})
+    for mine, theirs in zip(ours, one, strict=True):
+        np.testing.assert_array_equal(mine[~nothing], theirs[~nothing])
+
+
+def test_float64_noise_decides_as_numpy_s():
+    case = small_case(3)
+    with jax.enable_x64(True):
+        ours = verify(case, noise_dtype=jnp.float64)
+        check(ours, case, noise=np.float64)
+    assert ours.logprobs.dtype == jnp.float32
+
+
+def test_a_tree_without_nodes_and_a_batch_without_requests():
+    case = small_case(4)
+    none = {name: x for name, x in case.items() if not name.startswith("draft")}
+    empty = none | {name: none[name][:, :0] for name in ("token_ids", "parents")}
+    empty["target_logits"] = none["target_logits"][:, :1]
+    ours = verify(empty)
+    plain = specjax.gumbel_sample(
+        empty["target_logits"][:, 0], keys=jax.random.split(KEY, B), positions=0, stream=0
+    )
+    np.testing.assert_array_equal(np.asarray(ours.token_ids)[:, 0], plain.token_ids)
+    np.testing.assert_array_equal(ours.num_emitted, 1)
+    ours = verify({name: x if name == "max_depth" else x[:0] for name, x in case.items()})
+    assert (ours.token_ids.shape, ours.nodes.shape) == ((0, 3), (0, 2))
+
+
+def test_vmap_and_a_mesh_change_nothing():
+    case = small_case(5)
+    arrays = {name: jnp.asarray(x) for name, x in case.items() if name != "max_depth"}
+    arrays["keys"] = jax.random.split(KEY, B)
+    call = functools.partial(verify, max_depth=2)
+    plain = call(arrays)
+    by_two = jax.tree.map(lambda x: x.reshape(B // 2, 2, *x.shape[1:]), arrays)
+    both = jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), jax.vmap(call)(by_two))
+    chex.assert_trees_all_equal(both[:3], plain[:3])
+    with jax.set_mesh(jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Explicit,))):
+        split = jax.tree.map(lambda x: jax.device_put(x, jax.P("batch")), arrays)
+        sharded = jax.jit(call)(split)
+        assert sharded.token_ids.sharding.spec[0] == "batch"
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, x[:3]) for x in (sharded, plain)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": np.zeros(B, np.int32)}, r"token_ids has shape .* \[B, N\]"),
+        ({"parents": np.zeros((B, N + 1), np.int32)}, "parents has shape"),
+        ({"target_logits": np.zeros((B, N, V), np.float32)}, "target_logits has 7 rows"),
+        ({"draft_logits": np.zeros((B, N, V), np.float32)}, "draft_logits has 7 rows"),
+        ({"draft_logits": None, "draft_cutoff": np.zeros((B, N + 1))}, "without draft_logits"),
+        ({"max_depth": 0}, "max_depth is 0"),
+        ({"max_depth": 1025}, "max_depth is 1025; it needs at most 1024"),
+        ({"implementation": "interpret"}, "there are none of trees"),
+        ({"implementation": "triton"}, "there are none of trees"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(changes, words):
+    with pytest.raises(ValueError, match=words):
+        verify(small_case() | changes)
