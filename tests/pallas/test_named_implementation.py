@@ -33,6 +33,8 @@ HEAD = models.HeadConfig(
 OF_ATTENTION = {"causal_hidden"}
 # Made of what is traced here: `generate`, ahead of time, and the functions of `build`.
 AHEAD_OF_TIME = {"compile_generate", "load_shapes"}
+# In plain JAX alone: the names of kernels are refused.
+WITHOUT_KERNELS = {"tree_rejection_sample"}
 
 
 def run_step(model):
@@ -201,7 +203,7 @@ def test_every_public_call_that_takes_an_implementation_is_traced_here():
         if inspect.isfunction(inspect.unwrap(getattr(room, name)))
         and "implementation" in inspect.signature(getattr(room, name)).parameters
     }
-    assert set(CALLS) == taking - OF_ATTENTION - AHEAD_OF_TIME
+    assert set(CALLS) == taking - OF_ATTENTION - AHEAD_OF_TIME - WITHOUT_KERNELS
 
 
 @pytest.mark.lenient

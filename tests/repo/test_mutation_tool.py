@@ -20,6 +20,7 @@ LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
     "core.truncation",
     *(f"samplers.{name}" for name in ("verify_xla", "next_token_xla", "gather_drafts")),
+    *(f"samplers.trees.{name}" for name in ("tree", "walk", "traverse", "siblings", "verify_tree")),
     *(f"decode.{name}" for name in ("propose", "drafters", "loop", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
     *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla")),

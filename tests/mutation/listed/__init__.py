@@ -12,6 +12,7 @@ from . import (
     rules,
     sampling,
     subnormals,
+    trees,
     verification,
 )
 
@@ -29,4 +30,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + block.MUTATIONS
     + coupled.MUTATIONS
     + rules.MUTATIONS
+    + trees.MUTATIONS
 )

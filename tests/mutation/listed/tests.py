@@ -28,6 +28,8 @@ __all__ = [
     "searches",
     "subnormal",
     "tokens",
+    "tree_laws",
+    "tree_sampling",
     "verify",
 ]
 
@@ -62,4 +64,6 @@ searches = _of("core/test_bisection.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 tokens = _of("decode/test_commit.py")
+tree_laws = _of("laws/test_tree_laws.py")
+tree_sampling = _of("samplers/test_tree_rejection_sample.py")
 verify = _of("samplers/test_rejection_sample.py")

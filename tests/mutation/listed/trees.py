@@ -1,0 +1,187 @@
+"""Wrong versions of the verification of trees."""
+
+from ..mutation import Mutation
+from .tests import tree_laws, tree_sampling
+
+__all__ = ["MUTATIONS"]
+
+_TREES = "specjax.samplers.trees."
+_NUMPY = tree_sampling("test_decisions_are_those_of_numpy[200]")
+_WIDE = tree_sampling("test_decisions_are_those_of_numpy[400]")
+_WALKED = tree_sampling("test_nodes_without_draft_logits_are_walked")
+_CHAIN = tree_sampling("test_a_chain_is_verified_as_by_block_rejection_sample")
+_NOTHING = tree_sampling("test_a_child_that_cannot_have_been_drawn_changes_nothing")
+_INVALID = tree_sampling(
+    "test_an_invalid_row_of_the_root_emits_nothing_and_an_invalid_request_neither"
+)
+
+MUTATIONS = (
+    Mutation(
+        f"{_TREES}tree._place",
+        "depths + MAX_DEPTH * jnp.sum(is_before, axis=1, dtype=jnp.int32)",
+        "nodes",
+        tree_laws("test_texts_of_alternating_shapes_follow_the_target_jointly"),
+        "noise is keyed by a node's number alone, which comes back in a tree of another shape",
+    ),
+    Mutation(
+        f"{_TREES}tree._place",
+        "nodes[None] < nodes[:, None]",
+        "nodes[None] < 0 * nodes[:, None]",
+        tree_laws("test_three_siblings_follow_the_target"),
+        "all nodes of a depth share an address",
+    ),
+    Mutation(
+        f"{_TREES}tree._place",
+        "(parent < v) & ",
+        "",
+        _NUMPY,
+        "a node may stand before its parent",
+    ),
+    Mutation(
+        f"{_TREES}tree.find_padding",
+        " | (depths >= max_depth)",
+        "",
+        _NOTHING,
+        "nodes deeper than the output are verified",
+    ),
+    Mutation(
+        f"{_TREES}tree.find_padding.inherit",
+        "(parent >= 0) & is_padding[jnp.maximum(parent, 0)]",
+        "(parent >= 0) & is_outside[jnp.maximum(parent, 0)] & (v < 0)",
+        _WALKED,
+        "nodes below padding are verified",
+    ),
+    Mutation(
+        f"{_TREES}walk.walk_tree.step",
+        " & (tree.token_ids == token)",
+        "",
+        _WALKED,
+        "the walk descends to a child whatever it holds",
+    ),
+    Mutation(
+        f"{_TREES}walk.walk_tree.step",
+        "valid & jnp.any(is_child)",
+        "jnp.any(is_child)",
+        _WALKED,
+        "an invalid row may lead on to what happens to be drawn from it",
+    ),
+    Mutation(
+        f"{_TREES}walk._draw",
+        "tree.position + depth, Stream.TARGET",
+        "tree.position, Stream.TARGET",
+        tree_laws("test_a_walk_is_plain_seeded_decoding"),
+        "every token of a path is drawn with the noise of the first",
+    ),
+    Mutation(
+        f"{_TREES}traverse._visit.step",
+        "first_index(is_child & (nodes > state.tried))",
+        "size - 1 - first_index((is_child & ((state.tried <= node) | (nodes < state.tried)))[::-1])",
+        _NUMPY,
+        "siblings are visited in another order than that in which they were drawn",
+    ),
+    Mutation(
+        f"{_TREES}traverse._visit.step",
+        "has_child & in_vocabulary & (q == -jnp.inf)",
+        "has_child & in_vocabulary & (q > 0)",
+        _NOTHING,
+        "a child of q(x) = 0 is rejected, as if it had been drawn",
+    ),
+    Mutation(
+        f"{_TREES}traverse._visit.step",
+        "left.log_rate + log_ratio(p, q)",
+        "log_ratio(p, q)",
+        _NUMPY,
+        "the rate is not carried down",
+    ),
+    Mutation(
+        f"{_TREES}traverse._visit.step",
+        " & rows.target_rows.valid[row]",
+        "",
+        _NUMPY,
+        "a node whose row is not a distribution is no leaf",
+    ),
+    Mutation(
+        f"{_TREES}traverse._accepts",
+        "Stream.accept(tree.indices[v])",
+        "Stream.accept(tree.depths[v])",
+        _NUMPY,
+        "siblings share one uniform",
+    ),
+    Mutation(
+        f"{_TREES}traverse._draw",
+        "row = end.node + 1",
+        "row = num_accepted",
+        _NUMPY,
+        "the token after a path is drawn from the row of another node",
+    ),
+    Mutation(
+        f"{_TREES}traverse._draw",
+        "tree.position + num_accepted, Stream.TARGET",
+        "tree.position + 0 * num_accepted, Stream.TARGET",
+        _CHAIN,
+        "the token after a path is drawn with the noise of the first position",
+    ),
+    Mutation(
+        f"{_TREES}siblings._divide",
+        "jnp.where(q == -jnp.inf, q, q - log_left)",
+        "q - log_left",
+        _WIDE,
+        "inf - inf where q(x) = 0 and nothing of q is left",
+    ),
+    Mutation(
+        f"{_TREES}siblings.rate_after",
+        "mass - jnp.expm1(log_rate)",
+        "mass + jnp.float32(1)",
+        _NUMPY,
+        "r is missing in Z + 1 - r",
+    ),
+    Mutation(
+        f"{_TREES}siblings._after_siblings.step",
+        "jnp.where(is_token, -jnp.inf, q)",
+        "jnp.where(is_token, q, q)",
+        _NUMPY,
+        "a sibling's token stays in q",
+    ),
+    Mutation(
+        f"{_TREES}siblings._after_siblings.step",
+        "m + siblings.log_scale[child]",
+        "m",
+        _CHAIN,
+        "rho is missing in the residual",
+    ),
+    Mutation(
+        f"{_TREES}siblings.reject_child",
+        "jnp.where(is_sampled, log_left, jnp.float32(0))",
+        "jnp.float32(0)",
+        _NUMPY,
+        "q is not divided by what siblings left",
+    ),
+    Mutation(
+        f"{_TREES}siblings.reject_child",
+        "jnp.where(is_sampled, least, jnp.float32(0))",
+        "jnp.float32(-1)",
+        _NUMPY,
+        "an empty residual is divided by its mass",
+    ),
+    Mutation(
+        f"{_TREES}verify_tree.verify_tree",
+        " & ~parse_temperature(tree.temperature).greedy",
+        "",
+        _NUMPY,
+        "a greedy request of sampled nodes is traversed",
+    ),
+    Mutation(
+        f"{_TREES}verify_tree._emit",
+        "is_active & path.valid",
+        "is_active",
+        _INVALID,
+        "an invalid row emits what happens to be drawn from it",
+    ),
+    Mutation(
+        f"{_TREES}verify_tree._emit",
+        "is_active = parse_temperature(tree.temperature).valid",
+        "is_active = tree.position == tree.position",
+        _INVALID,
+        "a request of an invalid temperature emits tokens",
+    ),
+)
