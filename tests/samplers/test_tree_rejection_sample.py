@@ -44,7 +44,7 @@ def batch(seed, draft_vocab, is_chain=False):
     wide = max(V, draft_vocab)
     base = 3 * rng.standard_normal((B, N + 1, wide))
     draft_logits = base[..., :draft_vocab]
-    spread = rng.choice([0.0, 0.5, 1.0, 2.0], (B, 1, 1), p=[0.1, 0.4, 0.3, 0.2])
+    spread = rng.choice([0.0, 0.5, 1.0, 2.0], (B, 1, 1), p=[0.2, 0.3, 0.3, 0.2])
     target_logits = (base + spread * rng.standard_normal(base.shape))[..., :V]
     temperature = rng.choice([0.7, 1.0, 1.3, 0.0, -1.0], B, p=[0.4, 0.25, 0.2, 0.1, 0.05])
     draft_temperature = np.where(rng.random(B) < 0.15, 0.0, np.maximum(temperature, 0.5))
@@ -115,6 +115,9 @@ def test_decisions_are_those_of_numpy(draft_vocab):
 
 def test_nodes_without_draft_logits_are_walked():
     case = {k: v for k, v in batch(2, 200).items() if not k.startswith("draft")}
+    # The lowest id is what a draw from an invalid row would come to.
+    invalid = np.isnan(case["target_logits"][:, 0, 7])
+    case["token_ids"] = np.where(invalid[:, None], 0, case["token_ids"])
     theirs = check(verify(case), case)
     assert set(theirs.num_accepted) >= set(range(D))
 
@@ -188,6 +191,18 @@ def test_a_child_that_cannot_have_been_drawn_changes_nothing():
     for parent in (-2, N - 1, N, 2):  # below node 2 it is deeper than `max_depth`
         parents = np.where(np.arange(N) == N - 1, parent, case["parents"]).astype(np.int32)
         chex.assert_trees_all_equal(verify(case | {"parents": parents}), plain)
+
+
+def test_no_sibling_follows_where_nothing_of_q_is_left():
+    """One token has all of q. What is said to come after it, of no vocabulary, changes nothing."""
+    case = small_case(6)
+    draft_logits, ids = case["draft_logits"].copy(), case["token_ids"].copy()
+    draft_logits[:, 0] = np.where(np.arange(SMALL) == ids[:, :1], 0, -np.inf)
+    ids[:, 1:] = np.where(case["parents"][:, 1:] == -1, -1, ids[:, 1:])
+    without = verify(case | {"draft_logits": draft_logits, "token_ids": ids})
+    ids[:, 1] = SMALL + 5
+    ours = verify(case | {"draft_logits": draft_logits, "token_ids": ids})
+    chex.assert_trees_all_equal(ours[:3], without[:3])
 
 
 def test_equal_rows_accept_the_first_path():

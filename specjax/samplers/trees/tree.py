@@ -35,7 +35,7 @@ class Tree(NamedTuple):
       parents: i32[N], -1 for a child of the root.
       depths: i32[N], d(v).
       indices: i32[N], i(v).
-      is_padding: bool[N].
+      is_padding: bool[N]; nodes below padding need not be marked.
     """
 
     key: Words
@@ -101,26 +101,15 @@ def _place(parents: jax.Array) -> tuple[jax.Array, jax.Array]:
     return depths, depths + MAX_DEPTH * jnp.sum(is_before, axis=1, dtype=jnp.int32)
 
 
-def find_padding(
-    token_ids: jax.Array, parents: jax.Array, depths: jax.Array, max_depth: int
-) -> jax.Array:
-    """Returns which nodes of a tree are padding, bool[N], as are all below them.
+def find_padding(token_ids: jax.Array, depths: jax.Array, max_depth: int) -> jax.Array:
+    """Returns which nodes are padding by themselves, bool[..., N]; those below are never reached.
 
     Args:
-      token_ids: i32[N], -1 at padding.
-      parents: i32[N].
-      depths: i32[N], from `place_nodes`.
+      token_ids: i32[..., N], -1 at padding.
+      depths: i32[..., N], from `place_nodes`.
       max_depth: D.
     """
-    is_outside = (token_ids == -1) | (depths < 0) | (depths >= max_depth)
-
-    def inherit(v: jax.Array, is_padding: jax.Array) -> jax.Array:
-        parent = parents[v]
-        return is_padding.at[v].set(
-            is_outside[v] | ((parent >= 0) & is_padding[jnp.maximum(parent, 0)])
-        )
-
-    return jax.lax.fori_loop(0, parents.shape[0], inherit, is_outside)
+    return (token_ids == -1) | (depths < 0) | (depths >= max_depth)
 
 
 def first_index(mask: jax.Array) -> jax.Array:

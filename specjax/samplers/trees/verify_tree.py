@@ -1,6 +1,5 @@
 """Verification of the trees of a batch: for each request a walk or a traversal, and its output."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +65,6 @@ def verify_trees(
     arrays = pvary_like(arrays, arrays)
     size, num_rows = arrays.target_logits.shape[:2]
     depths, indices = place_nodes(arrays.parents)
-    find = jax.vmap(functools.partial(find_padding, max_depth=max_depth))
     draft_temperature = arrays.draft_temperature
     trees = Tree(
         key=(arrays.keys[:, 0], arrays.keys[:, 1]),
@@ -78,7 +76,7 @@ def verify_trees(
         parents=arrays.parents,
         depths=depths,
         indices=indices,
-        is_padding=find(arrays.token_ids, arrays.parents, depths),
+        is_padding=find_padding(arrays.token_ids, depths, max_depth),
     )
     # Inside shard_map the first rows are numbers that vary over no axis; a tree varies as a whole.
     trees = pvary_like(trees, arrays)

@@ -7,7 +7,6 @@ __all__ = ["MUTATIONS"]
 
 _TREES = "specjax.samplers.trees."
 _NUMPY = tree_sampling("test_decisions_are_those_of_numpy[200]")
-_WIDE = tree_sampling("test_decisions_are_those_of_numpy[400]")
 _WALKED = tree_sampling("test_nodes_without_draft_logits_are_walked")
 _CHAIN = tree_sampling("test_a_chain_is_verified_as_by_block_rejection_sample")
 _NOTHING = tree_sampling("test_a_child_that_cannot_have_been_drawn_changes_nothing")
@@ -45,11 +44,11 @@ MUTATIONS = (
         "nodes deeper than the output are verified",
     ),
     Mutation(
-        f"{_TREES}tree.find_padding.inherit",
-        "(parent >= 0) & is_padding[jnp.maximum(parent, 0)]",
-        "(parent >= 0) & is_outside[jnp.maximum(parent, 0)] & (v < 0)",
-        _WALKED,
-        "nodes below padding are verified",
+        f"{_TREES}tree.find_padding",
+        "(token_ids == -1) | ",
+        "",
+        _NUMPY,
+        "a -1 is no padding but a token that is rejected",
     ),
     Mutation(
         f"{_TREES}walk.walk_tree.step",
@@ -75,7 +74,8 @@ MUTATIONS = (
     Mutation(
         f"{_TREES}traverse._visit.step",
         "first_index(is_child & (nodes > state.tried))",
-        "size - 1 - first_index((is_child & ((state.tried <= node) | (nodes < state.tried)))[::-1])",
+        "jnp.max(jnp.where(is_child & ((state.tried == node) | (nodes < state.tried)), nodes, -1))"
+        " % (size + 1)",
         _NUMPY,
         "siblings are visited in another order than that in which they were drawn",
     ),
@@ -125,7 +125,7 @@ MUTATIONS = (
         f"{_TREES}siblings._divide",
         "jnp.where(q == -jnp.inf, q, q - log_left)",
         "q - log_left",
-        _WIDE,
+        tree_sampling("test_no_sibling_follows_where_nothing_of_q_is_left"),
         "inf - inf where q(x) = 0 and nothing of q is left",
     ),
     Mutation(
@@ -139,8 +139,8 @@ MUTATIONS = (
         f"{_TREES}siblings._after_siblings.step",
         "jnp.where(is_token, -jnp.inf, q)",
         "jnp.where(is_token, q, q)",
-        _NUMPY,
-        "a sibling's token stays in q",
+        _NOTHING,
+        "a sibling's token stays in q, and may come again",
     ),
     Mutation(
         f"{_TREES}siblings._after_siblings.step",
