@@ -212,6 +212,17 @@ def test_equal_rows_accept_the_first_path():
     np.testing.assert_array_equal(ours.nodes, np.broadcast_to([0, 2], (B, 2)))
 
 
+def test_an_empty_residual_falls_back_to_the_target_row():
+    """Rows of the root are equal, and a child that is not accepted all the same leaves nothing."""
+    case = small_case(7)
+    case["target_logits"][:, 0] = case["draft_logits"][:, 0]
+    of_root = case["parents"] == -1
+    for rejected in (of_root, of_root & (np.arange(N) == 0)):
+        outside, without = (np.where(rejected, x, case["token_ids"]) for x in (SMALL + 5, -1))
+        ours = verify(case | {"token_ids": outside})
+        chex.assert_trees_all_equal(ours[:3], verify(case | {"token_ids": without})[:3])
+
+
 def test_an_invalid_row_of_the_root_emits_nothing_and_an_invalid_request_neither():
     case = small_case(2)
     target_logits = case["target_logits"].copy()

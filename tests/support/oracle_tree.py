@@ -172,9 +172,6 @@ def after_rejection(p, q, r, whole, least):
     m = m._replace(most=left(r.most, p.most, q.least))
     z = Bounds(*(x.sum() for x in m))
     r_after = Bounds(*(min(rate(a, b), b) for a, b in zip(z, r, strict=True)))
-    if z.exact == 0 and r.exact == 1:
-        # Of equal rows float32 leaves nothing, either.
-        return whole, Bounds(1.0, 1.0, 1.0), True
     if z.exact <= least * r.exact:
         return whole, r_after, bool(z.most <= least * r.least or z.most == 0)
     clear = z.least > least * r.most

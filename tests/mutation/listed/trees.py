@@ -47,7 +47,7 @@ MUTATIONS = (
         f"{_TREES}tree.find_padding",
         "(token_ids == -1) | ",
         "",
-        _NUMPY,
+        _NOTHING,
         "a -1 is no padding but a token that is rejected",
     ),
     Mutation(
@@ -160,7 +160,7 @@ MUTATIONS = (
         f"{_TREES}siblings.reject_child",
         "jnp.where(is_sampled, least, jnp.float32(0))",
         "jnp.float32(-1)",
-        _NUMPY,
+        tree_sampling("test_an_empty_residual_falls_back_to_the_target_row"),
         "an empty residual is divided by its mass",
     ),
     Mutation(
