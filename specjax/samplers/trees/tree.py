@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specjax.core.noise import Words
 
-__all__ = ["MAX_DEPTH", "AcceptedPath", "Tree", "find_padding", "first_index", "place_nodes"]
+__all__ = ["AcceptedPath", "MAX_DEPTH", "Tree", "find_padding", "first_index", "place_nodes"]
 
 # Part of the contract: another number gives nodes other addresses.
 MAX_DEPTH = 1024
