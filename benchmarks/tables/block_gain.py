@@ -1,0 +1,104 @@
+r"""Makes the table and the plot of what block verification gains, from the JSON of its benchmark.
+
+python -m benchmarks.tables.block_gain benchmarks/results/pair_block_gain.json \
+    --readme docs/measurements.md --plot benchmarks/results/pair_block_gain.svg
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from benchmarks.tables.publish import publish
+
+BEGIN, END = "<!-- block-gain-table -->", "<!-- /block-gain-table -->"
+
+
+def block_gain_table(result: dict[str, Any]) -> str:
+    """Tokens per step by K and temperature, what `generate` counts, and where, as markdown."""
+    inputs, where = result["inputs"], result["environment"]
+    records = {(x["K"], x["temperature"]): x for x in result["expected"]}
+    temperatures = sorted({t for _, t in records})
+    heads = [f"T = {t:g}: standard | block | gain" for t in temperatures]
+    lines = [
+        f"Expected tokens per step over {inputs['texts']} texts of {inputs['new_tokens']} tokens, "
+        f"each after {inputs['context']} tokens of {inputs['files']} held-out files; ± one "
+        "standard error over files.",
+        "",
+        f"| K | {' | '.join(heads)} |",
+        "|---" * (1 + 3 * len(temperatures)) + "|",
+    ]
+    for k in sorted({k for k, _ in records}):
+        cells = [_cells(records[k, t]) for t in temperatures]
+        lines.append(f"| {k} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"| counted by `generate`, {inputs['counted_texts']} texts | standard | block | gain |",
+        "|---|---|---|---|",
+    ]
+    for record in result["counted"]:
+        name = f"K = {record['K']}, T = {record['temperature']:g}"
+        lines.append(f"| {name} | {_cells(record)} |")
+    place = f"{where['device']}, {where['cores']} cores, jax {where['jax']}, {where['date']}"
+    return "\n".join([*lines, "", f"{place}: `{where['command']}`"])
+
+
+def _cells(record: dict[str, Any]) -> str:
+    """Three cells: tokens per step of both methods, and the gain in percent."""
+    tokens = [f"{record[m]:.2f} ± {record[f'{m}_error']:.2f}" for m in ("standard", "block")]
+    gain, error = (100 * record[name] for name in ("gain", "gain_error"))
+    # Of one drafted token both rules are the same.
+    return " | ".join([*tokens, f"{gain:.2f} ± {error:.2f} %" if error else "0"])
+
+
+def points_of(result: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
+    """By panel the curves of the plot: [K, value, standard error]."""
+    panels: dict[str, dict[str, list[list[float]]]] = {"tokens per step": {}, "gain, percent": {}}
+    tokens, gains = panels.values()
+    for x in result["expected"]:
+        name = f"T = {x['temperature']:g}"
+        for method in ("standard", "block"):
+            curve = tokens.setdefault(f"{method}, {name}", [])
+            curve.append([x["K"], x[method], x[f"{method}_error"]])
+        gains.setdefault(name, []).append([x["K"], 100 * x["gain"], 100 * x["gain_error"]])
+    return panels
+
+
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws both panels against K; the file's description holds the points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "specjax"  # Equal points make equal files.
+    points = points_of(result)
+    figure, panels = matplotlib.pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axes, (label, curves) in zip(panels, points.items(), strict=True):
+        for name, curve in curves.items():
+            number = sorted({n.split("T = ")[1] for n in curves}).index(name.split("T = ")[1])
+            style = "o--" if name.startswith("standard") else "o-"
+            xs, ys, errors = zip(*curve, strict=True)
+            axes.errorbar(
+                xs, ys, errors, fmt=style, ms=4, capsize=2, color=f"C{number}", label=name
+            )
+        axes.set(xlabel="K, drafted tokens of a step", ylabel=label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, handlelength=4)
+    figure.savefig(path, metadata={"Description": json.dumps(points), "Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    parser.add_argument("--plot", type=pathlib.Path, help="write the plot there, an SVG")
+    args = parser.parse_args()
+    result = json.loads(args.json.read_text(encoding="utf-8"))
+    if args.plot is not None:
+        plot(result, args.plot)
+    publish(block_gain_table(result), args.readme, BEGIN, END)
+
+
+if __name__ == "__main__":
+    main()
