@@ -44,7 +44,7 @@ class _Judged(NamedTuple):
 
 def drafted_tokens(request: Request, draft_logits: jax.Array | None) -> DraftedToken:
     """Returns all drafted tokens of a request, arrays of a leading axis K."""
-    index = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32)
+    index = pvary_like(jnp.arange(request.token_ids.shape[0], dtype=jnp.int32), request)
     return jax.lax.map(lambda i: drafted_token(request, draft_logits, i), index)
 
 
@@ -105,7 +105,7 @@ def accept_block_prefix(
 
 def _judge(request: Request, drafted: DraftedToken, target: LogitRows, noise_dtype: Any) -> _Judged:
     k = request.token_ids.shape[0]
-    index = jnp.arange(k, dtype=jnp.int32)
+    index = pvary_like(jnp.arange(k, dtype=jnp.int32), request)
     scale = parse_temperature(request.temperature).scale
 
     def judge_token(i: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -94,7 +94,7 @@ def verify_request(
 
         def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
             prefix, logprobs = by_token()
-            return prefix._replace(log_rho=jnp.float32(0)), logprobs
+            return prefix._replace(log_rho=pvary_like(jnp.float32(0), request)), logprobs
 
         prefix, logprobs = jax.lax.cond(is_block_request(request, drafted), as_block, with_rho)
     else:
@@ -182,6 +182,8 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """
     target = LogitRows(arrays.target_logits, arrays.target_cutoff)
     requests = Request.from_arrays(arrays, options.max_draft_tokens)
+    # Inside shard_map the rows' numbers vary over no axis; a request varies as a whole.
+    requests = pvary_like(requests, requests)
 
     def one(request: Request) -> Verification:
         if options.method == "coupled":

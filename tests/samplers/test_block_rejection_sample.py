@@ -190,3 +190,24 @@ def test_one_draft_is_verified_as_by_rejection_sample(implementation):
         for verify in (specjax.block_rejection_sample, specjax.rejection_sample)
     ]
     jax.tree.map(np.testing.assert_array_equal, *steps)
+
+
+def test_a_mesh_changes_nothing():
+    """In plain JAX, whose branches and loops say over which axes their values vary."""
+    rng = np.random.default_rng(6)
+    rows = jnp.asarray(rng.normal(size=(2, 16, 3, 40)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 40, (16, 2)), jnp.int32)
+    arrays = [ids, rows[0, :, :2], rows[0] + rows[1], jax.random.split(jax.random.key(6), 16)]
+
+    def call(ids, draft_logits, target_logits, keys):
+        draft = Draft(ids, draft_logits)
+        return specjax.block_rejection_sample(
+            draft, target_logits, keys=keys, positions=0, implementation="xla"
+        )
+
+    plain = call(*arrays)
+    with jax.set_mesh(jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Explicit,))):
+        sharded = jax.jit(call)(*(jax.device_put(x, jax.P("batch")) for x in arrays))
+        assert sharded.token_ids.sharding.spec[0] == "batch"
+    for mine, theirs in zip(sharded[:3], plain[:3], strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), theirs)
