@@ -103,7 +103,7 @@ def test_decisions_are_those_of_numpy(draft_vocab):
     later = (theirs.nodes >= 0) & (theirs.nodes != np.arange(D))
     assert np.sum(later[sure]) > B / 8
     assert np.any((theirs.num_emitted == theirs.num_accepted) & (theirs.num_accepted > 0))
-    place = jax.vmap(lambda *each: jnp.stack(each))(*place_nodes(case["parents"]))
+    place = np.stack(place_nodes(case["parents"]), axis=1)
     for b in range(B):
         shape = oracle_tree.shape_of(case["token_ids"][b], case["parents"][b], D)
         for v, depth in enumerate(shape.depths):
