@@ -172,6 +172,7 @@ def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
 
 
 def test_one_draft_is_verified_as_by_rejection_sample(implementation):
+    """The logarithms apart from rounding: XLA fuses the two programs' sums differently."""
     draft, target_logits, cutoff, options = batch(5)
     one = Draft(
         draft.token_ids[:, :1],
@@ -189,7 +190,9 @@ def test_one_draft_is_verified_as_by_rejection_sample(implementation):
         )
         for verify in (specjax.block_rejection_sample, specjax.rejection_sample)
     ]
-    jax.tree.map(np.testing.assert_array_equal, *steps)
+    np.testing.assert_allclose(steps[0].logprobs, steps[1].logprobs, rtol=1e-6, atol=1e-6)
+    decisions = [step._replace(logprobs=None) for step in steps]
+    jax.tree.map(np.testing.assert_array_equal, *decisions)
 
 
 def test_a_mesh_changes_nothing():
