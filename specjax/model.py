@@ -1,6 +1,6 @@
 """`Model`: a language model as parameters and pure functions.
 
-Axes: `B` requests, `L` tokens of each, `E` hidden, `V` vocabulary.
+Axes: `B` requests, `L` tokens of each, `E` hidden, `V` vocabulary, `A` taps.
 """
 
 import dataclasses
@@ -30,6 +30,11 @@ class Model:
       logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
         a prefill computes none.
       max_length: most tokens of a text that its positions take, or None.
+      apply_with_taps: `(params, token_ids, positions, cache, taps) -> (hidden,
+        features[B, L, A * E], cache)`, for drafters that read states from inside the model.
+        `taps` are A static ints. Tap k is the residual stream after k layers, before any norm; tap
+        0 is the embeddings. The states of the taps stand next to one another in `features`. None
+        is a model that hands out none.
     """
 
     params: Any
@@ -37,8 +42,11 @@ class Model:
     apply: Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
     logits: Callable[[Any, jax.Array], jax.Array]
     max_length: int | None = None
+    apply_with_taps: Callable[..., tuple[jax.Array, jax.Array, Any]] | None = None
 
 
 jax.tree_util.register_dataclass(
-    Model, data_fields=["params"], meta_fields=["init_cache", "apply", "logits", "max_length"]
+    Model,
+    data_fields=["params"],
+    meta_fields=["init_cache", "apply", "logits", "max_length", "apply_with_taps"],
 )

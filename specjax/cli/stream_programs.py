@@ -30,14 +30,16 @@ from specjax.programs.program_store import ProgramStore
 
 __all__ = ["StreamPrograms"]
 
-_ROWS = jax.jit(compute_rows, static_argnames=("k", "implementation"), donate_argnames="cache")
+_ROWS = jax.jit(
+    compute_rows, static_argnames=("k", "implementation", "taps"), donate_argnames="cache"
+)
 _COMMIT = jax.jit(
     commit_rows, static_argnames=("config", "implementation"), donate_argnames="state"
 )
 _DRAFT = jax.jit(run_draft, static_argnames=("config", "implementation"), donate_argnames="state")
 
 # Options that are no operands of a compiled program.
-_STATIC = ("config", "implementation", "chunk_size", "with_rows", "k")
+_STATIC = ("config", "implementation", "chunk_size", "with_rows", "k", "taps")
 
 
 class StreamPrograms:
@@ -119,7 +121,8 @@ class StreamPrograms:
         return _ROWS.lower(self._target, *self._rows_shapes, **self._rows_options(name))
 
     def _rows_options(self, name: str) -> dict[str, Any]:
-        return {"k": int(name.removeprefix("rows ")), **self._implementation}
+        taps = () if self._drafter is None else self._drafter.taps
+        return {"k": int(name.removeprefix("rows ")), "taps": taps, **self._implementation}
 
     @functools.cached_property
     def _rows_shapes(self) -> tuple[Any, Any]:

@@ -52,6 +52,7 @@ class Drafter:
       reads_features: whether `extend` is given `features[B, C, E]`, the target's hidden states of
         these tokens. It is then called after each step, too, with the tokens that the target has
         read and the step has committed. False gives None.
+      taps: A static ints; `features[B, C, A * E]` are then those of `Model.apply_with_taps`.
     """
 
     params: Any
@@ -60,12 +61,13 @@ class Drafter:
     propose: Callable[..., tuple[Draft, Any]]
     reset: Callable[[Any, jax.Array], Any] = _keep_state
     reads_features: bool = False
+    taps: tuple[int, ...] = ()
 
 
 jax.tree_util.register_dataclass(
     Drafter,
     data_fields=["params"],
-    meta_fields=["init", "extend", "propose", "reset", "reads_features"],
+    meta_fields=["init", "extend", "propose", "reset", "reads_features", "taps"],
 )
 
 

@@ -234,6 +234,11 @@ def _check_types(target: Any, drafter: Any, config: Any) -> None:
             f"drafter is {type(drafter).__name__}; it needs specjax.model_drafter(model), "
             "specjax.ngram_drafter(), a specjax.Drafter of your own, or None."
         )
+    if drafter is not None and drafter.taps and not drafter.reads_features:
+        raise ValueError(
+            f"drafter has taps {list(drafter.taps)} and reads_features False; taps are the "
+            "features of a drafter that reads them, so it needs reads_features=True."
+        )
     if not isinstance(config, SpeculativeConfig):
         raise ValueError(
             f"config is {type(config).__name__}; it needs a specjax.SpeculativeConfig."

@@ -60,7 +60,8 @@ def run_step(
       config: a compile key.
       implementation: a resolved one if the caller named one, else None.
     """
-    compute = functools.partial(compute_k_rows, target, state, implementation)
+    taps = () if drafter is None else drafter.taps
+    compute = functools.partial(compute_k_rows, target, state, implementation, taps)
     cache, rows = on_rows(state, compute, state.target_cache)
     state = state._replace(target_cache=cache)
     state, info, hidden = commit_rows(
@@ -113,8 +114,9 @@ def commit_rows(
     if drafter is not None and drafter.reads_features:
         index = jnp.arange(count_rows(state), dtype=jnp.int32)[None]
         positions = jnp.where(index < num_committed[:, None], positions, -1)
+        features = rows.features if drafter.taps else rows.hidden
         drafter_state = drafter.extend(
-            drafter.params, state.drafter_state, input_ids, positions, rows.hidden
+            drafter.params, state.drafter_state, input_ids, positions, features
         )
         state = state._replace(drafter_state=drafter_state)
     if state.draft_history is not None:

@@ -179,13 +179,14 @@ def run_prefill(
     token_ids = jnp.where(index < lengths[:, None], prompt, -1)
     cache = target.init_cache(size, width)
     drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
-    like = _hidden_like(target, cache, size, 1) if with_rows else None
-    states = (cache, drafter_state, None if like is None else jnp.zeros(like.shape, like.dtype))
-    cache, drafter_state, last_hidden = _read(
+    taps = () if drafter is None else drafter.taps
+    last = _zeros_like(_hidden_like(target, cache, size, 1, taps)) if with_rows else None
+    states = (cache, drafter_state, last)
+    cache, drafter_state, last = _read(
         target, drafter, prompt, lengths, states, min(chunk_size, width)
     )
     k = 0 if drafter is None else config.num_speculative_tokens
-    like = _hidden_like(target, cache, size, k + 1)
+    like, _ = _hidden_like(target, cache, size, k + 1)
     hidden = jnp.zeros((size, *like.shape[2:]), like.dtype)
     counts = _count_prompt(target, settings, token_ids, lengths, hidden)
     none_drafted = jnp.zeros((size,), jnp.int32)
@@ -194,7 +195,7 @@ def run_prefill(
         operands = (drafter_state, token_ids, lengths, counts, hidden, settings, none_drafted)
         options = {"config": config, "implementation": implementation}
         draft, _ = propose_draft.eval_shape(drafter, *operands, **options)
-        draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
+        draft = _zeros_like(draft)
     state = DecodeState(
         token_ids=token_ids,
         lengths=lengths,
@@ -210,15 +211,22 @@ def run_prefill(
         top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
         draft_history=None if settings.k_by_rate is None else init_history(lengths),
     )
-    if last_hidden is None:
+    if last is None:
         return state
-    return state, fill_rows(rows_of(target, state, implementation, last_hidden), state)
+    return state, fill_rows(rows_of(target, state, implementation, *last), state)
 
 
-def _hidden_like(target: Model, cache: Any, size: int, num_rows: int) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of hidden states [B, num_rows, D]."""
+def _zeros_like(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _hidden_like(
+    target: Model, cache: Any, size: int, num_rows: int, taps: tuple[int, ...] = ()
+) -> tuple[Any, Any]:
+    """Returns shapes and dtypes of hidden states [B, num_rows, D] and of the features of taps."""
     rows = jnp.zeros((size, num_rows), jnp.int32)
-    return apply_model.eval_shape(target, rows, rows, cache)[0]
+    hidden, features, _ = apply_model.eval_shape(target, rows, rows, cache, taps)
+    return hidden, features
 
 
 def _read(
@@ -226,45 +234,54 @@ def _read(
     drafter: Drafter | None,
     prompt: jax.Array,
     lengths: jax.Array,
-    states: tuple[Any, Any, jax.Array | None],
+    states: tuple[Any, Any, Any],
     chunk_size: int,
-) -> tuple[Any, Any, jax.Array | None]:
-    """Returns the target's cache, the drafter's state and the hidden states of the last tokens.
+) -> tuple[Any, Any, Any]:
+    """Returns the target's cache, the drafter's state, and the last tokens' states and features.
 
     Args:
       target: reads the last tokens only if their hidden states are wanted.
       drafter: reads all tokens but the last.
       prompt: i32[B, S].
       lengths: i32[B].
-      states: what is returned, before; None for hidden states that are not wanted.
+      states: what is returned, before; None for states and features that are not wanted.
       chunk_size: tokens of a request that are read at once.
     """
     offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
     prompt = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
     num_read = lengths - 1 if states[2] is None else lengths
+    taps = () if drafter is None else drafter.taps
 
     def read(carry: Any) -> Any:
-        done, cache, drafter_state, last_hidden = carry
+        done, cache, drafter_state, last = carry
         ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
         inside = done + offsets < num_read[:, None]
         ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
-        hidden, cache = apply_model(target, ids, positions, cache)
-        if last_hidden is not None:
+        *outputs, cache = apply_model(target, ids, positions, cache, taps)
+        if last is not None:
             index = (lengths - 1 - done)[:, None]
-            found = take_at(hidden, jnp.clip(index[:, 0], 0, chunk_size - 1))[:, None]
-            is_here = jnp.any(offsets == index, axis=1)
-            last_hidden = jnp.where(is_here[:, None, None], found, last_hidden)
+            take = functools.partial(_take_column, index=index, offsets=offsets)
+            last = jax.tree.map(take, tuple(outputs), last)
             positions = jnp.where(offsets < index, positions, -1)
         if drafter is not None:
-            features = hidden if drafter.reads_features else None
+            features = outputs[bool(taps)] if drafter.reads_features else None
             drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)
-        carry_out = (done + jnp.int32(chunk_size), cache, drafter_state, last_hidden)
+        carry_out = (done + jnp.int32(chunk_size), cache, drafter_state, last)
         return pvary_like(carry_out, carry)
 
     start = (jnp.int32(0), *states)
     start = pvary_like(start, start, prompt, lengths, target, drafter)
-    last = jnp.max(num_read)
-    return jax.lax.while_loop(lambda carry: carry[0] < last, read, start)[1:]
+    end = jnp.max(num_read)
+    return jax.lax.while_loop(lambda carry: carry[0] < end, read, start)[1:]
+
+
+def _take_column(
+    rows: jax.Array, last: jax.Array, *, index: jax.Array, offsets: jax.Array
+) -> jax.Array:
+    """Returns column `index` i32[B, 1] of rows [B, C, ...] where a request has it, else `last`."""
+    found = take_at(rows, jnp.clip(index[:, 0], 0, rows.shape[1] - 1))[:, None]
+    is_here = jnp.any(offsets == index, axis=1)
+    return jnp.where(is_here[:, None, None], found, last)
 
 
 def _count_prompt(

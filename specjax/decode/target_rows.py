@@ -43,19 +43,27 @@ class TargetRows(NamedTuple):
 
     Attributes:
       hidden: [B, K + 1, D].
+      features: [B, K + 1, A * D] of the drafter's A taps, or None without any.
       raw_logits: [B, K + 1, V], or None where they are not listed.
       logits: [B, K + 1, V], processed.
       cutoff: f32[B, K + 1], or None.
     """
 
     hidden: jax.Array
+    features: jax.Array | None
     raw_logits: jax.Array | None
     logits: jax.Array
     cutoff: jax.Array | None
 
 
 def compute_rows(
-    target: Model, state: DecodeState, cache: Any, *, k: int, implementation: Implementation | None
+    target: Model,
+    state: DecodeState,
+    cache: Any,
+    *,
+    k: int,
+    implementation: Implementation | None,
+    taps: tuple[int, ...] = (),
 ) -> tuple[Any, TargetRows]:
     """Returns the target's cache and K + 1 rows of a step: the first part of `run_step`.
 
@@ -65,8 +73,9 @@ def compute_rows(
       cache: the target's.
       k: how many drafted tokens are fed: K, or 0 if nothing was drafted.
       implementation: as in `run_step`.
+      taps: of the drafter.
     """
-    cache, rows = compute_k_rows(target, state, implementation, k, cache)
+    cache, rows = compute_k_rows(target, state, implementation, taps, k, cache)
     return cache, fill_rows(rows, state)
 
 
@@ -76,16 +85,25 @@ def fill_rows(rows: TargetRows, state: DecodeState) -> TargetRows:
 
 
 def compute_k_rows(
-    target: Model, state: DecodeState, implementation: Implementation | None, k: int, cache: Any
+    target: Model,
+    state: DecodeState,
+    implementation: Implementation | None,
+    taps: tuple[int, ...],
+    k: int,
+    cache: Any,
 ) -> tuple[Any, TargetRows]:
     """Feeds the last token and the first k drafted ones to the target: its cache, and its rows."""
     input_ids, positions = (fed[:, : k + 1] for fed in fed_tokens(state))
-    hidden, cache = apply_model(target, input_ids, positions, cache)
-    return cache, rows_of(target, state, implementation, hidden)
+    *hidden, cache = apply_model(target, input_ids, positions, cache, taps)
+    return cache, rows_of(target, state, implementation, *hidden)
 
 
 def rows_of(
-    target: Model, state: DecodeState, implementation: Implementation | None, hidden: jax.Array
+    target: Model,
+    state: DecodeState,
+    implementation: Implementation | None,
+    hidden: jax.Array,
+    features: jax.Array | None,
 ) -> TargetRows:
     """Returns the rows of hidden states [B, k + 1, D], the last token's and those of k drafted."""
     settings, (size, num_rows) = state.settings, hidden.shape[:2]
@@ -94,15 +112,32 @@ def rows_of(
     resolved = resolve_implementation(implementation)
     logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, : num_rows - 1], raw, resolved)
     lists_raw = settings.logprobs is not None and settings.logprobs.mode == "raw"
-    return TargetRows(hidden, raw if lists_raw else None, logits, cutoff)
+    return TargetRows(hidden, features, raw if lists_raw else None, logits, cutoff)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="taps")
 def apply_model(
-    model: Model, token_ids: jax.Array, positions: jax.Array, cache: Any
-) -> tuple[jax.Array, Any]:
-    """Returns what `model.apply` does: traced once where its shapes are asked for before."""
-    return model.apply(model.params, token_ids, positions, cache)
+    model: Model,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+    taps: tuple[int, ...] = (),
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Returns what `model.apply_with_taps` does, or `model.apply` and no features without taps.
+
+    Traced once where its shapes are asked for before.
+    """
+    operands = (model.params, token_ids, positions, cache)
+    if not taps:
+        hidden, cache = model.apply(*operands)
+        return hidden, None, cache
+    if model.apply_with_taps is None:
+        raise ValueError(
+            f"the drafter reads the target's states after layers {list(taps)}, and this target has "
+            "no apply_with_taps to hand them out; take a model that specjax.models loads or "
+            "builds, or a drafter without taps."
+        )
+    return model.apply_with_taps(*operands, taps)
 
 
 def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:

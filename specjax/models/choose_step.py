@@ -25,8 +25,9 @@ def run_decoder(
     positions: jax.Array,
     cache: Any,
     implementation: str | Implementation | None = None,
-) -> tuple[jax.Array, Any]:
-    """Returns hidden states [B, T, E] of a `Transformer`, and the cache with the tokens in it.
+    taps: tuple[int, ...] = (),
+) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+    """Returns hidden states [B, T, E] of a `Transformer`, its taps and the cache with the tokens.
 
     Args:
       model: the module.
@@ -34,14 +35,15 @@ def run_decoder(
       positions: i32[B, T], -1 for no token.
       cache: a pair of keys and values for each layer.
       implementation: None chooses at lowering; a name means that one.
+      taps: numbers of layers, after which the residual stream [B, T, E] is returned, too.
     """
 
     def kernels(*operands: Any) -> Any:
         from specjax.models.kernel_step import decode_step
 
-        return decode_step(*operands)
+        return decode_step(*operands, taps=taps)
 
-    plain = type(model).plain
+    plain = functools.partial(type(model).plain, taps=taps)
     return _choose(implementation, plain, kernels, model, token_ids, positions, cache)
 
 

@@ -46,8 +46,10 @@ def decode_step(
     token_ids: jax.Array,
     positions: jax.Array,
     cache: Any,
-) -> tuple[jax.Array, Any]:
-    """Returns hidden states [B, T, E] after the last norm, and the cache, through the kernels.
+    *,
+    taps: tuple[int, ...],
+) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+    """Returns hidden states [B, T, E] after the last norm, taps and cache, through the kernels.
 
     Args:
       implementation: resolved, and not plain JAX.
@@ -55,19 +57,22 @@ def decode_step(
       token_ids: i32[B, T].
       positions: i32[B, T], -1 for no token.
       cache: a pair of keys and values for each layer.
+      taps: as in `run_decoder`.
     """
     choice, tokens = kernel_choice(implementation), token_ids.shape[1]
     padding = _num_padding_tokens(*token_ids.shape)
     x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
     cos_sin, written = model.cos_sin(positions), []
     norms: list[RMSNorm] = [*(layer.attention_norm for layer in model.layers), model.norm]
-    normed = _begin_norm(norms[0], x, choice)
+    normed, states = _begin_norm(norms[0], x, choice), [x]
     for layer, entry, norm in zip(model.layers, cache, norms[1:], strict=True):
         operands = (x, normed, cos_sin[layer.rope], positions, entry)
         x, normed, entry = _layer(choice, *nnx.split((layer, norm)), *operands)
         written.append(entry)
+        states.append(x)
     last = PartialProduct(normed.rows[None], normed.squares)
-    return last.reduce(model.norm.spec).astype(x.dtype)[:, :tokens], tuple(written)
+    hidden = last.reduce(model.norm.spec).astype(x.dtype)[:, :tokens]
+    return hidden, tuple(states[tap][:, :tokens] for tap in taps), tuple(written)
 
 
 # JAX traces an inner `jit` once for equal layers, and lowers it to one function; XLA inlines it.

@@ -20,7 +20,7 @@ from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
 
-__all__ = ["Transformer", "build", "causal_hidden", "functions", "param_shapes"]
+__all__ = ["Transformer", "build", "causal_hidden", "functions", "param_shapes", "tap_function"]
 
 
 class Transformer(nnx.Module):
@@ -67,18 +67,22 @@ class Transformer(nnx.Module):
           cache: a pair of keys and values for each layer.
           implementation: as in `build`.
         """
-        return run_decoder(self, token_ids, positions, cache, implementation)
+        hidden, _, cache = run_decoder(self, token_ids, positions, cache, implementation)
+        return hidden, cache
 
     def plain(
-        self, token_ids: jax.Array, positions: jax.Array, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        """Returns what a call returns, in plain JAX."""
+        self, token_ids: jax.Array, positions: jax.Array, cache: Any, taps: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+        """Returns what `run_decoder` returns, in plain JAX."""
         x, cos_sin, written = self.embed(token_ids), self.cos_sin(positions), []
+        states = [x]
         for layer, entry in zip(self.layers, cache, strict=True):
             operands = (x, cos_sin[layer.rope], positions, entry)
             x, entry = _plain_layer(*nnx.split(layer), *operands)
             written.append(entry)
-        return self.norm(x).astype(x.dtype), tuple(written)
+            states.append(x)
+        hidden = self.norm(x).astype(x.dtype)
+        return hidden, tuple(states[tap] for tap in taps), tuple(written)
 
     def causal(self, token_ids: jax.Array, implementation: AttentionBackend = None) -> jax.Array:
         """Returns hidden states [B, T, E] of whole sequences, without a cache, for training."""
@@ -172,6 +176,37 @@ def functions(
     return init_cache, apply, logits
 
 
+@functools.cache
+def tap_function(
+    config: TransformerConfig, implementation: str | Implementation | None = None
+) -> Any:
+    """Returns `apply_with_taps` as `specjax.model.Model` describes it, of `functions`' model.
+
+    Args:
+      config: sizes and constants.
+      implementation: as in `build`.
+
+    Raises:
+      ValueError: the function, if a tap is none of 0 to the number of layers, or there is none.
+    """
+
+    def apply_with_taps(
+        params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any, taps: tuple[int, ...]
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        wrong = [tap for tap in taps if not 0 <= tap <= config.num_hidden_layers]
+        if wrong or not taps:
+            raise ValueError(
+                f"taps are {list(taps)}; each needs to be a number of layers from 0, the "
+                f"embeddings, to {config.num_hidden_layers}, all layers of this model."
+            )
+        model = nnx.merge(_graph(config), nnx.State(params))
+        operands = (token_ids, positions, cache, implementation)
+        hidden, states, cache = run_decoder(model, *operands, taps)
+        return hidden, jnp.concatenate(states, axis=-1), cache
+
+    return apply_with_taps
+
+
 def causal_hidden(
     config: TransformerConfig,
     params: Any,
@@ -227,5 +262,8 @@ def build(
     if params is None:
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
     return Model(
-        params, *functions(config, implementation), max_length=config.max_position_embeddings
+        params,
+        *functions(config, implementation),
+        max_length=config.max_position_embeddings,
+        apply_with_taps=tap_function(config, implementation),
     )

@@ -1,5 +1,7 @@
 """A text that is streamed by the parts of a step is that of `init` and `step`."""
 
+import dataclasses
+
 import bigrams
 import jax
 import jax.numpy as jnp
@@ -37,15 +39,19 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
         programs.read_prompt(huge, None)
 
 
-def test_the_prompt_gives_the_rows_that_its_last_token_would_give():
+@pytest.mark.parametrize("taps", [(), (3, 1)])
+def test_the_prompt_gives_the_rows_that_its_last_token_would_give(taps):
     """Of prompts that end in different chunks; the drafter's state is the same."""
+    drafter = dataclasses.replace(DRAFTER, reads_features=bool(taps), taps=taps)
     ids, lengths = bigrams.prompts([[1, 2, 3, 0, 2], [0, 1], [3]])
     options = {"keys": bigrams.keys(3), "config": SpeculativeConfig(3), "max_new_tokens": 9}
     options |= {"temperature": 0.7, "eos_token_ids": (), "prefill_chunk_size": 2}
-    arguments = check_arguments(MODEL, DRAFTER, ids, lengths, **options)
-    state, rows = run_prefill(MODEL, DRAFTER, **arguments, with_rows=True)
-    before = run_prefill(MODEL, DRAFTER, **arguments)
-    cache, expected = compute_rows(MODEL, before, before.target_cache, k=0, implementation=None)
+    arguments = check_arguments(MODEL, drafter, ids, lengths, **options)
+    state, rows = run_prefill(MODEL, drafter, **arguments, with_rows=True)
+    before = run_prefill(MODEL, drafter, **arguments)
+    plain = {"k": 0, "implementation": None, "taps": taps}
+    cache, expected = compute_rows(MODEL, before, before.target_cache, **plain)
+    assert (rows.features is None) == (not taps)
     jax.tree.map(np.testing.assert_array_equal, rows, expected)
     np.testing.assert_array_equal(state.target_cache, cache)
     without = [x._replace(target_cache=None, settings=None) for x in (state, before)]

@@ -1,5 +1,7 @@
 """Buffers of a capacity: other prompts and texts run through the programs that are compiled."""
 
+import dataclasses
+
 import bigrams
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from compilations import compilations
 
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
+from specjax.markov_chain import markov_chain
 
 V, B = 4, 3
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -159,8 +162,18 @@ def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+def test_taps_that_nothing_hands_out_or_reads_are_refused_in_a_sentence():
+    drafter = dataclasses.replace(BY_MODEL, taps=(1,))
+    with pytest.raises(ValueError, match=r"taps \[1\] and reads_features False"):
+        generate(ROWS, drafter=drafter)
+    chain = markov_chain(np.full((V, V), 1 / V))
+    with pytest.raises(ValueError, match="this target has no apply_with_taps"):
+        generate(ROWS, drafter=dataclasses.replace(drafter, reads_features=True), target=chain)
+
+
 @pytest.mark.once
-def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once():
+@pytest.mark.parametrize("taps", [(), (2, 0)])
+def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once(taps):
     """Its state counts what it was given at each position, and keeps the features.
 
     With K = "auto", some steps draft tokens and some none.
@@ -169,7 +182,8 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
 
     def init(params, batch_size, max_length):
         shape = (batch_size, max_length)
-        return jnp.zeros(shape, jnp.int32), jnp.full((*shape, 2), -1, jnp.int32)
+        features = jnp.full((*shape, 2 * max(len(taps), 1)), -1, jnp.int32)
+        return jnp.zeros(shape, jnp.int32), features
 
     def extend(params, state, token_ids, positions, features):
         count, kept = state
@@ -181,7 +195,7 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
     def propose(params, state, *arguments, **options):
         return specjax.ngram_drafter().propose((), (), *arguments, **options)[0], state
 
-    drafter = specjax.Drafter((), init, extend, propose, reads_features=True)
+    drafter = specjax.Drafter((), init, extend, propose, reads_features=True, taps=taps)
     ids, lengths = bigrams.prompts(ROWS, width=7)
     options = dict(keys=bigrams.keys(B), config=config, max_new_tokens=9, max_length=16)
     state = specjax.init(MODEL, drafter, ids, lengths, prefill_chunk_size=3, **options)
@@ -192,7 +206,8 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
             np.testing.assert_array_equal(count[b], np.arange(16) < length - 1)
             # The features of this model are a token and the one before it.
             pairs = np.stack([np.append(0, text[b])[:-1], text[b]], axis=-1)
-            np.testing.assert_array_equal(kept[b, : length - 1], pairs[: length - 1])
+            given = np.concatenate([pairs + 10 * tap for tap in taps or (0,)], axis=-1)
+            np.testing.assert_array_equal(kept[b, : length - 1], given[: length - 1])
         if np.all(state.finish):
             break
         state, _ = specjax.step(MODEL, drafter, state, config=config)

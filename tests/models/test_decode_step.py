@@ -80,17 +80,23 @@ def prefill(config, dtype):
     return params, lengths, cache
 
 
+def taps_of(config):
+    """The embeddings and the stream after every layer."""
+    return tuple(range(config.num_hidden_layers + 1))
+
+
 # Tokens of each request in steps that follow one another, and how many of them are taken back.
 STEPS = [((3, 1), 2), ((1, 1), 0), ((0, 3), 0), ((3, 2), 0)]
 
 
 @functools.cache
 def decode(config, implementation, dtype="float32"):
-    """Hidden states of the steps, zeros where a request had no token, and the cache."""
+    """Hidden states and taps of steps, zeros where a request had no token, and the cache."""
     params, lengths, cache = prefill(config, dtype)
     config = dataclasses.replace(config, dtype=dtype)
-    apply = jax.jit(build(config, params, implementation=implementation).apply)
-    states = []
+    apply = build(config, params, implementation=implementation).apply_with_taps
+    apply = jax.jit(apply, static_argnums=4)
+    states, taps = [], []
     for number, (sizes, taken_back) in enumerate(STEPS):
         width = max(sizes)
         place = jnp.arange(width, dtype=jnp.int32)[None]
@@ -98,11 +104,12 @@ def decode(config, implementation, dtype="float32"):
         positions = jnp.where(fed, lengths[:, None] + place, -1)
         shape = (2, width)
         ids = jax.random.randint(jax.random.key(number), shape, 0, config.vocab_size, jnp.int32)
-        hidden, cache = apply(params, ids, positions, cache)
+        hidden, features, cache = apply(params, ids, positions, cache, taps_of(config))
         assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
         states.append(jnp.where(fed[..., None], hidden, 0))
+        taps.append(jnp.where(fed[..., None], features, 0))
         lengths = lengths + jnp.array(sizes) - jnp.minimum(jnp.array(sizes), taken_back)
-    return states, cache
+    return states, taps, cache
 
 
 @pytest.mark.parametrize(
@@ -111,9 +118,9 @@ def decode(config, implementation, dtype="float32"):
 def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, kernels):
     # Two splits of the cache, so that each has blocks to go through.
     through = Implementation(kernels, (DecodeConfig(alone, num_kv_splits=2),))
-    wanted, cache = decode(KINDS[kind], "xla")
-    found, own = decode(KINDS[kind], through)
-    for step, other in zip(found, wanted, strict=True):
+    *wanted, cache = decode(KINDS[kind], "xla")
+    *found, own = decode(KINDS[kind], through)
+    for step, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         close(step, other)
     for entry, other in zip(jax.tree.leaves(own), jax.tree.leaves(cache), strict=True):
         close(entry, other)
@@ -121,9 +128,9 @@ def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, kernels):
 
 @pytest.mark.gpu
 def test_short_floats_err_as_much_through_the_kernels_as_without():
-    exact, _ = decode(LLAMA, "xla")
-    plain, _ = decode(LLAMA, "xla", "bfloat16")
-    found, _ = decode(LLAMA, None if has_gpu() else "interpret", "bfloat16")
+    exact, _, _ = decode(LLAMA, "xla")
+    plain, _, _ = decode(LLAMA, "xla", "bfloat16")
+    found, _, _ = decode(LLAMA, None if has_gpu() else "interpret", "bfloat16")
 
     def error(steps):
         pairs = zip(steps, exact, strict=True)

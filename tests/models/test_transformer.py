@@ -82,6 +82,39 @@ def test_the_forward_for_training_is_the_forward_through_the_cache(config, model
 
 
 @pytest.mark.once
+def test_tap_k_is_the_residual_stream_after_k_layers(config, model, token_ids):
+    """That of a model of the first k layers, whose norm is taken back."""
+    taps, params = (2, 0, 1), model.params
+    # Large: else a norm would not tell a stream from the same stream normed.
+    config = dataclasses.replace(config, rms_norm_eps=0.5)
+    model = build(config, params)
+    operands = (token_ids, span(0, LENGTH), model.init_cache(2, SLOTS), taps)
+    apply = jax.jit(model.apply_with_taps, static_argnums=4)
+    hidden, features, cache = apply(params, *operands)
+    wanted, own = apply_model(model, token_ids, span(0, LENGTH))
+    jax.tree.map(assert_close, (hidden, cache), (wanted, own))
+    stream = dict(zip(taps, jnp.split(features, 3, axis=-1), strict=True))
+    scale = config.embedding_scale or 1.0
+    assert_close(stream[0], np.asarray(params["embedding"])[token_ids] * np.float32(scale))
+    weight = jnp.full((24,), 0.7 - config.norm_offset)
+    for tap in (1, 2):
+        windows = config.layer_windows[:tap]
+        few = dataclasses.replace(config, num_hidden_layers=tap, layer_windows=windows)
+        layers = {n: params["layers"][n] for n in range(tap)}
+        part = build(few, params | {"layers": layers, "norm": {"weight": weight}})
+        normed, _ = apply_model(part, token_ids, span(0, LENGTH))
+        mean = jnp.mean(stream[tap] ** 2, axis=-1, keepdims=True)
+        assert_close(normed * jnp.sqrt(mean + config.rms_norm_eps) / 0.7, stream[tap])
+
+
+@pytest.mark.parametrize("taps", [(0, 3), (-1,), ()])
+def test_taps_that_the_model_has_not_are_refused_in_a_sentence(model, token_ids, taps):
+    operands = (token_ids, span(0, LENGTH), model.init_cache(2, SLOTS), taps)
+    with pytest.raises(ValueError, match="from 0, the embeddings, to 2, all layers of this model"):
+        model.apply_with_taps(model.params, *operands)
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 5), (7, 3)])
 def test_tokens_fed_in_pieces_give_what_they_give_at_once(model, token_ids, pieces):
     whole, _ = apply_model(model, token_ids, span(0, LENGTH))

@@ -29,9 +29,17 @@ def logits(params, hidden):
     return params[hidden[..., 0], hidden[..., 1]]
 
 
+def apply_with_taps(params, token_ids, positions, cache, taps):
+    """Tap k is the hidden state plus 10 k."""
+    hidden, cache = apply(params, token_ids, positions, cache)
+    return hidden, jnp.concatenate([hidden + 10 * tap for tap in taps], axis=-1), cache
+
+
 def model(table):
     """A model of logits `table` [V, V, V]: [token before the last, last token]."""
-    return specjax.Model(jnp.asarray(table, jnp.float32), init_cache, apply, logits)
+    functions = (init_cache, apply, logits)
+    table = jnp.asarray(table, jnp.float32)
+    return specjax.Model(table, *functions, apply_with_taps=apply_with_taps)
 
 
 def pair(vocab_size, seed, difference=0.7):

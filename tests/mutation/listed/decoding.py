@@ -1,7 +1,17 @@
 """Wrong versions of drafting, the decode loop, commits, counts and acceptance rates."""
 
 from ..mutation import Mutation
-from .tests import acceptance_rates, capacity, choose_k, decode, drafts, metrics, processing, tokens
+from .tests import (
+    acceptance_rates,
+    capacity,
+    choose_k,
+    decode,
+    drafts,
+    metrics,
+    processing,
+    streamed,
+    tokens,
+)
 
 __all__ = ["MUTATIONS"]
 
@@ -23,6 +33,8 @@ _LONGEST = (
     "test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tokens_after_it"
 )
 _FEATURES = "test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once"
+_TAPS = f"{_FEATURES}[taps1]"
+_LAST_ROWS = "test_the_prompt_gives_the_rows_that_its_last_token_would_give"
 _CHUNKS = "test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt"
 _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
@@ -180,6 +192,27 @@ MUTATIONS = (
         "positions",
         capacity(_FEATURES),
         "a drafter reads features of tokens that were rejected",
+    ),
+    Mutation(
+        f"{_LOOP}commit_rows",
+        "rows.features if drafter.taps else rows.hidden",
+        "jnp.roll(rows.features, 1, axis=-1) if drafter.taps else rows.hidden",
+        capacity(_TAPS),
+        "after a step the features stand in another order than the taps",
+    ),
+    Mutation(
+        f"{_READ}.read",
+        "outputs[bool(taps)]",
+        "jnp.tile(outputs[0], max(len(taps), 1))",
+        capacity(_TAPS),
+        "the features of a prompt are its last hidden states",
+    ),
+    Mutation(
+        "specjax.decode.prefill._take_column",
+        "jnp.any(offsets == index, axis=1)",
+        "jnp.any(offsets >= index, axis=1)",
+        streamed(f"{_LAST_ROWS}[taps1]"),
+        "the rows of a prompt that ends early are those of later padding",
     ),
     Mutation(
         f"{_READ}.read",

@@ -1,7 +1,7 @@
 """Wrong versions of the kernels of a model's layers, seen through Pallas' interpreter."""
 
 from ..mutation import Mutation
-from .tests import few, products
+from .tests import few, products, transformer
 
 __all__ = ["MUTATIONS"]
 
@@ -18,6 +18,27 @@ _PRODUCT = products("test_parts_sum_to_the_product[(3, 4, 320, 160)-float32-inte
 _GATE = products("test_gates_are_of_rows_divided_late[(3, 4, 320, 160)-True-interpret]")
 
 MUTATIONS = (
+    Mutation(
+        "specjax.models.transformer.Transformer.plain",
+        "states[tap] for tap in taps",
+        "states[tap - 1] for tap in taps",
+        transformer("test_tap_k_is_the_residual_stream_after_k_layers[plain]"),
+        "a tap is one layer too early",
+    ),
+    Mutation(
+        "specjax.models.transformer.Transformer.plain",
+        "states.append(x)",
+        "states.append(layer.mlp_norm(x))",
+        transformer("test_tap_k_is_the_residual_stream_after_k_layers[plain]"),
+        "taps are normed",
+    ),
+    Mutation(
+        "specjax.models.kernel_step.decode_step",
+        "states[tap][:, :tokens]",
+        "states[tap - 1][:, :tokens]",
+        few(f"{_STEPS}[interpret-llama-True]"),
+        "a tap is one layer too early where kernels run",
+    ),
     Mutation(
         f"{_MODELS}kv_split._block_range",
         "num_slots - 1) + BLOCK_KV",

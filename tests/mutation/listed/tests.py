@@ -26,8 +26,10 @@ __all__ = [
     "sampled_decoding",
     "sampling",
     "searches",
+    "streamed",
     "subnormal",
     "tokens",
+    "transformer",
     "tree_laws",
     "tree_sampling",
     "verify",
@@ -61,9 +63,11 @@ sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")
 acceptance_rates = _of("test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
+streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 tokens = _of("decode/test_commit.py")
+transformer = _of("models/test_transformer.py")
 tree_laws = _of("laws/test_tree_laws.py")
 tree_sampling = _of("samplers/test_tree_rejection_sample.py")
 verify = _of("samplers/test_rejection_sample.py")
