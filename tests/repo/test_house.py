@@ -39,7 +39,13 @@ FLOORS = (
 # Rooms inside `models`, by the modules that may import them, and what the kernels there may import.
 INSIDE_MODELS = {
     "specjax.models.pallas": ("specjax.models.kernel_ops",),
-    "specjax.models.hf": ("specjax.models",),
+    "specjax.models.heads": ("specjax.models",),
+    "specjax.models.hf": (
+        "specjax.models",
+        "specjax.models.heads.folder_kind",
+        "specjax.models.heads.head_fields",
+        "specjax.models.heads.head_tensors",
+    ),
 }
 GROUND_OF_KERNELS = (
     "specjax.pallas.launch",

@@ -22,6 +22,7 @@ _FLOATS = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+_INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 # Prefixes of tensor names: text models, and multimodal ones of newer and older transformers.
 _MODEL_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 # Rotary buffers in older checkpoints, which follow from config.json.
@@ -61,6 +62,10 @@ class MappedTensors:
             self._files = dict.fromkeys(self._tensors[self.source], self.source)
         prefixes = [p for p in _MODEL_PREFIXES if p + "embed_tokens.weight" in self._files]
         self._prefix = prefixes[0] if prefixes else "model."
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors, as the files or the index have them."""
+        return sorted(self._files)
 
     def _stored_name(self, name: str) -> str:
         if name.startswith("model."):
@@ -135,6 +140,32 @@ class MappedTensors:
         Raises:
           ValueError: if the tensor is missing, has another shape, or is not of a float dtype.
         """
+        tensor = self._tensor(name, shape)
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"{tensor.path} holds {self._stored_name(name)} in {tensor.dtype}; quantised "
+                f"weights are not supported, it needs to be one of {', '.join(_FLOATS)}."
+            )
+        return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
+
+    def view_integers(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns a read-only view of a tensor of integers.
+
+        Args:
+          name: as in `view`.
+          shape: as in `view`.
+
+        Raises:
+          ValueError: if the tensor is missing, has another shape, or is not of I32 or I64.
+        """
+        tensor = self._tensor(name, shape)
+        if tensor.dtype not in _INTEGERS:
+            needed = " or ".join(_INTEGERS)
+            raise ValueError(f"{tensor.path} holds {name} in {tensor.dtype}; it needs {needed}.")
+        return tensor.data.view(_INTEGERS[tensor.dtype]).reshape(shape)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> _MappedTensor:
+        """Returns a tensor that is there and has a shape."""
         name = self._stored_name(name)
         tensor = self._find_tensor(name)
         if tensor is None and name in self._files:
@@ -149,12 +180,7 @@ class MappedTensors:
                 f"{tensor.path} holds {name} with shape {tensor.shape}; by config.json it needs to "
                 f"be {shape}."
             )
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(
-                f"{tensor.path} holds {name} in {tensor.dtype}; quantised weights are not "
-                f"supported, it needs to be one of {', '.join(_FLOATS)}."
-            )
-        return tensor.data.view(_FLOATS[tensor.dtype]).reshape(shape)
+        return tensor
 
 
 def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:

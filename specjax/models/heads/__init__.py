@@ -1,0 +1,12 @@
+"""Trained draft heads that people publish: their folders, their forward passes, their drafters.
+
+A head reads the target's residual stream after some layers, its taps. Open `eagle3` first.
+
+| module | what it holds |
+|---|---|
+| `folder_kind` | tells by config.json what a folder drafts with |
+| `head_fields` | what the formats of `config.json` have in common: layer, taps, drafted tokens |
+| `head_tensors` | tensors under the names of every format, and the draft's vocabulary |
+
+The modules here import `models.hf`, which reads files, and the decoder's modules.
+"""
