@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from specjax.cli.sweep_arguments import add_sweep_command, parse_sweep_options
+from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 

@@ -104,7 +104,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
 
     terminal = Terminal(quiet=not is_sweep and options.quiet)
     if is_sweep:
-        from specjax.cli.sweep import read_workload
+        from specjax.cli.sweep.run_sweep import read_workload
 
         enable_compilation_cache()
         return options, read_workload(options, texts, terminal), terminal
@@ -143,7 +143,7 @@ def _run_command(argv: list[str] | None) -> int:
             return _print_error(error, 2)
         try:
             if options.command == "sweep":
-                from specjax.cli.sweep import run_sweep
+                from specjax.cli.sweep.run_sweep import run_sweep
 
                 run_sweep(options, job, terminal, argv)
                 return 0

@@ -20,16 +20,16 @@ import specjax
 from specjax.acceptance_rates import conditional_rates, expected_acceptance_length
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.sweep_choice import (
+from specjax.cli.sweep.choice import (
     Acceptance,
     choose_best,
     predicted_lengths,
     standard_errors,
     synthetic_lengths,
 )
-from specjax.cli.sweep_inputs import measure_acceptance
-from specjax.cli.sweep_measure import Workload
-from specjax.cli.sweep_report import conclusion, report_tables
+from specjax.cli.sweep.inputs import measure_acceptance
+from specjax.cli.sweep.measure import Workload
+from specjax.cli.sweep.report import conclusion, report_tables
 from specjax.config import SpeculativeConfig
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]

@@ -4,7 +4,7 @@
 
 Seconds per step depend on K and the machine, hardly on acceptance: they are measured under
 synthetic acceptance, from no drafted token accepted to all. Tokens per step depend on the pair,
-hardly on the machine: `sweep_inputs` measures them.
+hardly on the machine: `inputs` measures them.
 """
 
 import functools
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax.acceptance_rates import expected_acceptance_length, rates_for_length
-from specjax.cli.sweep_choice import synthetic_lengths
+from specjax.cli.sweep.choice import synthetic_lengths
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.cli.sweep_choice import Acceptance
-from specjax.cli.sweep_measure import Workload, all_ended, start_batch
+from specjax.cli.sweep.choice import Acceptance
+from specjax.cli.sweep.measure import Workload, all_ended, start_batch
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import init, step

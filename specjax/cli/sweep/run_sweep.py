@@ -13,20 +13,20 @@ import jax
 
 from specjax import models
 from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
-from specjax.cli.sweep_choice import choose_best, predicted_lengths, standard_errors
-from specjax.cli.sweep_inputs import (
+from specjax.cli.sweep.choice import choose_best, predicted_lengths, standard_errors
+from specjax.cli.sweep.inputs import (
     measure_acceptance,
     measure_step_costs,
     num_cost_stages,
 )
-from specjax.cli.sweep_measure import (
+from specjax.cli.sweep.measure import (
     Workload,
     buffer_tokens,
     measure_steps,
     num_stages,
 )
-from specjax.cli.sweep_plot import write_plot
-from specjax.cli.sweep_report import conclusion, report_tables, to_json
+from specjax.cli.sweep.plot import write_plot
+from specjax.cli.sweep.report import conclusion, report_tables, to_json
 
 __all__ = ["read_workload", "run_sweep"]
 

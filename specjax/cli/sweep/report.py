@@ -6,8 +6,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from specjax.cli.sweep_choice import Acceptance, Best, predicted_lengths, standard_errors
-from specjax.cli.sweep_measure import StepTimes, Workload
+from specjax.cli.sweep.choice import Acceptance, Best, predicted_lengths, standard_errors
+from specjax.cli.sweep.measure import StepTimes, Workload
 
 __all__ = ["conclusion", "report_tables", "to_json"]
 
