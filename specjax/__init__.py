@@ -8,8 +8,10 @@ Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram
 `whole_prompt_drafter`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
+Expected acceptance and speed: `theory`.
 """
 
+from specjax import theory
 from specjax.acceptance_rates import (
     conditional_rates,
     expected_acceptance_length,
@@ -111,6 +113,7 @@ __all__ = [
     "rejection_sample",
     "rejection_sample_ragged",
     "step",
+    "theory",
     "top_logprobs",
     "tree_rejection_sample",
     "unpad",

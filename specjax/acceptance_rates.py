@@ -1,8 +1,9 @@
-"""Synthetic acceptance: rates of each position for a given acceptance."""
+"""Rates of each position and mean tokens per step, each from the other."""
 
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 __all__ = [
+    "acceptance_lengths",
     "conditional_rates",
     "expected_acceptance_length",
     "geometric_rates",
@@ -123,6 +125,42 @@ def conditional_rates(unconditional: ArrayLike) -> jax.Array:
     return jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
 
 
+def acceptance_lengths(unconditional: ArrayLike) -> Any:
+    r"""Returns the mean number of tokens that a step emits, for every number of drafted tokens.
+
+    :math:`L_k = 1 + \sum_{i < k} a_i`: the token after the accepted run, and each drafted token as
+    often as it and all before it are accepted. Rates of a longer draft serve all shorter ones: by
+    the standard rule, block verification and coupled sampling, how often the first i tokens are
+    accepted does not depend on how many are drafted after them.
+
+    Args:
+      unconditional: [..., K] in [0, 1], non-increasing along the last axis, K >= 0:
+        ``cumprod`` of conditional rates, `theory.unconditional_rates`, or shares that were
+        counted. Checked where its values are known.
+
+    Returns:
+      [..., K + 1], of k = 0, 1, ..., K drafted tokens; f64, or an array of JAX from one.
+
+    Raises:
+      ValueError: if `unconditional` has no axis, leaves [0, 1] or increases.
+
+    Example:
+      >>> acceptance_lengths([0.75, 0.5])
+      array([1.  , 1.75, 2.25])
+
+    References:
+      Leviathan et al., 2023, arXiv:2211.17192, equation 1: independent tokens, a_i = alpha^(i+1).
+    """
+    _check_rates("unconditional", unconditional)
+    xp: Any = jnp
+    if not isinstance(unconditional, jax.Array):
+        xp, unconditional = np, np.asarray(unconditional, np.float64)
+    if not isinstance(unconditional, jax.core.Tracer):
+        _check_non_increasing("unconditional", np.asarray(unconditional))
+    first = xp.ones((*unconditional.shape[:-1], 1), unconditional.dtype)
+    return xp.cumsum(xp.concatenate([first, unconditional], axis=-1), axis=-1)
+
+
 def expected_acceptance_length(conditional: ArrayLike) -> jax.Array:
     r"""Returns the mean number of tokens that a step emits under conditional rates.
 
@@ -142,7 +180,7 @@ def expected_acceptance_length(conditional: ArrayLike) -> jax.Array:
       2.75
     """
     rates = _rates("conditional", conditional)
-    return 1 + jnp.cumprod(rates, axis=-1).sum(axis=-1)
+    return acceptance_lengths(jnp.cumprod(rates, axis=-1))[..., -1]
 
 
 def _increasing_root(function: Callable[[float], float], low: float, high: float) -> float:
@@ -181,6 +219,11 @@ def _size(K: int) -> int:
 
 
 def _rates(name: str, values: ArrayLike) -> jax.Array:
+    _check_rates(name, values)
+    return jnp.asarray(values, jnp.float32)
+
+
+def _check_rates(name: str, values: ArrayLike) -> None:
     if np.ndim(values) == 0:
         raise ValueError(f"{name} is a scalar; it needs a last axis of K rates, one per position.")
     if not isinstance(values, jax.core.Tracer):
@@ -190,7 +233,6 @@ def _rates(name: str, values: ArrayLike) -> jax.Array:
             raise ValueError(
                 f"{name} holds {outside[0]}; every rate is a probability and needs to be in [0, 1]."
             )
-    return jnp.asarray(values, jnp.float32)
 
 
 def _check_non_increasing(name: str, rates: np.ndarray) -> None:

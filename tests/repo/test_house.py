@@ -30,7 +30,7 @@ FLOORS = (
     ("call_arrays", "checks", "config", "programs"),
     ("core",),
     ("pallas",),
-    ("samplers", "processing"),
+    ("samplers", "processing", "theory"),
     ("decode",),
     ("__init__", "models"),
     ("cli",),
@@ -280,10 +280,16 @@ def test_every_public_name_is_documented(path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in dir(specjax) if callable(getattr(specjax, name)) and name.islower()]
+    ("room", "name"),
+    [
+        (room, name)
+        for room in (specjax, specjax.theory)
+        for name in room.__all__
+        if callable(getattr(room, name)) and name.islower()
+    ],
 )
-def test_a_public_function_names_its_arguments_and_what_it_returns(name):
-    function = getattr(specjax, name)
+def test_a_public_function_names_its_arguments_and_what_it_returns(room, name):
+    function = getattr(room, name)
     sections = re.split(r"^(\w+):$", inspect.getdoc(function) or "", flags=re.MULTILINE)
     sections = dict(zip(sections[1::2], sections[2::2], strict=True))
     signature = inspect.signature(function)

@@ -12,6 +12,7 @@ from . import (
     rules,
     sampling,
     subnormals,
+    theory,
     trees,
     verification,
 )
@@ -31,4 +32,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + coupled.MUTATIONS
     + rules.MUTATIONS
     + trees.MUTATIONS
+    + theory.MUTATIONS
 )

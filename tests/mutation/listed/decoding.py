@@ -421,9 +421,9 @@ MUTATIONS = (
         "the first position is always accepted",
     ),
     Mutation(
-        f"{_RATES}expected_acceptance_length",
-        "return 1 + jnp",
-        "return jnp",
+        f"{_RATES}acceptance_lengths",
+        "xp.ones(",
+        "xp.zeros(",
         acceptance_rates("test_the_expected_acceptance_length_is_the_mean_over_every_run_of_coins"),
         "the token after the accepted run is not counted",
     ),

@@ -28,6 +28,7 @@ __all__ = [
     "searches",
     "streamed",
     "subnormal",
+    "theory",
     "tokens",
     "transformer",
     "tree_laws",
@@ -66,6 +67,7 @@ searches = _of("core/test_bisection.py")
 streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
+theory = _of("theory/test_theory.py")
 tokens = _of("decode/test_commit.py")
 transformer = _of("models/test_transformer.py")
 tree_laws = _of("laws/test_tree_laws.py")
