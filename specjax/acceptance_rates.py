@@ -125,7 +125,7 @@ def conditional_rates(unconditional: ArrayLike) -> jax.Array:
     return jnp.where(before > 0, rates / jnp.where(before > 0, before, 1), 0)
 
 
-def acceptance_lengths(unconditional: ArrayLike) -> Any:
+def acceptance_lengths(unconditional: Any) -> Any:
     r"""Returns the mean number of tokens that a step emits, for every number of drafted tokens.
 
     :math:`L_k = 1 + \sum_{i < k} a_i`: the token after the accepted run, and each drafted token as
@@ -223,7 +223,7 @@ def _rates(name: str, values: ArrayLike) -> jax.Array:
     return jnp.asarray(values, jnp.float32)
 
 
-def _check_rates(name: str, values: ArrayLike) -> None:
+def _check_rates(name: str, values: Any) -> None:
     if np.ndim(values) == 0:
         raise ValueError(f"{name} is a scalar; it needs a last axis of K rates, one per position.")
     if not isinstance(values, jax.core.Tracer):

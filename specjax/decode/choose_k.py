@@ -15,6 +15,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import theory
 from specjax.config import SpeculativeConfig
 
 __all__ = ["DraftHistory", "add_step", "choose_k", "init_history", "k_by_rate"]
@@ -63,8 +64,8 @@ def k_by_rate(config: SpeculativeConfig) -> Any:
     if config.step_costs is None:
         return None
     rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
-    lengths = np.cumsum(rates ** np.arange(len(config.step_costs)), axis=1)
-    return np.argmax(lengths / np.array(config.step_costs), axis=1).astype(np.int32)
+    lengths = theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
+    return theory.best_k(lengths, config.step_costs).k.astype(np.int32)
 
 
 def add_step(

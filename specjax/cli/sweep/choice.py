@@ -2,9 +2,13 @@
 
 num_accepted[s]   accepted tokens of step s, measured at the largest K
 tokens[s, K]      = 1 + min(num_accepted[s], K)
-length[K]         = mean of tokens[s, K] over steps; the best K has the largest length / seconds
+length[K]         = mean of tokens[s, K] over steps = 1 + the first K unconditional rates
+best K            the one with the largest length / seconds
 gap[K]            tokens per second of the best K minus those of K
 error[K]          standard error of gap[K]; K differs from the best if the gap exceeds it clearly
+
+A rate does not depend on the number of positions after it. The lengths assume that it does not
+depend on K through the text either. Prompt lookup may propose other tokens for another K.
 """
 
 from collections.abc import Sequence
@@ -12,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax import theory
+
 __all__ = [
     "Acceptance",
     "Best",
     "choose_best",
-    "predicted_lengths",
     "standard_errors",
     "synthetic_lengths",
 ]
@@ -53,6 +58,12 @@ class Acceptance(NamedTuple):
         counts = self.step_counts
         return [sum(n > i for n in counts) / max(len(counts), 1) for i in range(self.K)]
 
+    @property
+    def lengths(self) -> list[float]:
+        """Predicted mean tokens per step of K = 0, 1, ... drafted tokens."""
+        lengths: list[float] = theory.acceptance_lengths(self.rates).tolist()
+        return lengths
+
 
 class Best(NamedTuple):
     """The K with the most tokens per second at the pair's acceptance.
@@ -76,30 +87,8 @@ class Best(NamedTuple):
     indistinguishable: list[int]
 
 
-def predicted_lengths(rates: Sequence[float]) -> list[float]:
-    r"""Returns mean tokens per step for every K up to `len(rates)`.
-
-    :math:`L_K = 1 + \sum_{i < K} a_i = 1 + \sum_{i < K} \prod_{j \le i} c_j`
-
-    with unconditional rates a and conditional rates c. Acceptance at position i does not depend on
-    the number of positions after it. The prediction assumes that it does not depend on K through
-    the text either. Prompt lookup may propose other tokens for another K.
-
-    Args:
-      rates: unconditional rates, in [0, 1], non-increasing.
-
-    Returns:
-      A length for each K = 0, 1, ..., `len(rates)`.
-
-    Example:
-      >>> predicted_lengths([0.75, 0.5])
-      [1.0, 1.75, 2.25]
-    """
-    return [1.0 + sum(rates[:K]) for K in range(len(rates) + 1)]
-
-
 def standard_errors(acceptance: Acceptance) -> list[float]:
-    r"""Returns standard errors of `predicted_lengths`, from batch means.
+    r"""Returns standard errors of the predicted lengths, from batch means.
 
     :math:`\sigma^2 = \frac{b}{b - 1} \sum_j \big(\sum_{s \in j} (x_s - \bar x)\big)^2 / N^2`
 
@@ -166,10 +155,11 @@ def choose_best(
       >>> choose_best(Acceptance(1, [[1, 1, 0, 1]]), [[0.5], [0.625]], batch_size=1)[:2]
       (1, [2.0, 2.8])
     """
-    lengths = np.array(predicted_lengths(acceptance.rates))
+    lengths = batch_size * np.array(acceptance.lengths)
     seconds = np.array([np.percentile(runs, [25, 50, 75]) for runs in step_seconds])
-    fast_rates, rates, slow_rates = batch_size * lengths / seconds.T
-    best = int(np.argmax(rates))
+    choices = theory.best_k(lengths, seconds.T)
+    fast_rates, rates, slow_rates = choices.tokens_per_second
+    best = int(choices.k[1])
     step_rates = batch_size * _tokens_per_step(acceptance) / seconds[:, 1]
     errors = _batch_means_errors(step_rates[:, [best]] - step_rates)
     upper_rates = fast_rates + _STUDENT_T[_num_batches(step_rates)] * errors

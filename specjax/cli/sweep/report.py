@@ -6,7 +6,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from specjax.cli.sweep.choice import Acceptance, Best, predicted_lengths, standard_errors
+from specjax.cli.sweep.choice import Acceptance, Best, standard_errors
 from specjax.cli.sweep.measure import StepTimes, Workload
 
 __all__ = ["conclusion", "report_tables", "to_json"]
@@ -31,7 +31,7 @@ def to_json(
     Returns:
       The object that `--json` prints; times in milliseconds.
     """
-    lengths, errors = predicted_lengths(acceptance.rates), standard_errors(acceptance)
+    lengths, errors = acceptance.lengths, standard_errors(acceptance)
     rows = []
     for K, one in enumerate(times):
         step = _quartiles([1e3 * seconds for seconds in one.step_seconds])

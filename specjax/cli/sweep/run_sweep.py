@@ -13,7 +13,7 @@ import jax
 
 from specjax import models
 from specjax.cli.model_pair import check_draft, encode_prompt, load_pair, read_pair
-from specjax.cli.sweep.choice import choose_best, predicted_lengths, standard_errors
+from specjax.cli.sweep.choice import choose_best, standard_errors
 from specjax.cli.sweep.inputs import (
     measure_acceptance,
     measure_step_costs,
@@ -126,7 +126,7 @@ def run_sweep(
         report["step_costs"] = measure_step_costs(workload, on_stage)
         if 0 < best.K < max_drafts:
             decoded = measure_acceptance(workload, best.K, on_stage)
-            report["best"]["decoded_acceptance_length"] = predicted_lengths(decoded.rates)[-1]
+            report["best"]["decoded_acceptance_length"] = decoded.lengths[-1]
             report["best"]["decoded_standard_error"] = standard_errors(decoded)[-1]
     if options.out is not None:
         report["plot"] = options.out

@@ -264,6 +264,13 @@ MUTATIONS = (
         "a request without drafts takes those of the others",
     ),
     Mutation(
+        "specjax.decode.choose_k.k_by_rate",
+        "np.arange(1, len(config.step_costs))",
+        "np.arange(len(config.step_costs) - 1)",
+        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        "a step that drafts k tokens is worth those of one that drafts k - 1, all accepted",
+    ),
+    Mutation(
         "specjax.decode.choose_k.add_step",
         "num_accepted < num_drafted",
         "num_accepted <= num_drafted",
