@@ -9,8 +9,9 @@ the next token x of the text with probability
     standard  min(1, q(x) / p(x))
     block     min(1, q(x) / (rho_i p(x)))        rho_0 = 1    rho_{i+1} = min(1, rho_i p(x) / q(x))
 
-since all drafts that agree with a text so far and are accepted have the mass prod min(p, q), or
-rho_i prod q. So one text serves every K and both rules. `generate` then counts its own steps.
+(`specjax.theory.rates_given_text`), since all drafts that agree with a text so far and are accepted
+have the mass prod min(p, q), or rho_i prod q. So one text serves every K and both rules. `generate`
+then counts its own steps.
 """
 
 import argparse
@@ -42,14 +43,8 @@ def acceptance_given_text(log_ratios: np.ndarray, k: int, method: str) -> np.nda
       k: K, most drafted tokens of a step.
       method: "standard" or "block".
     """
-    starts = log_ratios.shape[-1] - k
-    log_rho, chances = np.zeros_like(log_ratios[..., :starts]), []
-    for i in range(k):
-        log_ratio = log_rho + log_ratios[..., i : i + starts]
-        chances.append(np.exp(np.minimum(-log_ratio, 0)))
-        if method == "block":
-            log_rho = np.minimum(log_ratio, 0)
-    return np.stack(chances, axis=-1)
+    steps = np.lib.stride_tricks.sliding_window_view(log_ratios[..., :-1], k, axis=-1)
+    return specjax.theory.rates_given_text(steps, method)
 
 
 def steps_and_tokens(chances: np.ndarray) -> np.ndarray:
@@ -58,16 +53,16 @@ def steps_and_tokens(chances: np.ndarray) -> np.ndarray:
     Args:
       chances: f64[..., S, K], of `acceptance_given_text`.
     """
-    accepted = np.cumprod(chances, axis=-1)
-    at_least = np.concatenate([np.ones_like(accepted[..., :1]), accepted], axis=-1)
-    emits = -np.diff(at_least, axis=-1, append=0)  # Of 1 to K + 1 tokens.
+    reached = np.cumprod(chances, axis=-1)
+    lengths = specjax.theory.acceptance_lengths(reached)[..., -1]
+    emits = -np.diff(reached, axis=-1, prepend=1, append=0)  # Of 1 to K + 1 tokens.
     num_starts, most = emits.shape[-2:]
     begins = np.zeros((*emits.shape[:-2], num_starts + most))
     begins[..., 0] = 1
     for s in range(num_starts):
         begins[..., s + 1 : s + 1 + most] += begins[..., s, None] * emits[..., s, :]
     begins = begins[..., :num_starts]
-    return np.stack([begins.sum(-1), (begins * at_least.sum(-1)).sum(-1)], axis=-1)
+    return np.stack([begins.sum(-1), (begins * lengths).sum(-1)], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames="first")
