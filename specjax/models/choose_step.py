@@ -54,6 +54,7 @@ def run_layer(
     positions: jax.Array,
     cache: Any,
     implementation: str | Implementation | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Returns the residual stream [B, T, E] after a `Layer` by itself, and its cache.
 
@@ -64,6 +65,7 @@ def run_layer(
       positions: i32[B, T], -1 for no token.
       cache: keys and values, two [B, G, S, D].
       implementation: None chooses at lowering; a name means that one.
+      rows: what attention reads instead of the norm of the stream, or None.
     """
 
     def kernels(*operands: Any) -> Any:
@@ -72,7 +74,8 @@ def run_layer(
         return layer_step(*operands)
 
     plain = type(layer).plain
-    return _choose(implementation, plain, kernels, layer, x, cos_sin, positions, cache)
+    operands = (x, cos_sin, positions, cache, rows)
+    return _choose(implementation, plain, kernels, layer, *operands)
 
 
 def _choose(

@@ -100,6 +100,7 @@ def layer_step(
     cos_sin: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     cache: Any,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Returns the residual stream [B, T, E] after one layer, and its cache, through the kernels.
 
@@ -110,9 +111,13 @@ def layer_step(
       cos_sin: of the layer's rotary embeddings.
       positions: i32[B, T], -1 for no token.
       cache: keys and values.
+      rows: what attention reads instead of the norm of x, or None.
     """
     choice = kernel_choice(implementation)
-    normed = _begin_norm(layer.attention_norm, x, choice)
+    if rows is None:
+        normed = _begin_norm(layer.attention_norm, x, choice)
+    else:
+        normed = DeferredNorm(rows, None)
     # XLA reads the parts here: no kernel of ours follows.
     x, parts, cache = _advance(
         layer, choice, x, normed, cos_sin, positions, cache, next_is_kernel=False

@@ -163,10 +163,11 @@ class Layer(nnx.Module):
         return residual_add(x, self.mlp(self.mlp_norm(x)), self.mlp_out_norm)
 
     def plain(
-        self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any
+        self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any, rows: Any = None
     ) -> tuple[jax.Array, Any]:
         """Returns what a call returns, in plain JAX."""
-        y, cache = self.attention(self.attention_norm(x), cos_sin, positions, cache)
+        rows = self.attention_norm(x) if rows is None else rows
+        y, cache = self.attention(rows, cos_sin, positions, cache)
         x = residual_add(x, y.astype(x.dtype), self.attention_out_norm)
         y = self.mlp(self.mlp_norm(x)).astype(x.dtype)
         return residual_add(x, y, self.mlp_out_norm), cache
@@ -178,6 +179,7 @@ class Layer(nnx.Module):
         positions: jax.Array,
         cache: Any,
         implementation: str | Implementation | None = None,
+        rows: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Returns the residual stream [B, T, E] after this layer, and its cache.
 
@@ -187,5 +189,6 @@ class Layer(nnx.Module):
           positions: i32[B, T], -1 for no token.
           cache: keys and values, two [B, G, S, D].
           implementation: None chooses at lowering; a name means that one.
+          rows: [B, T, W], what attention reads instead of the norm of x, or None.
         """
-        return run_layer(self, x, cos_sin, positions, cache, implementation)
+        return run_layer(self, x, cos_sin, positions, cache, implementation, rows)

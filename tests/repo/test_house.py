@@ -42,6 +42,7 @@ INSIDE_MODELS = {
     "specjax.models.heads": ("specjax.models",),
     "specjax.models.hf": (
         "specjax.models",
+        "specjax.models.heads.eagle3_folder",
         "specjax.models.heads.folder_kind",
         "specjax.models.heads.head_fields",
         "specjax.models.heads.head_tensors",

@@ -4,9 +4,13 @@ A head reads the target's residual stream after some layers, its taps. Open `eag
 
 | module | what it holds |
 |---|---|
+| `eagle3` | EAGLE-3: its forward pass, its variants |
+| `eagle3_drafter` | its drafter |
+| `eagle3_folder` | its folders, in every format |
 | `folder_kind` | tells by config.json what a folder drafts with |
 | `head_fields` | what the formats of `config.json` have in common: layer, taps, drafted tokens |
 | `head_tensors` | tensors under the names of every format, and the draft's vocabulary |
 
-The modules here import `models.hf`, which reads files, and the decoder's modules.
+The modules here import `models.hf`, which reads files, and the decoder's modules; the package
+`specjax.models` imports them.
 """

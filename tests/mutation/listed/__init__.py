@@ -6,6 +6,7 @@ from . import (
     coupled,
     cutoffs,
     decoding,
+    heads,
     kernels_models,
     kernels_verification,
     requests,
@@ -33,4 +34,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + rules.MUTATIONS
     + trees.MUTATIONS
     + theory.MUTATIONS
+    + heads.MUTATIONS
 )

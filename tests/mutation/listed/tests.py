@@ -12,8 +12,11 @@ __all__ = [
     "cutoffs",
     "decode",
     "drafts",
+    "eagle3",
+    "eagle3_folder",
     "edges",
     "few",
+    "head_folders",
     "interpreted",
     "laws",
     "logprobs",
@@ -50,7 +53,10 @@ cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
+eagle3 = _of("models/test_eagle3.py")
+eagle3_folder = _of("models/test_eagle3_folder.py")
 few = _of("models/test_decode_step.py")
+head_folders = _of("models/test_head_folders.py")
 interpreted = _of("pallas/test_interpret.py")
 laws = _of("laws/test_laws.py")
 logprobs = _of("decode/test_logprobs.py")

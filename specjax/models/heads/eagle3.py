@@ -1,0 +1,227 @@
+"""EAGLE-3: one decoder layer on a token and on what the target computed before it.
+
+    g[t]   = fc(concat(taps[t]))                  of the target, or the head's own output
+    a      = concat(token_norm(embed(token[t + 1])), hidden_norm(g[t]))
+    r      = g[t] + attention(a)                  hidden_norm(g[t]) with norm_before_residual
+    out[t] = r + mlp(norm(r)),   logits of token t + 2 = lm_head(norm(out[t]))
+
+taps[t] are the target's residual streams after some layers, at token t. A committed token has the
+target's g. A drafted one has the output of the drafted token before it: out, or norm(out) with
+`norm_output`.
+Axes: `B` requests, `T` tokens, `A` taps, `E` hidden of the target, `H` hidden of the head, `V_d`
+draft vocabulary.
+
+References:
+  Li et al., 2025, arXiv:2503.01840.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.implementation import Implementation
+from specjax.models.config import TransformerConfig
+from specjax.models.layers import Layer, RMSNorm, linear, weight
+from specjax.models.rope import rope_cos_sin
+
+__all__ = ["Eagle3Config", "Eagle3Functions", "Eagle3Head", "build_eagle3", "eagle3_functions"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes and variants of an EAGLE-3 head.
+
+    Attributes:
+      layer: of the head's layer. Its `hidden_size` is H, its `vocab_size` the target's.
+      target_hidden_size: E.
+      draft_vocab_size: V_d.
+      taps: numbers of layers of the target after which the residual stream is read; 0 is the
+        embeddings.
+      num_speculative_tokens: K that the head was trained for, or None.
+      fc_bias: whether `fc` has a bias.
+      fc_norm: whether each tap has an RMSNorm before `fc`.
+      norm_before_fc: whether all taps together have an RMSNorm before `fc`.
+      norm_before_residual: whether the layer adds to the normed state.
+      norm_output: whether a drafted token is given the normed output.
+      has_embedding: whether the head has embeddings of its own; else they are the target's.
+      has_lm_head: whether the head has an output layer of its own; else it is the target's.
+      logit_scale: multiplies the logits.
+    """
+
+    layer: TransformerConfig
+    target_hidden_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    num_speculative_tokens: int | None = None
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    has_embedding: bool = False
+    has_lm_head: bool = True
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "fc_norm and norm_before_fc are both true; the taps are normed one by one or "
+                "together."
+            )
+        if not self.has_lm_head and self.draft_vocab_size != self.layer.vocab_size:
+            raise ValueError(
+                f"a head without an lm_head has a draft vocabulary of {self.draft_vocab_size} "
+                f"tokens; the target's lm_head has {self.layer.vocab_size}."
+            )
+        shares = not (self.has_embedding and self.has_lm_head)
+        if shares and self.layer.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"hidden_size is {self.layer.hidden_size} and target_hidden_size "
+                f"{self.target_hidden_size}; a head of another size than the target needs "
+                "embeddings and an lm_head of its own."
+            )
+
+
+class Eagle3Head(nnx.Module):
+    """The head as an NNX module; `eagle3_functions` makes pure functions of it.
+
+    Args:
+      config: sizes and variants.
+      rngs: source of the initial weights; None gives zeros.
+    """
+
+    def __init__(self, config: Eagle3Config, rngs: nnx.Rngs | None) -> None:
+        self.config, layer = config, config.layer
+        size, taps = layer.hidden_size, len(config.taps)
+        self.tap_norms = nnx.List(
+            [RMSNorm(layer, config.target_hidden_size) for _ in range(taps * config.fc_norm)]
+        )
+        width = taps * config.target_hidden_size
+        self.taps_norm = RMSNorm(layer, width) if config.norm_before_fc else None
+        self.fc = weight(rngs, layer, width, size)
+        self.fc_bias = nnx.Param(jnp.zeros((size,), layer.dtype)) if config.fc_bias else None
+        # Its attention reads the token and the state, and its norm is the token's.
+        self.layer = Layer(layer, 0, rngs)
+        self.layer.attention.qkv = weight(rngs, layer, 2 * size, self.layer.attention.qkv.shape[1])
+        self.hidden_norm = RMSNorm(layer, size)
+        self.norm = RMSNorm(layer, size)
+        if config.has_embedding:
+            self.embedding = weight(rngs, layer, layer.vocab_size, size)
+        if config.has_lm_head:
+            self.head = weight(rngs, layer, config.draft_vocab_size, size)
+
+    def fuse(self, features: jax.Array) -> jax.Array:
+        """Returns g [B, T, H] of the taps [B, T, A * E] next to one another."""
+        features = features.astype(self.fc.dtype)
+        if self.taps_norm is not None:
+            features = self.taps_norm(features)
+        if len(self.tap_norms):
+            taps = jnp.split(features, len(self.tap_norms), axis=-1)
+            taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
+            features = jnp.concatenate(taps, axis=-1)
+        return linear(features, self.fc, self.fc_bias)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        states: jax.Array,
+        positions: jax.Array,
+        cache: Any,
+        implementation: str | Implementation | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns outputs [B, T, H] as a drafted token is given them, and the cache.
+
+        Args:
+          tokens: [B, T, H], embeddings.
+          states: [B, T, H], g of the tokens before them.
+          positions: i32[B, T], of the tokens before them; -1 is no pair.
+          cache: keys and values, two [B, G, S, D].
+          implementation: of the layer, as in `build`.
+        """
+        normed = self.hidden_norm(states)
+        rows = jnp.concatenate([self.layer.attention_norm(tokens), normed], axis=-1)
+        x = normed if self.config.norm_before_residual else states
+        cos_sin = rope_cos_sin(*self.layer.rope, self.config.layer.head_dim, positions)
+        x, cache = self.layer(x, cos_sin, positions, cache, implementation, rows)
+        return self.norm(x) if self.config.norm_output else x, cache
+
+    def decode(self, outputs: jax.Array) -> jax.Array:
+        """Returns outputs [B, H] as an lm_head reads them."""
+        return outputs if self.config.norm_output else self.norm(outputs)
+
+
+class Eagle3Functions(NamedTuple):
+    """Pure functions of a head's parameters.
+
+    Attributes:
+      init_cache: `(batch_size, max_length) -> cache`.
+      fuse: `(params, features[B, T, A * E]) -> states[B, T, H]`.
+      apply: `(params, tokens[B, T, H], states, positions[B, T], cache) -> (outputs, cache)`.
+      decode: `(params, outputs[B, H]) -> hidden[B, H]`, which an lm_head reads.
+    """
+
+    init_cache: Any
+    fuse: Any
+    apply: Any
+    decode: Any
+
+
+@functools.cache
+def _graph(config: Eagle3Config) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, None)))[0]
+
+
+@functools.cache
+def eagle3_functions(
+    config: Eagle3Config, implementation: str | Implementation | None = None
+) -> Eagle3Functions:
+    """Returns the functions of a head; equal arguments give equal ones, and share compilations.
+
+    Args:
+      config: sizes and variants.
+      implementation: of the layer, as in `build`.
+    """
+
+    def merge(params: Any) -> Eagle3Head:
+        head: Eagle3Head = nnx.merge(_graph(config), nnx.State(params))
+        return head
+
+    def init_cache(batch_size: int, max_length: int) -> Any:
+        layer = config.layer
+        shape = (batch_size, layer.num_key_value_heads, max_length, layer.head_dim)
+        return jnp.zeros(shape, layer.dtype), jnp.zeros(shape, layer.dtype)
+
+    def apply(
+        params: Any, tokens: jax.Array, states: jax.Array, positions: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        tokens = tokens.astype(config.layer.dtype)
+        return merge(params)(tokens, states, positions, cache, implementation)
+
+    return Eagle3Functions(
+        init_cache,
+        lambda params, features: merge(params).fuse(features),
+        apply,
+        lambda params, outputs: merge(params).decode(outputs),
+    )
+
+
+def build_eagle3(config: Eagle3Config, seed: int = 0) -> Any:
+    """Returns random parameters of a head as a nested dict.
+
+    Args:
+      config: sizes and variants.
+      seed: of the weights.
+
+    Returns:
+      Parameters as `load_eagle3` returns them, without a token map.
+
+    Example:
+      >>> layer = TransformerConfig(64, 16, 32, 1, 4, 2, 4)
+      >>> sorted(build_eagle3(Eagle3Config(layer, 16, 64, taps=(1, 2))))
+      ['fc', 'head', 'hidden_norm', 'layer', 'norm']
+    """
+    return nnx.to_pure_dict(nnx.state(Eagle3Head(config, nnx.Rngs(seed)), nnx.Param))

@@ -1,0 +1,119 @@
+"""Folders of EAGLE-3 heads: one head in every format, and what is refused."""
+
+import dataclasses
+import json
+
+import eagle3_heads as heads
+import jax
+import numpy as np
+import pytest
+
+from specjax.models import build
+from specjax.models.config import TransformerConfig
+from specjax.models.heads.eagle3_drafter import eagle3_drafter
+from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
+
+pytestmark = pytest.mark.once
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def read(folder, **options):
+    options = {"num_target_layers": heads.TARGET_LAYERS} | options
+    return load_eagle3(folder, "float32", **options)
+
+
+def in_speculators(fields):
+    """The config.json of `speculators` that says the same."""
+    names = ("draft_vocab_size", "norm_output", "fc_norm", "target_hidden_size", "norm_before_fc")
+    outer = {name: fields[name] for name in names if name in fields}
+    layer = {name: fields[name] for name in fields if name not in names}
+    layer.pop("eagle_config"), layer.pop("architectures")
+    taps = [i + 1 for i in fields["eagle_config"][IDS]]
+    return outer | {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": fields.get("norm_before_residual", False),
+        "transformer_layer_config": layer,
+        IDS: taps,
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "fc_norm", "some tokens"])
+def test_a_head_is_the_same_in_every_format(tmp_path, name):
+    fields, owned = heads.variant(name)
+    tensors = heads.random_tensors(fields, owned)
+    params, config = read(heads.write_head(tmp_path / "plain", fields, tensors))
+    assert config.taps == (1, 2, 4)
+
+    def old_names(name):
+        for n, level in enumerate(("low", "mid", "high")):
+            name = name.replace(f"fc_norm.{n}.", f"aux_norm_{level}.")
+        return "model." + name.replace("layers.0.", "midlayer.")
+
+    old = heads.write_head(tmp_path / "old", fields, tensors, old_names)
+    fields = {n: x for n, x in fields.items() if n != "logit_scale"}
+    other = heads.write_head(tmp_path / "other", in_speculators(fields), tensors)
+    for folder in (old, other):
+        again, found = read(folder)
+        jax.tree.map(np.testing.assert_array_equal, again, params)
+        assert dataclasses.replace(found, logit_scale=config.logit_scale) == config
+
+
+def test_without_taps_in_config_json_they_follow_from_the_target(tmp_path):
+    fields, owned = heads.variant("llama")
+    del fields["eagle_config"]
+    folder = heads.write_head(tmp_path, fields, heads.random_tensors(fields, owned))
+    config, head = load_eagle3_config(folder, num_target_layers=36)
+    assert (config.taps, head.taps) == ((2, 18, 33), None)
+    assert read(folder, num_target_layers=8)[1].taps == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2; an EAGLE-3 head of 1 layer"),
+        ({"fc_norm": True, "norm_before_fc": True}, "contradicts itself: fc_norm and norm_before"),
+        ({"target_hidden_size": 36}, "of another size than the target needs embeddings"),
+        ({"norm_output": 1}, "has norm_output 1; it needs to be true or false"),
+        ({"logit_scale": 0}, "has logit_scale 0; it needs to be a positive number"),
+        ({"attention_bias": True}, r"has no tensor layers\.0\.self_attn\.q_proj\.bias"),
+        ({"draft_vocab_size": 40}, "lm_head.weight with shape|has no tensor d2t"),
+        ({"architectures": ["LlamaForCausalLM"]}, "holds a model; load_eagle3 reads"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": heads.FIELDS}, "vLLM"),
+    ],
+)
+def test_a_folder_that_is_not_supported_is_refused_in_a_sentence(tmp_path, change, sentence):
+    fields, owned = heads.variant("llama")
+    tensors = heads.random_tensors(fields, owned)
+    folder = heads.write_head(tmp_path, fields, tensors)
+    if change.get("draft_vocab_size"):
+        (folder / "config.json").write_text(json.dumps(fields | change))
+    else:
+        heads.write_head(tmp_path, fields | change, tensors)
+    with pytest.raises(ValueError, match=sentence):
+        read(folder)
+
+
+def test_a_tensor_that_nothing_reads_is_refused(tmp_path):
+    fields, owned = heads.variant("llama")
+    tensors = heads.random_tensors(fields, owned) | {"mask_hidden": np.zeros((1, 72), np.float32)}
+    with pytest.raises(ValueError, match="holds mask_hidden; config"):
+        read(heads.write_head(tmp_path, fields, tensors))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_size": 28}, "states of size 24 and the target's have 28"),
+        ({"vocab_size": 50}, "is for 48 tokens and the target has 50"),
+        ({"num_hidden_layers": 3}, r"after layers \[1, 2, 4\] and the target has 3 layers"),
+    ],
+)
+def test_a_head_of_another_target_is_refused_in_a_sentence(tmp_path, change, sentence):
+    fields, owned = heads.variant("llama")
+    params, config = read(heads.write_head(tmp_path, fields, heads.random_tensors(fields, owned)))
+    target = TransformerConfig(heads.VOCAB, heads.SIZE, 40, heads.TARGET_LAYERS, 4, 2, 6)
+    target = build(dataclasses.replace(target, **change))
+    with pytest.raises(ValueError, match=sentence + "; use a head that was trained"):
+        eagle3_drafter(target, config, params)

@@ -1,0 +1,85 @@
+"""Wrong versions of trained draft heads: what they read, and what their folders say."""
+
+from ..mutation import Mutation
+from .tests import eagle3, eagle3_folder, head_folders
+
+__all__ = ["MUTATIONS"]
+
+_HEADS = "specjax.models.heads."
+_EXTEND = f"{_HEADS}eagle3_drafter._drafter_functions.extend"
+_FORMULAS = "test_a_head_drafts_from_what_the_formulas_say"
+_LLAMA = eagle3(f"{_FORMULAS}[llama]")
+
+MUTATIONS = (
+    Mutation(
+        _EXTEND,
+        "[state.last[:, None], states[:, :-1]], axis=1",
+        "[states], axis=1",
+        _LLAMA,
+        "a token is paired with its own state, not that of the token before it",
+    ),
+    Mutation(
+        _EXTEND,
+        'functions.apply(params["head"], tokens, before, pairs, state.cache)',
+        'functions.apply(params["head"], tokens, before, '
+        "jnp.where(pairs < 6, pairs, -1), state.cache)",
+        _LLAMA,
+        "the cache of committed tokens is kept from drafting",
+    ),
+    Mutation(
+        _EXTEND,
+        "jnp.where(num_read[:, None] > 0, last[:, 0], state.last)",
+        "states[:, -1]",
+        _LLAMA,
+        "the last state is that of padding",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3_drafter._draft.step",
+        "(cache, last)",
+        "(cache, carry[1])",
+        _LLAMA,
+        "a drafted token is given the target's state again",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3.Eagle3Head.__call__",
+        "normed if self.config.norm_before_residual else states",
+        "states",
+        eagle3(f"{_FORMULAS}[fc_norm]"),
+        "the residual is never normed",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3.Eagle3Head.__call__",
+        "self.norm(x) if self.config.norm_output else x",
+        "x",
+        eagle3(f"{_FORMULAS}[qwen3]"),
+        "a drafted token is given the output before its norm",
+    ),
+    Mutation(
+        "specjax.models.kernel_step.layer_step",
+        "DeferredNorm(rows, None)",
+        "DeferredNorm(2 * rows, None)",
+        eagle3("test_the_layer_runs_through_the_kernels"),
+        "what attention reads is doubled where kernels run",
+    ),
+    Mutation(
+        f"{_HEADS}head_fields._read_taps",
+        "i + offset for i in ids",
+        "i for i in ids",
+        eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
+        "a tap is one layer too early",
+    ),
+    Mutation(
+        f"{_HEADS}head_tensors.HeadTensors.read_token_map",
+        "np.arange(draft_vocab_size, dtype=np.int64) + offsets",
+        "offsets + np.int64(0)",
+        head_folders("test_d2t_holds_offsets_and_every_token_once"),
+        "d2t is read as ids, not as offsets",
+    ),
+    Mutation(
+        f"{_HEADS}head_tensors._plain_name",
+        'stored.removeprefix("model.")',
+        "stored",
+        eagle3_folder("test_a_head_is_the_same_in_every_format[llama]"),
+        "a prefix of names is kept",
+    ),
+)
