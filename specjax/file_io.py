@@ -81,7 +81,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         replaced; its path itself is yielded.
 
     Raises:
-      OSError: if no file can be created in the folder.
+      OSError: if no file can be created in the folder; its `filename` is the folder.
 
     Example:
       >>> path = pathlib.Path(tempfile.mkdtemp(), "a.txt")
@@ -95,7 +95,12 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         yield destination
         return
     # In a temporary folder the new file can already have its name and mode.
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".") as folder:
+    try:
+        spare = tempfile.TemporaryDirectory(dir=destination.parent, prefix=".")
+    except OSError as error:
+        # The error names the temporary folder, which does not exist.
+        raise OSError(error.errno, error.strerror, str(destination.parent)) from None
+    with spare as folder:
         temporary = pathlib.Path(folder, destination.name)
         yield temporary
         if destination.exists():

@@ -24,6 +24,7 @@ from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.cache_folder import is_cache_in_use
+from specjax.programs.compiled_for import check_arrays, check_functions, list_functions
 from specjax.programs.saved_programs import (
     SavedProgram,
     load_program,
@@ -51,12 +52,14 @@ class CompiledGenerate:
       arguments: name -> dtype and shape of each parameter and each setting.
       programs: functions that fold rows into a key, read prompts and take steps.
       serialize: returns these programs as bytes.
+      functions: name -> function of the models compiled in; {} if they were read from a file.
     """
 
     options: dict[str, Any]
     arguments: dict[str, str]
     programs: Sequence[Callable[..., Any]]
     serialize: Callable[[], list[SavedProgram]]
+    functions: dict[str, Any]
 
     def __call__(
         self,
@@ -86,7 +89,7 @@ class CompiledGenerate:
 
         Raises:
           ValueError: for what `generate` refuses, texts that the capacity does not hold, and
-            another batch size, other rules or parameters than compiled for.
+            another batch size, other rules, parameters or functions than compiled for.
         """
         data, _ = _read_arguments(
             target,
@@ -105,14 +108,9 @@ class CompiledGenerate:
         settings = data["settings"]
         if not settings.keys.shape:
             data["settings"] = settings = settings._replace(keys=fold(settings.keys))
-        given = _describe_arguments(target, drafter, settings)
-        for name in self.arguments | given:
-            if given.get(name) != self.arguments.get(name):
-                raise ValueError(
-                    f"{name} is {given.get(name, 'absent')}; these programs are compiled for "
-                    f"{self.arguments.get(name, 'calls without it')}."
-                )
-        with explain_out_of_memory(target.init_cache, *data["prompt"].shape):
+        check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
+        check_functions(list_functions(target=target, drafter=drafter), self.functions)
+        with explain_out_of_memory(target, drafter, *data["prompt"].shape):
             return run(target, drafter, prefill(target, drafter, **data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -121,7 +119,7 @@ class CompiledGenerate:
         The file holds no parameters. Where JAX's cache was in use, they are compiled anew for it.
 
         Args:
-          path: of the file, which is replaced if it exists.
+          path: of the file, which is replaced if it exists. Its folder is made if it is absent.
 
         Raises:
           OSError: if the file cannot be written.
@@ -216,6 +214,7 @@ def compile_generate(
         _describe_arguments(target, drafter, data["settings"]),
         programs,
         functools.partial(serialize_programs, lowered, programs, is_cache_in_use()),
+        list_functions(target=target, drafter=drafter),
     )
 
 
@@ -256,7 +255,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     listed = None if options["num_logprobs"] is None else TopLogprobs._make(TopLogprobs._fields)
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
-    return CompiledGenerate(options, description["arguments"], programs, lambda: saved)
+    return CompiledGenerate(options, description["arguments"], programs, lambda: saved, {})
 
 
 def _read_arguments(

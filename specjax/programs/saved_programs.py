@@ -113,7 +113,7 @@ def load_program(program: SavedProgram, result: Any = None) -> Callable[..., Any
 def write_programs(
     path: str | os.PathLike[str], description: dict[str, Any], programs: Sequence[SavedProgram]
 ) -> None:
-    """Writes a file of programs; `description` is what JSON can say of them."""
+    """Writes a file of programs, and its folder; `description` is what JSON can say of them."""
     header = {
         "format": _FORMAT,
         "made_by": describe_process(),
@@ -121,6 +121,7 @@ def write_programs(
         "programs": [(len(data), *counts) for data, *counts in programs],
         "sha256": _digest(programs),
     }
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as temporary, temporary.open("wb") as file:
         file.write(json.dumps(header, default=operator.index).encode() + b"\n")
         file.writelines(program.data for program in programs)

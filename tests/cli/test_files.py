@@ -57,6 +57,14 @@ def test_a_new_file_has_the_mode_that_any_other_has(tmp_path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    for folder in (tmp_path / "absent", tmp_path / "file"):
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match=r"No such file|Not a directory") as caught:
+            replace_file(folder / "a.txt").__enter__()
+        assert caught.value.filename == str(folder)
+
+
 def test_a_device_is_written_to_and_not_replaced(tmp_path):
     link = tmp_path / "a.png"
     link.symlink_to(os.devnull)

@@ -1,5 +1,6 @@
 """The programs of `generate` before the first prompt, in this process and in the next."""
 
+import dataclasses
 import json
 
 import jax
@@ -109,6 +110,24 @@ def test_what_was_not_compiled_for_is_refused(source, request):
             run(programs, **change)
 
 
+def test_other_functions_than_those_compiled_in_are_refused(compiled):
+    """They would be left unused: what was compiled runs."""
+
+    def apply(*arguments):
+        return MODEL.apply(*arguments)
+
+    another = specjax.Model(MODEL.params, MODEL.init_cache, apply, MODEL.logits)
+    drafter = dataclasses.replace(NGRAM, propose=specjax.ngram_drafter(max_ngram=2).propose)
+    longer = dataclasses.replace(MODEL, max_length=99)
+    for change, words in [
+        ({"model": another}, r"target.apply is <function .*, and another function is compiled in;"),
+        ({"drafter": drafter}, "drafter.propose is <function"),
+        ({"model": longer}, "target.max_length is 99, and None is compiled in;"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            run(compiled, **change)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -129,7 +148,7 @@ def test_a_file_from_elsewhere_is_refused_before_its_programs_are_read(
 
 
 def test_a_file_that_was_cut_is_refused_and_one_that_was_loaded_is_saved_again(path, tmp_path):
-    again, cut = tmp_path / "again", tmp_path / "cut"
+    again, cut = tmp_path / "absent" / "folder" / "again", tmp_path / "cut"
     specjax.load_compiled(path).save(again)
     assert again.read_bytes() == path.read_bytes()
     cut.write_bytes(path.read_bytes()[:-1])
