@@ -180,7 +180,7 @@ class StreamPrograms:
 
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt but for its last token."""
-        with self._explain_out_of_memory(target):
+        with self._explain_out_of_memory(target, drafter):
             arguments = self._arguments | {"with_rows": True}
             read = self._call("prompt", prefill_program(), target, drafter, **arguments)
             state, self._first_rows = jax.block_until_ready(read)
@@ -203,7 +203,7 @@ class StreamPrograms:
 
         A step drafts first, so that a text need not wait for what follows its last token.
         """
-        with self._explain_out_of_memory(target):
+        with self._explain_out_of_memory(target, drafter):
             state = self.draft(drafter, state)
             rows, self._first_rows = self._first_rows, None
             if rows is None:
@@ -216,8 +216,10 @@ class StreamPrograms:
                 self._begin("draft")
             return jax.block_until_ready(state._replace(target_cache=cache))
 
-    def _explain_out_of_memory(self, target: Model) -> contextlib.AbstractContextManager[None]:
-        return explain_out_of_memory(target.init_cache, *self._arguments["prompt"].shape)
+    def _explain_out_of_memory(
+        self, target: Model, drafter: Drafter | None
+    ) -> contextlib.AbstractContextManager[None]:
+        return explain_out_of_memory(target, drafter, *self._arguments["prompt"].shape)
 
     def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
         state, cache = _without_cache(state)

@@ -6,6 +6,7 @@ slice of every width would be a compilation of its own. `unpad` takes the room o
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,17 +137,37 @@ def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(init_cache: Any, batch_size: int, max_length: int) -> Iterator[None]:
-    """Names the bytes of the target's cache in an error of a device that ran out of memory."""
+def explain_out_of_memory(
+    target: Any, drafter: Any, batch_size: int, max_length: int
+) -> Iterator[None]:
+    """Names the bytes of a batch's caches in an error of a device that ran out of memory.
+
+    Args:
+      target: a `Model`.
+      drafter: a `Drafter`, or None.
+      batch_size: B.
+      max_length: S.
+
+    Raises:
+      MemoryError: for the device's error.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        cache = jax.eval_shape(lambda: init_cache(batch_size, max_length))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        sizes = [f"The target's cache takes {_size_of(target.init_cache, batch_size, max_length)}"]
+        if drafter is not None:
+            init = functools.partial(drafter.init, drafter.params)
+            sizes.append(f"the drafter's state {_size_of(init, batch_size, max_length)}")
         raise MemoryError(
-            f"The device is out of memory. The target's cache of {batch_size} requests with "
-            f"max_length {max_length} takes {size / 2**30:.2f} GiB; a smaller batch or max_length "
-            "takes less."
+            f"The device is out of memory. {' and '.join(sizes)} for batch_size {batch_size} and "
+            f"max_length {max_length}; a smaller one of either takes less."
         ) from error
+
+
+def _size_of(init: Any, batch_size: int, max_length: int) -> str:
+    """Returns the size of what `init` makes for a batch, nothing of which is made."""
+    tree = jax.eval_shape(lambda: init(batch_size, max_length))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return f"{size / 2**30:.2f} GiB ({size} bytes)"

@@ -144,7 +144,7 @@ def generate(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
-    with explain_out_of_memory(target.init_cache, *arguments["prompt"].shape):
+    with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         return prefill_and_run(run_loop, target, drafter, **arguments)
 
 

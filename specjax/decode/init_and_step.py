@@ -107,7 +107,7 @@ def init(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
-    with explain_out_of_memory(target.init_cache, *arguments["prompt"].shape):
+    with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         state, _ = prefill_and_run(run_step, target, drafter, **arguments)
         return state
 

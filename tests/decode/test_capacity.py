@@ -135,11 +135,14 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
         return jnp.stack([token_ids, token_ids], axis=-1), cache
 
     huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
-    words = r"target's cache of 3 requests with max_length 16 takes 49152.00 GiB"
+    words = (
+        r"The target's cache takes 49152.00 GiB \(52776558133248 bytes\) and the drafter's state "
+        r"0.00 GiB \(192 bytes\) for batch_size 3 and max_length 16; a smaller one"
+    )
     with pytest.raises(MemoryError, match=words):
         specjax.init(
             huge,
-            None,
+            BY_MODEL,
             *bigrams.prompts(ROWS, 7),
             keys=bigrams.keys(B),
             max_new_tokens=9,
