@@ -49,8 +49,9 @@ class SpeculativeConfig:
       synthetic_acceptance_length: in [1, K + 1], mean tokens per step, with the least variance.
       use_fp64_gumbel: noise in float64, which needs `jax_enable_x64`.
       step_costs: K + 1 numbers > 0 for "auto", the time of a step that drafts and verifies
-        0, 1, ..., K tokens, relative to one another; `specjax sweep` measures them. None is
-        `DEFAULT_STEP_COSTS`. Without "auto", None.
+        0, 1, ..., K tokens, relative to one another; `specjax sweep` measures them. They need not
+        rise: a measured table is taken as it is. None is `DEFAULT_STEP_COSTS`. Without "auto",
+        None.
 
     Raises:
       ValueError: if a value is outside the ranges above.
@@ -206,19 +207,22 @@ def _num_tokens(value: Any) -> int:
 
 def _check_step_costs(values: Any) -> tuple[float, ...]:
     try:
-        costs = tuple(values)
+        costs = () if isinstance(values, str) else tuple(values)
     except TypeError:
         costs = ()
     if not 2 <= len(costs) <= _MOST_SPECULATIVE_TOKENS + 1:
+        came = f"has {len(costs)} of them" if costs else f"is {values!r}"
         raise ValueError(
-            f"step_costs is {values!r}; it needs 2 to {_MOST_SPECULATIVE_TOKENS + 1} numbers, the "
-            "costs of steps with 0, 1, ... drafted tokens."
+            f"step_costs needs 2 to {_MOST_SPECULATIVE_TOKENS + 1} numbers, the times of steps "
+            f"with 0, 1, ... drafted tokens; it {came}."
         )
-    largest = float(np.finfo(np.float32).max)
-    costs = tuple(_number(f"step_costs[{k}]", cost, 0, largest) for k, cost in enumerate(costs))
-    if 0 in costs:
-        raise ValueError(f"step_costs[{costs.index(0)}] is 0; a step takes time.")
-    return costs
+    for k, cost in enumerate(costs):
+        if not 0 < _to_float(cost) <= np.finfo(np.float32).max:
+            raise ValueError(
+                f"step_costs[{k}] is {cost!r}; a step's time needs to be a number > 0, and finite "
+                "in float32."
+            )
+    return tuple(float(cost) for cost in costs)
 
 
 def _check_rejection_sample_method(method: Any) -> None:
@@ -239,13 +243,18 @@ def _check_draft_sample_method(method: Any) -> None:
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
-    try:
-        number = math.nan if isinstance(value, (str, bool)) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+    number = _to_float(value)
     if not low <= number <= high:
         raise ValueError(f"{name} is {value!r}; it needs to be a number in [{low}, {high}].")
     return number
+
+
+def _to_float(value: Any) -> float:
+    """Returns a number as a float, and NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _rates(values: Any, size: int) -> tuple[float, ...]:

@@ -55,12 +55,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
 
 
-def _parse_numbers(text: str) -> tuple[float, ...]:
+def _parse_numbers(text: str, example: str = "0.8,0.6,0.4") -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of numbers; separate them by commas, like 0.8,0.6,0.4"
+            f"{text!r} is no list of numbers; separate them by commas, like {example}"
         ) from None
 
 
@@ -72,7 +72,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
     """Returns numbers, or those that the JSON of `specjax sweep` in a file holds."""
     if not os.path.exists(text):
         try:
-            return _parse_numbers(text)
+            return _parse_numbers(text, "1,1.2,1.4")
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
     try:
@@ -173,9 +173,7 @@ def _add_report_options(group: Any) -> None:
     group.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the stream"
     )
-    group.add_argument(
-        "--no-baseline", action="store_true", help="deprecated, does nothing: see --compare"
-    )
+    group.add_argument("--no-baseline", action="store_true", help="deprecated, does nothing")
 
 
 def _add_speculation_options(group: Any) -> None:
@@ -288,11 +286,15 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")
     parse_sampling_options(options)
-    if options.draft == "none" and options.rejection_sample_method == "synthetic":
-        raise ValueError(
-            "--draft is none, so there are no drafted tokens to accept; --rejection-sample-method "
-            "synthetic needs a draft."
-        )
+    drafting = {
+        "num-speculative-tokens": options.num_speculative_tokens is not None,
+        "step-costs": options.step_costs is not None,
+        "rejection-sample-method synthetic": options.rejection_sample_method == "synthetic",
+        "draft-sample-method greedy": options.draft_sample_method == "greedy",
+    }
+    given = [option for option, is_given in drafting.items() if is_given]
+    if options.draft == "none" and given:
+        raise ValueError(f"--draft is none, so nothing is drafted; --{given[0]} needs a draft.")
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file are given; give one of them.")
     return options, _make_config(options)

@@ -1,6 +1,7 @@
 """The folder in which compiled programs are kept for the next process."""
 
 import hashlib
+import numbers
 import os
 import pathlib
 import platform
@@ -41,8 +42,11 @@ def enable_compilation_cache(
       >>> folder is None or folder.is_dir()
       True
     """
-    if not min_compile_seconds >= 0:
-        raise ValueError(f"min_compile_seconds is {min_compile_seconds}; it needs to be >= 0.")
+    is_number = isinstance(min_compile_seconds, numbers.Real)
+    if not is_number or not min_compile_seconds >= 0:
+        raise ValueError(
+            f"min_compile_seconds is {min_compile_seconds!r}; it needs to be a number >= 0."
+        )
     settings = jax.config.values
     if not settings["jax_enable_compilation_cache"]:
         return None

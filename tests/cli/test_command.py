@@ -44,6 +44,7 @@ TARGET = TransformerConfig(
 PROMPT = "a bé🙂 ab ab"
 EMBEDDED = str(pretrained_folder("draft"))
 SHORT = ["--max-new-tokens", "20", "--num-speculative-tokens", "2"]
+PLAIN = ["--max-new-tokens", "20"]
 
 
 def byte_tokenizer(vocab_size=260):
@@ -87,11 +88,7 @@ def _use_own_environment(tmp_path, monkeypatch):
 
 
 def run_json(capsys, pair, *options):
-    target, draft = pair
-    drafting = () if "--draft" in options else ("--draft", draft)
-    assert (
-        main(["generate", PROMPT, "--target", target, *drafting, "--json", *SHORT, *options]) == 0
-    )
+    assert run_generate(pair, "--json", *options) == 0
     captured = capsys.readouterr()
     assert not captured.err
     return json.loads(captured.out)
@@ -99,7 +96,9 @@ def run_json(capsys, pair, *options):
 
 def run_generate(pair, *options):
     target, draft = pair
-    return main(["generate", PROMPT, "--target", target, "--draft", draft, *SHORT, *options])
+    drafting = () if "--draft" in options else ("--draft", draft)
+    length = PLAIN if "none" in options else SHORT
+    return main(["generate", PROMPT, "--target", target, *drafting, *length, *options])
 
 
 class FakeTerminal(io.StringIO):
@@ -433,8 +432,13 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--synthetic-acceptance-rate", "0.5"], "-rate is given, but --rejection-sample-m"),
         (
             ["x", *SYNTHETIC, "--synthetic-acceptance-rate", "1", "--draft", "none"],
-            "no drafted tokens to accept",
+            "--draft is none, so nothing is drafted; --rejection-sample-method synthetic needs a d",
         ),
+        (["x", "--draft", "none", *SHORT], "--draft is none,.*; --num-speculative-tokens needs a"),
+        (["x", "--draft", "none", "--step-costs", "1,2"], "--step-costs needs a draft"),
+        (["x", "--draft", "none", "--draft-sample-method", "greedy"], "-method greedy needs a dra"),
+        (["x", "--step-costs", "1,-1"], r"--step-costs\[1\] is -1.0; a step's time needs to be"),
+        (["x", "--step-costs", ""], "'' is no list of numbers; .* like 1,1.2,1.4; and there is no"),
         (["x", "--num-speculative-tokens", "0"], "--num-speculative-tokens is 0"),
         (["x", "--draft-sample-method", "gumbel"], '"probabilistic"'),
         (["x", "--temperature", "-1"], "--temperature is -1.0"),
@@ -560,7 +564,7 @@ def test_a_bad_folder_is_refused(capsys, tmp_path, name, content):
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    message = refusal(capsys, "x", "--target", str(folder), "--draft", "none", *SHORT)
+    message = refusal(capsys, "x", "--target", str(folder), "--draft", "none", *PLAIN)
     assert str(folder) in message
 
 
@@ -587,7 +591,7 @@ def test_without_the_extra_the_sentence_says_what_to_install(capsys, monkeypatch
 
 def test_invalid_logits_and_an_interruption_have_their_own_codes(capsys, tmp_path, monkeypatch):
     broken = write_model(tmp_path / "broken", TARGET, 0, scale=float("nan"))
-    assert main(["generate", "x", "--target", broken, "--draft", "none", "--json", *SHORT]) == 1
+    assert main(["generate", "x", "--target", broken, "--draft", "none", "--json", *PLAIN]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)["finish"] == "invalid_logits"
     assert captured.err == "specjax: the target's logits turned invalid.\n"

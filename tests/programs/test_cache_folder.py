@@ -1,5 +1,6 @@
 """The cache of compiled programs: which folder is used, and that it is read and written."""
 
+import math
 import os
 import stat
 
@@ -71,8 +72,10 @@ def test_a_cache_that_is_off_or_cannot_be_written_is_none_and_a_folder_asked_for
     assert specjax.enable_compilation_cache() is None
     with pytest.raises(OSError, match="file"):
         specjax.enable_compilation_cache(tmp_path / "file")
-    with pytest.raises(ValueError, match="min_compile_seconds is -1; it needs to be >= 0"):
-        specjax.enable_compilation_cache(min_compile_seconds=-1)
+    for seconds, came in ((-1, "-1"), ("0.5", "'0.5'"), (None, "None"), (math.nan, "nan")):
+        sentence = f"min_compile_seconds is {came}; it needs to be a number >= 0"
+        with pytest.raises(ValueError, match=sentence):
+            specjax.enable_compilation_cache(tmp_path, min_compile_seconds=seconds)
     jax.config.update("jax_enable_compilation_cache", False)
     assert specjax.enable_compilation_cache(tmp_path) is None
     assert jax.config.jax_compilation_cache_dir is None
