@@ -80,6 +80,9 @@ class VerifyArrays(NamedTuple):
       temperature: f32[B].
       conditional_rates: f32[B, K], or None.
       bonus_token_ids: i32[B], or None.
+      token_map: i32[V_d] of a public call, the target's id of every draft id, or None.
+      draft_ids: i32[V], its inverse, which `once_per_request` makes: the draft id of every token of
+        the target, V_d where the draft has none. None where the ids are the same.
     """
 
     target_logits: Any
@@ -98,6 +101,8 @@ class VerifyArrays(NamedTuple):
     temperature: Any
     conditional_rates: Any
     bonus_token_ids: Any
+    token_map: Any = None
+    draft_ids: Any = None
 
     @classmethod
     def from_draft(
@@ -131,6 +136,7 @@ class VerifyArrays(NamedTuple):
             temperature=temperature,
             conditional_rates=conditional_rates,
             bonus_token_ids=bonus_token_ids,
+            token_map=draft.token_map,
         )
 
     def without_drafts(self) -> "VerifyArrays":
@@ -144,4 +150,5 @@ class VerifyArrays(NamedTuple):
             draft_temperature=None,
             draft_rows=None,
             conditional_rates=None,
+            token_map=None,
         )

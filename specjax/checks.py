@@ -14,6 +14,7 @@ __all__ = [
     "check_count",
     "check_cumulative",
     "check_draft",
+    "check_draft_methods",
     "check_keys",
     "check_logits",
     "check_noise_dtype",
@@ -156,7 +157,7 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
         raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
     size = ids.shape[0] if ragged_batch_size is None else ragged_batch_size
     if draft.logits is None:
-        for name in ("logprobs", "logsumexp", "cutoff", "rows"):
+        for name in ("logprobs", "logsumexp", "cutoff", "rows", "token_map"):
             if getattr(draft, name) is not None:
                 raise ValueError(
                     f"draft.{name} is given without draft.logits; drafts without logits are "
@@ -172,6 +173,7 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
                 "draft.rows, which says where each request's rows lie."
             )
     i32, f32, shape = jnp.int32, jnp.float32, ids.shape
+    vocabulary = () if draft.logits is None else draft.logits.shape[-1:]
     return Draft(
         token_ids=parse_array("draft.token_ids", ids, i32, shape),
         logits=draft.logits,
@@ -181,7 +183,21 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
         cutoff=parse_optional("draft.cutoff", draft.cutoff, f32, shape),
         num_tokens=parse_optional("draft.num_tokens", draft.num_tokens, i32, (size,)),
         rows=parse_optional("draft.rows", draft.rows, i32, shape[:1]),
+        token_map=parse_optional("draft.token_map", draft.token_map, i32, vocabulary),
     )
+
+
+def check_draft_methods(draft_sample_method: Any, rejection_sample_method: Any) -> None:
+    """Raises `ValueError` for a method that there is not."""
+    if draft_sample_method not in ("probabilistic", "greedy"):
+        raise ValueError(
+            f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
+        )
+    if rejection_sample_method not in ("standard", "coupled"):
+        raise ValueError(
+            f"rejection_sample_method is {rejection_sample_method!r}; it is 'standard' or "
+            "'coupled', which says with which noise to draft."
+        )
 
 
 def check_cumulative(cu_num_draft_tokens: Any) -> int:

@@ -29,6 +29,9 @@ class Draft(NamedTuple):
         requests are inactive, and reads a drafter's -1 as 0.
       rows: i32[B], request b's logits are `logits[rows[b]]`. Reordering a batch moves no
         logits. None is b.
+      token_map: i32[V_d], the target's id of every column of `logits`, of a draft that knows some
+        of the target's tokens; `token_ids` are the target's ids. q is 0 at tokens that the map does
+        not hold. None is the same ids. Repeated ids bias the output: a map on the host is checked.
     """
 
     token_ids: jax.Array
@@ -39,6 +42,7 @@ class Draft(NamedTuple):
     cutoff: jax.Array | None = None
     num_tokens: jax.Array | None = None
     rows: jax.Array | None = None
+    token_map: jax.Array | None = None
 
 
 jax.export.register_namedtuple_serialization(Draft, serialized_name="specjax.Draft")

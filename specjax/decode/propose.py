@@ -10,6 +10,7 @@ from specjax.call_arrays import CallOptions, SampleArrays
 from specjax.checks import (
     as_array,
     check_count,
+    check_draft_methods,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -17,15 +18,16 @@ from specjax.checks import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
-from specjax.core.truncation import Filters
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import apply_sampling_to_draft
+from specjax.processing.draft_vocabulary import DraftVocabulary, read_vocabulary
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
-from specjax.processing.sampling_params import SamplingParams, read_sampling, split_sampling
+from specjax.processing.sampling_params import SamplingParams, read_draft_sampling
+from specjax.sample import Sample
 from specjax.samplers.gumbel_sample import sample_batch
 
 __all__ = ["propose", "propose_step"]
@@ -46,6 +48,8 @@ def propose(
     rejection_sample_method: str = "standard",
     sampling: SamplingParams | None = None,
     history: History | None = None,
+    token_map: Any = None,
+    vocab_size: int | None = None,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> tuple[Draft, Any]:
@@ -79,6 +83,9 @@ def propose(
         and the cutoffs.
       history: the committed tokens, which penalties and bad words read, as in `process_logits`.
         The tokens drafted so far count too.
+      token_map: i32[V_d], distinct ids of the target, one per column of the logits. `step_fn` is
+        fed target ids, and `sampling` and `history` are by these. None is the column's own.
+      vocab_size: V of the target, a Python int; with `token_map` alone.
       noise_dtype: float32 or float64, as in `gumbel_sample`.
       implementation: as in `gumbel_sample`, of the draws and the cutoffs.
 
@@ -109,6 +116,7 @@ def propose(
         rejection_sample_method=rejection_sample_method,
         sampling=sampling,
         history=history,
+        vocabulary=read_vocabulary(token_map, vocab_size),
         noise_dtype=noise_dtype,
         implementation=implementation,
     )
@@ -128,11 +136,12 @@ def _draft_tokens(
     noise_dtype: Any,
     sampling: SamplingParams | None = None,
     history: History | None = None,
+    vocabulary: DraftVocabulary | None = None,
     implementation: str | Implementation | None = None,
     num_drawn: Any = None,
 ) -> tuple[Draft, Any]:
     """Returns what `propose` does; only the first `num_drawn` tokens, i32[], if it is given."""
-    _check_methods(draft_sample_method, rejection_sample_method)
+    check_draft_methods(draft_sample_method, rejection_sample_method)
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
     token_ids, positions, temperature = _check_batch(token_ids, positions, temperature)
     size = token_ids.shape[0]
@@ -141,8 +150,8 @@ def _draft_tokens(
     # A greedy draft is one-hot, and what is verified by coupling needs no q.
     tokens_alone = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
-    rules, filters = _draft_sampling(sampling, size, greedy)
-    history = check_history(rules, History() if history is None else history, size)
+    rules, filters = read_draft_sampling(sampling, size, greedy)
+    rules, history = _read_history(rules, history, size, vocabulary)
     keys = check_keys(keys, size)
     options = CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation))
 
@@ -157,10 +166,11 @@ def _draft_tokens(
             RowContext(history, drafted, jnp.asarray(i, jnp.int32)),
             temperature=draft_temperature,
             implementation=options.implementation,
+            vocabulary=vocabulary,
         )
         stream = jnp.asarray(Stream.TARGET if coupled else Stream.draft(i), jnp.int32)
         arrays = SampleArrays(logits, keys, positions + i, stream, draft_temperature, cutoff)
-        sample = sample_batch(arrays, options=options)
+        sample = _sample(arrays, options, vocabulary, coupled)
         outputs = [] if tokens_alone else [logits, sample.logprobs, sample.logsumexp]
         outputs += [] if tokens_alone or cutoff is None else [cutoff]
         # An invalid row gives -1, which ends the drafts; the model gets a token.
@@ -170,7 +180,8 @@ def _draft_tokens(
     if tokens_alone:
         return Draft(rows[0]), carry
     ids, logits, logprobs, logsumexp, *cutoff = rows
-    return Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff), carry
+    draft = Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff)
+    return draft._replace(token_map=vocabulary and vocabulary.token_map), carry
 
 
 def propose_step(
@@ -181,6 +192,8 @@ def propose_step(
     num_tokens: jax.Array,
     temperature: jax.Array,
     config: SpeculativeConfig,
+    token_map: Any = None,
+    vocab_size: int | None = None,
     **options: Any,
 ) -> tuple[Draft, Any]:
     """Returns the draft of one step of a decode loop: `propose` by a config.
@@ -194,6 +207,8 @@ def propose_step(
       num_tokens: i32[B], most drafted tokens of each request, -1 for an inactive one.
       temperature: f32[B].
       config: gives K, the method and the dtype of the noise.
+      token_map: as in `propose`, as is `vocab_size`.
+      vocab_size: a Python int, or None.
       **options: what else a drafter is given that `propose` takes.
 
     Returns:
@@ -208,6 +223,7 @@ def propose_step(
         draft_sample_method=config.draft_sample_method,
         rejection_sample_method="coupled" if config.draws_on_target_stream else "standard",
         noise_dtype=config.noise_dtype,
+        vocabulary=read_vocabulary(token_map, vocab_size),
         num_drawn=None if config.step_costs is None else jnp.max(num_tokens),
         **options,
     )
@@ -240,24 +256,27 @@ def _draw_tokens(
     return rows, carry
 
 
-def _draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[LogitRules, Filters]:
-    """Returns checked rules and filters; an argmax needs no filters."""
-    sampling = SamplingParams() if sampling is None else read_sampling(sampling, size)
-    rules, filters = split_sampling(sampling)
-    return rules, Filters(None, None, None) if greedy else filters
+def _read_history(
+    rules: LogitRules, history: History | None, size: int, vocabulary: DraftVocabulary | None
+) -> tuple[LogitRules, History]:
+    """Returns rules and a checked history, of the draft's tokens if it has some alone."""
+    history = check_history(rules, History() if history is None else history, size)
+    return (rules, history) if vocabulary is None else vocabulary.take(rules, history)
 
 
-def _check_methods(draft_sample_method: Any, rejection_sample_method: Any) -> None:
-    """Raises `ValueError` for a method that there is not."""
-    if draft_sample_method not in ("probabilistic", "greedy"):
-        raise ValueError(
-            f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
+def _sample(
+    arrays: SampleArrays, options: CallOptions, vocabulary: DraftVocabulary | None, coupled: bool
+) -> Sample:
+    """Returns a draw from each row, by target ids."""
+    if vocabulary is None:
+        return sample_batch(arrays, options=options)
+    if coupled:
+        # What is to agree with the target's draws takes the noise of the target's ids.
+        return sample_batch(
+            arrays._replace(logits=vocabulary.spread(arrays.logits)), options=options
         )
-    if rejection_sample_method not in ("standard", "coupled"):
-        raise ValueError(
-            f"rejection_sample_method is {rejection_sample_method!r}; it is 'standard' or "
-            "'coupled', which says with which noise to draft."
-        )
+    sample = sample_batch(arrays, options=options)
+    return sample._replace(token_ids=vocabulary.token_ids(sample.token_ids))
 
 
 def _check_batch(

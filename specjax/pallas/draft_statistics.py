@@ -19,7 +19,7 @@ from specjax.pallas.blocks import (
     store_partials,
 )
 from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output
-from specjax.pallas.load_request import Plan, load_request, locate_draft_row
+from specjax.pallas.load_request import Plan, load_draft_ids, load_request, locate_draft_row
 
 __all__ = [
     "add_draft_statistics",
@@ -91,9 +91,8 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -
         def _() -> None:
             statistics = row_statistics(load_tiles(out.partials, index, has_draft), scale)
             at = request.first_draft + i
-            logit = load_logits(
-                arrays.draft_logits, row.row_index, arrays.token_ids[at], row.cutoff, has_draft
-            )
+            draft_id = load_draft_ids(arrays, arrays.token_ids[at])
+            logit = load_logits(arrays.draft_logits, row.row_index, draft_id, row.cutoff, has_draft)
             logsumexp = row_logsumexp(statistics.normalizer, scale)
             out.logsumexp[at] = jnp.where(statistics.valid, logsumexp, jnp.nan)
             out.logprobs[at] = token_logprobs(logit, statistics.normalizer, scale)

@@ -268,7 +268,7 @@ def _draw_tile(
     masses = reduce_masses(arrays, prefix, tile_index, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        draft_logprobs = load_draft_logprobs(arrays.draft_logits, prefix.drafted, token_id)
+        draft_logprobs = load_draft_logprobs(arrays, prefix.drafted, token_id)
         return residual_logprobs(logprobs, draft_logprobs)
 
     winner = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)

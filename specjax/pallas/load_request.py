@@ -23,6 +23,7 @@ __all__ = [
     "DraftedToken",
     "Plan",
     "RequestScalars",
+    "load_draft_ids",
     "load_drafted",
     "load_drafted_logit",
     "load_masked",
@@ -229,6 +230,15 @@ def locate_draft_row(
     return DraftRow(row, parse_temperature(temperature), cutoff)
 
 
+def load_draft_ids(arrays: VerifyArrays, token_id: jax.Array) -> jax.Array:
+    """Loads the draft ids of target ids of any shape; V_d where the draft has no such token."""
+    if arrays.draft_ids is None:
+        return token_id
+    inside = (token_id >= 0) & (token_id < arrays.draft_ids.shape[0])
+    none = jnp.int32(arrays.draft_logits.shape[1])
+    return plgpu.load(arrays.draft_ids.at[token_id], mask=inside, other=none)
+
+
 def load_drafted(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
 ) -> DraftedToken:
@@ -241,7 +251,8 @@ def load_drafted(
         # `index >= 0` is True, of the index's shape.
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
     row = locate_draft_row(arrays, request, i, mask, plan)
-    logit = load_logits(arrays.draft_logits, row.row_index, token_id, row.cutoff, mask)
+    draft_id = load_draft_ids(arrays, token_id)
+    logit = load_logits(arrays.draft_logits, row.row_index, draft_id, row.cutoff, mask)
     logprob = load_masked(arrays.draft_logprobs, index, mask)
     logsumexp = load_masked(arrays.draft_logsumexp, index, mask)
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)

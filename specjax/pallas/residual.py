@@ -19,7 +19,7 @@ from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual
 from specjax.pallas.blocks import load_raw_logits, tile_token_ids
 from specjax.pallas.gumbel_max import BlockNoise, Draw, draw_token
 from specjax.pallas.launch import make_exp2
-from specjax.pallas.load_request import DraftedToken, Plan
+from specjax.pallas.load_request import DraftedToken, Plan, load_draft_ids
 from specjax.pallas.next_token import AcceptedPrefix, row_block_logprobs
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.target_rows import VerifiedRows
@@ -34,12 +34,13 @@ __all__ = [
 
 
 def load_draft_logprobs(
-    draft_logits: Any, drafted: DraftedToken | None, token_id: jax.Array
+    arrays: VerifyArrays, drafted: DraftedToken | None, token_id: jax.Array
 ) -> jax.Array:
-    """Loads log q at token ids >= 0 of the target's vocabulary; -inf past the draft's."""
+    """Loads log q at token ids >= 0 of the target's vocabulary; -inf where the draft has none."""
     assert drafted is not None
-    row = drafted.row
-    x = mask_below_cutoff(load_raw_logits(draft_logits, row.row_index, token_id), row.cutoff)
+    row, draft_id = drafted.row, load_draft_ids(arrays, token_id)
+    x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
+    x = mask_below_cutoff(x, row.cutoff)
     return token_logprobs(x, drafted.normalizer, row.temperature.scale)
 
 
@@ -48,7 +49,7 @@ def residual_operands(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log(rho p) and log q at token ids, from log p."""
     drafted = prefix.drafted
-    draft_logprobs = load_draft_logprobs(arrays.draft_logits, drafted, token_id)
+    draft_logprobs = load_draft_logprobs(arrays, drafted, token_id)
     if prefix.log_rho is None or drafted is None:
         return logprobs, draft_logprobs
     one_hot = jnp.where(token_id == drafted.token_id, jnp.float32(jnp.inf), -jnp.inf)

@@ -220,7 +220,7 @@ def log_weights_by_rule(
     is_drafted = token_id == drafted.token_id
     draft_logprobs = jnp.where(is_drafted, jnp.float32(0), -jnp.inf)
     if arrays.draft_logits is not None:
-        sampled = load_draft_logprobs(arrays.draft_logits, drafted, token_id)
+        sampled = load_draft_logprobs(arrays, drafted, token_id)
         draft_logprobs = jnp.where(drafted.one_hot, draft_logprobs, sampled)
     x = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
     logprob = prefix.row.logprobs(x)

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checks import check_shape
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation
+from specjax.processing.draft_vocabulary import DraftVocabulary
 from specjax.processing.history import History
 from specjax.processing.logit_cutoff import find_cutoff, logit_cutoff
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
@@ -109,14 +111,20 @@ def apply_sampling_to_draft(
     *,
     temperature: jax.Array,
     implementation: Implementation,
+    vocabulary: DraftVocabulary | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d].
 
     Rules and counts of another vocabulary are cut or filled with zeros at their end. A token that
     they do not have counts 0, has no bias, and is not allowed where there is a mask. The bits that
-    a packed mask has left in its last word are kept.
+    a packed mask has left in its last word are kept. With a `vocabulary` the rules and the history
+    are those that its `take` returned.
     """
-    vocab_size = logits.shape[-1]
+    vocab_size, drafted = logits.shape[-1], context.drafted_token_ids
+    if vocabulary is not None:
+        check_shape("logits", logits, (logits.shape[0], *vocabulary.token_map.shape))
+        columns = None if drafted is None else vocabulary.columns(drafted)
+        context = context._replace(drafted_columns=columns)
     bias, allowed, history = rules.bias, rules.allowed, context.history
     if bias is not None:
         bias = _resize(bias, vocab_size)

@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.processing.history import History, recent_tokens
 
-__all__ = ["bad_words_array", "forbid_words"]
+__all__ = ["bad_words_array", "forbid_words", "word_lengths"]
 
 
 def bad_words_array(words: Sequence[Any]) -> np.ndarray:
@@ -53,6 +53,11 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
 
 
+def word_lengths(words: jax.Array) -> jax.Array:
+    """Returns how many tokens each word i32[..., M] has before its padding, i32[...]."""
+    return jnp.sum(jnp.cumprod((words >= 0).astype(jnp.int32), axis=-1), axis=-1)
+
+
 def forbid_words(
     x: jax.Array, words: jax.Array, history: History, drafted: Any, first_row: jax.Array
 ) -> jax.Array:
@@ -73,7 +78,7 @@ def forbid_words(
         return x
     words = words if words.ndim == 3 else words[None]
     num_before = words.shape[-1] - 1
-    length = jnp.sum(jnp.cumprod((words >= 0).astype(jnp.int32), axis=-1), axis=-1)
+    length = word_lengths(words)
     last = jnp.take_along_axis(words, jnp.maximum(length - 1, 0)[..., None], axis=-1)[..., 0]
     matches = jnp.broadcast_to((length > 0)[:, None], (size, num_rows, words.shape[1]))
     if num_before:

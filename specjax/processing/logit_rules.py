@@ -49,11 +49,13 @@ class RowContext(NamedTuple):
       history: what is committed.
       drafted_token_ids: i32[B, D], the tokens drafted after it, or None.
       first_row: i32[]; row r comes after the first `first_row + r` drafted tokens.
+      drafted_columns: i32[B, D], where the drafted tokens stand in the rows; None is at their ids.
     """
 
     history: History
     drafted_token_ids: jax.Array | None
     first_row: jax.Array
+    drafted_columns: jax.Array | None = None
 
 
 @jax.jit
@@ -66,17 +68,17 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
     ]
     shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
     per_request = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
-    history, drafted, first_row = context
+    history, drafted, first_row, columns = context
 
     def process(batch: Any, whole: Any) -> jax.Array:
-        logits, per_request, history, drafted = batch
+        logits, per_request, history, drafted, columns = batch
         shared, first_row = whole
         rules = LogitRules(
             *(y if x is None else x for x, y in zip(shared, per_request, strict=True))
         )
-        return _process(logits, rules, RowContext(history, drafted, first_row))
+        return _process(logits, rules, RowContext(history, drafted, first_row, columns))
 
-    batch = (rows, per_request, history, drafted)
+    batch = (rows, per_request, history, drafted, columns)
     processed: jax.Array = shard_map_batch(process, rows)(batch, (shared, first_row))
     return processed.reshape(logits.shape)
 
@@ -99,7 +101,7 @@ def _process(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.A
         x = jnp.where(_per_request(valid), x, jnp.nan)
     x = x.astype(logits.dtype)
     if rules.bad_words is not None:
-        x = forbid_words(x, rules.bad_words, *context)
+        x = forbid_words(x, rules.bad_words, *context[:3])
     return x
 
 
@@ -111,6 +113,8 @@ def _per_request(number: jax.Array) -> jax.Array:
 def _apply_penalties(x: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
     """Applies the repetition, frequency and presence penalties to x f32[B, R, V]."""
     counts, drafted = context.history.counts, context.drafted_token_ids
+    if context.drafted_columns is not None:
+        drafted = context.drafted_columns
     assert counts is not None
     generated = counts.generated[:, None]
     if drafted is not None:

@@ -10,7 +10,7 @@ from specjax.core.truncation import Filters
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.rule_checks import check_rules
 
-__all__ = ["SamplingParams", "read_sampling", "split_sampling"]
+__all__ = ["SamplingParams", "read_draft_sampling", "read_sampling", "split_sampling"]
 
 
 class SamplingParams(NamedTuple):
@@ -90,3 +90,10 @@ def split_sampling(sampling: Any) -> tuple[LogitRules, Filters]:
 jax.export.register_namedtuple_serialization(
     SamplingParams, serialized_name="specjax.SamplingParams"
 )
+
+
+def read_draft_sampling(sampling: Any, size: int, greedy: bool) -> tuple[LogitRules, Filters]:
+    """Returns the checked rules and filters of a draft; an argmax needs no filters."""
+    sampling = SamplingParams() if sampling is None else read_sampling(sampling, size)
+    rules, filters = split_sampling(sampling)
+    return rules, Filters(None, None, None) if greedy else filters

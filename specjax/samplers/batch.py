@@ -2,18 +2,21 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
+from specjax.core.token_map import invert_token_map
 from specjax.implementation import select
 from specjax.mesh import pvary_like
 from specjax.samplers.verify_xla import verify_batch
 from specjax.verification import Verification
 
 __all__ = [
+    "SharedArrays",
     "empty_verification",
     "key_words_per_request",
     "once_per_request",
@@ -23,15 +26,30 @@ __all__ = [
 ]
 
 
+class SharedArrays(NamedTuple):
+    """What every shard of a batch needs whole.
+
+    Attributes:
+      draft_logits: of all shards, where `draft_rows` may name any; else None.
+      draft_ids: as in `VerifyArrays`.
+    """
+
+    draft_logits: jax.Array | None = None
+    draft_ids: jax.Array | None = None
+
+
 def key_words_per_request(keys: jax.Array, size: int) -> jax.Array:
     """Returns key words u32[B, 2]; a single key folds in the index of each request."""
     return jax.random.key_data(keys if keys.shape else fold_in_rows(keys, size))
 
 
 def once_per_request(arrays: VerifyArrays, size: int, max_draft_tokens: int) -> VerifyArrays:
-    """Returns the arrays with one value per request: [B], and rates [B, K]."""
+    """Returns the arrays with one value per request: [B], and rates [B, K]; a map is inverted."""
     if not max_draft_tokens:
         arrays = arrays.without_drafts()
+    if arrays.token_map is not None:
+        draft_ids = invert_token_map(arrays.token_map, arrays.target_logits.shape[-1])
+        arrays = arrays._replace(token_map=None, draft_ids=draft_ids)
     rates = arrays.conditional_rates
     return arrays._replace(
         keys=key_words_per_request(arrays.keys, size),
@@ -44,26 +62,27 @@ def once_per_request(arrays: VerifyArrays, size: int, max_draft_tokens: int) -> 
 
 
 def verify_shard(
-    arrays: VerifyArrays, shared_logits: jax.Array | None, *, options: CallOptions
+    arrays: VerifyArrays, shared: SharedArrays, *, options: CallOptions
 ) -> Verification:
     """Verifies a padded batch, or one shard of it; neither checks nor shards.
 
     Args:
       arrays: from `once_per_request`.
-      shared_logits: draft logits of all shards, where `draft_rows` may name any; else None.
+      shared: arrays that stand in `arrays` where the batch is not sharded; else None there.
       options: static.
 
     Returns:
       `Verification`.
     """
     # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
-    arrays, shared_logits = pvary_like((arrays, shared_logits), arrays, shared_logits)
+    arrays, shared = pvary_like((arrays, shared), arrays, shared)
     target, cutoff = arrays.target_logits, arrays.target_cutoff
-    draft = arrays.draft_logits if shared_logits is None else shared_logits
+    draft = arrays.draft_logits if shared.draft_logits is None else shared.draft_logits
     arrays = arrays._replace(
         target_logits=target.reshape(-1, target.shape[2]),
         target_cutoff=None if cutoff is None else cutoff.reshape(-1),
         draft_logits=None if draft is None else draft.reshape(-1, draft.shape[2]),
+        draft_ids=arrays.draft_ids if shared.draft_ids is None else shared.draft_ids,
     )
     return verifier(options)(arrays)
 

@@ -21,7 +21,14 @@ from specjax.core.noise import Stream, address, uniform
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.next_token_xla import AcceptedPrefix, residual_mass
-from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
+from specjax.samplers.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    drafted_token,
+    take_row,
+)
 
 __all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
 
@@ -42,10 +49,10 @@ class _Judged(NamedTuple):
     uniforms: jax.Array
 
 
-def drafted_tokens(request: Request, draft_logits: jax.Array | None) -> DraftedToken:
+def drafted_tokens(request: Request, draft: DraftRows | None) -> DraftedToken:
     """Returns all drafted tokens of a request, arrays of a leading axis K."""
     index = pvary_like(jnp.arange(request.token_ids.shape[0], dtype=jnp.int32), request)
-    return jax.lax.map(lambda i: drafted_token(request, draft_logits, i), index)
+    return jax.lax.map(lambda i: drafted_token(request, draft, i), index)
 
 
 def is_block_request(request: Request, drafted: DraftedToken) -> jax.Array:
@@ -59,7 +66,7 @@ def accept_block_prefix(
     request: Request,
     drafted: DraftedToken,
     target: LogitRows,
-    draft_logits: jax.Array,
+    draft: DraftRows,
     active: jax.Array,
     noise_dtype: Any,
 ) -> tuple[AcceptedPrefix, jax.Array]:
@@ -69,7 +76,7 @@ def accept_block_prefix(
       request: without a batch axis.
       drafted: its drafted tokens.
       target: rows of every request.
-      draft_logits: [M, V_d].
+      draft: rows of draft logits.
       active: bool, whether the request may emit.
       noise_dtype: float32 or float64.
     """
@@ -85,7 +92,7 @@ def accept_block_prefix(
         u, log_rho = judged.uniforms[length], judged.log_rhos[length]
 
         def is_below() -> jax.Array:
-            mass = residual_mass(request, prefix_of(length), target, draft_logits)
+            mass = residual_mass(request, prefix_of(length), target, draft)
             return accept_block(u, log_rho, mass)
 
         is_whole = length == judged.length
@@ -98,7 +105,7 @@ def accept_block_prefix(
         return pvary_like((length, is_accepted(length)), state)
 
     first = jnp.where(active, judged.length, jnp.int32(0))
-    start = pvary_like((first, is_accepted(first)), request, target, draft_logits)
+    start = pvary_like((first, is_accepted(first)), request, target, draft)
     num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
     return prefix_of(num_accepted), judged.logprobs
 

@@ -18,7 +18,12 @@ from specjax.checks import (
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import shard_map_batch
-from specjax.samplers.batch import empty_verification, once_per_request, verify_shard
+from specjax.samplers.batch import (
+    SharedArrays,
+    empty_verification,
+    once_per_request,
+    verify_shard,
+)
 from specjax.verification import Verification
 
 __all__ = ["coupled_sample"]
@@ -132,4 +137,4 @@ def _coupled_sample(arrays: VerifyArrays, *, options: CallOptions) -> Verificati
     arrays = once_per_request(arrays, size, num_rows - 1)
     run = functools.partial(verify_shard, options=options)
     check_vma = not options.implementation.interpret
-    return shard_map_batch(run, arrays.target_logits, check_vma)(arrays, None)
+    return shard_map_batch(run, arrays.target_logits, check_vma)(arrays, SharedArrays())

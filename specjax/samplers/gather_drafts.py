@@ -30,7 +30,7 @@ def gather_drafts(
         request.
 
     Returns:
-      `Draft` with token arrays [B, K] and the logits of the cache.
+      `Draft` with token arrays [B, K], and the logits and the map of the cache.
 
     Raises:
       ValueError: if the shapes do not fit together.
@@ -49,7 +49,8 @@ def gather_drafts(
         raise ValueError(f"request_ids has shape {request_ids.shape}; it needs [B].")
     num_tokens = jnp.asarray(parse_array("num_tokens", num_tokens, jnp.int32, request_ids.shape))
     check_shape("cached_request_ids", cached_request_ids, (slots,))
-    without_logits = cache._replace(logits=None)
+    # What is not per request does not move.
+    without_logits = cache._replace(logits=None, token_map=None)
 
     def align(batch: Any, shared: Any) -> Draft:
         request_ids, num_tokens = batch
@@ -68,7 +69,7 @@ def gather_drafts(
     draft: Draft = shard_map_batch(align, request_ids)((request_ids, num_tokens), shared)
     if cache.logits is None:
         return draft._replace(rows=None)
-    return draft._replace(logits=cache.logits)
+    return draft._replace(logits=cache.logits, token_map=cache.token_map)
 
 
 def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:

@@ -15,7 +15,14 @@ from specjax.core.logsumexp import MaxSum, RowStatistics, block_logprobs, mask_b
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
-from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
+from specjax.samplers.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    draft_row,
+    take_row,
+)
 from specjax.verification import Verification
 
 __all__ = ["AcceptedPrefix", "emit", "is_active", "next_token", "residual_mass"]
@@ -43,7 +50,7 @@ def next_token(
     request: Request,
     prefix: AcceptedPrefix,
     target: LogitRows,
-    draft_logits: jax.Array | None,
+    draft: DraftRows | None,
     noise_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws the token after the accepted ones.
@@ -52,7 +59,7 @@ def next_token(
       request: one request.
       prefix: its accepted tokens.
       target: rows of target logits.
-      draft_logits: [M, V_d] or None.
+      draft: rows of draft logits, or None.
       noise_dtype: float32 or float64.
 
     Returns:
@@ -80,13 +87,13 @@ def next_token(
             rejected, row_log_masses.at[block].set(jnp.log(jnp.sum(residual))), row_log_masses
         )
 
-    if draft_logits is None:
+    if draft is None:
         log_masses, draft_logprobs = one_hot_log_masses(), one_hot_logprobs
         max_empty_mass = jnp.float32(0)
     else:
         sampled = rejected & ~drafted.one_hot & ~temperature.greedy
         sampled_log_masses, sampled_logprobs = _sampled_residual(
-            request, prefix, LogitRows(logits, cutoff), draft_logits
+            request, prefix, LogitRows(logits, cutoff), draft
         )
         log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
         max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
@@ -113,20 +120,20 @@ def next_token(
 
 
 def _sampled_residual(
-    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft_logits: jax.Array
+    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
 ) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Returns two functions: log-masses of the blocks of `max(p - q, 0)`, and log q by token id."""
     i = jnp.minimum(prefix.num_accepted, request.token_ids.shape[0] - 1)
-    row, cutoff = draft_row(request, draft_logits, i)
+    row = draft_row(request, draft, i)
     normalizer = prefix.drafted.normalizer
     scale = parse_temperature(request.draft_temperature).scale
 
     def logprobs(index: jax.Array) -> jax.Array:
-        return token_logprobs(gather_logits(row, index, cutoff), normalizer, scale)
+        return token_logprobs(row.kept_logits(index), normalizer, scale)
 
     def sampled_log_masses() -> jax.Array:
         size = target.logits.shape[0]
-        q = token_logprobs(mask_below_cutoff(row[:size], cutoff), normalizer, scale)
+        q = token_logprobs(row.kept_row(size), normalizer, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
         target_scale = parse_temperature(request.temperature).scale
         p = token_logprobs(
@@ -140,11 +147,11 @@ def _sampled_residual(
 
 
 def residual_mass(
-    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft_logits: jax.Array
+    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
 ) -> jax.Array:
     """Returns sum max(rho p - q, 0) of the row after a prefix, f32[]; q is 1 at a one-hot draft."""
     logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
-    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff), draft_logits)
+    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff), draft)
     scale, log_rho = parse_temperature(request.temperature).scale, prefix.log_rho
     assert log_rho is not None
     drafted_logit = gather_logits(logits, prefix.drafted.token_id, cutoff)

@@ -18,10 +18,16 @@ from specjax.checks import (
     parse_rates,
 )
 from specjax.core.rule import Rule, check_rule
+from specjax.core.token_map import check_token_map
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import shard_map_batch
-from specjax.samplers.batch import empty_verification, once_per_request, verify_shard
+from specjax.samplers.batch import (
+    SharedArrays,
+    empty_verification,
+    once_per_request,
+    verify_shard,
+)
 from specjax.verification import Verification
 
 __all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]
@@ -133,6 +139,7 @@ def check_verification(
             f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
             f"it needs {k + 1}: one per draft and one for the bonus token."
         )
+    check_token_map("draft.token_map", draft.token_map, target_logits.shape[2])
     each = ((), (size,))
     arrays = VerifyArrays.from_draft(
         draft,
@@ -157,13 +164,14 @@ def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verificat
     if size == 0:
         return empty_verification(num_rows)
     arrays = once_per_request(arrays, size, num_rows - 1)
-    shared_logits = None
+    arrays, shared = arrays._replace(draft_ids=None), SharedArrays(draft_ids=arrays.draft_ids)
     if arrays.draft_rows is not None:
         # A row may lie on any shard, so that every shard gets all of them.
-        arrays, shared_logits = arrays._replace(draft_logits=None), arrays.draft_logits
+        shared = shared._replace(draft_logits=arrays.draft_logits)
+        arrays = arrays._replace(draft_logits=None)
     run = functools.partial(verify_shard, options=options)
     check_vma = not options.implementation.interpret
-    return shard_map_batch(run, target_logits, check_vma)(arrays, shared_logits)
+    return shard_map_batch(run, target_logits, check_vma)(arrays, shared)
 
 
 def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
@@ -177,4 +185,5 @@ def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
       `Verification`.
     """
     size, num_rows = arrays.target_logits.shape[:2]
-    return verify_shard(once_per_request(arrays, size, num_rows - 1), None, options=options)
+    arrays = once_per_request(arrays, size, num_rows - 1)
+    return verify_shard(arrays, SharedArrays(), options=options)

@@ -21,6 +21,7 @@ from specjax.checks import (
     parse_rates,
 )
 from specjax.core.rule import Rule, check_rule
+from specjax.core.token_map import check_token_map
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded, pvary_like
@@ -137,6 +138,7 @@ def check_ragged_verification(
     for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
         if logits is not None:
             check_unsharded(name, logits)
+    check_token_map("draft.token_map", draft.token_map, target_logits.shape[1])
     k, each = max_draft_tokens, ((), (size,))
     arrays = VerifyArrays.from_draft(
         draft,

@@ -15,14 +15,25 @@ from specjax.core.gumbel_max import gather_logits, token_logprobs
 from specjax.core.logsumexp import (
     LogNormalizer,
     block_partials,
+    mask_below_cutoff,
     normalizer_from_statistics,
     row_logsumexp,
     row_statistics_once,
 )
 from specjax.core.noise import Words
 from specjax.core.temperature import parse_temperature
+from specjax.core.token_map import take_mapped
 
-__all__ = ["DraftedToken", "LogitRows", "Request", "draft_row", "drafted_token", "take_row"]
+__all__ = [
+    "DraftRow",
+    "DraftRows",
+    "DraftedToken",
+    "LogitRows",
+    "Request",
+    "draft_row",
+    "drafted_token",
+    "take_row",
+]
 
 
 class LogitRows(NamedTuple):
@@ -30,6 +41,39 @@ class LogitRows(NamedTuple):
 
     logits: jax.Array
     cutoff: jax.Array | None = None
+
+
+class DraftRows(NamedTuple):
+    """Flat rows of draft logits.
+
+    Attributes:
+      logits: [M, V_d].
+      draft_ids: i32[V], the draft id of every token of the target, V_d where the draft has none;
+        None where the ids are the same.
+    """
+
+    logits: jax.Array
+    draft_ids: jax.Array | None = None
+
+
+class DraftRow(NamedTuple):
+    """One row of draft logits, read at the target's ids: `logits` [V_d], cutoff, `draft_ids`."""
+
+    logits: jax.Array
+    cutoff: jax.Array | None
+    draft_ids: jax.Array | None
+
+    def kept_logits(self, token_id: jax.Array) -> jax.Array:
+        """Returns kept logits f32 at token ids of any shape; -inf where the draft has none."""
+        if self.draft_ids is not None:
+            token_id = take_mapped(self.draft_ids, token_id, self.logits.shape[0])
+        return gather_logits(self.logits, token_id, self.cutoff)
+
+    def kept_row(self, size: int) -> jax.Array:
+        """Returns kept logits f32 of tokens 0, 1, ... of the target, of `size` at most."""
+        if self.draft_ids is not None:
+            return gather_logits(self.logits, self.draft_ids, self.cutoff)
+        return mask_below_cutoff(self.logits[:size], self.cutoff)
 
 
 class Request(NamedTuple):
@@ -156,15 +200,14 @@ def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | 
     return row, None if rows.cutoff is None else rows.cutoff[index]
 
 
-def draft_row(
-    request: Request, draft_logits: jax.Array, i: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the row of draft logits that token i came from, [V_d], and its cutoff."""
-    row, _ = take_row(LogitRows(draft_logits), request.draft_rows[i])
-    return row, None if request.draft_cutoff is None else request.draft_cutoff[i]
+def draft_row(request: Request, draft: DraftRows, i: jax.Array) -> DraftRow:
+    """Returns the row of draft logits that token i came from."""
+    row, _ = take_row(LogitRows(draft.logits), request.draft_rows[i])
+    cutoff = None if request.draft_cutoff is None else request.draft_cutoff[i]
+    return DraftRow(row, cutoff, draft.draft_ids)
 
 
-def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array) -> DraftedToken:
+def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> DraftedToken:
     """Returns drafted token i with the statistics that it carries, or else with those of its row.
 
     The token is one-hot without draft logits, at a greedy temperature, and where its statistics
@@ -172,16 +215,17 @@ def drafted_token(request: Request, draft_logits: jax.Array | None, i: jax.Array
     """
     token_id = request.token_ids[i]
     zero = jnp.float32(0)
-    if draft_logits is None:
+    if draft is None:
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), jnp.bool_(True))
-    logits, cutoff = draft_row(request, draft_logits, i)
+    drafted_row = draft_row(request, draft, i)
     temperature = parse_temperature(request.draft_temperature)
-    logit = gather_logits(logits, token_id, cutoff)
+    logit = drafted_row.kept_logits(token_id)
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
     else:
         row = row_statistics_once(
-            block_partials(logits, temperature.scale, cutoff), temperature.scale
+            block_partials(drafted_row.logits, temperature.scale, drafted_row.cutoff),
+            temperature.scale,
         )
         logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, temperature.scale), jnp.nan)
         # The target's formula, so that equal rows give equal log-probabilities.

@@ -19,7 +19,14 @@ from specjax.core.residual import MIN_RESIDUAL_MASS
 from specjax.core.rule import RowValues, Rule, accepts, log_weights
 from specjax.core.temperature import parse_temperature
 from specjax.samplers.next_token_xla import AcceptedPrefix
-from specjax.samplers.request import DraftedToken, LogitRows, Request, draft_row, take_row
+from specjax.samplers.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    draft_row,
+    take_row,
+)
 
 __all__ = ["accepts_by_rule", "next_token_by_rule", "row_values"]
 
@@ -92,7 +99,7 @@ def next_token_by_rule(
     request: Request,
     prefix: AcceptedPrefix,
     target: LogitRows,
-    draft_logits: jax.Array | None,
+    draft: DraftRows | None,
     noise_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws the token after the accepted ones, by a rule's residual after a rejection.
@@ -102,7 +109,7 @@ def next_token_by_rule(
       request: one request.
       prefix: its accepted tokens.
       target: rows of target logits.
-      draft_logits: [M, V_d] or None.
+      draft: rows of draft logits, or None.
       noise_dtype: float32 or float64.
 
     Returns:
@@ -112,7 +119,7 @@ def next_token_by_rule(
     logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
     size = logits.shape[0]
     p = token_logprobs(mask_below_cutoff(logits, cutoff), prefix.row.normalizer, temperature.scale)
-    q = _draft_logprobs(request, prefix, draft_logits, size)
+    q = _draft_logprobs(request, prefix, draft, size)
     inside = (drafted.token_id >= 0) & (drafted.token_id < size)
     logprob = jnp.where(inside, jnp.take(p, drafted.token_id, mode="clip"), -jnp.inf)
     values = row_values(rule, p, prefix.row, logprob, jnp.float32)
@@ -135,17 +142,17 @@ def next_token_by_rule(
 
 
 def _draft_logprobs(
-    request: Request, prefix: AcceptedPrefix, draft_logits: jax.Array | None, size: int
+    request: Request, prefix: AcceptedPrefix, draft: DraftRows | None, size: int
 ) -> jax.Array:
     """Returns log q f32[size] of the draft row at the stop; 0 at the token of a one-hot draft."""
     drafted: DraftedToken = prefix.drafted
     is_drafted = jnp.arange(size, dtype=jnp.int32) == drafted.token_id
     one_hot = jnp.where(is_drafted, jnp.float32(0), -jnp.inf)
-    if draft_logits is None:
+    if draft is None:
         return one_hot
     i = jnp.minimum(prefix.num_accepted, request.token_ids.shape[0] - 1)
-    row, cutoff = draft_row(request, draft_logits, i)
+    row = draft_row(request, draft, i).kept_row(size)
     scale = parse_temperature(request.draft_temperature).scale
-    q = token_logprobs(mask_below_cutoff(row[:size], cutoff), drafted.normalizer, scale)
+    q = token_logprobs(row, drafted.normalizer, scale)
     q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
     return jnp.where(drafted.one_hot, one_hot, q)

@@ -34,7 +34,14 @@ from specjax.mesh import pvary_like
 from specjax.samplers.block_xla import accept_block_prefix, drafted_tokens, is_block_request
 from specjax.samplers.coupled_xla import couple_request
 from specjax.samplers.next_token_xla import AcceptedPrefix, emit, is_active, next_token
-from specjax.samplers.request import DraftedToken, LogitRows, Request, drafted_token, take_row
+from specjax.samplers.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    drafted_token,
+    take_row,
+)
 from specjax.samplers.rule_xla import accepts_by_rule, next_token_by_rule
 from specjax.verification import Verification
 
@@ -62,7 +69,7 @@ class _PrefixState(NamedTuple):
 def verify_request(
     request: Request,
     target: LogitRows,
-    draft_logits: jax.Array | None,
+    draft: DraftRows | None,
     noise_dtype: Any,
     rule: Rule | None = None,
     method: str = "standard",
@@ -72,7 +79,7 @@ def verify_request(
     Args:
       request: without a batch axis.
       target: rows of every request; those of this one begin at `request.target_row`.
-      draft_logits: [M, V_d], or None where every draft is one-hot.
+      draft: rows of draft logits, or None where every draft is one-hot.
       noise_dtype: float32 or float64.
       rule: in place of the standard one, or None.
       method: "standard", token by token, or "block".
@@ -82,15 +89,15 @@ def verify_request(
     """
 
     def by_token() -> tuple[AcceptedPrefix, jax.Array]:
-        state = _accept_prefix(request, target, draft_logits, noise_dtype, rule)
+        state = _accept_prefix(request, target, draft, noise_dtype, rule)
         return state.prefix, state.logprobs
 
-    if method == "block" and draft_logits is not None:
-        drafted = drafted_tokens(request, draft_logits)
+    if method == "block" and draft is not None:
+        drafted = drafted_tokens(request, draft)
 
         def as_block() -> tuple[AcceptedPrefix, jax.Array]:
             active = is_active(request)
-            return accept_block_prefix(request, drafted, target, draft_logits, active, noise_dtype)
+            return accept_block_prefix(request, drafted, target, draft, active, noise_dtype)
 
         def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
             prefix, logprobs = by_token()
@@ -100,14 +107,14 @@ def verify_request(
     else:
         prefix, logprobs = by_token()
     draw = next_token if rule is None else functools.partial(next_token_by_rule, rule)
-    token, logprob = draw(request, prefix, target, draft_logits, noise_dtype)
+    token, logprob = draw(request, prefix, target, draft, noise_dtype)
     return emit(request, prefix.num_accepted, prefix.row, target, token, logprob, logprobs)
 
 
 def _accept_prefix(
     request: Request,
     target: LogitRows,
-    draft_logits: jax.Array | None,
+    draft: DraftRows | None,
     dtype: Any,
     rule: Rule | None,
 ) -> _PrefixState:
@@ -121,7 +128,7 @@ def _accept_prefix(
         logits, cutoff = take_row(target, request.target_row + index)
         partials = block_partials(logits, scale, cutoff)
         row = row_statistics_once(partials, scale)
-        drafted = drafted_token(request, draft_logits, i)
+        drafted = drafted_token(request, draft, i)
         logit = gather_logits(logits, drafted.token_id, cutoff)
         logprob = token_logprobs(logit, row.normalizer, scale)
         best = argmax_token(logits, partials, cutoff)
@@ -144,7 +151,7 @@ def _accept_prefix(
         drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
     )
     start = _PrefixState(empty, is_active(request), jnp.zeros((k,), jnp.float32))
-    start = pvary_like(start, request, target, draft_logits)
+    start = pvary_like(start, request, target, draft)
     return jax.lax.while_loop(lambda state: state.active, step, start)
 
 
@@ -181,6 +188,9 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
       `Verification` of K drafted tokens; of one without drafts.
     """
     target = LogitRows(arrays.target_logits, arrays.target_cutoff)
+    draft = None
+    if arrays.draft_logits is not None:
+        draft = DraftRows(arrays.draft_logits, arrays.draft_ids)
     requests = Request.from_arrays(arrays, options.max_draft_tokens)
     # Inside shard_map the rows' numbers vary over no axis; a request varies as a whole.
     requests = pvary_like(requests, requests)
@@ -188,7 +198,7 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     def one(request: Request) -> Verification:
         if options.method == "coupled":
             return couple_request(request, target, options.noise_dtype)
-        rows = (target, arrays.draft_logits)
+        rows = (target, draft)
         return verify_request(request, *rows, options.noise_dtype, options.rule, options.method)
 
     def side_by_side(requests: Request) -> Verification:

@@ -326,7 +326,7 @@ def test_the_statistics_that_a_proposal_carries_are_those_of_its_logits():
 
 def test_greedy_drafting_follows_the_argmax_and_keeps_no_logits():
     draft, (fed, places, _) = bigram_propose(draft_sample_method="greedy")
-    assert draft[1:] == (None,) * 7
+    assert draft[1:] == (None,) * 8
     np.testing.assert_array_equal(draft.token_ids, jnp.argmax(TABLE[places % 3, fed], axis=-1))
 
 

@@ -19,7 +19,7 @@ from specjax.core import rules
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
 
 F32, I32, BF16, F16 = jnp.float32, jnp.int32, jnp.bfloat16, jnp.float16
-K, VOCAB = 3, 5000
+K, VOCAB, DRAFT_VOCAB = 3, 5000, 2000
 SMALL, LARGE = 4, 40  # Below and above the batch at which the kernels' schedule changes.
 CPU, CUDA = "cpu", "cuda"
 
@@ -109,6 +109,13 @@ def draft_shapes(kind, lead, batch_size, dtype):
     )
 
 
+def mapped_shapes(batch_size, dtype=BF16):
+    """Fields of a draft of fewer tokens, without statistics."""
+    draft = draft_shapes("drawn", (batch_size, K), batch_size, dtype)
+    logits = shape(batch_size, K, DRAFT_VOCAB, dtype=dtype)
+    return draft._replace(logits=logits, token_map=ints(DRAFT_VOCAB))
+
+
 def _verify(draft, target, keys, positions, temperature, cutoff, rates, bonus, **options):
     return specjax.rejection_sample(
         draft,
@@ -150,6 +157,9 @@ def verification():
             double = functools.partial(verify, noise_dtype=jnp.float64)
             shapes = _verify_shapes("carried", b, F32, False)
             yield f"float64 noise, {b}", Case(double, shapes, platform, True)
+        for b in (SMALL, LARGE) if platform == CUDA else (SMALL,):
+            _, *rest = _verify_shapes("drawn", b, BF16, False)
+            yield f"a token map, {b}", Case(verify, (mapped_shapes(b), *rest), platform)
         if platform == CUDA:
             by_rule = functools.partial(verify, rule=rules.relaxed(3, 0.1))
             yield (
@@ -308,6 +318,27 @@ def processing():
     yield "top_logprobs", Case(top, (shape(b, VOCAB, dtype=BF16), ints(b), shape(b), shape(b)))
 
 
+def propose_mapped(
+    table, last, keys, positions, temperature, sampling, token_map, token_ids, **options
+):
+    counts = specjax.count_tokens(token_ids, positions, VOCAB)
+    return specjax.propose(
+        lambda carry, fed, at: (table[fed], carry),
+        (),
+        last,
+        num_tokens=K,
+        keys=keys,
+        positions=positions,
+        temperature=temperature,
+        sampling=sampling,
+        history=specjax.History(token_ids, positions, counts),
+        token_map=token_map,
+        vocab_size=VOCAB,
+        implementation="xla",
+        **options,
+    )[0]
+
+
 def drafts():
     def propose(table, token_ids, keys, positions, temperature, sampling, method="probabilistic"):
         def step(carry, fed, at):
@@ -333,6 +364,11 @@ def drafts():
     yield "propose, sampling", Case(propose, (*shapes, few))
     greedy = functools.partial(propose, method="greedy")
     yield "propose, greedy", Case(greedy, (*shapes, None))
+    narrow = (shape(VOCAB, DRAFT_VOCAB, dtype=BF16), *shapes[1:], PARAMS)
+    for method in ("standard", "coupled"):
+        call = functools.partial(propose_mapped, rejection_sample_method=method)
+        history = (ints(DRAFT_VOCAB), ints(b, 9))
+        yield f"propose, a token map, {method}", Case(call, (*narrow, *history))
     draft = draft_shapes("everything", (b, K), b, BF16)
     yield "gather_drafts", Case(specjax.gather_drafts, (draft, ints(b), ints(6), ints(6)))
     yield "draft_from_probs", Case(specjax.draft_from_probs, (ints(b, K), shape(b, K, VOCAB)))

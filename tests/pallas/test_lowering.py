@@ -532,6 +532,46 @@ def test_verification_lowers_for_cuda(dtype, kind):
             assert num_kernels(text) == 2 + (kind in ("without statistics", "recomputed"))
 
 
+def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedule):
+    def verify(rule, method, draft, rows, keys):
+        options = {} if rule is None else {"rule": rule}
+        return method(draft, rows, keys=keys, positions=0, implementation=schedule, **options)
+
+    def ragged(draft, rows, keys, starts):
+        return specjax.rejection_sample_ragged(
+            draft,
+            rows,
+            cu_num_draft_tokens=starts,
+            max_draft_tokens=K,
+            keys=keys,
+            positions=0,
+            implementation=schedule,
+        )
+
+    rows, keys = shape(BATCH, K + 1, VOCAB, dtype=jnp.bfloat16), key_shapes()
+    draft = draft_shapes("without statistics", jnp.bfloat16, (BATCH, K), vocab_size=200)
+    draft = draft._replace(token_map=shape(200, dtype=I32))
+    flat = draft._replace(
+        token_ids=shape(BATCH * K, dtype=I32), logits=shape(BATCH * K, 200, dtype=jnp.bfloat16)
+    )
+    with on_gpu():
+        for rule, method, number in (
+            (None, specjax.rejection_sample, 3),
+            (None, specjax.block_rejection_sample, 5),
+            (RULES["ensemble"], specjax.rejection_sample, 4),
+        ):
+            text = lower(functools.partial(verify, rule, method), draft, rows, keys)
+            assert num_kernels(text) >= number
+        text = lower(
+            ragged,
+            flat,
+            shape(BATCH * (K + 1), VOCAB, dtype=jnp.bfloat16),
+            keys,
+            shape(BATCH + 1, dtype=I32),
+        )
+        assert num_kernels(text) >= 3
+
+
 @pytest.mark.parametrize("noise_dtype", [jnp.float32, once(jnp.float64)])
 def test_both_schedules_lower_for_cuda(noise_dtype, schedule):
     with on_gpu(), noise_context(noise_dtype):

@@ -14,6 +14,7 @@ from . import (
     sampling,
     subnormals,
     theory,
+    token_maps,
     trees,
     verification,
 )
@@ -35,4 +36,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + trees.MUTATIONS
     + theory.MUTATIONS
     + heads.MUTATIONS
+    + token_maps.MUTATIONS
 )

@@ -182,8 +182,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}load_request.load_drafted",
-        "token_id, row.cutoff, mask",
-        "token_id, None, mask",
+        "draft_id, row.cutoff, mask",
+        "draft_id, None, mask",
         why="the draft's cutoff is ignored at the drafted token",
         equivalent="its log q is -inf then, as carried or as its row's sum gives it, and then the "
         "logit is not read",
@@ -337,8 +337,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}residual.load_draft_logprobs",
-        "token_id), row.cutoff)",
-        "token_id), None)",
+        "(x, row.cutoff)",
+        "(x, None)",
         edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[interpret]"),
         "the draft's cutoff is ignored in the residual",
     ),

@@ -48,8 +48,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.request.drafted_token",
-        "gather_logits(logits, token_id, cutoff)",
-        "gather_logits(logits, token_id, None)",
+        "drafted_row.kept_logits(token_id)",
+        "drafted_row._replace(cutoff=None).kept_logits(token_id)",
         edges("test_a_token_the_draft_cannot_draw_is_rejected[xla-cut]"),
         "the draft's cutoff is ignored at the drafted token",
     ),
@@ -124,7 +124,7 @@ MUTATIONS = (
         "top-p and min-p weigh at temperature 1",
     ),
     Mutation(
-        "specjax.decode.propose._draft_sampling",
+        "specjax.processing.sampling_params.read_draft_sampling",
         "if greedy else filters",
         "if not greedy else filters",
         drafts("test_proposals_are_the_draws_of_their_streams_and_positions")

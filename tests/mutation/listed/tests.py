@@ -11,6 +11,7 @@ __all__ = [
     "coupled_sampling",
     "cutoffs",
     "decode",
+    "draft_vocabularies",
     "drafts",
     "eagle3",
     "eagle3_folder",
@@ -32,6 +33,7 @@ __all__ = [
     "streamed",
     "subnormal",
     "theory",
+    "token_maps",
     "tokens",
     "transformer",
     "tree_laws",
@@ -51,6 +53,7 @@ coupled_decoding = _of("decode/test_coupled.py")
 coupled_sampling = _of("samplers/test_coupled_sample.py")
 cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
+draft_vocabularies = _of("decode/test_draft_vocabulary.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 eagle3 = _of("models/test_eagle3.py")
@@ -74,6 +77,7 @@ streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 theory = _of("theory/test_theory.py")
+token_maps = _of("samplers/test_token_map.py")
 tokens = _of("decode/test_commit.py")
 transformer = _of("models/test_transformer.py")
 tree_laws = _of("laws/test_tree_laws.py")

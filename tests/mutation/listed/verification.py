@@ -307,8 +307,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}_sampled_residual.logprobs",
-        "gather_logits(row, index, cutoff)",
-        "gather_logits(row, index, None)",
+        "row.kept_logits(index)",
+        "row._replace(cutoff=None).kept_logits(index)",
         edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[xla]"),
         "inside a block the draft's cutoff is ignored",
     ),
