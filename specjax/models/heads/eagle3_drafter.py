@@ -130,7 +130,7 @@ def eagle3_drafter(
     shares = not (config.has_embedding and config.has_lm_head)
     parts = {"head": head} | ({"target": target.params} if shares else {})
     if "token_map" in params:
-        raise ValueError("the EAGLE-3 head drafts a part of the vocabulary; not supported yet.")
+        parts["token_map"] = params["token_map"]
     return Drafter(parts, *functions, reads_features=True, taps=config.taps)
 
 
@@ -188,6 +188,8 @@ def _draft(
 
     index = jnp.clip(positions - 1, 0, token_ids.shape[1] - 1)
     last_token = jnp.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
+    if "token_map" in params:
+        options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
     options = {"positions": positions, "num_tokens": num_tokens, **options}
     drafts, (cache, _) = propose_step(step, (state.cache, state.last), last_token, **options)
     return drafts, state._replace(cache=cache)
