@@ -130,7 +130,7 @@ def _add_model_options(group: Any) -> None:
         "--draft",
         metavar="DIR|head|ngram|none",
         help="DIR: folder of a draft model with the target's tokenizer, or of a draft head (a "
-        "small network on the target's hidden states) trained for it; "
+        "small network on the target's hidden states) trained for it, such as EAGLE-3; "
         "head: the draft head that ships with specjax, for the default target; "
         "ngram: prompt lookup, which copies earlier text; none: plain decoding. Default: the draft "
         "model that ships with specjax, or ngram if --target is given",
@@ -182,7 +182,7 @@ def _add_speculation_options(group: Any) -> None:
             _parse_k,
             "K",
             "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
-            "acceptance and --step-costs; default: auto, for synthetic 4",
+            "acceptance and --step-costs; default: a head's own, else auto, for synthetic 4",
         ),
         "rejection_sample_method": (
             str,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -66,7 +67,9 @@ def _read_generate_job(
             num_new_tokens=options.max_new_tokens,
             option="--max-new-tokens",
         )
-        check_draft(pair)
+        draft = check_draft(pair)
+    terminal.print_warning(draft.warning)
+    config = _with_trained_k(config, options, draft.num_speculative_tokens)
     make_job = functools.partial(
         GenerateJob,
         pair.name,
@@ -90,6 +93,16 @@ def _read_generate_job(
         shapes = pair_shapes(pair)
         programs = None if shapes is None else begin_programs(make_job(*shapes))
         return make_job(*weights.result(), programs=programs)
+
+
+def _with_trained_k(
+    config: SpeculativeConfig, options: argparse.Namespace, k: int | None
+) -> SpeculativeConfig:
+    """Returns the config with the K that a head was trained for, if no option asks for another."""
+    asked = (options.num_speculative_tokens, options.step_costs)
+    if k is None or asked != (None, None) or options.rejection_sample_method == "synthetic":
+        return config
+    return dataclasses.replace(config, num_speculative_tokens=k, step_costs=None)
 
 
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.model import Model
 
 __all__ = [
+    "CheckedDraft",
     "ModelPair",
     "check_draft",
     "describe_configs",
@@ -59,14 +61,25 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
     )
 
 
-def check_draft(pair: ModelPair) -> None:
+class CheckedDraft(NamedTuple):
+    """What a draft that fits its target says of itself.
+
+    Attributes:
+      num_speculative_tokens: K that it was trained for, or None.
+      warning: a sentence for people, or None.
+    """
+
+    num_speculative_tokens: int | None = None
+    warning: str | None = None
+
+
+def check_draft(pair: ModelPair) -> CheckedDraft:
     """Refuses a draft model whose vocabulary is not the target's, or a head that does not fit."""
     if pair.draft_spec in ("ngram", "none"):
-        return
-    if models.is_head(pair.draft_spec):
-        models.check_head(models.load_head_config(pair.draft_spec), pair.target_config.hidden_size)
-        return
-    models.load_config(pair.draft_spec)
+        return CheckedDraft()
+    facts = models.read_draft(pair.draft_spec, pair.target_config)
+    if facts.kind != "model":
+        return CheckedDraft(facts.num_speculative_tokens, _warn_of_verifier(pair, facts.verifier))
     target_vocab = pair.tokenizer.get_vocab()
     # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()
@@ -76,21 +89,36 @@ def check_draft(pair: ModelPair) -> None:
             f"({len(draft_vocab)} and {len(target_vocab)} tokens); a draft needs the target's "
             "tokenizer, token for token."
         )
+    return CheckedDraft()
+
+
+def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
+    """Returns a warning if a head names another target than the folder's, or None."""
+    folder = pathlib.Path(pair.folder).resolve().name
+    if verifier is None or pathlib.PurePath(verifier).name.lower() == folder.lower():
+        return None
+    return (
+        f"the head {pair.draft_spec} was trained for {verifier}, and the target is {pair.folder}; "
+        "if they differ, few of its drafts are accepted."
+    )
 
 
 def describe_configs(pair: ModelPair) -> str:
     """Returns what the models' programs are traced from, for two folders the same if it is."""
     draft = pair.draft_spec
     if draft not in ("none", "ngram"):
-        load = models.load_head_config if models.is_head(draft) else models.load_config
-        draft = repr(load(draft))
+        draft = repr(models.read_draft(draft, pair.target_config).config)
     return f"{pair.target_config} {draft}"
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
     """Returns what `load_pair` returns with shapes for weights; None with a draft head."""
-    has_head = pair.draft_spec not in ("none", "ngram") and models.is_head(pair.draft_spec)
+    has_head = pair.draft_spec not in ("none", "ngram") and not _is_model(pair)
     return None if has_head else _make_pair(pair, models.load_shapes)
+
+
+def _is_model(pair: ModelPair) -> bool:
+    return models.draft_kind(pair.draft_spec) == "model"
 
 
 def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
@@ -106,10 +134,9 @@ def _make_pair(
         return target, None
     if pair.draft_spec == "ngram":
         return target, ngram_drafter()
-    if models.is_head(pair.draft_spec):
-        params, config = models.load_head(pair.draft_spec)
-        return target, models.head_drafter(target, config, params)
-    return target, model_drafter(load(pair.draft_spec)[0])
+    if _is_model(pair):
+        return target, model_drafter(load(pair.draft_spec)[0])
+    return target, models.load_drafter(pair.draft_spec, target)
 
 
 def encode_prompt(

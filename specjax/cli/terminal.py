@@ -106,6 +106,11 @@ class Terminal:
             numbers = iter(range(total + 1))
             yield lambda text: progress.update(task, description=text, completed=next(numbers))
 
+    def print_warning(self, sentence: str | None) -> None:
+        """Prints a sentence to standard error; none if it is None or the text alone is printed."""
+        if sentence is not None and not self._quiet:
+            self._stderr.print(Text(f"specjax: warning: {sentence}"), soft_wrap=True)
+
     def print_tables(
         self, heading: str, tables: list[tuple[str, Table]], sentences: list[str]
     ) -> None:

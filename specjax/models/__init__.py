@@ -4,7 +4,8 @@ Open `transformer` first. It stacks the layers of `layers`, in plain JAX with `a
 `rope`. `config` says what differs between families. `choose_step` runs a step of a decoder in plain
 JAX or, by `kernel_step` and `kernel_ops`, in the kernels of `pallas/`; both use `shared_math`.
 `hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
-target's hidden states. `pretrained/` holds the target and the draft that ship.
+target's hidden states, and so do the heads that people publish, in `heads/`; `load_drafter` loads
+any of them. `pretrained/` holds the target and the draft that ship.
 
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabulary. The command
 imports this package; the packages of sampling do not, so Flax is optional.
@@ -13,36 +14,51 @@ imports this package; the packages of sampling do not, so Flax is optional.
 from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
 from specjax.models.draft_head_drafter import head_drafter
+from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3
+from specjax.models.heads.eagle3_drafter import eagle3_drafter
+from specjax.models.heads.eagle3_folder import load_eagle3
+from specjax.models.heads.eagle3_writer import save_eagle3
+from specjax.models.heads.folder_kind import draft_kind
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_shapes, save
 from specjax.models.hf.draft_head_folder import is_head, load_head, load_head_config, save_head
 from specjax.models.hf.load_config import load_config
 from specjax.models.hf.tokenizer import load_tokenizer
+from specjax.models.load_drafter import DraftFacts, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.rope import RopeScaling
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 
 __all__ = [
+    "DraftFacts",
+    "Eagle3Config",
     "HeadConfig",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "build",
+    "build_eagle3",
     "build_head",
     "causal_hidden",
     "chat_prompt",
     "check_head",
+    "draft_kind",
+    "eagle3_drafter",
     "functions",
     "head_drafter",
     "is_head",
     "load",
     "load_config",
+    "load_drafter",
+    "load_eagle3",
     "load_head",
     "load_head_config",
     "load_shapes",
     "load_tokenizer",
     "pretrained_folder",
+    "read_draft",
     "save",
+    "save_eagle3",
     "save_head",
     "unrolled_hidden",
 ]

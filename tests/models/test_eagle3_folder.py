@@ -12,6 +12,7 @@ from specjax.models import build
 from specjax.models.config import TransformerConfig
 from specjax.models.heads.eagle3_drafter import eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
+from specjax.models.heads.eagle3_writer import save_eagle3
 
 pytestmark = pytest.mark.once
 
@@ -58,6 +59,25 @@ def test_a_head_is_the_same_in_every_format(tmp_path, name):
         again, found = read(folder)
         jax.tree.map(np.testing.assert_array_equal, again, params)
         assert dataclasses.replace(found, logit_scale=config.logit_scale) == config
+
+
+@pytest.mark.parametrize("name", ["qwen3", "norm_before_fc", "other size", "some tokens"])
+def test_a_saved_head_is_read_back(tmp_path, name):
+    fields, owned = heads.variant(name)
+    fields = {n: x for n, x in fields.items() if n != "bias"}
+    tensors = heads.random_tensors(fields, owned)
+    params, config = read(heads.write_head(tmp_path / "given", fields, tensors))
+    config = dataclasses.replace(config, num_speculative_tokens=5)
+    save_eagle3(tmp_path / "saved", params, config, "float32", verifier="meta/Llama")
+    again, found = read(tmp_path / "saved")
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert found == config
+    _, facts = load_eagle3_config(tmp_path / "saved", num_target_layers=heads.TARGET_LAYERS)
+    assert facts.verifier == "meta/Llama"
+    save_eagle3(tmp_path / "short", params, config)
+    assert load_eagle3_config(tmp_path / "short", num_target_layers=4)[0].layer.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="the format of speculators has neither"):
+        save_eagle3(tmp_path, params, dataclasses.replace(config, logit_scale=2.0))
 
 
 def test_without_taps_in_config_json_they_follow_from_the_target(tmp_path):

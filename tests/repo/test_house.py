@@ -39,10 +39,12 @@ FLOORS = (
 # Rooms inside `models`, by the modules that may import them, and what the kernels there may import.
 INSIDE_MODELS = {
     "specjax.models.pallas": ("specjax.models.kernel_ops",),
-    "specjax.models.heads": ("specjax.models",),
+    "specjax.models.heads": ("specjax.models", "specjax.models.load_drafter"),
     "specjax.models.hf": (
         "specjax.models",
+        "specjax.models.load_drafter",
         "specjax.models.heads.eagle3_folder",
+        "specjax.models.heads.eagle3_writer",
         "specjax.models.heads.folder_kind",
         "specjax.models.heads.head_fields",
         "specjax.models.heads.head_tensors",

@@ -24,6 +24,7 @@ def read_section(document, title):
 
 SECTION = read_section("docs/usage.md", "Bring your checkpoint")
 COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ specjax (.*)$", SECTION, re.MULTILINE)]
+HEAD = "path/to/EAGLE3-Qwen2.5-7B-Instruct"
 GENERATE = [command for command in COMMANDS if command[0] == "generate"]
 
 
@@ -53,12 +54,12 @@ def test_the_readme_fits_three_screens_and_its_times_are_those_of_the_table():
 
 def test_the_section_shows_a_draft_of_each_kind_a_chat_and_a_sweep():
     drafts = [command[command.index("--draft") + 1] for command in COMMANDS]
-    assert {"ngram", "path/to/Qwen2.5-0.5B-Instruct"} == set(drafts)
+    assert {"ngram", "path/to/Qwen2.5-0.5B-Instruct", HEAD} == set(drafts)
     assert sum("--chat" in command for command in GENERATE) == 1
     assert len(COMMANDS) - len(GENERATE) == 1
 
 
-@pytest.mark.parametrize("command", GENERATE, ids=["model", "chat", "ngram"])
+@pytest.mark.parametrize("command", GENERATE, ids=["model", "chat", "head", "ngram"])
 def test_a_checkpoint_writes_and_its_sibling_drafts(capsys, command):
     assert main(command) == 0
     text, summary = capsys.readouterr()
@@ -76,7 +77,12 @@ def test_a_checkpoint_writes_and_its_sibling_drafts(capsys, command):
     ((length, acceptance_percent),) = re.findall(
         r"^acceptance +([\d.]+) .* (\d+)% of", summary, re.MULTILINE
     )
-    if "ngram" not in command:
+    if HEAD in command:
+        # The head drafts a part of the tokens, and as many in a step as its folder says.
+        assert "position 3" in summary
+        assert "position 4" not in summary
+        assert float(length) > 1.1
+    elif "ngram" not in command:
         assert float(length) > 1.5
         assert int(acceptance_percent) > 20
 

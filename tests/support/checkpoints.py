@@ -5,7 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.models import TransformerConfig, build, load_tokenizer, pretrained_folder, save
+from specjax.models import (
+    Eagle3Config,
+    TransformerConfig,
+    build,
+    build_eagle3,
+    load_tokenizer,
+    pretrained_folder,
+    save,
+    save_eagle3,
+)
 
 # The target's vocabulary is padded beyond the tokenizer's, the draft's is not.
 TARGET = TransformerConfig(
@@ -17,6 +26,9 @@ TARGET = TransformerConfig(
     num_key_value_heads=1,
     head_dim=16,
     qkv_bias=True,
+)
+HEAD = Eagle3Config(
+    dataclasses.replace(TARGET, qkv_bias=False), 32, 1024, taps=(0, 1), num_speculative_tokens=3
 )
 DRAFT = dataclasses.replace(TARGET, vocab_size=4096, hidden_size=16)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -31,10 +43,13 @@ def write_checkpoint(path, config, seed=0):
 
 
 def write_checkpoints(folder):
-    """Writes a Qwen and its small sibling under the names that docs/usage.md gives them.
+    """Writes a Qwen, its small sibling and a head under the names that docs/usage.md gives them.
 
     The models are unrelated but their distributions flat: about half of the drafted tokens are
     accepted.
     """
     for name, config in (("Qwen2.5-7B-Instruct", TARGET), ("Qwen2.5-0.5B-Instruct", DRAFT)):
         write_checkpoint(folder / "path" / "to" / name, config)
+    params = build_eagle3(HEAD) | {"token_map": jnp.arange(0, 4096, 4)}
+    name, verifier = "EAGLE3-Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
+    save_eagle3(folder / "path" / "to" / name, params, HEAD, verifier=verifier)

@@ -73,7 +73,8 @@ def read_workload(
             )
             for text in texts
         ]
-        check_draft(pair)
+        draft = check_draft(pair)
+    terminal.print_warning(draft.warning)
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.
     return pair.name, Workload(

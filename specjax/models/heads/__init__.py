@@ -6,7 +6,7 @@ A head reads the target's residual stream after some layers, its taps. Open `eag
 |---|---|
 | `eagle3` | EAGLE-3: its forward pass, its variants |
 | `eagle3_drafter` | its drafter |
-| `eagle3_folder` | its folders, in every format |
+| `eagle3_folder`, `eagle3_writer` | its folders: read in every format, written in one |
 | `folder_kind` | tells by config.json what a folder drafts with |
 | `head_fields` | what the formats of `config.json` have in common: layer, taps, drafted tokens |
 | `head_tensors` | tensors under the names of every format, and the draft's vocabulary |

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from specjax.models.heads.head_tensors import HeadTensors
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.weight_map import WeightEntry, weight_entries
 
-__all__ = ["load_eagle3", "load_eagle3_config"]
+__all__ = ["eagle3_entries", "load_eagle3", "load_eagle3_config"]
 
 _OLD_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -65,7 +65,7 @@ def load_eagle3(
     layer = dataclasses.replace(config.layer, dtype=resolve_dtype(dtype, config.layer.dtype))
     config = dataclasses.replace(config, layer=layer)
     token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)
-    params = tensors.load(_entries(config, tensors), layer.dtype)
+    params = tensors.load(eagle3_entries(config, tensors), layer.dtype)
     if token_map is not None:
         params["token_map"] = jnp.asarray(token_map)
     return params, config
@@ -135,8 +135,13 @@ def _logit_scale(head: HeadFields) -> float:
     return float(scale)
 
 
-def _entries(config: Eagle3Config, tensors: HeadTensors) -> Iterator[WeightEntry]:
-    """Yields the arrays of a head's parameters and their tensors."""
+def eagle3_entries(config: Eagle3Config, names: Container[str] = ()) -> Iterator[WeightEntry]:
+    """Yields the arrays of a head's parameters and their tensors.
+
+    Args:
+      config: of the head.
+      names: of the tensors that a folder holds, where older names may stand for `fc_norm`.
+    """
     layer, size, target = config.layer, config.layer.hidden_size, config.target_hidden_size
     width = len(config.taps) * target
 
@@ -150,17 +155,17 @@ def _entries(config: Eagle3Config, tensors: HeadTensors) -> Iterator[WeightEntry
         yield vector(("taps_norm", "weight"), "input_norm.weight", width)
     for n in range(len(config.taps) * config.fc_norm):
         name = f"fc_norm.{n}.weight"
-        if name not in tensors and n < len(_OLD_TAP_NORMS):
-            name = f"{_OLD_TAP_NORMS[n]}.weight"
-        yield vector(("tap_norms", n, "weight"), name, target)
+        old = f"{_OLD_TAP_NORMS[n]}.weight" if n < len(_OLD_TAP_NORMS) else name
+        found = old if name not in names and old in names else name
+        yield vector(("tap_norms", n, "weight"), found, target)
     for entry in weight_entries(layer):
         if entry.path[0] != "layers":
             continue
-        names = tuple(name.removeprefix("model.") for name in entry.names)
+        stored = tuple(name.removeprefix("model.") for name in entry.names)
         shapes = entry.shapes
         if entry.path[-1] == "qkv":
             shapes = tuple((out, 2 * size) for out, _ in shapes)
-        yield entry._replace(path=("layer", *entry.path[2:]), names=names, shapes=shapes)
+        yield entry._replace(path=("layer", *entry.path[2:]), names=stored, shapes=shapes)
     yield vector(("hidden_norm", "weight"), "layers.0.hidden_norm.weight", size)
     yield vector(("norm", "weight"), "norm.weight", size)
     if config.has_embedding:

@@ -41,7 +41,7 @@ class HeadTensors:
             self._names.setdefault(_plain_name(stored), stored)
         self._read = set(_UNREAD)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Wrong versions of trained draft heads: what they read, and what their folders say."""
 
 from ..mutation import Mutation
-from .tests import eagle3, eagle3_folder, head_folders
+from .tests import draft_folders, eagle3, eagle3_folder, head_folders
 
 __all__ = ["MUTATIONS"]
 
@@ -81,5 +81,19 @@ MUTATIONS = (
         "stored",
         eagle3_folder("test_a_head_is_the_same_in_every_format[llama]"),
         "a prefix of names is kept",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3_drafter._draft",
+        '"token_map": params["token_map"]',
+        '"token_map": jnp.sort(params["token_map"] + 1) % target.vocab_size',
+        eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
+        "draft tokens are those next to their own",
+    ),
+    Mutation(
+        "specjax.cli.command._with_trained_k",
+        "num_speculative_tokens=k, step_costs=None",
+        "num_speculative_tokens=4, step_costs=None",
+        draft_folders("test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k"),
+        "a head drafts as many tokens as a model",
     ),
 )

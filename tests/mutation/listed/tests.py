@@ -12,6 +12,7 @@ __all__ = [
     "cutoffs",
     "decode",
     "draft_vocabularies",
+    "draft_folders",
     "drafts",
     "eagle3",
     "eagle3_folder",
@@ -54,6 +55,7 @@ coupled_sampling = _of("samplers/test_coupled_sample.py")
 cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
 draft_vocabularies = _of("decode/test_draft_vocabulary.py")
+draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 eagle3 = _of("models/test_eagle3.py")

@@ -1,0 +1,109 @@
+"""`load_drafter`: the drafter of a folder, which config.json alone says the kind of."""
+
+import os
+from typing import Any, NamedTuple
+
+from jax.typing import DTypeLike
+
+from specjax.decode.drafters import Drafter, model_drafter
+from specjax.implementation import Implementation
+from specjax.model import Model
+from specjax.models.config import TransformerConfig
+from specjax.models.draft_head import check_head
+from specjax.models.draft_head_drafter import head_drafter
+from specjax.models.heads.eagle3_drafter import check_eagle3, eagle3_drafter
+from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
+from specjax.models.heads.folder_kind import DraftKind, draft_kind
+from specjax.models.hf.checkpoint import load
+from specjax.models.hf.draft_head_folder import load_head, load_head_config
+from specjax.models.hf.load_config import load_config
+
+__all__ = ["DraftFacts", "load_drafter", "read_draft"]
+
+
+class DraftFacts(NamedTuple):
+    """What a folder says of its draft before any weight is read.
+
+    Attributes:
+      kind: as `draft_kind` returns it.
+      config: of the draft model or head.
+      num_speculative_tokens: K that a head was trained for, or None.
+      verifier: the name of the target that a head was trained for, or None.
+    """
+
+    kind: DraftKind
+    config: Any
+    num_speculative_tokens: int | None = None
+    verifier: str | None = None
+
+
+def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
+    """Returns what a folder says of its draft; refuses a head that is for another target.
+
+    Args:
+      folder: of a draft model or a draft head.
+      target: configuration of the target.
+
+    Raises:
+      ValueError: if the folder is unreadable or unsupported, or its head is for another target.
+
+    Example:
+      >>> from specjax.models import load_config, pretrained_folder
+      >>> target = load_config(pretrained_folder("target"))
+      >>> read_draft(pretrained_folder("head"), target).kind
+      'head'
+    """
+    kind = draft_kind(folder)
+    if kind == "model":
+        return DraftFacts(kind, load_config(folder))
+    if kind == "head":
+        own = load_head_config(folder)
+        check_head(own, target.hidden_size)
+        return DraftFacts(kind, own)
+    layers = target.num_hidden_layers
+    config, head = load_eagle3_config(folder, num_target_layers=layers)
+    check_eagle3(
+        config,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=layers,
+    )
+    return DraftFacts(kind, config, head.num_speculative_tokens, head.verifier)
+
+
+def load_drafter(
+    folder: str | os.PathLike[str],
+    target: Model,
+    dtype: DTypeLike | None = None,
+    *,
+    implementation: str | Implementation | None = None,
+) -> Drafter:
+    """Loads a drafter: a smaller model, an EAGLE-3 head, or a head that `save_head` wrote.
+
+    Args:
+      folder: with config.json, which says what it is, and model.safetensors.
+      target: from `load` or `build`; a head runs on its states.
+      dtype: as in `load`.
+      implementation: of the draft's steps, as in `build`.
+
+    Returns:
+      A `Drafter` for this target.
+
+    Raises:
+      ValueError: if the folder is unreadable or unsupported, or its head is for another target.
+
+    Example:
+      >>> from specjax.models import load, pretrained_folder
+      >>> target, _ = load(pretrained_folder("target"))
+      >>> load_drafter(pretrained_folder("head"), target).taps  # it reads the last state alone
+      ()
+    """
+    kind = draft_kind(folder)
+    if kind == "model":
+        return model_drafter(load(folder, dtype, implementation=implementation)[0])
+    if kind == "head":
+        params, own = load_head(folder, dtype)
+        return head_drafter(target, own, params, implementation=implementation)
+    layers = len(target.params["layers"])
+    params, config = load_eagle3(folder, dtype, num_target_layers=layers)
+    return eagle3_drafter(target, config, params, implementation=implementation)

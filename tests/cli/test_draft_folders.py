@@ -1,0 +1,59 @@
+"""`--draft FOLDER` tells by config.json what the folder is, and takes K from a head's."""
+
+import json
+import os
+import shutil
+import types
+
+import pytest
+from checkpoints import write_checkpoints
+
+from specjax.cli import main
+from specjax.cli.model_pair import check_draft, read_pair
+
+pytestmark = [pytest.mark.lenient, pytest.mark.once]
+
+TARGET, HEAD = "path/to/Qwen2.5-7B-Instruct", "path/to/EAGLE3-Qwen2.5-7B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("drafts")
+    write_checkpoints(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _run_in_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
+def check(**options):
+    return check_draft(read_pair(types.SimpleNamespace(**{"draft": HEAD, **options})))
+
+
+def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
+    assert check(target=TARGET) == (3, None)
+    shutil.copytree(folder / TARGET, folder / "another")
+    num_tokens, warning = check(target="another")
+    assert num_tokens == 3
+    assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in warning
+    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None, None)
+
+
+def test_a_head_of_another_target_is_refused_before_weights_are_read(capsys):
+    assert main(["generate", "a", "--draft", HEAD]) == 2
+    message = capsys.readouterr().err
+    assert "reads hidden states of size 32 and the target's have 256; use a head that" in message
+
+
+def test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k(capsys, folder):
+    shared = ["--target", TARGET, "--temperature", "0", "--max-new-tokens", "16", "--json"]
+    reports = []
+    for draft in (["none"], [HEAD], [HEAD, "--num-speculative-tokens", "1"]):
+        assert main(["generate", "def f(n):", *shared, "--draft", *draft]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert len({tuple(report["token_ids"]) for report in reports}) == 1
+    assert [len(report["metrics"]["num_drafted"]) for report in reports] == [0, 3, 1]
