@@ -362,8 +362,14 @@ def test_bars_are_drawn_in_what_the_encoding_has(capsys, pair, monkeypatch):
 
 
 def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
+    # As `-m specjax` does, and says whether Python is spared the search for garbage as it ends.
+    code = """if True:
+        import atexit, gc, runpy, sys
+        atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 99999, file=sys.stderr))
+        runpy.run_module("specjax", run_name="__main__", alter_sys=True)
+    """
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "specjax", "generate", "-", "--target", pair[0]]
+        [sys.executable, "-W", "error", "-c", code, "generate", "-", "--target", pair[0]]
         + ["--draft", pair[1], "--no-baseline", *SHORT],
         input=PROMPT.encode(),
         cwd=tmp_path,
@@ -374,6 +380,7 @@ def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith(b"\n")
     assert b"tokens/s" in run.stderr
+    assert run.stderr.endswith(b"frozen: True\n")
 
 
 # Text from tokens --------------------------------------------------------------------------------
