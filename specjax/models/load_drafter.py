@@ -83,7 +83,7 @@ def load_drafter(
     Args:
       folder: with config.json, which says what it is, and model.safetensors.
       target: from `load` or `build`; a head runs on its states.
-      dtype: as in `load`.
+      dtype: as in `load`; None is the target's for an EAGLE-3 head, whose taps have it.
       implementation: of the draft's steps, as in `build`.
 
     Returns:
@@ -105,5 +105,6 @@ def load_drafter(
         params, own = load_head(folder, dtype)
         return head_drafter(target, own, params, implementation=implementation)
     layers = len(target.params["layers"])
+    dtype = target.params["embedding"].dtype if dtype is None else dtype
     params, config = load_eagle3(folder, dtype, num_target_layers=layers)
     return eagle3_drafter(target, config, params, implementation=implementation)

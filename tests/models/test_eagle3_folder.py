@@ -13,6 +13,7 @@ from specjax.models.config import TransformerConfig
 from specjax.models.heads.eagle3_drafter import eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
 from specjax.models.heads.eagle3_writer import save_eagle3
+from specjax.models.load_drafter import load_drafter
 
 pytestmark = pytest.mark.once
 
@@ -137,3 +138,14 @@ def test_a_head_of_another_target_is_refused_in_a_sentence(tmp_path, change, sen
     target = build(dataclasses.replace(target, **change))
     with pytest.raises(ValueError, match=sentence + "; use a head that was trained"):
         eagle3_drafter(target, config, params)
+
+
+def test_a_head_is_loaded_in_the_dtype_of_its_target(tmp_path):
+    fields, owned = heads.variant("some tokens")
+    heads.write_head(tmp_path, fields, heads.random_tensors(fields, owned))
+    target = TransformerConfig(heads.VOCAB, heads.SIZE, 40, heads.TARGET_LAYERS, 4, 2, 6)
+    target = build(dataclasses.replace(target, dtype="bfloat16"))
+    drafter = load_drafter(tmp_path, target)
+    assert (drafter.taps, drafter.params["head"]["fc"].dtype) == ((1, 2, 4), "bfloat16")
+    assert drafter.params["token_map"].shape == (30,)
+    assert load_drafter(tmp_path, target, "float32").params["head"]["fc"].dtype == "float32"

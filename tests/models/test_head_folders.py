@@ -67,7 +67,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
     ("fields", "taps"),
     [
         ({}, None),
-        ({"eagle_config": {"use_aux_hidden_state": True}}, None),
+        ({"eagle_config": {"use_aux_hidden_state": True, IDS: []}}, None),
         ({IDS: [2, 4, 0]}, (2, 4, 0)),
         ({"eagle_config": {IDS: [1, 3, 6]}}, (2, 4, 7)),
         ({"target_layer_ids": [1, 9]}, (2, 10)),

@@ -145,10 +145,10 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
         for key in path:
             place = _object(place, key, source)
         ids = place.get(name)
-        if ids is None:
+        if ids in (None, []):
             continue
         where = ".".join((*path, name))
-        if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+        if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
             raise ValueError(f"{source} has {where} {ids!r}; it needs to be a list of layer ids.")
         found[where] = tuple(i + offset for i in ids)
     if len(set(found.values())) > 1:
