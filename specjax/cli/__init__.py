@@ -4,7 +4,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 
 | module | what it holds |
 |---|---|
-| `arguments` | the options and their checks |
+| `arguments`, `speculation_arguments` | the options and their checks |
 | `prompts` | prompts from arguments, files and standard input |
 | `model_pair` | loads the target and the draft |
 | `generate`, `stream_programs`, `token_text` | decodes one prompt, times it, makes text of tokens |

@@ -1,23 +1,19 @@
 """Options of `specjax generate`, checked before any file is read."""
 
 import argparse
-import dataclasses
 import importlib.metadata
-import json
 import math
-import os
-import re
 from typing import Any, NoReturn
 
 import numpy as np
 
+from specjax.cli.speculation_arguments import add_speculation_options, make_config
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["OutputError", "parse_options", "parse_sampling_options"]
 
-_CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 # Sampling options: type, letter, minimum, maximum, help text.
 _SAMPLING_OPTIONS: dict[str, tuple[type, str, float, float, str]] = {
@@ -55,35 +51,6 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; `{self.prog} --help` lists the options.")
 
 
-def _parse_numbers(text: str, example: str = "0.8,0.6,0.4") -> tuple[float, ...]:
-    try:
-        return tuple(float(number) for number in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of numbers; separate them by commas, like {example}"
-        ) from None
-
-
-def _parse_k(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"[+-]?\d+", text.strip()) else text
-
-
-def _parse_step_costs(text: str) -> tuple[float, ...]:
-    """Returns numbers, or those that the JSON of `specjax sweep` in a file holds."""
-    if not os.path.exists(text):
-        try:
-            return _parse_numbers(text, "1,1.2,1.4")
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
-    try:
-        with open(text, encoding="utf-8") as file:
-            return tuple(json.load(file)["step_costs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
-        ) from None
-
-
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
     installed = importlib.metadata.distributions(name="specjax")
@@ -102,7 +69,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     _add_model_options(command.add_argument_group("prompt and models"))
     _add_decoding_options(command.add_argument_group("decoding"))
-    _add_speculation_options(command.add_argument_group("speculation"))
+    add_speculation_options(command.add_argument_group("speculation"))
     _add_report_options(command.add_argument_group("report"))
     add_sweep_command(commands)
     return parser
@@ -176,69 +143,6 @@ def _add_report_options(group: Any) -> None:
     group.add_argument("--no-baseline", action="store_true", help="deprecated, does nothing")
 
 
-def _add_speculation_options(group: Any) -> None:
-    option_texts = {
-        "num_speculative_tokens": (
-            _parse_k,
-            "K",
-            "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
-            "acceptance and --step-costs; default: a head's own, else auto, for synthetic 4",
-        ),
-        "rejection_sample_method": (
-            str,
-            "METHOD",
-            "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
-            "them; coupled: accept what the target draws too, which makes a seed's text the one "
-            "without drafts; synthetic: accept at given rates",
-        ),
-        "draft_sample_method": (
-            str,
-            "METHOD",
-            "probabilistic: sample drafted tokens; greedy: draft the most probable",
-        ),
-        "synthetic_acceptance_rate": (float, "R", "for synthetic: mean of the rates, in [0, 1]"),
-        "synthetic_acceptance_rates": (
-            _parse_numbers,
-            "R,R,...",
-            "for synthetic: K rates; rate i is the share of steps that accept positions 1 to i",
-        ),
-        "synthetic_acceptance_length": (
-            float,
-            "L",
-            "for synthetic: mean tokens per step, in [1, K + 1]",
-        ),
-        "step_costs": (
-            _parse_step_costs,
-            "C,C,...|FILE",
-            "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
-            "of `specjax sweep` on this machine; default: a cautious table",
-        ),
-    }
-    for field in _CONFIG_FIELDS:
-        option = "--" + field.name.replace("_", "-")
-        if field.name in option_texts:
-            parse, metavar, text = option_texts[field.name]
-            default = None if field.name == "num_speculative_tokens" else field.default
-            if default is not None:
-                text += f"; default: {default}"
-            group.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
-        else:
-            group.add_argument(option, action="store_true", help="draw Gumbel noise in float64")
-
-
-def _make_config(options: argparse.Namespace) -> SpeculativeConfig:
-    fields = {field.name: getattr(options, field.name) for field in _CONFIG_FIELDS}
-    if fields["num_speculative_tokens"] is None:
-        synthetic = options.rejection_sample_method == "synthetic"
-        fields["num_speculative_tokens"] = 4 if synthetic else "auto"
-    try:
-        return SpeculativeConfig(**fields)
-    except ValueError as error:
-        names = rf"\b(?:{'|'.join(fields)})\b"
-        message = re.sub(names, lambda name: "--" + name[0].replace("_", "-"), str(error))
-        raise ValueError(message) from None
-
-
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
     """Returns the sampling options that were given, or None; refuses one outside its range."""
     given = {name: getattr(options, name) for name in _SAMPLING_OPTIONS}
@@ -297,4 +201,4 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         raise ValueError(f"--draft is none, so nothing is drafted; --{given[0]} needs a draft.")
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("a prompt and --prompt-file are given; give one of them.")
-    return options, _make_config(options)
+    return options, make_config(options)

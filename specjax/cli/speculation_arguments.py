@@ -1,0 +1,108 @@
+"""Options of `specjax generate` that say how it drafts and verifies: a `SpeculativeConfig`."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from typing import Any
+
+from specjax.config import SpeculativeConfig
+
+__all__ = ["add_speculation_options", "make_config"]
+
+_CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
+
+
+def add_speculation_options(group: Any) -> None:
+    """Adds an option for each field of `SpeculativeConfig`."""
+    option_texts = {
+        "num_speculative_tokens": (
+            _parse_k,
+            "K",
+            "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
+            "acceptance and --step-costs; default: a head's own, else auto, for synthetic 4",
+        ),
+        "rejection_sample_method": (
+            str,
+            "METHOD",
+            "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
+            "them; coupled: accept what the target draws too, which makes a seed's text the one "
+            "without drafts; synthetic: accept at given rates",
+        ),
+        "draft_sample_method": (
+            str,
+            "METHOD",
+            "probabilistic: sample drafted tokens; greedy: draft the most probable",
+        ),
+        "synthetic_acceptance_rate": (float, "R", "for synthetic: mean of the rates, in [0, 1]"),
+        "synthetic_acceptance_rates": (
+            _parse_numbers,
+            "R,R,...",
+            "for synthetic: K rates; rate i is the share of steps that accept positions 1 to i",
+        ),
+        "synthetic_acceptance_length": (
+            float,
+            "L",
+            "for synthetic: mean tokens per step, in [1, K + 1]",
+        ),
+        "step_costs": (
+            _parse_step_costs,
+            "C,C,...|FILE",
+            "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
+            "of `specjax sweep` on this machine; default: a cautious table",
+        ),
+    }
+    for field in _CONFIG_FIELDS:
+        option = "--" + field.name.replace("_", "-")
+        if field.name in option_texts:
+            parse, metavar, text = option_texts[field.name]
+            default = None if field.name == "num_speculative_tokens" else field.default
+            if default is not None:
+                text += f"; default: {default}"
+            group.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
+        else:
+            group.add_argument(option, action="store_true", help="draw Gumbel noise in float64")
+
+
+def make_config(options: argparse.Namespace) -> SpeculativeConfig:
+    """Returns the config that the options describe; refuses a wrong one by the option's name."""
+    fields = {field.name: getattr(options, field.name) for field in _CONFIG_FIELDS}
+    if fields["num_speculative_tokens"] is None:
+        synthetic = options.rejection_sample_method == "synthetic"
+        fields["num_speculative_tokens"] = 4 if synthetic else "auto"
+    try:
+        return SpeculativeConfig(**fields)
+    except ValueError as error:
+        names = rf"\b(?:{'|'.join(fields)})\b"
+        message = re.sub(names, lambda name: "--" + name[0].replace("_", "-"), str(error))
+        raise ValueError(message) from None
+
+
+def _parse_numbers(text: str, example: str = "0.8,0.6,0.4") -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of numbers; separate them by commas, like {example}"
+        ) from None
+
+
+def _parse_k(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"[+-]?\d+", text.strip()) else text
+
+
+def _parse_step_costs(text: str) -> tuple[float, ...]:
+    """Returns numbers, or those that the JSON of `specjax sweep` in a file holds."""
+    if not os.path.exists(text):
+        try:
+            return _parse_numbers(text, "1,1.2,1.4")
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
+    try:
+        with open(text, encoding="utf-8") as file:
+            return tuple(json.load(file)["step_costs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
+        ) from None
