@@ -174,13 +174,13 @@ def output_distribution(target, draft, num_tokens, *, token_ids=None, ratio=1.0,
     return distribution
 
 
-def steps_distribution(target, draft, num_tokens, length, *, ratio=1.0):
+def steps_distribution(target, draft, num_tokens, length, *, of_step=output_distribution, **fault):
     """Exact distribution of the first `length` tokens of repeated steps, `{tuple: probability}`."""
     distribution = {}
 
     def descend(prefix, mass):
-        step = output_distribution(
-            lambda x: target(prefix + x), lambda x: draft(prefix + x), num_tokens, ratio=ratio
+        step = of_step(
+            lambda x: target(prefix + x), lambda x: draft(prefix + x), num_tokens, **fault
         )
         for tokens, share in step.items():
             full = prefix + tokens

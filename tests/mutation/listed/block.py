@@ -1,7 +1,7 @@
 """Wrong versions of block verification, in plain JAX and in the kernels."""
 
 from ..mutation import Mutation
-from .tests import block_verification
+from .tests import block_laws, block_verification
 
 __all__ = ["MUTATIONS"]
 
@@ -71,5 +71,12 @@ MUTATIONS = (
         "(j == 0) & ~longer",
         block_verification(_KERNELS),
         "no prefix but the whole draft and the empty one is tried",
+    ),
+    Mutation(
+        "specjax.core.noise.Stream.draft",
+        "2 * index + 2",
+        "2 + 0 * index",
+        block_laws("test_texts_of_several_steps_follow_the_target_jointly"),
+        "drafts are keyed by position alone: the next step's are those that were looked at",
     ),
 )

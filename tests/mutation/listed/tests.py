@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 __all__ = [
     "acceptance_rates",
+    "block_laws",
     "block_verification",
     "capacity",
     "choose_k",
@@ -47,6 +48,7 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
     return lambda *names: tuple(f"tests/{path}::{name}" for name in names)
 
 
+block_laws = _of("laws/test_block_laws.py")
 block_verification = _of("samplers/test_block_rejection_sample.py")
 capacity = _of("decode/test_capacity.py")
 choose_k = _of("decode/test_choose_k.py")
