@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import acceptance_rates
+from specjax.core.rule import Rule, check_rule
 
 __all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]
 
@@ -52,6 +53,8 @@ class SpeculativeConfig:
         0, 1, ..., K tokens, relative to one another; `specjax sweep` measures them. They need not
         rise: a measured table is taken as it is. None is `DEFAULT_STEP_COSTS`. Without "auto",
         None.
+      rule: a `specjax.Rule` by which "standard" accepts, such as `specjax.core.rules.relaxed(10,
+        0.6)`, which is not exact. None is the standard rule. No other method takes one.
 
     Raises:
       ValueError: if a value is outside the ranges above.
@@ -79,6 +82,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     use_fp64_gumbel: bool = False
     step_costs: tuple[float, ...] | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         self._resolve_auto()
@@ -89,6 +93,12 @@ class SpeculativeConfig:
                 f"use_fp64_gumbel is {self.use_fp64_gumbel!r}; it needs to be True or False."
             )
         self._check_synthetic_form()
+        check_rule(self.rule, None)
+        if self.rule is not None and self.rejection_sample_method != "standard":
+            raise ValueError(
+                f"rule is given, but rejection_sample_method is {self.rejection_sample_method!r}; "
+                'it needs to be "standard", because every other method accepts in its own way.'
+            )
         if self.synthetic_acceptance_rate is not None:
             rate = _number("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0, 1)
             self._set("synthetic_acceptance_rate", rate)
@@ -133,6 +143,15 @@ class SpeculativeConfig:
     def draws_on_target_stream(self) -> bool:
         """Whether drafts are drawn with the target's own noise."""
         return self.rejection_sample_method == "coupled"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields by name; refuses a rule, which is functions."""
+        if self.rule is not None:
+            raise ValueError(
+                "config has a rule, whose functions a file cannot hold; compile programs with a "
+                "rule in each process."
+            )
+        return dataclasses.asdict(self)
 
     def compile_key(self) -> "SpeculativeConfig":
         """Returns this config without its rates and costs, as a key of compiled functions.

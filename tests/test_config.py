@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specjax.acceptance_rates import geometric_rates, rates_for_length
 from specjax.config import SpeculativeConfig
+from specjax.core.rules import lenience
 
 
 def synthetic(**rates):
@@ -54,6 +55,12 @@ def test_equal_configs_are_equal_keys_whatever_their_numbers_were_written_as():
     assert hash(config) == hash(written)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.use_fp64_gumbel = True
+
+
+def test_a_rule_is_part_of_the_key():
+    keys = [SpeculativeConfig(rule=lenience(x)).compile_key() for x in (0.5, 0.5, 0.6)]
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[0].rule == lenience(0.5)
 
 
 def test_a_change_of_rates_or_of_their_form_never_recompiles():
@@ -129,6 +136,9 @@ def test_a_compile_key_keeps_all_that_a_compiled_function_depends_on():
         ({"draft_sample_method": "gumbel"}, "draft_sample_method is 'gumbel'; .*\"probabilistic\""),
         ({"draft_sample_method": "beam"}, 'is \'beam\'; .*"greedy" or "probabilistic"'),
         ({"use_fp64_gumbel": 1}, "use_fp64_gumbel is 1; .*True or False"),
+        ({"rule": "lenience"}, "rule is str; it needs a specjax.Rule, or None"),
+        ({"rule": lenience(0.5), "rejection_sample_method": "block"}, "is 'block'; .*\"standard\""),
+        ({"rule": lenience(0.5), "rejection_sample_method": "coupled"}, "method is 'coupled'; "),
         ({"synthetic_acceptance_rate": 0.5}, 'needs to be "synthetic" for that'),
         ({"synthetic_acceptance_length": 2.0}, "synthetic_acceptance_length is given"),
     ],

@@ -9,6 +9,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `model_pair` | loads the target and the draft |
 | `generate`, `stream_programs`, `token_text` | decodes one prompt, times it, makes text of tokens |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and says which is best |
+| `json_report` | what `--json` prints, and whether a text is exact |
 | `terminal` | what appears on a terminal |
 
 No other package imports this one.

@@ -195,6 +195,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         "step-costs": options.step_costs is not None,
         "rejection-sample-method synthetic": options.rejection_sample_method == "synthetic",
         "draft-sample-method greedy": options.draft_sample_method == "greedy",
+        "rule": options.rule is not None,
     }
     given = [option for option, is_given in drafting.items() if is_given]
     if options.draft == "none" and given:

@@ -23,9 +23,9 @@ from specjax.cli.generate import (
     GenerateResult,
     begin_programs,
     compare_with_plain,
-    json_report,
     stream_text,
 )
+from specjax.cli.json_report import json_report
 from specjax.cli.prompts import read_prompt, read_prompts
 from specjax.config import SpeculativeConfig
 from specjax.programs.cache_folder import command_folder, enable_compilation_cache
@@ -71,14 +71,13 @@ def _read_generate_job(
         )
         draft = check_draft(pair)
     terminal.print_warning(draft.warning)
-    config = _with_trained_k(config, options, draft.num_speculative_tokens)
     make_job = functools.partial(
         GenerateJob,
         pair.name,
         tokenizer=pair.tokenizer,
         text=text,
         prompt_ids=ids,
-        config=config,
+        config=_with_trained_k(config, options, draft.num_speculative_tokens),
         key=jax.random.key(options.seed),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -87,6 +86,7 @@ def _read_generate_job(
         num_logprobs=options.logprobs,
         folder=None if folder is None else folder / "programs",
         models=describe_configs(pair),
+        rule=options.rule,
     )
     # Weights are read while Python traces the programs, and while XLA compiles them. No spinner: a
     # long load shows a progress bar.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.cli.token_text import TextStream, list_logprobs
+from specjax.cli.token_text import TextStream
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
@@ -29,8 +29,6 @@ __all__ = [
     "Timings",
     "begin_programs",
     "compare_with_plain",
-    "json_report",
-    "metrics_json",
     "stream_text",
 ]
 
@@ -63,6 +61,7 @@ class GenerateJob(NamedTuple):
       programs: what streams it, or None to compile it when it is streamed.
       folder: where compiled programs are kept, or None.
       models: the configurations of target and draft, which name what is kept.
+      rule: of acceptance, as `--rule` says it, or None.
     """
 
     name: str
@@ -81,6 +80,7 @@ class GenerateJob(NamedTuple):
     programs: StreamPrograms | None = None
     folder: pathlib.Path | None = None
     models: str = ""
+    rule: str | None = None
 
 
 class GenerateResult(NamedTuple):
@@ -253,41 +253,3 @@ def compare_with_plain(
         plain_tokens_per_second=plain_rate,
         speedup=rate / plain_rate if rate is not None and plain_rate else None,
     )
-
-
-def metrics_json(result: GenerateResult) -> dict[str, Any]:
-    """Returns counts and rates of a result as plain numbers; lists are per drafted position."""
-    counts = jax.tree.map(lambda count: np.asarray(count)[0], result.metrics)
-
-    # In NumPy: the properties of `Metrics` would compile a dozen programs.
-    def ratio(numerator: Any, denominator: Any) -> Any:
-        return (numerator / np.maximum(denominator, 1)).tolist()
-
-    return {
-        "mean_acceptance_length": ratio(counts.num_emitted, counts.num_steps),
-        "draft_acceptance_rate": ratio(counts.num_accepted.sum(), counts.num_drafted.sum()),
-        "acceptance_rates": ratio(counts.num_accepted, counts.num_drafted),
-        "num_steps": int(counts.num_steps),
-        "num_emitted": int(counts.num_emitted),
-        "num_drafted": counts.num_drafted.tolist(),
-        "num_accepted": counts.num_accepted.tolist(),
-    }
-
-
-def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> dict[str, Any]:
-    """Returns the object that `--json` prints."""
-    text = TextStream(job.tokenizer, job.prompt_ids)
-    pieces = [text.feed(token) for token in result.token_ids]
-    top = result.top_logprobs
-    return {
-        "text": "".join([*pieces, text.flush()]),
-        "token_ids": result.token_ids,
-        "finish": result.finish,
-        "logprobs": None if top is None else list_logprobs(job.tokenizer, result.token_ids, top),
-        "num_prompt_tokens": len(job.prompt_ids),
-        "metrics": metrics_json(result),
-        "step_costs": job.config.step_costs,
-        "timings": timings._asdict(),
-        "device": jax.devices()[0].device_kind,
-        "jax_version": jax.__version__,
-    }

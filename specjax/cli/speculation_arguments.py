@@ -5,12 +5,22 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from specjax.config import SpeculativeConfig
+from specjax.core import rules
+from specjax.core.rule import Rule
 
 __all__ = ["add_speculation_options", "make_config"]
 
+# Rules: what makes one, its parameters, and those that a sentence shows.
+_RULES: dict[str, tuple[Callable[..., Rule], tuple[type, ...], str]] = {
+    "lenience": (rules.lenience, (float,), "0.5"),
+    "typical": (rules.typical_acceptance, (float, float), "0.09,0.3"),
+    "relaxed": (rules.relaxed, (int, float), "10,0.6"),
+    "ensemble": (rules.ensemble, (float,), "0.5"),
+}
 _CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 
 
@@ -52,6 +62,13 @@ def add_speculation_options(group: Any) -> None:
             "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
             "of `specjax sweep` on this machine; default: a cautious table",
         ),
+        "rule": (
+            str,
+            "RULE",
+            "for standard: another rule of acceptance, not exact: lenience:L accepts by "
+            "min(1, p / (L q)); typical:E,D where p > min(E, D exp(-entropy)); relaxed:N,D the N "
+            "most probable tokens within D of the top one; ensemble:A follows A p + (1 - A) q",
+        ),
     }
     for field in _CONFIG_FIELDS:
         option = "--" + field.name.replace("_", "-")
@@ -72,6 +89,7 @@ def make_config(options: argparse.Namespace) -> SpeculativeConfig:
         synthetic = options.rejection_sample_method == "synthetic"
         fields["num_speculative_tokens"] = 4 if synthetic else "auto"
     try:
+        fields["rule"] = None if options.rule is None else _parse_rule(options.rule)
         return SpeculativeConfig(**fields)
     except ValueError as error:
         names = rf"\b(?:{'|'.join(fields)})\b"
@@ -106,3 +124,20 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(
             f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
         ) from None
+
+
+def _parse_rule(text: str) -> Rule:
+    """Returns the rule that a name and numbers say, like relaxed:10,0.6."""
+    name, _, numbers = text.partition(":")
+    examples = [f"{name}:{example}" for name, (_, _, example) in _RULES.items()]
+    if name not in _RULES:
+        raise ValueError(f"rule is {text!r}; it needs to be like {' or '.join(examples)}.")
+    make, kinds, example = _RULES[name]
+    try:
+        values = [kind(x) for kind, x in zip(kinds, numbers.split(","), strict=True)]
+    except ValueError:
+        raise ValueError(f"rule is {text!r}; it needs to be like {name}:{example}.") from None
+    try:
+        return make(*values)
+    except ValueError as error:
+        raise ValueError(f"rule is {text!r}: {error}") from None

@@ -23,7 +23,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from specjax.cli.generate import GenerateJob, GenerateResult, Timings, metrics_json
+from specjax.cli.generate import GenerateJob, GenerateResult, Timings
+from specjax.cli.json_report import is_exact, metrics_json
 from specjax.cli.token_text import list_logprobs
 from specjax.decode.commit import Origin
 
@@ -257,6 +258,10 @@ def _summary_rows(
     ]
     if job.drafter is None:
         return rows
+    verification = job.rule or job.config.rejection_sample_method
+    if not is_exact(job):
+        verification += ", not exact: the text does not follow the target's distribution"
+    rows.append(("verification", Text(verification)))
     numbers = metrics_json(result)
     length, rate = numbers["mean_acceptance_length"], numbers["draft_acceptance_rate"]
     if not numbers["num_drafted"][0]:

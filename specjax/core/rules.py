@@ -153,7 +153,8 @@ def ensemble(weight: float) -> Rule:
     Args:
       weight: a in (0, 1]; 1 is the standard rule.
     """
-    return Rule(_Mixture(_fraction("weight", weight)), _Residual())
+    fraction = _fraction("weight", weight)
+    return standard() if fraction == 1 else Rule(_Mixture(fraction), _Residual())
 
 
 def _fraction(name: str, value: float) -> float:

@@ -123,8 +123,9 @@ class CompiledGenerate:
 
         Raises:
           OSError: if the file cannot be written.
+          ValueError: if the config has a rule.
         """
-        options = self.options | {"config": dataclasses.asdict(self.options["config"])}
+        options = self.options | {"config": self.options["config"].to_json()}
         description = {"options": options, "arguments": self.arguments}
         write_programs(path, description, self.serialize())
 

@@ -95,7 +95,7 @@ def commit_rows(
     lengths, num_drafted = state.lengths, count_drafted(state)
     resolved = resolve_implementation(implementation)
     k, method = count_rows(state) - 1, config.verification_method
-    options = CallOptions(config.noise_dtype, resolved, k, method)
+    options = CallOptions(config.noise_dtype, resolved, k, method, config.rule if k else None)
     verification = _verify(state, rows, options)
     listed = _list_logprobs(state, rows, verification.token_ids)
     input_ids, positions = fed_tokens(state)

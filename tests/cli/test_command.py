@@ -19,9 +19,11 @@ import tokenizers
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
+from specjax.cli.json_report import is_exact
 from specjax.cli.terminal import Terminal
 from specjax.cli.token_text import TextStream
 from specjax.config import SpeculativeConfig
+from specjax.core import rules
 from specjax.decode.drafters import ngram_drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -312,7 +314,7 @@ def test_the_prompt_comes_from_a_file_or_from_standard_input(capsys, pair, tmp_p
         assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 
 
-def summary_text(monkeypatch, num_drafted, num_accepted):
+def summary_text(monkeypatch, num_drafted, num_accepted, **options):
     """What a terminal shows of a run with such counts, without colours."""
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -325,7 +327,9 @@ def summary_text(monkeypatch, num_drafted, num_accepted):
         "", None, ngram_drafter(), None, "", [1], SpeculativeConfig(), None, 9, 1.0, ()
     )
     Terminal().print_summary(
-        job, GenerateResult([1] * 999, "end_of_sequence", Metrics(*counts)), timings
+        job._replace(**options),
+        GenerateResult([1] * 999, "end_of_sequence", Metrics(*counts)),
+        timings,
     )
     return re.sub(r" *\n", "\n", re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()))
 
@@ -427,6 +431,9 @@ def refusal(capsys, *arguments):
 
 
 SYNTHETIC = ["--rejection-sample-method", "synthetic"]
+BLOCK = ["--rejection-sample-method", "block"]
+LENIENT = ["--rule", "lenience:0.5"]
+GREEDY = {"temperature": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -446,6 +453,12 @@ SYNTHETIC = ["--rejection-sample-method", "synthetic"]
         (["x", "--draft", "none", "--draft-sample-method", "greedy"], "-method greedy needs a dra"),
         (["x", "--step-costs", "1,-1"], r"--step-costs\[1\] is -1.0; a step's time needs to be"),
         (["x", "--step-costs", ""], "'' is no list of numbers; .* like 1,1.2,1.4; and there is no"),
+        (["x", *LENIENT, "--draft", "none"], "none, so nothing is .* --rule needs a draft"),
+        (["x", *LENIENT, *BLOCK], "--rule is given, but --rejection-sample-method is 'block'"),
+        (["x", "--rule", "strict:1"], "--rule is 'strict:1'; it needs to be like lenience:0.5 or"),
+        (["x", "--rule", "typical:0.1"], "is 'typical:0.1'; it needs to be like typical:0.09,0.3"),
+        (["x", "--rule", "relaxed:1.5,1"], "it needs to be like relaxed:10,0.6"),
+        (["x", "--rule", "ensemble:2"], r"'ensemble:2': weight is 2.0; .* number in \(0, 1\]"),
         (["x", "--num-speculative-tokens", "0"], "--num-speculative-tokens is 0"),
         (["x", "--draft-sample-method", "gumbel"], '"probabilistic"'),
         (["x", "--temperature", "-1"], "--temperature is -1.0"),
@@ -743,6 +756,64 @@ def test_version_and_help_are_printed(capsys):
         with pytest.raises(SystemExit, match="0"):
             main([option])
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("lenience:0.5", rules.lenience(0.5)),
+        ("typical:0.09,0.3", rules.typical_acceptance(0.09, 0.3)),
+        ("relaxed:10,0.6", rules.relaxed(10, 0.6)),
+        ("ensemble:0.5", rules.ensemble(0.5)),
+    ],
+)
+def test_the_command_offers_rules_and_says_that_they_are_not_exact(monkeypatch, text, rule):
+    options, config = parse_options(["generate", "x", "--rule", text])
+    assert config == SpeculativeConfig("auto", rule=rule)
+    summary = summary_text(monkeypatch, [3, 2], [2, 1], config=config, rule=options.rule)
+    assert f"verification  {text}, not exact: the text does not follow the target's" in summary
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "exact"),
+    [
+        ({"rejection_sample_method": "block"}, {}, True),
+        ({"rejection_sample_method": "coupled"}, {}, True),
+        ({"rule": rules.lenience(0.5)}, {}, False),
+        ({"rule": rules.lenience(1)}, {}, True),
+        ({"rule": rules.lenience(0.5)}, GREEDY, True),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 1}, {}, False),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 1}, GREEDY, False),
+    ],
+)
+def test_exact_is_what_follows_the_target(config, options, exact):
+    job = GenerateJob(
+        "", None, ngram_drafter(), None, "", [1], SpeculativeConfig(**config), None, 9, 1.0, ()
+    )
+    assert is_exact(job._replace(**options)) is exact
+    assert is_exact(job._replace(drafter=None))
+
+
+@pytest.mark.once
+def test_each_way_to_verify_is_named_with_whether_it_is_exact(capsys, pair):
+    # Colder, the pair agrees on hardly anything.
+    hot = ("--temperature", "20")
+    plain, coupled, block, lenient = (
+        run_json(capsys, pair, *hot, *options)
+        for options in (
+            ["--draft", "none"],
+            ["--rejection-sample-method", "coupled"],
+            BLOCK,
+            ["--rule", "lenience:0.001"],
+        )
+    )
+    assert coupled["token_ids"] == plain["token_ids"]
+    methods = [(x["rejection_sample_method"], x["rule"], x["exact"]) for x in (coupled, block)]
+    assert methods == [("coupled", None, True), ("block", None, True)]
+    assert (lenient["rule"], lenient["exact"]) == ("lenience:0.001", False)
+    rates = [x["metrics"]["draft_acceptance_rate"] for x in (block, lenient)]
+    assert rates[1] > rates[0] + 0.2
+    assert 0 < coupled["metrics"]["draft_acceptance_rate"] < 1
 
 
 def test_the_command_offers_coupled_verification():

@@ -12,6 +12,7 @@ from scripts import run_process
 
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
+from specjax.core.rules import lenience
 from specjax.markov_chain import markov_chain
 
 B, S = 2, 16
@@ -145,6 +146,14 @@ def test_a_file_from_elsewhere_is_refused_before_its_programs_are_read(
     changed.write_bytes(header.replace(old, new) + b"\nno pickle")
     with pytest.raises(ValueError, match=words):
         specjax.load_compiled(changed)
+
+
+def test_programs_of_a_rule_are_not_saved(compiled, tmp_path):
+    config = SpeculativeConfig(num_speculative_tokens=2, rule=lenience(0.5))
+    other = dataclasses.replace(compiled, options=compiled.options | {"config": config})
+    with pytest.raises(ValueError, match="config has a rule, whose functions a file cannot hold"):
+        other.save(tmp_path / "programs")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_was_cut_is_refused_and_one_that_was_loaded_is_saved_again(path, tmp_path):

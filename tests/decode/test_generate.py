@@ -510,6 +510,15 @@ def test_synthetic_acceptance_has_the_length_asked_for():
     assert abs(float(output.metrics.mean_acceptance_length) - 2.5) < 5 * 0.5 / np.sqrt(steps) + 0.01
 
 
+def test_the_rule_of_the_config_is_the_one_that_accepts():
+    """A rule that accepts what the target may emit; plain decoding has nothing to ask it for."""
+    anything = specjax.Rule(lambda lp, lq, u, row: lp > -9, lambda lp, lq, row: lp)
+    config = SpeculativeConfig(num_speculative_tokens=3, rule=anything)
+    output = run(DRAFTERS["model"], config=config)
+    assert float(output.metrics.draft_acceptance_rate) == 1.0
+    assert texts(run(None, config=config)) == texts(run(None))
+
+
 def test_values_never_recompile():
     synthetic(0, 1.0, 3, synthetic_acceptance_rate=0.5)
     compiled = run_loop._cache_size()

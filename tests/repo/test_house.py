@@ -27,9 +27,9 @@ PACKAGE = ROOT / "specjax"
 FLOORS = (
     ("draft", "verification", "sample", "model"),
     ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io"),
-    ("call_arrays", "checks", "config", "programs"),
+    ("call_arrays", "checks", "programs"),
     ("core",),
-    ("pallas",),
+    ("config", "pallas"),
     ("samplers", "processing", "theory"),
     ("decode",),
     ("__init__", "models"),

@@ -144,6 +144,10 @@ def test_greedy_requests_ask_a_rule_that_is_for_them(implementation):
         np.testing.assert_array_equal(step.num_accepted, k if rule.greedy else expected)
 
 
+def test_the_ends_of_lenience_and_ensemble_are_the_standard_rule():
+    assert rules.lenience(1) == rules.ensemble(1) == rules.standard() != rules.ensemble(0.9)
+
+
 def test_rules_are_equal_by_value_and_compile_once():
     assert rules.lenience(0.5) == rules.lenience(0.5) != rules.lenience(0.6)
     assert len({rules.relaxed(3, 0.1), rules.relaxed(3, 0.1), rules.relaxed(4, 0.1)}) == 2

@@ -1,7 +1,7 @@
 """Wrong versions of rules as values, in plain JAX and in the kernels."""
 
 from ..mutation import Mutation
-from .tests import rule_values
+from .tests import decode, rule_values
 
 __all__ = ["MUTATIONS"]
 
@@ -10,6 +10,13 @@ _GREEDY = "test_greedy_requests_ask_a_rule_that_is_for_them"
 _STANDARD = "test_the_standard_rule_as_a_value_is_the_default"
 
 MUTATIONS = (
+    Mutation(
+        "specjax.decode.loop.commit_rows",
+        "config.rule if k else None",
+        "None",
+        decode("test_the_rule_of_the_config_is_the_one_that_accepts"),
+        "the rule of a config is not asked",
+    ),
     Mutation(
         "specjax.core.rule.accepts",
         "possible & rule",
