@@ -2,10 +2,10 @@
 
 A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
 computed. In a small batch each program draws a token from its tile of the residual. The last
-program to arrive compares the tiles' winners, so one launch suffices. In a large batch the programs
-store block masses, which is less work, and in a second launch one program per request draws.
-
-One-hot drafts, greedy requests and bonus tokens need only the partials of the rows.
+program to arrive compares the tiles' winners, so one launch suffices. In a large batch, or with a
+rule, programs store block masses, and in a second launch one program per request draws. One-hot
+drafts without a rule, greedy requests and bonus tokens need only the partials of the rows. Block
+verification has summed its residuals before, and launches the draw alone (`draw_next`).
 """
 
 import functools
@@ -135,12 +135,12 @@ def _reduce_residuals(
 
 
 def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, plan: Plan) -> None:
-    """Writes log sum max(p - q, 0) of every block of a tile of a residual.
+    """Writes log sum max(p - q, 0), or of a rule's weights, for every block of a residual's tile.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
-    rejected and of its draft row.
-    Bytes per request with a rejected sampled draft: 2 V * itemsize read, V / 128 * 4 written. Other
-    requests: scalars.
+    rejected and of its draft row. With a rule and B <= 16 tiles are `residual_draw_kernel`'s.
+    Bytes per request with a rejected sampled draft, with a rule any: 2 V * itemsize read, half of
+    it without draft logits; V / 128 * 4 written. Other requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
     Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and
     normalizers it reads. The programs of this launch do not wait for one another.

@@ -97,7 +97,7 @@ class KernelConfig:
     def target_tile(self, num_requests: int, vocab_size: int) -> Tile:
         """Returns the tile of target rows.
 
-        Programs have 4 warps where rows may be skipped, so that more of them fit a multiprocessor.
+        In a large batch programs have 4 warps, so that more of them fit a multiprocessor.
         """
         num_warps = 8 if self.is_small(num_requests) else 4
         return self.target or Tile(_limit(8192, vocab_size), num_warps)

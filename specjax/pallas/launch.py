@@ -2,7 +2,7 @@
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
 one launch see each other's stores only through `is_last_arrival`. Three exceptions give equal
-results in any order: the `atomic_max` of `verify_accept_kernel`, the NaN keys of
+results in any order: the `atomic_max` that publishes a stop or an accepted prefix, the NaN keys of
 `attention_kernel`, and the slots of new tokens in `fused_attention_kernel`. What a launch stored is
 visible to the next one, with programmatic dependent launch too (`launch_dependents`).
 """

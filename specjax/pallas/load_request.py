@@ -165,7 +165,7 @@ class DraftedToken(NamedTuple):
     row: DraftRow
 
     def select(self, mask: jax.Array) -> "DraftedToken":
-        """Returns the one of several tokens where `mask` is True."""
+        """Returns the only token, of several, where `mask` is True."""
         cutoff = self.row.cutoff
         return DraftedToken(
             select_one(self.token_id, mask),
@@ -262,7 +262,7 @@ def load_drafted(
 
 def load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
     """Loads the target's logit f32[] of a request's drafted token i, which exists."""
-    # Arrays of one element, because a masked load takes no scalar.
+    # Arrays of one element, of which `select_one` makes a scalar.
     zero = jax.lax.iota(jnp.int32, 1)
     mask, row = zero == 0, request.first_target_row + i + zero
     token_id = plgpu.load(arrays.token_ids.at[request.first_draft + i + zero])

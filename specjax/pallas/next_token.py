@@ -5,9 +5,13 @@ With n drafted tokens accepted, target row n decides the next token:
     n = num_draft_tokens                      bonus token, drawn from p
     n < num_draft_tokens, sampled draft       recovered token, from norm(max(p - q, 0))
     n < num_draft_tokens, one-hot draft x     recovered token, from p without x
-    greedy request                       the argmax of row n
+    greedy request                            the argmax of row n
 
-These functions run inside the kernels of `specjax.pallas.emit_tokens`.
+Three calls draw otherwise after a rejection. In block verification the residual is
+norm(max(rho p - q, 0)). A rule has weights of its own, for one-hot drafts too. In coupled sampling
+row n has drawn its token already.
+
+These functions run inside the kernels of `emit_tokens` and of the calls that it serves.
 
 References:
   Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
@@ -61,10 +65,12 @@ class AcceptedPrefix(NamedTuple):
       valid: bool, whether the row is a distribution and the request active.
       rejected: bool, whether the row rejected a drafted token.
       drafted: the drafted token at the row; arbitrary if there is none; None where K is 0.
-      from_residual: bool, whether the next token is drawn from the residual of a sampled draft.
-      argmax: i32, of the row, where the request is greedy.
+      from_residual: bool, whether the next token is drawn by residual masses: after a sampled draft
+        was rejected, with a rule after any draft.
+      argmax: i32, of the row, where the request is greedy; in coupled sampling the row's draw.
       logprobs: f32[N], log p of the first `num_accepted` drafted tokens.
-      log_rho: f32, log of what multiplies p in the residual of block verification; None is 0.
+      log_rho: f32, log of what multiplies p in the residual of block verification; None stands
+        for 0.
     """
 
     request: RequestScalars
@@ -88,8 +94,8 @@ def load_accepted_prefix(
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b.
 
-    In a small batch every program of the request evaluates its rows here. In a large batch
-    `verify_accept_kernel` has stored the results.
+    `ReducedRows` are evaluated here, by every program of the request. `VerifiedRows` hold what
+    `verify_accept_kernel` has stored.
     """
     request = load_request(arrays, b, plan)
     i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
@@ -167,7 +173,7 @@ def write_result(
 def _next_token(
     arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the token after the accepted ones, its log-probability, whether it is emitted."""
+    """Returns the token after the accepted ones, its log-probability and whether it is emitted."""
 
     def take_argmax() -> tuple[jax.Array, jax.Array]:
         # The shift of the row's normalizer is the argmax's logit.

@@ -1,8 +1,9 @@
-"""The residual after a rejected sampled draft: its masses by blocks, and the draw from them.
+"""The residual after a rejected draft: its masses by blocks, and the draw from them.
 
-    max(rho p - q, 0)        rho = 1 unless a block of drafts is verified
+    max(rho p - q, 0)        rho = 1 but in block verification
 
-These functions run inside the kernels of `emit_tokens` and `block_verify`.
+A rule has weights of its own, `Plan.log_weights`. These functions run inside the kernels of
+`emit_tokens` and of block verification.
 """
 
 from typing import Any
@@ -59,7 +60,7 @@ def residual_operands(
 def reduce_masses(
     arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, plan: Plan
 ) -> jax.Array:
-    """Returns sum max(p - q, 0) of each block of tile `tile_index`, f32[blocks]."""
+    """Returns sum max(rho p - q, 0) of each block of tile `tile_index`, f32[blocks]."""
     token_id = tile_token_ids(plan.tile, tile_index)
     logprobs = prefix.row.logprobs(token_id)
     if plan.log_weights is not None:

@@ -2,13 +2,15 @@
 
 In a small batch `verify_reduce_kernel` reduces every row, and every program of the next launch
 evaluates its request's drafted tokens. In a large batch `verify_accept_kernel` does both: the last
-program of a row to arrive evaluates it.
+program of a row to arrive evaluates it, by a function that the call gives. A call with a rule and
+coupled sampling take this kernel in a batch of any size.
 
-There the programs of row 0 of all requests come first, then those of row 1, and so on. The stop of
-a request is the row where its accepted prefix ends: a rejection, or the bonus row. The program that
-finds it publishes it. Programs of later rows that start afterwards return without reading. No row
-waits for another. In a larger batch more programs lie between rows i and i + 1, so fewer rows are
-read in vain. A tile with a larger logit rejects a greedy request's token before the row is reduced.
+In its grid the programs of row 0 of all requests come first, then those of row 1, and so on. The
+stop of a request is the row where its accepted prefix ends: a rejection, or the bonus row. The
+program that finds it publishes it. Programs of later rows that start afterwards return without
+reading. No row waits for another. In a larger batch more programs lie between rows i and i + 1, so
+fewer rows are read in vain. A tile with a larger logit rejects a greedy request's token before the
+row is reduced.
 """
 
 import functools
@@ -63,14 +65,15 @@ __all__ = [
 
 
 class VerifiedRows(NamedTuple):
-    """Target rows [B * (K + 1)] of a large batch, with their `AcceptanceResult`s.
+    """Target rows [B * (K + 1)] that were read, with their `AcceptanceResult`s.
 
     Attributes:
       partials: of the rows that were read.
       shift: f32, of the normalizer.
       log_sum: f32, of the normalizer.
-      logprobs: f32, log p of the drafted tokens.
-      argmax: i32, id of the row's largest logit; valid where the request is greedy.
+      logprobs: f32, log p of the drafted tokens; of the drawn tokens in coupled sampling.
+      argmax: i32, id of the row's largest logit, valid where the request is greedy; the drawn token
+        in coupled sampling.
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
         publishes the stop: 0 while none is known, else K + 1 - i for the smallest row i that is
         known to end the accepted prefix. So `atomic_max` keeps the smallest row.
@@ -89,10 +92,11 @@ class AcceptanceResult(NamedTuple):
 
     Attributes:
       normalizer: f32, its `log_sum` NaN where the row is invalid.
-      logprobs: f32, log p of the drafted tokens.
-      argmax: i32, id of the row's largest logit; valid where the request is greedy.
+      logprobs: f32, log p of the drafted tokens; of the drawn tokens in coupled sampling.
+      argmax: i32, id of the row's largest logit, valid where the request is greedy; the drawn token
+        in coupled sampling.
       accepted: bool, whether the drafted token is accepted; False where there is none.
-      drafted: the drafted tokens; None where K is 0.
+      drafted: the drafted tokens; None where K is 0 and in coupled sampling.
     """
 
     normalizer: LogNormalizer
@@ -157,7 +161,7 @@ class _Operands(NamedTuple):
 def accept_rows(
     arrays: VerifyArrays, plan: Plan, evaluate: Evaluate = evaluate_acceptance
 ) -> VerifiedRows:
-    """Launches the reduction and evaluation of a large batch's rows up to the first rejection."""
+    """Launches the reduction and evaluation of each request's rows up to its stop."""
     vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
     zeros = jnp.zeros((plan.num_requests, plan.rows_per_request + 1), jnp.uint32)
     return launch(
@@ -183,11 +187,13 @@ def verify_accept_kernel(
 ) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 
-    Formula: as `verify_reduce_kernel`, then that of `evaluate_acceptance` or `draw_and_compare`.
-    Grid: (K + 1) * B * tiles programs of 4 warps, row 0 of all requests first; one owns a tile of
-    8192 logits of one row.
-    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 + 16 written. A program of a row
-    past the published stop reads its request's scalars alone.
+    Formula: as `verify_reduce_kernel`, then that of `evaluate`: `evaluate_acceptance`,
+    `evaluate_by_rule` or `draw_and_compare`.
+    Grid: (K + 1) * B * tiles programs of 4 warps, of 8 with B <= 16, row 0 of all requests first;
+    one owns a tile of 8192 logits of one row.
+    Bytes per row: V * itemsize read, once more for each of the entropy and the rank that a rule
+    names; V / 128 * 8 + tiles * 12 + 16 written. A program of a row past the published stop reads
+    its request's scalars alone.
     Why this order: row i + 1 of a request starts about B * tiles programs after row i. In a large
     batch row i is evaluated by then, so that rows after a rejection are hardly read.
     Memory order: `is_last_arrival` on `counters[b, i]`, then `atomic_max` publishes the stop in

@@ -139,7 +139,8 @@ class RequestQKV(NamedTuple):
     def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns rotated heads of tokens, [N, D with padding], of the cache's dtype.
 
-        Each is whole, as a product with keys takes it: every element is computed from its pair.
+        Each head is one tile, as a product with keys takes it. So both elements of a rotated pair
+        are loaded for each, twice as many as in `head_halves`.
 
         Args:
           token: i32[N].

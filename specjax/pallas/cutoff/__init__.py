@@ -3,6 +3,6 @@
 | module | what it holds |
 |---|---|
 | `rows` | the launches and their kernels |
-| `bound` | bounds on a row's cutoff, from sub-blocks |
-| `candidates` | logits between the bounds, compacted |
+| `bound` | a lower bound of a row's cutoff, from sub-blocks |
+| `candidates` | logits at or above the bound, compacted |
 """

@@ -79,14 +79,14 @@ def compact_candidates(
     reread_index = jnp.where(holds_several, reread_index, largest.shape[0])
     plgpu.store(buffer.reread_sub_blocks.at[b, reread_index], sub_block, mask=holds_several)
     _barrier(interpret)
-    # A batch has a static size. So there are two loops, of which at most one iterates.
+    # A chunk has a static size. So there are two loops, of which at most one iterates.
     small_chunk, large_chunk = config.small_reread_chunk, config.large_reread_chunk
     is_reread = num_reread <= config.max_reread
-    batches = (
+    chunk_sizes = (
         (small_chunk, num_reread <= small_chunk),
         (large_chunk, (num_reread > small_chunk) & is_reread),
     )
-    for chunk_size, is_chosen in batches:
+    for chunk_size, is_chosen in chunk_sizes:
         num_chosen = jnp.where(is_chosen, num_reread, 0)
         num_chunks, _ = divmod_i32(num_chosen + (chunk_size - 1), chunk_size)
         compact = functools.partial(_compact_chunk, rows, b, low, buffer, num_reread, chunk_size)
@@ -102,16 +102,16 @@ def _compact_chunk(
     buffer: CandidateBuffer,
     num_reread: jax.Array,
     chunk_size: int,
-    batch: jax.Array,
+    chunk_index: jax.Array,
     total: jax.Array,
 ) -> jax.Array:
-    """Reads one batch of the sub-blocks to read again, and stores their candidates from `total` on.
+    """Reads one chunk of the sub-blocks to read again, and stores their candidates from `total` on.
 
     Returns:
-      The number of candidates that have been found, `total` and these.
+      The number of candidates stored so far: `total` and those of this chunk.
     """
     vocab_size, max_candidates = rows.logits.shape[1], buffer.values.shape[1]
-    slot = batch * chunk_size + jax.lax.iota(jnp.int32, chunk_size)
+    slot = chunk_index * chunk_size + jax.lax.iota(jnp.int32, chunk_size)
     sub_block = plgpu.load(
         buffer.reread_sub_blocks.at[b, slot], mask=slot < num_reread, other=jnp.int32(0)
     )

@@ -18,9 +18,10 @@ here nearly all logits are excluded first, and a bisection runs over the rest.
    exponentials l_i of each sub-block (`bound.store_sub_blocks`).
 2. bound: from (m_i, l_i) alone follows a logit `low` that the cutoff is not below
    (`bound.bound_cutoff`).
-3. compact: the logits at or above `low` are gathered. Most sub-blocks have one, which is m_i; the
-   others are read again (`candidates.compact_candidates`).
-4. search: a bisection among the candidates, by turns at the middle value and at the middle bit
+3. compact: the logits at or above `low` are gathered. Most sub-blocks have none. Where one has
+   exactly one by (m_i, l_i), it is m_i. The others are read again
+   (`candidates.compact_candidates`).
+4. search: a bisection among the candidates, alternately at the middle value and at the middle bit
    pattern of the bracket, gives the cutoff
    (`core.truncation.search_cutoff`, `core.bisection`). At most 2048 candidates lie in registers, at
    most min(V / 4, 32768) in the buffer. Where there are more, more than 2048 sub-blocks to read
