@@ -10,10 +10,13 @@ PIP = $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 TORCH ?= $(if $(filter Linux,$(shell uname -s)),torch==2.13.0+cpu,torch)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# What `make head-parity` needs of the packages that speculators names, and what torch itself needs.
+SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0.7.3' pydantic-settings aiohttp psutil protobuf rich typer click httpx
+
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo test parity gpu-test gpu-sanitize lint wheel clean
+.PHONY: demo test parity head-parity gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256 --compare
@@ -24,6 +27,10 @@ test: $(VENV)/.test
 # From then on `make test` holds the models against transformers, too.
 parity: $(VENV)/.parity
 	SPECJAX_PARITY_TEST=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_parity.py
+
+# Draft heads, with what `speculators` computes. It needs older packages: give it a VENV of its own.
+head-parity: $(VENV)/.heads
+	SPECJAX_HEAD_PARITY_TEST=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_head_parity.py
 
 # Every test marked `gpu`, in as many processes as share a GPU well. GPU_FLAGS=-x stops a file at a fault.
 gpu-test:
@@ -57,6 +64,12 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint: pyproject.toml | $(VE
 $(VENV)/.parity: $(VENV)/.torch
 $(VENV)/.torch: | $(VENV)/bin/pip
 	$(PIP) install --no-deps --index-url $(TORCH_INDEX) $(TORCH)
+	@touch $@
+
+# Without its dependencies, which would bring vLLM's and CUDA.
+$(VENV)/.heads: $(VENV)/.torch $(VENV)/.test
+	$(PIP) install $(SPECULATORS_NEEDS)
+	$(PIP) install --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
 $(VENV)/bin/pip:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafter_steps import Acceptance, accepted_steps, drafted_steps, softmax
 from oracle_eagle3 import Head
 
 import specjax
@@ -18,7 +19,7 @@ from specjax.models.heads.eagle3_folder import load_eagle3
 
 pytestmark = pytest.mark.once
 
-K, B, SLOTS = 3, 3, 32
+K = 3
 CONFIG = specjax.SpeculativeConfig(num_speculative_tokens=K)
 TARGET = TransformerConfig(heads.VOCAB, heads.SIZE, 40, heads.TARGET_LAYERS, 4, 2, 6)
 
@@ -47,59 +48,20 @@ def load(folder, name):
 def test_a_head_drafts_from_what_the_formulas_say(tmp_path, name):
     """Of a ragged batch; after steps that committed from no draft to all, and other tokens."""
     _, drafter, oracle = load(tmp_path, name)
-    rng, (extend, propose) = np.random.default_rng(5), (jax.jit(drafter.extend), drafter.propose)
-    propose = jax.jit(functools.partial(propose, config=CONFIG, sampling=None, history=None))
-    text = rng.integers(0, heads.VOCAB, (B, SLOTS)).astype(np.int32)
-    width = oracle.fields.get("target_hidden_size", heads.SIZE)
-    features = rng.normal(size=(B, SLOTS, 3 * width)).astype(np.float32)
-    state, lengths = drafter.init(drafter.params, B, SLOTS), np.array([7, 3, 2])
-
-    def read(state, first, counts, size):
-        """Gives the drafter tokens of the text from `first` on; what is no token is NaN."""
-        place = np.arange(size)[None]
-        index, inside = first[:, None] + place, place < counts[:, None]
-        ids = np.take_along_axis(text, index, axis=1)
-        given = np.take_along_axis(features, index[..., None], axis=1)
-        given = np.where(inside[..., None], given, np.nan)
-        return extend(drafter.params, state, ids, np.where(inside, index, -1), given)
-
-    state = read(state, np.zeros(B, int), np.minimum(lengths - 1, 4), 4)
-    state = read(state, np.full(B, 4), np.clip(lengths - 5, 0, None), 4)
-    for committed in ([1, 4, 2], [K + 1, 1, 3], [0, 2, 1], None):
-        draft, state = propose(
-            drafter.params,
-            state,
-            text,
-            jnp.zeros((B, width)),
-            keys=jax.random.split(jax.random.key(int(lengths.sum())), B),
-            positions=jnp.asarray(lengths, jnp.int32),
-            num_tokens=jnp.full((B,), K, jnp.int32),
-            temperature=jnp.ones((B,)),
-            implementation=None,
-        )
-        for b, length in enumerate(lengths):
-            drafted = np.asarray(draft.token_ids[b])
-            wanted = oracle.draft_logits(text[b, :length], features[b, : length - 1], drafted)
-            assert wanted.std() > 1
-            np.testing.assert_allclose(draft.logits[b], wanted, rtol=1e-4, atol=1e-4)
-        if committed is not None:
-            state = read(state, lengths - 1, np.array(committed), K + 1)
-            lengths = lengths + committed
+    width = 3 * oracle.fields.get("target_hidden_size", heads.SIZE)
+    for *given, logits in drafted_steps(drafter, vocab_size=heads.VOCAB, width=width):
+        wanted = oracle.draft_logits(*given)
+        assert wanted.std() > 1
+        np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 @jax.jit
 def whole_forward(model, text):
-    """Logits and taps of whole texts [B, T], on an empty cache."""
-    place = jnp.broadcast_to(jnp.arange(text.shape[1], dtype=jnp.int32)[None], text.shape)
-    cache = model.init_cache(*text.shape)
-    taps = (1, 2, 4)
-    hidden, features, _ = model.apply_with_taps(model.params, text, place, cache, taps)
-    return model.logits(model.params, hidden), features
-
-
-def softmax(logits):
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    """Logits and taps of a whole text [T], on an empty cache."""
+    place = jnp.arange(len(text), dtype=jnp.int32)[None]
+    cache, taps = model.init_cache(1, len(text)), (1, 2, 4)
+    hidden, features, _ = model.apply_with_taps(model.params, text[None], place, cache, taps)
+    return model.logits(model.params, hidden[0]), features[0]
 
 
 def test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap(tmp_path):
@@ -112,32 +74,19 @@ def test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap(tmp_pat
     size, rng = 64, np.random.default_rng(7)
     lengths = rng.integers(1, 6, size).astype(np.int32)
     prompts = rng.integers(0, heads.VOCAB, (size, 5)).astype(np.int32)
-    options = {"keys": jax.random.key(2), "config": CONFIG, "max_new_tokens": 20}
-    options |= {"temperature": 12.0, "prefill_chunk_size": 3}
-    state = specjax.init(model, drafter, prompts, lengths, **options)
-    excess, variance, num_accepted = 0.0, 0.0, 0
-    for _ in range(4):
-        lengths, drafted = np.asarray(state.lengths), np.asarray(state.draft.token_ids)
-        text = np.maximum(np.asarray(state.token_ids), 0)
-        for b, length in enumerate(lengths):
-            text[b, length : length + K] = drafted[b]
-        logits, features = map(np.asarray, whole_forward(model, text))
-        pending = state.draft
-        state, info = specjax.step(model, drafter, state, config=CONFIG)
-        for b, length in enumerate(lengths):
-            given = features[b, : length - 1].astype(np.float64)
-            wanted = oracle.draft_logits(text[b, :length], given, drafted[b])
-            np.testing.assert_allclose(pending.logits[b], wanted, rtol=2e-3, atol=2e-3)
-            q = np.zeros((K, heads.VOCAB))
-            q[:, ids] = softmax(wanted / 12)
-            p = softmax(logits[b, length - 1 : length - 1 + K].astype(np.float64) / 12)
-            overlap, accepted = np.minimum(p, q).sum(-1), int(info.verification.num_accepted[b])
-            tested = overlap[: accepted + 1]
-            excess += min(accepted, K) - tested.sum()
-            variance += (tested * (1 - tested)).sum()
-            num_accepted += accepted
-    assert num_accepted > 80
-    assert abs(excess) < 4 * variance**0.5
+    options = {"temperature": 12.0, "num_drafted": K, "num_steps": 4}
+    acceptance = Acceptance()
+    for text, length, found, accepted in accepted_steps(
+        model, drafter, prompts, lengths, **options
+    ):
+        logits, features = (np.asarray(x, np.float64) for x in whole_forward(model, text))
+        drafted = text[length : length + K]
+        wanted = oracle.draft_logits(text[:length], features[: length - 1], drafted)
+        np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
+        q = np.zeros((K, heads.VOCAB))
+        q[:, ids] = softmax(wanted / 12)
+        acceptance.add(softmax(logits[length - 1 : length - 1 + K] / 12), q, accepted)
+    acceptance.check(at_least=80)
 
 
 @pytest.mark.parametrize("num_tokens", [K, "auto"])

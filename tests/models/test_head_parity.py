@@ -1,0 +1,187 @@
+"""Heads that `speculators` wrote draft from what `speculators` computes, one request at a time.
+
+Without it there is nothing to compare with; `make head-parity` installs it, and
+SPECJAX_HEAD_PARITY_TEST makes its absence a failure. It has no `target_hidden_size` in EAGLE-3, no
+`aux_norm_*` and no `logit_scale`, nor DeepSpec's and SpecForge's formats: there NumPy is what the
+heads are held to, in `test_eagle3.py` and `test_eagle3_folder.py`.
+"""
+
+import importlib.util
+import os
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from drafter_steps import Acceptance, accepted_steps, drafted_steps, softmax
+
+from specjax.models import (
+    TransformerConfig,
+    build,
+    load,
+    load_drafter,
+    load_eagle3,
+    save_eagle3,
+)
+
+if importlib.util.find_spec("speculators"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from speculators.config import SpeculatorsConfig, VerifierConfig
+        from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+        from speculators.proposals.greedy import GreedyTokenProposalConfig
+        from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+    torch.set_num_threads(1)
+elif "SPECJAX_HEAD_PARITY_TEST" in os.environ:
+    raise ModuleNotFoundError("speculators is needed here: make head-parity.")
+else:
+    pytest.skip("speculators is not installed: make head-parity", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+VOCAB, DRAFT_VOCAB, SIZE = 96, 40, 32
+LAYER = {
+    "vocab_size": VOCAB,
+    "hidden_size": SIZE,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "attn_implementation": "eager",
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Name -> class of the layer's configuration, what it sets, and what the head sets.
+VARIANTS = {
+    "llama": ("LlamaConfig", {}, {}),
+    "norm_output": ("LlamaConfig", {}, {"norm_output": True}),
+    "qwen3": ("Qwen3Config", {}, {"norm_before_residual": True}),
+    "fc_norm": (
+        "Qwen3Config",
+        {"attention_bias": True},
+        {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    ),
+    "whole vocabulary": (
+        "LlamaConfig",
+        {"attention_bias": True, "rope_parameters": LLAMA_3},
+        {"norm_before_fc": True, "draft_vocab_size": VOCAB},
+    ),
+}
+
+
+@torch.no_grad()
+def random_head(kind, layer, fields):
+    """A head with weights 0.3 N(0, 1), norms about 1, and offsets that are not constant."""
+    torch.manual_seed(0)
+    verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config={"LlamaConfig": LlamaConfig, "Qwen3Config": Qwen3Config}[kind](
+            **LAYER, **layer
+        ),
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            default_proposal_method="greedy",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            verifier=verifier,
+        ),
+        **{"draft_vocab_size": DRAFT_VOCAB, **fields},
+    )
+    head = Eagle3DraftModel(config)
+    for name, parameter in head.named_parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    if config.draft_vocab_size < VOCAB:
+        ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+        known = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, value=True)
+        head.load_vocab_mappings(known, ids - torch.arange(DRAFT_VOCAB))
+    return head.eval()
+
+
+@torch.no_grad()
+def draft_logits(head, text, features, drafted):
+    """The logits [K, V_d] of a head's first steps after a text, each given the one before it.
+
+    The forward is for training and returns none: they are taken where the lm_head leaves them.
+    """
+    rows, tokens = [], np.concatenate([text[1:], drafted])
+    hook = head.lm_head.register_forward_hook(lambda *call: rows.append(call[2]))
+    taps = np.pad(features, ((0, len(tokens) - len(features)), (0, 0)))
+    ids, taps = torch.tensor(tokens)[None].long(), torch.tensor(taps)[None]
+    head(taps, ids, torch.zeros_like(ids), ttt_steps=len(drafted))
+    hook.remove()
+    return np.stack([step[0, len(text) - 2].numpy() for step in rows])
+
+
+def target():
+    return build(TransformerConfig(VOCAB, SIZE, 64, 4, 4, 2, 8))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_head_drafts_from_what_its_makers_compute(tmp_path, name):
+    """Steps 0, 1 and 2 of ragged batches, and after rewinds."""
+    head = random_head(*VARIANTS[name])
+    head.save_pretrained(tmp_path)
+    (tmp_path / "config.py").write_text("raise RuntimeError('this file is never run')")
+    drafter = load_drafter(tmp_path, target(), "float32")
+    for *given, logits in drafted_steps(drafter, vocab_size=VOCAB, width=3 * SIZE):
+        wanted = draft_logits(head, *given)
+        assert wanted.std() > 1
+        np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path):
+    """What the loop accepts is the mean of sum min(p, q), by transformers' p and speculators' q."""
+    layer = LAYER | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**layer)).eval()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
+    model.save_pretrained(tmp_path / "target")
+    head = random_head(*VARIANTS["norm_output"])
+    head.save_pretrained(tmp_path / "head")
+    own, _ = load(tmp_path / "target", "float32")
+    drafter = load_drafter(tmp_path / "head", own, "float32")
+    rng, size, temperature = np.random.default_rng(7), 32, 6.0
+    lengths = rng.integers(1, 6, size).astype(np.int32)
+    prompts = rng.integers(0, VOCAB, (size, 5)).astype(np.int32)
+    options = {"temperature": temperature, "num_drafted": 3, "num_steps": 4}
+    ids, acceptance = head.d2t.numpy() + np.arange(DRAFT_VOCAB), Acceptance()
+    for text, length, found, accepted in accepted_steps(own, drafter, prompts, lengths, **options):
+        output = model(torch.tensor(text[: length + 3])[None].long(), output_hidden_states=True)
+        taps = torch.cat([output.hidden_states[k][0] for k in (1, 2, 3)], dim=-1).numpy()
+        drafted = text[length : length + 3]
+        wanted = draft_logits(head, text[:length], taps[: length - 1], drafted)
+        np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
+        q = np.zeros((3, VOCAB))
+        q[:, ids] = softmax(wanted / temperature)
+        p = softmax(output.logits[0, length - 1 : length + 2].numpy() / temperature)
+        acceptance.add(p, q, accepted)
+    acceptance.check(at_least=40)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "whole vocabulary"])
+def test_its_makers_read_a_head_that_is_saved_here(tmp_path, name):
+    from safetensors.torch import load_file
+
+    kind, layer, fields = VARIANTS[name]
+    head = random_head(kind, layer, fields)
+    head.save_pretrained(tmp_path / "theirs")
+    params, config = load_eagle3(tmp_path / "theirs", "float32", num_target_layers=4)
+    save_eagle3(tmp_path / "ours", params, config, "float32")
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    for tensor, value in head.state_dict().items():
+        if not tensor.startswith("verifier_"):
+            np.testing.assert_array_equal(saved[tensor], value)
+    again, found = load_eagle3(tmp_path / "ours", "float32", num_target_layers=4)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
