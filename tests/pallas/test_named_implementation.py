@@ -5,6 +5,7 @@ choose kernels: "xla" traces none, "triton" traces some.
 """
 
 import inspect
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ CONFIG = models.TransformerConfig(
 HEAD = models.HeadConfig(
     64, 128, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-5
 )
+EAGLE3 = models.Eagle3Config(CONFIG, 64, V, taps=(0, 1))
 # Of `jax.nn.dot_product_attention`, over whole sequences: no kernel of ours has that choice.
 OF_ATTENTION = {"causal_hidden"}
 # Made of what is traced here: `generate`, ahead of time, and the functions of `build`.
@@ -152,17 +154,15 @@ def load(name):
     return run_step(model)
 
 
-def run_head(name):
-    """A proposal by a draft head, whose draws run what is named too."""
-    target = models.build(CONFIG, implementation=name)
-    drafter = models.head_drafter(
-        target, HEAD, models.build_head(HEAD, seed=0), implementation=name
-    )
+def run_drafter(drafter):
+    """A proposal whose own steps run what its drafter was made with, and its draws plain JAX."""
     ids = jnp.zeros((B, 4), jnp.int32)
-    cache = drafter.init(drafter.params, B, 8)
+    features = jnp.zeros((B, 4, 64 * max(1, len(drafter.taps))))
+    state = drafter.init(drafter.params, B, 8)
+    state = drafter.extend(drafter.params, state, ids, jnp.tile(jnp.arange(4), (B, 1)), features)
     return drafter.propose(
         drafter.params,
-        cache,
+        state,
         ids,
         jnp.zeros((B, 64)),
         keys=KEYS,
@@ -172,6 +172,29 @@ def run_head(name):
         config=specjax.SpeculativeConfig(num_speculative_tokens=K),
         implementation="xla",
     )
+
+
+def run_head(name):
+    head = models.build_head(HEAD, seed=0)
+    return run_drafter(models.head_drafter(models.build(CONFIG), HEAD, head, implementation=name))
+
+
+def run_eagle3(name):
+    head = models.build_eagle3(EAGLE3)
+    target = models.build(CONFIG)
+    return run_drafter(models.eagle3_drafter(target, EAGLE3, head, implementation=name))
+
+
+def run_loaded_drafters(name):
+    """Proposals by each kind of folder; "xla" must be that of all of them."""
+    target = models.build(CONFIG)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.ensure_compile_time_eval():
+            models.save_head(f"{folder}/head", models.build_head(HEAD, seed=0), HEAD)
+            models.save_eagle3(f"{folder}/eagle3", models.build_eagle3(EAGLE3), EAGLE3)
+        folders = [models.pretrained_folder("draft"), f"{folder}/head", f"{folder}/eagle3"]
+        loaded = [models.load_drafter(f, target, "float32", implementation=name) for f in folders]
+    return [run_drafter(drafter) for drafter in loaded]
 
 
 CALLS = {
@@ -192,6 +215,8 @@ CALLS = {
     "functions": functions,
     "load": load,
     "head_drafter": run_head,
+    "eagle3_drafter": run_eagle3,
+    "load_drafter": run_loaded_drafters,
 }
 
 
