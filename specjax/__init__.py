@@ -6,6 +6,7 @@ Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
 `whole_prompt_drafter`.
+Serving: `Engine`, `Request`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
 Expected acceptance and speed: `theory`.
@@ -37,6 +38,8 @@ from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.draft import Draft
+from specjax.engine.engine import Engine
+from specjax.engine.request import FinishReason, Request
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.bad_words import bad_words_array
@@ -66,12 +69,15 @@ __all__ = [
     "DecodeState",
     "Draft",
     "Drafter",
+    "Engine",
     "Finish",
+    "FinishReason",
     "Generation",
     "History",
     "Metrics",
     "Model",
     "Origin",
+    "Request",
     "Rule",
     "Sample",
     "SamplingParams",

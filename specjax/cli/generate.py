@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.cli.token_text import TextStream
 from specjax.config import SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
@@ -18,6 +17,7 @@ from specjax.decode.init_and_step import check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.state_and_info import DecodeState
+from specjax.engine.text_stream import TextStream
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.program_store import ProgramStore

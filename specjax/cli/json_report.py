@@ -6,9 +6,10 @@ import jax
 import numpy as np
 
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
-from specjax.cli.token_text import TextStream, list_logprobs
+from specjax.cli.token_text import list_logprobs
 from specjax.core import rules
 from specjax.core.temperature import MIN_TEMPERATURE
+from specjax.engine.text_stream import TextStream
 
 __all__ = ["is_exact", "json_report", "metrics_json"]
 

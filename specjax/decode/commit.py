@@ -108,7 +108,9 @@ def append_emitted(
     """Returns what `commit` returns, of checked arrays."""
     emitted, counts = verification.token_ids, verification.num_emitted
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    is_eos = jnp.any(emitted[..., None] == eos_token_ids[None, None], axis=-1)
+    # [E] of the batch, or [B, E] where each request has its own.
+    eos_token_ids = jnp.expand_dims(eos_token_ids, 1 if eos_token_ids.ndim == 2 else (0, 1))
+    is_eos = jnp.any(emitted[..., None] == eos_token_ids, axis=-1)
     is_eos &= index < counts[:, None]
     first_eos = jnp.min(jnp.where(is_eos, index, emitted.shape[1]), axis=1)
     limit = jnp.int32(token_ids.shape[1])

@@ -24,7 +24,8 @@ class Settings(NamedTuple):
       temperature: f32[B].
       prompt_lengths: i32[B], tokens of each prompt.
       max_lengths: i32[B], committed tokens at which a request ends.
-      eos_token_ids: i32[E], tokens that end a request, filled up with -2.
+      eos_token_ids: i32[E], tokens that end a request, filled up with -2; or i32[B, E], those of
+        each.
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
       logprobs: which log-probabilities are listed, or None.

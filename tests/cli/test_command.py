@@ -21,12 +21,12 @@ from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact
 from specjax.cli.terminal import Terminal
-from specjax.cli.token_text import TextStream
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.decode.drafters import ngram_drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.engine.text_stream import TextStream
 from specjax.models import TransformerConfig, build, pretrained_folder, save
 
 pytestmark = pytest.mark.lenient

@@ -32,6 +32,7 @@ FLOORS = (
     ("config", "pallas"),
     ("samplers", "processing", "theory"),
     ("decode",),
+    ("engine",),
     ("__init__", "models"),
     ("cli",),
     ("__main__",),

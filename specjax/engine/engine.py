@@ -1,0 +1,291 @@
+"""`Engine`: requests that come at any time, through one compiled step of a number of slots."""
+
+import queue
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.checks import check_count
+from specjax.config import SpeculativeConfig
+from specjax.decode.capacity import pad_eos
+from specjax.decode.drafters import Drafter
+from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
+from specjax.engine.memory import explain_slots_out_of_memory
+from specjax.engine.programs import make_programs, warm_up
+from specjax.engine.request import FinishReason, Request
+from specjax.engine.request_sampling import parse_defaults, spread_over_slots
+from specjax.engine.scheduler import Group, Scheduler, Waiting
+from specjax.engine.stop_strings import StoppedText
+from specjax.engine.submission import MOST_STOP_IDS, EngineOptions, read_submission
+from specjax.implementation import Implementation
+from specjax.model import Model
+from specjax.processing.sampling_params import SamplingParams
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Decodes requests that come at any time, each in a slot of one compiled step.
+
+    A request waits until a slot is empty, first come, first served. Its prompt is read in chunks
+    between the steps of the others. What it gets depends on its own key, prompt and parameters, on
+    the models, `config` and the engine's shapes; not on its slot, nor on what else is decoded.
+
+    The constructor compiles; no request compiles anything. One thread runs the engine, by `step`,
+    `run` or an iteration over a request; other threads may `submit` and `abort`.
+
+    Args:
+      target: the model whose distribution the output follows.
+      drafter: as in `generate`, or None.
+      config: a `SpeculativeConfig`. None is the default one.
+      num_slots: requests decoded at once, a Python int >= 1.
+      max_length: most tokens of a prompt and its text together, a Python int >= 2.
+      prefill_chunk_size: tokens of a prompt that the models read between two steps.
+      max_waiting: most requests that wait for a slot, a Python int >= 1.
+      sampling: `SamplingParams` with the fields that requests may set, and the values of requests
+        that do not; each for one request. None is no field.
+      tokenizer: with `decode(ids, skip_special_tokens)`, for text and stop strings; or None.
+      num_logprobs: as in `generate`, for every request.
+      logprobs_mode: as in `generate`.
+      implementation: as in `generate`.
+
+    Attributes:
+      slot_bytes: bytes on the device that one slot takes.
+      num_slots: as given.
+      max_length: as given.
+
+    Raises:
+      ValueError: for what `generate` refuses, and for a cache without an axis of requests.
+      MemoryError: if the device has no room for the slots; it names the bytes of one.
+
+    Example:
+      >>> from specjax.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+      >>> engine = specjax.Engine(model, None, num_slots=2, max_length=16)
+      >>> requests = [
+      ...     engine.submit([0, 1], key=jax.random.key(i), temperature=0, max_new_tokens=3 + i)
+      ...     for i in range(3)]
+      >>> engine.run()
+      >>> [request.token_ids for request in requests]
+      [[0, 1, 0], [0, 1, 0, 1], [0, 1, 0, 1, 0]]
+      >>> [request.finish_reason for request in requests]
+      ['length', 'length', 'length']
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None,
+        config: SpeculativeConfig | None = None,
+        *,
+        num_slots: int,
+        max_length: int,
+        prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
+        max_waiting: int = 4096,
+        sampling: SamplingParams | None = None,
+        tokenizer: Any = None,
+        num_logprobs: int | None = None,
+        logprobs_mode: str = "raw",
+        implementation: str | Implementation | None = None,
+    ) -> None:
+        num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
+        why = "the requests that wait for a slot"
+        self._max_waiting = check_count("max_waiting", max_waiting, 1, why)
+        keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
+        arguments = check_arguments(
+            target,
+            drafter,
+            np.zeros((num_slots, 1), np.int32),
+            np.ones(num_slots, np.int32),
+            keys=keys,
+            config=config,
+            max_new_tokens=1,
+            max_length=max_length,
+            prefill_chunk_size=prefill_chunk_size,
+            num_logprobs=num_logprobs,
+            logprobs_mode=logprobs_mode,
+            implementation=implementation,
+        )
+        defaults = parse_defaults(sampling)
+        settings = arguments["settings"]._replace(
+            temperature=np.ones(num_slots, np.float32),
+            eos_token_ids=np.tile(pad_eos(np.zeros(0, np.int32), MOST_STOP_IDS), (num_slots, 1)),
+            sampling=spread_over_slots(defaults, num_slots),
+        )
+        options = {name: arguments[name] for name in ("config", "implementation")}
+        programs = make_programs(
+            target, drafter, settings, num_slots=num_slots, max_length=max_length, **options
+        )
+        self.num_slots, self.max_length = num_slots, max_length
+        self.slot_bytes = programs.slot_bytes
+        self._options = EngineOptions(max_length, programs.vocab_size, defaults, tokenizer)
+        chunk_size = min(arguments["chunk_size"], max_length)
+        with explain_slots_out_of_memory(self.slot_bytes, num_slots, max_length):
+            any_request = read_submission([0, 0], self._options, key=keys[0])
+            slots = warm_up(programs, chunk_size, any_request.settings)
+        self._scheduler = Scheduler(programs, slots, chunk_size)
+
+    def submit(
+        self,
+        prompt_token_ids: Any,
+        *,
+        key: jax.Array,
+        max_new_tokens: int | None = None,
+        temperature: Any = 1.0,
+        stop: str | Iterable[str] = (),
+        stop_token_ids: Any = (),
+        sampling: SamplingParams | None = None,
+    ) -> Request:
+        """Puts a request at the end of the queue.
+
+        A prompt that is empty, too long for the engine, or has an id outside the target's
+        vocabulary gives a request that has ended as "refused", with a sentence in `error`.
+
+        Args:
+          prompt_token_ids: i32[P].
+          key: a typed threefry key, ().
+          max_new_tokens: most tokens generated, a Python int >= 1; None is what `max_length` holds.
+          temperature: a number >= 0. Below 1e-5 the request is greedy.
+          stop: strings that end the request. Its text ends before the first of them.
+          stop_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
+            committed.
+          sampling: `SamplingParams` of this request: fields that the engine was made with.
+
+        Returns:
+          The `Request`, which the engine fills.
+
+        Raises:
+          ValueError: for an argument of another type, shape or range.
+          queue.Full: if `max_waiting` requests wait.
+
+        Example:
+          >>> from specjax.markov_chain import markov_chain
+          >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+          >>> engine = specjax.Engine(model, None, num_slots=2, max_length=16)
+          >>> request = engine.submit([0], key=jax.random.key(0), temperature=0, max_new_tokens=3)
+          >>> [piece.token_ids for piece in request]
+          [[1], [0], [1]]
+          >>> engine.submit([7], key=jax.random.key(0)).error
+          "the prompt has token 7; the target's vocabulary has 2 tokens."
+        """
+        return self._submit(
+            prompt_token_ids,
+            None,
+            key=key,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            sampling=sampling,
+        )[0]
+
+    def submit_samples(
+        self, num_samples: int, prompt_token_ids: Any, **options: Any
+    ) -> list[Request]:
+        """Puts several requests of one prompt at the end of the queue; the prompt is read once.
+
+        Args:
+          num_samples: a Python int >= 1.
+          prompt_token_ids: as in `submit`.
+          **options: as in `submit`. Sample i has the key `jax.random.fold_in(key, i)`.
+
+        Returns:
+          The requests.
+
+        Raises:
+          ValueError: as `submit` does.
+          queue.Full: if more than `max_waiting` requests would wait.
+
+        Example:
+          >>> from specjax.markov_chain import markov_chain
+          >>> model = markov_chain([[0.5, 0.5], [0.5, 0.5]])
+          >>> engine = specjax.Engine(model, None, num_slots=2, max_length=8)
+          >>> samples = engine.submit_samples(4, [0], key=jax.random.key(0), max_new_tokens=5)
+          >>> engine.run()
+          >>> [len(sample.token_ids) for sample in samples]
+          [5, 5, 5, 5]
+        """
+        why = "the requests of one prompt"
+        return self._submit(
+            prompt_token_ids, check_count("num_samples", num_samples, 1, why), **options
+        )
+
+    def _submit(
+        self, prompt_token_ids: Any, num_samples: int | None, **values: Any
+    ) -> list[Request]:
+        options, scheduler, count = self._options, self._scheduler, num_samples or 1
+        given = read_submission(prompt_token_ids, options, **values)
+        num_waiting = self.num_waiting
+        if given.error is None and num_waiting + count > self._max_waiting:
+            raise queue.Full(
+                f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
+                f"{self._max_waiting}. Run the engine, or wait for requests to end."
+            )
+        requests = []
+        for _ in range(count):
+            ids, tokenizer = given.token_ids.tolist(), options.tokenizer
+            # A tokenizer cannot decode ids that it does not have.
+            context = ids if given.error is None else []
+            text = None if tokenizer is None else StoppedText(tokenizer, context, given.stop)
+            requests.append(Request(ids, text, scheduler.take_step, scheduler.take_step_async))
+        if given.error is not None:
+            for request in requests:
+                request.end(FinishReason.REFUSED, given.error)
+            return requests
+        samples = [-1] if num_samples is None else range(count)
+        each = (given.settings._replace(sample=np.int32(index)) for index in samples)
+        waiting: Waiting = deque(zip(requests, each, strict=True))
+        scheduler.enqueue(Group(given.padded, given.token_ids.size, waiting))
+        return requests
+
+    def abort(self, request: Request) -> None:
+        """Ends a request now, if it has not ended; its slot is empty from the next step on."""
+        request.end(FinishReason.ABORTED)
+
+    def preempt(self, request: Request) -> bool:
+        """Takes a request out of its slot and puts it first in the queue, with its caches.
+
+        It goes on in the next empty slot, and gets the tokens that it would have got. Until then
+        its caches take the memory of one more slot.
+
+        Returns:
+          Whether it was in a slot.
+        """
+        return self._scheduler.preempt(request)
+
+    def step(self) -> bool:
+        """Dispatches one step of all slots and reads what the step before gave.
+
+        Returns:
+          Whether a request is left that has not ended.
+        """
+        return self._scheduler.take_step()
+
+    def run(self) -> None:
+        """Steps until every request has ended."""
+        while self.step():
+            pass
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests in a slot."""
+        return self._scheduler.num_running
+
+    @property
+    def num_steps(self) -> int:
+        """Steps dispatched so far."""
+        return self._scheduler.num_steps
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots that held a request, over all steps so far; 0 before the first."""
+        num_slots = self._scheduler.num_steps * self.num_slots
+        return self._scheduler.num_occupied / num_slots if num_slots else 0.0

@@ -1,0 +1,129 @@
+"""The compiled programs of an engine, bound to its models and options, and the bytes they need."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.decode.drafters import Drafter
+from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.engine import slots
+from specjax.engine.rows import find_axes, row_bytes, state_axes
+from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
+from specjax.model import Model
+
+__all__ = ["Programs", "make_programs", "warm_up"]
+
+
+class Programs(NamedTuple):
+    """The functions of `specjax.engine.slots` with everything bound that no request changes.
+
+    Attributes:
+      new_row: `() -> PromptRow`.
+      prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
+      admit: `(slots, row, slot, prompt[1, S], request) -> slots`.
+      step: `(slots) -> (slots, StepOutput)`.
+      release: `(slots, rows: bool[B]) -> slots`.
+      park: `(slots, slot) -> DecodeState`, a batch of one.
+      resume: `(slots, parked, slot) -> slots`.
+      empty_slots: `() -> slots`.
+      slot_bytes: bytes that the state of a slot takes, its caches among them.
+      vocab_size: of the target's logits.
+    """
+
+    new_row: Callable[[], PromptRow]
+    prefill_chunk: Callable[..., PromptRow]
+    admit: Callable[..., DecodeState]
+    step: Callable[[DecodeState], tuple[DecodeState, StepOutput]]
+    release: Callable[..., DecodeState]
+    park: Callable[..., DecodeState]
+    resume: Callable[..., DecodeState]
+    empty_slots: Callable[[], DecodeState]
+    slot_bytes: int
+    vocab_size: int
+
+
+def make_programs(
+    target: Model,
+    drafter: Drafter | None,
+    settings: Settings,
+    *,
+    num_slots: int,
+    max_length: int,
+    **options: Any,
+) -> Programs:
+    """Returns the programs of an engine; nothing is compiled yet.
+
+    Args:
+      target: as in `Engine`.
+      drafter: as in `Engine`.
+      settings: of one empty request in each slot.
+      num_slots: B.
+      max_length: S.
+      **options: `config` and `implementation`, static options of a step.
+
+    Raises:
+      ValueError: if a cache has a leaf without an axis of requests, or drafts say where each
+        request's logits lie.
+    """
+    empty = functools.partial(
+        slots.empty_slots,
+        target,
+        drafter,
+        settings,
+        size=num_slots,
+        max_length=max_length,
+        **options,
+    )
+    cache_axes = find_axes(lambda size: target.init_cache(size, max_length), "the target's cache")
+    drafter_axes = drafter and find_axes(
+        lambda size: drafter.init(drafter.params, size, max_length), "the drafter's state"
+    )
+    shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
+    if shapes.draft.rows is not None:
+        raise ValueError(
+            "the drafter's drafts have rows, which say in which request's place logits lie; an "
+            "engine moves requests between slots and needs drafts without."
+        )
+    axes = state_axes(shapes, cache_axes, drafter_axes)
+    cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
+    hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
+    return Programs(
+        new_row=functools.partial(slots.new_row, target, drafter, max_length=max_length),
+        prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
+        admit=functools.partial(slots.admit, axes=axes),
+        step=functools.partial(slots.step_slots, target, drafter, **options),
+        release=slots.release,
+        park=functools.partial(slots.park, axes=axes),
+        resume=functools.partial(slots.resume, axes=axes),
+        empty_slots=empty,
+        slot_bytes=row_bytes(shapes, axes),
+        vocab_size=jax.eval_shape(target.logits, target.params, hidden).shape[-1],
+    )
+
+
+def warm_up(programs: Programs, chunk_size: int, request: RequestSettings) -> DecodeState:
+    """Runs every program, so that each is compiled, and returns slots with no request in any.
+
+    Twice, as arrays that a program returned may be placed otherwise than those it was first given.
+
+    Args:
+      programs: of an engine.
+      chunk_size: C.
+      request: settings of any request of two tokens.
+    """
+    state = programs.empty_slots()
+    num_slots, max_length = state.token_ids.shape
+    first = np.int32(0)
+    nothing = np.zeros((1, chunk_size), np.int32), np.full((1, chunk_size), -1, np.int32)
+    for _ in range(2):
+        row = programs.prefill_chunk(programs.new_row(), *nothing)
+        state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
+        state, output = programs.step(state)
+        parked = programs.park(state, first)
+        state = programs.resume(state, parked, first)
+        state = programs.release(state, np.ones(num_slots, bool))
+        jax.device_get(output)
+    return state

@@ -1,0 +1,161 @@
+"""`Request`: what a request of an engine asked for, what it has got so far, and why it ended."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.decode.commit import Finish
+from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.metrics import Metrics
+from specjax.engine.stop_strings import StoppedText
+
+__all__ = ["FinishReason", "Piece", "Request"]
+
+
+class FinishReason:
+    """Reasons for which a request of an engine ended; None while it goes on."""
+
+    LENGTH = "length"
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP_STRING = "stop_string"
+    INVALID_LOGITS = "invalid_logits"
+    REFUSED = "refused"
+    ABORTED = "aborted"
+
+
+_REASONS = {
+    Finish.LENGTH: FinishReason.LENGTH,
+    Finish.END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
+    Finish.INVALID: FinishReason.INVALID_LOGITS,
+}
+
+
+class Piece(NamedTuple):
+    """What a request got since the piece before.
+
+    Attributes:
+      token_ids: its new tokens.
+      text: its new text, which ends with a whole character; empty without a tokenizer.
+    """
+
+    token_ids: list[int]
+    text: str
+
+
+class Request:
+    """A request of an engine; `Engine.submit` makes it, and iterating over it yields its pieces.
+
+    `for piece in request` and `async for piece in request` run the engine, all of whose requests
+    go on with it, until this one has ended.
+
+    Attributes:
+      prompt_token_ids: its prompt.
+      token_ids: tokens generated so far; an end-of-sequence token is one of them.
+      logprobs: log-probability of each, of the distribution that it was sampled from.
+      origins: one of `Origin` for each.
+      top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
+      text: the text of `token_ids` up to a stop string; None without a tokenizer.
+      finish_reason: None while the request goes on, else one of `FinishReason`.
+      error: a sentence that says why a request was refused, or None.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        text: StoppedText | None,
+        run: Callable[[], bool],
+        run_async: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.origins: list[int] = []
+        self.top_logprobs: list[TopLogprobs] = []
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self._text, self._run, self._run_async = text, run, run_async
+        self._metrics: tuple[Metrics, int] | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The text so far, up to a stop string; None without a tokenizer."""
+        return None if self._text is None else self._text.text
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The request's `Metrics`, NumPy arrays of [] and [K]; None before its first token."""
+        if self._metrics is None:
+            return None
+        metrics, slot = self._metrics
+        counts: Any = (np.asarray(count[slot]) for count in metrics)
+        return Metrics(*counts)
+
+    def result(self) -> "Request":
+        """Runs the engine until this request has ended, and returns it."""
+        while self.finish_reason is None:
+            self._run()
+        return self
+
+    def __iter__(self) -> Iterator[Piece]:
+        num_tokens = num_characters = 0
+        while True:
+            ended = self.finish_reason is not None
+            piece, num_tokens, num_characters = self._piece(num_tokens, num_characters)
+            if piece.token_ids or piece.text:
+                yield piece
+            if ended:
+                return
+            self._run()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        num_tokens = num_characters = 0
+        while True:
+            ended = self.finish_reason is not None
+            piece, num_tokens, num_characters = self._piece(num_tokens, num_characters)
+            if piece.token_ids or piece.text:
+                yield piece
+            if ended:
+                return
+            await self._run_async()
+
+    def _piece(self, num_tokens: int, num_characters: int) -> tuple[Piece, int, int]:
+        token_ids, text = self.token_ids[num_tokens:], self.text or ""
+        piece = Piece(token_ids, text[num_characters:])
+        return piece, num_tokens + len(token_ids), len(text)
+
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Ends the request, if it has not ended: the first reason stays."""
+        if self.finish_reason is not None:
+            return
+        if self._text is not None:
+            self._text.flush()
+            reason = FinishReason.STOP_STRING if self._text.stopped else reason
+        self.error = error
+        self.finish_reason = reason
+
+    def add(self, output: Any, slot: int) -> None:
+        """Adds what a step committed for the request in a slot.
+
+        Args:
+          output: `StepOutput` of NumPy arrays.
+          slot: the request's.
+        """
+        num_tokens, finish = int(output.num_tokens[slot]), int(output.finish[slot])
+        self._metrics = output.metrics, slot
+        for i in range(num_tokens):
+            token_id = int(output.token_ids[slot, i])
+            self.logprobs.append(float(output.logprobs[slot, i]))
+            self.origins.append(int(output.origins[slot, i]))
+            if output.top_logprobs is not None:
+                top = TopLogprobs(*(values[slot, i] for values in output.top_logprobs))
+                self.top_logprobs.append(top)
+            self.token_ids.append(token_id)
+            if self._text is not None:
+                self._text.feed(token_id)
+                if self._text.stopped:
+                    break
+        if self._text is not None and self._text.stopped:
+            self.end(FinishReason.STOP_STRING)
+        elif finish > 0:
+            self.end(_REASONS[finish])

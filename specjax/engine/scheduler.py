@@ -1,0 +1,241 @@
+"""The host's part: which prompt is read next, which request is in which slot, and what it got.
+
+A round fills the empty slots, dispatches a step, and then reads what the step before gave, while
+the device computes. So a request that ended is known one step later.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.decode.state_and_info import DecodeState
+from specjax.engine.programs import Programs
+from specjax.engine.request import Request
+from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
+
+__all__ = ["Group", "InFlight", "Scheduler", "Waiting"]
+
+# Settings are None of a request that was preempted: its state has them.
+Waiting = deque[tuple[Request, RequestSettings | None]]
+
+
+class Group:
+    """Requests of one prompt, which is read once.
+
+    Attributes:
+      prompt: i32[1, S], padded.
+      num_tokens: of the prompt.
+      waiting: the requests that are in no slot yet, with their settings.
+      row: what was read of the prompt, or None.
+      num_read: tokens of it.
+      parked: the state of a request that was preempted, which is put back instead.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        num_tokens: int,
+        waiting: Waiting,
+        parked: DecodeState | None = None,
+    ) -> None:
+        self.prompt, self.num_tokens, self.waiting = prompt, num_tokens, waiting
+        self.row: PromptRow | None = None
+        self.num_read = 0
+        self.parked = parked
+
+
+class InFlight(NamedTuple):
+    """A step that was dispatched, and the requests that were in the slots then."""
+
+    output: StepOutput
+    occupants: tuple[Request | None, ...]
+
+
+class Scheduler:
+    """Slots, their requests, and the queue, first come, first served.
+
+    Args:
+      programs: of the engine.
+      slots: empty ones.
+      chunk_size: tokens of a prompt that are read at once.
+
+    Attributes:
+      num_steps: steps dispatched.
+      num_occupied: slots with a request in them, summed over these steps.
+    """
+
+    def __init__(self, programs: Programs, slots: DecodeState, chunk_size: int) -> None:
+        self._programs, self._slots, self._chunk_size = programs, slots, chunk_size
+        self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
+        self._groups: deque[Group] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._emptied: set[int] = set()
+        # Other threads submit.
+        self._queue_lock = threading.Lock()
+        self._shared_step: asyncio.Future[bool] | None = None
+        self.num_steps = self.num_occupied = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are in no slot."""
+        with self._queue_lock:
+            return sum(len(group.waiting) for group in self._groups)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are in a slot."""
+        return sum(request is not None for request in self._occupants)
+
+    def enqueue(self, group: Group) -> None:
+        """Puts requests at the end of the queue."""
+        with self._queue_lock:
+            self._groups.append(group)
+
+    def preempt(self, request: Request) -> bool:
+        """Takes a request out of its slot and puts it first in the queue, with its state.
+
+        Returns:
+          Whether it was in a slot.
+        """
+        if request not in self._occupants or request.finish_reason is not None:
+            return False
+        slot = self._occupants.index(request)
+        parked = self._programs.park(self._slots, np.int32(slot))
+        self._occupants[slot] = None
+        self._emptied.add(slot)
+        with self._queue_lock:
+            self._groups.appendleft(Group(np.empty(0), 0, deque([(request, None)]), parked))
+        return True
+
+    def take_step(self) -> bool:
+        """Takes what `Engine.step` takes, and returns whether work is left."""
+        num_unread = self._begin_round()
+        while len(self._in_flight) > num_unread:
+            self._end_round(jax.device_get(self._in_flight[0].output))
+        return self._is_busy()
+
+    async def take_step_async(self) -> bool:
+        """Takes a step that coroutines share, and lets others run while the device does."""
+
+        async def take() -> bool:
+            num_unread = self._begin_round()
+            while len(self._in_flight) > num_unread:
+                output = self._in_flight[0].output
+                self._end_round(await asyncio.to_thread(jax.device_get, output))
+            return self._is_busy()
+
+        if self._shared_step is None or self._shared_step.done():
+            self._shared_step = asyncio.ensure_future(take())
+        return await asyncio.shield(self._shared_step)
+
+    def _begin_round(self) -> int:
+        """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
+        self._empty_ended()
+        self._fill_slots()
+        self._release_emptied()
+        if not self.num_running:
+            return 0
+        self._dispatch_step()
+        return 1
+
+    def _end_round(self, output: StepOutput) -> None:
+        """Gives the requests what the oldest step committed, and empties slots of those that ended.
+
+        Args:
+          output: of that step, as NumPy arrays.
+        """
+        for slot, request in enumerate(self._in_flight.popleft().occupants):
+            if request is None or request.finish_reason is not None:
+                continue
+            request.add(output, slot)
+            # The device has ended it, too. A stop string is known to the host alone.
+            is_here = self._occupants[slot] is request
+            if is_here and output.finish[slot] != 0 and request.finish_reason is not None:
+                self._occupants[slot] = None
+
+    def _is_busy(self) -> bool:
+        """Whether a request is left that has not ended, or a step that was not read."""
+        return bool(self._in_flight) or self.num_running > 0 or self.num_waiting > 0
+
+    def _empty_ended(self) -> None:
+        """Empties the slots of requests that the host ended: aborted, or at a stop string."""
+        for slot, request in enumerate(self._occupants):
+            if request is not None and request.finish_reason is not None:
+                self._occupants[slot] = None
+                self._emptied.add(slot)
+
+    def _fill_slots(self) -> None:
+        """Reads one chunk for every empty slot, at least one, and admits whose prompt is read."""
+        empty = [slot for slot, request in enumerate(self._occupants) if request is None]
+        num_chunks = max(1, len(empty))
+        while (group := self._first_group()) is not None:
+            if group.parked is None and not self._is_read(group):
+                if not num_chunks:
+                    return
+                self._read_chunk(group)
+                num_chunks -= 1
+            elif empty:
+                self._admit(group, empty.pop(0))
+            else:
+                return
+
+    def _first_group(self) -> Group | None:
+        """Returns the first group that has a request waiting."""
+        with self._queue_lock:
+            while self._groups:
+                group = self._groups[0]
+                while group.waiting and group.waiting[0][0].finish_reason is not None:
+                    group.waiting.popleft()
+                if group.waiting:
+                    return group
+                self._groups.popleft()
+        return None
+
+    def _is_read(self, group: Group) -> bool:
+        """Returns whether the models have read all but the prompt's last token."""
+        if group.row is None:
+            group.row = self._programs.new_row()
+        return group.num_read >= group.num_tokens - 1
+
+    def _read_chunk(self, group: Group) -> None:
+        ids = np.zeros((1, self._chunk_size), np.int32)
+        positions = np.full_like(ids, -1)
+        begin = group.num_read
+        end = min(begin + self._chunk_size, group.num_tokens - 1)
+        ids[0, : end - begin] = group.prompt[0, begin:end]
+        positions[0, : end - begin] = np.arange(begin, end, dtype=np.int32)
+        group.row = self._programs.prefill_chunk(group.row, ids, positions)
+        group.num_read = end
+
+    def _admit(self, group: Group, slot: int) -> None:
+        with self._queue_lock:
+            request, settings = group.waiting.popleft()
+        index = np.int32(slot)
+        if group.parked is not None:
+            self._slots = self._programs.resume(self._slots, group.parked, index)
+        else:
+            self._slots = self._programs.admit(
+                self._slots, group.row, index, group.prompt, settings
+            )
+        self._occupants[slot] = request
+        self._emptied.discard(slot)
+
+    def _release_emptied(self) -> None:
+        """Says to the device which slots no request is in any more."""
+        if self._emptied:
+            rows = np.zeros(len(self._occupants), bool)
+            rows[list(self._emptied)] = True
+            self._slots = self._programs.release(self._slots, rows)
+            self._emptied.clear()
+
+    def _dispatch_step(self) -> None:
+        self._slots, output = self._programs.step(self._slots)
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        self._in_flight.append(InFlight(output, tuple(self._occupants)))
+        self.num_steps += 1
+        self.num_occupied += self.num_running

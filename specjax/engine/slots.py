@@ -1,0 +1,239 @@
+"""The device's part: pure functions of a state of slots and of the row of a prompt being read."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import SpeculativeConfig
+from specjax.decode.choose_k import init_history
+from specjax.decode.drafters import Drafter
+from specjax.decode.logprobs import empty_logprobs
+from specjax.decode.loop import run_step
+from specjax.decode.metrics import init_metrics
+from specjax.decode.prefill import run_prefill
+from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.decode.target_rows import apply_model, count_rows
+from specjax.engine.rows import put_row, take_row
+from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
+from specjax.implementation import Implementation
+from specjax.model import Model
+from specjax.processing.token_counts import count_committed
+
+__all__ = [
+    "admit",
+    "empty_slots",
+    "new_row",
+    "park",
+    "prefill_chunk",
+    "release",
+    "resume",
+    "step_slots",
+]
+
+# The `finish` of a slot that no request is in, and of one that was taken from its request.
+_VACANT = -1
+
+
+@functools.partial(jax.jit, static_argnames=("size", "max_length", "config", "implementation"))
+def empty_slots(
+    target: Model,
+    drafter: Drafter | None,
+    settings: Settings,
+    *,
+    size: int,
+    max_length: int,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> DecodeState:
+    """Returns a state of `size` slots with no request in any.
+
+    Args:
+      target: as in `Engine`.
+      drafter: as in `Engine`.
+      settings: of one empty request in each slot, with [B, E] end-of-sequence ids.
+      size: B.
+      max_length: S.
+      config: a compile key.
+      implementation: as in `run_step`.
+    """
+    ones = jnp.ones((size,), jnp.int32)
+    shapes = run_prefill.eval_shape(
+        target,
+        drafter,
+        prompt=jnp.zeros((size, max_length), jnp.int32),
+        lengths=ones,
+        settings=settings,
+        config=config,
+        implementation=implementation,
+        chunk_size=1,
+    )
+    others = shapes._replace(target_cache=None, drafter_state=None, settings=None)
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
+    draft = state.draft._replace(num_tokens=jnp.full((size,), -1, jnp.int32))
+    state = state._replace(
+        lengths=ones,
+        finish=jnp.full((size,), _VACANT, jnp.int8),
+        draft=draft,
+        target_cache=target.init_cache(size, max_length),
+        drafter_state=_init_drafter(drafter, size, max_length),
+        settings=settings,
+    )
+    return _in_buffers_of_their_own(state)
+
+
+def _in_buffers_of_their_own(tree: Any) -> Any:
+    """Returns copies: a buffer that two leaves share cannot be donated."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+@functools.partial(jax.jit, static_argnames="max_length")
+def new_row(target: Model, drafter: Drafter | None, *, max_length: int) -> PromptRow:
+    """Returns a row in which nothing was read."""
+    drafter_state = _init_drafter(drafter, 1, max_length)
+    return _in_buffers_of_their_own(PromptRow(target.init_cache(1, max_length), drafter_state))
+
+
+def _init_drafter(drafter: Drafter | None, size: int, max_length: int) -> Any:
+    return None if drafter is None else drafter.init(drafter.params, size, max_length)
+
+
+@functools.partial(jax.jit, donate_argnames="row")
+def prefill_chunk(
+    target: Model,
+    drafter: Drafter | None,
+    row: PromptRow,
+    token_ids: jax.Array,
+    positions: jax.Array,
+) -> PromptRow:
+    """Returns the row after the models read a chunk of its prompt.
+
+    Args:
+      target: as in `Engine`.
+      drafter: as in `Engine`.
+      row: before the chunk.
+      token_ids: i32[1, C].
+      positions: i32[1, C], -1 where there is no token.
+    """
+    taps = () if drafter is None else drafter.taps
+    hidden, features, cache = apply_model(target, token_ids, positions, row.target_cache, taps)
+    if drafter is None:
+        return PromptRow(cache, None)
+    given = (features if taps else hidden) if drafter.reads_features else None
+    state = drafter.extend(drafter.params, row.drafter_state, token_ids, positions, given)
+    return PromptRow(cache, state)
+
+
+@functools.partial(jax.jit, static_argnames="axes", donate_argnames="slots")
+def admit(
+    slots: DecodeState,
+    row: PromptRow,
+    slot: jax.Array,
+    prompt: jax.Array,
+    request: RequestSettings,
+    *,
+    axes: tuple[int, ...],
+) -> DecodeState:
+    """Returns the slots with a request in one of them, which begins with the next step.
+
+    Args:
+      slots: before.
+      row: that has read the prompt but for its last token.
+      slot: i32.
+      prompt: i32[1, S]; what follows the prompt is ignored.
+      request: its settings.
+      axes: from `state_axes`.
+    """
+    last = take_row(slots, axes, slot)
+    lengths = jnp.asarray(request.prompt_length)[None]
+    index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
+    token_ids = jnp.where(index < lengths[:, None], prompt, -1)
+    folded = jax.random.fold_in(request.key, jnp.maximum(request.sample, 0))
+    own = (request.temperature, request.max_length, request.stop_token_ids, request.sampling)
+    temperature, max_lengths, stop_token_ids, sampling = jax.tree.map(
+        lambda x: jnp.asarray(x)[None], own
+    )
+    counts = last.counts
+    if counts is not None:
+        found = count_committed(token_ids, lengths, lengths, counts.generated.shape[1])
+        counts = found if counts.prompt is not None else found._replace(prompt=None)
+    one = last._replace(
+        token_ids=token_ids,
+        lengths=lengths,
+        logprobs=jnp.zeros_like(last.logprobs),
+        origins=jnp.zeros_like(last.origins),
+        finish=jnp.zeros_like(last.finish),
+        draft=jax.tree.map(jnp.zeros_like, last.draft)._replace(token_map=last.draft.token_map),
+        target_cache=row.target_cache,
+        drafter_state=row.drafter_state,
+        metrics=init_metrics(1, last.metrics.num_drafted.shape[1]),
+        settings=last.settings._replace(
+            keys=jnp.where(request.sample < 0, request.key, folded)[None],
+            temperature=temperature,
+            prompt_lengths=lengths,
+            max_lengths=max_lengths,
+            eos_token_ids=stop_token_ids,
+            sampling=sampling,
+        ),
+        counts=counts,
+        top_logprobs=empty_logprobs(last.settings.logprobs, prompt.shape),
+        draft_history=None if last.draft_history is None else init_history(lengths),
+    )
+    return put_row(slots, one, axes, slot)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames="slots")
+def step_slots(
+    target: Model,
+    drafter: Drafter | None,
+    slots: DecodeState,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> tuple[DecodeState, StepOutput]:
+    """Returns the slots after one step of every request in them, and what it committed."""
+    before = slots.lengths
+    index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]
+    slots, _ = run_step(target, drafter, slots, config=config, implementation=implementation)
+    index = jnp.minimum(index, slots.token_ids.shape[1] - 1)
+
+    def take(buffer: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, at: row[at])(buffer, index)
+
+    output = StepOutput(
+        token_ids=take(slots.token_ids),
+        num_tokens=slots.lengths - before,
+        logprobs=take(slots.logprobs),
+        origins=take(slots.origins),
+        finish=slots.finish,
+        metrics=slots.metrics,
+        top_logprobs=jax.tree.map(take, slots.top_logprobs),
+    )
+    # The host reads these after the next step has taken the buffers of the slots.
+    return slots, _in_buffers_of_their_own(output)
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def release(slots: DecodeState, rows: jax.Array) -> DecodeState:
+    """Returns the slots with those of the rows bool[B] empty."""
+    num_tokens = slots.draft.num_tokens
+    assert num_tokens is not None
+    return slots._replace(
+        finish=jnp.where(rows, jnp.int8(_VACANT), slots.finish),
+        draft=slots.draft._replace(num_tokens=jnp.where(rows, jnp.int32(-1), num_tokens)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def park(slots: DecodeState, slot: jax.Array, *, axes: tuple[int, ...]) -> DecodeState:
+    """Returns the state of the request in a slot, as a batch of one."""
+    return take_row(slots, axes, slot)
+
+
+@functools.partial(jax.jit, static_argnames="axes", donate_argnames="slots")
+def resume(
+    slots: DecodeState, parked: DecodeState, slot: jax.Array, *, axes: tuple[int, ...]
+) -> DecodeState:
+    """Returns the slots with a request that was parked in one of them."""
+    return put_row(slots, parked, axes, slot)

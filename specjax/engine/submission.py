@@ -1,0 +1,148 @@
+"""What a submitted request asks for, checked: data for the device, or why it is refused."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.checks import as_array, check_count, check_keys, parse_array, parse_ids
+from specjax.decode.capacity import pad_eos
+from specjax.engine.request_sampling import parse_request_sampling
+from specjax.engine.slot_data import RequestSettings
+from specjax.processing.sampling_params import SamplingParams
+
+__all__ = ["EngineOptions", "MOST_STOP_IDS", "Submission", "read_submission"]
+
+# How many there are is data up to this.
+MOST_STOP_IDS = 16
+
+
+class EngineOptions(NamedTuple):
+    """What an engine was made with that a request is checked by.
+
+    Attributes:
+      max_length: S.
+      vocab_size: of the target.
+      sampling: the fields that requests may set, without a batch axis; None for none.
+      tokenizer: with `decode(ids, skip_special_tokens)`, or None.
+    """
+
+    max_length: int
+    vocab_size: int
+    sampling: SamplingParams | None
+    tokenizer: Any
+
+
+class Submission(NamedTuple):
+    """A request as it was submitted, checked.
+
+    Attributes:
+      token_ids: the prompt, i32[P].
+      padded: the prompt, i32[1, S], filled with 0.
+      settings: what the device is told.
+      stop: the stop strings.
+      error: a sentence that says why the request is refused, or None.
+    """
+
+    token_ids: np.ndarray
+    padded: np.ndarray
+    settings: RequestSettings
+    stop: tuple[str, ...]
+    error: str | None
+
+
+def read_submission(
+    token_ids: Any,
+    options: EngineOptions,
+    *,
+    key: Any,
+    max_new_tokens: Any = None,
+    temperature: Any = 1.0,
+    stop: str | Iterable[str] = (),
+    stop_token_ids: Any = (),
+    sampling: SamplingParams | None = None,
+) -> Submission:
+    """Returns what `Engine.submit` was given, as data of fixed shapes and dtypes.
+
+    Raises:
+      ValueError: for what `Engine.submit` does not take.
+    """
+    if max_new_tokens is not None:
+        why = "the tokens that a request may get, or None"
+        max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, why)
+    ids, error = _read_prompt(token_ids, max_new_tokens, options)
+    most = options.max_length if max_new_tokens is None else ids.size + max_new_tokens
+    settings = RequestSettings(
+        key=_check_key(key),
+        sample=np.int32(-1),
+        temperature=_parse_temperature(temperature),
+        prompt_length=np.int32(ids.size),
+        max_length=np.int32(min(most, options.max_length)),
+        stop_token_ids=_parse_stop_ids(stop_token_ids),
+        sampling=parse_request_sampling(sampling, options.sampling),
+    )
+    padded = np.zeros((1, options.max_length), np.int32)
+    if error is None:
+        padded[0, : ids.size] = ids
+    return Submission(ids, padded, settings, _parse_stop(stop, options.tokenizer), error)
+
+
+def _read_prompt(
+    token_ids: Any, max_new_tokens: int | None, options: EngineOptions
+) -> tuple[np.ndarray, str | None]:
+    """Returns the prompt i32[P], and a sentence that says why it is refused, or None."""
+    ids = np.asarray(as_array("prompt_token_ids", token_ids))
+    if ids.ndim != 1:
+        raise ValueError(f"prompt_token_ids has shape {ids.shape}; it needs [P], one prompt.")
+    if not ids.size:
+        return ids.astype(np.int32), "the prompt is empty: it gives the model nothing to continue."
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"prompt_token_ids has dtype {ids.dtype}; it needs integers.")
+    wrong = ids[(ids < 0) | (ids >= options.vocab_size)]
+    if wrong.size:
+        return ids, (
+            f"the prompt has token {wrong[0]}; the target's vocabulary has {options.vocab_size} "
+            "tokens."
+        )
+    num_new = 1 if max_new_tokens is None else max_new_tokens
+    if ids.size + num_new > options.max_length:
+        return ids, (
+            f"the prompt has {ids.size} tokens and may get {num_new} new ones; the engine's "
+            f"max_length is {options.max_length}."
+        )
+    return ids.astype(np.int32), None
+
+
+def _check_key(key: Any) -> Any:
+    key = check_keys(key, 1)
+    if key.shape != ():
+        raise ValueError(f"key has shape {key.shape}; a request needs one key, ().")
+    return key
+
+
+def _parse_temperature(value: Any) -> np.ndarray:
+    temperature = np.asarray(parse_array("temperature", value, np.float32, ()))
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature is {temperature}; it needs a finite number >= 0.")
+    return temperature
+
+
+def _parse_stop_ids(value: Any) -> np.ndarray:
+    ids = np.asarray(parse_ids("stop_token_ids", value))
+    if ids.size > MOST_STOP_IDS:
+        raise ValueError(f"stop_token_ids has {ids.size} ids; it takes at most {MOST_STOP_IDS}.")
+    padded: np.ndarray = pad_eos(ids, MOST_STOP_IDS)
+    return padded
+
+
+def _parse_stop(stop: str | Iterable[str], tokenizer: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"stop is {stop!r}; it needs strings that are not empty.")
+    if strings and tokenizer is None:
+        raise ValueError(
+            "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "
+            "or stop_token_ids."
+        )
+    return strings

@@ -1,0 +1,375 @@
+"""The engine: a request gets the tokens it would get alone, whatever else is decoded."""
+
+import asyncio
+import dataclasses
+import functools
+import queue
+
+import bigrams
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilations import compilations
+
+import specjax
+from specjax import Engine, SamplingParams, SpeculativeConfig
+
+V, S, K = 4, 48, 3
+TARGET, DRAFT = bigrams.pair(V, seed=1)
+MODEL = bigrams.model(TARGET)
+BY_MODEL = specjax.model_drafter(bigrams.model(DRAFT))
+CONFIG = SpeculativeConfig(num_speculative_tokens=K)
+KEYS = [jax.random.key(seed) for seed in range(16)]
+DEFAULTS = SamplingParams(top_k=0, top_p=1.0, repetition_penalty=1.0)
+
+
+class Letters:
+    """Token i is the letter i of the alphabet."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join("abcd"[i] for i in ids)
+
+
+def make_engine(drafter=BY_MODEL, *, target=MODEL, config=CONFIG, num_slots=3, **options):
+    options = {"max_length": S, "prefill_chunk_size": 4} | options
+    return Engine(target, drafter, config, num_slots=num_slots, **options)
+
+
+def plain_engine(**options):
+    """Without a drafter a step is a token."""
+    return make_engine(None, num_slots=2, sampling=SamplingParams(bias=np.zeros(V)), **options)
+
+
+def full_engine():
+    return make_engine(sampling=DEFAULTS, num_logprobs=2, tokenizer=Letters())
+
+
+@dataclasses.dataclass
+class Asked:
+    prompt: list
+    values: dict
+
+    def submit(self, engine):
+        return engine.submit(self.prompt, **self.values)
+
+
+def ask(index, **values):
+    """A request of any length with any values, fixed by its index."""
+    rng = np.random.default_rng(index)
+    sampling = SamplingParams(
+        top_k=int(rng.integers(0, V + 1)),
+        top_p=float(rng.uniform(0.5, 1)),
+        repetition_penalty=float(rng.uniform(0.8, 1.3)),
+    )
+    prompt = rng.integers(0, V, rng.integers(1, 25)).tolist()
+    most = int(rng.integers(1, 20))
+    temperature = float(rng.choice([0.0, 0.7, 1.3]))
+    return Asked(
+        prompt,
+        dict(
+            key=KEYS[index],
+            max_new_tokens=most,
+            temperature=temperature,
+            sampling=sampling,
+            stop_token_ids=[V - 1] if index % 3 == 0 else [],
+        )
+        | values,
+    )
+
+
+def what_came(request):
+    top = [tuple(map(np.ndarray.tolist, map(np.asarray, row))) for row in request.top_logprobs]
+    return (
+        request.token_ids,
+        request.logprobs,
+        request.origins,
+        top,
+        request.finish_reason,
+        request.text,
+        [count.tolist() for count in request.metrics],
+    )
+
+
+ASKED = [ask(index) for index in range(12)]
+
+
+@functools.cache
+def alone():
+    """What each request gets when nothing else is decoded."""
+    engine = full_engine()
+    return [what_came(request.submit(engine).result()) for request in ASKED]
+
+
+def test_a_request_gets_the_same_alone_and_in_a_full_engine():
+    engine = full_engine()
+    requests = [request.submit(engine) for request in ASKED]
+    engine.run()
+    assert list(map(what_came, requests)) == alone()
+    # In another order they have other slots and other company.
+    requests = [request.submit(engine) for request in ASKED[::-1]]
+    engine.run()
+    assert list(map(what_came, requests))[::-1] == alone()
+    assert engine.num_running == engine.num_waiting == 0
+
+
+@pytest.mark.once
+def test_a_request_gets_what_generate_gives():
+    rows = [request.prompt for request in ASKED]
+    values = [request.values for request in ASKED]
+    sampling = SamplingParams(
+        **{
+            name: np.array([getattr(value["sampling"], name) for value in values])
+            for name in ("top_k", "top_p", "repetition_penalty")
+        }
+    )
+    for eos in ((), (V - 1,)):
+        output = specjax.generate(
+            MODEL,
+            BY_MODEL,
+            *bigrams.prompts(rows, 25),
+            keys=jnp.stack(KEYS[: len(rows)]),
+            config=CONFIG,
+            max_length=S,
+            sampling=sampling,
+            max_new_tokens=np.array([value["max_new_tokens"] for value in values]),
+            temperature=np.array([value["temperature"] for value in values], np.float32),
+            eos_token_ids=eos,
+        )
+        for b, row in enumerate(rows):
+            if tuple(values[b]["stop_token_ids"]) == eos:
+                end = int(output.lengths[b])
+                assert output.token_ids[b, len(row) : end].tolist() == alone()[b][0]
+                assert output.logprobs[b, len(row) : end].tolist() == alone()[b][1]
+                assert output.origins[b, len(row) : end].tolist() == alone()[b][2]
+
+
+def test_no_request_compiles_anything():
+    engine = full_engine()
+    with compilations() as found:
+        requests = [request.submit(engine) for request in ASKED]
+        requests += engine.submit_samples(3, [1, 2], key=KEYS[0], max_new_tokens=9, stop="ca")
+        for _ in range(4):
+            engine.step()
+        assert engine.preempt(requests[0]) or requests[0].finish_reason
+        engine.abort(requests[5])
+        engine.run()
+    assert found == []
+
+
+def test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step():
+    engine = plain_engine()
+    num_tokens = [3, 1, 5, 2, 2, 7, 1, 4]
+    requests = [engine.submit([1], key=KEYS[0], max_new_tokens=n) for n in num_tokens]
+    # A request of n tokens has its slot for n steps, and the host learns of its end in one more.
+    slots, ends = [0, 0], []
+    for n in num_tokens:
+        slot = slots.index(min(slots))
+        slots[slot] += n + 1
+        ends.append(slots[slot])
+    at_end = {}
+    while engine.step():
+        for i, request in enumerate(requests):
+            if request.finish_reason:
+                at_end.setdefault(i, engine.num_steps)
+    assert [at_end.get(i, engine.num_steps) for i in range(len(requests))] == ends
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_others():
+    engine = plain_engine()
+    short = engine.submit([1], key=KEYS[0], max_new_tokens=40)
+    for _ in range(3):
+        engine.step()
+    long = engine.submit([1, 2] * 10, key=KEYS[1], max_new_tokens=2)
+    num_tokens = []
+    while not long.token_ids:
+        engine.step()
+        num_tokens.append(len(short.token_ids))
+    # Five chunks of four tokens, and a step and its reading; the other gains a token in each.
+    assert len(num_tokens) == 6
+    assert np.diff(num_tokens).tolist() == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "the prompt is empty"),
+        (
+            [1] * 47,
+            "the prompt has 47 tokens and may get 2 new ones; the engine's max_length is 48",
+        ),
+        ([1, 4], "the prompt has token 4; the target's vocabulary has 4 tokens"),
+        ([-1], "the prompt has token -1"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_ends_its_request_alone(prompt, words):
+    engine = full_engine()
+    other = ASKED[1].submit(engine)
+    request = engine.submit(prompt, key=KEYS[0], max_new_tokens=2)
+    assert request.finish_reason == "refused"
+    assert words in request.error
+    assert list(request) == request.token_ids == []
+    assert what_came(other.result()) == alone()[1]
+
+
+def test_nan_in_the_logits_of_one_request_ends_it_alone():
+    def decode(target, *first):
+        engine = plain_engine(target=bigrams.model(target))
+        requests = [engine.submit([t], key=KEYS[2], max_new_tokens=9) for t in first]
+        engine.run()
+        return [(request.token_ids, request.finish_reason) for request in requests]
+
+    good, bad = TARGET.copy(), TARGET.copy()
+    for table in (good, bad):
+        table[..., 3] = -np.inf
+        table[..., 3, :] = 0
+    bad[:, 3] = np.nan
+    assert decode(bad, 3, 1) == [([], "invalid_logits"), *decode(good, 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"key": 3}, "keys has int"),
+        ({"key": bigrams.keys(2)}, "keys has shape"),
+        ({"key": bigrams.keys(1)}, "key has shape"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"stop_token_ids": range(17)}, "at most 16"),
+        ({"stop": ""}, "not empty"),
+        ({"stop": "b"}, "no tokenizer"),
+        ({"sampling": SamplingParams(min_p=0.1)}, "sampling=SamplingParams\\(min_p=...\\)"),
+        ({"sampling": SamplingParams(bias=np.zeros(2))}, r"made with float32\[4\]"),
+        ({"prompt_token_ids": [[1]]}, "one prompt"),
+        ({"prompt_token_ids": [0.5]}, "needs integers"),
+    ],
+)
+def test_a_wrong_argument_is_refused(change, words):
+    engine = plain_engine()
+    with pytest.raises(ValueError, match=words):
+        engine.submit(**({"prompt_token_ids": [1], "key": KEYS[0]} | change))
+    assert engine.num_waiting == 0
+
+
+def test_the_queue_is_bounded():
+    engine = plain_engine(max_waiting=3)
+    requests = engine.submit_samples(3, [1], key=KEYS[0], max_new_tokens=2)
+    with pytest.raises(queue.Full, match="3 requests wait, and 1 more"):
+        engine.submit([1], key=KEYS[0])
+    engine.step()
+    engine.submit([1], key=KEYS[0], max_new_tokens=1)
+    engine.run()
+    assert [len(request.token_ids) for request in requests] == [2] * 3
+
+
+def test_too_many_slots_are_refused_with_the_bytes_of_one():
+    def init_cache(batch_size, max_length):
+        return jnp.zeros((batch_size, max_length, 2**20, 2**20), jnp.int8)
+
+    def apply(params, token_ids, positions, cache):
+        return jnp.stack([token_ids, token_ids], axis=-1), cache
+
+    huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
+    words = r"no room for 3 slots: each takes 49152.00 GiB \(52776558\d+ bytes\) at max_length 48"
+    with pytest.raises(MemoryError, match=words):
+        make_engine(None, target=huge)
+
+
+def test_a_cache_that_requests_share_is_refused():
+    def init_cache(batch_size, max_length):
+        return jnp.zeros((max_length,), jnp.int32)
+
+    shared = specjax.Model(MODEL.params, init_cache, MODEL.apply, MODEL.logits)
+    with pytest.raises(ValueError, match="the target's cache has a leaf of shape"):
+        make_engine(None, target=shared)
+
+
+# Cancelled, stopped, preempted, shared ------------------------------------------------------------
+
+
+def test_an_aborted_request_leaves_its_slot_to_the_next():
+    engine = full_engine()
+    requests = [request.submit(engine) for request in ASKED]
+    engine.abort(requests[7])
+    for _ in range(3):
+        engine.step()
+    running = next(i for i in (2, 1, 0) if requests[i].finish_reason is None)
+    engine.abort(requests[running])
+    engine.run()
+    for i, request in enumerate(requests):
+        if i in (7, running):
+            assert request.finish_reason == "aborted"
+            assert request.token_ids == alone()[i][0][: len(request.token_ids)]
+        else:
+            assert what_came(request) == alone()[i]
+
+
+def test_a_preempted_request_gets_the_same_tokens():
+    engine = full_engine()
+    requests = [request.submit(engine) for request in ASKED]
+    num_preempted = num_rounds = 0
+    while engine.step():
+        num_rounds += 1
+        if num_rounds % 3 == 0:
+            num_preempted += any(map(engine.preempt, requests))
+    assert num_preempted > 9
+    assert list(map(what_came, requests)) == alone()
+
+
+def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch):
+    engine = full_engine()
+    num_chunks = []
+    run_chunk = engine._scheduler._programs.prefill_chunk
+
+    def count(*operands):
+        num_chunks.append(1)
+        return run_chunk(*operands)
+
+    programs = engine._scheduler._programs._replace(prefill_chunk=count)
+    monkeypatch.setattr(engine._scheduler, "_programs", programs)
+    prompt, values = [1, 2, 3, 0, 1, 2, 1, 3, 0, 2], {"max_new_tokens": 12}
+    samples = engine.submit_samples(5, prompt, key=KEYS[3], **values)
+    engine.run()
+    assert len(num_chunks) == 3
+    for i, sample in enumerate(samples):
+        same = engine.submit(prompt, key=jax.random.fold_in(KEYS[3], i), **values).result()
+        assert what_came(same) == what_came(sample)
+    assert len({tuple(sample.token_ids) for sample in samples}) > 1
+
+
+def test_a_stop_string_ends_a_request_within_a_step_and_across_tokens():
+    engine = full_engine()
+    requests, expected = [], []
+    for i, (*_, text, _) in enumerate(alone()):
+        stop = text[len(text) // 2 :][:2]
+        if len(stop) < 2:
+            continue
+        requests.append(ask(i, stop=[stop, "no such"]).submit(engine))
+        expected.append((text[: text.index(stop)], text.index(stop) + 2))
+    engine.run()
+    assert len(requests) > 5
+    for request, (text, num_tokens) in zip(requests, expected, strict=True):
+        assert request.finish_reason == "stop_string"
+        assert (request.text, len(request.token_ids)) == (text, num_tokens)
+
+
+def test_pieces_add_up_and_coroutines_share_the_steps():
+    engine = full_engine()
+    order = []
+
+    async def read(index):
+        request = ASKED[index].submit(engine)
+        pieces = []
+        async for piece in request:
+            pieces.append(piece)
+            order.append(index)
+        assert [token for piece in pieces for token in piece.token_ids] == alone()[index][0]
+        assert "".join(piece.text for piece in pieces) == alone()[index][5]
+        assert what_came(request) == alone()[index]
+
+    async def read_all():
+        await asyncio.gather(*map(read, range(6)))
+
+    asyncio.run(read_all())
+    assert order != sorted(order)
