@@ -1,7 +1,6 @@
 """`Engine`: requests that come at any time, through one compiled step of a number of slots."""
 
 import queue
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,11 +12,12 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import pad_eos
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
+from specjax.engine.group import PromptGroup
 from specjax.engine.memory import explain_slots_out_of_memory
 from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.request_sampling import parse_defaults, spread_over_slots
-from specjax.engine.scheduler import Group, Scheduler, Waiting
+from specjax.engine.scheduler import Scheduler
 from specjax.engine.stop_strings import StoppedText
 from specjax.engine.submission import MOST_STOP_IDS, EngineOptions, read_submission
 from specjax.implementation import Implementation
@@ -237,24 +237,28 @@ class Engine:
             return requests
         samples = [-1] if num_samples is None else range(count)
         each = (given.settings._replace(sample=np.int32(index)) for index in samples)
-        waiting: Waiting = deque(zip(requests, each, strict=True))
-        scheduler.enqueue(Group(given.padded, given.token_ids.size, waiting))
+        waiting = dict(zip(requests, each, strict=True))
+        scheduler.enqueue(PromptGroup(given.padded, given.token_ids.size, waiting))
         return requests
 
     def abort(self, request: Request) -> None:
         """Ends a request now, if it has not ended; its slot is empty from the next step on."""
         request.end(FinishReason.ABORTED)
 
-    def preempt(self, request: Request) -> bool:
-        """Takes a request out of its slot and puts it first in the queue, with its caches.
+    def preempt(self, request: Request, *, drops_cache: bool = False) -> bool:
+        """Takes a request out of its slot and puts it first in the queue.
 
-        It goes on in the next empty slot, and gets the tokens that it would have got. Until then
-        its caches take the memory of one more slot.
+        It goes on in the next empty slot, and gets the tokens that it would have got.
+
+        Args:
+          request: one of this engine's.
+          drops_cache: whether the target's cache of the request is dropped, and computed again from
+            its tokens, chunk by chunk. Else it takes the memory of one more slot until then.
 
         Returns:
           Whether it was in a slot.
         """
-        return self._scheduler.preempt(request)
+        return self._scheduler.preempt(request, drops_cache)
 
     def step(self) -> bool:
         """Dispatches one step of all slots and reads what the step before gave.

@@ -23,6 +23,8 @@ class Programs(NamedTuple):
     Attributes:
       new_row: `() -> PromptRow`.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
+      new_target_row: `new_row` without a drafter's state.
+      prefill_target_chunk: `prefill_chunk` of such a row.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`.
       step: `(slots) -> (slots, StepOutput)`.
       release: `(slots, rows: bool[B]) -> slots`.
@@ -35,6 +37,8 @@ class Programs(NamedTuple):
 
     new_row: Callable[[], PromptRow]
     prefill_chunk: Callable[..., PromptRow]
+    new_target_row: Callable[[], PromptRow]
+    prefill_target_chunk: Callable[..., PromptRow]
     admit: Callable[..., DecodeState]
     step: Callable[[DecodeState], tuple[DecodeState, StepOutput]]
     release: Callable[..., DecodeState]
@@ -93,6 +97,8 @@ def make_programs(
     return Programs(
         new_row=functools.partial(slots.new_row, target, drafter, max_length=max_length),
         prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
+        new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
+        prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
         admit=functools.partial(slots.admit, axes=axes),
         step=functools.partial(slots.step_slots, target, drafter, **options),
         release=slots.release,
@@ -123,6 +129,8 @@ def warm_up(programs: Programs, chunk_size: int, request: RequestSettings) -> De
         state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state)
         parked = programs.park(state, first)
+        row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
+        parked = parked._replace(target_cache=row.target_cache)
         state = programs.resume(state, parked, first)
         state = programs.release(state, np.ones(num_slots, bool))
         jax.device_get(output)

@@ -13,39 +13,12 @@ import jax
 import numpy as np
 
 from specjax.decode.state_and_info import DecodeState
+from specjax.engine.group import ParkedRequest, PromptGroup
 from specjax.engine.programs import Programs
 from specjax.engine.request import Request
-from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
+from specjax.engine.slot_data import StepOutput
 
-__all__ = ["Group", "InFlight", "Scheduler", "Waiting"]
-
-# Settings are None of a request that was preempted: its state has them.
-Waiting = deque[tuple[Request, RequestSettings | None]]
-
-
-class Group:
-    """Requests of one prompt, which is read once.
-
-    Attributes:
-      prompt: i32[1, S], padded.
-      num_tokens: of the prompt.
-      waiting: the requests that are in no slot yet, with their settings.
-      row: what was read of the prompt, or None.
-      num_read: tokens of it.
-      parked: the state of a request that was preempted, which is put back instead.
-    """
-
-    def __init__(
-        self,
-        prompt: np.ndarray,
-        num_tokens: int,
-        waiting: Waiting,
-        parked: DecodeState | None = None,
-    ) -> None:
-        self.prompt, self.num_tokens, self.waiting = prompt, num_tokens, waiting
-        self.row: PromptRow | None = None
-        self.num_read = 0
-        self.parked = parked
+__all__ = ["InFlight", "Scheduler"]
 
 
 class InFlight(NamedTuple):
@@ -71,7 +44,7 @@ class Scheduler:
     def __init__(self, programs: Programs, slots: DecodeState, chunk_size: int) -> None:
         self._programs, self._slots, self._chunk_size = programs, slots, chunk_size
         self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
-        self._groups: deque[Group] = deque()
+        self._groups: deque[PromptGroup | ParkedRequest] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._emptied: set[int] = set()
         # Other threads submit.
@@ -90,13 +63,17 @@ class Scheduler:
         """Requests that are in a slot."""
         return sum(request is not None for request in self._occupants)
 
-    def enqueue(self, group: Group) -> None:
+    def enqueue(self, group: PromptGroup) -> None:
         """Puts requests at the end of the queue."""
         with self._queue_lock:
             self._groups.append(group)
 
-    def preempt(self, request: Request) -> bool:
+    def preempt(self, request: Request, drops_cache: bool) -> bool:
         """Takes a request out of its slot and puts it first in the queue, with its state.
+
+        Args:
+          request: any.
+          drops_cache: whether the target's cache is dropped, and computed again.
 
         Returns:
           Whether it was in a slot.
@@ -108,7 +85,7 @@ class Scheduler:
         self._occupants[slot] = None
         self._emptied.add(slot)
         with self._queue_lock:
-            self._groups.appendleft(Group(np.empty(0), 0, deque([(request, None)]), parked))
+            self._groups.appendleft(ParkedRequest(request, parked, drops_cache))
         return True
 
     def take_step(self) -> bool:
@@ -173,56 +150,30 @@ class Scheduler:
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         num_chunks = max(1, len(empty))
         while (group := self._first_group()) is not None:
-            if group.parked is None and not self._is_read(group):
+            if not group.is_read():
                 if not num_chunks:
                     return
-                self._read_chunk(group)
-                num_chunks -= 1
+                num_chunks -= group.read_chunk(self._programs, self._chunk_size)
             elif empty:
-                self._admit(group, empty.pop(0))
+                slot = empty.pop(0)
+                with self._queue_lock:
+                    self._slots, request = group.put(self._programs, self._slots, slot)
+                self._occupants[slot] = request
+                self._emptied.discard(slot)
             else:
                 return
 
-    def _first_group(self) -> Group | None:
+    def _first_group(self) -> PromptGroup | ParkedRequest | None:
         """Returns the first group that has a request waiting."""
         with self._queue_lock:
             while self._groups:
                 group = self._groups[0]
-                while group.waiting and group.waiting[0][0].finish_reason is not None:
+                while group.waiting and group.waiting[0].finish_reason is not None:
                     group.waiting.popleft()
                 if group.waiting:
                     return group
                 self._groups.popleft()
         return None
-
-    def _is_read(self, group: Group) -> bool:
-        """Returns whether the models have read all but the prompt's last token."""
-        if group.row is None:
-            group.row = self._programs.new_row()
-        return group.num_read >= group.num_tokens - 1
-
-    def _read_chunk(self, group: Group) -> None:
-        ids = np.zeros((1, self._chunk_size), np.int32)
-        positions = np.full_like(ids, -1)
-        begin = group.num_read
-        end = min(begin + self._chunk_size, group.num_tokens - 1)
-        ids[0, : end - begin] = group.prompt[0, begin:end]
-        positions[0, : end - begin] = np.arange(begin, end, dtype=np.int32)
-        group.row = self._programs.prefill_chunk(group.row, ids, positions)
-        group.num_read = end
-
-    def _admit(self, group: Group, slot: int) -> None:
-        with self._queue_lock:
-            request, settings = group.waiting.popleft()
-        index = np.int32(slot)
-        if group.parked is not None:
-            self._slots = self._programs.resume(self._slots, group.parked, index)
-        else:
-            self._slots = self._programs.admit(
-                self._slots, group.row, index, group.prompt, settings
-            )
-        self._occupants[slot] = request
-        self._emptied.discard(slot)
 
     def _release_emptied(self) -> None:
         """Says to the device which slots no request is in any more."""

@@ -79,6 +79,7 @@ def ask(index, **values):
 
 
 def what_came(request):
+    """All that a request got."""
     top = [tuple(map(np.ndarray.tolist, map(np.asarray, row))) for row in request.top_logprobs]
     return (
         request.token_ids,
@@ -111,6 +112,43 @@ def test_a_request_gets_the_same_alone_and_in_a_full_engine():
     engine.run()
     assert list(map(what_came, requests))[::-1] == alone()
     assert engine.num_running == engine.num_waiting == 0
+
+
+def features_drafter():
+    """Drafts by all that it was given of a request: a trace of another would change its drafts."""
+
+    def init(params, batch_size, max_length):
+        return jnp.zeros((max_length, batch_size), jnp.int32)
+
+    def extend(params, state, token_ids, positions, features):
+        rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
+        positions = jnp.where(positions < 0, S, positions)
+        return state.at[positions, rows].set(jnp.sum(features, axis=-1), mode="drop")
+
+    def propose(params, state, token_ids, hidden, *, positions, num_tokens, config, **options):
+        index = jnp.arange(S, dtype=jnp.int32)[:, None]
+        total = jnp.sum(jnp.where(index < positions[None] - 1, state * (index + 1), 0), axis=0)
+        steps = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
+        return specjax.Draft((total[:, None] + steps[None]) % V, num_tokens=num_tokens), state
+
+    return specjax.Drafter((), init, extend, propose, reads_features=True, taps=(0, 1))
+
+
+@pytest.mark.once
+def test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time():
+    config = SpeculativeConfig("auto", step_costs=(1.0, 1.02, 1.04, 1.06))
+    engine = make_engine(features_drafter(), config=config)
+    values = [ASKED[i].values | {"sampling": None, "temperature": 1.0} for i in range(12)]
+
+    def submit(i):
+        return engine.submit(ASKED[i].prompt, **values[i])
+
+    found = [what_came(submit(i).result()) for i in range(12)]
+    requests = list(map(submit, range(12)))
+    while engine.step():
+        engine.preempt(requests[engine.num_steps % 12])
+    assert list(map(what_came, requests)) == found
+    assert sum(sum(origin == specjax.Origin.ACCEPTED for origin in row[2]) for row in found) > 5
 
 
 @pytest.mark.once
@@ -152,6 +190,7 @@ def test_no_request_compiles_anything():
         for _ in range(4):
             engine.step()
         assert engine.preempt(requests[0]) or requests[0].finish_reason
+        engine.preempt(requests[1], drops_cache=True)
         engine.abort(requests[5])
         engine.run()
     assert found == []
@@ -305,14 +344,15 @@ def test_an_aborted_request_leaves_its_slot_to_the_next():
             assert what_came(request) == alone()[i]
 
 
-def test_a_preempted_request_gets_the_same_tokens():
+@pytest.mark.parametrize("drops_cache", [False, True])
+def test_a_preempted_request_gets_the_same_tokens(drops_cache):
     engine = full_engine()
     requests = [request.submit(engine) for request in ASKED]
     num_preempted = num_rounds = 0
     while engine.step():
         num_rounds += 1
         if num_rounds % 3 == 0:
-            num_preempted += any(map(engine.preempt, requests))
+            num_preempted += any(engine.preempt(r, drops_cache=drops_cache) for r in requests)
     assert num_preempted > 9
     assert list(map(what_came, requests)) == alone()
 

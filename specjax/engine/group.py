@@ -1,0 +1,133 @@
+"""What waits for slots: requests of one prompt, which is read once, or one that was preempted.
+
+Both are read chunk by chunk into a row, if there is something to read, and then put into slots.
+"""
+
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.decode.state_and_info import DecodeState
+from specjax.engine.programs import Programs
+from specjax.engine.request import Request
+from specjax.engine.slot_data import PromptRow, RequestSettings
+
+__all__ = ["ParkedRequest", "PromptGroup"]
+
+
+class PromptGroup:
+    """Requests of one prompt.
+
+    Args:
+      prompt: i32[1, S], padded.
+      num_tokens: of the prompt.
+      waiting: the requests and their settings.
+
+    Attributes:
+      waiting: the requests that are in no slot yet.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        num_tokens: int,
+        waiting: dict[Request, RequestSettings],
+    ) -> None:
+        self.waiting = deque(waiting)
+        self._settings = waiting
+        self._prompt, self._num_tokens = prompt, num_tokens
+        self._row: PromptRow | None = None
+        self._num_read = 0
+
+    def is_read(self) -> bool:
+        """Returns whether the models have read all but the prompt's last token."""
+        return self._row is not None and self._num_read >= self._num_tokens - 1
+
+    def read_chunk(self, programs: Programs, chunk_size: int) -> bool:
+        """Reads the next tokens; returns whether the models computed something."""
+        if self._row is None:
+            self._row = programs.new_row()
+        chunk = _next_chunk(self._prompt, self._num_read, self._num_tokens - 1, chunk_size)
+        if chunk is None:
+            return False
+        self._row = programs.prefill_chunk(self._row, *chunk)
+        self._num_read += chunk_size
+        return True
+
+    def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
+        """Returns the slots with the first waiting request in one of them, and the request."""
+        request = self.waiting.popleft()
+        settings = self._settings[request]
+        slots = programs.admit(slots, self._row, np.int32(slot), self._prompt, settings)
+        return slots, request
+
+
+class ParkedRequest:
+    """A request that was taken out of its slot.
+
+    Args:
+      request: the request.
+      parked: its state, a batch of one.
+      drops_cache: whether the target's cache is dropped, and computed again from its tokens.
+
+    Attributes:
+      waiting: the request, until it is in a slot.
+    """
+
+    def __init__(self, request: Request, parked: DecodeState, drops_cache: bool) -> None:
+        self.waiting = deque([request])
+        self._parked = parked._replace(target_cache=None) if drops_cache else parked
+        self._row: PromptRow | None = None
+        self._text: tuple[Any, int] | None = None
+        self._num_read = 0
+
+    def is_read(self) -> bool:
+        """Returns whether the target has read all but the last committed token."""
+        if self._parked.target_cache is not None:
+            return True
+        return self._row is not None and self._num_read >= self._committed()[1] - 1
+
+    def read_chunk(self, programs: Programs, chunk_size: int) -> bool:
+        """Reads the next tokens; returns whether the target computed something."""
+        if self._row is None:
+            self._row = programs.new_target_row()
+        token_ids, length = self._committed()
+        chunk = _next_chunk(token_ids, self._num_read, length - 1, chunk_size)
+        if chunk is None:
+            return False
+        self._row = programs.prefill_target_chunk(self._row, *chunk)
+        self._num_read += chunk_size
+        return True
+
+    def _committed(self) -> tuple[Any, int]:
+        """Returns the tokens i32[1, S] that the device has committed, which the host may not know.
+
+        It waits for the last step that was dispatched before the request was parked.
+        """
+        if self._text is None:
+            token_ids, lengths = jax.device_get((self._parked.token_ids, self._parked.lengths))
+            self._text = np.maximum(token_ids, 0), int(lengths[0])
+        return self._text
+
+    def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
+        """Returns the slots with the request in one of them, and the request."""
+        parked = self._parked
+        if self._row is not None:
+            parked = parked._replace(target_cache=self._row.target_cache)
+        return programs.resume(slots, parked, np.int32(slot)), self.waiting.popleft()
+
+
+def _next_chunk(
+    token_ids: np.ndarray, begin: int, end: int, chunk_size: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns tokens and positions i32[1, C] from `begin` on and before `end`; None if none are."""
+    size = min(chunk_size, end - begin)
+    if size <= 0:
+        return None
+    ids = np.zeros((1, chunk_size), np.int32)
+    positions = np.full_like(ids, -1)
+    ids[0, :size] = token_ids[0, begin : begin + size]
+    positions[0, :size] = np.arange(begin, begin + size, dtype=np.int32)
+    return ids, positions
