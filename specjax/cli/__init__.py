@@ -8,6 +8,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `prompts` | prompts from arguments, files and standard input |
 | `model_pair` | loads the target and the draft |
 | `generate`, `stream_programs`, `token_text` | decodes one prompt, times it, makes text of tokens |
+| `batch` | decodes a file of prompts through the engine |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and says which is best |
 | `json_report` | what `--json` prints, and whether a text is exact |
 | `terminal` | what appears on a terminal |

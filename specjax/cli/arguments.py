@@ -7,16 +7,23 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from specjax.cli.batch.arguments import add_batch_options, check_batch_options
 from specjax.cli.speculation_arguments import add_speculation_options, make_config
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["OutputError", "parse_options", "parse_sampling_options"]
+__all__ = [
+    "MAX_TEMPERATURE",
+    "OutputError",
+    "SAMPLING_OPTIONS",
+    "parse_options",
+    "parse_sampling_options",
+]
 
-_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 # Sampling options: type, letter, minimum, maximum, help text.
-_SAMPLING_OPTIONS: dict[str, tuple[type, str, float, float, str]] = {
+SAMPLING_OPTIONS: dict[str, tuple[type, str, float, float, str]] = {
     "top_k": (int, "K", 0, 2**31 - 1, "keep the K most probable tokens; 0 disables"),
     "top_p": (float, "P", 0, 1, "keep the most probable tokens that sum to P; 1 disables"),
     "min_p": (float, "P", 0, 1, "keep tokens >= P times as probable as the top one; 0 disables"),
@@ -68,6 +75,7 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_model_options(command.add_argument_group("prompt and models"))
+    add_batch_options(command.add_argument_group("a file of prompts"))
     _add_decoding_options(command.add_argument_group("decoding"))
     add_speculation_options(command.add_argument_group("speculation"))
     _add_report_options(command.add_argument_group("report"))
@@ -119,7 +127,7 @@ def _add_decoding_options(group: Any) -> None:
         metavar="T",
         help="sampling temperature, 0 is greedy; default: 0.8",
     )
-    for name, (parse, letter, _, _, text) in _SAMPLING_OPTIONS.items():
+    for name, (parse, letter, _, _, text) in SAMPLING_OPTIONS.items():
         group.add_argument("--" + name.replace("_", "-"), type=parse, metavar=letter, help=text)
     group.add_argument(
         "--logprobs",
@@ -145,10 +153,10 @@ def _add_report_options(group: Any) -> None:
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:
     """Returns the sampling options that were given, or None; refuses one outside its range."""
-    given = {name: getattr(options, name) for name in _SAMPLING_OPTIONS}
+    given = {name: getattr(options, name) for name in SAMPLING_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        low, high = _SAMPLING_OPTIONS[name][2:4]
+        low, high = SAMPLING_OPTIONS[name][2:4]
         if not low <= value <= high or math.isnan(value):
             raise ValueError(
                 f"--{name.replace('_', '-')} is {value}; it needs to be in [{low}, {high}]."
@@ -174,7 +182,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
             f"unrecognized arguments: {' '.join(unknown)}; `specjax {options.command} --help` "
             "lists the options."
         )
-    if not 0 <= options.temperature <= _MAX_TEMPERATURE:
+    if not 0 <= options.temperature <= MAX_TEMPERATURE:
         raise ValueError(
             f"--temperature is {options.temperature}; it needs to be >= 0, and finite in float32."
         )
@@ -190,6 +198,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")
     parse_sampling_options(options)
+    check_batch_options(options)
     drafting = {
         "num-speculative-tokens": options.num_speculative_tokens is not None,
         "step-costs": options.step_costs is not None,

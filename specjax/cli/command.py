@@ -97,6 +97,18 @@ def _read_generate_job(
         return make_job(*weights.result(), programs=programs)
 
 
+def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, terminal: Any) -> Any:
+    from specjax.cli.batch.run_batch import read_batch
+    from specjax.cli.model_pair import check_draft, read_pair
+
+    with terminal.spinner("reading the folders"):
+        pair = read_pair(options)
+        draft = check_draft(pair)
+    terminal.print_warning(draft.warning)
+    config = _with_trained_k(config, options, draft.num_speculative_tokens)
+    return read_batch(options, pair, config, terminal)
+
+
 def _with_trained_k(
     config: SpeculativeConfig, options: argparse.Namespace, k: int | None
 ) -> SpeculativeConfig:
@@ -111,7 +123,8 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
     """Returns options, job and terminal; everything that can be refused is refused here."""
     options, config = parse_options(argv)
     is_sweep = options.command == "sweep"
-    texts = read_prompts(options) if is_sweep else [read_prompt(options)]
+    is_batch = not is_sweep and options.input is not None
+    texts = read_prompts(options) if is_sweep else [] if is_batch else [read_prompt(options)]
     missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
@@ -125,6 +138,9 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
         return options, read_workload(options, texts, terminal), terminal
     if options.use_fp64_gumbel:
         exit_stack.enter_context(jax.enable_x64(True))
+    if is_batch:
+        enable_compilation_cache()
+        return options, _read_batch_job(options, config, terminal), terminal
     folder = command_folder()
     if folder is None:
         enable_compilation_cache()
@@ -162,6 +178,11 @@ def _run_command(argv: list[str] | None) -> int:
 
                 run_sweep(options, job, terminal, argv)
                 return 0
+            if options.input is not None:
+                from specjax.cli.batch.run_batch import run_batch
+
+                run_batch(job, terminal)
+                return 0
             result = _run_generate(options, job, terminal)
         except (jax.errors.JaxRuntimeError, MemoryError, ArithmeticError, ValueError) as error:
             return _print_error(error, 1)
@@ -188,6 +209,10 @@ def _exit_on_interrupt(*_: Any) -> NoReturn:
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h\n")
     os._exit(130)
+
+
+def _exit_on_terminate(*_: Any) -> NoReturn:
+    os._exit(143)
 
 
 def _open_missing_streams() -> None:
@@ -219,11 +244,15 @@ def main(argv: list[str] | None = None) -> int:
       2: arguments or files were refused; a sentence on standard error says why.
       130: interrupted.
       141: the reader closed the output.
+      143: terminated.
     """
     _open_missing_streams()
     if argv is None:
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, _exit_on_interrupt)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # Between two instructions of Python: a line that is being written becomes whole.
+            signal.signal(signal.SIGTERM, _exit_on_terminate)
         # A Python that ends searches all objects for cycles, which takes 0.2 s once a model has
         # run. Frozen ones are not searched. What has to be flushed or removed waits for no search.
         atexit.register(gc.freeze)

@@ -7,21 +7,28 @@ import numpy as np
 
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.token_text import list_logprobs
+from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.temperature import MIN_TEMPERATURE
+from specjax.decode.drafters import Drafter
 from specjax.engine.text_stream import TextStream
 
-__all__ = ["is_exact", "json_report", "metrics_json"]
+__all__ = ["follows_target", "is_exact", "json_report", "metrics_json"]
 
 
 def is_exact(job: GenerateJob) -> bool:
     """Returns whether the text follows the target's distribution, whatever was drafted."""
-    if job.drafter is None:
+    return follows_target(job.drafter, job.config, job.temperature)
+
+
+def follows_target(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
+    """Returns what `is_exact` returns, of what it depends on."""
+    if drafter is None:
         return True
-    if job.config.rejection_sample_method == "synthetic":
+    if config.rejection_sample_method == "synthetic":
         return False
     # A greedy request accepts the argmax by any of these rules.
-    return job.config.rule in (None, rules.standard()) or job.temperature < MIN_TEMPERATURE
+    return config.rule in (None, rules.standard()) or temperature < MIN_TEMPERATURE
 
 
 def metrics_json(result: GenerateResult) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""Reads a file of prompts: JSON lines, each checked before anything is decoded."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.cli.arguments import MAX_TEMPERATURE, SAMPLING_OPTIONS
+
+__all__ = ["PromptLine", "read_lines"]
+
+_PROMPTS = ("prompt", "prompt_token_ids", "messages")
+# Type, minimum, maximum.
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    "max_new_tokens": (int, 1, 2**31 - 1),
+    "temperature": (float, 0, MAX_TEMPERATURE),
+    "seed": (int, 0, 2**32 - 1),
+    **{name: (kind, low, high) for name, (kind, _, low, high, _) in SAMPLING_OPTIONS.items()},
+}
+
+
+class PromptLine(NamedTuple):
+    """A line of the input.
+
+    Attributes:
+      number: of the line, from 1.
+      id: what the line calls itself, a string, a number or None.
+      token_ids: the prompt.
+      stop: stop strings.
+      values: the options that the line sets, by name.
+    """
+
+    number: int
+    id: Any
+    token_ids: list[int]
+    stop: tuple[str, ...]
+    values: dict[str, Any]
+
+
+def read_lines(
+    data: bytes, encode: Callable[[str | list[Any]], list[int]]
+) -> tuple[list[PromptLine], list[str]]:
+    r"""Returns the lines of a file, and a sentence for each that is malformed.
+
+    Args:
+      data: the file; a line without any text is left out.
+      encode: returns the tokens of a text, or of a conversation as a list of messages. It raises
+        `ValueError` for what is neither.
+
+    Example:
+      >>> lines, problems = read_lines(b'{"prompt": "ab", "top_k": 3}\n\n{"prompt": 7}', list)
+      >>> lines[0].number, lines[0].token_ids, lines[0].values
+      (1, ['a', 'b'], {'top_k': 3})
+      >>> problems
+      ['line 3: prompt is 7; it needs a string that is not empty.']
+    """
+    lines, problems = [], []
+    for number, text in enumerate(data.split(b"\n"), start=1):
+        if not text.strip():
+            continue
+        try:
+            lines.append(_read_line(number, text, encode))
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
+    return lines, problems
+
+
+def _read_line(
+    number: int, text: bytes, encode: Callable[[str | list[Any]], list[int]]
+) -> PromptLine:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        raise ValueError("it is no JSON.") from None
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object.")
+    unknown = set(fields) - {*_PROMPTS, *_NUMBERS, "id", "stop"}
+    if unknown:
+        raise ValueError(f"{min(unknown)} is no field that is known.")
+    name = fields.get("id")
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise ValueError(f"id is {name!r}; it needs a string or an integer.")
+    values = {key: _check_number(key, fields[key]) for key in _NUMBERS if key in fields}
+    stop = _check_stop(fields.get("stop", ()))
+    return PromptLine(number, name, _read_prompt(fields, encode), stop, values)
+
+
+def _read_prompt(
+    fields: dict[str, Any], encode: Callable[[str | list[Any]], list[int]]
+) -> list[int]:
+    given = [name for name in _PROMPTS if name in fields]
+    if len(given) != 1:
+        has = " and ".join(given) or "no prompt"
+        raise ValueError(f"it has {has}; it needs one of {', '.join(_PROMPTS)}.")
+    value = fields[given[0]]
+    if given[0] == "prompt_token_ids":
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise ValueError("prompt_token_ids is no list of integers.")
+        if any(abs(token) >= 2**31 for token in value):
+            raise ValueError("prompt_token_ids holds an integer beyond 32 bits.")
+        return value
+    if given[0] == "prompt" and not (isinstance(value, str) and value):
+        raise ValueError(f"prompt is {value!r}; it needs a string that is not empty.")
+    if given[0] == "messages" and not isinstance(value, list):
+        raise ValueError("messages is no list.")
+    return encode(value)
+
+
+def _check_number(name: str, value: Any) -> Any:
+    kind, low, high = _NUMBERS[name]
+    allowed = (int,) if kind is int else (int, float)
+    is_number = isinstance(value, allowed) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
+        noun = "an integer" if kind is int else "a number"
+        raise ValueError(f"{name} is {value!r}; it needs {noun} in [{low:g}, {high:g}].")
+    return np.dtype(np.int64 if kind is int else np.float64).type(value).item()
+
+
+def _check_stop(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else None
+    if strings is None or not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"stop is {value!r}; it needs strings that are not empty.")
+    return strings
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)

@@ -1,0 +1,236 @@
+"""Decodes a file of prompts through an engine, and appends a line as each request ends."""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax import models
+from specjax.cli.arguments import SAMPLING_OPTIONS
+from specjax.cli.batch.output_file import OutputFile
+from specjax.cli.batch.read_lines import PromptLine, read_lines
+from specjax.cli.json_report import follows_target
+from specjax.cli.model_pair import ModelPair, describe_configs, load_pair
+from specjax.cli.token_text import list_logprobs
+from specjax.config import SpeculativeConfig
+from specjax.decode.drafters import Drafter
+from specjax.decode.logprobs import TopLogprobs
+from specjax.engine.engine import Engine
+from specjax.engine.request import Request
+from specjax.file_io import read_file
+from specjax.model import Model
+from specjax.processing.sampling_params import SamplingParams
+
+__all__ = ["BatchJob", "read_batch", "run_batch"]
+
+_MOST_BYTES = 2**32
+# Buffers are rounded up to this, so that another file may find its programs in the cache.
+_LENGTH_STEP = 128
+_SHOWN_PROBLEMS = 5
+
+
+class BatchJob(NamedTuple):
+    """A file of prompts, a pair and how it decodes.
+
+    Attributes:
+      pair: of models.
+      target: the target.
+      drafter: proposes tokens, or None.
+      config: how tokens are drafted and verified.
+      lines: of the input.
+      options: of the command, for the lines that do not set them.
+      output: where lines go, and which are there.
+      hashes: of the requests, by the numbers of their lines.
+    """
+
+    pair: ModelPair
+    target: Model
+    drafter: Drafter | None
+    config: SpeculativeConfig
+    lines: list[PromptLine]
+    options: argparse.Namespace
+    output: OutputFile
+    hashes: dict[int, str]
+
+
+def read_batch(
+    options: argparse.Namespace, pair: ModelPair, config: SpeculativeConfig, terminal: Any
+) -> BatchJob:
+    """Returns the job that the options describe; the weights are read last.
+
+    Raises:
+      ValueError: for malformed lines, unless they are skipped; it names them by number. Also if the
+        output has lines of other prompts or options.
+    """
+
+    def encode(prompt: str | list[Any]) -> list[int]:
+        is_chat = options.chat or not isinstance(prompt, str)
+        if is_chat:
+            alone = [{"role": "user", "content": prompt}]
+            prompt = models.chat_prompt(pair.folder, alone if isinstance(prompt, str) else prompt)
+        try:
+            ids: list[int] = pair.tokenizer.encode(prompt, add_special_tokens=not is_chat).ids
+        except Exception as error:  # The library raises a bare Exception.
+            raise ValueError(f"the target's tokenizer cannot read it ({error}).") from None
+        return ids
+
+    lines, problems = read_lines(read_file(options.input, _MOST_BYTES), encode)
+    if problems:
+        shown = " ".join(problems[:_SHOWN_PROBLEMS])
+        more = len(problems) - _SHOWN_PROBLEMS
+        shown += f" And {more} more." if more > 0 else ""
+        if not options.skip_malformed:
+            raise ValueError(f"{options.input}: {shown} --skip-malformed leaves such lines out.")
+        terminal.print_warning(f"{options.input}: {len(problems)} left out. {shown}")
+    output = OutputFile(options.output)
+    hashes = {line.number: _hash(options, pair, config, line) for line in lines}
+    for number, digest in hashes.items():
+        if output.done.get(number, digest) != digest:
+            raise ValueError(
+                f"{options.output} has an output of line {number} of another prompt or with other "
+                "options; name another --output, or remove it."
+            )
+    return BatchJob(pair, *load_pair(pair), config, lines, options, output, hashes)
+
+
+def run_batch(job: BatchJob, terminal: Any) -> None:
+    """Decodes the lines that the output does not have yet.
+
+    Raises:
+      OSError: if the output cannot be written.
+    """
+    left = [line for line in job.lines if line.number not in job.output.done]
+    if not left:
+        terminal.print_note(f"{job.options.output} has every line already.")
+        return
+    with terminal.spinner("compiling"):
+        engine = _make_engine(job)
+    with job.output, terminal.progress_bar(len(left)) as advance:
+        _decode(job, engine, deque(left), advance, terminal)
+
+
+def _hash(
+    options: argparse.Namespace, pair: ModelPair, config: SpeculativeConfig, line: PromptLine
+) -> str:
+    """Returns a hash of all that a request's tokens depend on but the weights and the shapes."""
+    names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
+    common = {name: getattr(options, name) for name in names}
+    own = [line.number, line.token_ids, line.stop, line.values]
+    # A rule's functions have no name that outlives a process; the option does.
+    plain = repr(dataclasses.replace(config, rule=None))
+    what = [describe_configs(pair), plain, options.rule, common, own]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _value(job: BatchJob, line: PromptLine, name: str) -> Any:
+    return line.values.get(name, getattr(job.options, name))
+
+
+def _make_engine(job: BatchJob) -> Engine:
+    """Returns an engine with the fields that any line sets, and room for the longest text."""
+    used = {name for line in job.lines for name in line.values if name in SAMPLING_OPTIONS}
+    used |= {name for name in SAMPLING_OPTIONS if getattr(job.options, name) is not None}
+    off = {"top_p": 1.0, "repetition_penalty": 1.0}
+    defaults = {name: off.get(name, 0) for name in used}
+    defaults |= {
+        name: getattr(job.options, name) for name in used if getattr(job.options, name) is not None
+    }
+    most = job.pair.target_config.max_position_embeddings
+    lengths = [len(line.token_ids) + _value(job, line, "max_new_tokens") for line in job.lines]
+    longest = max((length for length in lengths if length <= most), default=_LENGTH_STEP)
+    return Engine(
+        job.target,
+        job.drafter,
+        job.config,
+        num_slots=job.options.num_slots,
+        max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
+        sampling=SamplingParams(**defaults),
+        tokenizer=job.pair.tokenizer,
+        num_logprobs=job.options.logprobs,
+    )
+
+
+def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
+    sampling = {name: line.values[name] for name in SAMPLING_OPTIONS if name in line.values}
+    if "seed" in line.values:
+        key = jax.random.key(line.values["seed"])
+    else:
+        key = jax.random.fold_in(jax.random.key(job.options.seed), line.number)
+    return engine.submit(
+        np.array(line.token_ids, np.int32),
+        key=key,
+        max_new_tokens=_value(job, line, "max_new_tokens"),
+        temperature=_value(job, line, "temperature"),
+        stop=line.stop,
+        stop_token_ids=job.pair.target_config.eos_token_ids,
+        sampling=SamplingParams(**sampling),
+    )
+
+
+def _decode(
+    job: BatchJob,
+    engine: Engine,
+    left: deque[PromptLine],
+    advance: Any,
+    terminal: Any,
+) -> None:
+    running: dict[int, tuple[PromptLine, Request]] = {}
+    num_requests = num_tokens = num_emitted = num_steps = 0
+    begin = time.perf_counter()
+
+    def describe() -> str:
+        rate = num_tokens / (time.perf_counter() - begin)
+        per_step = f", {num_emitted / num_steps:.2f} tokens per step" if num_steps else ""
+        return f"{rate:.0f} tokens/s{per_step}"
+
+    advance(describe())
+    while left or running:
+        # Some more than there are slots, so that prompts are read before a slot is empty.
+        while left and len(running) < 2 * engine.num_slots:
+            line = left.popleft()
+            running[line.number] = line, _submit(job, engine, line)
+        engine.step()
+        for line, request in [pair for pair in running.values() if pair[1].finish_reason]:
+            job.output.append(_output_of(job, line, request))
+            del running[line.number]
+            num_requests += 1
+            num_tokens += len(request.token_ids)
+            if request.metrics is not None:
+                num_steps += int(request.metrics.num_steps)
+                num_emitted += int(request.metrics.num_emitted)
+            advance(describe())
+    terminal.print_note(
+        f"{num_requests} requests, {num_tokens} tokens, {describe()}, "
+        f"{engine.occupancy:.0%} of the slots in use"
+    )
+
+
+def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, Any]:
+    """Returns a line of the output."""
+    listed = None
+    if job.options.logprobs is not None:
+        tops = request.top_logprobs
+        columns: Any = map(np.array, zip(*tops, strict=True))
+        top = TopLogprobs(*columns) if tops else None
+        tokenizer = job.pair.tokenizer
+        listed = [] if top is None else list_logprobs(tokenizer, request.token_ids, top)
+    metrics = {} if request.metrics is None else request.metrics._asdict()
+    return {
+        "line": line.number,
+        "id": line.id,
+        "text": request.text,
+        "token_ids": request.token_ids,
+        "finish_reason": request.finish_reason,
+        "error": request.error,
+        "num_prompt_tokens": len(line.token_ids),
+        "logprobs": listed,
+        "metrics": {name: count.tolist() for name, count in metrics.items()},
+        "exact": follows_target(job.drafter, job.config, _value(job, line, "temperature")),
+        "request_hash": job.hashes[line.number],
+    }

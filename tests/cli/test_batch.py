@@ -1,0 +1,185 @@
+"""`specjax generate --input --output`: a file of prompts, whole lines, and runs that go on."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+from test_command import PROMPT, SHORT, TARGET, write_model
+
+from specjax.cli import main
+from specjax.cli.batch.read_lines import read_lines
+
+pytestmark = pytest.mark.lenient
+
+ROOT = pathlib.Path(__file__).parents[2]
+LINES = [
+    {"prompt": PROMPT, "seed": 5, "id": "a"},
+    {"prompt": "ab", "temperature": 0, "max_new_tokens": 9},
+    {"prompt": "bé", "top_p": 0.7, "id": 7},
+    {"prompt_token_ids": [1, 2, 3], "max_new_tokens": 3, "top_p": 0.9},
+    {"prompt_token_ids": [260]},
+    {"messages": [{"role": "user", "content": "ab"}], "seed": 1},
+    {"prompt": PROMPT, "max_new_tokens": 500},
+    {"prompt": "acab"},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_model(folder / "target", TARGET, 0)
+    (folder / "target" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    return target, write_model(folder / "draft", TARGET, 1)
+
+
+@pytest.fixture
+def generate(folders, tmp_path, monkeypatch):
+    """Runs the command on lines, which may be text; returns its code and its lines by number."""
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    target, draft = folders
+
+    def run(lines, *options, output="out.jsonl"):
+        text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (tmp_path / "in.jsonl").write_text("\n".join(text))
+        path = tmp_path / output
+        files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(path), "--num-slots", "3"]
+        files += ["--logprobs", "2"]
+        code = main(["generate", "--target", target, "--draft", draft, *files, *SHORT, *options])
+        if code:
+            return code, {}
+        found = map(json.loads, path.read_text().splitlines())
+        return code, {line["line"]: line for line in found}
+
+    return run
+
+
+def test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut(
+    generate, folders, tmp_path, capsys
+):
+    code, whole = generate(LINES)
+    assert code == 0
+    assert sorted(whole) == list(range(1, 9))
+    assert "tokens per step" in capsys.readouterr().err
+    assert [whole[n]["id"] for n in (1, 2, 3)] == ["a", None, 7]
+    assert [len(whole[n]["token_ids"]) for n in (1, 2, 4)] == [20, 9, 3]
+    assert {n: whole[n]["finish_reason"] for n in (1, 5, 7)} == {
+        1: "length",
+        5: "refused",
+        7: "refused",
+    }
+    assert "token 260" in whole[5]["error"]
+    assert "500 new ones" in whole[7]["error"]
+    # The line's own seed is that of the command.
+    alone = ["generate", PROMPT, "--target", folders[0], "--draft", folders[1], *SHORT]
+    assert main([*alone, "--seed", "5", "--json"]) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert (same["text"], same["token_ids"]) == (whole[1]["text"], whole[1]["token_ids"])
+    # A file that was cut anywhere, as by SIGKILL, goes on to the same lines.
+    path = tmp_path / "out.jsonl"
+    data = path.read_bytes()
+    for size in (0, 1, len(data) // 3, len(data) - 1, len(data)):
+        path.write_bytes(data[:size])
+        assert generate(LINES) == (0, whole)
+    assert "has every line already" in capsys.readouterr().err
+    # Keys are by line: the last prompt's text does not depend on what is above it.
+    assert generate(["", *LINES[1:]], output="b.jsonl")[1][8] == whole[8]
+    for change in ([{"prompt": "other"}, *LINES[1:]], LINES):
+        options = ["--seed", "1"] if change is LINES else []
+        assert generate(change, *options)[0] == 2
+        assert "line 1 of another prompt or with other options" in capsys.readouterr().err
+    assert path.read_bytes() == data
+
+
+def test_malformed_lines_are_named_by_number_and_refused_or_left_out(generate, capsys, tmp_path):
+    lines = [LINES[3], "{", '{"prompt": ""}', *["[]"] * 4, LINES[3]]
+    assert generate(lines) == (2, {})
+    words = capsys.readouterr().err
+    assert "in.jsonl: line 2: it is no JSON. line 3: prompt is ''" in words
+    assert "line 6: it is no JSON object. And 1 more. --skip-malformed leaves" in words
+    code, found = generate(lines, "--skip-malformed")
+    assert (code, sorted(found)) == (0, [1, 8])
+    assert [len(token["top"]) for token in found[1]["logprobs"]] == [2, 2, 2]
+    assert "6 left out. line 2" in capsys.readouterr().err
+    for report in ("a report\n", "a report"):
+        (tmp_path / "out.jsonl").write_text(report)
+        assert generate(lines[:1])[0] == 2
+        assert "line 1 that is no output" in capsys.readouterr().err
+        assert (tmp_path / "out.jsonl").read_text() == report
+
+
+def test_the_lines_that_the_documentation_shows_are_read():
+    section = (ROOT / "docs" / "usage.md").read_text().split("## Files of prompts")[1]
+    lines, problems = read_lines(section.split("```json\n")[1].split("```")[0].encode(), str)
+    assert problems == []
+    assert [line.number for line in lines] == [1, 2, 3]
+    assert lines[0].stop == ("\n\n",)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{}", "it has no prompt; it needs one of"),
+        ('{"prompt": "a", "messages": []}', "it has prompt and messages"),
+        ('{"prompt": "a", "topk": 1}', "topk is no field"),
+        ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5; it needs an integer"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True"),
+        ('{"prompt": "a", "temperature": NaN}', "temperature is nan; it needs a number"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296"),
+        ('{"prompt": "a", "stop": ["b", ""]}', "stop is"),
+        ('{"prompt": "a", "id": [1]}', "id is"),
+        ('{"prompt_token_ids": [1, true]}', "no list of integers"),
+        ('{"prompt_token_ids": [2147483648]}', "beyond 32 bits"),
+        ('{"messages": {}}', "messages is no list"),
+        (b"\xff", "no JSON"),
+    ],
+)
+def test_a_malformed_line_is_a_sentence(line, words):
+    data = line if isinstance(line, bytes) else line.encode()
+    lines, problems = read_lines(data, list)
+    assert lines == []
+    assert len(problems) == 1
+    assert problems[0].startswith("line 1: ")
+    assert words in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--input", "a"], "--input is given without --output"),
+        (["--num-slots", "3", "text"], "--num-slots is given without --input"),
+        (["--skip-malformed", "text"], "--skip-malformed is given without --input"),
+        (["--input", "a", "--output", "b", "text"], "--input is given and a prompt"),
+        (["--input", "a", "--output", "b", "--json"], "--input is given and --json"),
+        (["--input", "a", "--output", "b", "--num-slots", "0"], "--num-slots is 0"),
+        (["--input", "a", "--output", "b"], "a cannot be read"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.once
+def test_a_process_that_is_terminated_leaves_whole_lines(folders, tmp_path):
+    target, draft = folders
+    (tmp_path / "in.jsonl").write_text('{"prompt": "ab", "max_new_tokens": 60}\n' * 2000)
+    output = tmp_path / "out.jsonl"
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--quiet"]
+    command = [sys.executable, "-m", "specjax", "generate", "--target", target, "--draft", draft]
+    with subprocess.Popen(
+        [*command, *files, "--num-speculative-tokens", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        while process.poll() is None and (not output.exists() or output.stat().st_size < 10000):
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait() == 143
+    assert output.read_bytes().endswith(b"\n")
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert 3 < len({line["line"] for line in lines}) == len(lines) < 2000
