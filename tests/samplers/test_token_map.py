@@ -73,15 +73,26 @@ METHODS = {
 }
 
 
+def with_statistics_case():
+    return with_statistics(scattered_case(5, sampled_case))
+
+
+@functools.cache
+def verified(method, implementation):
+    """A batch of mapped drafts that carry their statistics."""
+    return run(mapped_call(METHODS[method], implementation), with_statistics_case())
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("method", METHODS)
-def test_with_carried_statistics_tokens_are_those_of_the_scattered_draft_bit_for_bit(
-    method, implementation
-):
-    case, verify = with_statistics(scattered_case(5, sampled_case)), METHODS[method]
-    ours = run(mapped_call(verify, implementation), case)
-    chex.assert_trees_all_equal(
-        ours, run(functools.partial(verify, implementation=implementation), case)
-    )
+def test_with_carried_statistics_results_are_those_of_the_scattered_draft(method, implementation):
+    """Bit for bit; the interpreter's tokens are held against those of plain JAX."""
+    ours = verified(method, implementation)
+    if getattr(implementation, "interpret", False):
+        chex.assert_trees_all_equal(ours[:3], verified(method, "xla")[:3])
+    else:
+        verify = functools.partial(METHODS[method], implementation=implementation)
+        chex.assert_trees_all_equal(ours, run(verify, with_statistics_case()))
     assert np.sum(ours.num_accepted < K) > 10
 
 
@@ -94,6 +105,7 @@ def flat(case):
     return make_draft(laid | {"draft_logits": logits})
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_ragged_batches_read_the_map_as_padded_ones_do(method, implementation):
     case = with_statistics(scattered_case(6))
@@ -151,7 +163,7 @@ def on_device(draft):
 
 
 @pytest.mark.once
-def test_jit_vmap_and_export_read_the_map(implementation):
+def test_jit_vmap_and_export_read_the_map():
     """Maps that differ between calls, and one map that they share."""
     cases = [scattered_case(seed, sampled_case) for seed in (8, 9)]
     cases = [case | {"draft_logits": case["draft_logits"][case.pop("rows")]} for case in cases]
@@ -161,9 +173,7 @@ def test_jit_vmap_and_export_read_the_map(implementation):
     batches[1] = (mapped(draft, other), *batches[1][1:])
 
     def verify(draft, target_logits, options):
-        return specjax.rejection_sample(
-            draft, target_logits, implementation=implementation, **options
-        )
+        return specjax.rejection_sample(draft, target_logits, implementation="xla", **options)
 
     plain = [verify(*batch) for batch in batches]
     assert not np.array_equal(
@@ -179,18 +189,17 @@ def test_jit_vmap_and_export_read_the_map(implementation):
     )
     for i, ours in ((0, stacked), (1, stacked), (0, alone)):
         np.testing.assert_array_equal(ours.token_ids[i], plain[i].token_ids)
-    if implementation == "xla":
-        draft, target_logits, options = batches[0]
-        data = jax.random.key_data(options.pop("keys"))
+    draft, target_logits, options = batches[0]
+    data = jax.random.key_data(options.pop("keys"))
 
-        def exported(draft, target_logits, options, data):
-            keys = jax.random.wrap_key_data(data)
-            return verify(draft, target_logits, options | {"keys": keys})
+    def exported(draft, target_logits, options, data):
+        keys = jax.random.wrap_key_data(data)
+        return verify(draft, target_logits, options | {"keys": keys})
 
-        operands = (draft, target_logits, options, data)
-        blob = jax.export.export(jax.jit(exported))(*operands).serialize()
-        again = jax.export.deserialize(blob).call(*operands)
-        np.testing.assert_array_equal(again.token_ids, plain[0].token_ids)
+    operands = (draft, target_logits, options, data)
+    blob = jax.export.export(jax.jit(exported))(*operands).serialize()
+    again = jax.export.deserialize(blob).call(*operands)
+    np.testing.assert_array_equal(again.token_ids, plain[0].token_ids)
 
 
 def test_gathered_drafts_keep_their_map(implementation):
