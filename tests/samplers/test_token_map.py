@@ -85,8 +85,10 @@ def verified(method, implementation):
 
 @pytest.mark.once
 @pytest.mark.parametrize("method", METHODS)
-def test_with_carried_statistics_results_are_those_of_the_scattered_draft(method, implementation):
-    """Bit for bit; the interpreter's tokens are held against those of plain JAX."""
+def test_with_carried_statistics_tokens_are_those_of_the_scattered_draft_bit_for_bit(
+    method, implementation
+):
+    """The interpreter is held against plain JAX, token by token."""
     ours = verified(method, implementation)
     if getattr(implementation, "interpret", False):
         chex.assert_trees_all_equal(ours[:3], verified(method, "xla")[:3])
