@@ -23,7 +23,7 @@ from specjax.mesh import pvary_like
 from specjax.processing.history import History
 from specjax.processing.token_counts import TokenCounts
 
-__all__ = ["draft_next", "most_drafted", "propose_draft", "run_draft", "run_if"]
+__all__ = ["draft_next", "drop_other_draft", "most_drafted", "propose_draft", "run_draft", "run_if"]
 
 # Missed tokens that a drafter reads at once.
 _CHUNK_SIZE = 7
@@ -55,6 +55,47 @@ def most_drafted(
         assert settings.k_by_rate is not None
         num_tokens = jnp.minimum(num_tokens, choose_k(state.draft_history, settings.k_by_rate))
     return jnp.where(state.finish == 0, num_tokens, jnp.int32(-1))
+
+
+def drop_other_draft(
+    drafter: Drafter | None,
+    state: DecodeState,
+    hidden: jax.Array,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> DecodeState:
+    """Returns the state without its pending draft if this config makes drafts of other fields.
+
+    That draft is then of another method. Tokens drawn with the target's noise bias the output of
+    every method but "coupled". Nothing of this is in the program of a state that config began.
+
+    Args:
+      drafter: as in `run_step`.
+      state: before verification.
+      hidden: [B, D], of any token.
+      config: as in `run_step`.
+      implementation: as in `run_step`.
+    """
+    if drafter is None:
+        return state
+    like, _ = propose_draft.eval_shape(
+        drafter,
+        state.drafter_state,
+        state.token_ids,
+        state.lengths,
+        state.counts,
+        hidden,
+        state.settings,
+        state.draft.num_tokens,
+        config=config,
+        implementation=implementation,
+    )
+    if [x is None for x in like] == [x is None for x in state.draft]:
+        return state
+    none = jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)
+    draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return state._replace(draft=draft._replace(num_tokens=none))
 
 
 def draft_next(
@@ -109,14 +150,12 @@ def run_draft(
         draft, drafter_state = propose_draft(
             drafter, state.drafter_state, *text, num_tokens, **options
         )
-        _check_method(state.draft, draft)
         return state._replace(draft=draft, drafter_state=drafter_state)
     drafts = num_tokens > 0
     drafter_state = _read_missed(drafter, state, drafts)
     # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
     asked = jnp.where(drafts, num_tokens, -1)
     draft, drafter_state = propose_draft(drafter, drafter_state, *text, asked, **options)
-    _check_method(state.draft, draft)
     # It has read all but the last token of its draft.
     num_read = state.lengths - 1 + jnp.maximum(draft.num_tokens, 1)
     return state._replace(
@@ -124,16 +163,6 @@ def run_draft(
         drafter_state=drafter_state,
         draft_history=history._replace(num_read=jnp.where(drafts, num_read, history.num_read)),
     )
-
-
-def _check_method(last: Draft, draft: Draft) -> None:
-    """Refuses to go on from a draft of another method: drawn with other noise, it may bias."""
-    if [field is None for field in last] != [field is None for field in draft]:
-        raise ValueError(
-            "config makes drafts of other fields than the state's draft has. One for "
-            'rejection_sample_method "coupled" is tokens drawn with the noise of the target: '
-            "no other method may verify it. step needs the config and the drafter of init."
-        )
 
 
 def _read_missed(drafter: Drafter, state: DecodeState, drafts: jax.Array) -> Any:

@@ -126,15 +126,16 @@ def step(
       target: as in `init`.
       drafter: as in `init`.
       state: from `init` or `step`.
-      config: as in `init`.
+      config: as in `init`. Of another method, its step drops drafts that were drawn for the method
+        before, and goes on exactly; to or from "synthetic" there is no change.
       implementation: as in `init`.
 
     Returns:
       The next `DecodeState`, and `StepInfo` of the step.
 
     Raises:
-      ValueError: for a draft whose arrays do not fit together, and for another number of drafted
-        tokens than the state was begun with.
+      ValueError: for a draft whose arrays do not fit together, for another number of drafted tokens
+        than the state was begun with, and for acceptance rates that one of the two has alone.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -155,6 +156,13 @@ def step(
         raise ValueError(
             f"num_speculative_tokens is {asked}, and the state was begun with another; step needs "
             "the config and the drafter of init."
+        )
+    has_rates = state.settings.conditional_rates is not None
+    if drafter is not None and (config.rejection_sample_method == "synthetic") != has_rates:
+        raise ValueError(
+            f"rejection_sample_method is {config.rejection_sample_method!r}, and the state was "
+            f"begun {'with' if has_rates else 'without'} acceptance rates, which it keeps; step "
+            "needs the config of init."
         )
     return run_step(target, drafter, state, **options)
 

@@ -19,7 +19,7 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.config import SpeculativeConfig
 from specjax.decode.choose_k import add_step
 from specjax.decode.commit import Origin, append, append_emitted
-from specjax.decode.draft_next import draft_next, most_drafted
+from specjax.decode.draft_next import draft_next, drop_other_draft, most_drafted
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs, list_logprobs
 from specjax.decode.metrics import update_metrics
@@ -33,6 +33,7 @@ from specjax.decode.target_rows import (
     on_rows,
     take_at,
 )
+from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
 from specjax.processing.token_counts import add_to_counts
@@ -63,11 +64,11 @@ def run_step(
     taps = () if drafter is None else drafter.taps
     compute = functools.partial(compute_k_rows, target, state, implementation, taps)
     cache, rows = on_rows(state, compute, state.target_cache)
+    options: dict[str, Any] = {"config": config, "implementation": implementation}
     state = state._replace(target_cache=cache)
-    state, info, hidden = commit_rows(
-        drafter, state, rows, config=config, implementation=implementation
-    )
-    state = draft_next(drafter, state, hidden, config=config, implementation=implementation)
+    state = drop_other_draft(drafter, state, rows.hidden[:, 0], **options)
+    state, info, hidden = commit_rows(drafter, state, rows, **options)
+    state = draft_next(drafter, state, hidden, **options)
     return state, info
 
 
@@ -131,9 +132,11 @@ def commit_rows(
 
 def _verify(state: DecodeState, rows: TargetRows, options: CallOptions) -> Verification:
     """Verifies the pending drafts; without any, the first row alone is read."""
-    settings = state.settings
+    settings, draft = state.settings, state.draft
+    if options.method == "coupled":
+        draft = Draft(draft.token_ids, num_tokens=draft.num_tokens)  # nothing else is read
     arrays = VerifyArrays.from_draft(
-        state.draft,
+        draft,
         rows.logits,
         keys=settings.keys,
         positions=state.lengths,

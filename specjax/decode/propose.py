@@ -77,7 +77,7 @@ def propose(
       draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
         as a one-hot draft, and keeps no logits.
       rejection_sample_method: "standard", or "coupled" for `coupled_sample`: the draft is drawn on
-        ``Stream.TARGET``, with the target's own noise, and keeps its tokens alone.
+        ``Stream.TARGET``, with the target's own noise, and keeps its tokens and the temperature.
       sampling: `SamplingParams` to draft by. Those of the target make drafts likeliest to be
         accepted. A bias or a mask is cut or filled up to V_d. The draft keeps the processed logits
         and the cutoffs.
@@ -148,7 +148,7 @@ def _draft_tokens(
     greedy = draft_sample_method == "greedy"
     coupled = rejection_sample_method == "coupled"
     # A greedy draft is one-hot, and what is verified by coupling needs no q.
-    tokens_alone = greedy or coupled
+    has_no_q = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
     rules, filters = read_draft_sampling(sampling, size, greedy)
     rules, history = _read_history(rules, history, size, vocabulary)
@@ -171,14 +171,15 @@ def _draft_tokens(
         stream = jnp.asarray(Stream.TARGET if coupled else Stream.draft(i), jnp.int32)
         arrays = SampleArrays(logits, keys, positions + i, stream, draft_temperature, cutoff)
         sample = _sample(arrays, options, vocabulary, coupled)
-        outputs = [] if tokens_alone else [logits, sample.logprobs, sample.logsumexp]
-        outputs += [] if tokens_alone or cutoff is None else [cutoff]
+        outputs = [] if has_no_q else [logits, sample.logprobs, sample.logsumexp]
+        outputs += [] if has_no_q or cutoff is None else [cutoff]
         # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
     rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys, num_drawn)
-    if tokens_alone:
-        return Draft(rows[0]), carry
+    if has_no_q:
+        # The temperature tells tokens drawn with the target's noise from likeliest ones.
+        return Draft(rows[0], temperature=None if greedy else temperature), carry
     ids, logits, logprobs, logsumexp, *cutoff = rows
     draft = Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff)
     return draft._replace(token_map=vocabulary and vocabulary.token_map), carry

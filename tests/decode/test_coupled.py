@@ -117,21 +117,48 @@ def test_drafts_match_as_often_as_the_formula_says():
     assert abs(P @ Q - expected) > 3 * margin
 
 
-def test_a_draft_carries_no_logits():
+def begin(config):
+    """The state after a first token, with drafts for the second."""
     ids, lengths = bigrams.prompts(PROMPTS)
-    state = specjax.init(
-        TARGET,
-        DRAFTERS["model"],
-        ids,
-        lengths,
-        keys=jax.random.key(0),
-        config=coupled(4),
-        max_new_tokens=NEW,
-        max_length=64,
-    )
+    options = dict(keys=bigrams.keys(len(PROMPTS)), temperature=0.9, implementation="xla")
+    room = dict(max_new_tokens=NEW, max_length=64)
+    drafter = DRAFTERS["model"]
+    return specjax.init(TARGET, drafter, ids, lengths, config=config, **room, **options)
+
+
+def step_by(config, state):
+    return specjax.step(TARGET, DRAFTERS["model"], state, config=config, implementation="xla")
+
+
+def test_a_change_of_the_method_drops_drafts_of_the_target_s_noise():
+    """Greedy drafts have no logits either. What is emitted is the target's own next draw."""
+    state = begin(coupled(4))
     assert state.draft.logits is None
-    with pytest.raises(ValueError, match="no other method may verify it"):
-        specjax.step(TARGET, DRAFTERS["model"], state, config=SpeculativeConfig(4))
+    np.testing.assert_array_equal(state.draft.num_tokens, 4)
+    greedy = SpeculativeConfig(4, draft_sample_method="greedy")
+    state, info = step_by(greedy, state)
+    np.testing.assert_array_equal(info.num_drafted, 0)
+    firsts = [text[: len(row) + 2] for text, row in zip(plain(), PROMPTS, strict=True)]
+    assert texts(state) == firsts
+    np.testing.assert_array_equal(step_by(greedy, state)[1].num_drafted, 4)
+
+
+def test_a_change_to_coupled_goes_on_with_plain_decoding_s_text():
+    state = begin(SpeculativeConfig(4))
+    assert state.draft.logits is not None
+    while not np.all(state.finish):
+        state, _ = step_by(coupled(4), state)
+    assert texts(state) == plain()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_state_with_rates_of_acceptance_keeps_them(begun):
+    config = SpeculativeConfig(
+        4, rejection_sample_method="synthetic", synthetic_acceptance_length=3.0
+    )
+    first, then = (config, coupled(4)) if begun else (coupled(4), config)
+    with pytest.raises(ValueError, match=f"was begun {'with' if begun else 'without'} acceptance"):
+        step_by(then, begin(first))
 
 
 def test_propose_refuses_another_method():
