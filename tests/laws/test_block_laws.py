@@ -15,7 +15,7 @@ import pytest
 from test_laws import check_counts, make_keys
 
 import specjax
-from specjax import Origin, SpeculativeConfig
+from specjax import Origin, SamplingParams, SpeculativeConfig
 
 pytestmark = [pytest.mark.once, pytest.mark.lenient]
 
@@ -24,6 +24,8 @@ V, K, LENGTH, PROMPT = 3, 3, 6, (1, 2)
 # without rho is seen with probability 0.999 (asserted below), and drafts keyed by position alone
 # give a chi-square of 1,300 where 520 is expected and 700 refused.
 NUM_REQUESTS, SEED = 50_000, 23
+# Requests after those, of which each row keeps its two likeliest tokens: so few show as much.
+NUM_CUT, TOP_K = 8_000, 2
 
 
 @functools.cache
@@ -33,21 +35,28 @@ def tables():
     return [np.log(0.9 * rng.dirichlet(np.ones(V), (V, V)) + 0.1 / V) for _ in range(2)]
 
 
-def rows_after(table):
-    return lambda text: np.exp(table[(*PROMPT, *text)[-2:]])
+def rows_after(table, top_k=V):
+    def row_after(text):
+        p = np.exp(table[(*PROMPT, *text)[-2:]])
+        p = np.where(p >= np.sort(p)[-top_k], p, 0.0)
+        return p / p.sum()
+
+    return row_after
 
 
 @functools.cache
 def decode():
     """Texts [B, 6] and the origins of their tokens; more is generated, so that K stays 3."""
     target, draft = map(bigrams.model, tables())
+    size = NUM_REQUESTS + NUM_CUT
     output = specjax.generate(
         target,
         specjax.model_drafter(draft),
-        np.tile(np.int32(PROMPT), (NUM_REQUESTS, 1)),
-        np.full(NUM_REQUESTS, len(PROMPT), np.int32),
-        keys=make_keys(NUM_REQUESTS, SEED),
+        np.tile(np.int32(PROMPT), (size, 1)),
+        np.full(size, len(PROMPT), np.int32),
+        keys=make_keys(size, SEED),
         config=SpeculativeConfig(K, rejection_sample_method="block"),
+        sampling=SamplingParams(top_k=np.repeat([0, TOP_K], [NUM_REQUESTS, NUM_CUT])),
         max_new_tokens=LENGTH + K,
         max_length=16,
     )
@@ -72,11 +81,18 @@ def without_rho(target, draft):
     }
 
 
-def test_texts_of_several_steps_follow_the_target_jointly():
-    texts, origins = decode()
+def check_texts(texts, origins, **options):
     # A step ends with the token that it does not accept. The first has no drafts.
     num_drafted_steps = np.sum(origins[:, :-1] != Origin.ACCEPTED, axis=1)
     assert np.mean(num_drafted_steps >= 3) > 0.2
-    target, draft = map(rows_after, tables())
+    target, draft = (rows_after(table, **options) for table in tables())
     distribution = oracle.joint_distribution(target, LENGTH)
     check_counts(texts, distribution, without_rho(target, draft))
+
+
+def test_texts_of_several_steps_follow_the_target_jointly():
+    check_texts(*(x[:NUM_REQUESTS] for x in decode()))
+
+
+def test_texts_under_sampling_parameters_follow_the_processed_target_jointly():
+    check_texts(*(x[NUM_REQUESTS:] for x in decode()), top_k=TOP_K)

@@ -36,7 +36,18 @@ def total_variation(step, target, length):
     return sum(abs(full.get(x, 0.0) - plain.get(x, 0.0)) for x in full.keys() | plain.keys()) / 2
 
 
-MODELS = [(3, 2), (3, 3), (3, 4), (4, 2), (4, 3)]
+def without_rows(rng, model, first):
+    """A model of which a quarter of the rows after `first` tokens and more are None."""
+    lost = {}
+
+    def row(prefix):
+        is_lost = len(prefix) >= first and lost.setdefault(prefix, rng.random() < 0.25)
+        return None if is_lost else model(prefix)
+
+    return row
+
+
+MODELS = [(3, 2), (3, 3), (3, 4), (4, 2), (4, 3), (4, 4)]
 
 
 @pytest.mark.once
@@ -49,6 +60,11 @@ def test_a_step_follows_the_target_and_accepts_no_less_than_token_by_token(vocab
         assert total_variation(step, target, k + 1) < 1e-12
         block, tokens = oracle_block.mean_acceptance(target, draft, k)
         assert block > tokens - 1e-12
+        # Rows that are no distributions: the target's end the drafts, the draft's are one-hot.
+        target, draft = without_rows(rng, target, 1), without_rows(rng, draft, 0)
+        step = oracle_block.output_distribution(target, draft, k)
+        assert sum(step.values()) == pytest.approx(1, abs=1e-12)
+        assert total_variation(step, target, k + 1) < 1e-12
 
 
 @pytest.mark.parametrize("fault", ["rho is missing in the residual", "rho is not capped"])
@@ -78,10 +94,12 @@ def batch(seed, draft_vocab=V):
     temperature = rng.choice([0.7, 1.0, 1.3, 0.0], B, p=[0.4, 0.3, 0.2, 0.1])
     draft_temperature = np.where(rng.random(B) < 0.1, 0.0, np.maximum(temperature, 0.5))
     cutoff = np.where(rng.random((B, K + 1)) < 0.3, -1.0, -np.inf)
+    draft_cutoff = np.where(rng.random((B, K)) < 0.3, -1.0, -np.inf)
     target_logits[rng.random((B, K + 1)) < 0.1, 7] = np.nan
     draft_logits[rng.random((B, K)) < 0.05, 7] = np.inf
     with np.errstate(all="ignore"):
-        scaled = draft_logits / np.where(draft_temperature > 0, draft_temperature, 1)[:, None, None]
+        scaled = np.where(draft_logits < draft_cutoff[..., None], -np.inf, draft_logits)
+        scaled = scaled / np.where(draft_temperature > 0, draft_temperature, 1)[:, None, None]
         token_ids = np.argmax(scaled + rng.gumbel(size=scaled.shape), axis=-1)
     token_ids[rng.random((B, K)) < 0.02] = 2 * V
     options = {
@@ -94,9 +112,31 @@ def batch(seed, draft_vocab=V):
         jnp.asarray(token_ids, jnp.int32),
         jnp.asarray(draft_logits, jnp.float32),
         temperature=jnp.asarray(draft_temperature, jnp.float32),
+        cutoff=jnp.asarray(draft_cutoff, jnp.float32),
         num_tokens=jnp.asarray(rng.choice([-1, 0, 1, 3, 4, 4, 4, 4, 4], B), jnp.int32),
     )
     return draft, jnp.asarray(target_logits, jnp.float32), jnp.asarray(cutoff, jnp.float32), options
+
+
+def with_statistics(draft):
+    """The draft with log q of its tokens, and its rows of logits in another order."""
+    logits = np.asarray(draft.logits, np.float64)
+    temperature = np.asarray(draft.temperature, np.float64)
+    with np.errstate(all="ignore"):
+        scaled = np.where(logits < np.asarray(draft.cutoff)[..., None], -np.inf, logits)
+        scaled = scaled / np.where(temperature > 0, temperature, 1)[:, None, None]
+        logsumexp = np.log(np.sum(np.exp(scaled), axis=-1))
+        ids = np.asarray(draft.token_ids)
+        inside = (ids >= 0) & (ids < logits.shape[-1])
+        at = np.where(inside, ids, 0)[..., None]
+        of_tokens = np.take_along_axis(scaled, at, axis=-1)[..., 0] - logsumexp
+    rows = np.random.default_rng(0).permutation(B)
+    return draft._replace(
+        logits=draft.logits[np.argsort(rows)],
+        rows=jnp.asarray(rows, jnp.int32),
+        logprobs=jnp.asarray(np.where(inside, of_tokens, -np.inf), jnp.float32),
+        logsumexp=jnp.asarray(logsumexp, jnp.float32),
+    )
 
 
 def expected(draft, target_logits, cutoff, options):
@@ -111,6 +151,7 @@ def expected(draft, target_logits, cutoff, options):
         cutoff=cutoff,
         draft_logits=logits,
         draft_temperature=draft.temperature,
+        draft_cutoff=draft.cutoff,
         draft_logsumexp=np.where(finite, 0.0, np.nan),
         num_tokens=draft.num_tokens,
         bonus_token_ids=options["bonus_token_ids"],
@@ -128,6 +169,8 @@ def check(step, exact, sure):
 def test_decisions_are_those_of_numpy(implementation, draft_vocab):
     draft, target_logits, cutoff, options = batch(3, draft_vocab)
     exact = expected(draft, target_logits, cutoff, options)
+    if draft_vocab != V:
+        draft = with_statistics(draft)
     step = specjax.block_rejection_sample(
         draft, target_logits, cutoff=cutoff, implementation=implementation, **options
     )
@@ -154,6 +197,7 @@ def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
             draft.token_ids[row, column],
             draft.logits[row, column],
             temperature=draft.temperature,
+            cutoff=draft.cutoff[row, column],
             num_tokens=draft.num_tokens,
         ),
         target_logits[target_row, target_column],
@@ -178,6 +222,7 @@ def test_one_draft_is_verified_as_by_rejection_sample(implementation):
         draft.token_ids[:, :1],
         draft.logits[:, :1],
         temperature=draft.temperature,
+        cutoff=draft.cutoff[:, :1],
         num_tokens=jnp.minimum(draft.num_tokens, 1),
     )
     steps = [

@@ -194,16 +194,18 @@ def steps_distribution(target, draft, num_tokens, length, *, of_step=output_dist
 
 
 def joint_distribution(target, length):
-    """Exact distribution of the first `length` tokens of plain sampling."""
-    distribution = {(): 1.0}
+    """Exact distribution of the first `length` tokens of plain sampling; a None ends a text."""
+    distribution, ended = {(): 1.0}, {}
     for _ in range(length):
+        rows = {prefix: target(prefix) for prefix in distribution}
+        ended |= {prefix: distribution[prefix] for prefix, p in rows.items() if p is None}
         distribution = {
-            (*prefix, int(x)): mass * p[x]
-            for prefix, mass in distribution.items()
-            for p in [target(prefix)]
+            (*prefix, int(x)): distribution[prefix] * p[x]
+            for prefix, p in rows.items()
+            if p is not None
             for x in np.flatnonzero(p)
         }
-    return distribution
+    return distribution | ended
 
 
 # Draws, by address.

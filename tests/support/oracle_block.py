@@ -27,24 +27,36 @@ def threshold(rho, p, q):
 
 
 def outcomes(target, draft, num_tokens, fault=None):
-    """Yields (drafted tokens, tau, probability, rho of the prefix) of one step."""
-    size = len(draft(()))
+    """Yields (drafted tokens, tau, probability, rho of the prefix) of one step.
+
+    A row that is not a distribution is None: of the draft, any token is drafted, and is one-hot;
+    of the target, it ends the drafts.
+    """
+    size = len(target(()))
     for x in itertools.product(range(size), repeat=num_tokens):
-        mass, log_rhos = 1.0, [0.0]
-        for i in range(num_tokens):
-            q, p = draft(x[:i])[x[i]], target(x[:i])[x[i]]
-            mass *= q
-            log_rhos.append(cap(log_rhos[-1], p, q, fault))
+        p, q = ([row(x[:i]) for i in range(num_tokens)] for row in (target, draft))
+        drawn = [1 / size if row is None else row[x[i]] for i, row in enumerate(q)]
+        end = next((i for i, row in enumerate(p) if row is None), num_tokens)
+        of_target = [p[i][x[i]] for i in range(end)]
+        of_draft = [1.0 if q[i] is None else q[i][x[i]] for i in range(end)]
+        mass, log_rhos = np.prod(drawn), [0.0]
         if not mass > 0:
             continue
+        if all(row is None for row in q):
+            for tau in range(end + 1):
+                rejected = 1 - of_target[tau] if tau < end else 1.0
+                yield x, tau, mass * np.prod(of_target[:tau]) * rejected, 1.0
+            continue
+        for a, b in zip(of_target, of_draft, strict=True):
+            log_rhos.append(cap(log_rhos[-1], a, b, fault))
         rhos = np.exp(log_rhos)
-        for tau in range(num_tokens, -1, -1):
+        for tau in range(end, -1, -1):
             if tau == 0:
                 h = 1.0
-            elif tau == num_tokens:
+            elif tau == end:
                 h = min(rhos[tau], 1.0)
             else:
-                h = min(threshold(rhos[tau], target(x[:tau]), draft(x[:tau])), rhos[tau])
+                h = min(threshold(rhos[tau], p[tau], _row_of(q[tau], x[tau], size)), rhos[tau])
             if h > 0:
                 yield x, tau, mass * h, rhos[tau]
             mass *= 1 - h
@@ -53,15 +65,22 @@ def outcomes(target, draft, num_tokens, fault=None):
 def output_distribution(target, draft, num_tokens, fault=None):
     """Exact distribution of the tokens one step emits, as `{tuple of tokens: probability}`."""
     distribution = {}
+
+    def emit(tokens, mass):
+        distribution[tokens] = distribution.get(tokens, 0.0) + mass
+
     for x, tau, mass, rho in outcomes(target, draft, num_tokens, fault):
         prefix = x[:tau]
         p = target(prefix)
+        if p is None:
+            emit(prefix, mass)
+            continue
         if tau < num_tokens:
-            rest = left(1.0 if fault == "rho is missing in the residual" else rho, p, draft(prefix))
+            q = _row_of(draft(prefix), x[tau], len(p))
+            rest = left(1.0 if fault == "rho is missing in the residual" else rho, p, q)
             p = rest / rest.sum() if rest.sum() > 0 else p
         for token in np.flatnonzero(p):
-            key = (*prefix, int(token))
-            distribution[key] = distribution.get(key, 0.0) + mass * p[token]
+            emit((*prefix, int(token)), mass * p[token])
     return distribution
 
 
@@ -128,5 +147,9 @@ def verify_one(r):
 
 
 def _draft_probs(r, drafts, i):
-    q, x = drafts[i][0], int(r.token_ids[i])
-    return (np.arange(r.target_logits.shape[1]) == x).astype(float) if q is None else q
+    return _row_of(drafts[i][0], int(r.token_ids[i]), r.target_logits.shape[1])
+
+
+def _row_of(q, token, size):
+    """A draft row; 1 at its token where it is not a distribution."""
+    return (np.arange(size) == token).astype(float) if q is None else q
