@@ -115,21 +115,35 @@ def test_a_request_gets_the_same_alone_and_in_a_full_engine():
 
 
 def features_drafter():
-    """Drafts by all that it was given of a request: a trace of another would change its drafts."""
+    """Drafts by all that it was given of a request: a trace of another would change its drafts.
+
+    A greedy request's drafts are right if it was given every committed token but the last.
+    """
+    best = jnp.argmax(jnp.asarray(TARGET), axis=-1).astype(jnp.int32)
 
     def init(params, batch_size, max_length):
-        return jnp.zeros((max_length, batch_size), jnp.int32)
+        return jnp.full((max_length, batch_size), -1, jnp.int32)
 
     def extend(params, state, token_ids, positions, features):
         rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
         positions = jnp.where(positions < 0, S, positions)
         return state.at[positions, rows].set(jnp.sum(features, axis=-1), mode="drop")
 
-    def propose(params, state, token_ids, hidden, *, positions, num_tokens, config, **options):
+    def propose(
+        params, state, token_ids, hidden, *, positions, num_tokens, temperature, config, **options
+    ):
         index = jnp.arange(S, dtype=jnp.int32)[:, None]
-        total = jnp.sum(jnp.where(index < positions[None] - 1, state * (index + 1), 0), axis=0)
-        steps = jnp.arange(config.num_speculative_tokens, dtype=jnp.int32)
-        return specjax.Draft((total[:, None] + steps[None]) % V, num_tokens=num_tokens), state
+        is_read = index < positions[None] - 1
+        total = jnp.sum(jnp.where(is_read, state * (index + 1), 0), axis=0)
+        misses = jnp.any(is_read & (state < 0), axis=0).astype(jnp.int32)
+        at = jnp.maximum(positions[:, None] - jnp.array([[2, 1]], jnp.int32), 0)
+        before, last = jnp.take_along_axis(token_ids, at, axis=1).T
+        before, tokens = jnp.where(positions > 1, before, 0), []
+        for step in range(config.num_speculative_tokens):
+            before, last = last, best[before, last]
+            greedy = (last + misses) % V
+            tokens.append(jnp.where(temperature == 0, greedy, (total + step) % V))
+        return specjax.Draft(jnp.stack(tokens, axis=1), num_tokens=num_tokens), state
 
     return specjax.Drafter((), init, extend, propose, reads_features=True, taps=(0, 1))
 
@@ -138,7 +152,7 @@ def features_drafter():
 def test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time():
     config = SpeculativeConfig("auto", step_costs=(1.0, 1.02, 1.04, 1.06))
     engine = make_engine(features_drafter(), config=config)
-    values = [ASKED[i].values | {"sampling": None, "temperature": 1.0} for i in range(12)]
+    values = [ASKED[i].values | {"sampling": None, "temperature": i % 2} for i in range(12)]
 
     def submit(i):
         return engine.submit(ASKED[i].prompt, **values[i])
@@ -148,7 +162,11 @@ def test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a
     while engine.step():
         engine.preempt(requests[engine.num_steps % 12])
     assert list(map(what_came, requests)) == found
-    assert sum(sum(origin == specjax.Origin.ACCEPTED for origin in row[2]) for row in found) > 5
+    # Of greedy requests every draft is accepted.
+    drafted, accepted = np.sum([[row[-1][2], row[-1][3]] for row in found[::2]], axis=0)
+    assert drafted.tolist() == accepted.tolist()
+    assert drafted[0] > 5
+    assert 0 < sum(row[-1][3][0] for row in found[1::2]) < sum(row[-1][2][0] for row in found[1::2])
 
 
 @pytest.mark.once

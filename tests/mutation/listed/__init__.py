@@ -6,6 +6,7 @@ from . import (
     coupled,
     cutoffs,
     decoding,
+    engine,
     heads,
     kernels_models,
     kernels_verification,
@@ -37,4 +38,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + theory.MUTATIONS
     + heads.MUTATIONS
     + token_maps.MUTATIONS
+    + engine.MUTATIONS
 )

@@ -18,6 +18,7 @@ __all__ = [
     "eagle3",
     "eagle3_folder",
     "edges",
+    "engines",
     "few",
     "head_folders",
     "interpreted",
@@ -32,6 +33,7 @@ __all__ = [
     "sampled_decoding",
     "sampling",
     "searches",
+    "stop_strings",
     "streamed",
     "subnormal",
     "theory",
@@ -60,6 +62,7 @@ draft_vocabularies = _of("decode/test_draft_vocabulary.py")
 draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
+engines = _of("engine/test_engine.py")
 eagle3 = _of("models/test_eagle3.py")
 eagle3_folder = _of("models/test_eagle3_folder.py")
 few = _of("models/test_decode_step.py")
@@ -77,6 +80,7 @@ sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")
 acceptance_rates = _of("test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
+stop_strings = _of("engine/test_stop_strings.py")
 streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")

@@ -1,0 +1,65 @@
+"""Wrong versions of the engine: what a slot keeps of the request before, when steps are read."""
+
+from ..mutation import Mutation
+from .tests import engines, stop_strings
+
+__all__ = ["MUTATIONS"]
+
+_FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
+_FEATURES = "test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time"
+_SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
+_SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
+_PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
+_CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
+
+MUTATIONS = (
+    Mutation(
+        "specjax.engine.slots.admit",
+        "target_cache=row.target_cache",
+        "target_cache=last.target_cache",
+        engines(_FULL),
+        "a slot keeps the cache of the request before",
+    ),
+    Mutation(
+        "specjax.engine.slots.admit",
+        "request.sample < 0, request.key, folded",
+        "request.sample < 0, request.key, request.key",
+        engines(_SAMPLES),
+        "all samples of a prompt have one key",
+    ),
+    Mutation(
+        "specjax.engine.slots.prefill_chunk",
+        "return PromptRow(cache, state)",
+        "return PromptRow(cache, row.drafter_state)",
+        engines(_FEATURES),
+        "the drafter does not read the prompt",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._begin_round",
+        "return 1",
+        "return 0",
+        engines(_SERVED),
+        "the host waits for every step before it dispatches the next",
+    ),
+    Mutation(
+        "specjax.engine.group.ParkedRequest._committed",
+        "int(lengths[0])",
+        "int(lengths[0]) - 1",
+        engines(_PREEMPTED),
+        "the target's cache lacks a token after it was computed again",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.StoppedText._release",
+        "min(ends)",
+        "max(ends)",
+        stop_strings(_CUT),
+        "of two stop strings in a piece the last ends the text",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings._overlap",
+        "len(stop) - 1",
+        "len(stop) - 2",
+        stop_strings(_CUT),
+        "all but the last character of a stop string is shown",
+    ),
+)
