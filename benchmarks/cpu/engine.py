@@ -1,0 +1,160 @@
+"""Times a list of prompts through an engine, next to compiled `generate` calls of one prompt each.
+
+python -m benchmarks.cpu.engine --out benchmarks/results/cpu_engine.json
+
+The embedded pair continues pieces of held-out files. Both decode the same prompts with the same
+keys, with drafts and without, and have to give the same tokens. They alternate in one process.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax
+from benchmarks.cpu.verify import environment
+from benchmarks.pair.heldout import HELDOUT, read_heldout
+from specjax import models
+
+TEMPERATURE, K, CHUNK = 0.7, 4, 32
+LONGEST = 200
+
+Run = Callable[[list[list[int]]], list[list[int]]]
+
+
+def read_prompts(number: int) -> list[list[int]]:
+    """Pieces of 20 to 200 tokens of held-out files, fixed by a seed."""
+    folder = models.pretrained_folder("target")
+    rows = [row for row in read_heldout(HELDOUT, folder, None).rows if len(row) > 400]
+    rng = np.random.default_rng(0)
+    prompts = []
+    for _ in range(number):
+        row, length = rows[rng.integers(len(rows))], int(rng.integers(20, LONGEST + 1))
+        start = int(rng.integers(len(row) - length))
+        prompts.append(row[start : start + length].tolist())
+    return prompts
+
+
+def contenders(num_prompts: int, num_new: int, num_slots: int) -> dict[str, Run]:
+    """What is timed: each returns the tokens of every prompt that it is given."""
+    target, _ = models.load(models.pretrained_folder("target"))
+    draft, _ = models.load(models.pretrained_folder("draft"))
+    config = specjax.SpeculativeConfig(num_speculative_tokens=K)
+    keys = [jax.random.key(seed) for seed in range(num_prompts)]
+    values = {"max_new_tokens": num_new, "temperature": TEMPERATURE}
+    found: dict[str, Run] = {}
+    max_length = LONGEST + num_new
+    for name, drafter in (("drafts", specjax.model_drafter(draft)), ("plain", None)):
+        compiled = specjax.compile_generate(
+            target, drafter, batch_size=1, max_length=max_length, config=config
+        )
+        engine = specjax.Engine(
+            target,
+            drafter,
+            config,
+            num_slots=num_slots,
+            max_length=max_length,
+            prefill_chunk_size=CHUNK,
+        )
+
+        def one_by_one(
+            prompts: list[list[int]], compiled: Any = compiled, drafter: Any = drafter
+        ) -> list[list[int]]:
+            texts = []
+            for prompt, key in zip(prompts, keys, strict=False):
+                ids, lengths = np.array([prompt]), np.array([len(prompt)])
+                output = compiled(target, drafter, ids, lengths, keys=key[None], **values)
+                row = np.asarray(output.token_ids)[0, len(prompt) : int(output.lengths[0])]
+                texts.append(row.tolist())
+            return texts
+
+        def through_engine(
+            prompts: list[list[int]], engine: specjax.Engine = engine
+        ) -> list[list[int]]:
+            requests = [
+                engine.submit(prompt, key=key, **values)
+                for prompt, key in zip(prompts, keys, strict=False)
+            ]
+            engine.run()
+            return [request.token_ids for request in requests]
+
+        found[f"generate, {name}"] = one_by_one
+        found[f"engine, {name}"] = through_engine
+    return found
+
+
+def measure(
+    timed: dict[str, Run], prompts: list[list[int]], rounds: int
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+    """Seconds of each contender in every round, after some prompts apart, and equal texts."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in timed}
+    texts = {}
+    for run in timed.values():
+        run(prompts[:3])
+    for _ in range(rounds):
+        for name, run in timed.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            texts[name] = run(prompts)
+            seconds[name]["wall"].append(time.perf_counter() - wall)
+            seconds[name]["cpu"].append(time.process_time() - cpu)
+    equal = {
+        kind: sum(map(list.__eq__, texts[f"generate, {kind}"], texts[f"engine, {kind}"]))
+        for kind in ("drafts", "plain")
+    }
+    return seconds, equal
+
+
+def summarise(seconds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
+    """How many times as fast the engine was, lower quartile, median and upper over the rounds."""
+    ratios = {}
+    for kind in ("drafts", "plain"):
+        slow, fast = seconds[f"generate, {kind}"], seconds[f"engine, {kind}"]
+        ratios[kind] = {
+            clock: np.percentile(np.divide(slow[clock], fast[clock]), [25, 50, 75]).tolist()
+            for clock in slow
+        }
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    prompts = read_prompts(args.prompts)
+    timed = contenders(len(prompts), args.new_tokens, args.slots)
+    load_before = os.getloadavg()
+    seconds, equal = measure(timed, prompts, args.rounds)
+    ratios = summarise(seconds)
+    for name, clocks in seconds.items():
+        print(f"{name}: {np.median(clocks['wall']):.2f} s, {np.median(clocks['cpu']):.2f} s of CPU")
+    for kind, clocks in ratios.items():
+        low, middle, high = clocks["wall"]
+        print(f"{kind}: the engine is {middle:.2f} ({low:.2f} to {high:.2f}) times as fast")
+    print(f"equal texts: {equal} of {len(prompts)}")
+    if args.out is None:
+        return
+    command = shlex.join(["python", "-m", "benchmarks.cpu.engine", *sys.argv[1:]])
+    where = environment() | {"command": command, "load_average": [load_before, os.getloadavg()]}
+    where["date"] = datetime.date.today().isoformat()
+    setting = {"K": K, "temperature": TEMPERATURE, "chunk": CHUNK}
+    setting |= {"prompts": args.prompts, "new_tokens": args.new_tokens, "slots": args.slots}
+    record = {"environment": where, "setting": setting, "equal_texts": equal}
+    record |= {"seconds": seconds, "times_as_fast": ratios}
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
