@@ -35,6 +35,7 @@ def law_of_length(conditional):
     return law
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=60)
 @given(rate=RATES, size=SIZES)
 def test_a_geometric_schedule_has_the_mean_that_was_asked_for(rate, size):
@@ -44,6 +45,7 @@ def test_a_geometric_schedule_has_the_mean_that_was_asked_for(rate, size):
     assert abs(unconditional(rates).mean() - rate) < 1e-6
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=60)
 @given(rate=st.floats(0.01, 1), size=st.integers(2, 32))
 def test_a_geometric_schedule_falls_off_by_the_smallest_decay_from_0_85_up(rate, size):
@@ -68,6 +70,7 @@ def test_a_geometric_schedule_at_its_ends_is_all_zeros_or_all_ones(size):
     np.testing.assert_array_equal(geometric_rates(1.0, size), np.ones(size))
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=60)
 @given(share=RATES, size=st.integers(1, 8))
 def test_a_schedule_for_a_length_has_that_mean_and_the_least_variance(share, size):
@@ -82,6 +85,7 @@ def test_a_schedule_for_a_length_has_that_mean_and_the_least_variance(share, siz
     assert sorted(set(np.asarray(rates)) - {0, 1}) == [r for r in rates if 0 < r < 1]
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=60)
 @given(st.lists(RATES, min_size=1, max_size=32))
 def test_conditional_rates_multiply_back_to_the_unconditional_ones(rates):
@@ -104,6 +108,7 @@ def test_every_row_of_rates_is_converted_on_its_own():
     )
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=30)
 @given(st.lists(RATES, min_size=1, max_size=6))
 def test_the_expected_acceptance_length_is_the_mean_over_every_run_of_coins(rates):

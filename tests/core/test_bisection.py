@@ -35,6 +35,7 @@ def start(x):
     )
 
 
+@pytest.mark.once
 def test_keys_are_in_the_order_of_the_numbers_and_lead_back():
     x = np.array(SPECIAL, np.float32)
     keys = np.asarray(bisection.ordered_key(jnp.asarray(x)))
@@ -42,6 +43,7 @@ def test_keys_are_in_the_order_of_the_numbers_and_lead_back():
     np.testing.assert_array_equal(bisection.key_value(jnp.asarray(keys)), x)
 
 
+@pytest.mark.once
 def test_a_pivot_is_above_low_and_cuts_in_half():
     low = np.array([-(2**31) + 1, -5, 3, 3, 7, -(2**31) + 1, 2**31 - 10], np.int64)
     high = np.array([2**31 - 1, 7, 4, 5, 7 + 2**20, -(2**31) + 9, 2**31 - 1], np.int64)
@@ -50,6 +52,7 @@ def test_a_pivot_is_above_low_and_cuts_in_half():
     np.testing.assert_array_equal(pivot, np.clip((low + high) // 2, low + 1, high))
 
 
+@pytest.mark.once
 def test_the_middle_of_the_values_is_inside():
     values = np.array([[-8.0, 0.0], [-3.4e38, 3.4e38], [1.0, 1.0000001], [0.0, 1e-38]], np.float32)
     low, high = (bisection.ordered_key(jnp.asarray(end)) for end in values.T)
@@ -58,6 +61,7 @@ def test_the_middle_of_the_values_is_inside():
     np.testing.assert_allclose(bisection.key_value(middle)[:2], [-4.0, 0.0], atol=1e-30)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("k", [1, 7, 200])
 def test_a_search_finds_the_kth_largest_in_tiles(k, looks):
@@ -80,6 +84,7 @@ def test_a_search_finds_the_kth_largest_in_tiles(k, looks):
     np.testing.assert_array_equal(jnp.min(least, axis=-1), nth_largest(np.asarray(x), k))
 
 
+@pytest.mark.once
 def test_extremes_close_a_bracket_on_what_is_inside():
     x = jnp.asarray(rows(1))
     ends = start(x)
@@ -96,6 +101,7 @@ def test_extremes_close_a_bracket_on_what_is_inside():
     np.testing.assert_array_equal(closed.low, ends.low)
 
 
+@pytest.mark.once
 def test_a_bound_from_blocks_is_never_above_what_is_there():
     x = jnp.asarray(rows(2))
     for temperature in (0.3, 1.0, 20.0):

@@ -79,6 +79,7 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
     assert found == []
 
 
+@pytest.mark.once
 def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
     options = dict(temperature=np.array([0.0, 1.0, 0.7]), num_logprobs=1)
     wanted = generate(ROWS, max_length=16, **options)

@@ -65,6 +65,7 @@ def chosen(outcomes, config=CONFIG):
     return numbers
 
 
+@pytest.mark.once
 def test_rejections_end_drafting_and_plain_steps_bring_it_back():
     config = SpeculativeConfig("auto")
     rejected = np.array(chosen([0] * 256, config))
@@ -76,6 +77,7 @@ def test_rejections_end_drafting_and_plain_steps_bring_it_back():
         assert np.mean(np.array(config.step_costs)[rejected[:num_steps]]) < 1.025
 
 
+@pytest.mark.once
 def test_acceptance_makes_drafts_longer():
     accepted = chosen([9] * 20)
     assert accepted[0] < K
@@ -92,6 +94,7 @@ def test_the_default_costs_draft_where_half_is_accepted_and_not_where_a_fifth_is
 # The text
 
 
+@pytest.mark.once
 def test_a_request_drafts_alone_what_it_drafts_in_a_batch():
     """Bit for bit: tokens, and how many were drafted in each step."""
     drafter, temperature = DRAFTERS["model"], np.array([0.0, 1.0, 0.7, 1.5], np.float32)
@@ -173,6 +176,7 @@ def test_a_step_of_another_k_is_refused():
             specjax.step(MODEL, DRAFTERS["ngram"], state, config=config)
 
 
+@pytest.mark.once
 def test_a_model_that_drafts_again_has_read_what_it_missed():
     """Drafting for itself it is accepted always, unless its cache lacks a token."""
     itself = specjax.model_drafter(MODEL)
@@ -241,6 +245,7 @@ def joint_of_steps(num_steps, choose):
     return found
 
 
+@pytest.mark.once
 def test_three_steps_follow_the_target_jointly_whatever_k_the_past_chooses():
     """By enumeration in float64: the past holds which drafts were accepted, not the next ones."""
     ks = set()

@@ -155,6 +155,7 @@ def steps(draw):
     return rows, emitted, accepted, eos, limits
 
 
+@pytest.mark.once
 def test_any_step_is_committed_as_token_by_token():
     jitted = jax.jit(specjax.commit)
 
@@ -191,6 +192,7 @@ def test_lengths_of_another_batch_are_refused():
         specjax.commit(before, jnp.array([1], jnp.int32), emit([3], [4]))
 
 
+@pytest.mark.once
 def test_unpad_drops_all_padding_and_ids_past_the_vocabulary():
     token_ids = jnp.array([[3, -1, 0, 9], [-1, -1, -5, -1], [8, 7, 2**31 - 1, 1]])
     assert specjax.unpad(token_ids) == [[3, 0, 9], [], [8, 7, 2**31 - 1, 1]]

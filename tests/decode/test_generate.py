@@ -155,6 +155,7 @@ def test_a_model_drafting_for_itself_is_accepted_over_256_tokens():
     assert float(output.metrics.draft_acceptance_rate) > 0.999
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_tokens_do_not_depend_on_the_order_or_the_other_requests_of_a_batch(drafter):
     proposer = DRAFTERS.get(drafter)
@@ -182,6 +183,7 @@ def test_tokens_do_not_depend_on_the_order_or_the_other_requests_of_a_batch(draf
             assert texts(alone) == together[b : b + 1]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_request_that_ends_changes_no_other(drafter):
     proposer = DRAFTERS[drafter]
@@ -311,6 +313,7 @@ def test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tok
     assert looked_up_by_the_library([row], 3, 3, 1) == ([drafted], [len(drafted)])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("k", "ngrams"), [(3, (3, 1)), (2, (4, 2)), (4, (1, 1))])
 def test_prompt_lookup_is_that_of_its_definition(k, ngrams):
     rng = np.random.default_rng(0)
@@ -354,6 +357,7 @@ def test_float64_noise_reaches_verification_and_the_drafts():
             assert np.sum(tokens != np.asarray(others)) > 5
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_invalid_logits_end_a_request_as_invalid(drafter):
     table = TARGET.copy()
@@ -365,6 +369,7 @@ def test_invalid_logits_end_a_request_as_invalid(drafter):
         assert 3 not in text[:-1]
 
 
+@pytest.mark.once
 def test_an_invalid_temperature_emits_nothing():
     output = run(DRAFTERS["model"], temperature=jnp.array([1.0, -1.0, np.nan, np.inf]))
     assert texts(output)[1:] == PROMPTS[1:]
@@ -391,6 +396,7 @@ def test_streaming_gives_the_tokens_of_generate(drafter):
     np.testing.assert_array_equal(emitted, 24)
 
 
+@pytest.mark.once
 def test_origins_and_metrics_agree():
     output = run(DRAFTERS["model"])
     origins = np.asarray(output.origins)
@@ -474,6 +480,7 @@ def test_acceptance_is_the_mean_overlap_where_texts_end():
     assert past.sum() * overlap.min() / 2 > 9 * np.sqrt(len(judged) / 4 / k)
 
 
+@pytest.mark.once
 def test_the_logprobs_are_those_of_the_target():
     output = run(DRAFTERS["model"], temperature=0.6)
     p, logprobs = bigrams.probs(TARGET, 0.6), np.asarray(output.logprobs)
@@ -510,6 +517,7 @@ def test_synthetic_acceptance_has_the_length_asked_for():
     assert abs(float(output.metrics.mean_acceptance_length) - 2.5) < 5 * 0.5 / np.sqrt(steps) + 0.01
 
 
+@pytest.mark.once
 def test_the_rule_of_the_config_is_the_one_that_accepts():
     """A rule that accepts what the target may emit; plain decoding has nothing to ask it for."""
     anything = specjax.Rule(lambda lp, lq, u, row: lp > -9, lambda lp, lq, row: lp)

@@ -56,6 +56,7 @@ def tokens(seed, shape, vocab_size):
     return np.random.default_rng(seed + 100).integers(0, vocab_size, shape).astype(np.int32)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("vocab_size", "n"), [(1, 1), (5, 5), (129, 4), (300, 0)])
 def test_top_logprobs_are_those_of_the_definition(vocab_size, n, dtype):
@@ -71,6 +72,7 @@ def test_x64_changes_nothing():
         check(rows(0, (2, 20)), tokens(0, (2,), 20).astype(np.int64), 3)
 
 
+@pytest.mark.once
 def test_a_temperature_and_a_cutoff_are_those_of_the_row():
     logits, ids = rows(1, (3, 2, 40)), tokens(1, (3, 2), 40)
     temperature = np.array([[0.5, 2.0], [0.0, 1e-6], [1.0, 0.1]], np.float32)
@@ -81,6 +83,7 @@ def test_a_temperature_and_a_cutoff_are_those_of_the_row():
     np.testing.assert_array_equal(by_request.logprobs[:, 1], one.logprobs)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_a_large_offset_costs_no_precision(offset):
     # Multiples of 1 / 512, which float32 holds at 10,000 too.
@@ -91,6 +94,7 @@ def test_a_large_offset_costs_no_precision(offset):
     np.testing.assert_allclose(far.logprobs, near.logprobs, atol=TOLERANCE)
 
 
+@pytest.mark.once
 def test_ties_are_listed_by_the_lowest_id_and_share_the_best_rank():
     logits = jnp.array([[1.0, 3.0, 3.0, 0.0, 3.0, 1.0]] * 3)
     top = top_logprobs(logits, jnp.array([4, 5, 3]), 5)
@@ -118,6 +122,7 @@ def test_zeros_of_both_signs_tie_and_so_do_subnormal_numbers(dtype, cut):
     assert ranks == [1, 1, 1, 1, 5]
 
 
+@pytest.mark.once
 def test_masked_tokens_are_not_listed_and_rank_last():
     logits = jnp.array([[0.0, -jnp.inf, 1.0, -jnp.inf]])
     top = top_logprobs(logits, jnp.array([3]), 4)
@@ -130,6 +135,7 @@ def test_masked_tokens_are_not_listed_and_rank_last():
         assert (int(beyond.rank[0]), float(beyond.logprob[0])) == (3, -np.inf)
 
 
+@pytest.mark.once
 def test_padding_and_invalid_rows_list_nothing():
     logits = rows(3, (6, 10))
     logits[1, 4], logits[2, 2], logits[3] = np.nan, np.inf, -np.inf
@@ -142,6 +148,7 @@ def test_padding_and_invalid_rows_list_nothing():
     assert int(top.rank[5]) > 0
 
 
+@pytest.mark.once
 def test_logprobs_agree_with_gumbel_sample():
     """What `gumbel_sample` says of its token is what is said of it here."""
     logits, temperature = rows(4, (8, 200)), np.linspace(0, 2, 8).astype(np.float32)

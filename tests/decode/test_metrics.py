@@ -61,12 +61,14 @@ def assert_same(metrics, counts):
 scanned = jax.jit(lambda history: jax.lax.scan(step, init_metrics(B, K), history)[0])
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=40)
 @given(histories())
 def test_the_counts_are_those_of_a_recount(history):
     assert_same(scanned(tuple(history)), recount(history))
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=40)
 @given(histories())
 def test_the_rates_are_quotients_over_all_requests_and_zero_where_nothing_was_counted(history):

@@ -95,11 +95,13 @@ class Case:
 RULES = tuple(Case(5).rules)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", RULES)
 def test_each_rule_is_its_definition(name):
     Case(5).check([name])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", MIN_RESIDUAL_MASS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 129])
 def test_all_together_are_their_definition(vocab_size, dtype):
@@ -117,6 +119,7 @@ def test_x64_changes_nothing():
         case.check(RULES)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", [np.uint32, np.int32])
 @pytest.mark.parametrize("vocab_size", [1, 5, 64, 129])
 def test_a_packed_mask_is_the_mask(vocab_size, dtype):
@@ -128,6 +131,7 @@ def test_a_packed_mask_is_the_mask(vocab_size, dtype):
     )
 
 
+@pytest.mark.once
 def test_a_mask_of_each_row_is_taken():
     """As a grammar gives it: what is allowed depends on the tokens before."""
     case = Case(70)
@@ -136,6 +140,7 @@ def test_a_mask_of_each_row_is_taken():
     np.testing.assert_array_equal(found, np.where(allowed, case.logits, -np.inf))
 
 
+@pytest.mark.once
 def test_a_row_without_allowed_tokens_is_minus_infinity():
     case = Case(5)
     case.rules["allowed"][1] = False
@@ -144,6 +149,7 @@ def test_a_row_without_allowed_tokens_is_minus_infinity():
     assert not np.isnan(found).any()
 
 
+@pytest.mark.once
 def test_one_bias_and_one_set_of_bad_words_serve_all_requests_or_each_its_own():
     case = Case(5)
     bias = specjax.bias_array({2: -4.0, 0: 1.0}, 5)
@@ -156,6 +162,7 @@ def test_one_bias_and_one_set_of_bad_words_serve_all_requests_or_each_its_own():
         np.testing.assert_array_equal(own[b], np.float32(case.expect(["bad_words"]))[b])
 
 
+@pytest.mark.once
 def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
     history = History(jnp.array([[1, 2, 0]]), jnp.array([2]))
     logits = jnp.zeros((1, 4, 6))
@@ -178,6 +185,7 @@ def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
         np.testing.assert_array_equal(step, found[:, i])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", MIN_RESIDUAL_MASS)
 def test_a_request_with_rules_off_keeps_its_bits(dtype):
     case = Case(129, dtype=dtype)
@@ -196,6 +204,7 @@ def test_a_request_with_rules_off_keeps_its_bits(dtype):
     assert not same[1].all()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_invalid_penalty_makes_its_request_invalid_and_no_other(name, value):
@@ -208,12 +217,14 @@ def test_an_invalid_penalty_makes_its_request_invalid_and_no_other(name, value):
     np.testing.assert_array_equal(found[[0, 2]], np.asarray(usual)[[0, 2]])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("value", [0.0, -1.5])
 def test_a_repetition_penalty_of_zero_or_less_is_invalid(value):
     case = Case(5)
     assert np.isnan(case.run([], repetition_penalty=value)).all()
 
 
+@pytest.mark.once
 def test_a_row_of_a_draft_step_is_that_row_of_a_verification():
     """`first_row`: step i reads the tokens drafted before it and no later ones."""
     case = Case(5)
@@ -230,6 +241,7 @@ def test_a_row_of_a_draft_step_is_that_row_of_a_verification():
         np.testing.assert_array_equal(row, whole[:, i])
 
 
+@pytest.mark.once
 def test_counts_grow_by_what_is_emitted():
     case = Case(7)
     rng = np.random.default_rng(3)

@@ -165,6 +165,7 @@ def check(step, exact, sure):
     np.testing.assert_allclose(step.logprobs[sure], exact.logprobs[sure], atol=2e-4)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("draft_vocab", [V, 200])
 def test_decisions_are_those_of_numpy(implementation, draft_vocab):
     draft, target_logits, cutoff, options = batch(3, draft_vocab)
@@ -215,6 +216,7 @@ def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
         np.testing.assert_array_equal(mine[same], theirs[same])
 
 
+@pytest.mark.once
 def test_one_draft_is_verified_as_by_rejection_sample(implementation):
     """The logarithms apart from rounding: XLA fuses the two programs' sums differently."""
     draft, target_logits, cutoff, options = batch(5)

@@ -26,6 +26,7 @@ def check_every_length_is_accepted(verification, k):
 
 
 # Plain JAX is compiled as users compile it, here and in two tests below.
+@pytest.mark.once
 @pytest.mark.optimised(interpreter=False)
 def test_sampled_drafts_are_verified_as_the_oracle_does(implementation):
     ours = check_against_oracle(library(implementation), sampled_case(1))
@@ -39,6 +40,7 @@ def test_mixed_batches_are_verified_as_the_oracle_does(seed, implementation):
     check_every_length_is_accepted(ours, K)
 
 
+@pytest.mark.once
 def test_any_mixed_batch_is_verified_as_the_oracle_does(implementation):
     @settings(max_examples=8, deadline=None, database=None)
     @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
@@ -48,6 +50,7 @@ def test_any_mixed_batch_is_verified_as_the_oracle_does(implementation):
     holds()
 
 
+@pytest.mark.once
 def test_carried_statistics_change_nothing(implementation):
     case = mixed_case(5)
     plain = run(library(implementation), case)
@@ -56,6 +59,7 @@ def test_carried_statistics_change_nothing(implementation):
     assert same > 0.98
 
 
+@pytest.mark.once
 def test_one_hot_batches_carry_no_logits(implementation):
     case = mixed_case(6)
     for name in ("draft_logits", "draft_cutoff", "draft_temperature", "rows"):
@@ -81,6 +85,7 @@ def test_absent_fields_mean_their_defaults_and_scalars_serve_every_request(imple
     chex.assert_trees_all_close(bare.logprobs, full.logprobs, rtol=1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("shared", [True, False])
 def test_synthetic_batches_follow_their_rates_and_the_ordinary_residual(shared, implementation):
     case = mixed_case(8)
@@ -100,6 +105,7 @@ def test_any_vocabularies_and_any_number_of_drafts(vocab_size, draft_vocab, k, i
     check_against_oracle(library(implementation), case, max_uncertain=0.2)
 
 
+@pytest.mark.once
 def test_a_token_past_the_draft_s_vocabulary_is_rejected(implementation):
     case = sampled_case(3, 32, K, 300, 200)
     case["token_ids"][:, 0] = 250
@@ -123,6 +129,7 @@ def test_float64_noise_is_the_oracle_s(implementation):
         check_against_oracle(library(implementation), mixed_case(12), noise=np.float64)
 
 
+@pytest.mark.once
 def test_logits_are_found_through_rows(implementation):
     case = mixed_case(15)
     gathered = case | dict(
@@ -133,6 +140,7 @@ def test_logits_are_found_through_rows(implementation):
     )
 
 
+@pytest.mark.once
 def test_several_requests_may_share_draft_rows(implementation):
     case = sampled_case(16)
     case["rows"] = (np.arange(BATCH, dtype=np.int32) // 8) * 8
@@ -144,6 +152,7 @@ def test_several_requests_may_share_draft_rows(implementation):
     )
 
 
+@pytest.mark.once
 def test_tokens_do_not_depend_on_batch_order(implementation):
     case = mixed_case(17)
     keys = make_keys(BATCH)
@@ -154,6 +163,7 @@ def test_tokens_do_not_depend_on_batch_order(implementation):
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x[order], whole), shuffled)
 
 
+@pytest.mark.once
 def test_tokens_do_not_depend_on_batch_company(implementation):
     case = mixed_case(18)
     keys = make_keys(BATCH)
@@ -171,6 +181,7 @@ def test_tokens_do_not_depend_on_batch_company(implementation):
     chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[mine], v) for v in (whole, again)))
 
 
+@pytest.mark.once
 def test_tokens_do_not_depend_on_the_most_drafts_of_the_batch(implementation):
     case = sampled_case(20)
     case["num_tokens"][:] = 1
