@@ -57,6 +57,7 @@ def generate(folders, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.once
 def test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut(
     generate, folders, tmp_path, capsys
 ):
