@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from specjax.models.rope import rotate
 from specjax.models.shared_math import AttentionSpec, cache_entries
 
-__all__ = ["AttentionBackend", "attend", "causal_attention"]
+__all__ = ["AttentionBackend", "attend", "causal_attention", "write_entries"]
 
 AttentionBackend = Literal["xla", "cudnn"] | None
 
@@ -30,6 +30,8 @@ def attend(
 ) -> tuple[jax.Array, Any]:
     """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
+    Where `spec` is not causal, each token attends to all slots up to the request's last token.
+
     Args:
       heads: [B, T, G * R + 2 * G, D], queries, keys and values, none of them rotated.
       cos_sin: cosines and sines of the rotary embeddings, two f32[B, T, 1, D / 2].
@@ -44,7 +46,7 @@ def attend(
     (batch, tokens), (keys, values) = positions.shape, cache
     groups, slots, head_dim = keys.shape[1:]
     q, k, v = _split(heads, cos_sin, groups)
-    keys, values = _write((keys, values), positions, (k, v))
+    keys, values = write_entries((keys, values), positions, (k, v))
     # The query heads that share a key head are rows of one product with it.
     q = q.reshape(batch, tokens, groups, -1, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, groups, -1, head_dim)
@@ -52,6 +54,8 @@ def attend(
     multiply, average = (_scores_of_one, _average_of_one) if is_one else (_scores, jnp.matmul)
     scores = multiply(q, keys).reshape(batch, groups, -1, tokens, slots)
     slot, position = jnp.arange(slots)[None, None], positions[..., None]
+    if not spec.is_causal:
+        position = jnp.where(position < 0, position, jnp.max(position, axis=1, keepdims=True))
     visible = slot <= position
     if spec.window is not None:
         visible &= slot > position - spec.window
@@ -81,8 +85,14 @@ def _average_of_one(weights: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.sum(products, axis=-2).astype(weights.dtype)
 
 
-def _write(cache: Any, positions: jax.Array, entries: Any) -> Any:
-    """Returns the cache with entries [B, T, G, D] written at their positions."""
+def write_entries(cache: Any, positions: jax.Array, entries: Any) -> Any:
+    """Returns the cache with new keys and values written at their positions.
+
+    Args:
+      cache: keys and values, two [B, G, S, D].
+      positions: as in `attend`.
+      entries: keys and values as a cache holds them, two [B, T, G, D].
+    """
     (batch, tokens), slots = positions.shape, cache[0].shape[2]
     if batch == 1 and tokens <= slots:
         return _write_window(cache, positions[0], entries)
@@ -95,7 +105,7 @@ def _write(cache: Any, positions: jax.Array, entries: Any) -> Any:
 
 
 def _write_window(cache: Any, positions: jax.Array, entries: Any) -> Any:
-    """Returns what `_write` does for one request: T slots are read, selected from and written.
+    """Returns what `write_entries` does for one request: T slots are read, changed and written.
 
     A scatter would take XLA more than half of its time on a CPU, once for every layer.
     """

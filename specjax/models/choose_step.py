@@ -1,4 +1,4 @@
-"""Chooses the implementation of one step through a decoder or a layer: plain JAX or the kernels.
+"""Chooses the implementation of a decoder's or a layer's step, or a product: JAX or the kernels.
 
 The choice is made once per step. The plain step holds nothing that exists for the kernels; the
 kernels' step is `specjax.models.kernel_step`, which is imported where it runs.
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.mesh import pvary_like
 
-__all__ = ["run_decoder", "run_layer"]
+__all__ = ["run_decoder", "run_layer", "run_product"]
 
 _MAX_ROWS = 64
 
@@ -44,7 +45,7 @@ def run_decoder(
         return decode_step(*operands, taps=taps)
 
     plain = functools.partial(type(model).plain, taps=taps)
-    return _choose(implementation, plain, kernels, model, token_ids, positions, cache)
+    return _choose_step(implementation, plain, kernels, model, token_ids, positions, cache)
 
 
 def run_layer(
@@ -75,20 +76,36 @@ def run_layer(
 
     plain = type(layer).plain
     operands = (x, cos_sin, positions, cache, rows)
-    return _choose(implementation, plain, kernels, layer, *operands)
+    return _choose_step(implementation, plain, kernels, layer, *operands)
 
 
-def _choose(
+def run_product(
+    x: jax.Array, matrix: jax.Array, implementation: str | Implementation | None = None
+) -> jax.Array:
+    """Returns rows [B, T, E] times a matrix [E, N], in the rows' dtype.
+
+    Args:
+      x: rows.
+      matrix: what they are multiplied by.
+      implementation: None chooses at lowering; a name means that one.
+    """
+
+    def kernels(*operands: Any) -> Any:
+        from specjax.models.kernel_step import product
+
+        return product(*operands)
+
+    return _choose(implementation, jnp.matmul, kernels, x.shape[:2], x, matrix)
+
+
+def _choose_step(
     implementation: str | Implementation | None,
     plain: Callable[..., Any],
     kernels: Callable[..., Any],
     module: nnx.Module,
     *operands: Any,
 ) -> Any:
-    """Runs one of two steps of a module; derivatives are those of the plain one.
-
-    More than 64 rows, such as a prompt, take the plain step: the kernels would read every matrix
-    again for each 64 rows.
+    """Runs one of two steps of a module.
 
     Args:
       implementation: None chooses at lowering; a name means that one.
@@ -97,21 +114,42 @@ def _choose(
       module: whose step it is.
       *operands: pytrees of arrays; the first has the leading axes [B, T].
     """
-    resolved = resolve_implementation(implementation)
-    batch, tokens = operands[0].shape[:2]
-    if resolved.name == "xla" or not 0 < batch * tokens <= _MAX_ROWS:
-        return plain(module, *operands)
     graph, state = nnx.split(module)
 
-    def bind(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(state: Any, *operands: Any) -> Any:
-            return step(nnx.merge(graph, state), *operands)
+    def run_plain(state: Any, *operands: Any) -> Any:
+        return plain(nnx.merge(graph, state), *operands)
 
-        return run
+    def run_kernels(resolved: Implementation, state: Any, *operands: Any) -> Any:
+        return kernels(resolved, nnx.merge(graph, state), *operands)
 
-    by_kernels = bind(functools.partial(kernels, resolved))
-    step = jax.custom_jvp(select(resolved, bind(plain), by_kernels))
-    step.defjvp(lambda primals, tangents: jax.jvp(bind(plain), primals, tangents))
+    batch_and_tokens = operands[0].shape[:2]
+    return _choose(implementation, run_plain, run_kernels, batch_and_tokens, state, *operands)
+
+
+def _choose(
+    implementation: str | Implementation | None,
+    plain: Callable[..., Any],
+    kernels: Callable[..., Any],
+    batch_and_tokens: tuple[int, ...],
+    *operands: Any,
+) -> Any:
+    """Returns one of two functions of the operands; derivatives are those of the plain one.
+
+    More than 64 rows, such as a prompt, take the plain function: the kernels would read every
+    matrix again for each 64 rows.
+
+    Args:
+      implementation: None chooses at lowering; a name means that one.
+      plain: from the operands.
+      kernels: from the resolved implementation and the operands.
+      batch_and_tokens: (B, T), of the rows.
+      *operands: pytrees of arrays.
+    """
+    resolved = resolve_implementation(implementation)
+    batch, tokens = batch_and_tokens
+    if resolved.name == "xla" or not 0 < batch * tokens <= _MAX_ROWS:
+        return plain(*operands)
+    step = jax.custom_jvp(select(resolved, plain, functools.partial(kernels, resolved)))
+    step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
-    everything = (state, *operands)
-    return step(*pvary_like(everything, everything))
+    return step(*pvary_like(operands, operands))

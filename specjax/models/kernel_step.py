@@ -1,4 +1,4 @@
-"""One step of few tokens through a decoder or a layer, by the kernels.
+"""One step of few tokens through a decoder or a layer, or a product of theirs, by the kernels.
 
 Reads the parameters that the plain steps of `specjax.models.transformer` and `layers` read, and
 returns what they return. Between layers the residual stream is on its way through the next norm.
@@ -27,7 +27,7 @@ from specjax.models.kernel_ops import (
 )
 from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
 
-__all__ = ["decode_step", "layer_step"]
+__all__ = ["decode_step", "layer_step", "product"]
 
 _MIN_ROWS = 8
 
@@ -124,6 +124,21 @@ def layer_step(
     )
     y = PartialProduct(parts).reduce().astype(x.dtype)
     return residual_add(x, y, layer.mlp_out_norm), cache
+
+
+def product(implementation: Implementation, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Returns few rows [B, T, E] times a matrix [E, N], in the rows' dtype, through a kernel.
+
+    Args:
+      implementation: resolved, and not plain JAX.
+      x: rows.
+      matrix: what they are multiplied by.
+    """
+    batch, tokens = x.shape[:2]
+    padding = _num_padding_tokens(batch, tokens)
+    rows = jnp.pad(x, ((0, 0), (0, padding), (0, 0)))
+    y = PartialProduct(matmul(rows, matrix, kernel_choice(implementation))).reduce()
+    return y.astype(x.dtype)[:, :tokens]
 
 
 def _advance(

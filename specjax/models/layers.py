@@ -18,7 +18,16 @@ from specjax.models.choose_step import run_layer
 from specjax.models.config import TransformerConfig
 from specjax.models.shared_math import AttentionSpec, NormSpec
 
-__all__ = ["Attention", "Layer", "MLP", "RMSNorm", "linear", "residual_add", "weight"]
+__all__ = [
+    "Attention",
+    "Layer",
+    "MLP",
+    "RMSNorm",
+    "linear",
+    "residual_add",
+    "rms_norm",
+    "weight",
+]
 
 
 def weight(rngs: nnx.Rngs | None, config: TransformerConfig, *shape: int) -> nnx.Param:
@@ -37,12 +46,31 @@ def _bias(config: TransformerConfig, size: int) -> nnx.Param:
     return nnx.Param(jnp.zeros((size,), config.dtype))
 
 
-def linear(x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+def linear(
+    x: jax.Array, matrix: nnx.Param | jax.Array, bias: nnx.Param | jax.Array | None
+) -> jax.Array:
     """Returns x @ matrix + bias, rounded once, after the bias; None adds nothing."""
     if bias is None:
         return x @ matrix[...]
     y = jnp.matmul(x, matrix[...], preferred_element_type=jnp.float32)
     return (y + bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, spec: NormSpec) -> jax.Array:
+    """Returns x over its root mean square along the last axis, times a weight.
+
+    Args:
+      x: [..., E].
+      scale: the weight, which broadcasts to x.
+      spec: constants of the norm.
+    """
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + spec.eps)
+    scale = jnp.broadcast_to(scale, x.shape)
+    if not spec.offset:
+        return y.astype(x.dtype) * scale
+    # In float32, as it was trained: offset and weight do not add up in a short float.
+    return (y * (spec.offset + scale.astype(jnp.float32))).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -58,13 +86,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.full((size,), 1.0 - self.spec.offset, config.dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.spec.eps)
-        scale = jnp.broadcast_to(self.weight[...], x.shape)
-        if not self.spec.offset:
-            return y.astype(x.dtype) * scale
-        # In float32, as it was trained: offset and weight do not add up in a short float.
-        return (y * (self.spec.offset + scale.astype(jnp.float32))).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.spec)
 
 
 def residual_add(x: jax.Array, y: jax.Array, norm: RMSNorm | None) -> jax.Array:

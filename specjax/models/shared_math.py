@@ -5,12 +5,20 @@ Axes: `N` tokens, `D` head dimension; others broadcast.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["AttentionSpec", "NormSpec", "cache_entries", "is_visible", "rotate_halves"]
+__all__ = [
+    "AttentionSpec",
+    "NormSpec",
+    "cache_entries",
+    "is_visible",
+    "last_visible",
+    "rotate_halves",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +29,14 @@ class AttentionSpec:
       scale: multiplies the scores.
       window: how many tokens a token attends to, itself included; None is all.
       softcap: c, where scores s become c tanh(s / c), or None.
+      is_causal: whether a token attends to slots up to its own; else to those up to the last new
+        token of its request.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    is_causal: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +64,19 @@ def is_visible(position: Any, slot: Any, window: int | None) -> jax.Array:
     """
     visible = (slot >= 0) & (slot <= position)
     return visible if window is None else visible & (slot > position - window)
+
+
+def last_visible(positions: list[jax.Array], spec: AttentionSpec) -> list[jax.Array]:
+    """Returns the last slot that each new token of a request attends to, -1 for no token.
+
+    Args:
+      positions: i32 each, of the tokens.
+      spec: whether it is the token's own.
+    """
+    if spec.is_causal:
+        return positions
+    last = functools.reduce(jnp.maximum, positions)
+    return [jnp.where(position < 0, position, last) for position in positions]
 
 
 def cache_entries(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:

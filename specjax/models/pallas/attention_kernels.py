@@ -32,7 +32,13 @@ from specjax.models.pallas.qkv import (
     select_by_token,
 )
 from specjax.models.pallas.tilings import MIN_MMA, AttentionTiling, pad_to_mma
-from specjax.models.shared_math import AttentionSpec, NormSpec, cache_entries, is_visible
+from specjax.models.shared_math import (
+    AttentionSpec,
+    NormSpec,
+    cache_entries,
+    is_visible,
+    last_visible,
+)
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival
 
@@ -136,7 +142,8 @@ def fused_attention_kernel(
     rows = qkv.rotated_heads(
         token, g * queries_per_kv + head_in_group, row_mask(is_row, dim, head_dim)
     )
-    queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
+    last = last_visible(positions, spec)
+    queries = Queries(rows, select_by_token(token, last, jnp.int32(-1)))
     empty_state = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
 
     @pl.when(split == num_splits)
@@ -217,7 +224,8 @@ def attention_kernel(
     positions = [jnp.maximum(flagged, -2 - flagged) for flagged in flagged_positions]
     mask = row_mask(is_row, dim, head_dim)
     rows = load_rows(operands.queries, (b, token, g * queries_per_kv + head_in_group), dim, mask)
-    queries = Queries(rows, select_by_token(token, positions, jnp.int32(-1)))
+    last = last_visible(positions, spec)
+    queries = Queries(rows, select_by_token(token, last, jnp.int32(-1)))
     state = kv.attend(None, queries, positions, [], spec)
     # Each program of a key-value head does this: a row that is NaN is so in every split.
     nan_rows = _store_nan_keys(flagged_positions, queries, out.keys, b, g, spec)
