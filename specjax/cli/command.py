@@ -77,7 +77,7 @@ def _read_generate_job(
         tokenizer=pair.tokenizer,
         text=text,
         prompt_ids=ids,
-        config=_with_trained_k(config, options, draft.num_speculative_tokens),
+        config=_with_trained_k(config, options, draft),
         key=jax.random.key(options.seed),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -110,11 +110,12 @@ def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, term
 
 
 def _with_trained_k(
-    config: SpeculativeConfig, options: argparse.Namespace, k: int | None
+    config: SpeculativeConfig, options: argparse.Namespace, draft: Any
 ) -> SpeculativeConfig:
     """Returns the config with the K that a head was trained for, if no option asks for another."""
-    asked = (options.num_speculative_tokens, options.step_costs)
+    k, asked = draft.num_speculative_tokens, (options.num_speculative_tokens, options.step_costs)
     if k is None or asked != (None, None) or options.rejection_sample_method == "synthetic":
+        draft.check_k(config.num_speculative_tokens, "--num-speculative-tokens")
         return config
     return dataclasses.replace(config, num_speculative_tokens=k, step_costs=None)
 

@@ -67,10 +67,20 @@ class CheckedDraft(NamedTuple):
     Attributes:
       num_speculative_tokens: K that it was trained for, or None.
       warning: a sentence for people, or None.
+      max_speculative_tokens: the largest K that it drafts, or None.
     """
 
     num_speculative_tokens: int | None = None
     warning: str | None = None
+    max_speculative_tokens: int | None = None
+
+    def check_k(self, k: int, option: str) -> None:
+        """Refuses a K that is larger than what it drafts."""
+        most = self.max_speculative_tokens
+        if most is not None and k > most:
+            raise ValueError(
+                f"{option} is {k}; the draft head drafts at most {most} tokens a step."
+            )
 
 
 def check_draft(pair: ModelPair) -> CheckedDraft:
@@ -79,7 +89,8 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
         return CheckedDraft()
     facts = models.read_draft(pair.draft_spec, pair.target_config)
     if facts.kind != "model":
-        return CheckedDraft(facts.num_speculative_tokens, _warn_of_verifier(pair, facts.verifier))
+        warning = _warn_of_verifier(pair, facts.verifier)
+        return CheckedDraft(facts.num_speculative_tokens, warning, facts.max_speculative_tokens)
     target_vocab = pair.tokenizer.get_vocab()
     # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()

@@ -14,6 +14,10 @@ imports this package; the packages of sampling do not, so Flax is optional.
 from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
 from specjax.models.draft_head_drafter import head_drafter
+from specjax.models.heads.dflash import DFlashConfig, build_dflash
+from specjax.models.heads.dflash_drafter import dflash_drafter
+from specjax.models.heads.dflash_folder import load_dflash
+from specjax.models.heads.dflash_writer import save_dflash
 from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3
 from specjax.models.heads.eagle3_drafter import eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3
@@ -30,6 +34,7 @@ from specjax.models.rope import RopeScaling
 from specjax.models.transformer import Transformer, build, causal_hidden, functions
 
 __all__ = [
+    "DFlashConfig",
     "DraftFacts",
     "Eagle3Config",
     "HeadConfig",
@@ -37,11 +42,13 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "build",
+    "build_dflash",
     "build_eagle3",
     "build_head",
     "causal_hidden",
     "chat_prompt",
     "check_head",
+    "dflash_drafter",
     "draft_kind",
     "eagle3_drafter",
     "functions",
@@ -49,6 +56,7 @@ __all__ = [
     "is_head",
     "load",
     "load_config",
+    "load_dflash",
     "load_drafter",
     "load_eagle3",
     "load_head",
@@ -58,6 +66,7 @@ __all__ = [
     "pretrained_folder",
     "read_draft",
     "save",
+    "save_dflash",
     "save_eagle3",
     "save_head",
     "unrolled_hidden",

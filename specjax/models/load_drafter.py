@@ -11,6 +11,8 @@ from specjax.model import Model
 from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import check_head
 from specjax.models.draft_head_drafter import head_drafter
+from specjax.models.heads.dflash_drafter import check_dflash, dflash_drafter
+from specjax.models.heads.dflash_folder import load_dflash, load_dflash_config
 from specjax.models.heads.eagle3_drafter import check_eagle3, eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
 from specjax.models.heads.folder_kind import DraftKind, draft_kind
@@ -29,12 +31,14 @@ class DraftFacts(NamedTuple):
       config: of the draft model or head.
       num_speculative_tokens: K that a head was trained for, or None.
       verifier: the name of the target that a head was trained for, or None.
+      max_speculative_tokens: the largest K that a head drafts, or None.
     """
 
     kind: DraftKind
     config: Any
     num_speculative_tokens: int | None = None
     verifier: str | None = None
+    max_speculative_tokens: int | None = None
 
 
 def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
@@ -61,13 +65,14 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
         check_head(own, target.hidden_size)
         return DraftFacts(kind, own)
     layers = target.num_hidden_layers
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    if kind == "dflash":
+        block, head = load_dflash_config(folder, num_target_layers=layers)
+        check_dflash(block, num_layers=layers, **sizes)
+        most = block.max_speculative_tokens
+        return DraftFacts(kind, block, block.num_speculative_tokens or most, head.verifier, most)
     config, head = load_eagle3_config(folder, num_target_layers=layers)
-    check_eagle3(
-        config,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_layers=layers,
-    )
+    check_eagle3(config, num_layers=layers, **sizes)
     return DraftFacts(kind, config, head.num_speculative_tokens, head.verifier)
 
 
@@ -78,12 +83,12 @@ def load_drafter(
     *,
     implementation: str | Implementation | None = None,
 ) -> Drafter:
-    """Loads a drafter: a smaller model, an EAGLE-3 head, or a head that `save_head` wrote.
+    """Loads a drafter: a smaller model, an EAGLE-3 or DFlash head, or one that `save_head` wrote.
 
     Args:
       folder: with config.json, which says what it is, and model.safetensors.
       target: from `load` or `build`; a head runs on its states.
-      dtype: as in `load`; None is the target's for an EAGLE-3 head, whose taps have it.
+      dtype: as in `load`; None is the target's for a head that reads taps, which have it.
       implementation: of the draft's steps, as in `build`.
 
     Returns:
@@ -106,5 +111,8 @@ def load_drafter(
         return head_drafter(target, own, params, implementation=implementation)
     layers = len(target.params["layers"])
     dtype = target.params["embedding"].dtype if dtype is None else dtype
+    if kind == "dflash":
+        params, block = load_dflash(folder, dtype, num_target_layers=layers)
+        return dflash_drafter(target, block, params, implementation=implementation)
     params, config = load_eagle3(folder, dtype, num_target_layers=layers)
     return eagle3_drafter(target, config, params, implementation=implementation)

@@ -113,7 +113,7 @@ def apply_sampling_to_draft(
     implementation: Implementation,
     vocabulary: DraftVocabulary | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d].
+    """Returns what `apply_rules_and_filters` returns for draft logits [B, V_d] or [B, K, V_d].
 
     Rules and counts of another vocabulary are cut or filled with zeros at their end. A token that
     they do not have counts 0, has no bias, and is not allowed where there is a mask. The bits that
@@ -122,7 +122,7 @@ def apply_sampling_to_draft(
     """
     vocab_size, drafted = logits.shape[-1], context.drafted_token_ids
     if vocabulary is not None:
-        check_shape("logits", logits, (logits.shape[0], *vocabulary.token_map.shape))
+        check_shape("logits", logits, (*logits.shape[:-1], *vocabulary.token_map.shape))
         columns = None if drafted is None else vocabulary.columns(drafted)
         context = context._replace(drafted_columns=columns)
     bias, allowed, history = rules.bias, rules.allowed, context.history

@@ -1,15 +1,18 @@
 """`--draft FOLDER` tells by config.json what the folder is, and takes K from a head's."""
 
+import dataclasses
 import json
 import os
 import shutil
 import types
 
 import pytest
+from checkpoints import HEAD as EAGLE3
 from checkpoints import write_checkpoints
 
 from specjax.cli import main
 from specjax.cli.model_pair import check_draft, read_pair
+from specjax.models import DFlashConfig, build_dflash, save_dflash
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
@@ -35,18 +38,32 @@ def check(**options):
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
-    assert check(target=TARGET) == (3, None)
+    assert check(target=TARGET) == (3, None, None)
     shutil.copytree(folder / TARGET, folder / "another")
-    num_tokens, warning = check(target="another")
+    num_tokens, warning, _ = check(target="another")
     assert num_tokens == 3
     assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in warning
-    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None, None)
+    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None, None, None)
 
 
 def test_a_head_of_another_target_is_refused_before_weights_are_read(capsys):
     assert main(["generate", "a", "--draft", HEAD]) == 2
     message = capsys.readouterr().err
     assert "reads hidden states of size 32 and the target's have 256; use a head that" in message
+
+
+def test_a_head_of_blocks_drafts_a_whole_block_and_no_more(capsys, folder):
+    layer = dataclasses.replace(EAGLE3.layer, qk_norm=True)
+    config = DFlashConfig(layer, layer.vocab_size, taps=(0, 1), block_size=6, mask_token_id=4159)
+    save_dflash("blocks", build_dflash(config), config)
+    assert check(target=TARGET, draft="blocks") == (5, None, 5)
+    command = ["--target", TARGET, "--draft", "blocks"]
+    for given in (
+        ["generate", "a", "--num-speculative-tokens", "6"],
+        ["sweep", "--max-speculative-tokens", "6"],
+    ):
+        assert main([*given, *command]) == 2
+        assert f"{given[-2]} is 6; the draft head drafts at most 5" in capsys.readouterr().err
 
 
 def test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k(capsys, folder):

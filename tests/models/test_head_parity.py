@@ -6,11 +6,13 @@ SPECJAX_HEAD_PARITY_TEST makes its absence a failure. It has no `target_hidden_s
 heads are held to, in `test_eagle3.py` and `test_eagle3_folder.py`.
 """
 
+import dataclasses
 import importlib.util
 import os
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from drafter_steps import Acceptance, accepted_steps, drafted_steps, softmax
@@ -19,8 +21,10 @@ from specjax.models import (
     TransformerConfig,
     build,
     load,
+    load_dflash,
     load_drafter,
     load_eagle3,
+    save_dflash,
     save_eagle3,
 )
 
@@ -29,6 +33,8 @@ if importlib.util.find_spec("speculators"):
         warnings.simplefilter("ignore")
         import torch
         from speculators.config import SpeculatorsConfig, VerifierConfig
+        from speculators.losses import resolve_loss_config
+        from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
         from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
         from speculators.proposals.greedy import GreedyTokenProposalConfig
         from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
@@ -42,6 +48,7 @@ else:
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 VOCAB, DRAFT_VOCAB, SIZE = 96, 40, 32
+TARGET = TransformerConfig(VOCAB, SIZE, 64, 4, 4, 2, 8)
 LAYER = {
     "vocab_size": VOCAB,
     "hidden_size": SIZE,
@@ -78,25 +85,33 @@ VARIANTS = {
 }
 
 
-@torch.no_grad()
+def speculators_config(algorithm):
+    return SpeculatorsConfig(
+        algorithm=algorithm,
+        default_proposal_method="greedy",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+
+
 def random_head(kind, layer, fields):
-    """A head with weights 0.3 N(0, 1), norms about 1, and offsets that are not constant."""
-    torch.manual_seed(0)
-    verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
+    """An EAGLE-3 head of one of the variants."""
     config = Eagle3SpeculatorConfig(
         transformer_layer_config={"LlamaConfig": LlamaConfig, "Qwen3Config": Qwen3Config}[kind](
             **LAYER, **layer
         ),
         eagle_aux_hidden_state_layer_ids=[1, 2, 3],
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            default_proposal_method="greedy",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
-            verifier=verifier,
-        ),
+        speculators_config=speculators_config("eagle3"),
         **{"draft_vocab_size": DRAFT_VOCAB, **fields},
     )
-    head = Eagle3DraftModel(config)
+    torch.manual_seed(0)
+    return filled(Eagle3DraftModel(config))
+
+
+@torch.no_grad()
+def filled(head):
+    """A head with weights 0.3 N(0, 1), norms about 1, and offsets that are not constant."""
+    config = head.config
     for name, parameter in head.named_parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
     if config.draft_vocab_size < VOCAB:
@@ -121,8 +136,63 @@ def draft_logits(head, text, features, drafted):
     return np.stack([step[0, len(text) - 2].numpy() for step in rows])
 
 
+# Name -> class of the layers' configuration, what it sets, and what the head sets.
+BLOCK_VARIANTS = {
+    "qwen3": ("Qwen3Config", {}, {}),
+    "llama": ("LlamaConfig", {"attention_bias": True, "rope_parameters": LLAMA_3}, {}),
+    "whole vocabulary": (
+        "Qwen3Config",
+        {},
+        {"draft_vocab_size": VOCAB, "sample_from_anchor": True},
+    ),
+}
+
+
+def random_block_head(kind, layer, fields):
+    """A DFlash head of one of the variants."""
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config={"LlamaConfig": LlamaConfig, "Qwen3Config": Qwen3Config}[kind](
+            **LAYER | {"num_hidden_layers": 2}, **layer
+        ),
+        block_size=4,
+        mask_token_id=VOCAB - 1,
+        aux_hidden_state_layer_ids=[1, 2, 3],
+        speculators_config=speculators_config("dflash"),
+        **{"draft_vocab_size": DRAFT_VOCAB, **fields},
+    )
+    torch.manual_seed(0)
+    return filled(DFlashDraftModel(config))
+
+
+@torch.no_grad()
+def block_logits(head, text, features, drafted):
+    """The logits [K, V_d] of a head's block after a text, where the lm_head leaves them.
+
+    The forward is for training: the block begins at the one token that its mask selects.
+    """
+    rows, length = [], len(text) + head.block_size + 1
+    hook = head.lm_head.register_forward_hook(lambda *call: rows.append(call[2][0].numpy()))
+    ids = torch.tensor(np.pad(text, (0, length - len(text))))[None].long()
+    # What follows the text is not to be read.
+    taps = np.pad(features, ((0, length - len(features)), (0, 0)), constant_values=9.0)
+    mask = torch.zeros(1, length)
+    mask[:, len(text) - 1] = 1
+    head(
+        torch.tensor(taps)[None],
+        ids,
+        mask,
+        torch.zeros(1, length, SIZE),
+        torch.zeros_like(ids),
+        max_anchors=1,
+        loss_config=resolve_loss_config("kl_div", "eager"),
+    )
+    hook.remove()
+    first = 0 if head.config.sample_from_anchor else 1
+    return rows[0][first : first + len(drafted)]
+
+
 def target():
-    return build(TransformerConfig(VOCAB, SIZE, 64, 4, 4, 2, 8))
+    return build(TARGET)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -138,8 +208,27 @@ def test_a_head_drafts_from_what_its_makers_compute(tmp_path, name):
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", BLOCK_VARIANTS)
+def test_a_block_is_drafted_from_what_its_makers_compute(tmp_path, name):
+    """Of ragged batches, and after rewinds."""
+    head = random_block_head(*BLOCK_VARIANTS[name])
+    head.save_pretrained(tmp_path)
+    # What its folder has not is the target's.
+    model = build(dataclasses.replace(TARGET, tie_word_embeddings=False))
+    tables = {"embedding": head.embed_tokens.weight}
+    if name == "whole vocabulary":
+        tables["head"] = head.lm_head.weight
+    model.params.update({n: jnp.asarray(table.detach()) for n, table in tables.items()})
+    drafter = load_drafter(tmp_path, model, "float32")
+    for *given, logits in drafted_steps(drafter, vocab_size=VOCAB, width=3 * SIZE):
+        wanted = block_logits(head, *given)
+        assert wanted.std() > 1
+        np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 @torch.no_grad()
-def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path):
+def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path, kind):
     """What the loop accepts is the mean of sum min(p, q), by transformers' p and speculators' q."""
     layer = LAYER | {"num_hidden_layers": 4, "tie_word_embeddings": False}
     torch.manual_seed(1)
@@ -147,7 +236,11 @@ def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path):
     for name, parameter in model.named_parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
     model.save_pretrained(tmp_path / "target")
-    head = random_head(*VARIANTS["norm_output"])
+    if kind == "eagle3":
+        head, logits = random_head(*VARIANTS["norm_output"]), draft_logits
+    else:
+        head, logits = random_block_head(*BLOCK_VARIANTS["qwen3"]), block_logits
+        head.embed_tokens.weight.copy_(model.model.embed_tokens.weight)
     head.save_pretrained(tmp_path / "head")
     own, _ = load(tmp_path / "target", "float32")
     drafter = load_drafter(tmp_path / "head", own, "float32")
@@ -160,7 +253,7 @@ def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path):
         output = model(torch.tensor(text[: length + 3])[None].long(), output_hidden_states=True)
         taps = torch.cat([output.hidden_states[k][0] for k in (1, 2, 3)], dim=-1).numpy()
         drafted = text[length : length + 3]
-        wanted = draft_logits(head, text[:length], taps[: length - 1], drafted)
+        wanted = logits(head, text[:length], taps[: length - 1], drafted)
         np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
         q = np.zeros((3, VOCAB))
         q[:, ids] = softmax(wanted / temperature)
@@ -185,3 +278,19 @@ def test_its_makers_read_a_head_that_is_saved_here(tmp_path, name):
     again, found = load_eagle3(tmp_path / "ours", "float32", num_target_layers=4)
     assert found == config
     jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+@pytest.mark.parametrize("name", BLOCK_VARIANTS)
+def test_its_makers_read_a_block_head_that_is_saved_here(tmp_path, name):
+    head = random_block_head(*BLOCK_VARIANTS[name])
+    head.save_pretrained(tmp_path / "theirs")
+    params, config = load_dflash(tmp_path / "theirs", "float32", num_target_layers=4)
+    save_dflash(tmp_path / "ours", params, config, "float32")
+    again = DFlashDraftModel.from_pretrained(tmp_path / "ours").state_dict()
+    for tensor, value in head.state_dict().items():
+        is_targets = tensor.startswith(("verifier_", "embed_tokens", "lm_head"))
+        if not is_targets or (tensor == "lm_head.weight" and config.has_lm_head):
+            np.testing.assert_array_equal(again[tensor], value)
+    ours, found = load_dflash(tmp_path / "ours", "float32", num_target_layers=4)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, ours, params)

@@ -4,6 +4,7 @@ Each public call that takes `implementation` is traced for a GPU that is not the
 choose kernels: "xla" traces none, "triton" traces some.
 """
 
+import dataclasses
 import inspect
 import tempfile
 
@@ -31,6 +32,8 @@ HEAD = models.HeadConfig(
     64, 128, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-5
 )
 EAGLE3 = models.Eagle3Config(CONFIG, 64, V, taps=(0, 1))
+LAYER = dataclasses.replace(CONFIG, qk_norm=True)
+DFLASH = models.DFlashConfig(LAYER, V, taps=(0, 1), block_size=K + 1, mask_token_id=V - 1)
 # Of `jax.nn.dot_product_attention`, over whole sequences: no kernel of ours has that choice.
 OF_ATTENTION = {"causal_hidden"}
 # Made of what is traced here: `generate`, ahead of time, and the functions of `build`.
@@ -185,6 +188,12 @@ def run_eagle3(name):
     return run_drafter(models.eagle3_drafter(target, EAGLE3, head, implementation=name))
 
 
+def run_dflash(name):
+    head = models.build_dflash(DFLASH)
+    target = models.build(CONFIG)
+    return run_drafter(models.dflash_drafter(target, DFLASH, head, implementation=name))
+
+
 def run_loaded_drafters(name):
     """Proposals by each kind of folder; "xla" must be that of all of them."""
     target = models.build(CONFIG)
@@ -192,7 +201,9 @@ def run_loaded_drafters(name):
         with jax.ensure_compile_time_eval():
             models.save_head(f"{folder}/head", models.build_head(HEAD, seed=0), HEAD)
             models.save_eagle3(f"{folder}/eagle3", models.build_eagle3(EAGLE3), EAGLE3)
-        folders = [models.pretrained_folder("draft"), f"{folder}/head", f"{folder}/eagle3"]
+            models.save_dflash(f"{folder}/dflash", models.build_dflash(DFLASH), DFLASH)
+        heads = [f"{folder}/{kind}" for kind in ("head", "eagle3", "dflash")]
+        folders = [models.pretrained_folder("draft"), *heads]
         loaded = [models.load_drafter(f, target, "float32", implementation=name) for f in folders]
     return [run_drafter(drafter) for drafter in loaded]
 
@@ -216,6 +227,7 @@ CALLS = {
     "load": load,
     "head_drafter": run_head,
     "eagle3_drafter": run_eagle3,
+    "dflash_drafter": run_dflash,
     "load_drafter": run_loaded_drafters,
 }
 

@@ -44,11 +44,14 @@ INSIDE_MODELS = {
     "specjax.models.hf": (
         "specjax.models",
         "specjax.models.load_drafter",
+        "specjax.models.heads.dflash_folder",
+        "specjax.models.heads.dflash_writer",
         "specjax.models.heads.eagle3_folder",
         "specjax.models.heads.eagle3_writer",
         "specjax.models.heads.folder_kind",
         "specjax.models.heads.head_fields",
         "specjax.models.heads.head_tensors",
+        "specjax.models.heads.head_writer",
     ),
 }
 GROUND_OF_KERNELS = (

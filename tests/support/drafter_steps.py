@@ -66,22 +66,26 @@ def softmax(logits):
 
 
 class Acceptance:
-    """How many drafts were accepted, and how many the mean of sum min(p, q) lets one expect."""
+    """How many drafts were accepted at each position, and what sum min(p, q) lets one expect."""
 
     def __init__(self):
         self.num_accepted, self.expected, self.variance = 0, 0.0, 0.0
 
     def add(self, p, q, num_accepted):
         """One request's step: p and q [K, V] of its drafted tokens, each given those before."""
-        overlap = np.minimum(p, q).sum(-1)[: num_accepted + 1]
-        self.num_accepted += num_accepted
-        self.expected += overlap.sum()
-        self.variance += (overlap * (1 - overlap)).sum()
+        position = np.arange(len(p))
+        # A position after the first rejection is not tested.
+        overlap = np.where(position <= num_accepted, np.minimum(p, q).sum(-1), 0.0)
+        self.num_accepted += position < num_accepted
+        self.expected += overlap
+        self.variance += overlap * (1 - overlap)
 
     def check(self, at_least):
         """Fails more than four standard errors from what is expected, or of too few."""
-        assert self.num_accepted > at_least
-        assert abs(self.num_accepted - self.expected) < 4 * self.variance**0.5
+        assert self.num_accepted.sum() > at_least
+        off = abs(self.num_accepted - self.expected)
+        assert (off < 4 * self.variance**0.5).all()
+        assert abs((self.num_accepted - self.expected).sum()) < 4 * self.variance.sum() ** 0.5
 
 
 def accepted_steps(target, drafter, prompts, lengths, *, temperature, num_drafted, num_steps):

@@ -74,6 +74,7 @@ def read_workload(
             for text in texts
         ]
         draft = check_draft(pair)
+        draft.check_k(max_drafts, "--max-speculative-tokens")
     terminal.print_warning(draft.warning)
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.

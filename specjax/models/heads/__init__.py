@@ -7,9 +7,15 @@ A head reads the target's residual stream after some layers, its taps. Open `eag
 | `eagle3` | EAGLE-3: its forward pass, its variants |
 | `eagle3_drafter` | its drafter |
 | `eagle3_folder`, `eagle3_writer` | its folders: read in every format, written in one |
+| `dflash` | DFlash: its forward pass over a block, its variants |
+| `dflash_drafter` | its drafter |
+| `draft_rows` | draws a block whose rows of logits are there at once |
+| `dflash_folder`, `dflash_writer` | its folders |
 | `folder_kind` | tells by config.json what a folder drafts with |
 | `head_fields` | what the formats of `config.json` have in common: layer, taps, drafted tokens |
 | `head_tensors` | tensors under the names of every format, and the draft's vocabulary |
+| `head_target` | refuses a head of another target |
+| `head_writer` | writes what the folders of both kinds have in common |
 
 The modules here import `models.hf`, which reads files, and the decoder's modules; the package
 `specjax.models` imports them.

@@ -17,6 +17,7 @@ from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
+from specjax.models.heads.head_target import check_target
 
 __all__ = ["check_eagle3", "eagle3_drafter"]
 
@@ -60,22 +61,13 @@ def check_eagle3(
       ValueError: the EAGLE-3 head reads states after layers [1, 9] and the target has 8 layers; \
 use a head that was trained for this target.
     """
-    cure = "use a head that was trained for this target."
-    if config.target_hidden_size != hidden_size:
-        raise ValueError(
-            f"the EAGLE-3 head reads hidden states of size {config.target_hidden_size} and the "
-            f"target's have {hidden_size}; {cure}"
-        )
-    if config.layer.vocab_size != vocab_size:
-        raise ValueError(
-            f"the EAGLE-3 head is for {config.layer.vocab_size} tokens and the target has "
-            f"{vocab_size}; {cure}"
-        )
-    if not config.taps or min(config.taps) < 0 or max(config.taps) > num_layers:
-        raise ValueError(
-            f"the EAGLE-3 head reads states after layers {list(config.taps)} and the target has "
-            f"{num_layers} layers; {cure}"
-        )
+    check_target(
+        "EAGLE-3",
+        trained=(config.target_hidden_size, config.layer.vocab_size),
+        target=(hidden_size, vocab_size),
+        taps=config.taps,
+        num_layers=num_layers,
+    )
 
 
 def eagle3_drafter(

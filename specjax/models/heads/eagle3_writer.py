@@ -4,20 +4,13 @@ That format alone says without doubt what its taps are.
 """
 
 import dataclasses
-import json
 import os
-import pathlib
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from safetensors.numpy import save as serialize
-
-from specjax.file_io import replace_file
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.eagle3_folder import eagle3_entries
+from specjax.models.heads.head_writer import speculators_config, write_head
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.weight_map import get_path, split_tensors
 
 __all__ = ["save_eagle3"]
 
@@ -59,31 +52,19 @@ def save_eagle3(
             f"the head has fc_bias {config.fc_bias} and logit_scale {config.logit_scale}; the "
             "format of speculators has neither."
         )
-    path = pathlib.Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: np.ascontiguousarray(jnp.asarray(array, dtype))
-        for entry in eagle3_entries(config)
-        for name, array in zip(
-            entry.names, split_tensors(get_path(params, entry.path), entry), strict=True
-        )
-    }
-    if "token_map" in params:
-        ids = np.asarray(params["token_map"], np.int64)
-        tensors["d2t"] = ids - np.arange(len(ids))
-        tensors["t2d"] = np.isin(np.arange(config.layer.vocab_size), ids)
-    with replace_file(path / "model.safetensors") as temporary:
-        temporary.write_bytes(serialize(tensors, metadata={"format": "pt"}))
-    text = json.dumps(_fields(config, dtype, verifier), indent=2) + "\n"
-    with replace_file(path / "config.json") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_head(
+        folder,
+        _fields(config, dtype, verifier),
+        params,
+        eagle3_entries(config),
+        dtype=dtype,
+        vocab_size=config.layer.vocab_size,
+    )
 
 
 def _fields(config: Eagle3Config, dtype: str, verifier: str | None) -> dict[str, Any]:
     """Returns the fields of config.json."""
     layer = dataclasses.replace(config.layer, dtype=dtype)
-    k = config.num_speculative_tokens
-    method = {"proposal_type": "greedy"} | ({} if k is None else {"speculative_tokens": k})
     size, target = layer.hidden_size, config.target_hidden_size
     return {
         "architectures": ["Eagle3Speculator"],
@@ -93,11 +74,6 @@ def _fields(config: Eagle3Config, dtype: str, verifier: str | None) -> dict[str,
         "target_hidden_size": None if target == size else target,
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
         **{name: getattr(config, name) for name in _FLAGS},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": verifier, "architectures": []},
-        },
+        "speculators_config": speculators_config("eagle3", config.num_speculative_tokens, verifier),
         "torch_dtype": dtype,
     }

@@ -8,16 +8,20 @@ from specjax.models.hf.folder import find_folder, read_json_object
 
 __all__ = ["DraftKind", "draft_kind", "read_head_config"]
 
-DraftKind = Literal["model", "head", "eagle3"]
+DraftKind = Literal["model", "head", "eagle3", "dflash"]
 
 _OWN_HEAD = "specjax_head"
-_SPECULATORS: dict[str, DraftKind] = {"eagle3": "eagle3"}
+_SPECULATORS: dict[str, DraftKind] = {"eagle3": "eagle3", "dflash": "dflash"}
 _ARCHITECTURES: dict[str, DraftKind] = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
     "Qwen3Eagle3Model": "eagle3",
     "Eagle3Speculator": "eagle3",
     "Eagle3DraftModel": "eagle3",
+    "DFlashDraftModel": "dflash",
+    "DFlashSpeculator": "dflash",
+    # DeepSpec's DFlash heads are DSpark heads without what DSpark adds.
+    "Qwen3DSparkModel": "dflash",
 }
 # Other kinds of drafts, which would otherwise be read as a model.
 _OTHER_DRAFTS = re.compile(r"eagle|dflash|dspark|speculator|medusa|mtp|nextn", re.IGNORECASE)
@@ -45,7 +49,8 @@ def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
       folder: of a draft model or a draft head.
 
     Returns:
-      "eagle3" for an EAGLE-3 head, "head" for one that `save_head` wrote, "model" otherwise.
+      "eagle3" for an EAGLE-3 head, "dflash" for a DFlash head, "head" for one that `save_head`
+      wrote, "model" otherwise.
 
     Raises:
       ValueError: if config.json is missing or unreadable, or names a kind of draft head that is

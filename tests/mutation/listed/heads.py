@@ -1,7 +1,15 @@
 """Wrong versions of trained draft heads: what they read, and what their folders say."""
 
 from ..mutation import Mutation
-from .tests import draft_folders, eagle3, eagle3_folder, head_folders
+from .tests import (
+    dflash,
+    dflash_folder,
+    draft_folders,
+    draft_rows,
+    eagle3,
+    eagle3_folder,
+    head_folders,
+)
 
 __all__ = ["MUTATIONS"]
 
@@ -9,6 +17,10 @@ _HEADS = "specjax.models.heads."
 _EXTEND = f"{_HEADS}eagle3_drafter._drafter_functions.extend"
 _FORMULAS = "test_a_head_drafts_from_what_the_formulas_say"
 _LLAMA = eagle3(f"{_FORMULAS}[llama]")
+_BLOCK = dflash("test_a_block_is_drafted_from_what_the_formulas_say[z-lab-4]")
+_ONE_CALL = "test_a_block_is_drawn_at_once_as_it_is_one_by_one"
+_DFLASH = f"{_HEADS}dflash_drafter._draft"
+_APPENDED = "features, positions, cache)"
 
 MUTATIONS = (
     Mutation(
@@ -88,6 +100,90 @@ MUTATIONS = (
         '"token_map": jnp.sort(params["token_map"] + 1) % target.vocab_size',
         eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
         "draft tokens are those next to their own",
+    ),
+    Mutation(
+        f"{_HEADS}dflash_drafter._drafter_functions.extend",
+        _APPENDED,
+        "features, jnp.where(positions < 6, positions, -1), cache)",
+        _BLOCK,
+        "keys and values of a block are kept for the tokens that were committed",
+    ),
+    Mutation(
+        f"{_HEADS}dflash_drafter._drafter_functions.extend",
+        _APPENDED,
+        "features, positions + (positions >= 0), cache)",
+        dflash("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
+        "features are those of the token before",
+    ),
+    Mutation(
+        _DFLASH,
+        "positions[:, None] - 1 + jnp",
+        "positions[:, None] + jnp",
+        _BLOCK,
+        "a block is one position too late",
+    ),
+    Mutation(
+        _DFLASH,
+        "states[:, first : first + k]",
+        "states[:, :k]",
+        _BLOCK,
+        "a row drafts the token after its own",
+    ),
+    Mutation(
+        f"{_HEADS}dflash._BlockDecoder",
+        "is_causal=False",
+        "is_causal=True",
+        _BLOCK,
+        "rows of a block attend to those before them alone",
+    ),
+    Mutation(
+        f"{_HEADS}dflash._append",
+        "head.hidden_norm(rows)",
+        "rows",
+        _BLOCK,
+        "features are not normed",
+    ),
+    Mutation(
+        f"{_HEADS}dflash.dflash_functions.init_cache",
+        "max_length + config.block_size",
+        "max_length",
+        dflash("test_a_block_beyond_the_buffer_drafts_what_it_would_in_a_larger_one"),
+        "rows of a block beyond the buffer have no keys",
+    ),
+    Mutation(
+        "specjax.models.shared_math.last_visible",
+        "jnp.maximum",
+        "jnp.minimum",
+        dflash("test_a_block_runs_through_the_kernels"),
+        "in the kernels a block attends to its first row alone",
+    ),
+    Mutation(
+        f"{_HEADS}head_fields._TAPS",
+        '(("dflash_config",), "target_layer_ids", 1)',
+        '(("dflash_config",), "target_layer_ids", 0)',
+        dflash("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
+        "a tap is one layer too early",
+    ),
+    Mutation(
+        f"{_HEADS}dflash_folder._samples_from_anchor",
+        "is_deep_spec if value is None else value",
+        "bool(value)",
+        dflash_folder("test_a_head_is_the_same_in_every_format[anchor]"),
+        "a block of DeepSpec drafts at its own positions",
+    ),
+    Mutation(
+        f"{_HEADS}draft_rows._draw_all",
+        "Stream.draft(row)",
+        "Stream.draft(0 * row)",
+        draft_rows(f"{_ONE_CALL}[plain]"),
+        "every row is drawn on the stream of the first",
+    ),
+    Mutation(
+        f"{_HEADS}draft_rows.draft_rows.step",
+        "i + 1",
+        "i",
+        draft_rows("test_a_penalty_counts_the_tokens_drafted_before"),
+        "one by one, every token is drawn from the first row",
     ),
     Mutation(
         "specjax.cli.command._with_trained_k",

@@ -12,8 +12,11 @@ __all__ = [
     "coupled_sampling",
     "cutoffs",
     "decode",
-    "draft_vocabularies",
+    "dflash",
+    "dflash_folder",
     "draft_folders",
+    "draft_rows",
+    "draft_vocabularies",
     "drafts",
     "eagle3",
     "eagle3_folder",
@@ -58,6 +61,9 @@ coupled_decoding = _of("decode/test_coupled.py")
 coupled_sampling = _of("samplers/test_coupled_sample.py")
 cutoffs = _of("processing/test_cutoff.py")
 decode = _of("decode/test_generate.py")
+dflash = _of("models/test_dflash.py")
+dflash_folder = _of("models/test_dflash_folder.py")
+draft_rows = _of("models/test_draft_rows.py")
 draft_vocabularies = _of("decode/test_draft_vocabulary.py")
 draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")

@@ -1,0 +1,287 @@
+"""DFlash: a few decoder layers that draft a block of tokens in one pass.
+
+    c[t]   = hidden_norm(fc(concat(taps[t])))                  of every committed token but the last
+    rows   = embed([last token, mask, ..., mask])              at positions n - 1, n, ...
+    K, V   = [those of c[0 .. n - 2], those of the rows]       in each layer, by its own projections
+    x      = layers(rows), each row attending to all K, V
+    logits of the token at position n - 1 + j = lm_head(norm(x[j])),  j = 1, 2, ...
+
+taps[t] are the target's residual streams after some layers, at token t. The rows do not see what is
+drafted at the other rows, so q of a block is the product of its rows' softmaxes. With
+`sample_from_anchor`, as DeepSpec trains, row j is for the token at position n + j, and row 0 drafts
+too. Committed tokens have no queries: their keys and values are those of c alone.
+Axes: `B` requests, `T` tokens, `A` taps, `E` hidden, `L` layers, `G` key-value heads of a layer,
+`D` head dimension.
+
+References:
+  Chen et al., 2026, arXiv:2602.06036: DFlash.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.implementation import Implementation
+from specjax.models.attention import write_entries
+from specjax.models.choose_step import run_product
+from specjax.models.config import TransformerConfig
+from specjax.models.layers import RMSNorm, linear, rms_norm, weight
+from specjax.models.rope import rope_cos_sin, rotate
+from specjax.models.shared_math import NormSpec, cache_entries
+from specjax.models.transformer import Transformer
+
+__all__ = [
+    "ContextWeights",
+    "DFlashConfig",
+    "DFlashFunctions",
+    "DFlashHead",
+    "build_dflash",
+    "dflash_functions",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig:
+    """Sizes and variants of a DFlash head.
+
+    Attributes:
+      layer: of the head's layers. Its `hidden_size` and `vocab_size` are the target's.
+      draft_vocab_size: tokens that the head drafts from.
+      taps: numbers of layers of the target after which the residual stream is read; 0 is the
+        embeddings.
+      block_size: rows of a block: the last committed token, and masks.
+      mask_token_id: the token whose embedding a mask has.
+      sample_from_anchor: whether the row of the last committed token drafts, too.
+      num_speculative_tokens: K that the head was trained for; None is as many as a block has.
+      has_embedding: whether the head has embeddings of its own; else they are the target's.
+      has_lm_head: whether the head has an output layer of its own; else it is the target's.
+    """
+
+    layer: TransformerConfig
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool = False
+    num_speculative_tokens: int | None = None
+    has_embedding: bool = False
+    has_lm_head: bool = False
+
+    def __post_init__(self) -> None:
+        vocab_size, k = self.layer.vocab_size, self.num_speculative_tokens
+        if self.block_size < 2:
+            raise ValueError(f"block_size is {self.block_size}; it needs to be at least 2.")
+        if k is not None and k > self.max_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens is {k}; a block of {self.block_size} drafts at most "
+                f"{self.max_speculative_tokens}."
+            )
+        if not 0 <= self.mask_token_id < vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}; it needs to be one of the {vocab_size} "
+                "tokens of the vocabulary."
+            )
+        if not self.has_lm_head and self.draft_vocab_size != vocab_size:
+            raise ValueError(
+                f"a head without an lm_head has a draft vocabulary of {self.draft_vocab_size} "
+                f"tokens; the target's lm_head has {vocab_size}."
+            )
+        if not self.layer.qk_norm:
+            raise ValueError(
+                "qk_norm is False; the layers of a DFlash head have norms of queries and keys."
+            )
+        if self.layer.layer_windows:
+            raise ValueError(
+                f"layer_windows is {list(self.layer.layer_windows)}; the layers of a DFlash head "
+                "need to attend to all tokens."
+            )
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """The most tokens that a block drafts."""
+        return self.block_size - 1 + self.sample_from_anchor
+
+
+class _BlockDecoder(Transformer):
+    """A decoder whose new tokens attend to one another.
+
+    Args:
+      config: of the layers.
+      rngs: source of the initial weights; None gives zeros.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs | None) -> None:
+        super().__init__(config, rngs)
+        for layer in self.layers:
+            layer.attention.spec = dataclasses.replace(layer.attention.spec, is_causal=False)
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """Returns embeddings [B, T, E], of a table that may be the target's, of another dtype."""
+        return self.embedding[...][token_ids].astype(self.config.dtype)
+
+
+class DFlashHead(nnx.Module):
+    """The head as an NNX module; `dflash_functions` makes pure functions of it.
+
+    Args:
+      config: sizes and variants.
+      rngs: source of the initial weights; None gives zeros.
+    """
+
+    def __init__(self, config: DFlashConfig, rngs: nnx.Rngs | None) -> None:
+        self.config, layer = config, config.layer
+        # A table that is the target's has no size here: it is an argument of `dflash_functions`.
+        vocab_size = layer.vocab_size if config.has_embedding else 1
+        decoder = dataclasses.replace(layer, vocab_size=vocab_size, tie_word_embeddings=True)
+        self.decoder = _BlockDecoder(decoder, rngs)
+        self.fc = weight(rngs, layer, len(config.taps) * layer.hidden_size, layer.hidden_size)
+        self.hidden_norm = RMSNorm(layer, layer.hidden_size)
+        if config.has_lm_head:
+            self.head = weight(rngs, layer, config.draft_vocab_size, layer.hidden_size)
+
+
+class DFlashFunctions(NamedTuple):
+    """Pure functions of a head's parameters, and of the table [V, E] of its embeddings.
+
+    Attributes:
+      init_cache: `(batch_size, max_length) -> cache`, keys and values [B, G, S, D] of each layer.
+      context: `params -> ContextWeights`.
+      append: `(params, weights, features[B, T, A * E], positions[B, T], cache) -> cache` with the
+        keys and values of committed tokens.
+      apply: `(params, table, token_ids[B, T], positions[B, T], cache) -> (hidden[B, T, E], cache)`
+        of a block, which an lm_head reads.
+    """
+
+    init_cache: Any
+    context: Any
+    append: Any
+    apply: Any
+
+
+class ContextWeights(NamedTuple):
+    """What makes keys and values of committed tokens, for all layers at once.
+
+    Attributes:
+      matrix: [E, L * 2 * G * D], the layers' projections next to one another.
+      bias: [L * 2 * G * D], or None.
+      key_norm: [L, D].
+    """
+
+    matrix: jax.Array
+    bias: jax.Array | None
+    key_norm: jax.Array
+
+
+def _context_weights(layers: Any) -> ContextWeights:
+    attentions = [layer.attention for layer in layers]
+    first = attentions[0].num_heads * attentions[0].head_dim
+    bias = [each.qkv_bias[first:] for each in attentions if each.qkv_bias is not None]
+    return ContextWeights(
+        jnp.concatenate([each.qkv[:, first:] for each in attentions], axis=1),
+        jnp.concatenate(bias) if bias else None,
+        jnp.stack([each.key_norm.weight[...] for each in attentions]),
+    )
+
+
+def _append(
+    implementation: str | Implementation | None,
+    head: DFlashHead,
+    weights: ContextWeights,
+    features: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+) -> Any:
+    """Returns the cache with the keys and values of committed tokens, as `DFlashFunctions` says."""
+    layer = head.config.layer
+    groups, size = layer.num_key_value_heads, layer.head_dim
+    rows = run_product(features.astype(layer.dtype), head.fc[...], implementation)
+    rows = head.hidden_norm(rows)
+    if weights.bias is None:
+        y = run_product(rows, weights.matrix, implementation)
+    else:
+        y = linear(rows, weights.matrix, weights.bias)
+    heads = y.reshape(*positions.shape, len(cache), 2, groups, size)
+    keys, values = heads[:, :, :, 0], heads[:, :, :, 1]
+    norm = NormSpec(size, layer.rms_norm_eps, layer.norm_offset)
+    keys = rms_norm(keys, weights.key_norm[None, None, :, None], norm)
+    keys = keys.reshape(*positions.shape, len(cache) * groups, size)
+    keys = rotate(keys, rope_cos_sin(*layer.rope(0), size, positions))
+    entries = cache_entries(keys.reshape(values.shape), values)
+    return tuple(
+        write_entries(old, positions, tuple(entry[:, :, n] for entry in entries))
+        for n, old in enumerate(cache)
+    )
+
+
+@functools.cache
+def _graph(config: DFlashConfig) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: DFlashHead(config, None)))[0]
+
+
+@functools.cache
+def dflash_functions(
+    config: DFlashConfig, implementation: str | Implementation | None = None
+) -> DFlashFunctions:
+    """Returns the functions of a head; equal arguments give equal ones, and share compilations.
+
+    Args:
+      config: sizes and variants.
+      implementation: of products and layers, as in `build`.
+    """
+    layer = config.layer
+
+    def merge(params: Any, table: Any = None) -> DFlashHead:
+        table = jnp.zeros((1, layer.hidden_size), layer.dtype) if table is None else table
+        params = {**params, "decoder": {**params["decoder"], "embedding": table}}
+        head: DFlashHead = nnx.merge(_graph(config), nnx.State(params))
+        return head
+
+    def init_cache(batch_size: int, max_length: int) -> Any:
+        # Room for a block after the last token.
+        slots = max_length + config.block_size
+        shape = (batch_size, layer.num_key_value_heads, slots, layer.head_dim)
+        layers = range(layer.num_hidden_layers)
+        return tuple((jnp.zeros(shape, layer.dtype), jnp.zeros(shape, layer.dtype)) for _ in layers)
+
+    def append(params: Any, *operands: Any) -> Any:
+        return _append(implementation, merge(params), *operands)
+
+    def apply(
+        params: Any, table: jax.Array, token_ids: jax.Array, positions: jax.Array, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        hidden, cache = merge(params, table).decoder(token_ids, positions, cache, implementation)
+        return hidden, cache
+
+    return DFlashFunctions(
+        init_cache,
+        lambda params: _context_weights(merge(params).decoder.layers),
+        append,
+        apply,
+    )
+
+
+def build_dflash(config: DFlashConfig, seed: int = 0) -> Any:
+    """Returns random parameters of a head as a nested dict.
+
+    Args:
+      config: sizes and variants.
+      seed: of the weights.
+
+    Returns:
+      Parameters as `load_dflash` returns them, without a token map.
+
+    Example:
+      >>> layer = TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True)
+      >>> config = DFlashConfig(layer, 64, taps=(1, 2), block_size=4, mask_token_id=63)
+      >>> params = build_dflash(config)
+      >>> sorted(params), sorted(params["decoder"])
+      (['decoder', 'fc', 'hidden_norm'], ['layers', 'norm'])
+    """
+    params: Any = nnx.to_pure_dict(nnx.state(DFlashHead(config, nnx.Rngs(seed)), nnx.Param))
+    if not config.has_embedding:
+        del params["decoder"]["embedding"]
+    return params

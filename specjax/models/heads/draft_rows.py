@@ -1,0 +1,149 @@
+"""`draft_rows`: drafts a block whose rows of logits are all there before the first token is drawn.
+
+Token i is drawn from row i, on `Stream.draft(i)` at the position that it takes: with the same noise
+as if the rows came one after another. So one call draws all of them. Where penalties or bad words
+make a row depend on the tokens drawn before it, they are drawn one by one.
+Axes: `B` requests, `K` drafted tokens, `V_d` draft vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.call_arrays import CallOptions, SampleArrays
+from specjax.checks import check_keys
+from specjax.config import SpeculativeConfig
+from specjax.core.noise import Stream, fold_in_rows
+from specjax.decode.propose import propose_step
+from specjax.draft import Draft
+from specjax.implementation import Implementation, resolve_implementation
+from specjax.processing.apply_sampling import apply_sampling_to_draft
+from specjax.processing.draft_vocabulary import read_vocabulary
+from specjax.processing.history import History
+from specjax.processing.logit_rules import RowContext
+from specjax.processing.sampling_params import SamplingParams, read_draft_sampling
+from specjax.samplers.gumbel_sample import sample_batch
+
+__all__ = ["draft_rows"]
+
+
+def draft_rows(
+    logits: jax.Array,
+    *,
+    num_tokens: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    temperature: jax.Array,
+    config: SpeculativeConfig,
+    sampling: SamplingParams | None = None,
+    history: History | None = None,
+    token_map: jax.Array | None = None,
+    vocab_size: int | None = None,
+    implementation: str | Implementation | None = None,
+) -> Draft:
+    """Returns the draft of one step of a decode loop, whose q is the product of the rows.
+
+    Args:
+      logits: [B, K, V_d]; row i is for the token at `positions + i`.
+      num_tokens: i32[B], most drafted tokens of each request, -1 for an inactive one.
+      keys: typed, [B] or ().
+      positions: i32[B], of the first drafted tokens.
+      temperature: f32[B].
+      config: gives K, the method and the dtype of the noise.
+      sampling: as in `propose`, as are the arguments after it.
+      history: the committed tokens, or None.
+      token_map: i32[V_d], or None.
+      vocab_size: V, with a map alone.
+      implementation: of the draws and the cutoffs.
+
+    Example:
+      >>> draft = draft_rows(
+      ...     jnp.array([[[0.0, 9.0], [9.0, 0.0]]]), num_tokens=jnp.array([2]),
+      ...     keys=jax.random.key(0), positions=jnp.array([5]), temperature=jnp.zeros(1),
+      ...     config=SpeculativeConfig(2))
+      >>> draft.token_ids.tolist(), draft.logits.shape
+      ([[1, 0]], (1, 2, 2))
+    """
+    given: dict[str, Any] = {"sampling": sampling, "keys": keys, "positions": positions}
+    given |= {"token_map": token_map, "vocab_size": vocab_size, "temperature": temperature}
+    given |= {"config": config, "implementation": implementation}
+    if sampling is None or not _reads_drafted(sampling):
+        return _draw_all(logits, **given)._replace(num_tokens=num_tokens)
+
+    def step(i: Any, token_ids: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
+        return jax.lax.dynamic_index_in_dim(logits, i, axis=1, keepdims=False), i + 1
+
+    first = jnp.zeros_like(positions)
+    return propose_step(step, jnp.int32(0), first, num_tokens=num_tokens, history=history, **given)[
+        0
+    ]
+
+
+def _reads_drafted(sampling: SamplingParams) -> bool:
+    """Returns whether a row depends on the tokens that are drafted before it."""
+    penalties = (
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+    )
+    return any(rule is not None for rule in (*penalties, sampling.bad_words))
+
+
+def _draw_all(
+    logits: jax.Array,
+    *,
+    keys: jax.Array,
+    positions: jax.Array,
+    temperature: jax.Array,
+    config: SpeculativeConfig,
+    sampling: SamplingParams | None,
+    token_map: jax.Array | None,
+    vocab_size: int | None,
+    implementation: str | Implementation | None,
+) -> Draft:
+    """Returns a draft of every row, by one call of the sampler."""
+    size, k, _ = logits.shape
+    greedy, coupled = config.draft_sample_method == "greedy", config.draws_on_target_stream
+    options = CallOptions(config.noise_dtype, resolve_implementation(implementation))
+    rules, filters = read_draft_sampling(sampling, size, greedy)
+    vocabulary, history = read_vocabulary(token_map, vocab_size), History()
+    if vocabulary is not None:
+        rules, history = vocabulary.take(rules, history)
+    draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
+    logits, cutoff = apply_sampling_to_draft(
+        logits,
+        rules,
+        filters,
+        RowContext(history, None, jnp.int32(0)),
+        temperature=draft_temperature,
+        implementation=options.implementation,
+        vocabulary=vocabulary,
+    )
+    keys = check_keys(keys, size)
+    keys = keys if keys.shape else fold_in_rows(keys, size)
+    row = jnp.arange(k, dtype=jnp.int32)[None]
+    stream = jnp.zeros_like(row) + Stream.TARGET if coupled else Stream.draft(row)
+
+    def flat(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (size, k)).reshape(-1)
+
+    drawn = logits if vocabulary is None or not coupled else vocabulary.spread(logits)
+    arrays = SampleArrays(
+        drawn.reshape(size * k, -1),
+        flat(keys[:, None]),
+        flat(positions[:, None] + row),
+        flat(stream),
+        flat(draft_temperature[:, None]),
+        None if cutoff is None else cutoff.reshape(-1),
+    )
+    sample = sample_batch(arrays, options=options)
+    ids = sample.token_ids.reshape(size, k)
+    if vocabulary is not None and not coupled:
+        ids = vocabulary.token_ids(ids)
+    if greedy or coupled:
+        # Neither has a q to keep; the temperature tells the two apart, as in `propose`.
+        return Draft(ids, temperature=None if greedy else temperature)
+    logprobs, logsumexp = (x.reshape(size, k) for x in (sample.logprobs, sample.logsumexp))
+    token_map = vocabulary and vocabulary.token_map
+    return Draft(ids, logits, temperature, logprobs, logsumexp, cutoff, token_map=token_map)
