@@ -107,7 +107,11 @@ _LONGEST_FILES = (
     "tests/samplers/test_rejection_sample.py",
     "tests/samplers/test_transforms.py",
     "tests/samplers/test_gumbel_sample.py",
+    "tests/samplers/test_token_map.py",
     "tests/samplers/test_edges.py",
+    "tests/samplers/test_rules.py",
+    "tests/samplers/test_block_rejection_sample.py",
+    "tests/core/test_subnormal.py",
     "tests/repo/test_examples.py",
     "tests/models/test_draft_head.py",
     "tests/cli/test_command.py",
@@ -115,6 +119,13 @@ _LONGEST_FILES = (
     "tests/repo/test_benchmarks.py",
     "tests/repo/test_house.py",
     "tests/cli/test_sweep.py",
+    "tests/decode/test_draft_vocabulary.py",
+    "tests/decode/test_coupled.py",
+    "tests/decode/test_capacity.py",
+    "tests/laws/test_block_laws.py",
+    "tests/samplers/test_coupled_sample.py",
+    "tests/samplers/test_tree_rejection_sample.py",
+    "tests/models/test_eagle3.py",
 )
 
 
