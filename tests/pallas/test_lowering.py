@@ -24,8 +24,9 @@ from specjax.implementation import (
     visible_devices,
 )
 from specjax.markov_chain import markov_chain
-from specjax.models import TransformerConfig, build
+from specjax.models import DFlashConfig, TransformerConfig, build, build_dflash
 from specjax.models.choose_step import run_layer
+from specjax.models.heads.dflash import dflash_functions
 from specjax.models.layers import Layer
 from specjax.pallas.kernel_config import KernelConfig, Tile
 
@@ -302,6 +303,25 @@ def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == number
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache, platform="cpu")) == 0
         assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
+
+
+@pytest.mark.once
+@pytest.mark.lenient
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_block_of_a_dflash_head_lowers_for_cuda(batch_size):
+    layer = TransformerConfig(64, 512, 512, 1, 4, 2, 64, qk_norm=True, dtype="bfloat16")
+    config = DFlashConfig(layer, 64, taps=(0, 1), block_size=7, mask_token_id=63)
+    functions = dflash_functions(config)
+    params = jax.eval_shape(lambda: build_dflash(config))
+    weights = jax.eval_shape(functions.context, params)
+    cache = jax.eval_shape(lambda: functions.init_cache(batch_size, 300))
+    ids = shape(batch_size, 7, dtype=I32)
+    features = shape(batch_size, 7, 1024, dtype=jnp.bfloat16)
+    table = shape(64, 512, dtype=jnp.bfloat16)
+    with on_gpu():
+        # Committed tokens are two products; the block is a decoder's step.
+        assert num_kernels(lower(functions.append, params, weights, features, ids, cache)) == 2
+        assert num_kernels(lower(functions.apply, params, table, ids, ids, cache)) == 9
 
 
 @pytest.mark.parametrize(("slots", "number"), [once(60, 9), once(1000, 9), (3000, 10)])
