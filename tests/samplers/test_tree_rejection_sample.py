@@ -205,6 +205,17 @@ def test_no_sibling_follows_where_nothing_of_q_is_left():
     chex.assert_trees_all_equal(ours[:3], without[:3])
 
 
+def test_a_sibling_far_less_likely_than_the_first_is_judged_by_its_share_of_the_rest():
+    """A gap of 40 leaves no other trace than one of 200, whose rest float32 cannot add to 1."""
+    case, steps = small_case(8), []
+    for gap in (40, 200):
+        draft_logits = case["draft_logits"].copy()
+        draft_logits[np.arange(B), 0, case["token_ids"][:, 0]] += gap
+        steps.append(verify(case | {"draft_logits": draft_logits}))
+    assert np.mean(np.asarray(steps[0].nodes)[:, 0] > 0) > 0.2
+    chex.assert_trees_all_equal(*(step[:3] for step in steps))
+
+
 def test_equal_rows_accept_the_first_path():
     case = small_case(1)
     ours = verify(case | {"target_logits": case["draft_logits"]})

@@ -23,7 +23,6 @@ from specjax.core.gumbel_max import gather_logits, token_logprobs
 from specjax.core.logsumexp import (
     RowStatistics,
     block_partials,
-    exp_scaled,
     row_statistics_once,
 )
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
@@ -182,8 +181,9 @@ def reject_child(
     index = jnp.arange(draft_logits.shape[0], dtype=jnp.int32)
     taken = after.is_rejected & (tree.parents + 1 == row) & (tree.token_ids >= 0)
     taken_ids = jnp.where(taken, tree.token_ids, jnp.int32(draft_logits.shape[0]))
-    q = exp_scaled(_draft_logprobs(tree, rows, row, index))
-    log_left = jnp.log(jnp.sum(q.at[taken_ids].set(0.0, mode="drop")))
+    q = _draft_logprobs(tree, rows, row, index).at[taken_ids].set(-jnp.inf, mode="drop")
+    # In logs: the first sibling may have all of q that a float32 holds.
+    log_left = jax.nn.logsumexp(q)
     return after, RowLeft(
         log_rate=rate_after(left.log_rate, mass),
         log_mass=jnp.where(is_empty, jnp.float32(0), jnp.log(mass)),
