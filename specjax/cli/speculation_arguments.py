@@ -38,7 +38,8 @@ def add_speculation_options(group: Any) -> None:
             "METHOD",
             "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
             "them; coupled: accept what the target draws too, which makes a seed's text the one "
-            "without drafts; synthetic: accept at given rates",
+            "without drafts, and accepts as many greedy drafts and tokens of prompt lookup; "
+            "synthetic: accept at given rates",
         ),
         "draft_sample_method": (
             str,
