@@ -36,6 +36,9 @@ def match_probability(p: Any, q: Any, block_size: int = SAMPLING_BLOCK) -> float
     Returns:
       In [0, 1].
 
+    Raises:
+      ValueError: if p and q are not [V] of one vocabulary.
+
     Example:
       >>> p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
       >>> [round(match_probability(p, q, block_size), 4) for block_size in (2, 128)]
@@ -47,6 +50,10 @@ def match_probability(p: Any, q: Any, block_size: int = SAMPLING_BLOCK) -> float
       Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
     p, q = (np.asarray(x, np.float64) for x in (p, q))
+    if p.ndim != 1 or p.shape != q.shape or not p.size:
+        raise ValueError(
+            f"p has shape {p.shape} and q {q.shape}; both need to be [V], of one vocabulary."
+        )
     starts = np.arange(0, p.size, block_size)
     blocks = _match_probabilities(np.add.reduceat(p, starts), np.add.reduceat(q, starts))
     pairs = zip(np.split(p, starts[1:]), np.split(q, starts[1:]), strict=True)

@@ -14,6 +14,7 @@ from verify_cases import library, make_keys, mixed_case, run, sampled_case
 import specjax
 from specjax import Draft, Rule
 from specjax.core import rules
+from specjax.core.rule import RowValues, accepts, log_weights
 
 pytestmark = pytest.mark.once
 
@@ -44,11 +45,28 @@ def enumerated(acceptance, residual):
     return accepted + (1 - accepted.sum()) * residual / residual.sum()
 
 
+def of_functions(rule, num_uniforms=4096):
+    """How often a rule's own functions accept each token, and their residual."""
+    lp, lq = (jnp.log(jnp.asarray(x, jnp.float32))[None] for x in (P, Q))
+    u = (jnp.arange(num_uniforms, dtype=jnp.float32)[:, None] + 0.5) / num_uniforms
+    row = RowValues(
+        rule.statistics,
+        max_logprob=lambda: jnp.max(lp),
+        entropy=lambda: -jnp.sum(jnp.exp(lp) * lp),
+        rank=lambda: jnp.asarray(RANK, jnp.float32)[None],
+    )
+    acceptance = np.mean(accepts(rule, lp, lq, u, row), axis=0)
+    return acceptance, np.exp(np.asarray(log_weights(rule, lp, lq, row)))[0]
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_rule_s_total_variation_is_that_of_its_docstring(name):
-    _, acceptance, residual, variation = EXAMPLES[name]
+    rule, acceptance, residual, variation = EXAMPLES[name]
     measured = np.abs(enumerated(acceptance, residual) - P).sum() / 2
     assert measured == pytest.approx(variation, abs=1e-12)
+    np.testing.assert_allclose(
+        enumerated(*of_functions(rule)), enumerated(acceptance, residual), atol=2 / 4096
+    )
     text = getattr(rules, {"typical": "typical_acceptance"}.get(name, name)).__doc__
     assert ("not exact" in text) == (variation > 0)
     assert variation == 0 or f": {variation}." in " ".join(text.split())

@@ -290,6 +290,7 @@ TABLE = [P, [P, P]]
             "num_drafts is 2; .*the 1 tokens",
         ),
         (lambda: theory.optimal_acceptance_rate(P, P, 0, replacement=True), "num_drafts is 0"),
+        (lambda: theory.match_probability(P, [1.0]), r"p has shape \(2,\) and q \(1,\)"),
         (lambda: theory.unconditional_rates(TABLE, TABLE, "coupled"), "method is 'coupled'"),
         (lambda: theory.unconditional_rates(TABLE, TABLE[:1], "block"), "has 2 arrays and draft 1"),
         (lambda: theory.unconditional_rates([P, P], [P, P], "block"), r"target\[1\] has shape"),

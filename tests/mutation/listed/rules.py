@@ -6,6 +6,7 @@ from .tests import decode, rule_values
 __all__ = ["MUTATIONS"]
 
 _IMPOSSIBLE = "test_what_no_rule_may_accept_is_rejected"
+_VARIATION = "test_a_rule_s_total_variation_is_that_of_its_docstring"
 _GREEDY = "test_greedy_requests_ask_a_rule_that_is_for_them"
 _STANDARD = "test_the_standard_rule_as_a_value_is_the_default"
 
@@ -16,6 +17,34 @@ MUTATIONS = (
         "None",
         decode("test_the_rule_of_the_config_is_the_one_that_accepts"),
         "the rule of a config is not asked",
+    ),
+    Mutation(
+        "specjax.core.rules._Ratio.__call__",
+        "u * self.lenience",
+        "u / self.lenience",
+        rule_values(f"{_VARIATION}[lenience]"),
+        "lenience makes a rule stricter",
+    ),
+    Mutation(
+        "specjax.core.rules._Typical.__call__",
+        "jnp.minimum(",
+        "jnp.maximum(",
+        rule_values(f"{_VARIATION}[typical]"),
+        "a typical token is above both thresholds",
+    ),
+    Mutation(
+        "specjax.core.rules._Relaxed.__call__",
+        "row.rank < self.top_n",
+        "row.rank < self.top_n - 1",
+        rule_values(f"{_VARIATION}[relaxed]"),
+        "one token less is near the likeliest",
+    ),
+    Mutation(
+        "specjax.core.rules._Mixture.__call__",
+        "(1 - self.weight)",
+        "0 * self.weight",
+        rule_values(f"{_VARIATION}[ensemble]"),
+        "the mixture has nothing of q",
     ),
     Mutation(
         "specjax.core.rule.accepts",
