@@ -58,6 +58,13 @@ def test_a_seeded_text_is_that_of_plain_decoding(drafter, k, implementation):
         assert output.metrics.num_accepted.sum() > 0
 
 
+@pytest.mark.parametrize(("k", "copies"), [(1, 3), (7, 2)])
+def test_neither_k_nor_the_batch_changes_a_text(k, copies):
+    keys = bigrams.keys(len(PROMPTS))[np.tile(np.arange(len(PROMPTS)), copies)]
+    output = decode(DRAFTERS["model"], PROMPTS * copies, keys=keys, config=coupled(k))
+    assert texts(output) == plain() * copies
+
+
 def test_a_request_alone_has_its_text_of_the_batch():
     alone = decode(DRAFTERS["model"], PROMPTS[3:], keys=bigrams.keys(4)[3:], config=coupled(4))
     assert texts(alone) == plain()[3:]

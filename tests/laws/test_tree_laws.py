@@ -10,7 +10,7 @@ import oracle_tree
 import pytest
 import trees
 from scipy import stats
-from test_block_rejection_sample import random_model, total_variation
+from test_block_rejection_sample import random_model, total_variation, without_rows
 
 import specjax
 from specjax import Stream
@@ -48,6 +48,7 @@ TREES = [
     ("two by two", full, 2, 2),
     ("two children, depth 3", full, 2, 3),
     ("three children", full, 3, 2),
+    ("three children, depth 3", full, 3, 3),
     ("grown", grown, 0, 2),
     ("grown, depth 3", grown, 0, 3),
 ]
@@ -58,6 +59,10 @@ def test_a_step_follows_the_target(name, make, num_children, depth):
     for seed in range(4):
         rng = np.random.default_rng([seed, depth])
         target, draft = (random_model(rng, 4, depth, zeros=seed % 2) for _ in range(2))
+        step = oracle_tree.output_distribution(target, make(draft, num_children, depth))
+        assert total_variation(step, target, depth + 1) < 1e-12
+        # A node whose row of the target is not a distribution is a leaf.
+        target = without_rows(rng, target, 1)
         step = oracle_tree.output_distribution(target, make(draft, num_children, depth))
         assert total_variation(step, target, depth + 1) < 1e-12
 

@@ -91,12 +91,15 @@ def batch(seed, draft_vocab=V):
     draft_logits = 2 * rng.standard_normal((B, K, draft_vocab))
     common = np.pad(draft_logits[..., :V], ((0, 0), (0, 1), (0, max(V - draft_vocab, 0))))
     target_logits = common + spread * rng.standard_normal((B, K + 1, V))
-    temperature = rng.choice([0.7, 1.0, 1.3, 0.0], B, p=[0.4, 0.3, 0.2, 0.1])
-    draft_temperature = np.where(rng.random(B) < 0.1, 0.0, np.maximum(temperature, 0.5))
+    temperature = rng.choice([0.7, 1.0, 1.3, 0.0, np.nan], B, p=[0.35, 0.3, 0.2, 0.1, 0.05])
+    draft_temperature = np.where(rng.random(B) < 0.1, 0.0, np.fmax(temperature, 0.5))
     cutoff = np.where(rng.random((B, K + 1)) < 0.3, -1.0, -np.inf)
     draft_cutoff = np.where(rng.random((B, K)) < 0.3, -1.0, -np.inf)
     target_logits[rng.random((B, K + 1)) < 0.1, 7] = np.nan
-    draft_logits[rng.random((B, K)) < 0.05, 7] = np.inf
+    draft_logits[rng.random((B, K)) < 0.15, 7] = np.inf
+    num_tokens = rng.choice([-1, 0, 1, 3, 4, 4, 4, 4, 4], B)
+    # Wholly one-hot, as rows of no drafted token do not count.
+    draft_logits[::16, :2, 7], num_tokens[::16] = np.inf, 2
     with np.errstate(all="ignore"):
         scaled = np.where(draft_logits < draft_cutoff[..., None], -np.inf, draft_logits)
         scaled = scaled / np.where(draft_temperature > 0, draft_temperature, 1)[:, None, None]
@@ -113,7 +116,7 @@ def batch(seed, draft_vocab=V):
         jnp.asarray(draft_logits, jnp.float32),
         temperature=jnp.asarray(draft_temperature, jnp.float32),
         cutoff=jnp.asarray(draft_cutoff, jnp.float32),
-        num_tokens=jnp.asarray(rng.choice([-1, 0, 1, 3, 4, 4, 4, 4, 4], B), jnp.int32),
+        num_tokens=jnp.asarray(num_tokens, jnp.int32),
     )
     return draft, jnp.asarray(target_logits, jnp.float32), jnp.asarray(cutoff, jnp.float32), options
 

@@ -193,6 +193,17 @@ def test_a_child_that_cannot_have_been_drawn_changes_nothing():
         chex.assert_trees_all_equal(verify(case | {"parents": parents}), plain)
 
 
+def test_a_node_before_its_parent_is_not_reached_through_it():
+    """In a walk, where the last node holds what is drawn, and so does the one that names it."""
+    case = {name: x for name, x in small_case(11).items() if not name.startswith("draft")}
+    case["target_logits"][:, 0] += 60 * (np.arange(SMALL) == case["token_ids"][:, -1:])
+    case["target_logits"][:, N] += 60 * (np.arange(SMALL) == case["token_ids"][:, -2:-1])
+    parents = np.where(np.arange(N) == N - 2, N - 1, case["parents"]).astype(np.int32)
+    ours = verify(case | {"parents": parents})
+    np.testing.assert_array_equal(ours.num_accepted, 1)
+    np.testing.assert_array_equal(np.asarray(ours.nodes)[:, 0], N - 1)
+
+
 def test_no_sibling_follows_where_nothing_of_q_is_left():
     """One token has all of q. What is said to come after it, of no vocabulary, changes nothing."""
     case = small_case(6)
@@ -214,6 +225,23 @@ def test_a_sibling_far_less_likely_than_the_first_is_judged_by_its_share_of_the_
         steps.append(verify(case | {"draft_logits": draft_logits}))
     assert np.mean(np.asarray(steps[0].nodes)[:, 0] > 0) > 0.2
     chex.assert_trees_all_equal(*(step[:3] for step in steps))
+
+
+def test_children_of_a_row_that_is_no_distribution_are_one_hot():
+    """Each has a q of its own, so that the one with all of p is accepted."""
+    case = small_case(9)
+    case["draft_logits"][:, 0, 3] = np.inf
+    which = np.arange(B) % 2
+    case["target_logits"][np.arange(B), 0, case["token_ids"][np.arange(B), which]] += 60
+    np.testing.assert_array_equal(np.asarray(verify(case).nodes)[:, 0], which)
+
+
+def test_of_siblings_that_hold_the_target_s_draw_the_walk_takes_the_lowest():
+    case = {name: x for name, x in small_case(10).items() if not name.startswith("draft")}
+    drawn = np.asarray(verify(case).token_ids)[:, :1]
+    twins = (case["parents"] == -1) & (np.arange(N) > 0)
+    ours = verify(case | {"token_ids": np.where(twins, drawn, -1).astype(np.int32)})
+    np.testing.assert_array_equal(np.asarray(ours.nodes)[:, 0], 1)
 
 
 def test_equal_rows_accept_the_first_path():

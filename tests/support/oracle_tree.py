@@ -29,7 +29,8 @@ def without(q, x):
 def output_distribution(target, draft, fault=None):
     """Exact distribution of the tokens one step emits, as `{tuple of tokens: probability}`.
 
-    `target` maps a path (a tuple of tokens) to a row of probabilities. `draft` maps a path and the
+    `target` maps a path (a tuple of tokens) to a row of probabilities, or to None where the row is
+    not a distribution: its node is a leaf, and nothing follows it. `draft` maps a path and the
     tokens of its earlier children to the row that the next one is drawn from before siblings are
     removed, to a token that is one-hot, or to None where no child follows.
     """
@@ -41,12 +42,14 @@ def output_distribution(target, draft, fault=None):
 
         def try_next(mass, siblings, p, taken, r):
             nonlocal rejected
-            q = draft(path, siblings)
+            q = None if p is None else draft(path, siblings)
             if q is None:
                 accepted = 1.0 if is_root else r
-                for y in np.flatnonzero(p):
-                    key = (*path, int(y))
-                    emitted[key] = emitted.get(key, 0.0) + mass * accepted * p[y]
+                ends = (
+                    {path: 1.0} if p is None else {(*path, int(y)): p[y] for y in np.flatnonzero(p)}
+                )
+                for key, share in ends.items():
+                    emitted[key] = emitted.get(key, 0.0) + mass * accepted * share
                 rejected += mass * (1 - accepted)
                 return
             is_drawn = np.ndim(q) > 0

@@ -7,6 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _TOKENS = "test_tokens_are_the_oracle_s"
 _MATCHES = "test_drafts_match_as_often_as_the_formula_says"
+_CHANGE = "test_a_change_of_the_method_drops_drafts_of_the_target_s_noise"
 
 MUTATIONS = (
     Mutation(
@@ -52,6 +53,20 @@ MUTATIONS = (
         "Stream.draft(i)",
         coupled_decoding(_MATCHES),
         "a coupled draft is drawn on a draft stream: the text stays, the matches go",
+    ),
+    Mutation(
+        "specjax.decode.propose._draft_tokens",
+        "temperature=None if greedy else temperature",
+        "temperature=None",
+        coupled_decoding(_CHANGE),
+        "tokens drawn with the target's noise look like likeliest ones: any method verifies them",
+    ),
+    Mutation(
+        "specjax.decode.draft_next.drop_other_draft",
+        "jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)",
+        "jnp.asarray(state.draft.num_tokens)",
+        coupled_decoding(_CHANGE),
+        "in place of a draft of another method tokens 0 are verified",
     ),
     Mutation(
         "specjax.decode.loop.commit_rows",

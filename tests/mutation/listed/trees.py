@@ -38,6 +38,13 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_TREES}tree.find_padding",
+        " | (depths < 0)",
+        "",
+        tree_sampling("test_a_node_before_its_parent_is_not_reached_through_it"),
+        "a node may be reached through a parent that comes after it",
+    ),
+    Mutation(
+        f"{_TREES}tree.find_padding",
         " | (depths >= max_depth)",
         "",
         _NOTHING,
@@ -120,6 +127,36 @@ MUTATIONS = (
         "tree.position + 0 * num_accepted, Stream.TARGET",
         _CHAIN,
         "the token after a path is drawn with the noise of the first position",
+    ),
+    Mutation(
+        f"{_TREES}traverse._visit.step",
+        "has_child & in_vocabulary & (q == -jnp.inf)",
+        "has_child & (q == -jnp.inf)",
+        _NUMPY,
+        "an id outside the vocabulary is skipped, though it was drawn",
+    ),
+    Mutation(
+        f"{_TREES}walk.walk_tree.step",
+        "child = first_index(is_child)",
+        "child = jnp.max(jnp.where(is_child, jnp.arange(is_child.shape[0], dtype=jnp.int32), -1))",
+        tree_sampling("test_of_siblings_that_hold_the_target_s_draw_the_walk_takes_the_lowest"),
+        "of equal siblings the walk takes the last",
+    ),
+    Mutation(
+        f"{_TREES}siblings.child_logprobs",
+        "jnp.where(rows.draft_rows.valid[row], q, jnp.float32(0))",
+        "q",
+        tree_sampling("test_children_of_a_row_that_is_no_distribution_are_one_hot"),
+        "a child of a draft row that is no distribution is not one-hot",
+    ),
+    Mutation(
+        f"{_TREES}siblings.reject_child",
+        "jax.nn.logsumexp(q)",
+        "jnp.log(jnp.sum(jnp.exp(q)))",
+        tree_sampling(
+            "test_a_sibling_far_less_likely_than_the_first_is_judged_by_its_share_of_the_rest"
+        ),
+        "what siblings left of q is what float32 can add to 1",
     ),
     Mutation(
         f"{_TREES}siblings._divide",
