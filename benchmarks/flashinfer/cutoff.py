@@ -19,7 +19,7 @@ import torch
 from benchmarks.flashinfer import library
 from benchmarks.flashinfer.check import check, check_softmax
 from benchmarks.flashinfer.ways import Call, Kernels, ways
-from benchmarks.vllm.cutoff import V, draw
+from benchmarks.vllm.cutoff import RANKED, V, draw_sets
 from benchmarks.vllm.verify import ROTATING_BYTES, time_calls, where
 
 # As in gpu/cutoff.py.
@@ -33,6 +33,8 @@ CASES: dict[str, tuple[float, dict[str, float]]] = {
     "top-k 2000": (1.0, {"top_k": 2000}),
     "top-p 0.9, flat": (30.0, {"top_p": 0.9}),
 }
+LIKEWISE = ["top-k 50", "top-p 0.9", "top-k 50, top-p 0.9", "top-p 0.9, spread", "top-k 2000"]
+CASES |= {f"{RANKED}{name}": CASES[name] for name in LIKEWISE}
 
 
 def parameters(case: dict[str, float], b: int, device: str) -> dict[str, torch.Tensor]:
@@ -55,12 +57,13 @@ def measure(
     """A record of each way through each case at one batch size."""
     device = "cpu" if smoke else "cuda"
     count = 2 if smoke else min(48, max(2, math.ceil(ROTATING_BYTES / (b * v * 2))))
-    sets = [draw(b, v, number, device) for number in range(count)]
+    both = draw_sets(b, v, count, device)
     shape = {"B": b, "V": v, "dtype": "bfloat16"}
     for name in names:
         temperature, case = CASES[name]
         heat = torch.full((b,), temperature, device=device)
         softmax = functools.partial(kernels.softmax, temperature=heat)
+        sets = both[name.startswith(RANKED)]
         probs = [softmax(rows) for rows in sets]
         x = sets[0].double() / temperature
         check_softmax(probs[0], x)
@@ -77,8 +80,8 @@ def measure(
             yield record
     # What every way from probabilities begins with, and the same without the copy.
     for call, inputs in {
-        "float32 copy, softmax": sets,
-        "softmax": [x.float() for x in sets],
+        "float32 copy, softmax": both[False],
+        "softmax": [x.float() for x in both[False]],
     }.items():
         figures, _ = time_calls(softmax, inputs, smoke)
         yield {"case": "softmax", "call": call, **shape, "per_request": True, **figures}
@@ -88,7 +91,7 @@ def describe(record: dict[str, Any]) -> str:
     """One line of the printed table."""
     alone = f" ({record['alone_us']:.2f} by itself)" if "alone_us" in record else ""
     return (
-        f"{record['case']:20} B={record['B']:<4}{record['median_us']:9.2f} us{alone}  "
+        f"{record['case']:28} B={record['B']:<4}{record['median_us']:9.2f} us{alone}  "
         f"{record['call']}"
     )
 

@@ -10,6 +10,8 @@ import torch
 Call = Callable[[torch.Tensor], torch.Tensor]
 # How far sums in float32 may be from those in float64 that they are held to.
 CLOSE = 1e-4
+# `flashinfer.cake_sampling`: its one launch draws for k up to this, and it needs a top-k.
+RADIX, RADIX_MAX_K = "top_k_top_p_sampling_from_probs, by radix in clusters", 64
 
 
 class Kernels:
@@ -42,6 +44,17 @@ class Kernels:
         self.draws += 1
         offset = 32 * len(probs) * self.draws
         self.launch(name, probs, tokens, valid, *filters, *probs.shape, offset)
+        return tokens
+
+    def radix(self, probs: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Tokens by the newest sampler: a cluster of programs selects the largest k by radix."""
+        b, v = probs.shape
+        tokens = torch.empty(b, dtype=torch.int32, device=probs.device)
+        values = torch.empty((b, 1024), device=probs.device)
+        ids, counts = torch.empty_like(values, dtype=torch.int32), torch.empty_like(tokens)
+        self.draws += 1
+        arrays = (probs, k, p, tokens, values, ids, counts)
+        self.launch("radix_top_k_top_p", *arrays, b, v, 32 * b * self.draws)
         return tokens
 
     def top_k_mask_logits(self, logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -104,6 +117,9 @@ def ways(kernels: Kernels, case: dict[str, float], of: dict[str, torch.Tensor]) 
         yield sampler(kernels, "top_k_sampling_from_probs", k)
         yield Way("top_k_renorm_probs", lambda probs: renorm_k(probs, k))
         yield Way("top_k_mask_logits", lambda rows: kernels.top_k_mask_logits(rows, k), True)
+        if case["top_k"] <= RADIX_MAX_K:
+            every = torch.ones_like(k, dtype=torch.float32)
+            yield Way(RADIX, lambda probs: kernels.radix(probs, k, every))
     elif asked == ["top_p"]:
         p = of["top_p"]
         yield sampler(kernels, top_p, p)
@@ -135,6 +151,7 @@ def both(kernels: Kernels, one_k: int, k: torch.Tensor, p: torch.Tensor) -> Iter
         place = top_p(torch.softmax(values.float(), dim=-1), p)
         return token_ids.gather(1, place.view(-1, 1).long()).squeeze(1).to(torch.int32)
 
+    yield Way(RADIX, lambda probs: kernels.radix(probs, k, p))
     yield Way(name, lambda probs: top_p(renorm_k(probs, k), p))
     yield sampler(kernels, name, k, p)._replace(name=f"{name}, both at once", joint=True)
     # Its probabilities are bfloat16, as the logits are.

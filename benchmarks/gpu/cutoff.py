@@ -15,16 +15,17 @@ import jax
 import jax.numpy as jnp
 
 import specjax
-from benchmarks.gpu.inputs import BYTES_PER_US, Shape, draw_rows, num_sets
+from benchmarks.gpu.inputs import BYTES_PER_US, Shape, draw_ranked_rows, draw_rows, num_sets
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
 from benchmarks.gpu.verify import environment
 
 
 class Case(NamedTuple):
-    """What is asked of every row; rows are 3 N(0, 1)."""
+    """What is asked of every row; rows are 3 N(0, 1), or else ranked like a language model's."""
 
     temperature: float
     filters: dict[str, float]
+    ranked: bool = False
 
 
 CASES = {
@@ -37,6 +38,9 @@ CASES = {
     "top-k 2000": Case(1.0, {"top_k": 2000}),
     "top-p 0.9, flat": Case(30.0, {"top_p": 0.9}),
 }
+# The same of rows like a language model's.
+RANKED = ["top-k 50", "top-p 0.9", "top-k 50, top-p 0.9", "top-p 0.9, spread", "top-k 2000"]
+CASES |= {f"ranked: {name}": CASES[name]._replace(ranked=True) for name in RANKED}
 SHAPES = [Shape(64, 1, 131072, "bfloat16"), Shape(8, 1, 131072, "bfloat16")]
 MORE = [Shape(384, 1, 131072, "bfloat16"), Shape(64, 1, 131072, "float32")]
 FEW = ["top-k 50", "top-p 0.9", "top-k 50, top-p 0.9"]
@@ -127,14 +131,17 @@ def programs(shape: Shape, names: list[str]) -> dict[str, tuple[Any, dict[str, A
 
 def measure(shape: Shape, names: list[str], calls: int, runs: int) -> Iterator[dict[str, Any]]:
     """A record of each program at one shape; a run has at most `calls` calls."""
-    rows = [draw_rows(seed, shape) for seed in range(num_sets(shape, 1, 48))]
     made = programs(shape, names)
     # No rows twice in an iteration: XLA would take the second call's result from the first.
-    each = min(PER_ITERATION, calls, len(rows))
+    each = min(PER_ITERATION, calls, num_sets(shape, 1, 48))
+    rows = {False: [draw_rows(seed, shape) for seed in range(each)]}
+    if any(CASES[name].ranked for name in names):
+        rows[True] = [draw_ranked_rows(seed, shape) for seed in range(each)]
     nowhere = jnp.zeros((shape.B,), jnp.int32)
     keys = list(jax.vmap(jax.random.key)(jnp.arange(each * shape.B)).reshape(each, shape.B))
     arguments = {
-        name: (rows[:each], keys, nowhere, options) for name, (_, options, _) in made.items()
+        name: (rows[name in CASES and CASES[name].ranked], keys, nowhere, options)
+        for name, (_, options, _) in made.items()
     }
 
     def lower() -> Iterator[tuple[str, Lowered]]:
@@ -157,7 +164,7 @@ def describe(case: dict[str, Any]) -> str:
         for name, kernel in list(case["kernels"].items())[:3]
     ]
     return (
-        f"{case['case']:24} B={case['B']:<4} V={case['V']:<7}{case['median_us']:9.2f} "
+        f"{case['case']:28} B={case['B']:<4} V={case['V']:<7}{case['median_us']:9.2f} "
         f"({low:.2f} to {high:.2f})  kernels {case['kernels_us']:.2f}: {', '.join(longest)}"
     )
 

@@ -126,3 +126,11 @@ def draw_rows(seed: Any, shape: Shape) -> jax.Array:
     """Rows [B, V] to draw tokens from: 3 N(0, 1)."""
     rows = 3 * jax.random.normal(jax.random.key(seed), (shape.B, shape.V), jnp.float32)
     return rows.astype(shape.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def draw_ranked_rows(seed: Any, shape: Shape) -> jax.Array:
+    """Rows [B, V] like a language model's: -1.3 log(1 + rank), each in an order of its own."""
+    keys = jax.random.split(jax.random.key(seed), shape.B)
+    rank = jax.vmap(lambda key: jax.random.permutation(key, shape.V))(keys)
+    return (-1.3 * jnp.log1p(rank.astype(jnp.float32))).astype(shape.dtype)

@@ -25,6 +25,8 @@ LABELS = {
     "jax.lax.top_k 50": "`jax.lax.top_k`, k = 50",
     "softmax": "what every way from probabilities begins with",
 }
+# What the names of cases of rows like a language model's begin with.
+RANKED = "ranked: "
 
 Column = tuple[str, int, int]
 
@@ -43,7 +45,7 @@ def cutoff_table(result: dict[str, Any]) -> str:
         return ", ".join([f"B = {B}", *more])
 
     lines = [
-        f"Rows 3 N(0, 1), V = {widest}, {main}, parameters per request; microseconds per call.",
+        f"{rows_of(cases)}, V = {widest}, {main}, parameters per request; microseconds per call.",
         "",
         f"| | {' | '.join(map(head, columns))} |",
         "|---" * (len(columns) + 1) + "|",
@@ -51,12 +53,25 @@ def cutoff_table(result: dict[str, Any]) -> str:
     for name in dict.fromkeys(case["case"] for case in cases):
         cells = [times.get((name, column)) for column in columns]
         shown = ["" if us is None else f"{us:.1f}" for us in cells]
-        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
+        lines.append(f"| {label_of(name)} | {' | '.join(shown)} |")
     where = result["environment"]
     place = f"{where['device']}, jax {where['jax']}, {where['date'][:10]}: `{where['command']}`"
     own = kernels(column_of(cases[0]), cases)
     rest = [*verification(result), *filters(result), *samplers(result)]
     return "\n".join([*lines, "", *own, place, *rest])
+
+
+def label_of(name: str) -> str:
+    """What a case is called in the tables; * for rows like a language model's."""
+    of_normal = name.removeprefix(RANKED)
+    return LABELS.get(of_normal, of_normal) + " *" * (of_normal != name)
+
+
+def rows_of(cases: list[dict[str, Any]]) -> str:
+    """The rows of the cases, in words."""
+    if not any(case["case"].startswith(RANKED) for case in cases):
+        return "Rows 3 N(0, 1)"
+    return "Rows 3 N(0, 1), or where marked * -1.3 log(1 + rank), as a language model's"
 
 
 def brief_table(result: dict[str, Any]) -> str:
@@ -72,8 +87,8 @@ def brief_table(result: dict[str, Any]) -> str:
     heads = [f"B = {size}" for size in sizes]
     heads += [f"FlashInfer, B = {size}" for size in sizes if fastest]
     lines = [
-        f"Rows 3 N(0, 1), V = {main['V']}, {main['dtype']}, parameters per request; microseconds "
-        f"per call{peers}.",
+        f"{rows_of(cases)}, V = {main['V']}, {main['dtype']}, parameters per request; "
+        f"microseconds per call{peers}.",
         "",
         f"| `logit_cutoff` | {' | '.join(heads)} |",
         "|---" * (len(heads) + 1) + "|",
@@ -87,7 +102,7 @@ def brief_table(result: dict[str, Any]) -> str:
             ]
             found = [fastest.get((name, size)) for size in sizes if fastest]
             shown += ["" if us is None else f"{us:.0f}" for us in found]
-            lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
+            lines.append(f"| {label_of(name)} | {' | '.join(shown)} |")
     where = result["environment"]
     return "\n".join([*lines, "", f"{where['device']}, jax {where['jax']}, {where['date'][:10]}."])
 
@@ -120,7 +135,7 @@ def verification(result: dict[str, Any]) -> list[str]:
     for case in cases:
         kernels = [case["kernels"].get(name) for name in names]
         shown = ["" if kernel is None else f"{kernel['us']:.1f}" for kernel in kernels]
-        label = LABELS.get(case["case"], case["case"])
+        label = label_of(case["case"])
         total, room = f"{case['median_us']:.1f}", f"{case['temporary_mb']:.1f}"
         lines.append(f"| {label} | {total} | {' | '.join(shown)} | {room} |")
     rows = f"All {first['K'] + 1} rows of a request in float32 would be"
@@ -145,7 +160,7 @@ def filters(result: dict[str, Any]) -> list[str]:
     for name in dict.fromkeys(case["case"] for case in cases):
         found = [times[name, size] for size in sizes]
         shown = [f"{case['median_us']:.0f} ({case['copy_us']:.0f})" for case in found]
-        lines.append(f"| {LABELS.get(name, name)} | {' | '.join(shown)} |")
+        lines.append(f"| {label_of(name)} | {' | '.join(shown)} |")
     versions = f"torch {where['torch']}, triton {where['triton']}"
     place = f"{where['device']}, {versions}, {where['date'][:10]}: `{where['command']}`"
     return [*lines, "", place]
@@ -178,7 +193,7 @@ def samplers(result: dict[str, Any]) -> list[str]:
     above = None
     for name, call in dict.fromkeys((case["case"], case["call"]) for case in cases):
         found = [times.get((name, call, size)) for size in sizes]
-        label = "" if name == above else LABELS.get(name, name)
+        label = "" if name == above else label_of(name)
         lines.append(f"| {label} | {code(call)} | {' | '.join(map(both_times, found))} |")
         above = name
     place = f"{where['device']}, torch {where['torch']}, {where['date'][:10]}: `{where['command']}`"
@@ -209,7 +224,7 @@ def kernels(main: Column, cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         # `gumbel_sample` has kernels, too, and they are not these.
         if column_of(case) == main and case["case"] != "gumbel_sample":
-            own[LABELS.get(case["case"], case["case"])] = {
+            own[label_of(case["case"])] = {
                 name.removesuffix("_kernel"): kernel["us"]
                 for name, kernel in case["kernels"].items()
                 if name.endswith("_kernel")

@@ -27,12 +27,27 @@ CASES = {
     "top-k 2000": (1.0, 2000, None),
     "top-p 0.9, flat": (30.0, None, 0.9),
 }
+RANKED = "ranked: "
+CASES |= {f"{RANKED}{name}": case for name, case in CASES.items() if "flat" not in name}
 
 
 def draw(b: int, v: int, number: int, device: str = "cuda") -> torch.Tensor:
     """Rows 3 N(0, 1) in bfloat16."""
     rng = torch.Generator(device).manual_seed(number)
     return torch.randn((b, v), generator=rng, device=device).mul_(3).to(torch.bfloat16)
+
+
+def draw_ranked(b: int, v: int, number: int, device: str = "cuda") -> torch.Tensor:
+    """Rows like a language model's in bfloat16: -1.3 log(1 + rank), each in an order of its own."""
+    rng = torch.Generator(device).manual_seed(number)
+    rank = torch.rand((b, v), generator=rng, device=device).argsort(dim=1)
+    return rank.float().log1p_().mul_(-1.3).to(torch.bfloat16)
+
+
+def draw_sets(b: int, v: int, count: int, device: str) -> dict[bool, list[torch.Tensor]]:
+    """Rows of `count` calls: normal ones, and by True those like a language model's."""
+    draws = {False: draw, True: draw_ranked}
+    return {ranked: [one(b, v, n, device) for n in range(count)] for ranked, one in draws.items()}
 
 
 def scaled(temperature: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -67,8 +82,9 @@ def check(rows: torch.Tensor, kept: torch.Tensor, k: int | None, p: float | None
 def measure(function: Any, b: int, v: int) -> Iterator[dict[str, Any]]:
     """A record of each case at one batch size."""
     count = min(48, max(2, math.ceil(ROTATING_BYTES / (b * v * 2))))
-    sets = [draw(b, v, number) for number in range(count)]
+    both = draw_sets(b, v, count, "cuda")
     for name, (temperature, k, p) in CASES.items():
+        sets = both[name.startswith(RANKED)]
         heat = torch.full((b,), temperature, device="cuda")
         k_rows = None if k is None else torch.full((b,), k, dtype=torch.int32, device="cuda")
         p_rows = None if p is None else torch.full((b,), p, device="cuda")
@@ -94,7 +110,7 @@ def main() -> None:
         for record in measure(function, b, V):
             section["cases"].append(record)
             print(
-                f"{record['case']:20} B={b:<4}{record['median_us']:9.2f} us, of which the float32 "
+                f"{record['case']:28} B={b:<4}{record['median_us']:9.2f} us, of which the float32 "
                 f"copy {record['copy_us']:.2f}",
                 flush=True,
             )

@@ -220,7 +220,7 @@ def test_flashinfer_stands_beside_the_cutoffs_of_its_session_alone(benchmark):
 
 def test_flashinfers_library_declares_what_its_source_exports(benchmark):
     library = benchmark("flashinfer.library")
-    source = library.SOURCE.read_text(encoding="utf-8")
+    source = "".join(path.read_text(encoding="utf-8") for path in (library.SOURCE, library.RADIX))
     exported = {}
     for name, arguments in re.findall(
         r"^EXPORT (\w+)\((.*?)\) \{", source, re.DOTALL | re.MULTILINE
@@ -244,16 +244,33 @@ def test_flashinfers_library_is_built_of_the_headers_in_its_wheel(benchmark, tmp
     (headers / "sampling.cuh").touch()
     (package / "_build_meta.py").write_text('__version__ = "7.1.post2"\n')
     assert library.find(tmp_path) == package
+    # Of the generated kernels, those that are launched: each with its macros.
+    generated = package / library.GENERATED
+    generated.mkdir(parents=True)
+    names = re.findall(r"&(kernel_cake_\w+)", library.RADIX.read_text(encoding="utf-8"))
+    one = "#define CAKE_INF 1\n{name}(int) {{}}\n#undef CAKE_INF\n"
+    text = "".join(one.format(name=name) for name in ("kernel_cake_other", names[0]))
+    (generated / "it_part1.cuh").write_text(f"#include <stdint.h>\n{text}")
+    (generated / "it_part2.cuh").write_text(one.format(name=f"{names[1]}_lp"))
+    with pytest.raises(SystemExit, match=f"does not hold .*{names[1]}"):
+        library.radix_kernels(package)
+    (generated / "it_part3.cuh").write_text(one.format(name=names[1]))
+    kernels = library.radix_kernels(package)
+    assert re.findall(r"kernel_cake_\w+", kernels) == ["kernel_cake_other", *names]
+    assert kernels.count("#include") == 1
     tools, out = tmp_path / "tools", tmp_path / "build" / "it.so"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
     with pytest.raises(SystemExit, match=r"No nvcc here: .* --library"):
         library.build(package, out, [])
     nvcc = tools / "nvcc"
-    nvcc.write_text(f'#!/bin/sh\necho "$@" > {out}\n')
+    nvcc.write_text(f'#!/bin/sh\necho "$@" >> {out}\n')
     nvcc.chmod(0o755)
     library.build(package, out, [tmp_path / "more"])
-    words = out.read_text().split()
+    of_radix, of_all = out.read_text().splitlines()
+    assert str(library.RADIX) in of_radix
+    assert "-use_fast_math" not in of_radix
+    words = of_all.split()
     wanted = [f"-I{package}/data/{name}" for name in library.HEADERS] + [f"-I{tmp_path}/more"]
     assert [word for word in words if word.startswith("-I")] == wanted
     assert {"-DFLASHINFER_VERSION=7.1.post2", "--cudart=static", str(library.SOURCE)} <= {*words}
