@@ -74,7 +74,8 @@ def implementation(request):
         residual=tile,
         buffer_search=tile,
         row_search=tile,
-        # Of rows this short, too, some are searched where they were buffered, and some are not.
+        # Of rows this short, too, some are searched where they were buffered, and some by a team.
+        num_search_programs=2,
         num_register_logits=64,
         small_reread_chunk=4,
         large_reread_chunk=8,

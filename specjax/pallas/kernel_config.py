@@ -57,7 +57,10 @@ class KernelConfig:
       row_search: tile of a cutoff that is searched in the row itself.
       num_draw_warps: warps of the program that draws a token from about a thousand log-masses:
         four to a thread.
-      num_search_warps: warps of the program that searches a cutoff.
+      num_search_warps: warps of a program that searches a cutoff.
+      num_search_programs: programs per row that may search its cutoff together, at most 16; None
+        chooses.
+      num_pivots: logits at which one pass over a row in memory compares, a power of two.
       max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, a power
         of two, at most the padded number of blocks; 0 leaves the noise to the draw; None chooses.
@@ -68,7 +71,7 @@ class KernelConfig:
       small_reread_chunk: sub-blocks read per iteration where no more than these are to be read
         again, a power of two.
       large_reread_chunk: sub-blocks read per iteration where more are, a power of two.
-      max_reread: sub-blocks to read again above which the row itself is searched.
+      max_reread: sub-blocks to read again above which the row itself is searched; None chooses.
     """
 
     row: Tile | None = None
@@ -78,13 +81,15 @@ class KernelConfig:
     row_search: Tile | None = None
     num_draw_warps: int = 8
     num_search_warps: int = 8
+    num_search_programs: int | None = None
+    num_pivots: int = 8
     max_small_batch: int = 16
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
     num_buffered_logits: int = 32768
     small_reread_chunk: int = 64
     large_reread_chunk: int = 256
-    max_reread: int = 2048
+    max_reread: int | None = None
 
     def reduce_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of `gumbel_sample`, `logit_cutoff` and draft rows without statistics.
@@ -124,7 +129,32 @@ class KernelConfig:
 
         A pass adds up its tiles elementwise and reduces across threads once.
         """
-        return self.row_search or Tile(_limit(16384, vocab_size), self.num_search_warps)
+        return self.row_search or Tile(_limit(8192, vocab_size), self.num_search_warps)
+
+    def search_programs(self, num_rows: int) -> int:
+        """Returns how many programs of a row may search its cutoff together.
+
+        They find multiprocessors that would idle: no more programs than an H200 has of those.
+        """
+        if self.num_search_programs is not None:
+            return self.num_search_programs
+        return max(1, min(16, 128 // next_power_of_2(num_rows)))
+
+    def reread_limit(self, num_programs: int | None) -> int:
+        """Returns how many sub-blocks one program reads again at most.
+
+        Where more are to be read, the programs of the row together read it sooner. A count is the
+        same by either way. Masses differ in their rounding, so that rows cut by top-p have a limit
+        that does not depend on the batch.
+
+        Args:
+          num_programs: of a row; None for a row cut by top-p.
+        """
+        if self.max_reread is not None:
+            return self.max_reread
+        if num_programs is None:
+            return 1024
+        return 512 if num_programs > 2 else 4096
 
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
         """Returns how many programs per row make the noise of `gumbel_sample`'s blocks.

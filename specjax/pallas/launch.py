@@ -1,10 +1,11 @@
 """Launches a kernel over references to whole arrays, on a grid of one axis; and what kernels share.
 
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
-one launch see each other's stores only through `is_last_arrival`. Three exceptions give equal
-results in any order: the `atomic_max` that publishes a stop or an accepted prefix, the NaN keys of
-`attention_kernel`, and the slots of new tokens in `fused_attention_kernel`. What a launch stored is
-visible to the next one, with programmatic dependent launch too (`launch_dependents`).
+one launch see each other's stores only through `is_last_arrival`, and in `cutoff_search_kernel`
+through the arrivals of a team (`cutoff.team`). Three exceptions give equal results in any order:
+the `atomic_max` that publishes a stop or an accepted prefix, the NaN keys of `attention_kernel`,
+and the slots of new tokens in `fused_attention_kernel`. What a launch stored is visible to the next
+one, with programmatic dependent launch too (`launch_dependents`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "is_last_arrival",
     "launch",
     "launch_dependents",
+    "make_add_above",
     "make_exp2",
     "output",
     "select_one",
@@ -48,7 +50,7 @@ def launch(
     num_warps: int,
     interpret: bool,
     num_stages: int = 1,
-    in_place: Mapping[str, jax.Array] = MappingProxyType({}),
+    in_place: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Runs `kernel(operands, outputs)` on every program of a grid, and returns the outputs.
 
@@ -62,7 +64,7 @@ def launch(
       num_warps: per program.
       interpret: whether to run in Pallas' interpreter.
       num_stages: iterations of a loop whose loads are in flight at once.
-      in_place: by name of an output, the operand whose memory it takes.
+      in_place: by name of an output, the operand whose memory it takes; both may be pytrees.
 
     Returns:
       Arrays in the structure of `outputs`.
@@ -71,9 +73,11 @@ def launch(
     shapes, tree = jax.tree.flatten(outputs)
     aliases = {}
     for name, operand in in_place.items():
-        [source] = [i for i, leaf in enumerate(arrays) if leaf is operand]
-        [target] = [i for i, leaf in enumerate(shapes) if leaf is getattr(outputs, name)]
-        aliases[source] = target
+        pairs = zip(jax.tree.leaves(operand), jax.tree.leaves(getattr(outputs, name)), strict=True)
+        for array, shape in pairs:
+            [source] = [i for i, leaf in enumerate(arrays) if leaf is array]
+            [target] = [i for i, leaf in enumerate(shapes) if leaf is shape]
+            aliases[source] = target
 
     axes = jax.typeof(arrays[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in shapes]
@@ -113,6 +117,32 @@ def _ex2(x: jax.Array) -> jax.Array:
         constraints="=f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def make_add_above(interpret: bool) -> Callable[..., jax.Array]:
+    """Returns the function of f32 of one shape: sums + (weights where x >= pivots, else 0).
+
+    On a GPU a comparison that gives 1 or 0 and a multiply-add: two instructions, where a select and
+    an addition are three. The result is the same for finite weights.
+    """
+
+    def add_above(
+        sums: jax.Array, x: jax.Array, pivots: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        return sums + jnp.where(x >= pivots, weights, jnp.float32(0))
+
+    return add_above if interpret else _add_above
+
+
+def _add_above(sums: jax.Array, x: jax.Array, pivots: jax.Array, weights: jax.Array) -> jax.Array:
+    (result,) = plgpu.elementwise_inline_asm(
+        "{ .reg .f32 reached; set.ge.f32.f32 reached, $2, $3; fma.rn.f32 $0, reached, $4, $1; }",
+        args=[sums, x, pivots, weights],
+        constraints="=f,f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(sums.shape, sums.dtype)],
     )
     return result
 

@@ -21,13 +21,14 @@ from specjax.core.truncation import (
     BOUND_SLACK,
     Filters,
     RowBounds,
-    RowQueries,
+    bisecting_queries,
     extremes_blocks,
     mass_above,
     mass_bound,
     mass_weights,
     min_kept,
     min_p_threshold,
+    refuse_nan,
     required_mass,
     search_cutoff,
     top_k_active,
@@ -88,7 +89,7 @@ def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) 
             lambda: search(_gather_top_blocks(body, maxima)),
             lambda: search(body),
         )
-    return jnp.where(row.cuts, cutoff, -jnp.inf)
+    return refuse_nan(jnp.where(row.cuts, cutoff, -jnp.inf), filters)
 
 
 def _row_facts(partials: MaxSum, scaling: Temperature, filters: Filters, vocab_size: int) -> _Row:
@@ -177,7 +178,8 @@ def _search_cutoff(arrays: tuple[jax.Array, ...], row: _Row, filters: Filters) -
     cuts_k = None if filters.top_k is None else row.cuts_k
     cuts_p = None if filters.top_p is None else row.cuts_p
     bounds = RowBounds(row.anchor, row.mass, cuts_k, cuts_p, row.low)
-    return search_cutoff(RowQueries(count, mass, extremes, smallest_kept), filters, bounds)
+    queries = bisecting_queries(count, mass, extremes, smallest_kept)
+    return search_cutoff(queries, filters, bounds)
 
 
 def _search(

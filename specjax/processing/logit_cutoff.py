@@ -148,7 +148,7 @@ def cutoff_shard(batch: _Batch, shared: None, *, implementation: Implementation)
     filters = jax.tree.map(lambda x: x.reshape(-1), filters)
     rows = logits.reshape(-1, logits.shape[-1])
     cutoff = _searcher(implementation)(rows, temperature.reshape(-1), filters)
-    return _refuse_nan(cutoff, filters).reshape(logits.shape[:-1])
+    return cutoff.reshape(logits.shape[:-1])
 
 
 def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
@@ -159,11 +159,3 @@ def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
 
     kernels = functools.partial(cutoff_rows, implementation=implementation)
     return select(implementation, cutoff_of_rows, kernels)
-
-
-def _refuse_nan(cutoff: jax.Array, filters: Filters) -> jax.Array:
-    """Returns +inf where a filter is NaN: nothing is kept, so the samplers get an invalid row."""
-    for value in (filters.top_p, filters.min_p):
-        if value is not None:
-            cutoff = jnp.where(jnp.isnan(value), jnp.inf, cutoff)
-    return cutoff

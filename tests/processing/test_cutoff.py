@@ -583,11 +583,13 @@ def test_a_fault_inside_the_search_is_seen(name, monkeypatch):
 
 
 class _Held(NamedTuple):
-    """What the search leaves, in memory of which one part may be given."""
+    """What the search leaves, flat: each part may be given memory."""
 
     cutoff: Any
     sub_blocks: Any
     values: Any
+    counters: Any
+    sums: Any
 
 
 def test_uninitialised_memory_is_no_logit(implementation, monkeypatch):
@@ -596,17 +598,19 @@ def test_uninitialised_memory_is_no_logit(implementation, monkeypatch):
         pytest.skip("plain JAX has no memory that is not initialised")
     from specjax.pallas.cutoff import rows as cutoff
 
-    def launch(kernel, operands, outputs, **options):
+    def launch(kernel, operands, outputs, *, in_place=None, **options):
         if not hasattr(outputs, "buffer"):
             return launch_as_it_is(kernel, operands, outputs, **options)
-        held = jnp.full(outputs.buffer.values.shape, 3e38, jnp.float32)
+        parts = {"values": outputs.buffer.values, "sums": outputs.sums}
+        held = {name: jnp.full(part.shape, 3e38, jnp.float32) for name, part in parts.items()}
 
         def search(references, out):
             buffer = type(outputs.buffer)(out.sub_blocks, out.values)
-            kernel(references[0], type(outputs)(out.cutoff, buffer))
+            kernel(references[0], type(outputs)(out.cutoff, buffer, out.counters, out.sums))
 
-        left = _Held(outputs.cutoff, *outputs.buffer)
-        return launch_as_it_is(search, (operands, held), left, in_place={"values": held}, **options)
+        left = _Held(outputs.cutoff, *outputs.buffer, outputs.counters, outputs.sums)
+        in_place = in_place | held
+        return launch_as_it_is(search, (operands, held), left, in_place=in_place, **options)
 
     launch_as_it_is = cutoff.launch
     monkeypatch.setattr(cutoff, "launch", launch)

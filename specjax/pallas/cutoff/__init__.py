@@ -5,4 +5,7 @@
 | `rows` | the launches and their kernels |
 | `bound` | a lower bound of a row's cutoff, from sub-blocks |
 | `candidates` | logits at or above the bound, compacted |
+| `search` | the search among candidates, or in a wide row |
+| `queries` | what a search asks of logits, in registers or in memory |
+| `team` | the programs that search a wide row together |
 """

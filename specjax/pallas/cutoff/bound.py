@@ -45,6 +45,7 @@ __all__ = [
     "SubBlocks",
     "any_filter_active",
     "bound_cutoff",
+    "load_filters",
     "load_sub_blocks",
     "store_sub_blocks",
     "sub_blocks_shape",
@@ -126,7 +127,7 @@ def store_sub_blocks(
 
 def any_filter_active(rows: CutoffRows, b: jax.Array) -> jax.Array:
     """Returns whether a filter cuts row b, provided that the row is a distribution, bool[]."""
-    filters = _load_filters(rows, b)
+    filters = load_filters(rows, b)
     temperature = parse_temperature(rows.temperature[b])
     is_cut = temperature.scale < 0  # False, as a computed value that Triton can branch on
     if filters.top_k is not None:
@@ -146,7 +147,7 @@ def load_sub_blocks(sub_blocks: SubBlocks, b: jax.Array) -> MaxSum:
 def summarize_row(rows: CutoffRows, b: jax.Array, partials: MaxSum, interpret: bool) -> RowSummary:
     """Merges the partials of row b, and reads which filters cut it."""
     vocab_size = rows.logits.shape[1]
-    filters, scale = _load_filters(rows, b), parse_temperature(rows.temperature[b]).scale
+    filters, scale = load_filters(rows, b), parse_temperature(rows.temperature[b]).scale
     row_partial = merge_partials(partials, scale, make_exp2(interpret))
     is_cut = (
         any_filter_active(rows, b) & jnp.isfinite(row_partial.max) & jnp.isfinite(row_partial.sum)
@@ -158,7 +159,8 @@ def summarize_row(rows: CutoffRows, b: jax.Array, partials: MaxSum, interpret: b
     )
 
 
-def _load_filters(rows: CutoffRows, b: jax.Array) -> Filters:
+def load_filters(rows: CutoffRows, b: jax.Array) -> Filters:
+    """Loads the filters of row b."""
     return Filters(*[None if x is None else x[b] for x in rows.filters])
 
 
@@ -198,8 +200,21 @@ def bound_cutoff(row: RowSummary, interpret: bool) -> jax.Array:
             )
 
         bound = cond_or(uses_mass, lambda: _bisect_distance(row, target, least_mass), low)
+        top_p = filters.top_p
+        bound = cond_or(bound == -jnp.inf, lambda: _bound_by_remainder(row, top_p), bound)
         low = jnp.where(uses_mass, jnp.maximum(low, bound), low)
     return smallest_equal(low)
+
+
+def _bound_by_remainder(row: RowSummary, top_p: jax.Array) -> jax.Array:
+    """Returns a logit below which less than 1 - top_p of the mass can lie, f32.
+
+    Even if all V logits lay just below t, they would weigh V w(t). With w(t) = (1 - p) mass / V
+    that is what top-p may drop. The bound is loose, but there is one for every row.
+    """
+    num_logits = jnp.float32(row.sub_blocks.max.shape[0] * SUB_BLOCK)
+    share = (jnp.float32(1) - jnp.maximum(top_p, jnp.float32(0))) * jnp.float32(1 - BOUND_SLACK)
+    return row.anchor + jnp.log(share * row.mass / num_logits) / row.scale
 
 
 def _bisect_distance(
@@ -215,7 +230,7 @@ def _bisect_distance(
     exists = row.sub_blocks.max > -jnp.inf
     smallest = jnp.min(jnp.where(exists, row.sub_blocks.max, jnp.inf))
     distance = jnp.minimum(row.anchor - smallest, jnp.float32(_MAX_FLOAT))
-    far_key = ordered_key(distance)
+    farthest_key = ordered_key(distance)
     near_key = ordered_key(
         jnp.minimum(distance * jnp.float32(_NEAR_SHARE), jnp.float32(_MAX_NEAR_DISTANCE))
     )
@@ -228,7 +243,10 @@ def _bisect_distance(
         return near_key, jnp.where(is_reached, middle_key, far_key)
 
     _, far_key = jax.lax.fori_loop(
-        jnp.int32(0), jnp.int32(_NUM_HALVINGS), bisect, (near_key, far_key)
+        jnp.int32(0), jnp.int32(_NUM_HALVINGS), bisect, (near_key, farthest_key)
     )
     low = row.anchor - key_value(far_key)
-    return jnp.where(lower_bound(low) >= target, low, -jnp.inf)
+    # The far end that a halving moved was tested there.
+    is_tested = far_key != farthest_key
+    is_bound = cond_or(~is_tested, lambda: lower_bound(low) >= target, is_tested)
+    return jnp.where(is_bound, low, -jnp.inf)

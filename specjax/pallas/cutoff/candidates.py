@@ -18,7 +18,7 @@ from specjax.pallas.cutoff.bound import SUB_BLOCK, CutoffRows, RowSummary
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import divmod_i32, make_exp2
 
-__all__ = ["CandidateBuffer", "compact_candidates"]
+__all__ = ["CandidateBuffer", "SubBlockKinds", "classify_sub_blocks", "compact_candidates"]
 
 # Two counts share an i32: the first in its low 15 bits, the second above them.
 _COUNT_RADIX = 1 << 15
@@ -39,39 +39,61 @@ class CandidateBuffer(NamedTuple):
     values: Any
 
 
-def compact_candidates(
-    rows: CutoffRows,
-    row: RowSummary,
-    b: jax.Array,
-    low: jax.Array,
-    buffer: CandidateBuffer,
-    config: KernelConfig,
-    interpret: bool,
-) -> jax.Array:
-    """Stores the logits of row b that reach `low`, and returns their number, i32.
+class SubBlockKinds(NamedTuple):
+    """Which sub-blocks of a row reach a bound; the others hold no candidate.
 
-    Where the number exceeds the buffer, only as many are stored as fit.
-
-    Args:
-      rows: all rows.
-      row: summary of row b.
-      b: its index.
-      low: f32, a lower bound of the cutoff; -inf stores nothing.
-      buffer: of all rows.
-      config: how many sub-blocks are read per iteration, and at most.
-      interpret: whether the kernel runs in Pallas' interpreter.
-
-    Returns:
-      The number of candidates; L + 1 if more than `config.max_reread` sub-blocks were to be read.
+    Attributes:
+      low: f32, the bound; -inf reaches none.
+      holds_one: bool[N], whether the largest logit is the only candidate.
+      holds_several: bool[N], whether there may be several.
+      num_before: i32[N] twice, how many sub-blocks before each hold one, and several.
+      num: i32 twice, how many sub-blocks hold one, and several.
     """
-    largest, max_candidates = row.sub_blocks.max, buffer.values.shape[1]
+
+    low: jax.Array
+    holds_one: jax.Array
+    holds_several: jax.Array
+    num_before: tuple[jax.Array, jax.Array]
+    num: tuple[jax.Array, jax.Array]
+
+
+def classify_sub_blocks(row: RowSummary, low: jax.Array, interpret: bool) -> SubBlockKinds:
+    """Returns which sub-blocks hold candidates by a bound f32 of the cutoff."""
+    largest = row.sub_blocks.max
     reaches = (largest >= low) & (low > -jnp.inf)
     # The mass of the other tokens is known up to the rounding of the sum.
     other_mass = row.sub_blocks.sum * jnp.float32(1 + _SUM_ROUNDING) - 1
     low_mass = mass_weights(low, largest, row.scale, make_exp2(interpret))
     holds_several = reaches & (other_mass >= low_mass)
     holds_one = reaches & ~holds_several
-    (index, total), (reread_index, num_reread) = _prefix_sums(holds_one, holds_several)
+    num_before, num = _prefix_sums(holds_one, holds_several)
+    return SubBlockKinds(low, holds_one, holds_several, num_before, num)
+
+
+def compact_candidates(
+    rows: CutoffRows,
+    kinds: SubBlockKinds,
+    largest: jax.Array,
+    b: jax.Array,
+    buffer: CandidateBuffer,
+    config: KernelConfig,
+    interpret: bool,
+) -> jax.Array:
+    """Stores the logits of row b that reach the bound, and returns their number, i32.
+
+    Where the number exceeds the buffer, only as many are stored as fit.
+
+    Args:
+      rows: all rows.
+      kinds: of the sub-blocks of row b.
+      largest: f32[N], their largest logits.
+      b: the row's index.
+      buffer: of all rows.
+      config: how many sub-blocks are read per iteration.
+      interpret: whether the kernel runs in Pallas' interpreter.
+    """
+    low, holds_one, holds_several, (index, reread_index), (total, num_reread) = kinds
+    max_candidates = buffer.values.shape[1]
     fits = holds_one & (index < max_candidates)
     # The index past the end: the interpreter drops such stores, the GPU masks them.
     plgpu.store(buffer.values.at[b, jnp.where(fits, index, max_candidates)], largest, mask=fits)
@@ -81,10 +103,9 @@ def compact_candidates(
     _barrier(interpret)
     # A chunk has a static size. So there are two loops, of which at most one iterates.
     small_chunk, large_chunk = config.small_reread_chunk, config.large_reread_chunk
-    is_reread = num_reread <= config.max_reread
     chunk_sizes = (
         (small_chunk, num_reread <= small_chunk),
-        (large_chunk, (num_reread > small_chunk) & is_reread),
+        (large_chunk, num_reread > small_chunk),
     )
     for chunk_size, is_chosen in chunk_sizes:
         num_chosen = jnp.where(is_chosen, num_reread, 0)
@@ -92,7 +113,7 @@ def compact_candidates(
         compact = functools.partial(_compact_chunk, rows, b, low, buffer, num_reread, chunk_size)
         total = jax.lax.fori_loop(jnp.int32(0), num_chunks, compact, total)
     _barrier(interpret)
-    return jnp.where(is_reread, total, jnp.int32(max_candidates + 1))
+    return total
 
 
 def _compact_chunk(
@@ -137,14 +158,14 @@ def _prefix_sum(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _prefix_sums(
     holds_one: jax.Array, holds_several: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns `_prefix_sum` of both bool[N], by one sum where an i32 holds both counts."""
+    """Returns the prefix sums of both bool[N], and both sums; at once where an i32 holds both."""
     ones, others = holds_one.astype(jnp.int32), holds_several.astype(jnp.int32)
     if holds_one.shape[0] >= _COUNT_RADIX:
-        return _prefix_sum(ones), _prefix_sum(others)
+        (before_ones, num_ones), (before_others, num_others) = map(_prefix_sum, (ones, others))
+        return (before_ones, before_others), (num_ones, num_others)
     sums = _prefix_sum(ones + others * _COUNT_RADIX)
-    halves = (divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in sums)
-    one_sums, several_sums = zip(*halves, strict=True)
-    return one_sums, several_sums
+    num_before, num = (divmod_i32(counts, _COUNT_RADIX)[::-1] for counts in sums)
+    return num_before, num
 
 
 def _barrier(interpret: bool) -> None:

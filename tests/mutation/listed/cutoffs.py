@@ -1,7 +1,7 @@
 """Wrong versions of cutoffs: the reference's search, and the kernels'."""
 
 from ..mutation import Mutation
-from .tests import cutoffs, searches
+from .tests import cutoff_teams, cutoffs, searches
 
 __all__ = ["MUTATIONS"]
 
@@ -19,14 +19,14 @@ _PALLAS = "specjax.pallas."
 
 _REFERENCE = (
     Mutation(
-        "specjax.processing.logit_cutoff._refuse_nan",
+        "specjax.core.truncation.refuse_nan",
         "(filters.top_p, filters.min_p)",
         "(filters.top_p,)",
         cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-min_p]"),
         "min-p may be NaN",
     ),
     Mutation(
-        "specjax.processing.logit_cutoff._refuse_nan",
+        "specjax.core.truncation.refuse_nan",
         "jnp.isnan(value), jnp.inf, cutoff",
         "jnp.isnan(value), -jnp.inf, cutoff",
         cutoffs("test_a_nan_filter_makes_the_row_invalid[xla-top_p]"),
@@ -38,6 +38,20 @@ _REFERENCE = (
         "(*(1,) * (len(leading) - value.ndim), *value.shape)",
         cutoffs("test_a_parameter_goes_with_the_leading_axes"),
         "a parameter [B] goes with the rows of a request",
+    ),
+    Mutation(
+        "specjax.processing.logit_cutoff.logit_cutoff",
+        'parse_optional("min_p", min_p,',
+        'parse_optional("min_p", top_p,',
+        cutoffs(f"{_HAND}[xla]"),
+        "min-p is what top-p is",
+    ),
+    Mutation(
+        "specjax.processing.logit_cutoff.logit_cutoff",
+        'parse_array("temperature", temperature,',
+        'parse_array("temperature", 1.0,',
+        cutoffs(f"{_SORT}[xla-129]"),
+        "every row is at temperature 1",
     ),
     Mutation(
         f"{_FILTERS}",
@@ -132,6 +146,34 @@ _REFERENCE = (
         "of two odd ends the halves lose one",
     ),
     Mutation(
+        f"{_BRACKET}search_by_pivots.divide",
+        ">= target",
+        "> target",
+        searches("test_a_search_by_pivots_finds_the_kth_largest_in_few_passes[8-bfloat16]"),
+        "the target is to be exceeded",
+    ),
+    Mutation(
+        f"{_BRACKET}pivot_keys",
+        "step * (index + one)",
+        "step * index",
+        searches("test_pivots_are_inside_a_bracket_and_divide_it_evenly[0]"),
+        "the first pivot is the bracket's end",
+    ),
+    Mutation(
+        f"{_BRACKET}pivot_keys",
+        "jax.lax.div(bracket.high, parts) - jax.lax.div(bracket.low, parts)",
+        "jax.lax.div(bracket.high - bracket.low, parts)",
+        searches("test_pivots_are_inside_a_bracket_and_divide_it_evenly[0]"),
+        "the width of a bracket overflows",
+    ),
+    Mutation(
+        f"{_BRACKET}_divide_by_halves",
+        "index * 2 + 1",
+        "index * 2",
+        searches("test_pivots_are_inside_a_bracket_and_divide_it_evenly[16]"),
+        "pivots are at the ends of parts, one of which is the bracket's",
+    ),
+    Mutation(
         f"{_TRUNCATION}mass_above",
         "blocks >= pivot",
         "blocks > pivot",
@@ -193,7 +235,7 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff.bound._bisect_distance",
-        "jnp.where(lower_bound(low) >= target, low, -jnp.inf)",
+        "jnp.where(is_bound, low, -jnp.inf)",
         "low",
         cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-129]"),
         "a bound that does not reach the target is taken for one",
@@ -206,18 +248,18 @@ _KERNELS = (
         "a sub-block that reaches a logit counts whole",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.candidates.compact_candidates",
+        f"{_PALLAS}cutoff.candidates.classify_sub_blocks",
         "holds_several = reaches & (other_mass >=",
         "holds_several = reaches & (0 * other_mass >",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "every sub-block gives its largest logit alone",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.candidates.compact_candidates",
-        "jnp.where(is_reread, total, jnp.int32(max_candidates + 1))",
-        "total",
-        cutoffs(f"{_SORT}[interpret-5000]"),
-        "sub-blocks that are too many to be read are taken for empty",
+        f"{_PALLAS}cutoff.bound._bound_by_remainder",
+        "share * row.mass / num_logits",
+        "share * row.mass",
+        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[float32]"),
+        "what top-p may drop is taken for the mass of one token",
     ),
     Mutation(
         f"{_PALLAS}cutoff.candidates.compact_candidates",
@@ -241,25 +283,32 @@ _KERNELS = (
         "more is counted in half an integer than it holds",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.rows._search_row",
-        "fits, no_cutoff = count <= config.num_register_logits",
-        "fits, no_cutoff = count <= 2 * config.num_register_logits",
+        f"{_PALLAS}cutoff.search.search_candidates",
+        "fits, no_cutoff = count <= num_register_logits",
+        "fits, no_cutoff = count <= 2 * num_register_logits",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "a program searches among fewer candidates than there are",
     ),
     Mutation(
         f"{_PALLAS}cutoff.rows._search_row",
-        " & (count <= buffer.values.shape[1])",
-        "",
+        "(count > buffer.values.shape[1])",
+        "(count > 2 * buffer.values.shape[1])",
         cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
         "candidates beyond the buffer are taken for cut",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.rows._search_row",
-        "memory_queries(buffer.values, b, count,",
-        "memory_queries(buffer.values, b, count - 1,",
+        f"{_PALLAS}cutoff.search.search_candidates",
+        "MemoryRow(values, b, count,",
+        "MemoryRow(values, b, count - 1,",
         cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
         "the last candidate is not searched",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.rows.cutoff_search_kernel",
+        "refuse_nan(keeps_all, load_filters(operands.rows, b))",
+        "keeps_all",
+        cutoffs("test_a_nan_filter_makes_the_row_invalid[interpret-top_p]"),
+        "a filter that is NaN keeps all",
     ),
     Mutation(
         f"{_PALLAS}cutoff.bound.store_sub_blocks",
@@ -290,32 +339,67 @@ _KERNELS = (
         "a row of nothing but -inf is cut",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.rows.register_queries",
+        f"{_PALLAS}cutoff.queries.register_queries",
         "mass_above(x, weights, pivot)",
         "mass_above(x, None, pivot)",
         cutoffs(f"{_SORT}[interpret-129]"),
         "top-p counts tokens",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.rows.memory_queries",
+        f"{_PALLAS}cutoff.search.search_candidates",
         "count + (tile.size - 1)",
         "count",
         cutoffs(f"{_SORT}[interpret-1025]"),
         "the last tile, which is not full, is not searched",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.rows.memory_queries.sum_above.query",
-        "x >= pivot",
-        "x > pivot",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        f"{_PALLAS}launch.make_add_above.add_above",
+        "x >= pivots",
+        "x > pivots",
+        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[bfloat16]"),
         "what lies at a pivot is not above it",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.rows.memory_queries.fold_tiles.add_tile",
-        "jnp.where(index < count, x, jnp.float32(-jnp.inf))",
-        "x",
+        f"{_PALLAS}cutoff.queries.MemoryRow.load",
+        "jnp.where(index <= last, x.astype(jnp.float32), jnp.float32(-jnp.inf))",
+        "x.astype(jnp.float32)",
+        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[bfloat16]"),
+        "the last logit counts once more for every place after it",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.search.search_candidates",
+        "load_prefix(values, b, num_register_logits, count)",
+        "load_prefix(values, b, num_register_logits, count + 1)",
         cutoffs("test_uninitialised_memory_is_no_logit[interpret]"),
         "what the memory held after the candidates is searched, too",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.search.search_by_team",
+        "vocab_size // NUM_SHARES",
+        "vocab_size // (2 * NUM_SHARES)",
+        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[float16]"),
+        "the last logits of a row are in no share",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.team.ask_shares",
+        "team.rank + number * team.size",
+        "team.rank + number",
+        cutoff_teams("test_members_ask_each_share_once_and_know_the_same"),
+        "members ask what others ask, too, and leave shares out",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.team.form_team",
+        "joined != num_programs",
+        "joined < num_programs",
+        cutoff_teams("test_a_team_has_those_who_joined_before_it_was_closed[before3-2-2]"),
+        "a team that was closed is taken for full",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.team.form_team.close",
+        "jnp.where(before < _CLOSED, before, 0)",
+        "before",
+        cutoff_teams("test_a_team_has_those_who_joined_before_it_was_closed[before4-3-3]"),
+        "whoever closes a team again changes its size",
     ),
 )
 

@@ -1,0 +1,205 @@
+"""Queries that a search makes of logits: held in registers, or read from memory at each query.
+
+In registers a query costs little, and a search halves its bracket. A query of logits in memory
+reads them again, so it answers for several pivots at once:
+
+    mass above each of P pivots = sum over chunks x of (x[None] >= pivots[:, None]) weight(x)[None]
+
+Axes: `P` pivots, `W` columns: logits of a chunk.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.core.bisection import Bracket, search_by_pivots, unused_key_bits
+from specjax.core.truncation import (
+    RowQueries,
+    bisecting_queries,
+    extremes_blocks,
+    mass_above,
+    mass_weights,
+    min_kept,
+)
+from specjax.pallas.cutoff.bound import RowSummary
+from specjax.pallas.kernel_config import KernelConfig, Tile
+from specjax.pallas.launch import make_add_above, make_exp2
+
+__all__ = [
+    "Exchange",
+    "MemoryRow",
+    "Merge",
+    "memory_queries",
+    "register_queries",
+    "split_steps",
+]
+
+# Merges what the queries on parts of a row gave, f32[parts, P] to f32[P].
+Merge = Callable[[jax.Array], jax.Array]
+# Function of a slot of memory i32[], of a query of the steps from one up to another, f32[P], and of
+# how to merge its results; the query's result on the whole row, f32[P].
+Exchange = Callable[[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], Merge], jax.Array]
+
+# Columns of a warp, one to a thread, of which P sums stay in registers: logits are laid out as they
+# are loaded, and nothing passes through shared memory.
+_COLUMNS_PER_WARP = 32
+
+
+class MemoryRow(NamedTuple):
+    """The logits of a row in memory, and how a program reads them.
+
+    Attributes:
+      values: reference [R, N].
+      row_index: i32.
+      num_logits: i32, how many of the row's values are logits: the first.
+      dtype: of the logits that the values were made from.
+      num_columns: W.
+      num_chunks: chunks of W logits that a program reads at once: one step.
+    """
+
+    values: Any
+    row_index: jax.Array
+    num_logits: jax.Array
+    dtype: Any
+    num_columns: int
+    num_chunks: int
+
+    @property
+    def step_size(self) -> int:
+        """Logits that a program reads at once."""
+        return self.num_columns * self.num_chunks
+
+    def load(self, step: jax.Array) -> list[jax.Array]:
+        """Loads the chunks of a step, f32[W] each; -inf past the last logit."""
+        column = jax.lax.iota(jnp.int32, self.num_columns)
+        starts = range(0, self.step_size, self.num_columns)
+        indices = [step * self.step_size + (start + column) for start in starts]
+        # Past the end the last logit is read, instead of nothing: a load under a mask holds one of
+        # a thread's seven predicates, so that only six loads would be in flight.
+        last = self.num_logits - 1
+        loaded = [
+            plgpu.load(self.values.at[self.row_index, jnp.minimum(index, last)])
+            for index in indices
+        ]
+        return [
+            jnp.where(index <= last, x.astype(jnp.float32), jnp.float32(-jnp.inf))
+            for index, x in zip(indices, loaded, strict=True)
+        ]
+
+
+def split_steps(num_logits: int, tile: Tile) -> tuple[int, int, int]:
+    """Returns W, the chunks of a step, and the steps in which a program reads logits.
+
+    A step has at most a tile's logits, and the steps are equal.
+    """
+    num_columns = min(tile.size, _COLUMNS_PER_WARP * tile.num_warps)
+    num_chunks = -(-num_logits // num_columns)
+    num_steps = -(-num_chunks // (tile.size // num_columns))
+    return num_columns, -(-num_chunks // num_steps), num_steps
+
+
+def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueries:
+    """Returns queries on logits f32[N] that the program holds in registers."""
+    weights = mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
+    return bisecting_queries(
+        count_above=lambda pivot: mass_above(x, None, pivot),
+        mass_above=lambda pivot: mass_above(x, weights, pivot),
+        extremes_inside=lambda bracket: extremes_blocks(x, bracket),
+        min_kept=lambda low: min_kept(x, low, row.anchor, row.scale, row.filters.min_p),
+        # Between two clamps of the bracket: a clamp is cheap among few candidates.
+        halvings=4,
+    )
+
+
+def memory_queries(
+    memory: MemoryRow, row: RowSummary, exchange: Exchange, config: KernelConfig, interpret: bool
+) -> RowQueries:
+    """Returns queries on the logits of a row in memory; each query reads them again.
+
+    Args:
+      memory: where the logits are.
+      row: its summary.
+      exchange: asks each part of the row, and merges the answers.
+      config: how many pivots a query has.
+      interpret: whether the kernel runs in Pallas' interpreter.
+    """
+    num_pivots = config.num_pivots
+
+    def weigh(x: jax.Array) -> jax.Array:
+        return mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
+
+    def sums_above(
+        slot: jax.Array, weights: Callable[[jax.Array], jax.Array], pivots: jax.Array
+    ) -> jax.Array:
+        def ask(first: jax.Array, end: jax.Array) -> jax.Array:
+            return _sum_above(memory, first, end, weights, pivots, interpret)
+
+        return exchange(slot, ask, lambda parts: jnp.sum(parts, axis=0))
+
+    def searching(
+        slot: int, weights: Callable[[jax.Array], jax.Array]
+    ) -> Callable[[Bracket, jax.Array], Bracket]:
+        # Two slots in turn: what one pass stored is read while the next pass stores.
+        return lambda bracket, target: search_by_pivots(
+            bracket,
+            target,
+            lambda number, pivots: sums_above(slot + number % 2, weights, pivots),
+            num_pivots,
+            unused_key_bits(memory.dtype),
+        )
+
+    def mass_above_one(pivot: jax.Array) -> jax.Array:
+        return jnp.max(sums_above(jnp.int32(2), weigh, jnp.broadcast_to(pivot, (num_pivots,))))
+
+    def min_kept_above(low: jax.Array) -> jax.Array:
+        def ask(first: jax.Array, end: jax.Array) -> jax.Array:
+            least = _min_kept(memory, first, end, low, row)
+            return jnp.broadcast_to(least, (num_pivots,))
+
+        return jnp.min(exchange(jnp.int32(5), ask, lambda parts: jnp.min(parts, axis=0)))
+
+    return RowQueries(
+        searching(0, jnp.ones_like), searching(3, weigh), mass_above_one, min_kept_above
+    )
+
+
+def _sum_above(
+    memory: MemoryRow,
+    first: jax.Array,
+    end: jax.Array,
+    weights: Callable[[jax.Array], jax.Array],
+    pivots: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """Returns the sums of weights at or above pivots f32[P], over steps from `first` to `end`."""
+    shape, add_above = (pivots.shape[0], memory.num_columns), make_add_above(interpret)
+    columns = jnp.broadcast_to(pivots[:, None], shape)
+
+    def add_step(step: jax.Array, sums: jax.Array) -> jax.Array:
+        for x in memory.load(step):
+            x_rows, weight_rows = (jnp.broadcast_to(y[None], shape) for y in (x, weights(x)))
+            sums = add_above(sums, x_rows, columns, weight_rows)
+        return sums
+
+    zeros = jnp.zeros(shape, jnp.float32)
+    return jnp.sum(jax.lax.fori_loop(first, end, add_step, zeros), axis=1)
+
+
+def _min_kept(
+    memory: MemoryRow, first: jax.Array, end: jax.Array, low: jax.Array, row: RowSummary
+) -> jax.Array:
+    """Returns the smallest logit at or above `low` that min-p keeps, of steps; +inf for none."""
+    min_p = row.filters.min_p
+    options = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
+
+    def take_step(step: jax.Array, least: jax.Array) -> jax.Array:
+        for x in memory.load(step):
+            # Each element is a block of its own.
+            least = jnp.minimum(least, min_kept(x[:, None], low[None], *options))
+        return least
+
+    start = jnp.full((memory.num_columns,), jnp.inf, jnp.float32)
+    return jnp.min(jax.lax.fori_loop(first, end, take_step, start))

@@ -1,0 +1,93 @@
+"""Phase 4 of `logit_cutoff`: the search, among a row's candidates or in a whole row by a team."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.truncation import RowBounds, RowQueries, search_cutoff
+from specjax.pallas.blocks import load_prefix
+from specjax.pallas.cutoff.bound import CutoffRows, RowSummary
+from specjax.pallas.cutoff.queries import (
+    MemoryRow,
+    Merge,
+    memory_queries,
+    register_queries,
+    split_steps,
+)
+from specjax.pallas.cutoff.team import NUM_SHARES, Team, TeamMemory, ask_shares
+from specjax.pallas.kernel_config import KernelConfig
+from specjax.pallas.launch import cond_or, divmod_i32
+
+__all__ = ["search_by_team", "search_candidates"]
+
+
+def search_candidates(
+    values: Any,
+    count: jax.Array,
+    row: RowSummary,
+    b: jax.Array,
+    low: jax.Array,
+    dtype: Any,
+    config: KernelConfig,
+    interpret: bool,
+) -> jax.Array:
+    """Returns the cutoff of a row whose candidates all lie in the buffer; -inf if it is not cut.
+
+    Args:
+      values: reference to the candidates of all rows, f32[R, L].
+      count: i32, how many the row has.
+      row: its summary.
+      b: its index.
+      low: f32, a lower bound of its cutoff.
+      dtype: of the logits.
+      config: how many candidates are searched in registers.
+      interpret: whether the kernel runs in Pallas' interpreter.
+    """
+    num_register_logits, tile = config.num_register_logits, config.buffer_search_tile()
+    x = load_prefix(values, b, num_register_logits, count)
+    num_columns, num_chunks, _ = split_steps(tile.size, tile)
+    memory = MemoryRow(values, b, count, dtype, num_columns, num_chunks)
+    num_steps, _ = divmod_i32(count + (tile.size - 1), tile.size)
+
+    def ask_whole(_: jax.Array, ask: Callable[..., jax.Array], __: Merge) -> jax.Array:
+        return ask(jnp.int32(0), num_steps)
+
+    # One branch for each place of the candidates: registers answer in a fifth of the time.
+    fits, no_cutoff = count <= num_register_logits, jnp.minimum(low, -jnp.inf)
+    in_registers = register_queries(x, row, interpret)
+    in_buffer = memory_queries(memory, row, ask_whole, config, interpret)
+    cutoff = cond_or(row.is_cut & fits, lambda: _search(in_registers, row, low), no_cutoff)
+    return jax.lax.cond(row.is_cut & ~fits, lambda: _search(in_buffer, row, low), lambda: cutoff)
+
+
+def search_by_team(
+    rows: CutoffRows,
+    row: RowSummary,
+    b: jax.Array,
+    low: jax.Array,
+    team: Team,
+    memory: TeamMemory,
+    config: KernelConfig,
+    interpret: bool,
+) -> jax.Array:
+    """Returns the cutoff of a wide row to every member of its team."""
+    vocab_size, dtype = rows.logits.shape[1], rows.logits.dtype
+    tile = config.row_search_tile(vocab_size)
+    num_columns, num_chunks, num_steps = split_steps(-(-vocab_size // NUM_SHARES), tile)
+
+    def ask_all(slot: jax.Array, ask: Callable[..., jax.Array], merge: Merge) -> jax.Array:
+        def ask_share(share: jax.Array) -> jax.Array:
+            return ask(share * num_steps, (share + 1) * num_steps)
+
+        return ask_shares(team, memory, b, slot, ask_share, merge, interpret)
+
+    num_logits = jnp.int32(vocab_size)
+    values = MemoryRow(rows.logits, b, num_logits, dtype, num_columns, num_chunks)
+    return _search(memory_queries(values, row, ask_all, config, interpret), row, low)
+
+
+def _search(queries: RowQueries, row: RowSummary, low: jax.Array) -> jax.Array:
+    bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
+    return search_cutoff(queries, row.filters, bounds)
