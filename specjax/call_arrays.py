@@ -22,6 +22,7 @@ class CallOptions:
       max_draft_tokens: K, drafted tokens per request at most; at least 0.
       method: how drafted tokens are verified, "standard", "block" or "coupled".
       rule: a `specjax.Rule` in place of the standard one, or None.
+      greedy_logprobs: whether greedy requests get log-probabilities; 0 otherwise.
     """
 
     noise_dtype: Any
@@ -29,6 +30,17 @@ class CallOptions:
     max_draft_tokens: int = 0
     method: str = "standard"
     rule: Any = None
+    greedy_logprobs: bool = True
+
+    @property
+    def greedy_is_argmax(self) -> bool:
+        """Returns whether greedy requests accept the argmax alone, as without a rule for them."""
+        return self.rule is None or not self.rule.greedy
+
+    @property
+    def skips_greedy_sums(self) -> bool:
+        """Returns whether no logit of a greedy request is exponentiated: its maxima decide."""
+        return self.greedy_is_argmax and not self.greedy_logprobs
 
 
 class SampleArrays(NamedTuple):

@@ -15,6 +15,7 @@ __all__ = [
     "check_cumulative",
     "check_draft",
     "check_draft_methods",
+    "check_flag",
     "check_keys",
     "check_logits",
     "check_noise_dtype",
@@ -254,6 +255,13 @@ def check_prompt(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
                 "model nothing to continue."
             )
     return ids, lengths
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Returns a static argument that is True or False, or raises `ValueError`."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {value!r}; it needs True or False: it is compiled in.")
+    return bool(value)
 
 
 def check_noise_dtype(noise_dtype: Any) -> Any:

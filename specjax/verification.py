@@ -19,8 +19,8 @@ class Verification(NamedTuple):
       num_accepted: i32[B], accepted drafted tokens.
       num_emitted: i32[B], `num_accepted` and the recovered or bonus token; without that token
         where the target row that decides it is invalid.
-      logprobs: f32[B, K + 1], log p of each emitted token (greedy requests at
-        temperature 1), 0 at padding.
+      logprobs: f32[B, K + 1], log p of each emitted token (greedy requests at temperature 1, or 0
+        with `greedy_logprobs=False`), 0 at padding.
     """
 
     token_ids: jax.Array

@@ -46,6 +46,7 @@ class Program(NamedTuple):
       synthetic: given rates.
       noise: "float32" or "float64".
       graphs: traced with command buffers left on.
+      greedy_logprobs: of verification.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Program(NamedTuple):
     synthetic: bool = False
     noise: str = "float32"
     graphs: bool = False
+    greedy_logprobs: bool = True
 
 
 class Case(NamedTuple):
@@ -69,6 +71,7 @@ VERIFIED = {"verify", "block", "couple"}
 PROGRAMS = {
     "drawn": Program("verify"),
     "onehot": Program("verify", one_hot=True),
+    "without_logprobs": Program("verify", greedy_logprobs=False),
     "synthetic": Program("verify", synthetic=True),
     "block": Program("block"),
     "coupled": Program("couple", one_hot=True),
@@ -87,6 +90,7 @@ CASES = {
     "onehot_0.7": Case("onehot"),
     "onehot_1": Case("onehot", temperature=1.0),
     "greedy": Case("drawn", temperature=0.0),
+    "greedy_without_logprobs": Case("without_logprobs", temperature=0.0),
     "synthetic_as_drawn_0.7": Case("synthetic", rates="drawn_0.7"),
     "synthetic_0.9": Case("synthetic", rates=0.9),
     "block_0.7": Case("block"),
@@ -120,37 +124,30 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
     """The public function of a program as `lower_loop` wants it."""
     implementation = program.implementation or kernels
 
+    def shared(keys: Any, positions: Any, options: Options) -> dict[str, Any]:
+        temperature = options.temperature
+        where = {"keys": keys, "positions": positions, "temperature": temperature}
+        return where | {"implementation": implementation}
+
     def verify(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
         step = specjax.rejection_sample(
             inputs.draft,
             inputs.target_logits,
-            keys=keys,
-            positions=positions,
-            temperature=options.temperature,
             conditional_rates=options.rates,
-            implementation=implementation,
+            greedy_logprobs=program.greedy_logprobs,
+            **shared(keys, positions, options),
         )
         return step, step.num_emitted
 
     def block(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
         step = specjax.block_rejection_sample(
-            inputs.draft,
-            inputs.target_logits,
-            keys=keys,
-            positions=positions,
-            temperature=options.temperature,
-            implementation=implementation,
+            inputs.draft, inputs.target_logits, **shared(keys, positions, options)
         )
         return step, step.num_emitted
 
     def couple(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
         step = specjax.coupled_sample(
-            inputs.draft.token_ids,
-            inputs.target_logits,
-            keys=keys,
-            positions=positions,
-            temperature=options.temperature,
-            implementation=implementation,
+            inputs.draft.token_ids, inputs.target_logits, **shared(keys, positions, options)
         )
         # The tokens were drawn for these positions. The counts are never negative, which XLA does
         # not know: what is added is 0, and the calls stay chained.
@@ -261,23 +258,29 @@ class Bench:
         return record | figures
 
 
-def measure_shape(shape: Shape, names: list[str], effort: Effort) -> Iterator[dict[str, Any]]:
-    """A record of each case, their programs compiled side by side.
+def measure_shape(
+    shape: Shape, names: list[str], kinds: tuple[str, ...], effort: Effort
+) -> Iterator[dict[str, Any]]:
+    """A record of each case with each kind of rows, their programs compiled once, side by side.
 
     What fails leaves its sentence in the record: machines are lent by the minute.
     """
-    try:
-        bench = Bench(shape, names, effort)
-        programs = {CASES[name].program: CASES[name] for name in names}
-        loops = compile_all((key, bench.lower(case)) for key, case in programs.items())
-    except (RuntimeError, ValueError) as error:
-        yield {"case": ", ".join(names), **shape._asdict(), "error": str(error)}
-        return
-    for name in names:
+    loops: dict[str, Loop] = {}
+    for rows in kinds:
+        place = shape._replace(rows=rows)
         try:
-            yield bench.measure(name, loops[CASES[name].program])
-        except RuntimeError as error:
-            yield {"case": name, **shape._asdict(), "error": str(error)}
+            bench = Bench(place, names, effort)
+            programs = {CASES[name].program: CASES[name] for name in names}
+            loops = loops or compile_all((key, bench.lower(x)) for key, x in programs.items())
+        except (RuntimeError, ValueError) as error:
+            yield {"case": ", ".join(names), **place._asdict(), "error": str(error)}
+            return
+        for name in names:
+            try:
+                yield bench.measure(name, loops[CASES[name].program])
+            except RuntimeError as error:
+                yield {"case": name, **place._asdict(), "error": str(error)}
+        del bench
 
 
 def acceptance(steps: list[specjax.Verification], k: int) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""The inputs of the GPU benchmarks: draft d = 3 N(0, 1), target d + N(0, 1), beyond the L2."""
+"""The inputs of the GPU benchmarks, beyond the L2: rows of normal logits, and Zipf's.
+
+    normal    draft d = 3 N(0, 1)                           target d + N(0, 1)
+    zipf      draft d = -1.3 log(1 + rank), permuted        target d + 0.7 N(0, 1)
+
+The second fall off as a language model's do. The permutation of a row is a rotation of one that its
+set draws, because a sort of every row would take longer than what is measured.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,12 +21,13 @@ BYTES_PER_US = 4.3e6
 
 
 class Shape(NamedTuple):
-    """The size of a call."""
+    """The size of a call, and the distribution of its rows: "normal" or "zipf"."""
 
     B: int
     K: int
     V: int
     dtype: str
+    rows: str = "normal"
 
     @property
     def row_bytes(self) -> int:
@@ -44,9 +52,21 @@ def draw_logits(seed: Any, shape: Shape) -> tuple[jax.Array, jax.Array]:
     """Draft [B, K, V] and target logits [B, K + 1, V], the bonus row from a d of its own."""
     key_d, key_t = jax.random.split(jax.random.key(seed))
     size = (shape.B, shape.K + 1, shape.V)
-    d = 3 * jax.random.normal(key_d, size, jnp.float32)
-    target = d + jax.random.normal(key_t, size, jnp.float32)
+    d = _draw_draft(key_d, size, shape.rows)
+    noise = 0.7 if shape.rows == "zipf" else 1.0
+    target = d + noise * jax.random.normal(key_t, size, jnp.float32)
     return d[:, :-1].astype(shape.dtype), target.astype(shape.dtype)
+
+
+def _draw_draft(key: jax.Array, size: tuple[int, ...], rows: str) -> jax.Array:
+    if rows == "normal":
+        return 3 * jax.random.normal(key, size, jnp.float32)
+    vocab_size = size[-1]
+    key_rank, key_start = jax.random.split(key)
+    rank = jax.random.permutation(key_rank, vocab_size)
+    start = jax.random.randint(key_start, size[:-1], 0, vocab_size)
+    token = (start[..., None] + jnp.arange(vocab_size)) % vocab_size
+    return -1.3 * jnp.log1p(jnp.take(rank, token).astype(jnp.float32))
 
 
 @jax.jit
@@ -123,9 +143,8 @@ def draw_keys(seed: Any, calls: int, size: int) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnames="shape")
 def draw_rows(seed: Any, shape: Shape) -> jax.Array:
-    """Rows [B, V] to draw tokens from: 3 N(0, 1)."""
-    rows = 3 * jax.random.normal(jax.random.key(seed), (shape.B, shape.V), jnp.float32)
-    return rows.astype(shape.dtype)
+    """Rows [B, V] to draw tokens from, as a draft's."""
+    return _draw_draft(jax.random.key(seed), (shape.B, shape.V), shape.rows).astype(shape.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="shape")

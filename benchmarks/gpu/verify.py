@@ -29,6 +29,7 @@ VERIFY = [
     "onehot_0.7",
     "onehot_1",
     "greedy",
+    "greedy_without_logprobs",
     "synthetic_as_drawn_0.7",
     "synthetic_0.9",
     "block_0.7",
@@ -41,27 +42,29 @@ GRAPHS = ["drawn_0.7_graphs", "gumbel_fp32_graphs"]
 XLA = ["xla_drawn_0.7", "xla_gumbel_fp32", "categorical"]
 FEW = ["drawn_0.7", "greedy"]
 
-MAIN = [
-    (Shape(8, K, V, DTYPE), [*VERIFY, *SAMPLE]),
-    (Shape(64, K, V, DTYPE), [*VERIFY, *SAMPLE]),
-    (Shape(256, K, V, DTYPE), [*VERIFY, *SAMPLE]),
-    (Shape(64, K, V, DTYPE), XLA),
-    (Shape(8, K, V, DTYPE), XLA),
-    (Shape(8, K, V, DTYPE), GRAPHS),
+# Cases at a shape, and the rows of its logits: those of one shape share their programs.
+Work = tuple[Shape, list[str], tuple[str, ...]]
+NORMAL, ZIPF, BOTH = ("normal",), ("zipf",), ("normal", "zipf")
+MAIN: list[Work] = [
+    *[(Shape(b, K, V, DTYPE), [*VERIFY, *SAMPLE], BOTH) for b in (8, 64, 256)],
+    (Shape(48, 4, 152064, DTYPE), ["greedy", "greedy_without_logprobs"], ZIPF),
+    (Shape(64, K, V, DTYPE), XLA, NORMAL),
+    (Shape(8, K, V, DTYPE), XLA, NORMAL),
+    (Shape(8, K, V, DTYPE), GRAPHS, NORMAL),
 ]
-MORE = [
+MORE: list[Work] = [
     *[
-        (Shape(64, K, v, DTYPE), [*FEW, "onehot_0.7", "gumbel_fp32"])
+        (Shape(64, K, v, DTYPE), [*FEW, "onehot_0.7", "gumbel_fp32"], NORMAL)
         for v in (32000, 151936, 262144)
     ],
-    *[(Shape(64, k, V, DTYPE), FEW) for k in (1, 3, 7)],
-    (Shape(64, K, V, "float32"), [*FEW, "onehot_0.7", "gumbel_fp32"]),
-    (Shape(1, K, V, DTYPE), [*FEW, "onehot_0.7", "gumbel_fp32"]),
-    (Shape(64, K, V, DTYPE), ["gumbel_scalars"]),
+    *[(Shape(64, k, V, DTYPE), FEW, NORMAL) for k in (1, 3, 7)],
+    (Shape(64, K, V, "float32"), [*FEW, "onehot_0.7", "gumbel_fp32"], NORMAL),
+    (Shape(1, K, V, DTYPE), [*FEW, "onehot_0.7", "gumbel_fp32"], NORMAL),
+    (Shape(64, K, V, DTYPE), ["gumbel_scalars"], NORMAL),
 ]
-SMALL = [
-    (Shape(2, 2, 300, DTYPE), [*VERIFY, *SAMPLE, *GRAPHS, *XLA]),
-    (Shape(1, 1, 130, "float32"), [*FEW, "block_0.7", "coupled_0.7", "gumbel_scalars"]),
+SMALL: list[Work] = [
+    (Shape(2, 2, 300, DTYPE), [*VERIFY, *SAMPLE, *GRAPHS, *XLA], BOTH),
+    (Shape(1, 1, 130, "float32"), [*FEW, "block_0.7", "coupled_0.7", "gumbel_scalars"], BOTH),
 ]
 
 
@@ -88,20 +91,20 @@ def environment() -> dict[str, Any]:
     }
 
 
-def measure(shapes: list[tuple[Shape, list[str]]], effort: Effort) -> Iterator[dict[str, Any]]:
+def measure(work: list[Work], effort: Effort) -> Iterator[dict[str, Any]]:
     """A record of each case of each shape; one shape's inputs go before the next's are made."""
-    for shape, names in shapes:
-        yield from measure_shape(shape, names, effort)
+    for shape, names, kinds in work:
+        yield from measure_shape(shape, names, kinds, effort)
 
 
 def describe(record: dict[str, Any]) -> str:
     """One line of the printed table."""
-    size = f"B={record['B']} K={record['K']} V={record['V']} {record['dtype']}"
+    size = f"B={record['B']} K={record['K']} V={record['V']} {record['dtype']} {record['rows']}"
     if "error" in record:
-        return f"{record['case']:24}{size:34}FAILED: {record['error'][:200]}"
+        return f"{record['case']:24}{size:41}FAILED: {record['error'][:200]}"
     low, high = record["quartiles_us"]
     accepted = record.get("mean_accepted")
-    line = f"{record['case']:24}{size:34}{record['median_us']:9.2f} ({low:.2f} to {high:.2f})"
+    line = f"{record['case']:24}{size:41}{record['median_us']:9.2f} ({low:.2f} to {high:.2f})"
     line += f"  kernels {record['kernels_us']:.2f}  host {record['host_clock_us']:.2f}"
     line += f"  floor {record['floor_us']:.2f}"
     return line if accepted is None else line + f"  accepted {accepted:.2f}"
@@ -164,11 +167,11 @@ def main() -> None:
 
 def compare_synthetic(records: list[dict[str, Any]]) -> None:
     """Prints the time of synthetic verification over that of the real one."""
-    median = {(x["case"], x["B"]): x["median_us"] for x in records if "median_us" in x}
-    for (case, size), real in median.items():
-        synthetic = median.get((f"synthetic_as_{case}", size))
+    median = {(x["case"], x["B"], x["rows"]): x["median_us"] for x in records if "median_us" in x}
+    for (case, size, rows), real in median.items():
+        synthetic = median.get((f"synthetic_as_{case}", size, rows))
         if synthetic is not None:
-            print(f"B={size}: synthetic over {case}: {synthetic / real:.3f}")
+            print(f"B={size}, {rows} rows: synthetic over {case}: {synthetic / real:.3f}")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,22 @@ ROWS = (
     ("`rejection_sample`, one-hot drafts, T = 0.7", "onehot_0.7", "onehot_0.7"),
     ("`rejection_sample`, one-hot drafts, T = 1", "onehot_1", "onehot_1"),
     ("`rejection_sample`, greedy", "greedy", "greedy"),
+    ("`rejection_sample`, greedy, without log-probabilities", "greedy_without_logprobs", "greedy"),
     ("`rejection_sample`, synthetic, 0.9 per position", "synthetic_0.9", None),
+    ("`block_rejection_sample`, sampled drafts, T = 0.7", "block_0.7", None),
+    ("`block_rejection_sample`, sampled drafts, T = 1", "block_1", None),
+    ("`coupled_sample`, T = 0.7", "coupled_0.7", None),
+    ("`coupled_sample`, T = 1", "coupled_1", None),
     ("`gumbel_sample`, FP32 noise", "gumbel_fp32", "gumbel_fp32"),
     ("`gumbel_sample`, FP64 noise", "gumbel_fp64", "gumbel_fp64"),
     ("`rejection_sample`, sampled drafts, T = 0.7, plain XLA", "xla_drawn_0.7", None),
     ("`jax.random.categorical`", "categorical", None),
+)
+FLOORS = (
+    ("sampled drafts, T = 0.7", "drawn_0.7"),
+    ("greedy, without log-probabilities", "greedy_without_logprobs"),
+    ("`block_rejection_sample`, T = 0.7", "block_0.7"),
+    ("`coupled_sample`, T = 0.7", "coupled_0.7"),
 )
 PLOTTED = ("drawn_0.7", "onehot_0.7", "greedy", "gumbel_fp32")
 LABELS = {
@@ -37,13 +48,29 @@ LABELS = {
     "gumbel_scalars": "gumbel_sample, scalar arguments",
 }
 
+# How drafts d and targets are made, by the name of their rows.
+ROWS_OF = {
+    "normal": "drafts d = 3 N(0, 1) against targets d + N(0, 1)",
+    "zipf": "drafts d = -1.3 log(1 + rank), permuted, against targets d + 0.7 N(0, 1), rows that "
+    "fall off as a language model's",
+}
+# K and V of a call.
+Size = tuple[int, int]
 Timings = dict[tuple[str, int], dict[str, Any]]
 
 
-def timings_of(section: dict[str, Any] | None) -> Timings:
-    """A section's records that were measured, by case and batch size."""
+def timings_of(
+    section: dict[str, Any] | None, rows: str = "normal", size: Size | None = None
+) -> Timings:
+    """A section's records that were measured, by case and batch size, of rows and of a size."""
     cases = section["cases"] if section else []
-    return {(x["case"], x["B"]): x for x in cases if "median_us" in x}
+    return {
+        (x["case"], x["B"]): x
+        for x in cases
+        if "median_us" in x
+        and x.get("rows", "normal") == rows
+        and (size is None or (x.get("K", size[0]), x.get("V", size[1])) == size)
+    }
 
 
 def peer_of(result: dict[str, Any]) -> dict[str, Any] | None:
@@ -53,33 +80,45 @@ def peer_of(result: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def gpu_table(result: dict[str, Any]) -> str:
-    """The table, with its inputs above and where it was measured below, as markdown."""
-    ours, peer = timings_of(result["main"]), peer_of(result)
-    theirs = timings_of(peer)
-    first = result["main"]["cases"][0]
-    sizes = sorted({size for _, size in ours})
-    head = " | ".join(f"B = {size}" for size in sizes)
+    """The tables, each with its inputs above, and where they were measured below, as markdown."""
+    main, peer = result["main"], peer_of(result)
+    first = (main["cases"][0]["K"], main["cases"][0]["V"])
+    sizes = {(x["K"], x["V"]) for x in main["cases"]}
+    lines: list[str] = []
+    for rows in ROWS_OF:
+        for size in sorted(sizes, key=lambda size: (size != first, size)):
+            table = _rows_table(main, peer, rows, size)
+            lines += [*([""] if lines and table else []), *table]
+    return "\n".join([*lines, "", _origin(main["environment"], peer)])
+
+
+def _rows_table(
+    main: dict[str, Any], peer: dict[str, Any] | None, rows: str, size: Size
+) -> list[str]:
+    """Lines of the table of one kind of rows at one size; none where nothing was measured."""
+    ours, theirs = timings_of(main, rows, size), timings_of(peer, rows, size)
+    batches = sorted({b for _, b in ours})
+    if not batches:
+        return []
+    dtype = next(iter(ours.values()))["dtype"]
     peers = ", in brackets those of vLLM's function in that session" if peer else ""
     lines = [
-        f"K = {first['K']}, V = {first['V']}, {first['dtype']} logits, drafts d = 3 N(0, 1) "
-        f"against targets d + N(0, 1), statistics carried{_accepted(ours, sizes)}. "
-        f"Microseconds per call{peers}.",
+        f"K = {size[0]}, V = {size[1]}, {dtype} logits, {ROWS_OF[rows]}, "
+        f"statistics carried{_accepted(ours, batches)}. Microseconds per call{peers}.",
         "",
-        f"| | {head} |",
-        "|---" * (len(sizes) + 1) + "|",
+        f"| | {' | '.join(f'B = {b}' for b in batches)} |",
+        "|---" * (len(batches) + 1) + "|",
     ]
     for label, case, other in ROWS:
-        cells = [_cell(ours.get((case, b)), theirs.get((other, b))) for b in sizes]
+        cells = [_cell(ours.get((case, b)), theirs.get((other, b))) for b in batches]
         if any(cells):
             lines.append(f"| {label} | {' | '.join(cells)} |")
-    floors = [f"{ours['drawn_0.7', b]['floor_us']:.1f}" for b in sizes if ("drawn_0.7", b) in ours]
-    if len(floors) == len(sizes):
-        rate = result["main"]["bytes_per_us"] / 1e6
-        lines.append(
-            f"| bytes of the rows that decide, sampled drafts, T = 0.7, at {rate:g} TB/s | "
-            f"{' | '.join(floors)} |"
-        )
-    return "\n".join([*lines, "", _origin(result["main"]["environment"], peer)])
+    rate = main["bytes_per_us"] / 1e6
+    for label, case in FLOORS:
+        if all((case, b) in ours for b in batches):
+            floors = " | ".join(f"{ours[case, b]['floor_us']:.1f}" for b in batches)
+            lines.append(f"| bytes of the rows that decide, {label}, at {rate:g} TB/s | {floors} |")
+    return lines
 
 
 def more_table(result: dict[str, Any]) -> str:
@@ -136,7 +175,9 @@ def _origin(where: dict[str, Any], peer: dict[str, Any] | None) -> str:
 
 def points_of(result: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
     """By case the curves of the plot: ours, vLLM's of that session, the byte floor; [size, us]."""
-    ours, theirs = timings_of(result["main"]), timings_of(peer_of(result))
+    main = result["main"]
+    size = (main["cases"][0]["K"], main["cases"][0]["V"])
+    ours, theirs = timings_of(main, size=size), timings_of(peer_of(result), size=size)
     sources = ((ours, "median_us", ""), (theirs, "median_us", ", vLLM"))
     sources += ((ours, "floor_us", ", byte floor"),)
     return {

@@ -48,12 +48,19 @@ class Logits(NamedTuple):
     target: torch.Tensor
 
 
-def draw_logits(b: int, k: int, v: int, number: int, device: str) -> Logits:
+def draw_logits(size: tuple[int, int, int], rows: str, number: int, device: str) -> Logits:
     """The distributions of gpu/inputs.py, with torch's random numbers."""
-    rng = torch.Generator(device).manual_seed(number)
-    d = torch.randn((b, k + 1, v), generator=rng, device=device).mul_(3)
-    target = torch.randn(d.shape, generator=rng, device=device).add_(d).to(torch.bfloat16)
-    return Logits(d[:, :k].to(torch.bfloat16), target)
+    (b, k, v), rng = size, torch.Generator(device).manual_seed(number)
+    shape, noise = (b, k + 1, v), 1.0
+    if rows == "normal":
+        d = torch.randn(shape, generator=rng, device=device).mul_(3)
+    else:
+        rank = torch.randperm(v, generator=rng, device=device)
+        start = torch.randint(v, (b, k + 1, 1), generator=rng, device=device)
+        token = (start + torch.arange(v, device=device)) % v
+        d, noise = rank[token].float().log1p_().mul_(-1.3), 0.7
+    target = torch.randn(shape, generator=rng, device=device).mul_(noise).add_(d)
+    return Logits(d[:, :k].to(torch.bfloat16), target.to(torch.bfloat16))
 
 
 def with_tokens(logits: Logits, temperature: float, number: int) -> Inputs:
@@ -168,15 +175,19 @@ CASES = {
 }
 
 
-def measure(functions: Functions, size: tuple[int, int, int], smoke: bool) -> Iterator[Any]:
-    """A record of each case at one batch size."""
+def measure(
+    functions: Functions, size: tuple[int, int, int], rows: str, names: list[str], smoke: bool
+) -> Iterator[Any]:
+    """A record of each case at one size, with one kind of rows."""
     b, k, v = size
     device = "cpu" if smoke else "cuda"
     # Verification reads about every row; a token, one row of its set.
     count = 2 if smoke else min(48, max(2, math.ceil(ROTATING_BYTES / (3 * b * v * 2))))
-    logits = [draw_logits(*size, number, device) for number in range(count)]
-    shape = {"B": b, "K": k, "V": v, "dtype": "bfloat16"}
+    logits = [draw_logits(size, rows, number, device) for number in range(count)]
+    shape = {"B": b, "K": k, "V": v, "dtype": "bfloat16", "rows": rows}
     for name, (temperature, one_hot) in CASES.items():
+        if name not in names:
+            continue
         sets = [with_tokens(x, temperature, number) for number, x in enumerate(logits)]
         call = verify_call(functions, temperature, one_hot)
         figures, emitted = time_calls(call, sets, smoke)
@@ -190,9 +201,11 @@ def measure(functions: Functions, size: tuple[int, int, int], smoke: bool) -> It
         }
     of = with_tokens(logits[0], 0.7, 0)
     enough = max(2, math.ceil(ROTATING_BYTES / (b * v * 2)))
-    rows = [x.target[:, i].contiguous() for x in logits for i in range(k + 1)][: min(48, enough)]
+    drawn = [x.target[:, i].contiguous() for x in logits for i in range(k + 1)][: min(48, enough)]
     for name, fp64 in (("gumbel_fp32", False), ("gumbel_fp64", True)):
-        figures, _ = time_calls(sample_call(functions, fp64), [(x, of) for x in rows], smoke)
+        if name not in names:
+            continue
+        figures, _ = time_calls(sample_call(functions, fp64), [(x, of) for x in drawn], smoke)
         yield {"case": name, **shape, "temperature": 0.7, **figures}
 
 
@@ -218,12 +231,16 @@ def main() -> None:
     functions = load(args.vllm)
     command = shlex.join(["python", "-m", "benchmarks.vllm.verify", *sys.argv[1:]])
     section: dict[str, Any] = {"environment": where(functions.source, command), "cases": []}
+    every = [*CASES, "gumbel_fp32", "gumbel_fp64"]
     sizes = [(2, 2, 300)] if args.smoke else [(b, K, V) for b in (8, 64, 256)]
-    for size in sizes:
-        for record in measure(functions, size, args.smoke):
+    work = [(size, rows, every) for size in sizes for rows in ("normal", "zipf")]
+    if not args.smoke:
+        work.append(((48, 4, 152064), "zipf", ["greedy"]))
+    for size, rows, names in work:
+        for record in measure(functions, size, rows, names, args.smoke):
             section["cases"].append(record)
             print(
-                f"{record['case']:14} B={record['B']:<5}{record['median_us']:9.2f} us  "
+                f"{record['case']:14} B={record['B']:<5}{rows:8}{record['median_us']:9.2f} us  "
                 f"accepted {record.get('mean_accepted', math.nan):.2f}",
                 flush=True,
             )

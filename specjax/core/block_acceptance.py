@@ -19,7 +19,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-__all__ = ["accept_block", "cap_ratios"]
+__all__ = ["ACCEPTED", "OPEN", "REJECTED", "accept_block", "accept_by_bounds", "cap_ratios"]
+
+# What is known of a prefix: whether it is accepted, or nothing before its residual is summed.
+REJECTED, OPEN, ACCEPTED = 0, 1, 2
+
+# Bounds are widened by more than the sums that they stand for can round.
+_RELATIVE, _ABSOLUTE = 2.0**-10, 2.0**-16
 
 
 def cap_ratios(log_ratios: Sequence[jax.Array]) -> list[jax.Array]:
@@ -50,3 +56,26 @@ def accept_block(u: jax.Array, log_rho: jax.Array, mass: jax.Array) -> jax.Array
     """
     total = mass - jnp.expm1(log_rho)
     return (u * total.astype(u.dtype) < mass.astype(u.dtype)) | (total <= 0)
+
+
+def accept_by_bounds(
+    u: jax.Array, log_rho: jax.Array, least: jax.Array, most: jax.Array
+) -> jax.Array:
+    """Returns what bounds of Z say of a prefix: `ACCEPTED`, `REJECTED` or `OPEN`, i32.
+
+    h grows with Z. So u < h(least) accepts and u >= h(most) rejects, whatever Z is between them.
+
+    Args:
+      u: f32 or f64, a uniform in (0, 1), smaller than rho.
+      log_rho: f32 <= 0.
+      least: f32, a lower bound of Z.
+      most: f32, an upper bound of Z.
+
+    Returns:
+      i32.
+    """
+    least = jnp.maximum(least * (1 - _RELATIVE) - _ABSOLUTE, 0)
+    most = most * (1 + _RELATIVE) + _ABSOLUTE
+    may_accept = accept_block(u, log_rho, most)
+    known = jnp.where(may_accept, jnp.int32(OPEN), jnp.int32(REJECTED))
+    return jnp.where(accept_block(u, log_rho, least), jnp.int32(ACCEPTED), known)

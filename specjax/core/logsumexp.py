@@ -109,6 +109,7 @@ def reduce_blocks(
     scale: jax.Array,
     cutoff: jax.Array | None = None,
     exp2: Exp2 = jnp.exp2,
+    only_maxima: jax.Array | None = None,
 ) -> MaxSum:
     """Returns the partials of blocks that are laid out as rows.
 
@@ -117,16 +118,25 @@ def reduce_blocks(
       scale: f32, one over the temperature, of a shape that broadcasts against [...].
       cutoff: f32, of a shape that broadcasts against [..., N]. None keeps all.
       exp2: of f32; kernels have a faster one.
+      only_maxima: bool[], whether the maxima say all that is asked of the row: sums are 1, and no
+        logit is exponentiated. None is False.
 
     Returns:
-      Partials f32[...].
+      Partials f32[...]. Where `only_maxima` is given a block that holds NaN has the maximum +inf,
+      which makes a row as invalid as its sum would.
     """
     x = mask_below_cutoff(blocks, cutoff)
-    m = jnp.max(x, axis=-1)
-    # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
-    shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
-    terms = exp_scaled(x - shift[..., None], scale[..., None], exp2)
-    return MaxSum(m, jnp.sum(terms, axis=-1))
+    # A GPU's maximum of NaN and a number is the number.
+    m = jnp.max(x if only_maxima is None else jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1)
+
+    def add_up() -> jax.Array:
+        # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
+        shift = jnp.where(m == -jnp.inf, jnp.float32(0), m)
+        return jnp.sum(exp_scaled(x - shift[..., None], scale[..., None], exp2), axis=-1)
+
+    if only_maxima is None:
+        return MaxSum(m, add_up())
+    return MaxSum(m, jax.lax.cond(only_maxima, lambda: jnp.ones_like(m), add_up))
 
 
 def merge_partials(partials: MaxSum, scale: jax.Array, exp2: Exp2 = jnp.exp2) -> MaxSum:
@@ -153,22 +163,32 @@ def row_statistics(partials: MaxSum, scale: jax.Array) -> RowStatistics:
     return RowStatistics(LogNormalizer(whole.max, jnp.log(whole.sum)), valid)
 
 
-def block_partials(logits: jax.Array, scale: jax.Array, cutoff: jax.Array | None = None) -> MaxSum:
+def block_partials(
+    logits: jax.Array,
+    scale: jax.Array,
+    cutoff: jax.Array | None = None,
+    only_maxima: jax.Array | None = None,
+) -> MaxSum:
     """Returns the partials of every block of a row, in one pass over the logits.
 
     Args:
       logits: [..., V], bf16, f16 or f32.
       scale: f32[...], one over the temperature, applied inside the exponent.
       cutoff: f32[...], logits below it are left out. None keeps all.
+      only_maxima: as in `reduce_blocks`.
 
     Returns:
       Partials f32[..., ceil(V / SAMPLING_BLOCK)].
     """
     c = None if cutoff is None else cutoff[..., None, None]
     body, tail = split_blocks(logits)
-    partials = reduce_blocks(body, scale[..., None], c)
+
+    def reduce(blocks: jax.Array) -> MaxSum:
+        return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
+
+    partials = reduce(body)
     if tail is not None:
-        last = reduce_blocks(tail, scale[..., None], c)
+        last = reduce(tail)
         partials = MaxSum(
             jnp.concatenate([partials.max, last.max], axis=-1),
             jnp.concatenate([partials.sum, last.sum], axis=-1),

@@ -18,7 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.core.gumbel_max import first_argmax
-from specjax.core.logsumexp import MaxSum, mask_below_cutoff, merge_partials, reduce_blocks
+from specjax.core.logsumexp import (
+    LogNormalizer,
+    MaxSum,
+    mask_below_cutoff,
+    merge_partials,
+    reduce_blocks,
+)
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.kernel_config import Tile, next_power_of_2
@@ -30,12 +36,16 @@ __all__ = [
     "block_argmax",
     "load_blocks",
     "load_logits",
+    "load_maxima",
     "load_padded",
     "load_prefix",
     "load_raw_logits",
+    "load_some_blocks",
     "load_tiles",
     "partials_shape",
+    "reduce_tile",
     "store_partials",
+    "tile_argmax",
     "tile_token_ids",
 ]
 
@@ -121,35 +131,74 @@ def load_logits(
     return mask_below_cutoff(plgpu.load(logits.at[row, token_id], mask=inside, other=other), cutoff)
 
 
+def reduce_tile(
+    row_tile: RowTile, tile: Tile, interpret: bool, only_maxima: jax.Array | None = None
+) -> MaxSum:
+    """Loads and reduces one tile of a row, to partials of its blocks."""
+    x = load_raw_logits(
+        row_tile.logits, row_tile.row_index, tile_token_ids(tile, row_tile.tile_index)
+    )
+    exp2 = make_exp2(interpret)
+    return reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2, only_maxima)
+
+
+def store_blocks(
+    block_partials: MaxSum,
+    row_tile: RowTile,
+    partials: Partials,
+    index: Any,
+    tile: Tile,
+    interpret: bool,
+) -> jax.Array:
+    """Stores partials of a tile's blocks and of the tile; returns its largest kept logit, f32[]."""
+    tile_index = row_tile.tile_index
+    blocks = tile_index * tile.num_blocks + jax.lax.iota(jnp.int32, tile.num_blocks)
+    plgpu.store(partials.block_max.at[index, blocks], block_partials.max)
+    plgpu.store(partials.block_sum.at[index, blocks], block_partials.sum)
+    tile_partial = merge_partials(block_partials, row_tile.scale, make_exp2(interpret))
+    if partials.tile_max is not None:
+        partials.tile_max[index, tile_index] = tile_partial.max
+        partials.tile_sum[index, tile_index] = tile_partial.sum
+    return tile_partial.max
+
+
 def store_partials(
-    row_tile: RowTile, partials: Partials, index: Any, tile: Tile, interpret: bool
+    row_tile: RowTile,
+    partials: Partials,
+    index: Any,
+    tile: Tile,
+    interpret: bool,
+    only_maxima: jax.Array | None = None,
 ) -> jax.Array:
     """Reduces one tile of a row, and stores its partials at `index`, their row in `partials`.
+
+    Args:
+      row_tile: the tile.
+      partials: references to what is stored.
+      index: their row.
+      tile: its size.
+      interpret: whether in the interpreter.
+      only_maxima: as in `reduce_blocks`.
 
     Returns:
       f32[], the largest kept logit of the tile.
     """
-    exp2, tile_index = make_exp2(interpret), row_tile.tile_index
-    x = load_raw_logits(row_tile.logits, row_tile.row_index, tile_token_ids(tile, tile_index))
-    block_partials = reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2)
-    blocks = tile_index * tile.num_blocks + jax.lax.iota(jnp.int32, tile.num_blocks)
-    plgpu.store(partials.block_max.at[index, blocks], block_partials.max)
-    plgpu.store(partials.block_sum.at[index, blocks], block_partials.sum)
-    tile_partial = merge_partials(block_partials, row_tile.scale, exp2)
-    if partials.tile_max is not None:
-        partials.tile_max[index, tile_index] = tile_partial.max
-        partials.tile_sum[index, tile_index] = tile_partial.sum
+    block_partials = reduce_tile(row_tile, tile, interpret, only_maxima)
+    tile_max = store_blocks(block_partials, row_tile, partials, index, tile, interpret)
     if row_tile.greedy is not None:
 
         @pl.when(row_tile.greedy)
         def _() -> None:
-            block = tile_index * tile.num_blocks + first_argmax(
-                flush_subnormals(block_partials.max)
-            )
-            token = block_argmax(row_tile.logits, row_tile.row_index, row_tile.cutoff, block)
-            partials.tile_argmax[index, tile_index] = token
+            token = tile_argmax(row_tile, block_partials.max, tile)
+            partials.tile_argmax[index, row_tile.tile_index] = token
 
-    return tile_partial.max
+    return tile_max
+
+
+def tile_argmax(row_tile: RowTile, block_max: jax.Array, tile: Tile) -> jax.Array:
+    """Returns the token i32 of a tile's largest logit, from the maxima of its blocks."""
+    block = row_tile.tile_index * tile.num_blocks + first_argmax(flush_subnormals(block_max))
+    return block_argmax(row_tile.logits, row_tile.row_index, row_tile.cutoff, block)
 
 
 def block_argmax(
@@ -169,10 +218,34 @@ def load_blocks(partials: Partials, index: jax.Array, vocab_size: int) -> MaxSum
     return _load_partials(partials.block_max, partials.block_sum, index, index >= 0, num_blocks)
 
 
+def load_some_blocks(
+    partials: Partials, index: jax.Array, block: jax.Array, vocab_size: int
+) -> MaxSum:
+    """Loads the partials of some blocks i32[...] of a row i32[]; empty past the row's end."""
+    inside, row = block * SAMPLING_BLOCK < vocab_size, jnp.broadcast_to(index, block.shape)
+    return MaxSum(
+        plgpu.load(partials.block_max.at[row, block], mask=inside, other=jnp.float32(-jnp.inf)),
+        plgpu.load(partials.block_sum.at[row, block], mask=inside, other=jnp.float32(0)),
+    )
+
+
 def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> MaxSum:
     """Loads the partials of the tiles of rows [...], f32[..., N]; empty where `mask` is False."""
     num_tiles = partials.tile_max.shape[1]
     return _load_partials(partials.tile_max, partials.tile_sum, index, mask, num_tiles)
+
+
+def load_maxima(partials: Partials, index: jax.Array) -> tuple[LogNormalizer, jax.Array]:
+    """Loads what the maxima of a row's tiles say of it, where no logit was exponentiated.
+
+    Returns:
+      A normalizer that stands for none: its `log_sum` is 0, NaN where the row is not a
+      distribution. And the row's argmax, i32[].
+    """
+    maxima = load_padded(partials.tile_max, index, -jnp.inf)
+    shift, best = jnp.max(maxima), first_argmax(flush_subnormals(maxima))
+    log_sum = jnp.where(jnp.isfinite(shift), jnp.float32(0), jnp.nan)
+    return LogNormalizer(shift, log_sum), partials.tile_argmax[index, best]
 
 
 def load_padded(values: Any, index: jax.Array, other: Any) -> jax.Array:

@@ -3,9 +3,10 @@
 A rejected sampled draft needs the masses of its residual max(p - q, 0), which no earlier launch has
 computed. In a small batch each program draws a token from its tile of the residual. The last
 program to arrive compares the tiles' winners, so one launch suffices. In a large batch, or with a
-rule, programs store block masses, and in a second launch one program per request draws. One-hot
-drafts without a rule, greedy requests and bonus tokens need only the partials of the rows. Block
-verification has summed its residuals before, and launches the draw alone (`draw_next`).
+rule, programs store block masses, and in a second launch one program per request draws; where
+greedy requests get no log-probabilities the last program draws. One-hot drafts without a rule,
+greedy requests and bonus tokens need only the partials of the rows. Block verification has summed
+its residuals before, and launches the draw alone (`draw_next`).
 """
 
 import functools
@@ -16,11 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.call_arrays import VerifyArrays
-from specjax.core.gumbel_max import first_argmax
-from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
-from specjax.pallas.blocks import load_padded
-from specjax.pallas.gumbel_max import Draw, draw_noise, draw_row_noise, draw_token
-from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output, select_one
+from specjax.core.temperature import parse_temperature
+from specjax.pallas.gumbel_max import Draw, draw_row_noise
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output
 from specjax.pallas.load_request import Plan
 from specjax.pallas.next_token import (
     AcceptedPrefix,
@@ -32,10 +31,11 @@ from specjax.pallas.next_token import (
 )
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.residual import (
+    best_tile,
     draw_residual,
-    load_draft_logprobs,
-    reduce_masses,
+    draw_tile,
     store_log_masses,
+    winners_shape,
 )
 from specjax.pallas.target_rows import VerifiedRows
 from specjax.verification import Verification
@@ -45,6 +45,7 @@ __all__ = [
     "draw_next",
     "emit_tokens",
     "residual_draw_kernel",
+    "residual_last_draw_kernel",
     "residual_mass_kernel",
     "verify_draw_kernel",
 ]
@@ -64,29 +65,11 @@ class _ResidualLogMasses(NamedTuple):
     log_masses: Any
 
 
-class _TileWinners(NamedTuple):
-    """The token drawn from each tile of the residual of requests [B], each [B, tiles].
-
-    Attributes:
-      mass: f32, of the tile.
-      score: noise_dtype, of the block that was drawn: its log-mass plus its Gumbel.
-      token: i32, drawn from that block.
-      logit: f32, the token's.
-    """
-
-    mass: Any
-    score: Any
-    token: Any
-    logit: Any
-
-
-# What a row of tiles is padded by.
-_EMPTY_TILE = _TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
-
-
 class _ResidualOutputs(NamedTuple):
+    """The result, what tiles leave (`TileWinners` or log-masses f32[B, blocks]), and counters."""
+
     verification: Verification
-    winners: _TileWinners
+    of_tiles: Any
     counters: Any
 
 
@@ -99,10 +82,13 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
       plan: its tile is that of residuals, which cuts a target and a draft row alike.
     """
     has_residual = arrays.draft_logits is not None or plan.log_weights is not None
-    if has_residual and isinstance(rows, ReducedRows):
-        return _draw_from_tiles(arrays, rows, plan.verification_shape(), plan)
-    log_masses = _reduce_residuals(arrays, rows, plan) if has_residual else None
-    return draw_next(DrawOperands(arrays, rows, log_masses), plan)
+    if not has_residual:
+        return draw_next(DrawOperands(arrays, rows), plan)
+    if isinstance(rows, ReducedRows):
+        return _draw_from_tiles(arrays, rows, plan)
+    if plan.options.skips_greedy_sums:
+        return _draw_by_last(arrays, rows, plan)
+    return draw_next(DrawOperands(arrays, rows, _reduce_residuals(arrays, rows, plan)), plan)
 
 
 def draw_next(
@@ -119,9 +105,7 @@ def draw_next(
     )
 
 
-def _reduce_residuals(
-    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan
-) -> jax.Array:
+def _reduce_residuals(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> jax.Array:
     """Launches the reduction of a large batch's residuals, and returns their log-masses."""
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     return launch(
@@ -175,8 +159,19 @@ def verify_draw_kernel(
     next launch early.
     """
     arrays, rows, log_masses = operands
-    b = pl.program_id(0)
-    prefix = load_prefix(arrays, rows, b, plan)
+    prefix = load_prefix(arrays, rows, pl.program_id(0), plan)
+    _write_drawn(arrays, rows, log_masses, prefix, out, plan)
+
+
+def _write_drawn(
+    arrays: VerifyArrays,
+    rows: Any,
+    log_masses: Any,
+    prefix: AcceptedPrefix,
+    out: Verification,
+    plan: Plan,
+) -> None:
+    """Draws the token after an accepted prefix from its row or its residual, and writes both."""
     address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
     noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
 
@@ -195,21 +190,74 @@ def verify_draw_kernel(
     write_result(arrays, prefix, draw, out, plan)
 
 
-def _draw_from_tiles(
-    arrays: VerifyArrays,
-    rows: ReducedRows | VerifiedRows,
-    verification: Verification,
-    plan: Plan,
-) -> Verification:
+def _draw_by_last(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> Verification:
+    """Launches `residual_last_draw_kernel`, and returns the call's result."""
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    return launch(
+        functools.partial(residual_last_draw_kernel, plan=plan),
+        DrawOperands(arrays, rows),
+        _ResidualOutputs(
+            plan.verification_shape(),
+            output((plan.num_requests, num_tiles * plan.tile.num_blocks)),
+            output(rows.counters.shape, jnp.uint32),
+        ),
+        num_programs=plan.num_requests * num_tiles,
+        num_warps=plan.tile.num_warps,
+        interpret=plan.interpret,
+        in_place={"counters": rows.counters},
+    ).verification
+
+
+def residual_last_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan: Plan) -> None:
+    """Reduces a tile of a residual; the request's last program draws, and writes the result.
+
+    Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`.
+    Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
+    rejected and of its draft row.
+    Bytes per request: those of the two kernels. A greedy request's program 0 reads the maxima of
+    its deciding row's tiles, and the others its temperature alone.
+    Why one launch: greedy requests, which a call without their log-probabilities is made for, have
+    no residual, and one launch less is a tenth of their time.
+    Memory order: `is_last_arrival` on `counters[b, K + 2]`, which no launch before has counted in.
+    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    arrays, rows = operands.arrays, operands.rows
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    is_greedy = parse_temperature(arrays.temperature[b]).greedy
+
+    @pl.when(is_greedy & (tile_index == 0))
+    def _() -> None:
+        prefix = load_accepted_prefix(arrays, rows, b, plan)
+        write_result(arrays, prefix, None, out.verification, plan)
+
+    @pl.when(~is_greedy)
+    def _() -> None:
+        prefix = load_accepted_prefix(arrays, rows, b, plan)
+
+        def reduce_and_arrive() -> jax.Array:
+            store_log_masses(arrays, prefix, tile_index, out.of_tiles, b, plan)
+            at = (b, jnp.int32(plan.rows_per_request + 1))
+            return is_last_arrival(out.counters, at, num_tiles, plan.interpret)
+
+        is_last = cond_or(prefix.from_residual, reduce_and_arrive, tile_index == 0)
+
+        @pl.when(is_last)
+        def _() -> None:
+            _write_drawn(arrays, rows, out.of_tiles, prefix, out.verification, plan)
+
+
+def _draw_from_tiles(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> Verification:
     """Launches `residual_draw_kernel` for a small batch, and returns the call's result."""
     tiles = (plan.num_requests, plan.tile.num_tiles(arrays.target_logits.shape[1]))
-    winners = _TileWinners(
-        output(tiles), output(tiles, plan.noise_dtype), output(tiles, jnp.int32), output(tiles)
-    )
     return launch(
         functools.partial(residual_draw_kernel, plan=plan),
         DrawOperands(arrays, rows),
-        _ResidualOutputs(verification, winners, output(rows.counters.shape, jnp.uint32)),
+        _ResidualOutputs(
+            plan.verification_shape(),
+            winners_shape(tiles, plan),
+            output(rows.counters.shape, jnp.uint32),
+        ),
         num_programs=tiles[0] * tiles[1],
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
@@ -239,7 +287,7 @@ def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan:
     prefix = load_accepted_prefix(arrays, operands.rows, b, plan)
 
     def draw_and_arrive() -> jax.Array:
-        _draw_tile(arrays, prefix, tile_index, out.winners, plan)
+        draw_tile(arrays, prefix, tile_index, out.of_tiles, prefix.request.b, plan)
         return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
 
     is_last = cond_or(prefix.from_residual, draw_and_arrive, tile_index == 0)
@@ -247,52 +295,6 @@ def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan:
     @pl.when(is_last)
     def _() -> None:
         def draw() -> Draw:
-            return _best_tile(operands, prefix, out.winners, plan)
+            return best_tile(arrays, operands.rows, prefix, out.of_tiles, b, plan)
 
         write_result(arrays, prefix, draw, out.verification, plan)
-
-
-def _draw_tile(
-    arrays: VerifyArrays,
-    prefix: AcceptedPrefix,
-    tile_index: jax.Array,
-    out: _TileWinners,
-    plan: Plan,
-) -> None:
-    """Draws a token from one tile of a residual, and stores it as the tile's winner."""
-    b = prefix.request.b
-    # The noise depends on no logit: it is computed while the logits are being loaded.
-    address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
-    num_blocks = plan.tile.num_blocks
-    noise = draw_noise(address, first_block, num_blocks, plan.noise_dtype, plan.threefry)
-    masses = reduce_masses(arrays, prefix, tile_index, plan)
-
-    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        draft_logprobs = load_draft_logprobs(arrays, prefix.drafted, token_id)
-        return residual_logprobs(logprobs, draft_logprobs)
-
-    winner = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
-    out.mass[b, tile_index] = jnp.sum(masses)
-    out.score[b, tile_index] = winner.score
-    out.token[b, tile_index] = winner.token
-    out.logit[b, tile_index] = winner.logit
-
-
-def _best_tile(
-    operands: DrawOperands, prefix: AcceptedPrefix, winners: _TileWinners, plan: Plan
-) -> Draw:
-    """Returns the winner of a residual's best tile, or a draw from the row if it is empty."""
-    arrays, rows, b = operands.arrays, operands.rows, prefix.request.b
-    masses, scores, tokens, logits = [
-        load_padded(values, b, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
-    ]
-    mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
-    winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
-
-    def draw_from_row() -> Draw:
-        address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
-        noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
-        return draw_row(arrays, rows, prefix, noise, plan)
-
-    has_residual = prefix.from_residual & (jnp.sum(masses) > MIN_RESIDUAL_MASS)
-    return jax.lax.cond(has_residual, lambda: winner, draw_from_row)

@@ -61,6 +61,11 @@ class KernelConfig:
       num_search_programs: programs per row that may search its cutoff together, at most 16; None
         chooses.
       num_pivots: logits at which one pass over a row in memory compares, a power of two.
+      num_judge_warps: warps of the program that judges a request of block verification; None
+        chooses.
+      num_bound_groups: blocks that it reads in a round, the heaviest of as many groups of blocks; a
+        power of two.
+      num_bound_rounds: rounds after which a prefix that no bound has decided stays open.
       max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, a power
         of two, at most the padded number of blocks; 0 leaves the noise to the draw; None chooses.
@@ -83,6 +88,9 @@ class KernelConfig:
     num_search_warps: int = 8
     num_search_programs: int | None = None
     num_pivots: int = 8
+    num_judge_warps: int | None = None
+    num_bound_groups: int = 32
+    num_bound_rounds: int = 2
     max_small_batch: int = 16
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
@@ -165,6 +173,13 @@ class KernelConfig:
         if self.num_noise_splits is not None:
             return self.num_noise_splits
         return max(1, num_blocks // 256) if num_rows <= 128 else 0
+
+    def judge_warps(self, num_requests: int) -> int:
+        """Returns the warps of the program that judges a request of block verification.
+
+        In a small batch it reads no logits.
+        """
+        return self.num_judge_warps or (2 if self.is_small(num_requests) else 4)
 
     def is_small(self, num_requests: int) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.

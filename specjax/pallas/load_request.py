@@ -83,11 +83,6 @@ class Plan(NamedTuple):
         """Returns whether the schedule is that of a small batch, `KernelConfig.is_small`."""
         return self.config.is_small(self.num_requests)
 
-    @property
-    def greedy_is_argmax(self) -> bool:
-        """Returns whether greedy requests accept the argmax alone, as without a rule for them."""
-        return self.options.rule is None or not self.options.rule.greedy
-
     def verification_shape(self) -> Verification:
         """Returns the shapes of the call's result."""
         requests, rows = (self.num_requests,), (self.num_requests, self.rows_per_request)
@@ -260,11 +255,17 @@ def load_drafted(
     return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, row)
 
 
-def load_drafted_logit(arrays: VerifyArrays, request: RequestScalars, i: jax.Array) -> jax.Array:
-    """Loads the target's logit f32[] of a request's drafted token i, which exists."""
-    # Arrays of one element, of which `select_one` makes a scalar.
-    zero = jax.lax.iota(jnp.int32, 1)
-    mask, row = zero == 0, request.first_target_row + i + zero
-    token_id = plgpu.load(arrays.token_ids.at[request.first_draft + i + zero])
-    cutoff = request.cutoff(arrays, i + zero, mask)
-    return select_one(load_logits(arrays.target_logits, row, token_id, cutoff, mask), mask)
+def load_drafted_logit(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Loads a request's drafted token i, i32[], and its target logit, f32[].
+
+    They are 0 and -inf where there is none.
+    """
+    # Arrays of one element, of which a reduction makes a scalar.
+    i += jax.lax.iota(jnp.int32, 1)
+    exists, row = i < request.num_draft_tokens, request.first_target_row + i
+    token_id = load_masked(arrays.token_ids, request.first_draft + i, exists)
+    cutoff = request.cutoff(arrays, i, exists)
+    logit = load_logits(arrays.target_logits, row, token_id, cutoff, exists)
+    return jnp.max(token_id), jnp.max(logit)

@@ -28,7 +28,7 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK, Stream, Words
-from specjax.pallas.blocks import load_blocks
+from specjax.pallas.blocks import load_blocks, load_maxima
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import cond_or, divmod_i32, select_one
@@ -114,10 +114,12 @@ def load_accepted_prefix(
         num_accepted = plan.rows_per_request - rows.counters[
             b, jnp.int32(plan.rows_per_request)
         ].astype(jnp.int32)
+        if plan.options.skips_greedy_sums:
+            # No program of a greedy request's bonus row publishes it.
+            num_accepted = jnp.minimum(num_accepted, request.num_draft_tokens)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         index = b * plan.rows_per_request + num_accepted
-        normalizer = LogNormalizer(rows.shift[index], rows.log_sum[index])
-        argmax = rows.argmax[index]
+        normalizer, argmax = _deciding_row(rows, index, request, plan)
         logprobs = load_masked(rows.logprobs, b * plan.rows_per_request + i, i < num_accepted)
         drafted = None
         if plan.max_draft_tokens:
@@ -142,15 +144,41 @@ def load_accepted_prefix(
     )
 
 
+def _deciding_row(
+    rows: VerifiedRows, index: jax.Array, request: RequestScalars, plan: Plan
+) -> tuple[LogNormalizer, jax.Array]:
+    """Returns the normalizer and the argmax of a row that `verify_accept_kernel` has read."""
+
+    def load() -> tuple[LogNormalizer, jax.Array]:
+        return LogNormalizer(rows.shift[index], rows.log_sum[index]), rows.argmax[index]
+
+    if not plan.options.skips_greedy_sums:
+        return load()
+    is_greedy = request.temperature.greedy
+    return jax.lax.cond(is_greedy, lambda: load_maxima(rows.partials, index), load)
+
+
 def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> Words:
     """Returns the address of the draw of the token after the accepted drafted tokens."""
     return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, plan)
 
 
 def write_result(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw], out: Any, plan: Plan
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    draw: Callable[[], Draw] | None,
+    out: Any,
+    plan: Plan,
 ) -> None:
-    """Writes a request's accepted drafted tokens and the token after them, if one is emitted."""
+    """Writes a request's accepted drafted tokens and the token after them, if one is emitted.
+
+    Args:
+      arrays: the call's arrays.
+      prefix: the accepted prefix.
+      draw: draws the token after it; None where the request is known to be greedy.
+      out: references of the `Verification`.
+      plan: of the launch.
+    """
     token, logprob, is_emitted = _next_token(arrays, prefix, draw)
     request, num_accepted = prefix.request, prefix.num_accepted
     is_emitted &= request.active
@@ -163,6 +191,8 @@ def write_result(
         draft_ids = load_masked(arrays.token_ids, request.first_draft + i, is_accepted)
         token_ids = jnp.where(is_accepted, draft_ids, token_ids)
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
+    if not plan.options.greedy_logprobs:
+        logprobs = jnp.where(request.temperature.greedy, jnp.float32(0), logprobs)
     inside = i < plan.rows_per_request
     plgpu.store(out.token_ids.at[request.b, i], token_ids, mask=inside)
     plgpu.store(out.logprobs.at[request.b, i], logprobs, mask=inside)
@@ -171,7 +201,7 @@ def write_result(
 
 
 def _next_token(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw]
+    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the token after the accepted ones, its log-probability and whether it is emitted."""
 
@@ -180,10 +210,13 @@ def _next_token(
         return prefix.argmax, -prefix.row.normalizer.log_sum
 
     def draw_random() -> tuple[jax.Array, jax.Array]:
+        assert draw is not None
         sample = draw()
         return sample.token, token_logprobs(sample.logit, prefix.row.normalizer, prefix.row.scale)
 
     def choose() -> tuple[jax.Array, jax.Array]:
+        if draw is None:
+            return take_argmax()
         return jax.lax.cond(prefix.request.temperature.greedy, take_argmax, draw_random)
 
     token, logprob = cond_or(prefix.valid, choose, (jnp.int32(-1), jnp.float32(0)))

@@ -10,57 +10,109 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import VerifyArrays
-from specjax.pallas.blocks import Partials, RowTile, partials_shape, store_partials
-from specjax.pallas.launch import divmod_i32, launch, output
+from specjax.core.noise import Stream
+from specjax.pallas.blocks import (
+    Partials,
+    RowTile,
+    partials_shape,
+    store_partials,
+)
+from specjax.pallas.gumbel_max import draw_noise, num_padded_blocks
+from specjax.pallas.launch import divmod_i32, launch, launch_dependents, output
 from specjax.pallas.load_request import Plan, RequestScalars, load_request
 
-__all__ = ["ReducedRows", "reduce_rows", "row_tile", "verify_reduce_kernel"]
+__all__ = [
+    "ReducedRows",
+    "reduce_rows",
+    "row_tile",
+    "verify_reduce_kernel",
+]
 
 
 class ReducedRows(NamedTuple):
-    """Target rows [B * (K + 1)] of a small batch.
+    """Target rows [B * (K + 1)], all of them reduced.
 
     Attributes:
       partials: of the rows up to each request's bonus row.
       counters: u32[B], zeros, in which the programs of the next launch count themselves.
+      gumbels: noise_dtype[B * (K + 1), N] of the rows' blocks, on the target's stream; None where
+        the draw makes them.
     """
 
     partials: Partials
     counters: Any
+    gumbels: Any = None
 
 
-def reduce_rows(arrays: VerifyArrays, plan: Plan) -> ReducedRows:
-    """Launches the reduction of every target row."""
+def reduce_rows(arrays: VerifyArrays, plan: Plan, every_row_draws: bool = False) -> ReducedRows:
+    """Launches the reduction of every target row.
+
+    Args:
+      arrays: the call's arrays.
+      plan: of the launch.
+      every_row_draws: whether the next launch draws from each row, in one program per row. Then
+        this one makes the noise, and triggers the next early.
+    """
     vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
+    num_splits, num_blocks = 0, num_padded_blocks(vocab_size)
+    if every_row_draws:
+        num_splits = plan.config.noise_splits(num_rows, num_blocks)
     return launch(
-        functools.partial(verify_reduce_kernel, plan=plan),
+        functools.partial(
+            verify_reduce_kernel, plan=plan, num_splits=num_splits, triggers=every_row_draws
+        ),
         arrays,
         ReducedRows(
             partials_shape(num_rows, vocab_size, plan.tile),
             output((plan.num_requests,), jnp.uint32),
+            output((num_rows, num_blocks), plan.noise_dtype) if num_splits else None,
         ),
-        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
+        num_programs=num_rows * (num_splits + plan.tile.num_tiles(vocab_size)),
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
     )
 
 
-def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) -> None:
+def verify_reduce_kernel(
+    arrays: VerifyArrays, out: ReducedRows, *, plan: Plan, num_splits: int, triggers: bool
+) -> None:
     """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every block of a tile of a target row.
 
-    Grid: B * (K + 1) * tiles programs of 8 warps; one owns a tile of 8192 logits of one row.
-    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written. Rows past a request's drafts
-    are not read.
+    Grid: B * (K + 1) * tiles programs of 8 warps, of 4 with B > 16; one owns a tile of 8192 logits
+    of one row. For coupled sampling B * (K + 1) * num_splits more come first; one makes the Gumbels
+    of a share of a row's blocks.
+    Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written, and V / 128 * 4 or 8 of
+    Gumbels. Rows past a request's drafts are not read.
     Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
-    late to save reading.
+    late to save reading. Block verification needs every row.
     Memory order: the programs of this launch do not wait for one another. The first program of a
     request zeroes the counter of the next launch, which begins to load after this one has ended.
+    For coupled sampling it triggers that launch early: its few programs wait in the free room.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
+    program, num_noise = pl.program_id(0), plan.num_requests * plan.rows_per_request * num_splits
+    if triggers and not plan.interpret:
+        program = launch_dependents(program)
+    if not num_splits:
+        _reduce_tile(arrays, out, program, plan)
+        return
+
+    @pl.when(program < num_noise)
+    def _() -> None:
+        _store_noise(arrays, out, program, num_splits, plan)
+
+    @pl.when(program >= num_noise)
+    def _() -> None:
+        _reduce_tile(arrays, out, program - num_noise, plan)
+
+
+def _reduce_tile(arrays: VerifyArrays, out: ReducedRows, program: jax.Array, plan: Plan) -> None:
+    """Reduces the tile of a program; the first one of a request zeroes its counter."""
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
-    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    index, tile_index = divmod_i32(program, num_tiles)
     b, i = divmod_i32(index, plan.rows_per_request)
     request = load_request(arrays, b, plan)
 
@@ -71,7 +123,25 @@ def verify_reduce_kernel(arrays: VerifyArrays, out: ReducedRows, *, plan: Plan) 
     @pl.when(request.active & (i <= request.num_draft_tokens))
     def _() -> None:
         tile = row_tile(arrays, request, i, tile_index)
-        store_partials(tile, out.partials, index, plan.tile, plan.interpret)
+        only_maxima = tile.greedy if plan.options.skips_greedy_sums else None
+        store_partials(tile, out.partials, index, plan.tile, plan.interpret, only_maxima)
+
+
+def _store_noise(
+    arrays: VerifyArrays, out: ReducedRows, program: jax.Array, num_splits: int, plan: Plan
+) -> None:
+    """Stores the Gumbels of a share of a row's blocks, unless the row's request is greedy."""
+    index, split = divmod_i32(program, num_splits)
+    b, i = divmod_i32(index, plan.rows_per_request)
+    request, count = load_request(arrays, b, plan), out.gumbels.shape[1] // num_splits
+    exists = request.active & (i <= request.num_draft_tokens)
+
+    @pl.when(exists & ~request.temperature.greedy)
+    def _() -> None:
+        address = request.address(arrays, i, Stream.TARGET, plan)
+        noise = draw_noise(address, split * count, count, plan.noise_dtype, plan.threefry)
+        block = noise.first_block + jax.lax.iota(jnp.int32, count)
+        plgpu.store(out.gumbels.at[index, block], noise.gumbels)
 
 
 def row_tile(

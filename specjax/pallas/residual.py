@@ -1,4 +1,4 @@
-"""The residual after a rejected draft: its masses by blocks, and the draw from them.
+"""The residual after a rejected draft: its masses, and the draw from them by blocks or by tiles.
 
     max(rho p - q, 0)        rho = 1 but in block verification
 
@@ -6,32 +6,70 @@ A rule has weights of its own, `Plan.log_weights`. These functions run inside th
 `emit_tokens` and of block verification.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import VerifyArrays
-from specjax.core.gumbel_max import token_logprobs
+from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import exp_scaled, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
-from specjax.pallas.blocks import load_raw_logits, tile_token_ids
-from specjax.pallas.gumbel_max import BlockNoise, Draw, draw_token
-from specjax.pallas.launch import make_exp2
+from specjax.pallas.blocks import load_padded, load_raw_logits, tile_token_ids
+from specjax.pallas.gumbel_max import (
+    BlockNoise,
+    Draw,
+    SamplingRow,
+    draw_noise,
+    draw_row_noise,
+    draw_token,
+)
+from specjax.pallas.launch import make_exp2, output, select_one
 from specjax.pallas.load_request import DraftedToken, Plan, load_draft_ids
-from specjax.pallas.next_token import AcceptedPrefix, row_block_logprobs
+from specjax.pallas.next_token import AcceptedPrefix, draw_row, next_address, row_block_logprobs
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.target_rows import VerifiedRows
 
 __all__ = [
+    "TileWinners",
+    "best_tile",
     "draw_residual",
+    "draw_tile",
     "load_draft_logprobs",
     "reduce_masses",
     "residual_operands",
     "store_log_masses",
+    "winners_shape",
 ]
+
+
+class TileWinners(NamedTuple):
+    """The token drawn from each tile of residuals, each [residuals, tiles].
+
+    Attributes:
+      mass: f32, of the tile.
+      score: noise_dtype, of the block that was drawn: its log-mass plus its Gumbel.
+      token: i32, drawn from that block.
+      logit: f32, the token's.
+    """
+
+    mass: Any
+    score: Any
+    token: Any
+    logit: Any
+
+
+# What a row of tiles is padded by.
+_EMPTY_TILE = TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
+
+
+def winners_shape(tiles: tuple[int, int], plan: Plan) -> TileWinners:
+    """Returns the shapes of the winners of [residuals, tiles]."""
+    return TileWinners(
+        output(tiles), output(tiles, plan.noise_dtype), output(tiles, jnp.int32), output(tiles)
+    )
 
 
 def load_draft_logprobs(
@@ -54,20 +92,34 @@ def residual_operands(
     if prefix.log_rho is None or drafted is None:
         return logprobs, draft_logprobs
     one_hot = jnp.where(token_id == drafted.token_id, jnp.float32(jnp.inf), -jnp.inf)
-    return logprobs + prefix.log_rho, jnp.where(drafted.one_hot, one_hot, draft_logprobs)
+    logprobs = _row_times_rho(prefix).logprobs(token_id)
+    return logprobs, jnp.where(drafted.one_hot, one_hot, draft_logprobs)
+
+
+def _row_times_rho(prefix: AcceptedPrefix) -> SamplingRow:
+    """Returns the deciding row, whose normalizer makes rho p of it: an operation less per logit."""
+    row = prefix.row
+    if prefix.log_rho is None:
+        return row
+    log_sum = row.normalizer.log_sum - prefix.log_rho
+    return row._replace(normalizer=row.normalizer._replace(log_sum=log_sum))
 
 
 def reduce_masses(
     arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, plan: Plan
 ) -> jax.Array:
-    """Returns sum max(rho p - q, 0) of each block of tile `tile_index`, f32[blocks]."""
-    token_id = tile_token_ids(plan.tile, tile_index)
-    logprobs = prefix.row.logprobs(token_id)
+    """Returns sum max(rho p - q, 0) of each block of tile `tile_index`, f32[blocks].
+
+    The draft was sampled, unless a rule has weights for any.
+    """
+    token_id, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
     if plan.log_weights is not None:
+        logprobs = prefix.row.logprobs(token_id)
         weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
-        return jnp.sum(exp_scaled(weights, exp2=make_exp2(plan.interpret)), axis=-1)
-    logprobs, draft_logprobs = residual_operands(arrays, prefix, token_id, logprobs)
-    return jnp.sum(residual_probs(logprobs, draft_logprobs, make_exp2(plan.interpret)), axis=-1)
+        return jnp.sum(exp_scaled(weights, exp2=exp2), axis=-1)
+    draft_logprobs = load_draft_logprobs(arrays, prefix.drafted, token_id)
+    logprobs = _row_times_rho(prefix).logprobs(token_id)
+    return jnp.sum(residual_probs(logprobs, draft_logprobs, exp2), axis=-1)
 
 
 def store_log_masses(
@@ -120,3 +172,64 @@ def draw_residual(
     return draw_token(
         prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
     )
+
+
+def draw_tile(
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    tile_index: jax.Array,
+    out: TileWinners,
+    row: jax.Array,
+    plan: Plan,
+) -> None:
+    """Draws a token from one tile of a residual, and stores it as the tile's winner in a row."""
+    # The noise depends on no logit: it is computed while the logits are being loaded.
+    address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
+    num_blocks = plan.tile.num_blocks
+    noise = draw_noise(address, first_block, num_blocks, plan.noise_dtype, plan.threefry)
+    masses = reduce_masses(arrays, prefix, tile_index, plan)
+
+    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        return residual_logprobs(*residual_operands(arrays, prefix, token_id, logprobs))
+
+    winner = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
+    out.mass[row, tile_index] = jnp.sum(masses)
+    out.score[row, tile_index] = winner.score
+    out.token[row, tile_index] = winner.token
+    out.logit[row, tile_index] = winner.logit
+
+
+def best_tile(
+    arrays: VerifyArrays,
+    rows: Any,
+    prefix: AcceptedPrefix,
+    winners: TileWinners,
+    row: jax.Array,
+    plan: Plan,
+) -> Draw:
+    """Returns the winner of a residual's best tile, or a draw from the row if it is empty.
+
+    Args:
+      arrays: the call's arrays.
+      rows: the target rows, with their partials.
+      prefix: the accepted prefix.
+      winners: of the tiles of residuals.
+      row: i32, the residual among them.
+      plan: of the launch.
+    """
+    masses, scores, tokens, logits = [
+        load_padded(values, row, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
+    ]
+    mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
+    winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
+
+    def draw_from_row() -> Draw:
+        address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
+        noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
+        return draw_row(arrays, rows, prefix, noise, plan)
+
+    least: Any = MIN_RESIDUAL_MASS
+    if prefix.log_rho is not None:
+        least = jnp.float32(least) * jnp.exp(prefix.log_rho)
+    has_residual = prefix.from_residual & (jnp.sum(masses) > least)
+    return jax.lax.cond(has_residual, lambda: winner, draw_from_row)

@@ -30,10 +30,14 @@ from specjax.core.noise import Stream, uniform
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
     Partials,
+    RowTile,
     load_logits,
     load_tiles,
     partials_shape,
+    reduce_tile,
+    store_blocks,
     store_partials,
+    tile_argmax,
 )
 from specjax.pallas.launch import (
     cond_or,
@@ -76,7 +80,8 @@ class VerifiedRows(NamedTuple):
         in coupled sampling.
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
         publishes the stop: 0 while none is known, else K + 1 - i for the smallest row i that is
-        known to end the accepted prefix. So `atomic_max` keeps the smallest row.
+        known to end the accepted prefix. So `atomic_max` keeps the smallest row. Without
+        log-probabilities of greedy requests `[:, K + 2]` is 0, for `residual_last_draw_kernel`.
     """
 
     partials: Partials
@@ -163,7 +168,9 @@ def accept_rows(
 ) -> VerifiedRows:
     """Launches the reduction and evaluation of each request's rows up to its stop."""
     vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
-    zeros = jnp.zeros((plan.num_requests, plan.rows_per_request + 1), jnp.uint32)
+    # Without log-probabilities of greedy requests a launch after this one counts its programs, too.
+    num_counters = plan.rows_per_request + 1 + plan.options.skips_greedy_sums
+    zeros = jnp.zeros((plan.num_requests, num_counters), jnp.uint32)
     return launch(
         functools.partial(verify_accept_kernel, plan=plan, evaluate=evaluate),
         _Operands(arrays, zeros),
@@ -203,10 +210,8 @@ def verify_accept_kernel(
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
-    num_tiles, rows_per_request = (
-        plan.tile.num_tiles(arrays.target_logits.shape[1]),
-        plan.rows_per_request,
-    )
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    rows_per_request = plan.rows_per_request
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     i, b = divmod_i32(index, plan.num_requests)
     request = load_request(arrays, b, plan)
@@ -221,19 +226,20 @@ def verify_accept_kernel(
 
     stop = rows_per_request - cond_or(i > 0, load_published, jnp.int32(0))
 
+    def arrive() -> jax.Array:
+        return is_last_arrival(out.counters, (b, i), num_tiles, plan.interpret)
+
     @pl.when(request.active & (i <= request.num_draft_tokens) & ~(stop < i))
     def _() -> None:
         tile = row_tile(arrays, request, i, tile_index)
-        at = b * rows_per_request + i
-        tile_max = store_partials(tile, out.partials, at, plan.tile, plan.interpret)
-        if arrays.conditional_rates is None and rows_per_request > 1 and plan.greedy_is_argmax:
+        _store_tile(arrays, request, i, tile, out.partials, plan, publish_stop)
+        if plan.options.skips_greedy_sums and is_decided_by_tiles(arrays, plan):
+            # Every tile of a greedy request has decided for itself.
+            is_last = cond_or(~request.temperature.greedy, arrive, i < 0)
+        else:
+            is_last = arrive()
 
-            @pl.when(request.temperature.greedy & (i < request.num_draft_tokens))
-            def reject_greedy() -> None:
-                logit = load_drafted_logit(arrays, request, i)
-                pl.when(largest_equal(logit) < tile_max)(publish_stop)
-
-        @pl.when(is_last_arrival(out.counters, (b, i), num_tiles, plan.interpret))
+        @pl.when(is_last)
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
             result = evaluate(arrays, request, row, out.partials, plan)
@@ -244,3 +250,50 @@ def verify_accept_kernel(
             plgpu.store(out.argmax.at[at], result.argmax)
             is_accepted = select_one(result.accepted.astype(jnp.int32), row == i)
             pl.when(is_accepted == 0)(publish_stop)
+
+
+def is_decided_by_tiles(arrays: VerifyArrays, plan: Plan) -> bool:
+    """Returns whether a greedy request's drafted tokens are compared with each tile's maximum."""
+    has_drafts = plan.max_draft_tokens > 0
+    return arrays.conditional_rates is None and has_drafts and plan.options.greedy_is_argmax
+
+
+def _store_tile(
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    tile: RowTile,
+    partials: Partials,
+    plan: Plan,
+    publish_stop: Callable[[], None],
+) -> None:
+    """Stores a tile's partials; its maximum may reject a greedy request's drafted token.
+
+    Without log-probabilities it decides: no tile may exceed the drafted token's logit, nor reach it
+    at a lower id. A tile's argmax is then stored where it may be the row's.
+    """
+    at, greedy = request.b * plan.rows_per_request + i, request.temperature.greedy
+    has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(arrays, plan)
+    only_maxima = greedy if plan.options.skips_greedy_sums else None
+    if only_maxima is None or not by_tiles:
+        tile_max = store_partials(tile, partials, at, plan.tile, plan.interpret, only_maxima)
+        if by_tiles:
+
+            @pl.when(greedy & has_draft)
+            def reject_greedy() -> None:
+                _, logit = load_drafted_logit(arrays, request, i)
+                pl.when(largest_equal(logit) < tile_max)(publish_stop)
+
+        return
+    token_id, logit = load_drafted_logit(arrays, request, i)
+    blocks = reduce_tile(tile, plan.tile, plan.interpret, only_maxima)
+    tile_max = store_blocks(blocks, tile, partials, at, plan.tile, plan.interpret)
+    most, drafted = flush_subnormals(tile_max), flush_subnormals(logit)
+
+    @pl.when(greedy & ~(most < drafted))
+    def decide_greedy() -> None:
+        argmax = tile_argmax(tile, blocks.max, plan.tile)
+        partials.tile_argmax[at, tile.tile_index] = argmax
+        # Ties go to the lowest id. A masked token is not accepted, nor one of +inf.
+        is_argmax = (most == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)
+        pl.when(has_draft & ~is_argmax)(publish_stop)

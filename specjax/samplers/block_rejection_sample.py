@@ -26,6 +26,7 @@ def block_rejection_sample(
     temperature: Any = 1.0,
     cutoff: Any = None,
     bonus_token_ids: Any = None,
+    greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -51,6 +52,7 @@ def block_rejection_sample(
       temperature: f32, [B] or scalar.
       cutoff: f32, [B, K + 1], or None.
       bonus_token_ids: i32, [B], or None.
+      greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
 
@@ -80,6 +82,7 @@ def block_rejection_sample(
         temperature=temperature,
         cutoff=cutoff,
         bonus_token_ids=bonus_token_ids,
+        greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
         method="block",
@@ -98,6 +101,7 @@ def block_rejection_sample_ragged(
     temperature: Any = 1.0,
     cutoff: Any = None,
     bonus_token_ids: Any = None,
+    greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -113,6 +117,7 @@ def block_rejection_sample_ragged(
       temperature: f32, [B] or scalar.
       cutoff: f32, [N + B], or None.
       bonus_token_ids: i32, [B], or None.
+      greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
 
@@ -141,6 +146,7 @@ def block_rejection_sample_ragged(
         temperature=temperature,
         cutoff=cutoff,
         bonus_token_ids=bonus_token_ids,
+        greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
         method="block",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.checks import (
     as_array,
+    check_flag,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -39,6 +40,7 @@ def coupled_sample(
     temperature: Any = 1.0,
     cutoff: Any = None,
     bonus_token_ids: Any = None,
+    greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -75,6 +77,8 @@ def coupled_sample(
       cutoff: f32, [B, K + 1], target logits below it are left out. None keeps all.
       bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is drawn. The text is
         then no longer that of plain decoding.
+      greedy_logprobs: bool, static, whether greedy requests get log-probabilities. False leaves
+        them 0, and exponentiates no logit of a greedy request.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
       implementation: as in `rejection_sample`.
 
@@ -124,7 +128,13 @@ def coupled_sample(
         cutoff=parse_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, "coupled")
+    options = CallOptions(
+        check_noise_dtype(noise_dtype),
+        implementation,
+        k,
+        "coupled",
+        greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
+    )
     return _coupled_sample(arrays, options=options)
 
 

@@ -12,6 +12,7 @@ from specjax.checks import (
     as_array,
     check_count,
     check_cumulative,
+    check_flag,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -39,6 +40,7 @@ def coupled_sample_ragged(
     temperature: Any = 1.0,
     cutoff: Any = None,
     bonus_token_ids: Any = None,
+    greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -60,6 +62,7 @@ def coupled_sample_ragged(
       temperature: f32, [B] or scalar.
       cutoff: f32, [N + B], or None.
       bonus_token_ids: i32, [B], or None.
+      greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
 
@@ -107,7 +110,13 @@ def coupled_sample_ragged(
         cutoff=parse_optional("cutoff", cutoff, jnp.float32, (num_rows,)),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, "coupled")
+    options = CallOptions(
+        check_noise_dtype(noise_dtype),
+        implementation,
+        k,
+        "coupled",
+        greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
+    )
     return _coupled_sample_ragged(arrays, options=options)
 
 

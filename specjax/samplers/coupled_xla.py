@@ -51,13 +51,19 @@ class _DrawState(NamedTuple):
     logprobs: jax.Array
 
 
-def couple_request(request: Request, target: LogitRows, noise_dtype: Any) -> Verification:
+def couple_request(
+    request: Request,
+    target: LogitRows,
+    noise_dtype: Any,
+    only_maxima: jax.Array | None = None,
+) -> Verification:
     """Verifies the drafted tokens of one request by coupled sampling.
 
     Args:
       request: without a batch axis.
       target: rows of every request; those of this one begin at `request.target_row`.
       noise_dtype: float32 or float64.
+      only_maxima: as in `verify_request`.
 
     Returns:
       `Verification` without a batch axis.
@@ -67,7 +73,7 @@ def couple_request(request: Request, target: LogitRows, noise_dtype: Any) -> Ver
     def step(state: _DrawState) -> _DrawState:
         index = state.num_accepted
         i = jnp.minimum(index, k - 1)
-        token, logprob, row = _draw(request, target, index, noise_dtype)
+        token, logprob, row = _draw(request, target, index, noise_dtype, only_maxima)
         accepted = (index < request.num_tokens) & row.valid & (token == request.token_ids[i])
         logprobs = state.logprobs.at[i].set(jnp.where(accepted, logprob, state.logprobs[i]))
         num_accepted = index + accepted.astype(jnp.int32)
@@ -89,12 +95,16 @@ def couple_request(request: Request, target: LogitRows, noise_dtype: Any) -> Ver
 
 
 def _draw(
-    request: Request, target: LogitRows, index: jax.Array, noise_dtype: Any
+    request: Request,
+    target: LogitRows,
+    index: jax.Array,
+    noise_dtype: Any,
+    only_maxima: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, RowStatistics]:
     """Returns the token drawn from a request's target row `index`, its log p, and statistics."""
     temperature = parse_temperature(request.temperature)
     logits, cutoff = take_row(target, request.target_row + index)
-    partials = block_partials(logits, temperature.scale, cutoff)
+    partials = block_partials(logits, temperature.scale, cutoff, only_maxima)
     row = row_statistics_once(partials, temperature.scale)
     at = address(request.key, request.position + index, Stream.TARGET)
     token = row_token(logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype)

@@ -10,6 +10,7 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.checks import (
     as_array,
     check_draft,
+    check_flag,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -44,6 +45,7 @@ def rejection_sample(
     conditional_rates: Any = None,
     bonus_token_ids: Any = None,
     rule: Rule | None = None,
+    greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -73,6 +75,8 @@ def rejection_sample(
         log-probability is -inf where the bonus row is invalid.
       rule: a `Rule`, static, in place of the standard one of this page; not together with
         `conditional_rates`. `specjax.core.rules` has some. None is the standard rule.
+      greedy_logprobs: bool, static, whether greedy requests get log-probabilities. False leaves
+        them 0, and exponentiates no logit of a greedy request.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
       implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
@@ -107,6 +111,7 @@ def rejection_sample(
         conditional_rates=conditional_rates,
         rule=rule,
         bonus_token_ids=bonus_token_ids,
+        greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
     )
@@ -122,6 +127,7 @@ def check_verification(
     temperature: Any,
     cutoff: Any,
     bonus_token_ids: Any,
+    greedy_logprobs: bool,
     noise_dtype: Any,
     implementation: str | Implementation | None,
     conditional_rates: Any = None,
@@ -152,7 +158,14 @@ def check_verification(
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     check_rule(rule, conditional_rates)
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, method, rule)
+    options = CallOptions(
+        check_noise_dtype(noise_dtype),
+        implementation,
+        k,
+        method,
+        rule,
+        check_flag("greedy_logprobs", greedy_logprobs),
+    )
     return arrays, options
 
 

@@ -13,6 +13,7 @@ from specjax.checks import (
     check_count,
     check_cumulative,
     check_draft,
+    check_flag,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -49,6 +50,7 @@ def rejection_sample_ragged(
     conditional_rates: Any = None,
     bonus_token_ids: Any = None,
     rule: Rule | None = None,
+    greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
 ) -> Verification:
@@ -73,6 +75,7 @@ def rejection_sample_ragged(
       conditional_rates: f32, [K] or [B, K], or None.
       bonus_token_ids: i32, [B], or None.
       rule: a `Rule`, or None.
+      greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
 
@@ -103,6 +106,7 @@ def rejection_sample_ragged(
         conditional_rates=conditional_rates,
         rule=rule,
         bonus_token_ids=bonus_token_ids,
+        greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
     )
@@ -120,6 +124,7 @@ def check_ragged_verification(
     temperature: Any,
     cutoff: Any,
     bonus_token_ids: Any,
+    greedy_logprobs: bool,
     noise_dtype: Any,
     implementation: str | Implementation | None,
     conditional_rates: Any = None,
@@ -154,7 +159,14 @@ def check_ragged_verification(
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     check_rule(rule, conditional_rates)
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, k, method, rule)
+    options = CallOptions(
+        check_noise_dtype(noise_dtype),
+        implementation,
+        k,
+        method,
+        rule,
+        check_flag("greedy_logprobs", greedy_logprobs),
+    )
     return arrays, options
 
 

@@ -73,6 +73,7 @@ def verify_request(
     noise_dtype: Any,
     rule: Rule | None = None,
     method: str = "standard",
+    only_maxima: jax.Array | None = None,
 ) -> Verification:
     """Verifies the drafted tokens of one request.
 
@@ -83,13 +84,15 @@ def verify_request(
       noise_dtype: float32 or float64.
       rule: in place of the standard one, or None.
       method: "standard", token by token, or "block".
+      only_maxima: bool[], whether the maxima of its target rows suffice: it is greedy, and nobody
+        asks for its log-probabilities. None is False.
 
     Returns:
       `Verification` without a batch axis.
     """
 
     def by_token() -> tuple[AcceptedPrefix, jax.Array]:
-        state = _accept_prefix(request, target, draft, noise_dtype, rule)
+        state = _accept_prefix(request, target, draft, noise_dtype, rule, only_maxima)
         return state.prefix, state.logprobs
 
     if method == "block" and draft is not None:
@@ -117,6 +120,7 @@ def _accept_prefix(
     draft: DraftRows | None,
     dtype: Any,
     rule: Rule | None,
+    only_maxima: jax.Array | None,
 ) -> _PrefixState:
     """Reads target rows in order until a drafted token is rejected or all are accepted."""
     k = request.token_ids.shape[0]
@@ -126,7 +130,7 @@ def _accept_prefix(
         index = state.prefix.num_accepted
         i = jnp.minimum(index, k - 1)
         logits, cutoff = take_row(target, request.target_row + index)
-        partials = block_partials(logits, scale, cutoff)
+        partials = block_partials(logits, scale, cutoff, only_maxima)
         row = row_statistics_once(partials, scale)
         drafted = drafted_token(request, draft, i)
         logit = gather_logits(logits, drafted.token_id, cutoff)
@@ -196,10 +200,17 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     requests = pvary_like(requests, requests)
 
     def one(request: Request) -> Verification:
+        greedy = parse_temperature(request.temperature).greedy
+        only_maxima = greedy if options.skips_greedy_sums else None
+        dtype = options.noise_dtype
         if options.method == "coupled":
-            return couple_request(request, target, options.noise_dtype)
-        rows = (target, draft)
-        return verify_request(request, *rows, options.noise_dtype, options.rule, options.method)
+            verified = couple_request(request, target, dtype, only_maxima)
+        else:
+            rule, method = options.rule, options.method
+            verified = verify_request(request, target, draft, dtype, rule, method, only_maxima)
+        if options.greedy_logprobs:
+            return verified
+        return verified._replace(logprobs=jnp.where(greedy, jnp.float32(0), verified.logprobs))
 
     def side_by_side(requests: Request) -> Verification:
         if options.method == "block":

@@ -8,9 +8,11 @@ import numpy as np
 import oracle
 import oracle_block
 import pytest
+from verify_cases import with_sizes
 
 import specjax
 from specjax import Draft
+from specjax.core.block_acceptance import ACCEPTED, OPEN, REJECTED, accept_block, accept_by_bounds
 
 
 def random_model(rng, vocab_size, depth, zeros=False):
@@ -168,15 +170,20 @@ def check(step, exact, sure):
     np.testing.assert_allclose(step.logprobs[sure], exact.logprobs[sure], atol=2e-4)
 
 
+# One block of three bounds a prefix, so that some stay open; and the launches of a small batch.
+SIZES = {V: dict(num_bound_groups=1, num_bound_rounds=1), 200: dict(max_small_batch=B)}
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("draft_vocab", [V, 200])
+@pytest.mark.parametrize("draft_vocab", SIZES)
 def test_decisions_are_those_of_numpy(implementation, draft_vocab):
     draft, target_logits, cutoff, options = batch(3, draft_vocab)
     exact = expected(draft, target_logits, cutoff, options)
     if draft_vocab != V:
         draft = with_statistics(draft)
+    kernels = with_sizes(implementation, **SIZES[draft_vocab])
     step = specjax.block_rejection_sample(
-        draft, target_logits, cutoff=cutoff, implementation=implementation, **options
+        draft, target_logits, cutoff=cutoff, implementation=kernels, **options
     )
     assert np.mean(exact.certain) > 0.9
     # Each length occurs, so that each branch of the rule does.
@@ -243,6 +250,27 @@ def test_one_draft_is_verified_as_by_rejection_sample(implementation):
     np.testing.assert_allclose(steps[0].logprobs, steps[1].logprobs, rtol=1e-6, atol=1e-6)
     decisions = [step._replace(logprobs=None) for step in steps]
     jax.tree.map(np.testing.assert_array_equal, *decisions)
+
+
+def test_bounds_decide_as_any_mass_between_them_would():
+    rng = np.random.default_rng(8)
+    size = 20_000
+    rho, u, at = rng.random((3, size))
+    rho[: size // 10] = 1.0
+    u *= rho
+    bounds = np.sort(rng.random((2, size)) ** 3, axis=0) * rho
+    mass = bounds[0] + at * (bounds[1] - bounds[0])
+    u, log_rho, low, high, mass = (
+        jnp.asarray(x, jnp.float32) for x in (u, np.log(rho), *bounds, mass)
+    )
+    known = np.asarray(accept_by_bounds(u, log_rho, low, high))
+    accepted = np.asarray(accept_block(u, log_rho, mass))
+    assert np.all(accepted[known == ACCEPTED])
+    assert not np.any(accepted[known == REJECTED])
+    # Where the bounds meet, hardly anything is left open.
+    same = np.asarray(accept_by_bounds(u, log_rho, mass, mass))
+    assert np.mean(known == OPEN) < 0.5
+    assert np.mean(same == OPEN) < 0.01
 
 
 def test_a_mesh_changes_nothing():

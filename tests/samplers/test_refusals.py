@@ -35,6 +35,7 @@ def verify(draft, rows=ROWS, **options):
         (lambda: verify(Draft(IDS), conditional_rates=[1.5, 0.1]), r"outside \[0, 1\]"),
         (lambda: verify(Draft(IDS), conditional_rates=[np.nan, 0.1]), r"outside \[0, 1\]"),
         (lambda: verify(Draft(IDS), implementation="triton"), "NVIDIA GPU"),
+        (lambda: verify(Draft(IDS), greedy_logprobs=0), "greedy_logprobs is 0"),
         (lambda: specjax.commit(IDS, jnp.ones(3, jnp.int32), verify(Draft(IDS))), "lengths has"),
         (
             lambda: specjax.commit(IDS, IDS[0], verify(Draft(IDS)), eos_token_ids=(2.7,)),

@@ -1,5 +1,6 @@
 """Batches for `rejection_sample`, and the check of their verification against the oracle."""
 
+import dataclasses
 import functools
 
 import chex
@@ -108,6 +109,14 @@ def with_statistics(case):
 
 def library(implementation):
     return functools.partial(specjax.rejection_sample, implementation=implementation)
+
+
+def with_sizes(implementation, **sizes):
+    """The implementation with other sizes of its kernels; plain JAX has none."""
+    if implementation == "xla":
+        return implementation
+    [config] = implementation.configs
+    return dataclasses.replace(implementation, configs=(dataclasses.replace(config, **sizes),))
 
 
 def make_draft(case):

@@ -7,6 +7,8 @@ __all__ = ["MUTATIONS"]
 
 _DECISIONS = "test_decisions_are_those_of_numpy"
 _XLA, _KERNELS = f"{_DECISIONS}[xla-300]", f"{_DECISIONS}[interpret-300]"
+_SMALL = f"{_DECISIONS}[interpret-200]"
+_BOUNDS = "test_bounds_decide_as_any_mass_between_them_would"
 
 MUTATIONS = (
     Mutation(
@@ -52,25 +54,74 @@ MUTATIONS = (
         "a target row that is not a distribution does not end the drafts",
     ),
     Mutation(
-        "specjax.pallas.block_verify.block_judge_kernel",
-        "(i == length - 1)",
-        "(i == request.num_draft_tokens - 1)",
+        "specjax.core.block_acceptance.accept_by_bounds",
+        "accept_block(u, log_rho, most)",
+        "accept_block(u, log_rho, least)",
+        block_verification(_BOUNDS),
+        "what its lower bound does not accept is rejected",
+    ),
+    Mutation(
+        "specjax.core.block_acceptance.accept_by_bounds",
+        "accept_block(u, log_rho, least)",
+        "accept_block(u, log_rho, most)",
+        block_verification(_BOUNDS),
+        "what its upper bound does not reject is accepted",
+    ),
+    Mutation(
+        "specjax.pallas.block.judge.judge_request",
+        "(i == length))",
+        "(i == request.num_draft_tokens))",
         block_verification(_KERNELS),
         "all drafts count as the whole, also those after an invalid row",
     ),
     Mutation(
-        "specjax.pallas.block_verify._prefix_of",
-        "jnp.where((n > 0) & is_block, log_rho, jnp.float32(0))",
-        "jnp.where((n < 0) & is_block, log_rho, jnp.float32(0))",
-        block_verification(_KERNELS),
-        "rho is missing in the residual",
+        "specjax.pallas.block.judge._bounds",
+        "return least, at_token + rho * (1 - p)",
+        "return least, at_token",
+        block_verification(_SMALL),
+        "the mass of all tokens but the drafted one is left out of the upper bound",
     ),
     Mutation(
-        "specjax.pallas.block_verify.block_residual_kernel",
-        "may_accept & ~longer",
-        "(j == 0) & ~longer",
+        "specjax.pallas.block.judge._bounds",
+        " - (1 - q)",
+        "",
+        block_verification(_SMALL),
+        "the draft's mass of all tokens but the drafted one is left out of the lower bound",
+    ),
+    Mutation(
+        "specjax.pallas.block.judge.is_read",
+        "(i >= longest)",
+        "(i == longest)",
+        block_verification(_SMALL),
+        "open prefixes are not summed",
+    ),
+    Mutation(
+        "specjax.pallas.block.bounds._bound.read",
+        "least, residual + left)",
+        "least, residual)",
         block_verification(_KERNELS),
-        "no prefix but the whole draft and the empty one is tried",
+        "blocks that were not read are left out of the upper bound",
+    ),
+    Mutation(
+        "specjax.pallas.block.bounds._bound.read",
+        "jnp.maximum(left - draft_left, 0)",
+        "left",
+        block_verification(_KERNELS),
+        "the draft's mass in blocks that were not read is left out of the lower bound",
+    ),
+    Mutation(
+        "specjax.pallas.block.verify._longest.test",
+        "jnp.where(is_accepted, j, longest)",
+        "longest",
+        block_verification(_KERNELS),
+        "an open prefix that its residual accepts is not taken",
+    ),
+    Mutation(
+        "specjax.pallas.residual._row_times_rho",
+        "row.normalizer.log_sum - prefix.log_rho",
+        "row.normalizer.log_sum",
+        block_verification(_KERNELS),
+        "rho is missing in the residual",
     ),
     Mutation(
         "specjax.core.noise.Stream.draft",

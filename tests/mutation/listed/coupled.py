@@ -6,6 +6,7 @@ from .tests import coupled_decoding, coupled_sampling
 __all__ = ["MUTATIONS"]
 
 _TOKENS = "test_tokens_are_the_oracle_s"
+_RAGGED = "test_requests_end_to_end_are_those_of_the_padded_form"
 _MATCHES = "test_drafts_match_as_often_as_the_formula_says"
 _CHANGE = "test_a_change_of_the_method_drops_drafts_of_the_target_s_noise"
 
@@ -25,15 +26,15 @@ MUTATIONS = (
         "the target draws on another stream than plain decoding",
     ),
     Mutation(
-        "specjax.pallas.verify.draw_and_compare",
+        "specjax.pallas.coupled.draw_and_compare",
         "(token_id == token) & ",
         "",
         coupled_sampling(f"{_TOKENS}[interpret]"),
         "a drafted token is accepted whatever the target draws",
     ),
     Mutation(
-        "specjax.pallas.verify.draw_and_compare",
-        "& statistics.valid",
+        "specjax.pallas.coupled.draw_and_compare",
+        "& jnp.isfinite(log_sum)",
         "& (token >= 0)",
         coupled_sampling(
             "test_an_invalid_row_that_decides_emits_nothing_from_there_on[interpret-nan]"
@@ -41,11 +42,25 @@ MUTATIONS = (
         "an invalid row may accept what happens to be drawn from it",
     ),
     Mutation(
-        "specjax.pallas.verify.draw_and_compare.make_noise",
-        "arrays, index, Stream.TARGET",
-        "arrays, 0 * index, Stream.TARGET",
+        "specjax.pallas.coupled._draw_row.draw",
+        "arrays, i, Stream.TARGET",
+        "arrays, 0 * i, Stream.TARGET",
         coupled_sampling(f"{_TOKENS}[interpret]"),
         "every row of a request draws with the noise of the first",
+    ),
+    Mutation(
+        "specjax.pallas.coupled._drawn_prefix",
+        "has_draft & (token_id == token) & ",
+        "has_draft & ",
+        coupled_sampling(f"{_RAGGED}[interpret]"),
+        "a small batch accepts a drafted token whatever the target draws",
+    ),
+    Mutation(
+        "specjax.pallas.reduce_rows._store_noise",
+        "address, split * count, count",
+        "address, 0 * split, count",
+        coupled_sampling(f"{_RAGGED}[interpret]"),
+        "every share of a row's blocks has the noise of the first",
     ),
     Mutation(
         "specjax.decode.propose._draft_tokens.draw",

@@ -1,7 +1,7 @@
 """Wrong versions of the kernels that verify and draw, seen through Pallas' interpreter."""
 
 from ..mutation import Mutation
-from .tests import edges, interpreted, sampling, threefry, verify
+from .tests import edges, greedy_logprobs, interpreted, sampling, threefry, verify
 
 __all__ = ["MUTATIONS"]
 
@@ -9,6 +9,7 @@ _PALLAS = "specjax.pallas."
 _TOKENS = "test_verification_emits_the_reference_s_tokens"
 _OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
 _ROUNDED = "test_a_residual_of_rounding_alone_falls_back_to_the_target"
+_SAME = "test_tokens_are_the_same_and_greedy_requests_have_no_logprobs"
 _GIVEN = "test_a_given_bonus_asks_nothing_of_its_row"
 
 
@@ -24,7 +25,7 @@ def _large(case: str) -> tuple[str, ...]:
 
 MUTATIONS = (
     Mutation(
-        f"{_PALLAS}reduce_rows.verify_reduce_kernel",
+        f"{_PALLAS}reduce_rows._reduce_tile",
         "i <= request.num_draft_tokens",
         "i < request.num_draft_tokens",
         _small("V = 129"),
@@ -52,16 +53,16 @@ MUTATIONS = (
         "a request stops one row after the first that accepts nothing",
     ),
     Mutation(
-        f"{_PALLAS}target_rows.verify_accept_kernel",
+        f"{_PALLAS}target_rows._store_tile.reject_greedy",
         ") < tile_max)",
         ") <= tile_max)",
         _large("V = 1025"),
         "a greedy request rejects its argmax",
     ),
     Mutation(
-        f"{_PALLAS}target_rows.verify_accept_kernel",
-        "arrays.conditional_rates is None and rows_per_request > 1",
-        "rows_per_request > 1",
+        f"{_PALLAS}target_rows.is_decided_by_tiles",
+        "arrays.conditional_rates is None and ",
+        "",
         _large("synthetic"),
         "a greedy request rejects by its argmax under synthetic rates, too",
     ),
@@ -245,9 +246,9 @@ MUTATIONS = (
         "a row has one logit more than it holds",
     ),
     Mutation(
-        f"{_PALLAS}blocks.store_partials",
-        "block = tile_index * tile.num_blocks + first_argmax",
-        "block = first_argmax",
+        f"{_PALLAS}blocks.tile_argmax",
+        "row_tile.tile_index * tile.num_blocks + first_argmax",
+        "first_argmax",
         _large("V = 1025"),
         "the argmax of a later tile is looked for in the first",
     ),
@@ -259,7 +260,7 @@ MUTATIONS = (
         "the first id past the vocabulary has a logit",
     ),
     Mutation(
-        f"{_PALLAS}blocks.store_partials",
+        f"{_PALLAS}blocks.reduce_tile",
         "row_tile.scale[None], row_tile.cutoff",
         "jnp.ones_like(row_tile.scale)[None], row_tile.cutoff",
         _small("V = 129"),
@@ -315,25 +316,74 @@ MUTATIONS = (
         "the cutoff is ignored inside the chosen block",
     ),
     Mutation(
-        f"{_PALLAS}emit_tokens._best_tile",
-        "jnp.sum(masses) > MIN_RESIDUAL_MASS",
+        f"{_PALLAS}residual.best_tile",
+        "jnp.sum(masses) > least",
         "jnp.sum(masses) > 0",
         edges(f"{_ROUNDED}[interpret-8]"),
         "a small batch draws from what rounding leaves of p == q",
     ),
     Mutation(
-        f"{_PALLAS}emit_tokens._best_tile",
+        f"{_PALLAS}residual.best_tile",
         "first_argmax(scores)",
         "first_argmax(masses)",
         _small("V = 1025"),
         "the heaviest tile wins whatever its noise",
     ),
     Mutation(
-        f"{_PALLAS}emit_tokens._draw_tile",
+        f"{_PALLAS}residual.draw_tile",
         "next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks",
         "next_address(arrays, prefix, plan), tile_index * 0",
         _small("V = 1025"),
         "every tile draws from the first blocks",
+    ),
+    Mutation(
+        f"{_PALLAS}emit_tokens._write_drawn.draw",
+        "draw_from_residual, draw_from_row)",
+        "draw_from_row, draw_from_row)",
+        _large("V = 1025"),
+        "a rejected sampled draft is replaced from the target row",
+    ),
+    Mutation(
+        f"{_PALLAS}emit_tokens.residual_draw_kernel",
+        "draw_and_arrive, tile_index == 0)",
+        "draw_and_arrive, tile_index == 1)",
+        _small("V = 129"),
+        "the second tile's program writes what needs no residual, if there is one",
+    ),
+    Mutation(
+        f"{_PALLAS}emit_tokens.residual_last_draw_kernel",
+        "plan.rows_per_request + 1)",
+        "plan.rows_per_request)",
+        greedy_logprobs(f"{_SAME}[interpret-rejection]"),
+        "the programs of a residual count themselves where the stop is published",
+    ),
+    Mutation(
+        f"{_PALLAS}target_rows._store_tile.decide_greedy",
+        "(argmax >= token_id)",
+        "(argmax >= 0)",
+        greedy_logprobs(f"{_SAME}[interpret-rejection]"),
+        "a greedy request accepts a token that ties with one of a lower id",
+    ),
+    Mutation(
+        f"{_PALLAS}target_rows._store_tile.decide_greedy",
+        "has_draft & ~is_argmax",
+        "has_draft & is_argmax",
+        greedy_logprobs(f"{_SAME}[interpret-rejection]"),
+        "a greedy request stops where its draft is the argmax",
+    ),
+    Mutation(
+        f"{_PALLAS}blocks.load_maxima",
+        "first_argmax(flush_subnormals(maxima))",
+        "first_argmax(0 * maxima)",
+        greedy_logprobs(f"{_SAME}[interpret-rejection]"),
+        "without log-probabilities the argmax of a greedy request is looked for in the first tile",
+    ),
+    Mutation(
+        f"{_PALLAS}blocks.load_maxima",
+        "jnp.isfinite(shift)",
+        "(shift > -jnp.inf)",
+        greedy_logprobs(f"{_SAME}[interpret-coupled]"),
+        "without log-probabilities a greedy request accepts from a row that holds +inf",
     ),
     Mutation(
         f"{_PALLAS}residual.load_draft_logprobs",

@@ -76,8 +76,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.verify.evaluate_by_rule",
-        "if plan.greedy_is_argmax:",
-        "if not plan.greedy_is_argmax:",
+        "if plan.options.greedy_is_argmax:",
+        "if not plan.options.greedy_is_argmax:",
         rule_values(f"{_GREEDY}[interpret]"),
         "greedy requests ask the rules that are not for them",
     ),

@@ -23,6 +23,7 @@ __all__ = [
     "edges",
     "engines",
     "few",
+    "greedy_logprobs",
     "head_folders",
     "interpreted",
     "laws",
@@ -73,6 +74,7 @@ engines = _of("engine/test_engine.py")
 eagle3 = _of("models/test_eagle3.py")
 eagle3_folder = _of("models/test_eagle3_folder.py")
 few = _of("models/test_decode_step.py")
+greedy_logprobs = _of("samplers/test_greedy_logprobs.py")
 head_folders = _of("models/test_head_folders.py")
 interpreted = _of("pallas/test_interpret.py")
 laws = _of("laws/test_laws.py")

@@ -1,0 +1,164 @@
+"""A request judged: rho of its prefixes, their uniforms, and which residuals must be read.
+
+A prefix of j drafted tokens is accepted if its uniform is below h_j = Z_j / (Z_j + 1 - rho_j). Z_j
+sums the residual max(rho_j p_j - q_j, 0) over a row. The next drafted token x bounds Z_j without
+reading the row:
+
+    d = max(rho p(x) - q(x), 0)
+    d + max(rho (1 - p(x)) - (1 - q(x)), 0) <= Z <= d + rho (1 - p(x))
+
+A prefix that no bound decides is open. The residuals of the longest accepted prefix and of the open
+ones above it are read. The empty prefix is always accepted.
+
+References:
+  Sun et al., 2024, arXiv:2403.10444.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.acceptance import log_ratio
+from specjax.core.block_acceptance import (
+    ACCEPTED,
+    OPEN,
+    REJECTED,
+    accept_by_bounds,
+    cap_ratios,
+)
+from specjax.core.logsumexp import LogNormalizer, exp_scaled
+from specjax.core.noise import Stream, uniform
+from specjax.pallas.blocks import Partials
+from specjax.pallas.gumbel_max import SamplingRow
+from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.launch import select_one
+from specjax.pallas.load_request import DraftedToken, Plan, RequestScalars
+from specjax.pallas.next_token import AcceptedPrefix
+from specjax.pallas.target_rows import AcceptanceResult, evaluate_acceptance
+
+__all__ = ["JudgedRequest", "is_read", "judge_request", "settle"]
+
+
+class JudgedRequest(NamedTuple):
+    """What decides the accepted prefix of a request; arrays [N] of its prefixes and rows.
+
+    Attributes:
+      request: its scalars.
+      is_block: bool[], whether a prefix is accepted as a whole: the request draws, and a draft was
+        sampled. Other requests are verified token by token.
+      num_accepted: i32[], accepted tokens; -1 where the residual of an open prefix has to decide.
+      log_rho: f32, of the prefix of i tokens.
+      uniform: f32 or f64, of that prefix; arbitrary at the empty one.
+      status: i32, `REJECTED`, `OPEN` or `ACCEPTED`; all rejected where no residual is needed.
+      result: of target row i and of the drafted token at it.
+    """
+
+    request: RequestScalars
+    is_block: jax.Array
+    num_accepted: jax.Array
+    log_rho: jax.Array
+    uniform: jax.Array
+    status: jax.Array
+    result: AcceptanceResult
+
+    def prefix(self, arrays: VerifyArrays, n: jax.Array) -> AcceptedPrefix:
+        """Returns the prefix of n tokens, and the row that decides the next token."""
+        i, request = _indices(self.status), self.request
+        drafted = self.result.drafted
+        assert drafted is not None
+        mask = i == n
+        normalizer = LogNormalizer(*[select_one(x, mask) for x in self.result.normalizer])
+        valid = request.active & jnp.isfinite(normalizer.log_sum)
+        rejected = n < request.num_draft_tokens
+        row = SamplingRow(
+            arrays.target_logits,
+            request.first_target_row + n,
+            request.temperature.scale,
+            request.cutoff(arrays, n, request.active),
+            normalizer,
+        )
+        return AcceptedPrefix(
+            request=request,
+            num_accepted=n,
+            row=row,
+            valid=valid,
+            rejected=rejected,
+            drafted=drafted.select(mask),
+            from_residual=rejected & valid & self.is_block,
+            argmax=select_one(self.result.argmax, mask),
+            logprobs=self.result.logprobs,
+            # Token by token, rho is 1.
+            log_rho=jnp.where(self.is_block, select_one(self.log_rho, mask), jnp.float32(0)),
+        )
+
+
+def judge_request(
+    arrays: VerifyArrays, request: RequestScalars, partials: Partials, plan: Plan
+) -> JudgedRequest:
+    """Judges a request by the partials of its target rows, which it reads."""
+    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    result = evaluate_acceptance(arrays, request, i, partials, plan)
+    drafted = result.drafted
+    assert drafted is not None
+    has_draft = i < request.num_draft_tokens
+    is_sampled = (has_draft & ~drafted.one_hot).astype(jnp.int32)
+    is_block = (jnp.sum(is_sampled, dtype=jnp.int32) > 0) & ~request.temperature.greedy
+    is_distribution = jnp.isfinite(result.normalizer.log_sum)
+    end = jnp.int32(plan.max_draft_tokens)
+    length = jnp.min(jnp.where(has_draft & is_distribution, end, i))
+    log_rho = _log_rhos(log_ratio(result.logprobs, drafted.logprob), i, plan)
+    # The uniform of a prefix is its last token's.
+    at = request.address(arrays, i - 1, Stream.accept(i - 1), plan)
+    u = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
+    is_below = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
+    is_whole = jnp.sum((is_below & (i == length)).astype(jnp.int32), dtype=jnp.int32) > 0
+    ends = ~result.accepted & (i <= request.num_draft_tokens)
+    by_token = jnp.min(jnp.where(ends, i, jnp.int32(plan.rows_per_request)))
+    num_accepted = jnp.where(is_block, jnp.where(is_whole, length, jnp.int32(-1)), by_token)
+    status = accept_by_bounds(u, log_rho, *_bounds(result, drafted, log_rho))
+    status = jnp.where(is_below & (i < length), status, jnp.int32(REJECTED))
+    status = jnp.where(i == 0, jnp.int32(ACCEPTED), status)
+    num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
+    status = jnp.where(num_accepted < 0, status, jnp.int32(REJECTED))
+    return JudgedRequest(request, is_block, num_accepted, log_rho, u, status, result)
+
+
+def _log_rhos(ratios: jax.Array, i: jax.Array, plan: Plan) -> jax.Array:
+    # One after another, each of its rounding: sums of a prefix would round otherwise.
+    of_token = [jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(plan.max_draft_tokens)]
+    log_rho = jnp.zeros_like(ratios)
+    for n, value in enumerate(cap_ratios(of_token)):
+        log_rho = jnp.where(i == n, value, log_rho)
+    return log_rho
+
+
+def _bounds(
+    result: AcceptanceResult, drafted: DraftedToken, log_rho: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns bounds of Z by the next drafted token's p and q, f32[N] each."""
+    rho, p, q = [exp_scaled(x) for x in (log_rho, result.logprobs, drafted.logprob)]
+    at_token = jnp.maximum(rho * p - q, 0)
+    least = at_token + jnp.maximum(rho * (1 - p) - (1 - q), 0)
+    return least, at_token + rho * (1 - p)
+
+
+def is_read(status: jax.Array, i: jax.Array) -> jax.Array:
+    """Returns which prefixes' residuals are read, bool[N]: the longest accepted and open ones."""
+    longest = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
+    return (status != REJECTED) & (i >= longest)
+
+
+def settle(judged: JudgedRequest) -> JudgedRequest:
+    """Returns a judged request with its accepted tokens, if none of its prefixes is open."""
+    i, status = _indices(judged.status), judged.status
+    accepted = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
+    num_open = jnp.sum((is_read(status, i) & (status == OPEN)).astype(jnp.int32), dtype=jnp.int32)
+    settled = jnp.where(num_open > 0, jnp.int32(-1), accepted)
+    num_accepted = jnp.where(judged.num_accepted < 0, settled, judged.num_accepted)
+    return judged._replace(num_accepted=num_accepted)
+
+
+def _indices(values: jax.Array) -> jax.Array:
+    return jax.lax.iota(jnp.int32, values.shape[0])

@@ -1,0 +1,123 @@
+"""Judged requests in memory: what one launch of block verification leaves to the next."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.block_acceptance import REJECTED
+from specjax.core.logsumexp import LogNormalizer
+from specjax.pallas.block.judge import JudgedRequest
+from specjax.pallas.gumbel_max import SamplingRow
+from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.launch import output
+from specjax.pallas.load_request import Plan, RequestScalars, load_drafted, load_masked
+from specjax.pallas.next_token import AcceptedPrefix
+
+__all__ = ["JudgedArrays", "judged_shape", "load_prefix", "load_status", "store_judged"]
+
+
+class JudgedArrays(NamedTuple):
+    """Requests [B] and what decides the lengths of their accepted prefixes.
+
+    Attributes:
+      num_accepted: i32, accepted tokens; -1 where the residual of an open prefix has to decide.
+      is_block: i32, 1 if a prefix is accepted as a whole, 0 where a request is verified token by
+        token.
+      status: i32[B, K], `REJECTED`, `OPEN` or `ACCEPTED` of the prefix of j < K tokens; all
+        rejected where no residual is needed.
+      log_rho: f32[B, K], of these prefixes.
+      uniform: f32[B, K] or f64, of these prefixes.
+      shift: f32[B, K + 1], of each target row's normalizer.
+      log_sum: f32[B, K + 1], of the normalizer; NaN where the row is not a distribution.
+      logprobs: f32[B, K + 1], log p of the drafted tokens.
+      argmax: i32[B, K + 1], of the rows, where the request is greedy.
+    """
+
+    num_accepted: Any
+    is_block: Any
+    status: Any
+    log_rho: Any
+    uniform: Any
+    shift: Any
+    log_sum: Any
+    logprobs: Any
+    argmax: Any
+
+
+def judged_shape(plan: Plan) -> JudgedArrays:
+    """Returns the shapes of the judged requests of a batch."""
+    size, k = plan.num_requests, plan.max_draft_tokens
+    prefixes, of_rows = (size, k), (size, k + 1)
+    return JudgedArrays(
+        num_accepted=output((size,), jnp.int32),
+        is_block=output((size,), jnp.int32),
+        status=output(prefixes, jnp.int32),
+        log_rho=output(prefixes),
+        uniform=output(prefixes, plan.noise_dtype),
+        shift=output(of_rows),
+        log_sum=output(of_rows),
+        logprobs=output(of_rows),
+        argmax=output(of_rows, jnp.int32),
+    )
+
+
+def store_judged(judged: JudgedRequest, out: JudgedArrays) -> None:
+    """Stores a judged request."""
+    b, result = judged.request.b, judged.result
+    out.num_accepted[b] = judged.num_accepted
+    out.is_block[b] = judged.is_block.astype(jnp.int32)
+    values = {
+        "status": judged.status,
+        "log_rho": judged.log_rho,
+        "uniform": judged.uniform,
+        "shift": result.normalizer.shift,
+        "log_sum": result.normalizer.log_sum,
+        "logprobs": result.logprobs,
+        "argmax": result.argmax,
+    }
+    i = jax.lax.iota(jnp.int32, judged.status.shape[0])
+    for name, value in values.items():
+        array = getattr(out, name)
+        plgpu.store(array.at[b, i], value, mask=i < array.shape[1])
+
+
+def load_status(judged: JudgedArrays, b: jax.Array, i: jax.Array) -> jax.Array:
+    """Loads the status of the prefixes of i tokens, i32[N]; `REJECTED` past the last."""
+    inside = i < judged.status.shape[1]
+    return plgpu.load(judged.status.at[b, i], mask=inside, other=jnp.int32(REJECTED))
+
+
+def load_prefix(
+    arrays: VerifyArrays, judged: JudgedArrays, request: RequestScalars, n: jax.Array, plan: Plan
+) -> AcceptedPrefix:
+    """Returns the prefix of n tokens, and the row that decides the next token."""
+    b, k = request.b, plan.max_draft_tokens
+    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    normalizer = LogNormalizer(judged.shift[b, n], judged.log_sum[b, n])
+    valid = request.active & jnp.isfinite(normalizer.log_sum)
+    rejected = n < request.num_draft_tokens
+    is_block = judged.is_block[b] > 0
+    row = SamplingRow(
+        arrays.target_logits,
+        request.first_target_row + n,
+        request.temperature.scale,
+        request.cutoff(arrays, n, request.active),
+        normalizer,
+    )
+    # Token by token, rho is 1.
+    log_rho = judged.log_rho[b, jnp.minimum(n, k - 1)]
+    return AcceptedPrefix(
+        request=request,
+        num_accepted=n,
+        row=row,
+        valid=valid,
+        rejected=rejected,
+        drafted=load_drafted(arrays, request, n, rejected, plan),
+        from_residual=rejected & valid & is_block,
+        argmax=judged.argmax[b, n],
+        logprobs=load_masked(judged.logprobs, (b, i), i < n),
+        log_rho=jnp.where(is_block, log_rho, jnp.float32(0)),
+    )

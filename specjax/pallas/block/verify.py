@@ -1,0 +1,232 @@
+"""The launches of block verification: rows are judged, residuals summed, tokens drawn.
+
+    verify_reduce_kernel      partials of all target rows
+    block_judge_kernel        which prefixes may be accepted
+    block_residual_kernel     residuals max(rho_j p_j - q_j, 0) of those, summed by blocks
+    verify_draw_kernel        the longest accepted prefix, and the draw after it
+
+Most prefixes are decided by bounds before their residual is read, so that a request has hardly more
+than one residual to read: that of its accepted prefix, from which the next token is drawn.
+
+References:
+  Sun et al., 2024, arXiv:2403.10444.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.block_acceptance import ACCEPTED, OPEN, accept_block
+from specjax.core.logsumexp import block_logprobs, exp_scaled
+from specjax.core.noise import SAMPLING_BLOCK
+from specjax.pallas.block.bounds import bound_open
+from specjax.pallas.block.judge import is_read, judge_request, settle
+from specjax.pallas.block.judged_arrays import (
+    JudgedArrays,
+    judged_shape,
+    load_prefix,
+    load_status,
+    store_judged,
+)
+from specjax.pallas.blocks import Partials, load_padded, load_some_blocks
+from specjax.pallas.emit_tokens import DrawOperands, draw_next
+from specjax.pallas.gumbel_max import block_token_ids
+from specjax.pallas.kernel_config import Tile, next_power_of_2
+from specjax.pallas.launch import cond_or, divmod_i32, launch, output, select_one
+from specjax.pallas.load_request import Plan, load_request
+from specjax.pallas.next_token import AcceptedPrefix
+from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
+from specjax.pallas.residual import reduce_masses
+from specjax.verification import Verification
+
+__all__ = [
+    "block_judge_kernel",
+    "block_residual_kernel",
+    "verify_block",
+]
+
+
+class _BlockRows(NamedTuple):
+    """Target rows [B * (K + 1)], judged, and log-masses f32[B * K, blocks] of residuals."""
+
+    partials: Partials
+    judged: JudgedArrays
+    log_masses: Any
+
+
+class _Operands(NamedTuple):
+    arrays: VerifyArrays
+    rows: ReducedRows
+
+
+class _JudgedOperands(NamedTuple):
+    arrays: VerifyArrays
+    rows: ReducedRows
+    judged: JudgedArrays
+
+
+class _Residuals(NamedTuple):
+    log_masses: Any
+
+
+def verify_block(arrays: VerifyArrays, plan: Plan, residual_tile: Tile) -> Verification:
+    """Verifies a batch with sampled drafts, K >= 1.
+
+    Args:
+      arrays: the call's arrays, with the statistics of the drafts.
+      plan: its tile is that of target rows.
+      residual_tile: cuts a target and a draft row alike.
+
+    Returns:
+      `Verification`.
+    """
+    size, k = plan.num_requests, plan.max_draft_tokens
+    rows = reduce_rows(arrays, plan)
+    judged = launch(
+        functools.partial(block_judge_kernel, plan=plan),
+        _Operands(arrays, rows),
+        judged_shape(plan),
+        num_programs=size,
+        num_warps=plan.config.judge_warps(size),
+        interpret=plan.interpret,
+    )
+    plan = plan._replace(tile=residual_tile)
+    num_tiles = residual_tile.num_tiles(arrays.target_logits.shape[1])
+    log_masses = launch(
+        functools.partial(block_residual_kernel, plan=plan),
+        _JudgedOperands(arrays, rows, judged),
+        _Residuals(output((size * k, num_tiles * residual_tile.num_blocks))),
+        num_programs=(size * k if plan.is_small else size) * num_tiles,
+        num_warps=residual_tile.num_warps,
+        interpret=plan.interpret,
+    ).log_masses
+    verified = _BlockRows(rows.partials, judged, log_masses)
+    return draw_next(DrawOperands(arrays, verified, log_masses), plan, _load_accepted)
+
+
+def block_judge_kernel(operands: _Operands, out: JudgedArrays, *, plan: Plan) -> None:
+    """Writes rho_j = min(1, rho_{j-1} p(x_j) / q(x_j)), and what is known of the prefixes.
+
+    Grid: B programs of 4 warps, of 2 with B <= 16; one owns a request.
+    Bytes per request: the (m, l) of all tiles of K + 1 rows. In a large batch an open prefix adds
+    V / 128 * 8 of its row's blocks, and 8192 * itemsize in each of at most 2 rounds (`bounds`).
+    Why a launch of its own: tiles programs per request read what it writes; each would judge all
+    rows. Why no bounds by blocks in a small batch: a round takes longer than reading what it saves.
+    Memory order: it begins to load after `verify_reduce_kernel` has ended.
+    Reference: Sun et al., 2024, arXiv:2403.10444.
+    """
+    (arrays, rows), b = operands, pl.program_id(0)
+    judged = judge_request(arrays, load_request(arrays, b, plan), rows.partials, plan)
+    if not plan.is_small:
+        judged = bound_open(arrays, judged, rows.partials, plan)
+    store_judged(settle(judged), out)
+
+
+def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: Plan) -> None:
+    """Writes log sum max(rho_j p_j - q_j, 0) of the blocks of a tile, for the prefixes to be read.
+
+    Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. With B <= 16
+    K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
+    Bytes per request: of the longest accepted prefix and of the open ones above it 2 V * itemsize
+    read, V / 128 * 4 written. Scalars alone if all drafts are accepted.
+    Why all prefixes by one program: most requests have one to read, and a program that finds
+    nothing to do costs its start. In a small batch they are read side by side.
+    Memory order: it begins to load after `block_judge_kernel` has ended.
+    Reference: Sun et al., 2024, arXiv:2403.10444.
+    """
+    (arrays, rows, judged), k = operands, plan.max_draft_tokens
+    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    order, b = divmod_i32(index, plan.num_requests)
+    i = jax.lax.iota(jnp.int32, next_power_of_2(k))
+    reads = is_read(load_status(judged, b, i), i)
+
+    def prefix_of(j: jax.Array) -> AcceptedPrefix:
+        return load_prefix(arrays, judged, load_request(arrays, b, plan), j, plan)
+
+    def store_masses(prefix: AcceptedPrefix) -> None:
+        _store_masses(arrays, prefix, rows.partials, tile_index, out.log_masses, plan)
+
+    if plan.is_small:
+        # Loaded while it is not known whether it is read.
+        prefix, is_one = prefix_of(order), select_one(reads.astype(jnp.int32), i == order) > 0
+        pl.when(is_one)(lambda: store_masses(prefix))
+        return
+
+    def longest(below: jax.Array) -> jax.Array:
+        return jnp.max(jnp.where(reads & (i < below), i, jnp.int32(-1)))
+
+    def store_and_shorten(j: jax.Array) -> jax.Array:
+        store_masses(prefix_of(j))
+        return longest(j)
+
+    jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest(jnp.int32(k)))
+
+
+def _store_masses(
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    partials: Partials,
+    tile_index: jax.Array,
+    out: Any,
+    plan: Plan,
+) -> None:
+    """Stores the log-masses of the blocks of a tile of a prefix's residual."""
+    drafted, log_rho = prefix.drafted, prefix.log_rho
+    assert drafted is not None
+    assert log_rho is not None
+    b, n = prefix.request.b, prefix.num_accepted
+    block = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
+    # The read stands in no branch: a second path through it would take twice the registers.
+    sampled = jnp.log(reduce_masses(arrays, prefix, tile_index, plan))
+
+    def of_one_hot() -> jax.Array:
+        index = b * plan.rows_per_request + n
+        blocks = load_some_blocks(partials, index, block, arrays.target_logits.shape[1])
+        masses = exp_scaled(block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale))
+        drafted_block, _ = divmod_i32(jnp.maximum(drafted.token_id, 0), SAMPLING_BLOCK)
+        token_id = block_token_ids(drafted_block)
+        probs = exp_scaled(prefix.row.logprobs(token_id))
+        rest = jnp.sum(jnp.where(token_id == drafted.token_id, 0, probs))
+        return jnp.log(jnp.where(block == drafted_block, rest, masses)) + log_rho
+
+    # A draft row that is not finite counts as one-hot in a block: rho p without the token.
+    log_masses = jax.lax.cond(drafted.one_hot, of_one_hot, lambda: sampled)
+    plgpu.store(out.at[b * plan.max_draft_tokens + n, block], log_masses)
+
+
+def _load_accepted(
+    arrays: VerifyArrays, rows: _BlockRows, b: jax.Array, plan: Plan
+) -> AcceptedPrefix:
+    """Returns the accepted prefix of request b: the longest of those whose residuals were read."""
+    judged, num_accepted = rows.judged, rows.judged.num_accepted[b]
+    num_accepted = cond_or(
+        num_accepted < 0, lambda: _longest(judged, rows.log_masses, b, plan), num_accepted
+    )
+    return load_prefix(arrays, judged, load_request(arrays, b, plan), num_accepted, plan)
+
+
+def _longest(judged: JudgedArrays, log_masses: Any, b: jax.Array, plan: Plan) -> jax.Array:
+    k = plan.max_draft_tokens
+    i = jax.lax.iota(jnp.int32, next_power_of_2(k))
+    status = load_status(judged, b, i)
+    is_open = is_read(status, i) & (status == OPEN)
+    accepted = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
+
+    def next_open(below: jax.Array) -> jax.Array:
+        return jnp.max(jnp.where(is_open & (i < below), i, jnp.int32(-1)))
+
+    def test(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        j, longest = state
+        mass = jnp.sum(exp_scaled(load_padded(log_masses, b * k + j, -jnp.inf)))
+        is_accepted = accept_block(judged.uniform[b, j], judged.log_rho[b, j], mass)
+        following = jnp.where(is_accepted, jnp.int32(-1), next_open(j))
+        return following, jnp.where(is_accepted, j, longest)
+
+    state = (next_open(jnp.int32(k)), accepted)
+    return jax.lax.while_loop(lambda state: state[0] >= 0, test, state)[1]

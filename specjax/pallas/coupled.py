@@ -1,0 +1,261 @@
+"""`coupled_sample` on the kernels: every row draws its token, and drafted ones are compared.
+
+    small batch    verify_reduce_kernel     partials of all target rows
+                   coupled_draw_kernel      a draw of each row; a request's last program writes
+    large batch    verify_accept_kernel     a row's last program draws from it
+                   coupled_write_kernel     the draws up to the stop
+
+The stop is the first row that draws another token than the drafted one, or the bonus row. A large
+batch does not read the rows after it.
+
+References:
+  Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import LogNormalizer, row_statistics
+from specjax.core.noise import Stream
+from specjax.pallas.blocks import Partials, load_blocks, load_maxima, load_padded
+from specjax.pallas.gumbel_max import (
+    BlockNoise,
+    Draw,
+    SamplingRow,
+    draw_row_noise,
+    draw_row_token,
+)
+from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output, select_one
+from specjax.pallas.load_request import Plan, RequestScalars, load_masked, load_request
+from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix, write_result
+from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
+from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows
+from specjax.verification import Verification
+
+__all__ = [
+    "coupled_draw_kernel",
+    "coupled_write_kernel",
+    "draw_and_compare",
+    "verify_coupled",
+]
+
+
+class _Operands(NamedTuple):
+    """The call's arrays and its reduced or evaluated rows."""
+
+    arrays: VerifyArrays
+    rows: ReducedRows | VerifiedRows
+
+
+class _Drawn(NamedTuple):
+    """Rows [B, K + 1] that have drawn, the result, and the counters of `ReducedRows`.
+
+    Attributes:
+      shift: f32, of the normalizer.
+      log_sum: f32, of the normalizer; NaN where the row is not a distribution.
+      token: i32, drawn.
+      logit: f32, of the token.
+      verification: the result.
+      counters: u32[B].
+    """
+
+    shift: Any
+    log_sum: Any
+    token: Any
+    logit: Any
+    verification: Verification
+    counters: Any
+
+
+def verify_coupled(arrays: VerifyArrays, plan: Plan) -> Verification:
+    """Verifies a batch by coupled sampling, K >= 1, and returns the call's result."""
+    if plan.is_small:
+        return _draw_small(arrays, plan)
+    rows = accept_rows(arrays, plan, draw_and_compare)
+    return launch(
+        functools.partial(coupled_write_kernel, plan=plan),
+        _Operands(arrays, rows),
+        plan.verification_shape(),
+        num_programs=plan.num_requests,
+        num_warps=1,
+        interpret=plan.interpret,
+    )
+
+
+def _draw_small(arrays: VerifyArrays, plan: Plan) -> Verification:
+    rows = reduce_rows(arrays, plan, every_row_draws=True)
+    of_rows = (plan.num_requests, plan.rows_per_request)
+    return launch(
+        functools.partial(coupled_draw_kernel, plan=plan),
+        _Operands(arrays, rows),
+        _Drawn(
+            shift=output(of_rows),
+            log_sum=output(of_rows),
+            token=output(of_rows, jnp.int32),
+            logit=output(of_rows),
+            verification=plan.verification_shape(),
+            counters=output(rows.counters.shape, jnp.uint32),
+        ),
+        num_programs=plan.num_requests * plan.rows_per_request,
+        num_warps=plan.config.num_draw_warps,
+        interpret=plan.interpret,
+        in_place={"counters": rows.counters},
+    ).verification
+
+
+def draw_and_compare(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
+) -> AcceptanceResult:
+    """Draws from target row `i`, i32[1], of a request, and compares with its drafted token.
+
+    The draw, two-level Gumbel-max on the target's stream, is `gumbel_sample`'s of this row. It
+    stands in `argmax` of the result, and its log-probability in `logprobs`.
+    """
+    index, scale = jnp.sum(i, dtype=i.dtype), request.temperature.scale
+    normalizer, token, logit = _draw_row(arrays, request, index, partials, plan)
+    has_draft = i < request.num_draft_tokens
+    token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
+    shift, log_sum, logprob, token = (
+        jnp.broadcast_to(x, i.shape)
+        for x in (*normalizer, token_logprobs(logit, normalizer, scale), token)
+    )
+    accepted = has_draft & (token_id == token) & jnp.isfinite(log_sum)
+    return AcceptanceResult(LogNormalizer(shift, log_sum), logprob, token, accepted, None)
+
+
+def _draw_row(
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    partials: Partials,
+    plan: Plan,
+    gumbels: Any = None,
+) -> tuple[LogNormalizer, jax.Array, jax.Array]:
+    """Returns the normalizer of target row i, i32[], the token drawn from it and its logit.
+
+    The noise of its blocks is `gumbels` of the row, or made here.
+    """
+    index, greedy = request.b * plan.rows_per_request + i, request.temperature.greedy
+
+    def draw() -> tuple[LogNormalizer, jax.Array, jax.Array]:
+        scale, vocab_size = request.temperature.scale, arrays.target_logits.shape[1]
+        address = request.address(arrays, i, Stream.TARGET, plan)
+        blocks = load_blocks(partials, index, vocab_size)
+        if gumbels is None:
+            noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
+        else:
+            noise = BlockNoise(address, jnp.int32(0), load_padded(gumbels, index, 0), plan.threefry)
+        statistics = row_statistics(blocks, scale)
+        log_sum = jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
+        normalizer = statistics.normalizer._replace(log_sum=log_sum)
+        cutoff = request.cutoff(arrays, i, request.active)
+        target_row = request.first_target_row + i
+        row = SamplingRow(arrays.target_logits, target_row, scale, cutoff, normalizer)
+        return normalizer, *draw_row_token(row, blocks, greedy, lambda: noise)
+
+    def take_argmax() -> tuple[LogNormalizer, jax.Array, jax.Array]:
+        normalizer, token = load_maxima(partials, index)
+        return normalizer, token, normalizer.shift
+
+    if plan.options.skips_greedy_sums:
+        return jax.lax.cond(greedy, take_argmax, draw)
+    return draw()
+
+
+def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, plan: Plan) -> None:
+    """Draws the token of a target row; the last program of a request writes its result.
+
+    Formula: y_0, ..., y_n with y_i the target's draw from row i, and n the first row whose draw is
+    not the drafted token, or the bonus row.
+    Grid: B * (K + 1) programs of 8 warps; one owns a row.
+    Bytes per row: V / 128 * 8 of partials and the logits of the drawn block read; 16 written and
+    read once more, and 8 of the result.
+    Why a program for each row: about a thousand blocks are four to a thread, and rows draw side by
+    side.
+    Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.
+    Reference: Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
+    """
+    arrays, rows = operands
+    assert isinstance(rows, ReducedRows)
+    b, row = divmod_i32(pl.program_id(0), plan.rows_per_request)
+    request = load_request(arrays, b, plan)
+    exists = request.active & (row <= request.num_draft_tokens)
+
+    @pl.when(exists)
+    def _() -> None:
+        normalizer, token, logit = _draw_row(
+            arrays, request, row, rows.partials, plan, rows.gumbels
+        )
+        out.shift[b, row], out.log_sum[b, row] = normalizer
+        out.token[b, row], out.logit[b, row] = token, logit
+
+    # Rows past the bonus row draw nothing, and are counted in all the same.
+    @pl.when(is_last_arrival(out.counters, (b,), plan.rows_per_request, plan.interpret))
+    def _() -> None:
+        prefix, drawn = _drawn_prefix(arrays, request, out, plan)
+        write_result(arrays, prefix, lambda: drawn, out.verification, plan)
+
+
+def _drawn_prefix(
+    arrays: VerifyArrays, request: RequestScalars, drawn: _Drawn, plan: Plan
+) -> tuple[AcceptedPrefix, Draw]:
+    """Returns the accepted prefix of a request whose rows have all drawn, and what its row drew."""
+    b, i = request.b, jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    exists = request.active & (i <= request.num_draft_tokens)
+    # All at once, before any is known to be needed.
+    shift, log_sum, token, logit = (load_masked(x, (b, i), exists) for x in drawn[:4])
+    has_draft = request.active & (i < request.num_draft_tokens)
+    token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
+    accepted = has_draft & (token_id == token) & jnp.isfinite(log_sum)
+    n = jnp.min(jnp.where(accepted, jnp.int32(plan.rows_per_request), i))
+    mask = i == n
+    normalizer = LogNormalizer(select_one(shift, mask), select_one(log_sum, mask))
+    logprobs = token_logprobs(logit, LogNormalizer(shift, log_sum), request.temperature.scale)
+    row = SamplingRow(
+        arrays.target_logits,
+        request.first_target_row + n,
+        request.temperature.scale,
+        request.cutoff(arrays, n, request.active),
+        normalizer,
+    )
+    prefix = AcceptedPrefix(
+        request=request,
+        num_accepted=n,
+        row=row,
+        valid=request.active & jnp.isfinite(normalizer.log_sum),
+        rejected=n < request.num_draft_tokens,
+        drafted=None,
+        from_residual=n < 0,
+        argmax=select_one(token, mask),
+        logprobs=logprobs,
+    )
+    return prefix, Draw(prefix.argmax, select_one(logit, mask), jnp.float32(0))
+
+
+def coupled_write_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
+    """Writes a request's accepted drafted tokens and what its deciding row has drawn.
+
+    Formula: that of `coupled_draw_kernel`.
+    Grid: B programs of 1 warp; one owns a request.
+    Bytes per request: (K + 1) * 8 read, and one logit; (K + 1) * 8 + 8 written.
+    Why a launch of its own: rows are evaluated in no fixed order, and the first that ends the
+    accepted prefix is known once all are.
+    Memory order: the launch before has ended when it begins to load. It does not trigger the next
+    launch early. Reference: Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
+    """
+    arrays, rows = operands
+    prefix = load_accepted_prefix(arrays, rows, pl.program_id(0), plan)
+
+    def take_drawn() -> Draw:
+        # `argmax` holds the row's draw.
+        token = prefix.argmax
+        return Draw(token, prefix.row.kept_logits(token), jnp.float32(0))
+
+    write_result(arrays, prefix, take_drawn, out, plan)

@@ -1,0 +1,94 @@
+"""Without log-probabilities of greedy requests: the same tokens, and no logit exponentiated."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from verify_cases import K, make_draft, make_keys, mixed_case, with_sizes
+
+import specjax
+from specjax.core.logsumexp import block_partials
+
+pytestmark = pytest.mark.once
+
+BATCH, VOCAB = 48, 300
+# By the launches of one batch size or the other, so that each kernel is met once.
+CALLS = {"rejection": 0, "block": BATCH, "coupled": BATCH}
+
+
+@functools.cache
+def shared_case():
+    """Requests of every kind, half of them greedy; rows that hold NaN, +inf or -inf alone; ties."""
+    case = mixed_case(3, BATCH, K, VOCAB)
+    target, rng = case["target_logits"], np.random.default_rng(3)
+    greedy = rng.random(BATCH) < 0.5
+    case["temperature"][greedy] = 0
+    best = np.argmax(target[:, :K], axis=-1)
+    kept = greedy[:, None] & (rng.random((BATCH, K)) < 0.8) & (case["token_ids"] >= 0)
+    case["token_ids"] = np.where(kept, best, case["token_ids"]).astype(np.int32)
+    for b in range(0, BATCH, 5):
+        row, column = b % (K + 1), b * 37 % VOCAB
+        target[b, row, slice(None) if b % 3 == 2 else column] = (np.nan, np.inf, -np.inf)[b % 3]
+    # The drafted token's logit once more, in another tile: before it and after it.
+    for b in range(1, BATCH, 5):
+        row = b % K
+        token = case["token_ids"][b, row]
+        if 0 <= token < VOCAB:
+            target[b, row, (token + 150) % VOCAB] = target[b, row, token]
+    return case
+
+
+def verify(kind, case, implementation, greedy_logprobs):
+    options = dict(
+        keys=make_keys(BATCH),
+        positions=case["positions"],
+        temperature=case["temperature"],
+        cutoff=case["cutoff"],
+        bonus_token_ids=case["bonus_token_ids"],
+        greedy_logprobs=greedy_logprobs,
+        implementation=implementation,
+    )
+    if kind == "coupled":
+        ids, counts = case["token_ids"], case["num_tokens"]
+        step = specjax.coupled_sample(ids, case["target_logits"], num_tokens=counts, **options)
+    else:
+        call = specjax.rejection_sample if kind == "rejection" else specjax.block_rejection_sample
+        step = call(make_draft(case), jnp.asarray(case["target_logits"]), **options)
+    return jax.device_get(step)
+
+
+@functools.cache
+def with_logprobs(kind):
+    return verify(kind, shared_case(), "xla", True)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_tokens_are_the_same_and_greedy_requests_have_no_logprobs(kind, implementation):
+    case, theirs = shared_case(), with_logprobs(kind)
+    kernels = with_sizes(implementation, max_small_batch=CALLS[kind])
+    ours = verify(kind, case, kernels, False)
+    greedy = case["temperature"] < 1e-5
+    assert set(theirs.num_accepted[greedy].tolist()) == set(range(K + 1))
+    assert np.any(theirs.num_emitted[greedy] == theirs.num_accepted[greedy])
+    for mine, other in zip(ours[:3], theirs[:3], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    np.testing.assert_array_equal(ours.logprobs[greedy], 0)
+    np.testing.assert_allclose(
+        ours.logprobs[~greedy], theirs.logprobs[~greedy], atol=2e-6, rtol=1e-6
+    )
+
+
+def test_the_branch_of_a_greedy_request_exponentiates_nothing():
+    """`lax.cond` runs one of the two where requests are verified one by one, as on a CPU."""
+
+    def reduce(row, is_greedy):
+        return block_partials(row, jnp.ones(()), None, is_greedy)
+
+    jaxpr = jax.make_jaxpr(reduce)(jnp.zeros(VOCAB), True)
+    branches = [
+        str(x) for e in jaxpr.eqns if e.primitive.name == "cond" for x in e.params["branches"]
+    ]
+    # Of whole blocks, and of the rest of the row.
+    assert ["exp2" in branch for branch in branches] == [True, False, True, False]
