@@ -22,7 +22,9 @@ import jax.numpy as jnp
 __all__ = ["ACCEPTED", "OPEN", "REJECTED", "accept_block", "accept_by_bounds", "cap_ratios"]
 
 # What is known of a prefix: whether it is accepted, or nothing before its residual is summed.
-REJECTED, OPEN, ACCEPTED = 0, 1, 2
+REJECTED = 0
+OPEN = 1
+ACCEPTED = 2
 
 # Bounds are widened by more than the sums that they stand for can round.
 _RELATIVE, _ABSOLUTE = 2.0**-10, 2.0**-16

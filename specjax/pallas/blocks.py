@@ -44,6 +44,7 @@ __all__ = [
     "load_tiles",
     "partials_shape",
     "reduce_tile",
+    "store_blocks",
     "store_partials",
     "tile_argmax",
     "tile_token_ids",

@@ -64,6 +64,7 @@ __all__ = [
     "VerifiedRows",
     "accept_rows",
     "evaluate_acceptance",
+    "is_decided_by_tiles",
     "verify_accept_kernel",
 ]
 

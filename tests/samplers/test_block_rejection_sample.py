@@ -177,7 +177,7 @@ SIZES = {V: dict(num_bound_groups=1, num_bound_rounds=1), 200: dict(max_small_ba
 @pytest.mark.once
 @pytest.mark.parametrize("draft_vocab", SIZES)
 def test_decisions_are_those_of_numpy(implementation, draft_vocab):
-    draft, target_logits, cutoff, options = batch(3, draft_vocab)
+    draft, target_logits, cutoff, options = batch(10, draft_vocab)
     exact = expected(draft, target_logits, cutoff, options)
     if draft_vocab != V:
         draft = with_statistics(draft)
