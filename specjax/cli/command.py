@@ -105,7 +105,7 @@ def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, term
         pair = read_pair(options)
         draft = check_draft(pair)
     terminal.print_warning(draft.warning)
-    config = _with_trained_k(config, options, draft.num_speculative_tokens)
+    config = _with_trained_k(config, options, draft)
     return read_batch(options, pair, config, terminal)
 
 
