@@ -203,7 +203,8 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
         greedy = parse_temperature(request.temperature).greedy
         only_maxima = greedy if options.skips_greedy_sums else None
         dtype = options.noise_dtype
-        if options.method == "coupled":
+        # Without drafts every method draws the row's token, and this one has the smallest program.
+        if options.method == "coupled" or not options.max_draft_tokens:
             verified = couple_request(request, target, dtype, only_maxima)
         else:
             rule, method = options.rule, options.method
@@ -218,6 +219,10 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
             return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
         return jax.vmap(one)(requests)
 
+    if arrays.temperature.shape[0] == 1:
+        # One request is no batch: tracing a map and a batched loop takes three times as long.
+        verification = one(jax.tree.map(lambda x: x[0], requests))
+        return jax.tree.map(lambda x: x[None], verification)
     return jax.lax.platform_dependent(
         requests, cpu=lambda r: jax.lax.map(one, r), default=side_by_side
     )
