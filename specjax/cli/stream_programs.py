@@ -1,14 +1,16 @@
 """The programs that stream a text, compiled next to one another and before they are needed.
 
-    prompt -> commit -> draft -> rows -> commit -> draft -> rows -> ...
+    begin -> chunk -> ... -> chunk -> commit -> draft -> rows -> commit -> draft -> rows -> ...
 
-`specjax.step` is one program. Here its parts are programs of their own: a text begins once the
-first two are compiled, on as many cores, and a step that drafts nothing computes one row without
-asking the device. They write into the buffers of the state that they are given.
+`specjax.step` is one program. Here its parts are programs of their own: a text begins once those
+that read the prompt and commit are compiled, on as many cores. A step that drafts nothing computes
+and verifies one row, without asking the device. They write into the buffers of the state that they
+are given. On a CPU all layers of a model share a program (`specjax.programs.by_layer`).
 """
 
 import contextlib
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -22,24 +24,42 @@ from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.draft_next import run_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.loop import commit_rows
-from specjax.decode.prefill import prefill_program, run_prefill
+from specjax.decode.prefill import begin_prefill, prefill_options, read_prompt_chunk
 from specjax.decode.state_and_info import DecodeState
 from specjax.decode.target_rows import compute_rows
 from specjax.model import Model
+from specjax.programs.by_layer import LoweredParts, lower_by_layer
 from specjax.programs.program_store import ProgramStore
 
 __all__ = ["StreamPrograms"]
 
-_ROWS = jax.jit(
-    compute_rows, static_argnames=("k", "implementation", "taps"), donate_argnames="cache"
-)
-_COMMIT = jax.jit(
-    commit_rows, static_argnames=("config", "implementation"), donate_argnames="state"
-)
-_DRAFT = jax.jit(run_draft, static_argnames=("config", "implementation"), donate_argnames="state")
-
 # Options that are no operands of a compiled program.
-_STATIC = ("config", "implementation", "chunk_size", "with_rows", "k", "taps")
+_STATIC = ("config", "implementation", "chunk_size", "k", "taps")
+
+
+def _jit(function: Callable[..., Any], *donated: str) -> Any:
+    static = [name for name in inspect.signature(function).parameters if name in _STATIC]
+    return jax.jit(function, static_argnames=static, donate_argnames=donated)
+
+
+_BEGIN = _jit(begin_prefill)
+_CHUNK = _jit(read_prompt_chunk, "state")
+_ROWS = _jit(compute_rows, "cache")
+_COMMIT = _jit(commit_rows, "state")
+_DRAFT = _jit(run_draft, "state")
+
+
+def _quick_cpu_options() -> dict[str, Any]:
+    """Returns XLA's options for programs that compute little, which leave out LLVM's optimisations.
+
+    With them the program that draws a token compiles in 1.0 s of processor time for 1.4, and with
+    the emitters of fusions that jaxlib 0.10 can still do without in 0.5. A draw from 49152 tokens
+    then takes 0.45 ms for 0.34, and has the same bits.
+    """
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+    if jax.version.__version_info__ < (0, 11):
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 class StreamPrograms:
@@ -48,7 +68,7 @@ class StreamPrograms:
     Args:
       target: the model; only the shapes of its weights are read.
       drafter: the drafter, likewise, or None for plain decoding.
-      arguments: of `run_prefill`.
+      arguments: of `run_prefill`; all prompts end in the same chunk.
       store: where programs of this kind are kept, or None.
 
     Attributes:
@@ -64,126 +84,155 @@ class StreamPrograms:
     ) -> None:
         self.seconds_waited = 0.0
         self._target, self._drafter = _shapes_of(target), _shapes_of(drafter)
-        self._arguments, self._store = arguments, store
+        self._arguments, self._store = dict(arguments), store
         self._implementation = {"implementation": arguments["implementation"]}
+        self._chunk = {"chunk_size": self._arguments.pop("chunk_size"), **self._implementation}
         self._options = {"config": arguments["config"], **self._implementation}
         self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
         # How many drafted tokens the steps feed in which nothing was drafted.
         self._plain_k = 0 if arguments["settings"].k_by_rate is not None else self._k
-        workers = min(max(os.cpu_count() or 1, 3), 5)
+        workers = min(max(os.cpu_count() or 1, 3), 6)
         self._pool = futures.ThreadPoolExecutor(workers)
-        # Of each name: what runs a program that was read, None for the call that JAX compiles.
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
         # From the last commit: drafts are made of it when the next step begins.
         self._hidden: Any = None
         # From the prompt: what the first step commits.
         self._first_rows: Any = None
-        self._begin("prompt")
-        self._begin("commit")
+        for name in ("begin", "chunk", "commit 0"):
+            self._begin(name)
         if workers > 4:
             # Fewer cores have enough to do until the first token is there.
-            self.begin_steps()
-            self._begin(f"rows {self._k}")
-            self._begin("draft")
+            self._begin_all()
 
     def begin_steps(self) -> None:
         """Begins to compile what a second token needs."""
-        self._begin(f"rows {self._plain_k}")
+        self._begin_step(self._plain_k)
 
-    def _begin(self, name: str) -> None:
+    def _begin_all(self) -> None:
+        self.begin_steps()
+        self._begin("draft")
+        self._begin_step(self._k)
+
+    def _begin_step(self, k: int) -> None:
+        self._begin(f"rows {k}")
+        self._begin(f"commit {k}")
+
+    def _begin(self, name: str, may_read: bool = True) -> None:
         if name in self._programs or jax.config.values["jax_disable_jit"]:
             return
         if name == "draft" and self._drafter is None:
             return
-        if self._store is not None and name in self._store:
+        if may_read and self._store is not None and name in self._store:
             self._programs[name] = self._pool.submit(self._store.load, name)
         else:
-            self._programs[name] = self._pool.submit(self._compile, name, self._lower(name))
+            # Traced and lowered by this thread, whose settings of JAX may be its own.
+            lowered = lower_by_layer(self._trace(name))
+            self._programs[name] = self._pool.submit(self._compile, name, lowered)
 
-    def _compile(self, name: str, lowered: jax.stages.Lowered) -> None:
-        # JAX gives what is compiled here to the call that comes.
-        compiled = lowered.compile()
+    def _compile(self, name: str, lowered: LoweredParts) -> Callable[..., Any]:
+        options = prefill_options() if name == "chunk" else None
+        if name in ("begin", "commit 0") and jax.default_backend() == "cpu":
+            options = _quick_cpu_options()
+        program = lowered.compile(options)
         if self._store is not None:
-            self._store.save(name, lowered, compiled)
+            self._store.save(name, program)
+        return program.run
 
-    def _lower(self, name: str) -> jax.stages.Lowered:
+    def _trace(self, name: str) -> jax.stages.Traced:
         """Returns a program traced for the shapes of its operands."""
-        if name == "prompt":
-            arguments = self._arguments | {"with_rows": True}
-            return prefill_program().lower(self._target, self._drafter, **arguments)
-        if name == "commit":
-            return _COMMIT.lower(self._drafter, *self._commit_shapes, **self._options)
-        if name == "draft":
-            state, _, hidden = _COMMIT.eval_shape(
-                self._drafter, *self._commit_shapes, **self._options
-            )
-            return _DRAFT.lower(self._drafter, state, hidden, **self._options)
-        return _ROWS.lower(self._target, *self._rows_shapes, **self._rows_options(name))
+        kind, _, k = name.partition(" ")
+        if kind == "begin":
+            return _BEGIN.trace(self._target, self._drafter, **self._arguments)
+        if kind == "chunk":
+            operands = (self._drafter, self._begun_shapes, np.int32(0))
+            return _CHUNK.trace(self._target, *operands, **self._chunk)
+        if kind == "rows":
+            return _ROWS.trace(self._target, *self._rows_shapes, **self._rows_options(int(k)))
+        if kind == "commit":
+            rows = self._rows_of(int(k))
+            return _COMMIT.trace(self._drafter, self._rows_shapes[0], rows, **self._options)
+        operands = (self._drafter, self._rows_shapes[0], self._rows_of(0))
+        state, _, hidden = _COMMIT.eval_shape(*operands, **self._options)
+        return _DRAFT.trace(self._drafter, state, hidden, **self._options)
 
-    def _rows_options(self, name: str) -> dict[str, Any]:
+    def _rows_of(self, k: int) -> Any:
+        """The rows that are committed with k drafted tokens."""
+        if not k:
+            return self._prompt_shapes[1]
+        shapes = (self._target, *self._rows_shapes)
+        return _ROWS.eval_shape(*shapes, **self._rows_options(k))[1]
+
+    def _rows_options(self, k: int) -> dict[str, Any]:
         taps = () if self._drafter is None else self._drafter.taps
-        return {"k": int(name.removeprefix("rows ")), "taps": taps, **self._implementation}
+        return {"k": k, "taps": taps, **self._implementation}
 
     @functools.cached_property
-    def _rows_shapes(self) -> tuple[Any, Any]:
-        """The state that has read a prompt, and its cache."""
-        return _without_cache(self._prompt_shapes[0])
-
-    @functools.cached_property
-    def _commit_shapes(self) -> tuple[Any, Any]:
-        """That state, and rows."""
-        return self._rows_shapes[0], self._prompt_shapes[1]
+    def _begun_shapes(self) -> Any:
+        return _BEGIN.eval_shape(self._target, self._drafter, **self._arguments)
 
     @functools.cached_property
     def _prompt_shapes(self) -> Any:
-        return run_prefill.eval_shape(
-            self._target, self._drafter, **self._arguments, with_rows=True
-        )
+        """The state that has read a prompt, and its rows."""
+        operands = (self._drafter, self._begun_shapes, np.int32(0))
+        return _CHUNK.eval_shape(self._target, *operands, **self._chunk)
+
+    @functools.cached_property
+    def _rows_shapes(self) -> tuple[Any, Any]:
+        """That state, and its cache."""
+        return _without_cache(self._prompt_shapes[0])
 
     def wait_for_prompt(self) -> None:
-        """Waits for the program that reads the prompt."""
-        self._wait("prompt")
+        """Waits for the programs that read the prompt."""
+        self._wait("begin", "chunk")
 
     def wait_for_first_token(self) -> None:
-        """Waits for the program that commits."""
-        self._wait("commit")
+        """Waits for the program that commits it."""
+        self._wait("commit 0")
 
     def warm_up(self, target: Model, drafter: Drafter | None) -> None:
         """Compiles all programs and runs each on a state that is dropped.
 
         A program takes longer when it runs first.
         """
-        self.begin_steps()
-        self._begin(f"rows {self._k}")
-        self._begin("draft")
+        self._begin_all()
         state = self.step(target, drafter, self.read_prompt(target, drafter))
-        hidden, self._hidden = self._hidden, None
-        if drafter is not None:
-            state = self._run_draft(drafter, state, hidden)
         for k in {self._plain_k, self._k}:
-            state, _ = self._compute_rows(target, state, k)
+            hidden, self._hidden = self._hidden, None
+            if drafter is not None:
+                state = self._run_draft(drafter, state, hidden)
+            state = self._commit(drafter, *self._compute_rows(target, state, k))
 
     def _wait(self, *names: str) -> None:
-        start, begun = time.perf_counter(), self._programs
-        futures.wait([begun[name] for name in names if name in begun])
+        start = time.perf_counter()
+        for name in names:
+            if name in self._programs and not self._programs[name].done():
+                futures.wait([self._programs[name]])
         self.seconds_waited += time.perf_counter() - start
 
-    def _call(self, name: str, program: Any, *args: Any, **options: Any) -> Any:
+    def _call(self, name: str, function: Any, *args: Any, **options: Any) -> Any:
         self._begin(name)
+        if name not in self._programs:
+            return function(*args, **options)
         self._wait(name)
-        begun = self._programs.get(name)
-        # The call of a program that failed compiles it again, and says why.
-        stored = None if begun is None or begun.exception() else begun.result()
-        if stored is None:
-            return program(*args, **options)
-        return stored(*args, **{name: options[name] for name in options if name not in _STATIC})
+        program = self._programs[name].result()
+        if program is None:
+            # The file that was kept cannot be read.
+            del self._programs[name]
+            self._begin(name, may_read=False)
+            self._wait(name)
+            program = self._programs[name].result()
+        assert program is not None
+        return program(*args, **{name: options[name] for name in options if name not in _STATIC})
 
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
-        """Returns the state that has read the prompt but for its last token."""
+        """Returns the state that has read the prompt; the first step takes its last row."""
         with self._explain_out_of_memory(target, drafter):
-            arguments = self._arguments | {"with_rows": True}
-            read = self._call("prompt", prefill_program(), target, drafter, **arguments)
-            state, self._first_rows = jax.block_until_ready(read)
+            state = self._call("begin", _BEGIN, target, drafter, **self._arguments)
+            last, size = int(np.max(self._arguments["lengths"])), self._chunk["chunk_size"]
+            for done in np.arange(0, last, size, dtype=np.int32):
+                operands = (target, drafter, state, done)
+                state, rows = self._call("chunk", _CHUNK, *operands, **self._chunk)
+            self._first_rows = jax.block_until_ready(rows)
             return state
 
     def draft(self, drafter: Drafter | None, state: DecodeState) -> DecodeState:
@@ -208,13 +257,15 @@ class StreamPrograms:
             rows, self._first_rows = self._first_rows, None
             if rows is None:
                 k = self._k if _drafts(state) else self._plain_k
+                self._begin_step(k)
                 state, rows = self._compute_rows(target, state, k)
-            state, cache = _without_cache(state)
-            operands = (drafter, state, rows)
-            state, _, self._hidden = self._call("commit", _COMMIT, *operands, **self._options)
+            state = self._commit(drafter, state, rows)
             if _drafts(state):
                 self._begin("draft")
-            return jax.block_until_ready(state._replace(target_cache=cache))
+                # A model finds a draft whenever it is asked, a lookup may find none in a text.
+                if drafter is not None and jax.tree.leaves(drafter.params):
+                    self._begin_step(self._k)
+            return jax.block_until_ready(state)
 
     def _explain_out_of_memory(
         self, target: Model, drafter: Drafter | None
@@ -223,9 +274,16 @@ class StreamPrograms:
 
     def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
         state, cache = _without_cache(state)
-        name = f"rows {k}"
-        cache, rows = self._call(name, _ROWS, target, state, cache, **self._rows_options(name))
+        operands = (target, state, cache)
+        cache, rows = self._call(f"rows {k}", _ROWS, *operands, **self._rows_options(k))
         return state._replace(target_cache=cache), rows
+
+    def _commit(self, drafter: Drafter | None, state: DecodeState, rows: Any) -> DecodeState:
+        state, cache = _without_cache(state)
+        name = f"commit {rows.hidden.shape[1] - 1}"
+        operands = (drafter, state, rows)
+        state, _, self._hidden = self._call(name, _COMMIT, *operands, **self._options)
+        return state._replace(target_cache=cache)
 
 
 def _without_cache(state: DecodeState) -> tuple[DecodeState, Any]:

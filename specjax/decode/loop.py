@@ -26,7 +26,7 @@ from specjax.decode.metrics import update_metrics
 from specjax.decode.state_and_info import DecodeState, StepInfo
 from specjax.decode.target_rows import (
     TargetRows,
-    compute_k_rows,
+    compute_rows,
     count_drafted,
     count_rows,
     fed_tokens,
@@ -62,7 +62,10 @@ def run_step(
       implementation: a resolved one if the caller named one, else None.
     """
     taps = () if drafter is None else drafter.taps
-    compute = functools.partial(compute_k_rows, target, state, implementation, taps)
+
+    def compute(k: int, cache: Any) -> tuple[Any, TargetRows]:
+        return compute_rows(target, state, cache, k=k, implementation=implementation, taps=taps)
+
     cache, rows = on_rows(state, compute, state.target_cache)
     options: dict[str, Any] = {"config": config, "implementation": implementation}
     state = state._replace(target_cache=cache)
@@ -85,7 +88,7 @@ def commit_rows(
     Args:
       drafter: as in `run_step`.
       state: before the step, but for the target's cache, which is not read.
-      rows: from `compute_rows`.
+      rows: from `compute_rows`; the first alone if nothing was drafted.
       config: as in `run_step`.
       implementation: as in `run_step`.
 
@@ -93,6 +96,10 @@ def commit_rows(
       The state without a draft, of which `num_tokens` says how many tokens are to be drafted at
       most; what `step` says of the step; and the hidden state [B, D] that decided the last token.
     """
+    pending = state.draft
+    if rows.hidden.shape[1] < count_rows(state):
+        none = Draft(pending.token_ids[:, :0], num_tokens=pending.num_tokens)
+        state = state._replace(draft=none)
     lengths, num_drafted = state.lengths, count_drafted(state)
     resolved = resolve_implementation(implementation)
     k, method = count_rows(state) - 1, config.verification_method
@@ -125,7 +132,7 @@ def commit_rows(
         history = add_step(state.draft_history, num_drafted, num_accepted, state.lengths)
         state = state._replace(draft_history=history)
     num_tokens = most_drafted(drafter, state, config)
-    state = state._replace(draft=state.draft._replace(num_tokens=num_tokens))
+    state = state._replace(draft=pending._replace(num_tokens=num_tokens))
     hidden = take_at(rows.hidden, verification.num_accepted)
     return state, StepInfo(verification, num_drafted), hidden
 

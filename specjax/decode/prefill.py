@@ -19,19 +19,20 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import apply_model, fill_rows, rows_of, take_at
+from specjax.decode.target_rows import TargetRows, apply_model, rows_of, take_at
 from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
 from specjax.model import Model
-from specjax.processing.sampling_params import SamplingParams, split_sampling
-from specjax.processing.token_counts import TokenCounts, count_committed
+from specjax.processing.apply_sampling import count_prompt
 
 __all__ = [
     "LoweredProgram",
     "begin_compilation",
+    "begin_prefill",
     "prefill_and_run",
-    "prefill_program",
+    "prefill_options",
+    "read_prompt_chunk",
     "run_prefill",
 ]
 
@@ -69,7 +70,7 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
     # failed, and says why.
     programs = _begin_compilation(run, target, drafter, arguments)
     futures.wait(program.compilation for program in programs[:1])
-    state = prefill_program()(target, drafter, **arguments)
+    state = _prefill_program()(target, drafter, **arguments)
     futures.wait(program.compilation for program in programs[1:])
     return run(target, drafter, state, **_step_options(arguments))
 
@@ -107,7 +108,7 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        lowered = prefill_program().lower(target, drafter, **arguments)
+        lowered = _prefill_program().lower(target, drafter, **arguments)
         prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
         state = run_prefill.eval_shape(target, drafter, **arguments)
         lowered = run.lower(target, drafter, state, **_step_options(arguments))
@@ -116,17 +117,22 @@ def begin_compilation(
         pool.shutdown(wait=False)
 
 
-def prefill_program() -> Any:
+def _prefill_program() -> Any:
     """Returns `run_prefill`; on a GPU, as a program of its own, one that compiles in less time."""
     # JAX refuses options for a function that is traced into another program.
     is_traced = get_opaque_trace_state(convention="flax") != _NOT_TRACED
-    return run_prefill if is_traced or jax.default_backend() != "gpu" else _gpu_prefill()
+    return run_prefill if is_traced or prefill_options() is None else _gpu_prefill()
 
 
 @functools.cache
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
-    return jax.jit(function, static_argnames=(*_STATIC, "with_rows"), compiler_options=_GPU_OPTIONS)
+    return jax.jit(function, static_argnames=_STATIC, compiler_options=_GPU_OPTIONS)
+
+
+def prefill_options() -> dict[str, Any] | None:
+    """Returns XLA's options for a program that reads prompts, None for the default ones."""
+    return _GPU_OPTIONS if jax.default_backend() == "gpu" else None
 
 
 def _step_options(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +143,7 @@ def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed
 
 
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "with_rows"))
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def run_prefill(
     target: Model,
     drafter: Drafter | None,
@@ -148,8 +154,7 @@ def run_prefill(
     config: SpeculativeConfig,
     implementation: Implementation | None,
     chunk_size: int,
-    with_rows: bool = False,
-) -> Any:
+) -> DecodeState:
     """Returns a state that has read the prompts but for their last token, and drafted nothing.
 
     The first step feeds the last token of each prompt, so that verification stands in the step's
@@ -164,12 +169,36 @@ def run_prefill(
       config: a compile key.
       implementation: a resolved one if the caller named one, else None.
       chunk_size: most tokens of a request that the models read at once.
-      with_rows: whether the target reads the last tokens, too, for a first step that has a program
-        of its own for what follows.
-
-    Returns:
-      `DecodeState`; with rows, that and the `TargetRows` of the first step.
     """
+    options: dict[str, Any] = {"config": config, "implementation": implementation}
+    state = begin_prefill(target, drafter, prompt, lengths, settings, **options)
+    chunk_size = min(chunk_size, prompt.shape[1])
+    padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
+
+    def read(carry: Any) -> Any:
+        done, cache, drafter_state = carry
+        given = state._replace(target_cache=cache, drafter_state=drafter_state)
+        cache, drafter_state, _ = _read_chunk(target, drafter, given, padded, done, chunk_size)
+        return pvary_like((done + jnp.int32(chunk_size), cache, drafter_state), carry)
+
+    start = (jnp.int32(0), state.target_cache, state.drafter_state)
+    start = pvary_like(start, start, prompt, lengths, target, drafter)
+    end = jnp.max(lengths - 1)
+    _, cache, drafter_state = jax.lax.while_loop(lambda carry: carry[0] < end, read, start)
+    return state._replace(target_cache=cache, drafter_state=drafter_state)
+
+
+def begin_prefill(
+    target: Model,
+    drafter: Drafter | None,
+    prompt: jax.Array,
+    lengths: jax.Array,
+    settings: Settings,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> DecodeState:
+    """Returns a state that has read nothing of the prompts; arguments as in `run_prefill`."""
     size, width = prompt.shape
     settings = settings._replace(
         keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
@@ -179,122 +208,93 @@ def run_prefill(
     token_ids = jnp.where(index < lengths[:, None], prompt, -1)
     cache = target.init_cache(size, width)
     drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
-    taps = () if drafter is None else drafter.taps
-    last = _zeros_like(_hidden_like(target, cache, size, 1, taps)) if with_rows else None
-    states = (cache, drafter_state, last)
-    cache, drafter_state, last = _read(
-        target, drafter, prompt, lengths, states, min(chunk_size, width)
-    )
     k = 0 if drafter is None else config.num_speculative_tokens
-    like, _ = _hidden_like(target, cache, size, k + 1)
-    hidden = jnp.zeros((size, *like.shape[2:]), like.dtype)
-    counts = _count_prompt(target, settings, token_ids, lengths, hidden)
     none_drafted = jnp.zeros((size,), jnp.int32)
-    draft = Draft(jnp.zeros((size, 0), jnp.int32))
-    if drafter is not None:
-        operands = (drafter_state, token_ids, lengths, counts, hidden, settings, none_drafted)
-        options = {"config": config, "implementation": implementation}
-        draft, _ = propose_draft.eval_shape(drafter, *operands, **options)
-        draft = _zeros_like(draft)
     state = DecodeState(
         token_ids=token_ids,
         lengths=lengths,
         logprobs=jnp.zeros(token_ids.shape, jnp.float32),
         origins=jnp.zeros(token_ids.shape, jnp.int8),
         finish=jnp.zeros((size,), jnp.int8),
-        draft=draft._replace(num_tokens=none_drafted),
+        draft=Draft(jnp.zeros((size, 0), jnp.int32), num_tokens=none_drafted),
         target_cache=cache,
         drafter_state=drafter_state,
         metrics=init_metrics(size, k),
         settings=settings,
-        counts=counts,
         top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
         draft_history=None if settings.k_by_rate is None else init_history(lengths),
     )
-    if last is None:
+    rows = jnp.zeros((size, k + 1), jnp.int32)
+    like, *_ = apply_model.eval_shape(target, rows, rows, cache)
+    hidden = jnp.zeros((size, *like.shape[2:]), like.dtype)
+    vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
+    counts = count_prompt(settings.sampling, token_ids, lengths, vocab_size)
+    state = state._replace(counts=counts)
+    if drafter is None:
         return state
-    return state, fill_rows(rows_of(target, state, implementation, *last), state)
+    text = (token_ids, lengths, counts, hidden, settings, none_drafted)
+    options = {"config": config, "implementation": implementation}
+    draft, _ = propose_draft.eval_shape(drafter, drafter_state, *text, **options)
+    draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
+    return state._replace(draft=draft._replace(num_tokens=none_drafted))
 
 
-def _zeros_like(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _hidden_like(
-    target: Model, cache: Any, size: int, num_rows: int, taps: tuple[int, ...] = ()
-) -> tuple[Any, Any]:
-    """Returns shapes and dtypes of hidden states [B, num_rows, D] and of the features of taps."""
-    rows = jnp.zeros((size, num_rows), jnp.int32)
-    hidden, features, _ = apply_model.eval_shape(target, rows, rows, cache, taps)
-    return hidden, features
-
-
-def _read(
+def read_prompt_chunk(
     target: Model,
     drafter: Drafter | None,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    states: tuple[Any, Any, Any],
+    state: DecodeState,
+    done: jax.Array,
+    *,
+    implementation: Implementation | None,
     chunk_size: int,
-) -> tuple[Any, Any, Any]:
-    """Returns the target's cache, the drafter's state, and the last tokens' states and features.
+) -> tuple[DecodeState, TargetRows]:
+    """Reads a chunk of each prompt, for a host that runs every chunk itself.
 
     Args:
-      target: reads the last tokens only if their hidden states are wanted.
+      target: reads the last token of a prompt, too: the first step has its row already.
       drafter: reads all tokens but the last.
-      prompt: i32[B, S].
-      lengths: i32[B].
-      states: what is returned, before; None for states and features that are not wanted.
-      chunk_size: tokens of a request that are read at once.
+      state: from `begin_prefill` or this function.
+      done: i32[], how many tokens were read before.
+      implementation: as in `run_prefill`.
+      chunk_size: as in `run_prefill`.
+
+    Returns:
+      The state, and the row of each prompt's last token, if the chunk holds it.
+    """
+    chunk_size = min(chunk_size, state.token_ids.shape[1])
+    padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
+    operands = (target, drafter, state, padded, done, chunk_size)
+    cache, drafter_state, outputs = _read_chunk(*operands, reads_last=True)
+    index = jnp.clip(state.lengths - 1 - done, 0, chunk_size - 1)
+    hidden, features = jax.tree.map(lambda rows: take_at(rows, index)[:, None], outputs)
+    state = state._replace(target_cache=cache, drafter_state=drafter_state)
+    return state, rows_of(target, state, implementation, hidden, features)
+
+
+def _read_chunk(
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    prompt: jax.Array,
+    done: jax.Array,
+    chunk_size: int,
+    reads_last: bool = False,
+) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
+    """Returns the target's cache, the drafter's state, and hidden states and features of a chunk.
+
+    The drafter reads all tokens but the last, and so does the target, unless `reads_last`.
     """
     offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
-    prompt = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
-    num_read = lengths - 1 if states[2] is None else lengths
+    ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
+    end = state.lengths if reads_last else state.lengths - 1
+    inside = done + offsets < end[:, None]
+    ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
     taps = () if drafter is None else drafter.taps
-
-    def read(carry: Any) -> Any:
-        done, cache, drafter_state, last = carry
-        ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)
-        inside = done + offsets < num_read[:, None]
-        ids, positions = jnp.where(inside, ids, 0), jnp.where(inside, done + offsets, -1)
-        *outputs, cache = apply_model(target, ids, positions, cache, taps)
-        if last is not None:
-            index = (lengths - 1 - done)[:, None]
-            take = functools.partial(_take_column, index=index, offsets=offsets)
-            last = jax.tree.map(take, tuple(outputs), last)
-            positions = jnp.where(offsets < index, positions, -1)
-        if drafter is not None:
-            features = outputs[bool(taps)] if drafter.reads_features else None
-            drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)
-        carry_out = (done + jnp.int32(chunk_size), cache, drafter_state, last)
-        return pvary_like(carry_out, carry)
-
-    start = (jnp.int32(0), *states)
-    start = pvary_like(start, start, prompt, lengths, target, drafter)
-    end = jnp.max(num_read)
-    return jax.lax.while_loop(lambda carry: carry[0] < end, read, start)[1:]
-
-
-def _take_column(
-    rows: jax.Array, last: jax.Array, *, index: jax.Array, offsets: jax.Array
-) -> jax.Array:
-    """Returns column `index` i32[B, 1] of rows [B, C, ...] where a request has it, else `last`."""
-    found = take_at(rows, jnp.clip(index[:, 0], 0, rows.shape[1] - 1))[:, None]
-    is_here = jnp.any(offsets == index, axis=1)
-    return jnp.where(is_here[:, None, None], found, last)
-
-
-def _count_prompt(
-    target: Model,
-    settings: Settings,
-    token_ids: jax.Array,
-    lengths: jax.Array,
-    hidden: jax.Array,
-) -> TokenCounts | None:
-    """Returns the counts of the prompt that the penalties read, None without penalties."""
-    rules, _ = split_sampling(settings.sampling or SamplingParams())
-    if not rules.penalties:
-        return None
-    vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
-    counts = count_committed(token_ids, lengths, lengths, vocab_size)
-    return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)
+    *outputs, cache = apply_model(target, ids, positions, state.target_cache, taps)
+    drafter_state = state.drafter_state
+    if drafter is not None:
+        if reads_last:
+            positions = jnp.where(positions < state.lengths[:, None] - 1, positions, -1)
+        features = outputs[bool(taps)] if drafter.reads_features else None
+        drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, features)
+    return cache, drafter_state, tuple(outputs)

@@ -26,12 +26,10 @@ from specjax.processing.sampling_params import SamplingParams, split_sampling
 __all__ = [
     "TargetRows",
     "apply_model",
-    "compute_k_rows",
     "compute_rows",
     "count_drafted",
     "count_rows",
     "fed_tokens",
-    "fill_rows",
     "on_rows",
     "rows_of",
     "take_at",
@@ -39,7 +37,7 @@ __all__ = [
 
 
 class TargetRows(NamedTuple):
-    """What the target says of K + 1 rows; zeros where only the first was computed.
+    """What the target says of K + 1 rows; in `run_step` zeros where only the first was computed.
 
     Attributes:
       hidden: [B, K + 1, D].
@@ -65,7 +63,7 @@ def compute_rows(
     implementation: Implementation | None,
     taps: tuple[int, ...] = (),
 ) -> tuple[Any, TargetRows]:
-    """Returns the target's cache and K + 1 rows of a step: the first part of `run_step`.
+    """Feeds the last token and k drafted ones to the target: the first part of `run_step`.
 
     Args:
       target: as in `run_step`.
@@ -74,25 +72,10 @@ def compute_rows(
       k: how many drafted tokens are fed: K, or 0 if nothing was drafted.
       implementation: as in `run_step`.
       taps: of the drafter.
+
+    Returns:
+      The target's cache, and k + 1 rows.
     """
-    cache, rows = compute_k_rows(target, state, implementation, taps, k, cache)
-    return cache, fill_rows(rows, state)
-
-
-def fill_rows(rows: TargetRows, state: DecodeState) -> TargetRows:
-    """Returns K + 1 rows, zeros after those that there are."""
-    return jax.tree.map(functools.partial(_fill, size=count_rows(state)), rows)
-
-
-def compute_k_rows(
-    target: Model,
-    state: DecodeState,
-    implementation: Implementation | None,
-    taps: tuple[int, ...],
-    k: int,
-    cache: Any,
-) -> tuple[Any, TargetRows]:
-    """Feeds the last token and the first k drafted ones to the target: its cache, and its rows."""
     input_ids, positions = (fed[:, : k + 1] for fed in fed_tokens(state))
     *hidden, cache = apply_model(target, input_ids, positions, cache, taps)
     return cache, rows_of(target, state, implementation, *hidden)
@@ -203,7 +186,7 @@ def on_rows(
       operand: such as a cache.
     """
     k = count_rows(state) - 1
-    if state.draft_history is None:
+    if state.draft_history is None or not k:
         return function(k, operand)
     shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
 

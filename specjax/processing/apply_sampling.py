@@ -15,8 +15,14 @@ from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
 from specjax.processing.rule_checks import mask_width
 from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.processing.token_counts import TokenCounts, count_committed
 
-__all__ = ["apply_rules_and_filters", "apply_sampling", "apply_sampling_to_draft"]
+__all__ = [
+    "apply_rules_and_filters",
+    "apply_sampling",
+    "apply_sampling_to_draft",
+    "count_prompt",
+]
 
 
 def apply_sampling(
@@ -148,3 +154,14 @@ def _resize(array: jax.Array, width: int) -> jax.Array:
     array = array[..., :width]
     padding = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
     return jnp.pad(array, padding) if padding[-1][1] else array
+
+
+def count_prompt(
+    sampling: SamplingParams | None, token_ids: jax.Array, lengths: jax.Array, vocab_size: int
+) -> TokenCounts | None:
+    """Returns the counts of prompts that the parameters' penalties read, None without penalties."""
+    rules, _ = split_sampling(sampling or SamplingParams())
+    if not rules.penalties:
+        return None
+    counts = count_committed(token_ids, lengths, lengths, vocab_size)
+    return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)

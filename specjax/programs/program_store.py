@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from specjax.file_io import replace_file
+from specjax.programs.by_layer import CompiledParts
 from specjax.programs.saved_programs import describe_process, load_program, serialize_programs
 
 __all__ = ["ProgramStore"]
@@ -54,16 +55,18 @@ class ProgramStore:
             digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
             if hashlib.sha256(data).digest() != digest:
                 return None
-            program, structure = pickle.loads(data)
-            result = jax.tree.unflatten(structure, [0] * program.num_results)
-            return load_program(program, result)
+            saved, plan, structure = pickle.loads(data)
+            result = None if plan else jax.tree.unflatten(structure, [0] * saved[0].num_results)
+            programs = [load_program(each, result) for each in saved]
+            return CompiledParts(None, programs, plan, structure).run
         except (OSError, jax.errors.JaxRuntimeError):
             return None
 
-    def save(self, name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+    def save(self, name: str, program: CompiledParts) -> None:
         """Writes a program that was compiled here; a folder that cannot be written is left."""
-        (program,) = serialize_programs([lowered], [compiled], may_be_cached=False)
-        data = pickle.dumps((program, jax.tree.structure(compiled.out_info)))
+        assert program.lowered is not None
+        saved = serialize_programs(program.lowered, program.programs, may_be_cached=False)
+        data = pickle.dumps((saved, program.plan, program.structure))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with replace_file(self._path(name)) as temporary:

@@ -12,7 +12,7 @@ import specjax
 from specjax import SpeculativeConfig
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.decode.init_and_step import check_arguments
-from specjax.decode.prefill import run_prefill
+from specjax.decode.prefill import begin_prefill, read_prompt_chunk, run_prefill
 from specjax.decode.target_rows import compute_rows
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
@@ -40,15 +40,18 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
 
 
 @pytest.mark.parametrize("taps", [(), (3, 1)])
-def test_the_prompt_gives_the_rows_that_its_last_token_would_give(taps):
-    """Of prompts that end in different chunks; the drafter's state is the same."""
+def test_chunks_give_the_row_that_the_last_token_would_give(taps):
+    """Of prompts that end in the third chunk; the drafter's state is the same."""
     drafter = dataclasses.replace(DRAFTER, reads_features=bool(taps), taps=taps)
-    ids, lengths = bigrams.prompts([[1, 2, 3, 0, 2], [0, 1], [3]])
-    options = {"keys": bigrams.keys(3), "config": SpeculativeConfig(3), "max_new_tokens": 9}
+    ids, lengths = bigrams.prompts([[1, 2, 3, 0, 2], [0, 1, 3, 3, 2, 1]], width=6)
+    options = {"keys": bigrams.keys(2), "config": SpeculativeConfig(3), "max_new_tokens": 9}
     options |= {"temperature": 0.7, "eos_token_ids": (), "prefill_chunk_size": 2}
     arguments = check_arguments(MODEL, drafter, ids, lengths, **options)
-    state, rows = run_prefill(MODEL, drafter, **arguments, with_rows=True)
     before = run_prefill(MODEL, drafter, **arguments)
+    size = {"chunk_size": arguments.pop("chunk_size"), "implementation": None}
+    state = begin_prefill(MODEL, drafter, **arguments)
+    for done in (0, 2, 4):
+        state, rows = read_prompt_chunk(MODEL, drafter, state, jnp.int32(done), **size)
     plain = {"k": 0, "implementation": None, "taps": taps}
     cache, expected = compute_rows(MODEL, before, before.target_cache, **plain)
     assert (rows.features is None) == (not taps)

@@ -7,6 +7,7 @@ from .tests import (
     choose_k,
     decode,
     drafts,
+    layer_programs,
     metrics,
     processing,
     streamed,
@@ -19,7 +20,8 @@ _DRAFTS = "specjax.samplers.gather_drafts."
 _LOOP = "specjax.decode.loop."
 _ROWS = "specjax.decode.target_rows."
 _NEXT = "specjax.decode.draft_next."
-_READ = "specjax.decode.prefill._read"
+_READ = "specjax.decode.prefill._read_chunk"
+_BY_LAYER = "specjax.programs.by_layer."
 _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
@@ -34,7 +36,7 @@ _LONGEST = (
 )
 _FEATURES = "test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_once"
 _TAPS = f"{_FEATURES}[taps1]"
-_LAST_ROWS = "test_the_prompt_gives_the_rows_that_its_last_token_would_give"
+_LAST_ROWS = "test_chunks_give_the_row_that_the_last_token_would_give"
 _CHUNKS = "test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt"
 _ENDS = "test_the_first_of_several_ends_is_committed_and_what_follows_it_is_not"
 
@@ -201,28 +203,49 @@ MUTATIONS = (
         "after a step the features stand in another order than the taps",
     ),
     Mutation(
-        f"{_READ}.read",
+        _READ,
         "outputs[bool(taps)]",
         "jnp.tile(outputs[0], max(len(taps), 1))",
         capacity(_TAPS),
         "the features of a prompt are its last hidden states",
     ),
     Mutation(
-        "specjax.decode.prefill._take_column",
-        "jnp.any(offsets == index, axis=1)",
-        "jnp.any(offsets >= index, axis=1)",
+        "specjax.decode.prefill.read_prompt_chunk",
+        "state.lengths - 1 - done",
+        "state.lengths - 2 - done",
         streamed(f"{_LAST_ROWS}[taps1]"),
-        "the rows of a prompt that ends early are those of later padding",
+        "the row of a prompt's last token is that of the token before",
     ),
     Mutation(
-        f"{_READ}.read",
-        "done + offsets < num_read[:, None]",
-        "done + offsets <= num_read[:, None]",
+        f"{_BY_LAYER}_plan",
+        "if v in owned and",
+        "if",
+        layer_programs("test_arrays_that_the_caller_keeps_are_not_written_over"),
+        "a layer writes over weights",
+    ),
+    Mutation(
+        f"{_BY_LAYER}_plan",
+        "v in owned and last_read[v] == number",
+        "v in owned",
+        layer_programs("test_an_operand_that_is_read_twice_stays_until_it_was_read"),
+        "a layer writes over what the next one reads",
+    ),
+    Mutation(
+        f"{_BY_LAYER}_make_calls",
+        "last_read.get(v, -1) > end",
+        "last_read.get(v, -1) > end + 1",
+        layer_programs("test_parts_give_what_the_function_gives"),
+        "what the first layer alone reads is not handed to it",
+    ),
+    Mutation(
+        _READ,
+        "done + offsets < end[:, None]",
+        "done + offsets <= end[:, None]",
         capacity(_FEATURES),
         "the last token of a prompt is read twice",
     ),
     Mutation(
-        f"{_READ}.read",
+        _READ,
         "jnp.where(inside, done + offsets, -1)",
         "jnp.where(inside, offsets, -1)",
         capacity(_CHUNKS),
