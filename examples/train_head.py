@@ -1,36 +1,29 @@
-"""Trains the head that drafts from the embedded target's hidden state.
+"""Trains a head that drafts from the embedded target's hidden states, of the EAGLE-3 kind.
 
-python examples/train_head.py --packages-from path/to/site-packages --out head
-python examples/train_head.py --tiny          # a rehearsal, on Python's own library
+python examples/train_pair.py --archive corpus.tar.xz     # gathers the text
+python examples/train_head.py --from-archive corpus.tar.xz --out head
+python examples/train_head.py --tiny                      # a rehearsal, on Python's own library
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from pair import corpus, judgement, losses, tokens, training
+from pair import corpus, heads, judgement, losses, tokens, training
 
 from specjax.file_io import replace_file
-from specjax.models import (
-    HeadConfig,
-    TransformerConfig,
-    build_head,
-    load,
-    load_tokenizer,
-    pretrained_folder,
-    save_head,
-)
+from specjax.models import TransformerConfig, load, load_tokenizer, pretrained_folder
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--kind", choices=("eagle3", "last-state"), default="eagle3")
+    add("--taps", type=int, nargs="+", default=[2, 4, 5], help="layers before a tap, of eagle3")
     add("--target", type=pathlib.Path, default=pretrained_folder("target"))
     add("--from-archive", type=pathlib.Path, help="read the corpus from there")
     add("--packages", nargs="*", default=list(corpus.PACKAGES), help="distributions to read")
@@ -38,14 +31,15 @@ def arguments() -> argparse.Namespace:
     add("--heldout-per-thousand", type=int, default=13)
     add("--out", type=pathlib.Path, default=pathlib.Path("head"))
     add("--checkpoints", type=pathlib.Path, help="default: OUT/checkpoints")
-    add("--minutes", type=float, default=15.0, help="of training, if no steps are given")
+    add("--minutes", type=float, default=3.0, help="of training, if no steps are given")
     add("--steps", type=int)
-    add("--batch", type=int, default=4)
-    add("--length", type=int, default=256, help="tokens of a sequence, and of the head's window")
-    add("--proposal", type=int, default=3, help="drafts of a proposal in training")
-    add("--peak-rate", type=float, default=1e-2)
+    add("--batch", type=int, default=32)
+    add("--length", type=int, default=512, help="tokens of a sequence, and of a last-state window")
+    add("--proposal", type=int, default=4, help="drafts of a proposal in training")
+    add("--peak-rate", type=float, default=5e-3)
+    add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--steps-per-call", type=int, default=20)
-    add("--dtype", choices=("bfloat16", "float32"), default="float32")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--tiny", action="store_true", help="few steps on little text")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -66,34 +60,18 @@ def texts_of(args: argparse.Namespace) -> tuple[list[bytes], list[bytes]]:
     return (train[::20], heldout[:2]) if args.tiny else (train, heldout)
 
 
-def head_of(target: TransformerConfig, window: int) -> HeadConfig:
-    """A head whose layer has the sizes of the target's layers."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "rms_norm_eps", "rope_theta")
-    return HeadConfig(**{name: getattr(target, name) for name in names}, window=window)
-
-
-def begin(config: HeadConfig, target: tuple[TransformerConfig, Any], seed: int) -> Any:
-    """The target's last layer and norm, reading the sum of token and state; little is random."""
-    params, one = build_head(config, seed), jnp.eye(config.hidden_size)
-    layers, norm = target[1]["layers"], target[1]["norm"]
-
-    def copied(own: Any, other: Any) -> Any:
-        """What a plain layer has of the target's, which may have biases and more norms."""
-        if isinstance(own, dict):
-            return {name: copied(own[name], other[name]) for name in own}
-        return other + (target[0].norm_offset if other.ndim == 1 else 0.0)
-
-    last = {"layer": layers[max(layers)], "norm": norm}
-    mix = 0.5 * jnp.concatenate([one, 0 * one, one]) + 0.25 * params["mix"]
-    return params | {name: copied(params[name], last[name]) for name in last} | {"mix": mix}
+def head_of(args: argparse.Namespace, target: TransformerConfig) -> heads.Head:
+    """The kind of head that the options ask for."""
+    if args.kind == "last-state":
+        return heads.last_state_head(target, args.length)
+    return heads.eagle3_head(target, tuple(args.taps))
 
 
 def main() -> None:
     """Gathers or reads the corpus, trains the head, writes it and says how good it is."""
     args, start = arguments(), time.perf_counter()
     target, target_config = load(args.target, "float32")
-    config = head_of(target_config, args.length)
+    head = head_of(args, target_config)
     train, heldout = texts_of(args)
     tokenizer = load_tokenizer(args.target)
     data = jnp.asarray(tokens.one_row(tokens.encode(tokenizer, train), args.seed))
@@ -111,19 +89,18 @@ def main() -> None:
         seed=args.seed,
         attention="xla",
         dtype=args.dtype,
-        optimizer="muon",
+        optimizer=args.optimizer,
     )
-    loss = losses.unrolled_distillation(config, target_config, recipe, args.proposal)
-    params = begin(config, (target_config, target.params), args.seed)
+    loss = losses.unrolled_distillation(head, recipe, target_config, args.proposal)
+    params = head.begin(target.params, args.seed)
     params, log = training.train(
         "head", None, recipe, loss, data, checkpoints, extra=target.params, params=params
     )
-    save_head(args.out, params, config)
+    head.save(args.out, params)
     # As it ships, rounded to bfloat16.
     params = training.cast(training.cast(params, "bfloat16"), "float32")
-    exact = dataclasses.replace(recipe, dtype="float32")
-    sides = (target_config, target.params), (config, params)
-    rates = judgement.judge_head(*sides, rows, exact, args.proposal)
+    side = (target_config, target.params)
+    rates = judgement.judge_head(side, head, params, rows, args.length, args.proposal)
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
     report = {"device": device, "seed": args.seed, "seconds": time.perf_counter() - start}
     report |= {"head": log, "heldout": {"acceptance": rates}}

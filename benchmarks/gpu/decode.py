@@ -12,7 +12,7 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -125,18 +125,26 @@ def forward(model: specjax.Model, tokens: int, batch: int, effort: Effort) -> Ti
 
 
 def speculate(
-    target: specjax.Model, draft: specjax.Model | None, batch: int, effort: Effort
+    target: specjax.Model,
+    drafter: specjax.Drafter | None,
+    batch: int,
+    effort: Effort,
+    k: int = K,
+    length: float = LENGTH,
 ) -> Timed:
-    """Steps of the whole loop: drafts, target rows, verification, commit, cache."""
-    k = 0 if draft is None else K
+    """Steps of the whole loop: drafts, target rows, verification, commit, cache.
+
+    k, length: drafted tokens of a step and the mean number that it is to emit; not read without a
+      drafter.
+    """
+    k = 0 if drafter is None else k
     config = None
-    if draft is not None:
+    if drafter is not None:
         config = specjax.SpeculativeConfig(
-            num_speculative_tokens=K,
+            num_speculative_tokens=k,
             rejection_sample_method="synthetic",
-            synthetic_acceptance_length=LENGTH,
+            synthetic_acceptance_length=length,
         )
-    drafter = None if draft is None else specjax.model_drafter(draft)
     prompt = jax.random.randint(jax.random.key(2), (batch, effort.context), 0, 100, jnp.int32)
     state = specjax.init(
         target,
@@ -208,22 +216,22 @@ def cases(
     yield f"target, {K + 1} tokens", forward(target, K + 1, batch, effort)
     yield "draft, 1 token", forward(draft, 1, batch, effort)
     yield "plain step", speculate(target, None, batch, effort)
-    yield "speculative step", speculate(target, draft, batch, effort)
+    yield "speculative step", speculate(target, specjax.model_drafter(draft), batch, effort)
 
 
 def measure(
-    target: specjax.Model, draft: specjax.Model, batch: int, effort: Effort, kept: list[Any]
+    timings: Iterable[tuple[str, Timed]], batch: int, effort: Effort, kept: list[Any]
 ) -> Iterator[dict[str, Any]]:
     """A record of each case; adds its program to `kept`.
 
     Where one was let go, each kernel of some that are built after it was seen to start 0.3 us
     later, which is 5 % of a draft's forward. A process that decodes has one and keeps it.
     """
-    for name, timed in cases(target, draft, batch, effort):
+    for name, timed in timings:
         kept.append(timed.compiled)
         figures, result = clock(timed, effort)
         record = {"case": name, "B": batch, "context": effort.context} | figures
-        if name.endswith("step"):
+        if "step" in name:
             emitted = float(jnp.mean(result.astype(jnp.float32))) / effort.iterations
             record |= {
                 "tokens_per_step": emitted,
@@ -237,7 +245,7 @@ def measure(
 def describe(record: dict[str, Any], floors: dict[str, float]) -> str:
     """One line of the printed table."""
     floor = floors[record["case"]]
-    line = f"{record['case']:20} B={record['B']:<3}{record['median_ms']:9.3f} ms"
+    line = f"{record['case']:24} B={record['B']:<3}{record['median_ms']:9.3f} ms"
     line += f"  weights {floor:.3f} ({record['median_ms'] / floor:.2f} times)"
     if "profile" in record:
         busy = record["profile"]["kernels_us"] / 1e3
@@ -277,7 +285,7 @@ def main() -> None:
             "read_ms": {"target": one, "draft": small},
             "cases": [],
         }
-        for record in measure(target, draft, batch, effort, kept):
+        for record in measure(cases(target, draft, batch, effort), batch, effort, kept):
             section["cases"].append(record)
             save(None if args.smoke else args.out, f"B = {batch}", section)
             print(describe(record, floors), flush=True)

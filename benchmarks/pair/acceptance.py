@@ -3,7 +3,7 @@
 python -m benchmarks.pair.acceptance bits
 python -m benchmarks.pair.acceptance overlap
 python -m benchmarks.pair.acceptance generate
-python -m benchmarks.pair.acceptance generate --head specjax/models/pretrained/head
+python -m benchmarks.pair.acceptance generate --head specjax/models/pretrained/eagle3
 """
 
 import argparse
@@ -19,7 +19,15 @@ import numpy as np
 import specjax
 from benchmarks.pair.bits import report_bits
 from benchmarks.pair.heldout import HELDOUT, Pair, batches, logits_of, read_pair
-from specjax.models import head_drafter, load_head, pretrained_folder, unrolled_hidden
+from specjax.models import (
+    draft_kind,
+    load_drafter,
+    load_eagle3,
+    load_head,
+    pretrained_folder,
+    unrolled_eagle3,
+    unrolled_hidden,
+)
 
 
 @functools.partial(jax.jit, static_argnames="first")
@@ -42,18 +50,28 @@ def overlaps(
 
 def first_drafts(target: specjax.Model, folder: pathlib.Path) -> specjax.Model:
     """The distributions of a head's first drafts, as a model of whole sequences without a cache."""
-    params, config = load_head(folder)
+    is_eagle3 = draft_kind(folder) == "eagle3"
+    layers = len(target.params["layers"])
+    params, config = (
+        load_eagle3(folder, num_target_layers=layers) if is_eagle3 else load_head(folder)
+    )
+    unroll = unrolled_eagle3 if is_eagle3 else unrolled_hidden
 
     def apply(
         params: Any, token_ids: jax.Array, places: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        size, length = token_ids.shape
-        empty = target.init_cache(size, length)
-        hidden, _ = target.apply(params["target"], token_ids, places, empty)
+        empty = target.init_cache(*token_ids.shape)
+        given = (params["target"], token_ids, places, empty)
+        if is_eagle3:
+            _, states, _ = target.apply_with_taps(*given, config.taps)
+        else:
+            states, _ = target.apply(*given)
         tokens = params["target"]["embedding"][token_ids]
-        return unrolled_hidden(config, params["head"], tokens, hidden, 1)[0], cache
+        return unroll(config, params["head"], tokens, states, 1)[0], cache
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
+        if "head" in params["head"]:
+            return hidden @ params["head"]["head"].T
         return target.logits(params["target"], hidden)
 
     both = {"target": target.params, "head": params}
@@ -64,8 +82,7 @@ def drafter_of(pair: Pair, head: pathlib.Path | None) -> specjax.Drafter:
     """What drafts: the pair's draft, or a head."""
     if head is None:
         return specjax.model_drafter(pair.draft)
-    params, config = load_head(head)
-    return head_drafter(pair.target, config, params)
+    return load_drafter(head, pair.target)
 
 
 def contexts(pair: Pair, args: argparse.Namespace) -> np.ndarray:

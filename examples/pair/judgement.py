@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pair.heads import Head
 from pair.tokens import windows
 from pair.training import Recipe, logits_of
-from specjax.models import HeadConfig, TransformerConfig, causal_hidden, functions, unrolled_hidden
+from specjax.models import TransformerConfig, functions
 
 Side = tuple[TransformerConfig, Any]
 
@@ -72,51 +73,40 @@ def judge(
     }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _judge_head(
-    target: TransformerConfig,
-    head: HeadConfig,
-    num_steps: int,
-    params: Any,
-    ids: jax.Array,
-    judged: jax.Array,
-) -> jax.Array:
-    """f32[2, num_steps]: sums of sum min(p, q) of each step of a proposal, and of their number."""
-    logits, ids = functions(target)[2], ids[:, :-1]
-    hidden = causal_hidden(target, params[0], ids)
-    p = jax.nn.softmax(logits(params[0], hidden))
-    tokens = params[0]["embedding"][ids]
-    sums = []
-    for step, state in enumerate(unrolled_hidden(head, params[1], tokens, hidden, num_steps)):
-        q = jax.nn.softmax(logits(params[0], state[:, 1 : ids.shape[1] - step]))
-        counts = judged[:, 1 + step :]
-        overlap = jnp.minimum(p[:, 1 + step :], q).sum(-1)
-        sums.append(jnp.stack([jnp.where(counts, overlap, 0.0).sum(), counts.sum()]))
-    return jnp.stack(sums, axis=1)
-
-
 def judge_head(
-    target: Side,
-    head: tuple[HeadConfig, Any],
-    rows: list[np.ndarray],
-    recipe: Recipe,
-    num_steps: int,
+    target: Side, head: Head, params: Any, rows: list[np.ndarray], length: int, num_steps: int
 ) -> list[float]:
     """Mean of sum min(p, q) for each draft of a proposal, those before it being the text's.
 
     Args:
       target: configuration and parameters.
-      head: configuration and parameters.
+      head: its kind.
+      params: of the head.
       rows: the held-out texts' tokens.
-      recipe: gives the length.
+      length: tokens of a window.
       num_steps: drafts of a proposal.
     """
-    ids, judged = windows(rows, recipe.length)
+
+    @jax.jit
+    def sums_of(sides: Any, ids: jax.Array, judged: jax.Array) -> jax.Array:
+        """f32[2, num_steps]: sums of sum min(p, q) of each step, and of their number."""
+        ids = ids[:, :-1]
+        hidden, features = head.target_states(sides[0], ids, None)
+        p = jax.nn.softmax(functions(target[0])[2](sides[0], hidden))
+        found = head.unroll(sides[1], sides[0]["embedding"][ids], features, num_steps)
+        sums = []
+        for step, state in enumerate(found):
+            q = jax.nn.softmax(head.logits(sides[1], sides[0], state[:, 1 : ids.shape[1] - step]))
+            counts = judged[:, 1 + step :]
+            overlap = jnp.minimum(p[:, 1 + step :], q).sum(-1)
+            sums.append(jnp.stack([jnp.where(counts, overlap, 0.0).sum(), counts.sum()]))
+        return jnp.stack(sums, axis=1)
+
+    ids, judged = windows(rows, length)
     sums = np.zeros((2, num_steps))
     for start in range(0, len(ids), 8):
         piece, mask = ids[start : start + 8], judged[start : start + 8]
         missing = 8 - len(piece)
         piece, mask = (np.pad(a, ((0, missing), (0, 0))) for a in (piece, mask))
-        params = (target[1], head[1])
-        sums += np.asarray(_judge_head(target[0], head[0], num_steps, params, piece, mask))
+        sums += np.asarray(sums_of((target[1], params), piece, mask), np.float64)
     return list(sums[0] / sums[1])

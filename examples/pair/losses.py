@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pair.heads import Head
 from pair.training import Loss, Recipe, cast, logits_of
-from specjax.models import HeadConfig, TransformerConfig, causal_hidden, functions, unrolled_hidden
+from specjax.models import TransformerConfig, functions
 
 
 def next_token(config: TransformerConfig, recipe: Recipe) -> Loss:
@@ -49,9 +50,9 @@ def _distance(p: jax.Array, q: jax.Array, progress: jax.Array, turn: float) -> j
 
 
 def unrolled_distillation(
-    config: HeadConfig,
-    target: TransformerConfig,
+    head: Head,
     recipe: Recipe,
+    target: TransformerConfig,
     num_steps: int = 4,
     decay: float = 0.8,
     turn: float = 0.5,
@@ -64,15 +65,15 @@ def unrolled_distillation(
 
     def loss(params: Any, ids: jax.Array, progress: jax.Array, extra: Any) -> jax.Array:
         ids = ids[:, :-1]
-        logits = functions(target)[2]
-        hidden = causal_hidden(target, cast(extra, recipe.dtype), ids, recipe.attention)
-        p = jax.nn.log_softmax(logits(extra, hidden.astype(jnp.float32)))
+        hidden, features = head.target_states(cast(extra, recipe.dtype), ids, recipe.attention)
+        p = jax.nn.log_softmax(functions(target)[2](extra, hidden.astype(jnp.float32)))
         tokens = extra["embedding"][ids].astype(recipe.dtype)
-        found = unrolled_hidden(config, cast(params, recipe.dtype), tokens, hidden, num_steps)
+        found = head.unroll(cast(params, recipe.dtype), tokens, features, num_steps)
         total = jnp.float32(0.0)
         for step, state in enumerate(found.astype(jnp.float32)):
             # Without the first, which no state precedes, and those whose text has ended.
-            q = jax.nn.log_softmax(logits(extra, state[:, 1 : ids.shape[1] - step]))
+            logits = head.logits(params, extra, state[:, 1 : ids.shape[1] - step])
+            q = jax.nn.log_softmax(logits)
             total += decay**step * _distance(p[:, 1 + step :], q, progress, turn)
         return total / sum(decay**step for step in range(num_steps))
 

@@ -49,7 +49,7 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
         draft_spec = models.pretrained_folder("draft") if embedded else "ngram"
         draft_name = "embedded" if embedded else "ngram"
     elif draft_name == "head" and embedded:
-        draft_spec = models.pretrained_folder("head")
+        draft_spec = models.pretrained_folder("eagle3")
     elif draft_name == "head" and not os.path.isdir(draft_name):
         raise ValueError(
             "--draft head is the head that ships with specjax, trained for the default target; "

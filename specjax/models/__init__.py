@@ -11,6 +11,7 @@ Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabula
 imports this package; the packages of sampling do not, so Flax is optional.
 """
 
+from specjax.models.causal import causal_hidden, causal_taps
 from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
 from specjax.models.draft_head_drafter import head_drafter
@@ -21,6 +22,7 @@ from specjax.models.heads.dflash_writer import save_dflash
 from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3
 from specjax.models.heads.eagle3_drafter import eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3
+from specjax.models.heads.eagle3_unrolled import unrolled_eagle3
 from specjax.models.heads.eagle3_writer import save_eagle3
 from specjax.models.heads.folder_kind import draft_kind
 from specjax.models.hf.chat_template import chat_prompt
@@ -31,7 +33,7 @@ from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.load_drafter import DraftFacts, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.rope import RopeScaling
-from specjax.models.transformer import Transformer, build, causal_hidden, functions
+from specjax.models.transformer import Transformer, build, functions
 
 __all__ = [
     "DFlashConfig",
@@ -46,6 +48,7 @@ __all__ = [
     "build_eagle3",
     "build_head",
     "causal_hidden",
+    "causal_taps",
     "chat_prompt",
     "check_head",
     "dflash_drafter",
@@ -69,5 +72,6 @@ __all__ = [
     "save_dflash",
     "save_eagle3",
     "save_head",
+    "unrolled_eagle3",
     "unrolled_hidden",
 ]

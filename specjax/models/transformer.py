@@ -20,7 +20,14 @@ from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, weight
 from specjax.models.rope import rope_cos_sin
 
-__all__ = ["Transformer", "build", "causal_hidden", "functions", "param_shapes", "tap_function"]
+__all__ = [
+    "Transformer",
+    "build",
+    "functions",
+    "model_graph",
+    "param_shapes",
+    "tap_function",
+]
 
 
 class Transformer(nnx.Module):
@@ -84,17 +91,23 @@ class Transformer(nnx.Module):
         hidden = self.norm(x).astype(x.dtype)
         return hidden, tuple(states[tap] for tap in taps), tuple(written)
 
-    def causal(self, token_ids: jax.Array, implementation: AttentionBackend = None) -> jax.Array:
-        """Returns hidden states [B, T, E] of whole sequences, without a cache, for training."""
+    def causal(
+        self,
+        token_ids: jax.Array,
+        implementation: AttentionBackend = None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Returns hidden states [B, T, E] of whole sequences and taps, without a cache."""
         # A product: the gradient of a lookup adds colliding rows, in low precision and any order.
         table = self.embedding[...]
         x = jax.nn.one_hot(token_ids, self.config.vocab_size, dtype=table.dtype) @ table
         x = self._scaled(x)
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
-        cos_sin = self.cos_sin(positions)
+        cos_sin, states = self.cos_sin(positions), [x]
         for layer in self.layers:
             x = _causal_layer(implementation, *nnx.split(layer), x, cos_sin[layer.rope])
-        return self.norm(x)
+            states.append(x)
+        return self.norm(x), tuple(states[tap] for tap in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns logits [..., V] of hidden states [..., E]."""
@@ -126,7 +139,8 @@ def _split(config: TransformerConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, None)))
 
 
-def _graph(config: TransformerConfig) -> Any:
+def model_graph(config: TransformerConfig) -> Any:
+    """Returns the graph of a decoder, for `nnx.merge` with its parameters."""
     return _split(config)[0]
 
 
@@ -167,11 +181,11 @@ def functions(
     def apply(
         params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        model = nnx.merge(_graph(config), nnx.State(params))
+        model = nnx.merge(model_graph(config), nnx.State(params))
         return model(token_ids, positions, cache, implementation)
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
-        return nnx.merge(_graph(config), nnx.State(params)).logits(hidden)
+        return nnx.merge(model_graph(config), nnx.State(params)).logits(hidden)
 
     return init_cache, apply, logits
 
@@ -199,37 +213,12 @@ def tap_function(
                 f"taps are {list(taps)}; each needs to be a number of layers from 0, the "
                 f"embeddings, to {config.num_hidden_layers}, all layers of this model."
             )
-        model = nnx.merge(_graph(config), nnx.State(params))
+        model = nnx.merge(model_graph(config), nnx.State(params))
         operands = (token_ids, positions, cache, implementation)
         hidden, states, cache = run_decoder(model, *operands, taps)
         return hidden, jnp.concatenate(states, axis=-1), cache
 
     return apply_with_taps
-
-
-def causal_hidden(
-    config: TransformerConfig,
-    params: Any,
-    token_ids: jax.Array,
-    implementation: AttentionBackend = None,
-) -> jax.Array:
-    """Returns hidden states [B, T, E] of whole sequences at positions 0 to T - 1, for training.
-
-    Args:
-      config: sizes and constants.
-      params: as in `Model.params`, of any floating dtype.
-      token_ids: i32[B, T].
-      implementation: of `jax.nn.dot_product_attention`; None is its own choice.
-
-    Returns:
-      What `apply` gives for these tokens on an empty cache.
-
-    Example:
-      >>> config = TransformerConfig(64, 16, 32, 2, 4, 2, 4)
-      >>> causal_hidden(config, build(config).params, jnp.array([[5, 6, 7]])).shape
-      (1, 3, 16)
-    """
-    return nnx.merge(_graph(config), nnx.State(params)).causal(token_ids, implementation)
 
 
 def build(

@@ -79,7 +79,7 @@ def test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap(tmp_pat
     lengths = rng.integers(1, 6, size).astype(np.int32)
     prompts = rng.integers(0, heads.VOCAB, (size, 5)).astype(np.int32)
     options = {"temperature": 12.0, "num_drafted": K, "num_steps": 4}
-    acceptance = Acceptance()
+    acceptance = Acceptance(K)
     for text, length, found, accepted in accepted_steps(
         target(), drafter, prompts, lengths, **options
     ):

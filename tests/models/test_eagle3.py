@@ -16,6 +16,7 @@ from specjax.models import TransformerConfig, build
 from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3, eagle3_functions
 from specjax.models.heads.eagle3_drafter import eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3
+from specjax.models.heads.eagle3_unrolled import unrolled_eagle3
 
 pytestmark = pytest.mark.once
 
@@ -48,7 +49,8 @@ def load(folder, name):
 def test_a_head_drafts_from_what_the_formulas_say(tmp_path, name):
     """Of a ragged batch; after steps that committed from no draft to all, and other tokens."""
     _, drafter, oracle = load(tmp_path, name)
-    width = 3 * oracle.fields.get("target_hidden_size", heads.SIZE)
+    size = oracle.fields.get("target_hidden_size", heads.SIZE)
+    width = heads.num_taps(oracle.fields) * size
     for *given, logits in drafted_steps(drafter, vocab_size=heads.VOCAB, width=width):
         wanted = oracle.draft_logits(*given)
         assert wanted.std() > 1
@@ -75,7 +77,7 @@ def test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap(tmp_pat
     lengths = rng.integers(1, 6, size).astype(np.int32)
     prompts = rng.integers(0, heads.VOCAB, (size, 5)).astype(np.int32)
     options = {"temperature": 12.0, "num_drafted": K, "num_steps": 4}
-    acceptance = Acceptance()
+    acceptance = Acceptance(3)
     for text, length, found, accepted in accepted_steps(
         model, drafter, prompts, lengths, **options
     ):
@@ -125,3 +127,26 @@ def test_the_layer_runs_through_the_kernels():
         steps[name] = (first[0], first[1, 0], second[:, 0])
     for found, wanted in zip(steps["interpret"], steps["xla"], strict=True):
         np.testing.assert_allclose(found, wanted, rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "fc_norm", "some tokens"])
+def test_an_unrolled_head_drafts_what_it_drafts_from_a_cache(tmp_path, name):
+    """Proposals that begin at every token of a text; NumPy's are of one proposal each."""
+    fields, owned = heads.variant(name)
+    tensors = heads.random_tensors(fields, owned)
+    heads.write_head(tmp_path / "head", fields, tensors)
+    params, config = load_eagle3(tmp_path / "head", "float32", num_target_layers=4)
+    params.pop("token_map", None)
+    table = np.asarray(target().params["embedding"])
+    oracle = Head(fields, tensors, embedding=table, lm_head=table)
+    rng, length = np.random.default_rng(4), 9
+    text = rng.integers(0, heads.VOCAB, length).astype(np.int32)
+    features = rng.normal(size=(length, 3 * heads.SIZE)).astype(np.float32)
+    unrolled = jax.jit(functools.partial(unrolled_eagle3, config, num_steps=K))
+    rows = unrolled(params, oracle.embedding[text][None].astype(np.float32), features[None])
+    found = np.asarray(rows[:, 0]) @ oracle.lm_head.T * fields.get("logit_scale", 1.0)
+    for last in range(1, length - K):
+        # The rows of drafts after text[last], the text's own tokens being fed.
+        drafted = text[last + 1 : last + 1 + K]
+        wanted = oracle.draft_logits(text[: last + 1], features[:last], drafted)
+        np.testing.assert_allclose(found[:, last], wanted, rtol=1e-4, atol=1e-4)

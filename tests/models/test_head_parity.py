@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafter_steps import Acceptance, accepted_steps, drafted_steps, softmax
+from drafter_steps import Acceptance, accepted_steps, drafted_steps, generated_steps, softmax
+from embedded_heads import code_prompts, write_part_of_head
 
 from specjax.models import (
     TransformerConfig,
@@ -24,6 +25,7 @@ from specjax.models import (
     load_dflash,
     load_drafter,
     load_eagle3,
+    pretrained_folder,
     save_dflash,
     save_eagle3,
 )
@@ -226,6 +228,49 @@ def test_a_block_is_drafted_from_what_its_makers_compute(tmp_path, name):
         np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def embedded_sides(folder):
+    """The embedded target, and its head with a part of the vocabulary: here, in torch, and q's ids.
+
+    `speculators` reads the head from its folder; the embeddings are put into it, since it looks
+    for those of a target that are not tied.
+    """
+    target_folder = pretrained_folder("target")
+    _, _, ids = write_part_of_head(folder, verifier=target_folder)
+    own, _ = load(target_folder, "float32")
+    theirs = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+    config = Eagle3SpeculatorConfig.from_pretrained(folder)
+    # The attention that it would choose wants to be compiled.
+    config.transformer_layer_config._attn_implementation = "eager"
+    head = Eagle3DraftModel.from_pretrained(folder, config=config).float().eval()
+    head.embed_tokens.weight = theirs.get_input_embeddings().weight
+    assert head.d2t.tolist() == list(ids - np.arange(len(ids)))
+    return own, load_drafter(folder, own, "float32"), theirs, head, ids
+
+
+@torch.no_grad()
+def test_acceptance_is_the_overlap_with_what_its_makers_compute_at_every_position(tmp_path):
+    """Counted by `generate`; p is of transformers, q of `speculators` from its hidden states."""
+    own, drafter, theirs, head, ids = embedded_sides(tmp_path / "head")
+    prompts, lengths = code_prompts()
+    options = {"temperature": 1.0, "num_drafted": 3, "max_new_tokens": 96}
+    acceptance, seen = Acceptance(3), {}
+    for text, begin, accepted, judged in generated_steps(own, drafter, prompts, lengths, **options):
+        if text.tobytes() not in seen:
+            seen[text.tobytes()] = theirs(
+                torch.tensor(text)[None].long(), output_hidden_states=True
+            )
+        output = seen[text.tobytes()]
+        # Entry k is the state after k layers; only the last entry is after the final norm.
+        taps = torch.cat([output.hidden_states[k][0] for k in (2, 4, 5)], dim=-1).numpy()
+        size = min(accepted + 1, judged)
+        q = np.zeros((size, len(output.logits[0, 0])))
+        drafted = text[begin : begin + size]
+        q[:, ids] = softmax(draft_logits(head, text[:begin], taps[: begin - 1], drafted))
+        acceptance.add(softmax(output.logits[0, begin - 1 : begin - 1 + size].numpy()), q, accepted)
+    acceptance.check(at_least=300)
+    print(acceptance.num_accepted, acceptance.expected.round(1))
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 @torch.no_grad()
 def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path, kind):
@@ -248,7 +293,7 @@ def test_taps_are_the_hidden_states_that_transformers_counts(tmp_path, kind):
     lengths = rng.integers(1, 6, size).astype(np.int32)
     prompts = rng.integers(0, VOCAB, (size, 5)).astype(np.int32)
     options = {"temperature": temperature, "num_drafted": 3, "num_steps": 4}
-    ids, acceptance = head.d2t.numpy() + np.arange(DRAFT_VOCAB), Acceptance()
+    ids, acceptance = head.d2t.numpy() + np.arange(DRAFT_VOCAB), Acceptance(3)
     for text, length, found, accepted in accepted_steps(own, drafter, prompts, lengths, **options):
         output = model(torch.tensor(text[: length + 3])[None].long(), output_hidden_states=True)
         taps = torch.cat([output.hidden_states[k][0] for k in (1, 2, 3)], dim=-1).numpy()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 import warnings
@@ -24,7 +25,15 @@ from specjax.implementation import (
     visible_devices,
 )
 from specjax.markov_chain import markov_chain
-from specjax.models import DFlashConfig, TransformerConfig, build, build_dflash
+from specjax.models import (
+    DFlashConfig,
+    Eagle3Config,
+    TransformerConfig,
+    build,
+    build_dflash,
+    build_eagle3,
+    eagle3_drafter,
+)
 from specjax.models.choose_step import run_layer
 from specjax.models.heads.dflash import dflash_functions
 from specjax.models.layers import Layer
@@ -322,6 +331,42 @@ def test_a_block_of_a_dflash_head_lowers_for_cuda(batch_size):
         # Committed tokens are two products; the block is a decoder's step.
         assert num_kernels(lower(functions.append, params, weights, features, ids, cache)) == 2
         assert num_kernels(lower(functions.apply, params, table, ids, ids, cache)) == 9
+
+
+@pytest.mark.once
+def test_a_step_with_an_eagle3_head_lowers_to_kernels_and_copies_no_weights():
+    """Every product but that with the lm_head; no gather or scatter gives V floats of a row."""
+    config = TransformerConfig(5000, 512, 512, 1, 4, 2, 64, tie_word_embeddings=False)
+    config = dataclasses.replace(config, dtype="bfloat16")
+    target, head = build(config), Eagle3Config(config, 512, 1000, taps=(0, 1))
+    params = build_eagle3(head) | {"token_map": jnp.arange(1000, dtype=I32)}
+    drafter = eagle3_drafter(target, head, params)
+    settings = specjax.SpeculativeConfig(num_speculative_tokens=K)
+
+    def init(target, drafter):
+        prompts, lengths = jnp.ones((2, 9), I32), jnp.full((2,), 9, I32)
+        options = {"keys": jax.random.key(0), "config": settings, "max_new_tokens": 20}
+        return specjax.init(target, drafter, prompts, lengths, **options)
+
+    def step(*state):
+        return specjax.step(*state, config=settings)[0]
+
+    state = jax.eval_shape(init, target, drafter)
+    with on_gpu():
+        text = lower(step, target, drafter, state)
+    names = re.findall(r'name = "(\w+)_kernel"', text)
+    # The target's layer; the head's over what was committed, for the first draft, and for others.
+    assert [names.count(name) for name in ("fused_glu", "fused_attention")] == [4, 4]
+    # Three products of each layer, and `fc`.
+    assert names.count("split_k_matmul") == 4 * 3 + 1
+    shapes = {x.shape for x in jax.tree.leaves((target.params, params)) if x.ndim == 2}
+    for rows, columns in shapes:
+        assert f"tensor<{rows}x{columns}xbf16>" in text
+        assert f"tensor<{rows}x{columns}xf32>" not in text
+    # The types of a scatter stand after its body.
+    moves = re.findall(r"(?:stablehlo\.gather.*|\}\) : \(.*)-> (tensor<.*>)", text)
+    assert "tensor<5000xi32>" in moves  # the inverse of the token map
+    assert not [kind for kind in moves if re.search(r"5000x(bf16|f32)", kind)]
 
 
 @pytest.mark.parametrize(("slots", "number"), [once(60, 9), once(1000, 9), (3000, 10)])

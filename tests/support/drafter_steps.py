@@ -66,26 +66,58 @@ def softmax(logits):
 
 
 class Acceptance:
-    """How many drafts were accepted at each position, and what sum min(p, q) lets one expect."""
+    """How many drafts were accepted at each position of a step, and how many sum min(p, q) expects.
 
-    def __init__(self):
-        self.num_accepted, self.expected, self.variance = 0, 0.0, 0.0
+    num_drafted: K.
+    """
+
+    def __init__(self, num_drafted):
+        self.num_accepted, self.expected, self.variance = np.zeros((3, num_drafted))
 
     def add(self, p, q, num_accepted):
-        """One request's step: p and q [K, V] of its drafted tokens, each given those before."""
-        position = np.arange(len(p))
-        # A position after the first rejection is not tested.
-        overlap = np.where(position <= num_accepted, np.minimum(p, q).sum(-1), 0.0)
-        self.num_accepted += position < num_accepted
-        self.expected += overlap
-        self.variance += overlap * (1 - overlap)
+        """One request's step: p and q [n, V] of its drafted tokens, each given those before.
+
+        What follows the first rejection is not read.
+        """
+        judged = slice(min(num_accepted + 1, len(p)))
+        overlap = np.minimum(p, q).sum(-1)[judged]
+        self.num_accepted[:num_accepted] += 1
+        self.expected[judged] += overlap
+        self.variance[judged] += overlap * (1 - overlap)
 
     def check(self, at_least):
-        """Fails more than four standard errors from what is expected, or of too few."""
-        assert self.num_accepted.sum() > at_least
-        off = abs(self.num_accepted - self.expected)
-        assert (off < 4 * self.variance**0.5).all()
+        """Fails if a position is more than four standard errors off, or if too few are accepted."""
+        assert self.num_accepted.sum() > at_least, self.num_accepted
+        z = (self.num_accepted - self.expected) / self.variance**0.5
+        assert (abs(z) < 4).all(), z
         assert abs((self.num_accepted - self.expected).sum()) < 4 * self.variance.sum() ** 0.5
+
+
+def generated_steps(target, drafter, prompts, lengths, *, temperature, num_drafted, max_new_tokens):
+    """Yields a request's text, the length before a step of `generate`, and its accepted drafts.
+
+    And how many drafts the step could judge: those that have room.
+    """
+    output = specjax.generate(
+        target,
+        drafter,
+        prompts,
+        lengths,
+        keys=jax.random.key(3),
+        config=specjax.SpeculativeConfig(num_speculative_tokens=num_drafted),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+    )
+    for ids, origins, prompt, end in zip(
+        *map(np.asarray, (output.token_ids, output.origins, lengths, output.lengths)), strict=True
+    ):
+        # The token after the prompt ends no step, but one begins after it.
+        begin = prompt + 1
+        while (num_judged := min(num_drafted, end - begin - 1)) > 0:
+            is_draft = origins[begin : begin + num_judged] == specjax.Origin.ACCEPTED
+            num_accepted = int(np.cumprod(is_draft).sum())
+            yield ids[:end], int(begin), num_accepted, int(num_judged)
+            begin += num_accepted + 1
 
 
 def accepted_steps(target, drafter, prompts, lengths, *, temperature, num_drafted, num_steps):

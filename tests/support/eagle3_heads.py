@@ -33,6 +33,16 @@ VARIANTS = {
         {"target_hidden_size": 36, "hidden_size": SIZE},
         ("lm_head", "embed_tokens"),
     ),
+    # DeepSpec's: an id stands for the output of that layer.
+    "four taps": (
+        {
+            "architectures": ["Qwen3Eagle3Model"],
+            "model_type": "qwen3",
+            "eagle_config": None,
+            "target_layer_ids": [0, 1, 2, 3],
+        },
+        ("lm_head", "embed_tokens"),
+    ),
     "some tokens": ({"draft_vocab_size": 30, "norm_output": True}, ("lm_head",)),
 }
 
@@ -43,6 +53,12 @@ def variant(name):
     return FIELDS | changes, owned
 
 
+def num_taps(fields):
+    """How many taps a head reads."""
+    ids = fields.get("target_layer_ids")
+    return len(ids or fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+
+
 def random_tensors(fields, owned, seed=0):
     """Tensors by their names in `speculators`: weights 0.3 N(0, 1), norms about 1, some biases."""
     rng, size = np.random.default_rng(seed), fields["hidden_size"]
@@ -51,7 +67,7 @@ def random_tensors(fields, owned, seed=0):
     keys = fields["num_key_value_heads"] * fields["head_dim"]
     layer, attention = "layers.0.", "layers.0.self_attn."
     shapes = {
-        "fc": (size, 3 * target),
+        "fc": (size, num_taps(fields) * target),
         "norm": (size,),
         f"{layer}input_layernorm": (size,),
         f"{layer}hidden_norm": (size,),
@@ -65,9 +81,9 @@ def random_tensors(fields, owned, seed=0):
         f"{layer}mlp.down_proj": (size, inner),
     }
     if fields.get("fc_norm"):
-        shapes |= {f"fc_norm.{n}": (target,) for n in range(3)}
+        shapes |= {f"fc_norm.{n}": (target,) for n in range(num_taps(fields))}
     if fields.get("norm_before_fc"):
-        shapes["input_norm"] = (3 * target,)
+        shapes["input_norm"] = (num_taps(fields) * target,)
     if fields["model_type"] == "qwen3":
         shapes |= {f"{attention}{x}_norm": (fields["head_dim"],) for x in "qk"}
     if "embed_tokens" in owned:

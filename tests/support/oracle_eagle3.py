@@ -44,7 +44,7 @@ class Head:
         return self.project(features, "fc")
 
     def layer(self, tokens, states):
-        """The layer's output [T, H] for pairs of tokens i[T] and states [T, H], causal."""
+        """The layer's output [H] for the last of pairs of tokens i[T] and states [T, H], causal."""
         fields, w = self.fields, "layers.0."
         normed = self.norm(states, f"{w}hidden_norm")
         rows = [self.norm(self.embedding[tokens], f"{w}input_layernorm"), normed]
@@ -60,12 +60,11 @@ class Head:
             k = self.norm(k, f"{w}self_attn.k_norm")
         q, k = (rotate(x, place, fields["rope_theta"]) for x in (q, k))
         k, v = (np.repeat(x, heads // groups, axis=1) for x in (k, v))
-        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(size)
-        scores = np.where(place[:, None] >= place, scores, -np.inf)
+        scores = np.einsum("hd,shd->hs", q[-1], k) / np.sqrt(size)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        y = np.einsum("hts,shd->thd", weights, v).reshape(len(tokens), -1)
-        residual = normed if fields.get("norm_before_residual") else states
+        y = np.einsum("hs,shd->hd", weights, v).reshape(-1)
+        residual = (normed if fields.get("norm_before_residual") else states)[-1]
         x = residual + self.project(y, f"{w}self_attn.o_proj")
         y = self.norm(x, f"{w}post_attention_layernorm")
         gate, up = (self.project(y, f"{w}mlp.{name}_proj") for name in ("gate", "up"))
@@ -78,7 +77,7 @@ class Head:
         """
         tokens, states, logits = list(text[1:]), self.fuse(features), []
         for token in drafted:
-            out = self.layer(np.array(tokens), states)[-1]
+            out = self.layer(np.array(tokens), states)
             normed = self.norm(out, "norm")
             logits.append(self.lm_head @ normed * self.fields.get("logit_scale", 1.0))
             given = normed if self.fields.get("norm_output") else out

@@ -24,11 +24,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
+from specjax.models.choose_step import run_product
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, linear, weight
 from specjax.models.rope import rope_cos_sin
 
-__all__ = ["Eagle3Config", "Eagle3Functions", "Eagle3Head", "build_eagle3", "eagle3_functions"]
+__all__ = [
+    "Eagle3Config",
+    "Eagle3Functions",
+    "Eagle3Head",
+    "build_eagle3",
+    "eagle3_functions",
+    "head_graph",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +122,15 @@ class Eagle3Head(nnx.Module):
         if config.has_lm_head:
             self.head = weight(rngs, layer, config.draft_vocab_size, size)
 
-    def fuse(self, features: jax.Array) -> jax.Array:
-        """Returns g [B, T, H] of the taps [B, T, A * E] next to one another."""
+    def fuse(
+        self, features: jax.Array, implementation: str | Implementation | None = None
+    ) -> jax.Array:
+        """Returns g [B, T, H] of the taps [B, T, A * E] next to one another.
+
+        Args:
+          features: of the target.
+          implementation: of the product, as in `build`.
+        """
         features = features.astype(self.fc.dtype)
         if self.taps_norm is not None:
             features = self.taps_norm(features)
@@ -123,7 +138,21 @@ class Eagle3Head(nnx.Module):
             taps = jnp.split(features, len(self.tap_norms), axis=-1)
             taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
             features = jnp.concatenate(taps, axis=-1)
-        return linear(features, self.fc, self.fc_bias)
+        if self.fc_bias is not None:
+            return linear(features, self.fc, self.fc_bias)
+        y: jax.Array = run_product(features, self.fc[...], implementation)
+        return y
+
+    def layer_input(self, tokens: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what attention reads [B, T, 2 * H], and the residual stream [B, T, H].
+
+        Args:
+          tokens: [B, T, H], embeddings.
+          states: [B, T, H], g of the tokens before them.
+        """
+        normed = self.hidden_norm(states)
+        rows = jnp.concatenate([self.layer.attention_norm(tokens), normed], axis=-1)
+        return rows, normed if self.config.norm_before_residual else states
 
     def __call__(
         self,
@@ -142,9 +171,7 @@ class Eagle3Head(nnx.Module):
           cache: keys and values, two [B, G, S, D].
           implementation: of the layer, as in `build`.
         """
-        normed = self.hidden_norm(states)
-        rows = jnp.concatenate([self.layer.attention_norm(tokens), normed], axis=-1)
-        x = normed if self.config.norm_before_residual else states
+        rows, x = self.layer_input(tokens, states)
         cos_sin = rope_cos_sin(*self.layer.rope, self.config.layer.head_dim, positions)
         x, cache = self.layer(x, cos_sin, positions, cache, implementation, rows)
         return self.norm(x) if self.config.norm_output else x, cache
@@ -171,7 +198,8 @@ class Eagle3Functions(NamedTuple):
 
 
 @functools.cache
-def _graph(config: Eagle3Config) -> Any:
+def head_graph(config: Eagle3Config) -> Any:
+    """Returns the graph of a head, for `nnx.merge` with its parameters."""
     return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, None)))[0]
 
 
@@ -183,11 +211,11 @@ def eagle3_functions(
 
     Args:
       config: sizes and variants.
-      implementation: of the layer, as in `build`.
+      implementation: of the layer and of `fc`, as in `build`.
     """
 
     def merge(params: Any) -> Eagle3Head:
-        head: Eagle3Head = nnx.merge(_graph(config), nnx.State(params))
+        head: Eagle3Head = nnx.merge(head_graph(config), nnx.State(params))
         return head
 
     def init_cache(batch_size: int, max_length: int) -> Any:
@@ -203,7 +231,7 @@ def eagle3_functions(
 
     return Eagle3Functions(
         init_cache,
-        lambda params, features: merge(params).fuse(features),
+        lambda params, features: merge(params).fuse(features, implementation),
         apply,
         lambda params, outputs: merge(params).decode(outputs),
     )

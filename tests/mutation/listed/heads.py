@@ -8,6 +8,7 @@ from .tests import (
     draft_rows,
     eagle3,
     eagle3_folder,
+    embedded_eagle3,
     head_folders,
 )
 
@@ -16,6 +17,7 @@ __all__ = ["MUTATIONS"]
 _HEADS = "specjax.models.heads."
 _EXTEND = f"{_HEADS}eagle3_drafter._drafter_functions.extend"
 _FORMULAS = "test_a_head_drafts_from_what_the_formulas_say"
+_OVERLAP = embedded_eagle3("test_acceptance_of_generate_is_the_overlap_at_every_position_of_a_step")
 _LLAMA = eagle3(f"{_FORMULAS}[llama]")
 _BLOCK = dflash("test_a_block_is_drafted_from_what_the_formulas_say[z-lab-4]")
 _ONE_CALL = "test_a_block_is_drawn_at_once_as_it_is_one_by_one"
@@ -53,7 +55,7 @@ MUTATIONS = (
         "a drafted token is given the target's state again",
     ),
     Mutation(
-        f"{_HEADS}eagle3.Eagle3Head.__call__",
+        f"{_HEADS}eagle3.Eagle3Head.layer_input",
         "normed if self.config.norm_before_residual else states",
         "states",
         eagle3(f"{_FORMULAS}[fc_norm]"),
@@ -191,5 +193,33 @@ MUTATIONS = (
         "num_speculative_tokens=4, step_costs=None",
         draft_folders("test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k"),
         "a head drafts as many tokens as a model",
+    ),
+    Mutation(
+        f"{_HEADS}head_fields._read_taps",
+        "i + offset for i in ids",
+        "i + offset + 1 for i in ids",
+        _OVERLAP,
+        "a tap is one layer too late",
+    ),
+    Mutation(
+        _EXTEND,
+        'functions.fuse(params["head"], features)',
+        'functions.fuse(params["head"], jnp.roll(features, 1, axis=1))',
+        _OVERLAP,
+        "features are those of the position before",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3_drafter._draft",
+        '"token_map": params["token_map"]',
+        '"token_map": jnp.arange(head.draft_vocab_size, dtype=jnp.int32)',
+        _OVERLAP,
+        "the offsets of d2t are lost",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3_unrolled.unrolled_eagle3",
+        "(place <= place.T) & (place > 0)",
+        "place <= place.T",
+        eagle3("test_an_unrolled_head_drafts_what_it_drafts_from_a_cache[qwen3]"),
+        "in training the first token makes a pair, which it has not when drafting",
     ),
 )

@@ -20,6 +20,7 @@ __all__ = [
     "drafts",
     "eagle3",
     "eagle3_folder",
+    "embedded_eagle3",
     "edges",
     "engines",
     "few",
@@ -72,6 +73,7 @@ drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 engines = _of("engine/test_engine.py")
 eagle3 = _of("models/test_eagle3.py")
+embedded_eagle3 = _of("models/test_embedded_eagle3.py")
 eagle3_folder = _of("models/test_eagle3_folder.py")
 few = _of("models/test_decode_step.py")
 greedy_logprobs = _of("samplers/test_greedy_logprobs.py")
