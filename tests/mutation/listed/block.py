@@ -97,24 +97,10 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.block.bounds._bound.read",
-        "least, residual + left)",
-        "least, residual)",
-        block_verification(_KERNELS),
-        "blocks that were not read are left out of the upper bound",
-    ),
-    Mutation(
-        "specjax.pallas.block.bounds._bound.read",
         "jnp.maximum(left - draft_left, 0)",
         "left",
         block_verification(_KERNELS),
         "the draft's mass in blocks that were not read is left out of the lower bound",
-    ),
-    Mutation(
-        "specjax.pallas.block.verify._longest.test",
-        "jnp.where(is_accepted, j, longest)",
-        "longest",
-        block_verification(_KERNELS),
-        "an open prefix that its residual accepts is not taken",
     ),
     Mutation(
         "specjax.pallas.residual._row_times_rho",
