@@ -35,7 +35,7 @@ EAGLE3 = models.Eagle3Config(CONFIG, 64, V, taps=(0, 1))
 LAYER = dataclasses.replace(CONFIG, qk_norm=True)
 DFLASH = models.DFlashConfig(LAYER, V, taps=(0, 1), block_size=K + 1, mask_token_id=V - 1)
 # Of `jax.nn.dot_product_attention`, over whole sequences: no kernel of ours has that choice.
-OF_ATTENTION = {"causal_hidden"}
+OF_ATTENTION = {"causal_hidden", "causal_taps"}
 # Made of what is traced here: `generate`, ahead of time, and the functions of `build`.
 AHEAD_OF_TIME = {"compile_generate", "load_shapes"}
 # In plain JAX alone: the names of kernels are refused.
