@@ -89,23 +89,26 @@ B, K, V = 96, 4, 300
 def batch(seed, draft_vocab=V):
     """Requests of every kind: sampled, greedy, one-hot, short, with rows that are not finite."""
     rng = np.random.default_rng(seed)
-    spread = rng.choice([0.3, 1.0, 3.0], (B, 1, 1))
+    spread = rng.choice([0.2, 0.6, 1.5], (B, 1, 1))
     draft_logits = 2 * rng.standard_normal((B, K, draft_vocab))
     common = np.pad(draft_logits[..., :V], ((0, 0), (0, 1), (0, max(V - draft_vocab, 0))))
     target_logits = common + spread * rng.standard_normal((B, K + 1, V))
-    temperature = rng.choice([0.7, 1.0, 1.3, 0.0, np.nan], B, p=[0.35, 0.3, 0.2, 0.1, 0.05])
+    temperature = rng.choice([0.7, 1.0, 1.3, 0.0, np.nan], B, p=[0.3, 0.25, 0.2, 0.1, 0.15])
     draft_temperature = np.where(rng.random(B) < 0.1, 0.0, np.fmax(temperature, 0.5))
     cutoff = np.where(rng.random((B, K + 1)) < 0.3, -1.0, -np.inf)
     draft_cutoff = np.where(rng.random((B, K)) < 0.3, -1.0, -np.inf)
-    target_logits[rng.random((B, K + 1)) < 0.1, 7] = np.nan
-    draft_logits[rng.random((B, K)) < 0.15, 7] = np.inf
-    num_tokens = rng.choice([-1, 0, 1, 3, 4, 4, 4, 4, 4], B)
-    # Wholly one-hot, as rows of no drafted token do not count.
-    draft_logits[::16, :2, 7], num_tokens[::16] = np.inf, 2
     with np.errstate(all="ignore"):
         scaled = np.where(draft_logits < draft_cutoff[..., None], -np.inf, draft_logits)
         scaled = scaled / np.where(draft_temperature > 0, draft_temperature, 1)[:, None, None]
         token_ids = np.argmax(scaled + rng.gumbel(size=scaled.shape), axis=-1)
+    num_tokens = rng.choice([-1, 0, 1, 3, 4, 4, 4, 4, 4], B)
+    is_one_hot = rng.random((B, K)) < 0.25
+    # These are wholly one-hot: a row that nothing was drafted from does not count.
+    is_one_hot[::8, :2], num_tokens[::8] = True, 2
+    draft_logits[is_one_hot, 7] = np.inf
+    at = np.nonzero(is_one_hot & (token_ids < V) & (rng.random((B, K)) < 0.5))
+    target_logits[(*at, token_ids[at])] += 6
+    target_logits[rng.random((B, K + 1)) < 0.1, 7] = np.nan
     token_ids[rng.random((B, K)) < 0.02] = 2 * V
     options = {
         "keys": jax.random.split(jax.random.key(seed), B),
@@ -177,6 +180,7 @@ SIZES = {V: dict(num_bound_groups=1, num_bound_rounds=1), 200: dict(max_small_ba
 @pytest.mark.once
 @pytest.mark.parametrize("draft_vocab", SIZES)
 def test_decisions_are_those_of_numpy(implementation, draft_vocab):
+    # Of seeds 3 to 29 the one with most requests that a missing rho of one-hot drafts changes.
     draft, target_logits, cutoff, options = batch(10, draft_vocab)
     exact = expected(draft, target_logits, cutoff, options)
     if draft_vocab != V:

@@ -47,11 +47,12 @@ def batch(seed, draft_vocab, is_chain=False):
     spread = rng.choice([0.0, 0.5, 1.0, 2.0], (B, 1, 1), p=[0.2, 0.3, 0.3, 0.2])
     target_logits = (base + spread * rng.standard_normal(base.shape))[..., :V]
     temperature = rng.choice([0.7, 1.0, 1.3, 0.0, -1.0], B, p=[0.4, 0.25, 0.2, 0.1, 0.05])
-    draft_temperature = np.where(rng.random(B) < 0.15, 0.0, np.maximum(temperature, 0.5))
+    one_hot = np.where(np.arange(B) % 2, 0.0, np.nan)
+    draft_temperature = np.where(rng.random(B) < 0.15, one_hot, np.maximum(temperature, 0.5))
     draft_cutoff = np.where(rng.random((B, N + 1)) < 0.3, -1.0, -np.inf)
     parents = np.broadcast_to(CHAIN, (B, N)) if is_chain else random_parents(rng)
-    is_walk = (temperature < 1e-5) | (draft_temperature == 0)
-    rows = draft_logits / np.maximum(draft_temperature, 0.5)[:, None, None]
+    is_walk = (temperature < 1e-5) | ~(draft_temperature > 0)
+    rows = draft_logits / np.fmax(draft_temperature, 0.5)[:, None, None]
     rows = np.where(draft_logits < draft_cutoff[..., None], -1e9, rows)
     likely = 10 * np.pad(target_logits, ((0, 0), (0, 0), (0, wide - V)), constant_values=-99)
     ids = fill_nodes(rng, parents, rows)

@@ -40,6 +40,27 @@ MUTATIONS = (
         "rho is missing in the residual",
     ),
     Mutation(
+        "specjax.samplers.block_xla.accept_block_prefix",
+        "first = jnp.where(active, judged.length, jnp.int32(0))",
+        "first = judged.length",
+        block_verification(_XLA),
+        "a request of an invalid temperature accepts drafts",
+    ),
+    Mutation(
+        "specjax.samplers.block_xla.is_block_request",
+        "(index < request.num_tokens) & ",
+        "",
+        block_verification(_XLA),
+        "rows that nothing was drafted from make a block of one-hot drafts",
+    ),
+    Mutation(
+        "specjax.samplers.next_token_xla.residual_mass",
+        "jnp.exp(log_rho) * (1 - p)",
+        "1 - p",
+        block_verification(_XLA),
+        "rho is missing in the h of a prefix that a one-hot draft follows",
+    ),
+    Mutation(
         "specjax.samplers.block_xla.accept_block_prefix.shorten",
         "state[0] - 1",
         "jnp.maximum(state[0] - 2, 0)",

@@ -208,6 +208,13 @@ MUTATIONS = (
         "a greedy request of sampled nodes is traversed",
     ),
     Mutation(
+        f"{_TREES}verify_tree.verify_tree",
+        "drawn.valid & ",
+        "",
+        _NUMPY,
+        "nodes of an invalid draft temperature are traversed as if it were 1",
+    ),
+    Mutation(
         f"{_TREES}verify_tree._emit",
         "is_active & path.valid",
         "is_active",
