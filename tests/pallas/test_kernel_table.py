@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,3 +46,28 @@ def test_a_launch_name_is_of_one_kernel():
     files = {}
     for file, name in launched_kernels():
         assert files.setdefault(name, file) == file
+
+
+def kernels_that_call(function):
+    """Names of the kernels in whose body, or a function inside it, `function` is called."""
+    return {
+        kernel.name
+        for path in sorted(ROOT.glob("specjax/**/pallas/**/*.py"))
+        for kernel in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kernel, ast.FunctionDef) and kernel.name.endswith("_kernel")
+        for each in ast.walk(kernel)
+        if isinstance(each, ast.Call) and getattr(each.func, "id", "") == function
+    }
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "function"),
+    [
+        ("Three kernels trigger:", "**The others do not trigger.**", "launch_dependents"),
+        ("and the kernel's output takes its memory.", "end this way", "is_last_arrival"),
+    ],
+)
+def test_the_page_names_the_kernels_that_trigger_and_those_of_a_last_program(begin, end, function):
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    words = set(re.findall(r"\w+", page.partition(begin)[2].partition(end)[0]))
+    assert words & {name for _, name in launched_kernels()} == kernels_that_call(function)
