@@ -8,9 +8,20 @@ logits by tiles, at temperature τ, to pairs
 
 of blocks (`blocks`; sub-blocks of 32 in cutoffs). In sampling and verification the pairs merge into
 log-probabilities, and a token is drawn by two-level Gumbel-max (`gumbel_max`). The arithmetic is
-that of `specjax.core`. `launch` starts every kernel of the library, `kernel_config` has their
-sizes. Open `sample` first, then `verify`, `target_rows`, `next_token` and `emit_tokens` in this
-order.
+that of `specjax.core`. Open `sample` first, then `verify`, `target_rows`, `next_token` and
+`emit_tokens` in this order.
+
+| module | what it holds |
+|---|---|
+| `sample` | `gumbel_sample` |
+| `verify` | which launches a call of the verifiers takes; a rule in the kernels |
+| `draft_statistics` | the launch before them, for drafts without statistics |
+| `reduce_rows`, `target_rows` | the launch that reduces all target rows, or those up to the stop |
+| `next_token`, `emit_tokens` | the row that decides the next token; the launches that draw it |
+| `residual` | masses of max(p - q, 0), and the draw from them |
+| `coupled`, `block`, `cutoff` | coupled sampling, block verification, `logit_cutoff` |
+| `blocks`, `gumbel_max`, `load_request`, `threefry` | what several kernels load, store and draw |
+| `launch`, `kernel_config` | the start of every kernel of the library; sizes |
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `R` rows. Imported by `samplers` and
 `processing`; the kernels of models import `launch` and `kernel_config`.

@@ -35,10 +35,10 @@ __all__ = [
     "RowTile",
     "block_argmax",
     "load_blocks",
+    "load_first_values",
     "load_logits",
     "load_maxima",
     "load_padded",
-    "load_prefix",
     "load_raw_logits",
     "load_some_blocks",
     "load_tiles",
@@ -116,7 +116,7 @@ def load_raw_logits(logits: Any, row: Any, token_id: jax.Array) -> jax.Array:
     return plgpu.load(logits.at[row, token_id], mask=inside, other=other)
 
 
-def load_prefix(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
+def load_first_values(values: Any, row: jax.Array, size: int, count: jax.Array) -> jax.Array:
     """Loads the first values f32[size] of a row; -inf from `count` on."""
     column = jax.lax.iota(jnp.int32, size)
     inside = column < jnp.minimum(count, values.shape[1])
@@ -237,11 +237,11 @@ def load_tiles(partials: Partials, index: jax.Array, mask: jax.Array) -> MaxSum:
 
 
 def load_maxima(partials: Partials, index: jax.Array) -> tuple[LogNormalizer, jax.Array]:
-    """Loads what the maxima of a row's tiles say of it, where no logit was exponentiated.
+    """Loads the largest logit and the argmax of a row whose logits were not exponentiated.
 
     Returns:
-      A normalizer that stands for none: its `log_sum` is 0, NaN where the row is not a
-      distribution. And the row's argmax, i32[].
+      `LogNormalizer`, whose shift is the largest logit. Its `log_sum` is not the row's: it is 0, or
+      NaN where the row is not a distribution. And the argmax, i32[].
     """
     maxima = load_padded(partials.tile_max, index, -jnp.inf)
     shift, best = jnp.max(maxima), first_argmax(flush_subnormals(maxima))

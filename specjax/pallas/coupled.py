@@ -91,15 +91,15 @@ def verify_coupled(arrays: VerifyArrays, plan: Plan) -> Verification:
 
 def _draw_small(arrays: VerifyArrays, plan: Plan) -> Verification:
     rows = reduce_rows(arrays, plan, every_row_draws=True)
-    of_rows = (plan.num_requests, plan.rows_per_request)
+    rows_shape = (plan.num_requests, plan.rows_per_request)
     return launch(
         functools.partial(coupled_draw_kernel, plan=plan),
         _Operands(arrays, rows),
         _Drawn(
-            shift=output(of_rows),
-            log_sum=output(of_rows),
-            token=output(of_rows, jnp.int32),
-            logit=output(of_rows),
+            shift=output(rows_shape),
+            log_sum=output(rows_shape),
+            token=output(rows_shape, jnp.int32),
+            logit=output(rows_shape),
             verification=plan.verification_shape(),
             counters=output(rows.counters.shape, jnp.uint32),
         ),
@@ -175,8 +175,8 @@ def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, plan: Plan) -> None
     Formula: y_0, ..., y_n with y_i the target's draw from row i, and n the first row whose draw is
     not the drafted token, or the bonus row.
     Grid: B * (K + 1) programs of 8 warps; one owns a row.
-    Bytes per row: V / 128 * 8 of partials and the logits of the drawn block read; 16 written and
-    read once more, and 8 of the result.
+    Bytes per row: V / 128 * 8 of partials, V / 128 * 4 or 8 of Gumbels and the logits of the drawn
+    block read; 16 written and read once more, and 8 of the result.
     Why a program for each row: about a thousand blocks are four to a thread, and rows draw side by
     side.
     Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.
@@ -209,7 +209,7 @@ def _drawn_prefix(
     """Returns the accepted prefix of a request whose rows have all drawn, and what its row drew."""
     b, i = request.b, jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
     exists = request.active & (i <= request.num_draft_tokens)
-    # All at once, before any is known to be needed.
+    # All rows are loaded at once: which one decides follows from their tokens.
     shift, log_sum, token, logit = (load_masked(x, (b, i), exists) for x in drawn[:4])
     has_draft = request.active & (i < request.num_draft_tokens)
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)

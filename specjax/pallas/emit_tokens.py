@@ -31,7 +31,7 @@ from specjax.pallas.next_token import (
 )
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.residual import (
-    best_tile,
+    choose_winner,
     draw_residual,
     draw_tile,
     store_log_masses,
@@ -69,7 +69,7 @@ class _ResidualOutputs(NamedTuple):
     """The result, what tiles leave (`TileWinners` or log-masses f32[B, blocks]), and counters."""
 
     verification: Verification
-    of_tiles: Any
+    tile_results: Any
     counters: Any
 
 
@@ -87,7 +87,7 @@ def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Pl
     if isinstance(rows, ReducedRows):
         return _draw_from_tiles(arrays, rows, plan)
     if plan.options.skips_greedy_sums:
-        return _draw_by_last(arrays, rows, plan)
+        return _draw_by_last_program(arrays, rows, plan)
     return draw_next(DrawOperands(arrays, rows, _reduce_residuals(arrays, rows, plan)), plan)
 
 
@@ -123,8 +123,8 @@ def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, pla
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
     rejected and of its draft row. With a rule and B <= 16 tiles are `residual_draw_kernel`'s.
-    Bytes per request with a rejected sampled draft, with a rule any: 2 V * itemsize read, half of
-    it without draft logits; V / 128 * 4 written. Other requests: scalars.
+    Bytes per request that rejected a sampled draft, or by a rule a draft of either kind:
+    2 V * itemsize read, half without draft logits; V / 128 * 4 written. Other requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
     Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and
     normalizers it reads. The programs of this launch do not wait for one another.
@@ -151,12 +151,12 @@ def verify_draw_kernel(
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log weight_j + g_j),
     of the residual where a sampled draft was rejected, else of the row (`next_token`).
     Grid: B programs of 8 warps; one owns a request.
-    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual. The
-    logits of the drawn block; and of the same block of the draft row for a residual, else of the
-    drafted token's block. In a small batch 8 for each tile of K + 1 rows. (K + 1) * 8 + 8 written.
+    Bytes per request: V / 128 * 8 of partials read, and V / 128 * 4 of masses for a residual; two
+    blocks of logits: the drawn one, and the draft row's (residual) or the drafted token's (row). A
+    small batch adds 8 for each tile of K + 1 rows. (K + 1) * 8 + 8 written.
     Why one program: about a thousand blocks are four to a thread, and the argmax needs them all.
-    Memory order: the launches before have ended when it begins to load. It does not trigger the
-    next launch early.
+    Memory order: the launches before have ended when it begins to load. It triggers nothing.
+    References: those of `next_token`; Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
     """
     arrays, rows, log_masses = operands
     prefix = load_prefix(arrays, rows, pl.program_id(0), plan)
@@ -190,7 +190,7 @@ def _write_drawn(
     write_result(arrays, prefix, draw, out, plan)
 
 
-def _draw_by_last(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> Verification:
+def _draw_by_last_program(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> Verification:
     """Launches `residual_last_draw_kernel`, and returns the call's result."""
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     return launch(
@@ -216,7 +216,7 @@ def residual_last_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, 
     rejected and of its draft row.
     Bytes per request: those of the two kernels. A greedy request's program 0 reads the maxima of
     its deciding row's tiles, and the others its temperature alone.
-    Why one launch: greedy requests, which a call without their log-probabilities is made for, have
+    Why one launch: calls without greedy log-probabilities are mostly of greedy requests. These have
     no residual, and one launch less is a tenth of their time.
     Memory order: `is_last_arrival` on `counters[b, K + 2]`, which no launch before has counted in.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
@@ -236,7 +236,7 @@ def residual_last_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, 
         prefix = load_accepted_prefix(arrays, rows, b, plan)
 
         def reduce_and_arrive() -> jax.Array:
-            store_log_masses(arrays, prefix, tile_index, out.of_tiles, b, plan)
+            store_log_masses(arrays, prefix, tile_index, out.tile_results, b, plan)
             at = (b, jnp.int32(plan.rows_per_request + 1))
             return is_last_arrival(out.counters, at, num_tiles, plan.interpret)
 
@@ -244,7 +244,7 @@ def residual_last_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, 
 
         @pl.when(is_last)
         def _() -> None:
-            _write_drawn(arrays, rows, out.of_tiles, prefix, out.verification, plan)
+            _write_drawn(arrays, rows, out.tile_results, prefix, out.verification, plan)
 
 
 def _draw_from_tiles(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> Verification:
@@ -287,7 +287,7 @@ def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan:
     prefix = load_accepted_prefix(arrays, operands.rows, b, plan)
 
     def draw_and_arrive() -> jax.Array:
-        draw_tile(arrays, prefix, tile_index, out.of_tiles, prefix.request.b, plan)
+        draw_tile(arrays, prefix, tile_index, out.tile_results, prefix.request.b, plan)
         return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
 
     is_last = cond_or(prefix.from_residual, draw_and_arrive, tile_index == 0)
@@ -295,6 +295,6 @@ def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan:
     @pl.when(is_last)
     def _() -> None:
         def draw() -> Draw:
-            return best_tile(arrays, operands.rows, prefix, out.of_tiles, b, plan)
+            return choose_winner(arrays, operands.rows, prefix, out.tile_results, b, plan)
 
         write_result(arrays, prefix, draw, out.verification, plan)

@@ -63,20 +63,22 @@ class KernelConfig:
       num_pivots: logits at which one pass over a row in memory compares, a power of two.
       num_judge_warps: warps of the program that judges a request of block verification; None
         chooses.
-      num_bound_groups: blocks that it reads in a round, the heaviest of as many groups of blocks; a
-        power of two.
+      num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
+        It reads the heaviest block of each group in a round.
       num_bound_rounds: rounds after which a prefix that no bound has decided stays open.
       max_small_batch: requests up to which all target rows are read at once.
-      num_noise_splits: programs per row that make the noise of `gumbel_sample`'s blocks, a power
-        of two, at most the padded number of blocks; 0 leaves the noise to the draw; None chooses.
+      num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
+        small batches of `coupled_sample`: a power of two, at most the padded number of blocks.
+        0 leaves the noise to the draw; None chooses.
       num_register_logits: candidates that a search holds in registers, a power of two: eight to a
         thread.
-      num_buffered_logits: candidates of a row that its buffer in memory holds at most, and at most
-        V / 4. Up to `num_register_logits` they are searched in registers.
-      small_reread_chunk: sub-blocks read per iteration where no more than these are to be read
-        again, a power of two.
-      large_reread_chunk: sub-blocks read per iteration where more are, a power of two.
-      max_reread: sub-blocks to read again above which the row itself is searched; None chooses.
+      num_buffered_logits: capacity of a row's buffer of candidates in memory, which is cut to
+        V / 4. A row with more candidates than `num_register_logits` is searched there.
+      small_reread_chunk: sub-blocks that the compaction reads per iteration in a row that has no
+        more to read again, a power of two.
+      large_reread_chunk: the same in a row that has more, a power of two.
+      max_reread: most sub-blocks of a row that are read again; with more, the row itself is
+        searched. None chooses.
     """
 
     row: Tile | None = None
@@ -142,7 +144,8 @@ class KernelConfig:
     def search_programs(self, num_rows: int) -> int:
         """Returns how many programs of a row may search its cutoff together.
 
-        They find multiprocessors that would idle: no more programs than an H200 has of those.
+        A row has several where they run on multiprocessors that would idle: up to 128 programs for
+        all rows together, of an H200's 132 multiprocessors.
         """
         if self.num_search_programs is not None:
             return self.num_search_programs
@@ -151,9 +154,9 @@ class KernelConfig:
     def reread_limit(self, num_programs: int | None) -> int:
         """Returns how many sub-blocks one program reads again at most.
 
-        Where more are to be read, the programs of the row together read it sooner. A count is the
-        same by either way. Masses differ in their rounding, so that rows cut by top-p have a limit
-        that does not depend on the batch.
+        With more sub-blocks it is faster to search the whole row, by all its programs together.
+        Counts are equal among sub-blocks and in the row; masses differ by their rounding. So the
+        limit of rows cut by top-p does not depend on the batch.
 
         Args:
           num_programs: of a row; None for a row cut by top-p.
@@ -165,7 +168,7 @@ class KernelConfig:
         return 512 if num_programs > 2 else 4096
 
     def noise_splits(self, num_rows: int, num_blocks: int) -> int:
-        """Returns how many programs per row make the noise of `gumbel_sample`'s blocks.
+        """Returns how many programs per row make the noise of its blocks before the draw.
 
         They shorten the draw while multiprocessors idle: one program for 256 blocks, sized for
         float64 noise. In a larger batch they would only queue: none.

@@ -3,9 +3,9 @@
 The grid's programs run in no fixed order, but start in about the order of their index. Programs of
 one launch see each other's stores only through `is_last_arrival`, and in `cutoff_search_kernel`
 through the arrivals of a team (`cutoff.team`). Three exceptions give equal results in any order:
-the `atomic_max` that publishes a stop or an accepted prefix, the NaN keys of `attention_kernel`,
-and the slots of new tokens in `fused_attention_kernel`. What a launch stored is visible to the next
-one, with programmatic dependent launch too (`launch_dependents`).
+the `atomic_max` that publishes a stop in `verify_accept_kernel`, the NaN keys of
+`attention_kernel`, and the slots of new tokens in `fused_attention_kernel`. What a launch stored is
+visible to the next one, with programmatic dependent launch too (`launch_dependents`).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
-# Of these precisions Pallas makes the first three a single bfloat16 product; Triton lacks the last.
+# Pallas makes one bfloat16 product of each of the first three; Triton lacks the last.
 _UNSUPPORTED_PRECISIONS = (
     "BF16_BF16_F32_X3",
     "BF16_BF16_F32_X6",
@@ -175,8 +175,9 @@ def launch_dependents(index: jax.Array) -> jax.Array:
     Only a kernel whose results are read by kernels of this library alone may execute it. XLA's own
     kernels may load what they take for constants before they wait.
 
-    The caller uses the returned index in its stores: the data dependency keeps the instruction
-    before them. That it follows the main loop is the order of the program alone.
+    The caller uses the returned index in what has to follow, its stores for example: the data
+    dependency keeps the instruction before them. Only the order of the program keeps it after a
+    main loop.
     """
     (result,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",

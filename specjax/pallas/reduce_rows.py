@@ -26,8 +26,8 @@ from specjax.pallas.load_request import Plan, RequestScalars, load_request
 
 __all__ = [
     "ReducedRows",
+    "locate_tile",
     "reduce_rows",
-    "row_tile",
     "verify_reduce_kernel",
 ]
 
@@ -85,12 +85,13 @@ def verify_reduce_kernel(
     of one row. For coupled sampling B * (K + 1) * num_splits more come first; one makes the Gumbels
     of a share of a row's blocks.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written, and V / 128 * 4 or 8 of
-    Gumbels. Rows past a request's drafts are not read.
+    Gumbels. Rows past a request's bonus row are not read.
     Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
     late to save reading. Block verification needs every row.
     Memory order: the programs of this launch do not wait for one another. The first program of a
     request zeroes the counter of the next launch, which begins to load after this one has ended.
-    For coupled sampling it triggers that launch early: its few programs wait in the free room.
+    For coupled sampling every program first triggers that launch (PDL): its programs are few, and
+    become resident next to those of this launch.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
     program, num_noise = pl.program_id(0), plan.num_requests * plan.rows_per_request * num_splits
@@ -122,9 +123,9 @@ def _reduce_tile(arrays: VerifyArrays, out: ReducedRows, program: jax.Array, pla
 
     @pl.when(request.active & (i <= request.num_draft_tokens))
     def _() -> None:
-        tile = row_tile(arrays, request, i, tile_index)
-        only_maxima = tile.greedy if plan.options.skips_greedy_sums else None
-        store_partials(tile, out.partials, index, plan.tile, plan.interpret, only_maxima)
+        row_tile = locate_tile(arrays, request, i, tile_index)
+        only_maxima = row_tile.greedy if plan.options.skips_greedy_sums else None
+        store_partials(row_tile, out.partials, index, plan.tile, plan.interpret, only_maxima)
 
 
 def _store_noise(
@@ -144,7 +145,7 @@ def _store_noise(
         plgpu.store(out.gumbels.at[index, block], noise.gumbels)
 
 
-def row_tile(
+def locate_tile(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, tile_index: jax.Array
 ) -> RowTile:
     """Returns tile `tile_index` of a request's target row i, which exists."""

@@ -34,12 +34,12 @@ from specjax.pallas.target_rows import VerifiedRows
 
 __all__ = [
     "TileWinners",
-    "best_tile",
+    "choose_winner",
     "draw_residual",
     "draw_tile",
     "load_draft_logprobs",
+    "load_residual_terms",
     "reduce_masses",
-    "residual_operands",
     "store_log_masses",
     "winners_shape",
 ]
@@ -83,10 +83,14 @@ def load_draft_logprobs(
     return token_logprobs(x, drafted.normalizer, row.temperature.scale)
 
 
-def residual_operands(
+def load_residual_terms(
     arrays: VerifyArrays, prefix: AcceptedPrefix, token_id: jax.Array, logprobs: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log(rho p) and log q at token ids, from log p."""
+    """Returns log(rho p) and log q at token ids, from log p.
+
+    In block verification q of a one-hot draft is +inf at its token, 0 elsewhere: the residual is
+    then rho p without the token.
+    """
     drafted = prefix.drafted
     draft_logprobs = load_draft_logprobs(arrays, drafted, token_id)
     if prefix.log_rho is None or drafted is None:
@@ -110,7 +114,7 @@ def reduce_masses(
 ) -> jax.Array:
     """Returns sum max(rho p - q, 0) of each block of tile `tile_index`, f32[blocks].
 
-    The draft was sampled, unless a rule has weights for any.
+    The draft was sampled. A rule has weights of its own, also for a one-hot draft.
     """
     token_id, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
     if plan.log_weights is not None:
@@ -166,8 +170,8 @@ def draw_residual(
         if plan.log_weights is not None:
             weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
             return jnp.where(is_empty, logprobs, weights)
-        operands = residual_operands(arrays, prefix, token_id, logprobs)
-        return jnp.where(is_empty, logprobs, residual_logprobs(*operands))
+        terms = load_residual_terms(arrays, prefix, token_id, logprobs)
+        return jnp.where(is_empty, logprobs, residual_logprobs(*terms))
 
     return draw_token(
         prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
@@ -190,7 +194,7 @@ def draw_tile(
     masses = reduce_masses(arrays, prefix, tile_index, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return residual_logprobs(*residual_operands(arrays, prefix, token_id, logprobs))
+        return residual_logprobs(*load_residual_terms(arrays, prefix, token_id, logprobs))
 
     winner = draw_token(prefix.row, jnp.log(masses), noise, token_log_weights)
     out.mass[row, tile_index] = jnp.sum(masses)
@@ -199,7 +203,7 @@ def draw_tile(
     out.logit[row, tile_index] = winner.logit
 
 
-def best_tile(
+def choose_winner(
     arrays: VerifyArrays,
     rows: Any,
     prefix: AcceptedPrefix,

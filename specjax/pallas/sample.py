@@ -136,7 +136,7 @@ def sample_reduce_kernel(
 def sample_draw_kernel(
     operands: _Operands, out: Sample, *, noise_dtype: Any, interpret: bool
 ) -> None:
-    """Writes one token of a row, drawn by two-level Gumbel-max, and its statistics.
+    """Writes one token of a row, drawn by two-level Gumbel-max, its log p and the row's logsumexp.
 
     Formula: block = argmax_i (log mass_i + g_i), token = argmax_{j in block} (log p_j + g_j); the
     argmax of the row where it is greedy.
@@ -146,6 +146,7 @@ def sample_draw_kernel(
     Why one program: the choice of a block needs all of them, about a thousand, four to a thread.
     Memory order: the launch before has ended when it begins to load. It does not trigger the next
     launch early.
+    Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
     """
     (arrays, reduced), b = operands, pl.program_id(0)
     cutoff = _load_optional(arrays.cutoff, b)

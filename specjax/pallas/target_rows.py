@@ -9,8 +9,8 @@ In its grid the programs of row 0 of all requests come first, then those of row 
 stop of a request is the row where its accepted prefix ends: a rejection, or the bonus row. The
 program that finds it publishes it. Programs of later rows that start afterwards return without
 reading. No row waits for another. In a larger batch more programs lie between rows i and i + 1, so
-fewer rows are read in vain. A tile with a larger logit rejects a greedy request's token before the
-row is reduced.
+fewer rows are read in vain. A tile with a logit above the drafted token's rejects the token of a
+greedy request before the row is reduced.
 """
 
 import functools
@@ -56,7 +56,7 @@ from specjax.pallas.load_request import (
     load_masked,
     load_request,
 )
-from specjax.pallas.reduce_rows import row_tile
+from specjax.pallas.reduce_rows import locate_tile
 
 __all__ = [
     "AcceptanceResult",
@@ -82,7 +82,7 @@ class VerifiedRows(NamedTuple):
       counters: u32[B, K + 2]. `[:, i]` counts the programs that are done with row i. `[:, K + 1]`
         publishes the stop: 0 while none is known, else K + 1 - i for the smallest row i that is
         known to end the accepted prefix. So `atomic_max` keeps the smallest row. Without
-        log-probabilities of greedy requests `[:, K + 2]` is 0, for `residual_last_draw_kernel`.
+        log-probabilities of greedy requests u32[B, K + 3]: `residual_last_draw_kernel` counts, too.
     """
 
     partials: Partials
@@ -195,8 +195,8 @@ def verify_accept_kernel(
 ) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 
-    Formula: as `verify_reduce_kernel`, then that of `evaluate`: `evaluate_acceptance`,
-    `evaluate_by_rule` or `draw_and_compare`.
+    Formula: m_i = max x, l_i = sum exp((x - m_i) / τ) per block; then `evaluate` of the row, which
+    accepts x if u < p(x) / q(x), if a rule does, or if the row draws x (`draw_and_compare`).
     Grid: (K + 1) * B * tiles programs of 4 warps, of 8 with B <= 16, row 0 of all requests first;
     one owns a tile of 8192 logits of one row.
     Bytes per row: V * itemsize read, once more for each of the entropy and the rank that a rule
@@ -232,8 +232,8 @@ def verify_accept_kernel(
 
     @pl.when(request.active & (i <= request.num_draft_tokens) & ~(stop < i))
     def _() -> None:
-        tile = row_tile(arrays, request, i, tile_index)
-        _store_tile(arrays, request, i, tile, out.partials, plan, publish_stop)
+        row_tile = locate_tile(arrays, request, i, tile_index)
+        _store_tile(arrays, request, i, row_tile, out.partials, plan, publish_stop)
         if plan.options.skips_greedy_sums and is_decided_by_tiles(arrays, plan):
             # Every tile of a greedy request has decided for itself.
             is_last = cond_or(~request.temperature.greedy, arrive, i < 0)
@@ -263,21 +263,21 @@ def _store_tile(
     arrays: VerifyArrays,
     request: RequestScalars,
     i: jax.Array,
-    tile: RowTile,
+    row_tile: RowTile,
     partials: Partials,
     plan: Plan,
     publish_stop: Callable[[], None],
 ) -> None:
     """Stores a tile's partials; its maximum may reject a greedy request's drafted token.
 
-    Without log-probabilities it decides: no tile may exceed the drafted token's logit, nor reach it
-    at a lower id. A tile's argmax is then stored where it may be the row's.
+    Without log-probabilities the tiles decide alone: none may exceed the drafted token's logit, nor
+    reach it at a lower id. A tile's argmax is then stored only where it may be the row's.
     """
     at, greedy = request.b * plan.rows_per_request + i, request.temperature.greedy
     has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(arrays, plan)
     only_maxima = greedy if plan.options.skips_greedy_sums else None
     if only_maxima is None or not by_tiles:
-        tile_max = store_partials(tile, partials, at, plan.tile, plan.interpret, only_maxima)
+        tile_max = store_partials(row_tile, partials, at, plan.tile, plan.interpret, only_maxima)
         if by_tiles:
 
             @pl.when(greedy & has_draft)
@@ -287,14 +287,14 @@ def _store_tile(
 
         return
     token_id, logit = load_drafted_logit(arrays, request, i)
-    blocks = reduce_tile(tile, plan.tile, plan.interpret, only_maxima)
-    tile_max = store_blocks(blocks, tile, partials, at, plan.tile, plan.interpret)
+    blocks = reduce_tile(row_tile, plan.tile, plan.interpret, only_maxima)
+    tile_max = store_blocks(blocks, row_tile, partials, at, plan.tile, plan.interpret)
     most, drafted = flush_subnormals(tile_max), flush_subnormals(logit)
 
     @pl.when(greedy & ~(most < drafted))
     def decide_greedy() -> None:
-        argmax = tile_argmax(tile, blocks.max, plan.tile)
-        partials.tile_argmax[at, tile.tile_index] = argmax
+        argmax = tile_argmax(row_tile, blocks.max, plan.tile)
+        partials.tile_argmax[at, row_tile.tile_index] = argmax
         # Ties go to the lowest id. A masked token is not accepted, nor one of +inf.
         is_argmax = (most == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)
         pl.when(has_draft & ~is_argmax)(publish_stop)

@@ -52,7 +52,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
     arrays = _flatten_drafts(arrays)
     plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
-    # Without drafts both rules draw from the first row.
+    # Without drafts every method draws from the first row, by the launches of `rejection_sample`.
     if options.method == "coupled" and options.max_draft_tokens:
         return verify_coupled(arrays, plan)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
@@ -128,8 +128,9 @@ def log_weights_by_rule(
     if arrays.draft_logits is not None:
         sampled = load_draft_logprobs(arrays, drafted, token_id)
         draft_logprobs = jnp.where(drafted.one_hot, draft_logprobs, sampled)
-    x = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
-    logprob = prefix.row.logprobs(x)
+    # An id below 0 is looked up past the row's end, where log p is -inf.
+    drafted_id = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
+    logprob = prefix.row.logprobs(drafted_id)
     values = _row_values(prefix.row, logprob, plan, jnp.dtype(jnp.float32))
     return log_weights(plan.options.rule, logprobs, draft_logprobs, values)
 

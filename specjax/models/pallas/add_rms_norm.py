@@ -71,6 +71,7 @@ def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offse
     no reduction over the row here.
     Memory order: loads begin after the launch that wrote `parts` has ended. It does not trigger the
     next launch early, because XLA's kernels may read the residual stream.
+    Reference: Zhang and Sennrich, 2019, arXiv:1910.07467: RMSNorm.
 
     Args:
       operands: references.

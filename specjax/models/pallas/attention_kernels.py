@@ -251,8 +251,7 @@ def _store_nan_keys(
     g: jax.Array,
     spec: AttentionSpec,
 ) -> jax.Array:
-    """Makes the keys of flagged tokens NaN; returns f32[M], NaN for rows that attend to one, else
-    0.
+    """Makes keys of flagged tokens NaN; returns f32[M], NaN for rows that attend to one, else 0.
 
     The stored NaN is for the steps after this one. Another program may read such a key before or
     after the store. A row that attends to it is NaN in either case, by what is returned here, and

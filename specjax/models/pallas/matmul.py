@@ -73,6 +73,7 @@ def split_k_matmul_kernel(
     Memory order: loads begin after the launch before has ended. With `pdl` a program executes
     `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
     then start; its first instruction waits until all of this one's stores are visible.
+    Reference: Hoque et al., 2024, arXiv:2402.00025: split-K for few rows in Triton.
 
     Args:
       operands: references.
@@ -105,7 +106,7 @@ def fused_glu_kernel(
     Bytes: the matrix once, E * N * itemsize; the rows N / 2 / block_n times, from the L2 cache;
     R * N / 2 * itemsize written.
     Why no split-K: the activation needs the whole sum of the gate.
-    Memory order: as in `split_k_matmul_kernel`.
+    Memory order: as in `split_k_matmul_kernel`. Reference: Shazeer, 2020, arXiv:2002.05202: GLU.
 
     Args:
       operands: references.

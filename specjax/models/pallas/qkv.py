@@ -171,6 +171,7 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
     writes. It leaves `flagged_positions`, and the next launch, which begins to load after all of
     this one has ended, makes the flagged keys NaN. The program of a key head sets its counter to 0
     for that launch.
+    Reference: Su et al., 2021, arXiv:2104.09864: RoPE.
 
     Args:
       operands: references.

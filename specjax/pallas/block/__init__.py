@@ -1,5 +1,15 @@
 """`block_rejection_sample` on the kernels. Open `verify` first, then `judge`.
 
+A prefix is the first j of a request's K drafted tokens x_1, ..., x_K; p_j and q_j are the target's
+and the draft's row after it, u_j is its uniform. The longest accepted prefix is emitted:
+
+    rho_0 = 1        rho_j = min(1, rho_{j-1} p_{j-1}(x_j) / q_{j-1}(x_j))
+    Z_j = sum max(rho_j p_j - q_j, 0)        h_j = Z_j / (Z_j + 1 - rho_j) <= rho_j
+    accepted:  u_j < h_j, j < K        u_K < rho_K        always, j = 0
+
+and the next token is drawn from the residual max(rho_j p_j - q_j, 0), or from p_K. A prefix is open
+as long as it is neither accepted nor rejected, because Z_j is known by bounds alone.
+
 | module | what it holds |
 |---|---|
 | `verify` | the launches and their kernels |

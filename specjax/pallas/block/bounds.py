@@ -1,12 +1,13 @@
 """Bounds of Z, the mass of a prefix's residual, from the heaviest blocks of its target row.
 
-The reduction left the mass P_i of every block of 128 tokens. The blocks are dealt into groups. Of
-each group the heaviest block is read, of the target row and of its draft row. With z the residual
-of the blocks that are read, P and Q the masses that are left:
+`block` explains Z and rho. The reduction stored the mass of every block of 128 tokens. The blocks
+are dealt into groups. A round reads the heaviest unread block of each group, of the target row and
+of its draft row. With z the residual in the blocks read so far, and P, Q the target's and the
+draft's mass in all others:
 
-    z + max(rho P - Q, 0) <= Z <= z + rho P        Q <= 1 - q of the blocks that are read
+    z + max(rho P - Q, 0) <= Z <= z + rho P        Q <= 1 - (the draft's mass in the blocks read)
 
-A few rounds read what an unread row of a language model hardly adds to.
+Few rounds suffice for rows of a language model: the blocks that they leave unread weigh little.
 
 References:
   Sun et al., 2024, arXiv:2403.10444.
@@ -29,7 +30,7 @@ from specjax.pallas.gumbel_max import num_padded_blocks
 from specjax.pallas.launch import make_exp2, select_one
 from specjax.pallas.load_request import Plan
 from specjax.pallas.next_token import AcceptedPrefix
-from specjax.pallas.residual import residual_operands
+from specjax.pallas.residual import load_residual_terms
 
 __all__ = ["bound_open"]
 
@@ -57,7 +58,7 @@ def bound_open(
 ) -> JudgedRequest:
     """Returns a judged request whose open prefixes are bounded, from the longest down.
 
-    Those below an accepted one are not asked for.
+    Prefixes shorter than an accepted one are not bounded: the longest accepted prefix counts.
     """
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
 
@@ -94,17 +95,17 @@ def _bound(
         shape = (best.shape[0], SAMPLING_BLOCK)
         token_id = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         token_id += block[:, None] * SAMPLING_BLOCK
-        p, q = residual_operands(arrays, prefix, token_id, prefix.row.logprobs(token_id))
+        p, q = load_residual_terms(arrays, prefix, token_id, prefix.row.logprobs(token_id))
         residual = state.residual + _total(residual_probs(p, q, exp2))
         draft_mass = state.draft_mass + _total(exp_scaled(q, exp2=exp2))
-        left, draft_left = rho * _total(masses), 1 - draft_mass
-        least = residual + jnp.maximum(left - draft_left, 0)
-        status = accept_by_bounds(u, log_rho, least, residual + left)
+        unread_mass, unread_draft_mass = rho * _total(masses), 1 - draft_mass
+        least = residual + jnp.maximum(unread_mass - unread_draft_mass, 0)
+        status = accept_by_bounds(u, log_rho, least, residual + unread_mass)
         return _Bounded(state.num_rounds + 1, masses, residual, draft_mass, status)
 
     zero = jnp.float32(0)
     start = _Bounded(jnp.int32(0), masses, zero, zero, jnp.int32(OPEN))
-    # A one-hot draft's bounds are the mass itself: they have said what they can.
+    # Bounds of a one-hot draft are Z already. No block says more, so there are no rounds.
     rounds = jnp.where(prefix.drafted.one_hot, jnp.int32(0), plan.config.num_bound_rounds)
     return jax.lax.while_loop(
         lambda state: (state.num_rounds < rounds) & (state.status == OPEN), read, start

@@ -1,14 +1,14 @@
 """A request judged: rho of its prefixes, their uniforms, and which residuals must be read.
 
-A prefix of j drafted tokens is accepted if its uniform is below h_j = Z_j / (Z_j + 1 - rho_j). Z_j
-sums the residual max(rho_j p_j - q_j, 0) over a row. The next drafted token x bounds Z_j without
-reading the row:
+A prefix of j drafted tokens is accepted if its uniform is below h_j = Z_j / (Z_j + 1 - rho_j)
+(`block`). Z_j sums the residual max(rho_j p_j - q_j, 0) over a row. p and q of the next drafted
+token x bound Z_j without reading the row:
 
     d = max(rho p(x) - q(x), 0)
     d + max(rho (1 - p(x)) - (1 - q(x)), 0) <= Z <= d + rho (1 - p(x))
 
-A prefix that no bound decides is open. The residuals of the longest accepted prefix and of the open
-ones above it are read. The empty prefix is always accepted.
+A prefix that no bound decides is open. The residuals of the longest accepted prefix and of longer
+open ones are read. The empty prefix is always accepted.
 
 References:
   Sun et al., 2024, arXiv:2403.10444.
@@ -46,8 +46,8 @@ class JudgedRequest(NamedTuple):
 
     Attributes:
       request: its scalars.
-      is_block: bool[], whether a prefix is accepted as a whole: the request draws, and a draft was
-        sampled. Other requests are verified token by token.
+      is_block: bool[], whether a prefix is accepted as a whole: the request is not greedy, and a
+        draft was sampled. Other requests are verified token by token.
       num_accepted: i32[], accepted tokens; -1 where the residual of an open prefix has to decide.
       log_rho: f32, of the prefix of i tokens.
       uniform: f32 or f64, of that prefix; arbitrary at the empty one.
@@ -107,16 +107,18 @@ def judge_request(
     is_block = (jnp.sum(is_sampled, dtype=jnp.int32) > 0) & ~request.temperature.greedy
     is_distribution = jnp.isfinite(result.normalizer.log_sum)
     end = jnp.int32(plan.max_draft_tokens)
+    # The longest prefix that may be accepted: it ends at the first row that is no distribution.
     length = jnp.min(jnp.where(has_draft & is_distribution, end, i))
     log_rho = _log_rhos(log_ratio(result.logprobs, drafted.logprob), i, plan)
     # The uniform of a prefix is its last token's.
     at = request.address(arrays, i - 1, Stream.accept(i - 1), plan)
     u = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
     is_below = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
+    # The longest one needs no residual: it is accepted where u < rho.
     is_whole = jnp.sum((is_below & (i == length)).astype(jnp.int32), dtype=jnp.int32) > 0
     ends = ~result.accepted & (i <= request.num_draft_tokens)
-    by_token = jnp.min(jnp.where(ends, i, jnp.int32(plan.rows_per_request)))
-    num_accepted = jnp.where(is_block, jnp.where(is_whole, length, jnp.int32(-1)), by_token)
+    num_by_token = jnp.min(jnp.where(ends, i, jnp.int32(plan.rows_per_request)))
+    num_accepted = jnp.where(is_block, jnp.where(is_whole, length, jnp.int32(-1)), num_by_token)
     status = accept_by_bounds(u, log_rho, *_bounds(result, drafted, log_rho))
     status = jnp.where(is_below & (i < length), status, jnp.int32(REJECTED))
     status = jnp.where(i == 0, jnp.int32(ACCEPTED), status)
@@ -126,7 +128,7 @@ def judge_request(
 
 
 def _log_rhos(ratios: jax.Array, i: jax.Array, plan: Plan) -> jax.Array:
-    # One after another, each of its rounding: sums of a prefix would round otherwise.
+    # Added in the order of plain JAX: a cumulative sum would round otherwise.
     of_token = [jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(plan.max_draft_tokens)]
     log_rho = jnp.zeros_like(ratios)
     for n, value in enumerate(cap_ratios(of_token)):

@@ -50,17 +50,17 @@ class JudgedArrays(NamedTuple):
 def judged_shape(plan: Plan) -> JudgedArrays:
     """Returns the shapes of the judged requests of a batch."""
     size, k = plan.num_requests, plan.max_draft_tokens
-    prefixes, of_rows = (size, k), (size, k + 1)
+    prefixes_shape, rows_shape = (size, k), (size, k + 1)
     return JudgedArrays(
         num_accepted=output((size,), jnp.int32),
         is_block=output((size,), jnp.int32),
-        status=output(prefixes, jnp.int32),
-        log_rho=output(prefixes),
-        uniform=output(prefixes, plan.noise_dtype),
-        shift=output(of_rows),
-        log_sum=output(of_rows),
-        logprobs=output(of_rows),
-        argmax=output(of_rows, jnp.int32),
+        status=output(prefixes_shape, jnp.int32),
+        log_rho=output(prefixes_shape),
+        uniform=output(prefixes_shape, plan.noise_dtype),
+        shift=output(rows_shape),
+        log_sum=output(rows_shape),
+        logprobs=output(rows_shape),
+        argmax=output(rows_shape, jnp.int32),
     )
 
 

@@ -5,8 +5,9 @@
     block_residual_kernel     residuals max(rho_j p_j - q_j, 0) of those, summed by blocks
     verify_draw_kernel        the longest accepted prefix, and the draw after it
 
-Most prefixes are decided by bounds before their residual is read, so that a request has hardly more
-than one residual to read: that of its accepted prefix, from which the next token is drawn.
+`block` explains the symbols. Most prefixes are decided by bounds of Z_j before their residual is
+read. So a request has hardly more than one residual to read: that of its accepted prefix, from
+which the next token is drawn.
 
 References:
   Sun et al., 2024, arXiv:2403.10444.
@@ -110,13 +111,16 @@ def verify_block(arrays: VerifyArrays, plan: Plan, residual_tile: Tile) -> Verif
 
 
 def block_judge_kernel(operands: _Operands, out: JudgedArrays, *, plan: Plan) -> None:
-    """Writes rho_j = min(1, rho_{j-1} p(x_j) / q(x_j)), and what is known of the prefixes.
+    """Writes rho_j = min(1, rho_{j-1} p(x_j) / q(x_j)), and which prefixes u_j < h_j accepts.
 
+    Formula: Z_j is bounded by p and q of the next drafted token (`judge`), in a large batch also by
+    the heaviest blocks (`bounds`). Where u_j lies between the bounds of h_j, prefix j stays open.
     Grid: B programs of 4 warps, of 2 with B <= 16; one owns a request.
     Bytes per request: the (m, l) of all tiles of K + 1 rows. In a large batch an open prefix adds
     V / 128 * 8 of its row's blocks, and 8192 * itemsize in each of at most 2 rounds (`bounds`).
-    Why a launch of its own: tiles programs per request read what it writes; each would judge all
-    rows. Why no bounds by blocks in a small batch: a round takes longer than reading what it saves.
+    Why a launch of its own: otherwise each program of the next launch, one per tile, would judge
+    all rows of its request. Why a small batch has no bounds by blocks: a round takes longer than
+    the reading that it saves.
     Memory order: it begins to load after `verify_reduce_kernel` has ended.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
@@ -132,8 +136,8 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
 
     Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. With B <= 16
     K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
-    Bytes per request: of the longest accepted prefix and of the open ones above it 2 V * itemsize
-    read, V / 128 * 4 written. Scalars alone if all drafts are accepted.
+    Bytes per request: 2 V * itemsize read and V / 128 * 4 written for the longest accepted prefix
+    and for each longer one that is open. Scalars alone if all drafts are accepted.
     Why all prefixes by one program: most requests have one to read, and a program that finds
     nothing to do costs its start. In a small batch they are read side by side.
     Memory order: it begins to load after `block_judge_kernel` has ended.
@@ -142,7 +146,8 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
     (arrays, rows, judged), k = operands, plan.max_draft_tokens
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    order, b = divmod_i32(index, plan.num_requests)
+    # In a large batch the prefix index is 0 and not used: a program serves all prefixes.
+    prefix_index, b = divmod_i32(index, plan.num_requests)
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     reads = is_read(load_status(judged, b, i), i)
 
@@ -153,19 +158,20 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
         _store_masses(arrays, prefix, rows.partials, tile_index, out.log_masses, plan)
 
     if plan.is_small:
-        # Loaded while it is not known whether it is read.
-        prefix, is_one = prefix_of(order), select_one(reads.astype(jnp.int32), i == order) > 0
-        pl.when(is_one)(lambda: store_masses(prefix))
+        # The prefix is loaded before it is known whether its residual is read.
+        prefix = prefix_of(prefix_index)
+        is_needed = select_one(reads.astype(jnp.int32), i == prefix_index) > 0
+        pl.when(is_needed)(lambda: store_masses(prefix))
         return
 
-    def longest(below: jax.Array) -> jax.Array:
+    def longest_needed(below: jax.Array) -> jax.Array:
         return jnp.max(jnp.where(reads & (i < below), i, jnp.int32(-1)))
 
     def store_and_shorten(j: jax.Array) -> jax.Array:
         store_masses(prefix_of(j))
-        return longest(j)
+        return longest_needed(j)
 
-    jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest(jnp.int32(k)))
+    jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest_needed(jnp.int32(k)))
 
 
 def _store_masses(
@@ -185,7 +191,7 @@ def _store_masses(
     # The read stands in no branch: a second path through it would take twice the registers.
     sampled = jnp.log(reduce_masses(arrays, prefix, tile_index, plan))
 
-    def of_one_hot() -> jax.Array:
+    def exclude_draft() -> jax.Array:
         index = b * plan.rows_per_request + n
         blocks = load_some_blocks(partials, index, block, arrays.target_logits.shape[1])
         masses = exp_scaled(block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale))
@@ -195,8 +201,8 @@ def _store_masses(
         rest = jnp.sum(jnp.where(token_id == drafted.token_id, 0, probs))
         return jnp.log(jnp.where(block == drafted_block, rest, masses)) + log_rho
 
-    # A draft row that is not finite counts as one-hot in a block: rho p without the token.
-    log_masses = jax.lax.cond(drafted.one_hot, of_one_hot, lambda: sampled)
+    # A one-hot draft, or a draft row that is no distribution, leaves rho p without the token.
+    log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled)
     plgpu.store(out.at[b * plan.max_draft_tokens + n, block], log_masses)
 
 
@@ -206,12 +212,12 @@ def _load_accepted(
     """Returns the accepted prefix of request b: the longest of those whose residuals were read."""
     judged, num_accepted = rows.judged, rows.judged.num_accepted[b]
     num_accepted = cond_or(
-        num_accepted < 0, lambda: _longest(judged, rows.log_masses, b, plan), num_accepted
+        num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, plan), num_accepted
     )
     return load_prefix(arrays, judged, load_request(arrays, b, plan), num_accepted, plan)
 
 
-def _longest(judged: JudgedArrays, log_masses: Any, b: jax.Array, plan: Plan) -> jax.Array:
+def _find_longest(judged: JudgedArrays, log_masses: Any, b: jax.Array, plan: Plan) -> jax.Array:
     k = plan.max_draft_tokens
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     status = load_status(judged, b, i)

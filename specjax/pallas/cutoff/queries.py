@@ -39,8 +39,9 @@ __all__ = [
 
 # Merges what the queries on parts of a row gave, f32[parts, P] to f32[P].
 Merge = Callable[[jax.Array], jax.Array]
-# Function of a slot of memory i32[], of a query of the steps from one up to another, f32[P], and of
-# how to merge its results; the query's result on the whole row, f32[P].
+# Called as exchange(slot, query, merge). `query(first, end)` returns f32[P] of the steps `first` to
+# `end` - 1. The exchange runs it on every part of the row. Programs of a team store the results in
+# slot i32[] of their memory. It returns the merged result of the whole row, f32[P].
 Exchange = Callable[[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], Merge], jax.Array]
 
 # Columns of a warp, one to a thread, of which P sums stay in registers: logits are laid out as they
@@ -54,7 +55,7 @@ class MemoryRow(NamedTuple):
     Attributes:
       values: reference [R, N].
       row_index: i32.
-      num_logits: i32, how many of the row's values are logits: the first.
+      num_logits: i32; the row's first `num_logits` values are logits, and others are not read.
       dtype: of the logits that the values were made from.
       num_columns: W.
       num_chunks: chunks of W logits that a program reads at once: one step.
@@ -151,6 +152,8 @@ def memory_queries(
             unused_key_bits(memory.dtype),
         )
 
+    # Slots 0 and 1 are of the search by count, 2 of one mass, 3 and 4 of the search by mass, 5 of
+    # the smallest logit.
     def mass_above_one(pivot: jax.Array) -> jax.Array:
         return jnp.max(sums_above(jnp.int32(2), weigh, jnp.broadcast_to(pivot, (num_pivots,))))
 

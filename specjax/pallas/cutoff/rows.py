@@ -13,7 +13,7 @@ here nearly all logits are excluded first, and a search runs over the rest.
     +-----------------+          |                 | many   the S programs as a team
                                  |                 | reach  +------------------------------------+
                                  |                 | -----> | 4 search: P pivots in each pass    |
-                                 +-----------------+        | over the row, a share per member   |
+                                 +-----------------+        | over the row; members sum shares   |
                                                             +------------------------------------+
 
 1. reduce: every program reduces a tile of a row to the largest logit m_i and the sum of
@@ -188,6 +188,8 @@ def cutoff_search_kernel(
     Why several: a pass over a wide row takes one program about 40 us at V = 131072.
     Memory order: a debug barrier orders the stores of a program's threads to the buffer before
     their loads from it. A team's members wait for each other (`team`), and for no other program.
+    References: Fan et al., 2018, arXiv:1805.04833 (top-k); Holtzman et al., 2019, arXiv:1904.09751
+    (top-p); Nguyen et al., 2024, arXiv:2407.01082 (min-p).
     """
     member, b = divmod_i32(pl.program_id(0), operands.rows.logits.shape[0])
     is_first = member == 0
@@ -232,17 +234,18 @@ def _search_row(
         lambda: compact_candidates(rows, kinds, row.sub_blocks.max, b, buffer, config, interpret),
         jnp.minimum(num_reread, 0),
     )
-    alone = by_first & row.is_cut & (count > buffer.values.shape[1])
+    overflows = by_first & row.is_cut & (count > buffer.values.shape[1])
 
-    @pl.when(by_first & ~alone)
+    @pl.when(by_first & ~overflows)
     def _() -> None:
         values, dtype = buffer.values, rows.logits.dtype
         cutoff = search_candidates(values, count, row, b, low, dtype, config, interpret)
         cutoff = jnp.where(row.is_cut, cutoff, jnp.float32(-jnp.inf))
         out.cutoff[b] = refuse_nan(cutoff, row.filters)
 
-    @pl.when(by_team | alone)
+    @pl.when(by_team | overflows)
     def _() -> None:
+        # Rank 0 of 1 member, as computed values: `cond_or` takes no literal.
         only_first = Team(jnp.minimum(count, 0), jnp.maximum(jnp.minimum(count, 1), 1))
         team = cond_or(by_team, lambda: form_team(out.counters, b, num_programs), only_first)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.truncation import RowBounds, RowQueries, search_cutoff
-from specjax.pallas.blocks import load_prefix
+from specjax.pallas.blocks import load_first_values
 from specjax.pallas.cutoff.bound import CutoffRows, RowSummary
 from specjax.pallas.cutoff.queries import (
     MemoryRow,
@@ -46,7 +46,7 @@ def search_candidates(
       interpret: whether the kernel runs in Pallas' interpreter.
     """
     num_register_logits, tile = config.num_register_logits, config.buffer_search_tile()
-    x = load_prefix(values, b, num_register_logits, count)
+    x = load_first_values(values, b, num_register_logits, count)
     num_columns, num_chunks, _ = split_steps(tile.size, tile)
     memory = MemoryRow(values, b, count, dtype, num_columns, num_chunks)
     num_steps, _ = divmod_i32(count + (tile.size - 1), tile.size)

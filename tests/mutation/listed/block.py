@@ -118,8 +118,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.block.bounds._bound.read",
-        "jnp.maximum(left - draft_left, 0)",
-        "left",
+        "jnp.maximum(unread_mass - unread_draft_mass, 0)",
+        "unread_mass",
         block_verification(_KERNELS),
         "the draft's mass in blocks that were not read is left out of the lower bound",
     ),

@@ -368,8 +368,8 @@ _KERNELS = (
     ),
     Mutation(
         f"{_PALLAS}cutoff.search.search_candidates",
-        "load_prefix(values, b, num_register_logits, count)",
-        "load_prefix(values, b, num_register_logits, count + 1)",
+        "load_first_values(values, b, num_register_logits, count)",
+        "load_first_values(values, b, num_register_logits, count + 1)",
         cutoffs("test_uninitialised_memory_is_no_logit[interpret]"),
         "what the memory held after the candidates is searched, too",
     ),

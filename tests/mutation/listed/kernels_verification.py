@@ -32,7 +32,7 @@ MUTATIONS = (
         "the bonus token's row is not reduced",
     ),
     Mutation(
-        f"{_PALLAS}reduce_rows.row_tile",
+        f"{_PALLAS}reduce_rows.locate_tile",
         "request.first_target_row + i",
         "request.first_target_row",
         _small("V = 129"),
@@ -67,7 +67,7 @@ MUTATIONS = (
         "a greedy request rejects by its argmax under synthetic rates, too",
     ),
     Mutation(
-        f"{_PALLAS}reduce_rows.row_tile",
+        f"{_PALLAS}reduce_rows.locate_tile",
         "scale, cutoff,",
         "scale, None,",
         _small("V = 129"),
@@ -316,14 +316,14 @@ MUTATIONS = (
         "the cutoff is ignored inside the chosen block",
     ),
     Mutation(
-        f"{_PALLAS}residual.best_tile",
+        f"{_PALLAS}residual.choose_winner",
         "jnp.sum(masses) > least",
         "jnp.sum(masses) > 0",
         edges(f"{_ROUNDED}[interpret-8]"),
         "a small batch draws from what rounding leaves of p == q",
     ),
     Mutation(
-        f"{_PALLAS}residual.best_tile",
+        f"{_PALLAS}residual.choose_winner",
         "first_argmax(scores)",
         "first_argmax(masses)",
         _small("V = 1025"),
