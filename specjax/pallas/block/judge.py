@@ -113,14 +113,14 @@ def judge_request(
     # The uniform of a prefix is its last token's.
     at = request.address(arrays, i - 1, Stream.accept(i - 1), plan)
     u = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
-    is_below = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
+    is_below_rho = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
     # The longest one needs no residual: it is accepted where u < rho.
-    is_whole = jnp.sum((is_below & (i == length)).astype(jnp.int32), dtype=jnp.int32) > 0
-    ends = ~result.accepted & (i <= request.num_draft_tokens)
-    num_by_token = jnp.min(jnp.where(ends, i, jnp.int32(plan.rows_per_request)))
+    is_whole = jnp.sum((is_below_rho & (i == length)).astype(jnp.int32), dtype=jnp.int32) > 0
+    is_end = ~result.accepted & (i <= request.num_draft_tokens)
+    num_by_token = jnp.min(jnp.where(is_end, i, jnp.int32(plan.rows_per_request)))
     num_accepted = jnp.where(is_block, jnp.where(is_whole, length, jnp.int32(-1)), num_by_token)
     status = accept_by_bounds(u, log_rho, *_bounds(result, drafted, log_rho))
-    status = jnp.where(is_below & (i < length), status, jnp.int32(REJECTED))
+    status = jnp.where(is_below_rho & (i < length), status, jnp.int32(REJECTED))
     status = jnp.where(i == 0, jnp.int32(ACCEPTED), status)
     num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
     status = jnp.where(num_accepted < 0, status, jnp.int32(REJECTED))
@@ -129,9 +129,9 @@ def judge_request(
 
 def _log_rhos(ratios: jax.Array, i: jax.Array, plan: Plan) -> jax.Array:
     # Added in the order of plain JAX: a cumulative sum would round otherwise.
-    of_token = [jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(plan.max_draft_tokens)]
+    token_ratios = [jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(plan.max_draft_tokens)]
     log_rho = jnp.zeros_like(ratios)
-    for n, value in enumerate(cap_ratios(of_token)):
+    for n, value in enumerate(cap_ratios(token_ratios)):
         log_rho = jnp.where(i == n, value, log_rho)
     return log_rho
 

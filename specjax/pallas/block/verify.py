@@ -146,7 +146,7 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
     (arrays, rows, judged), k = operands, plan.max_draft_tokens
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    # In a large batch the prefix index is 0 and not used: a program serves all prefixes.
+    # In a large batch the prefix index is 0, and is not used: a program serves all prefixes.
     prefix_index, b = divmod_i32(index, plan.num_requests)
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     reads = is_read(load_status(judged, b, i), i)
@@ -189,7 +189,7 @@ def _store_masses(
     b, n = prefix.request.b, prefix.num_accepted
     block = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
     # The read stands in no branch: a second path through it would take twice the registers.
-    sampled = jnp.log(reduce_masses(arrays, prefix, tile_index, plan))
+    sampled_log_masses = jnp.log(reduce_masses(arrays, prefix, tile_index, plan))
 
     def exclude_draft() -> jax.Array:
         index = b * plan.rows_per_request + n
@@ -202,14 +202,14 @@ def _store_masses(
         return jnp.log(jnp.where(block == drafted_block, rest, masses)) + log_rho
 
     # A one-hot draft, or a draft row that is no distribution, leaves rho p without the token.
-    log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled)
+    log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled_log_masses)
     plgpu.store(out.at[b * plan.max_draft_tokens + n, block], log_masses)
 
 
 def _load_accepted(
     arrays: VerifyArrays, rows: _BlockRows, b: jax.Array, plan: Plan
 ) -> AcceptedPrefix:
-    """Returns the accepted prefix of request b: the longest of those whose residuals were read."""
+    """Returns the accepted prefix of request b; if one is open, its summed residual decides."""
     judged, num_accepted = rows.judged, rows.judged.num_accepted[b]
     num_accepted = cond_or(
         num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, plan), num_accepted
@@ -218,6 +218,7 @@ def _load_accepted(
 
 
 def _find_longest(judged: JudgedArrays, log_masses: Any, b: jax.Array, plan: Plan) -> jax.Array:
+    """Returns the longest accepted prefix, i32: open ones are tested by Z, the longest first."""
     k = plan.max_draft_tokens
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     status = load_status(judged, b, i)

@@ -39,9 +39,9 @@ __all__ = [
 
 # Merges what the queries on parts of a row gave, f32[parts, P] to f32[P].
 Merge = Callable[[jax.Array], jax.Array]
-# Called as exchange(slot, query, merge). `query(first, end)` returns f32[P] of the steps `first` to
-# `end` - 1. The exchange runs it on every part of the row. Programs of a team store the results in
-# slot i32[] of their memory. It returns the merged result of the whole row, f32[P].
+# Called as exchange(slot, ask, merge). The query `ask(first, end)` returns f32[P] of the steps
+# `first` to `end` - 1. The exchange runs it on every part of the row, and returns the merged result
+# of the whole row, f32[P]. Programs of a team store their results in slot i32[] of its memory.
 Exchange = Callable[[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], Merge], jax.Array]
 
 # Columns of a warp, one to a thread, of which P sums stay in registers: logits are laid out as they
