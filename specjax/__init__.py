@@ -12,7 +12,7 @@ Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`
 Expected acceptance and speed: `theory`.
 """
 
-from specjax import theory
+from specjax import grammars, theory
 from specjax.acceptance_rates import (
     conditional_rates,
     expected_acceptance_length,
@@ -44,6 +44,7 @@ from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.bad_words import bad_words_array
 from specjax.processing.bias import bias_array
+from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
 from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
@@ -73,6 +74,7 @@ __all__ = [
     "Finish",
     "FinishReason",
     "Generation",
+    "Grammar",
     "History",
     "Metrics",
     "Model",
@@ -106,6 +108,7 @@ __all__ = [
     "gather_drafts",
     "generate",
     "geometric_rates",
+    "grammars",
     "gumbel_sample",
     "init",
     "init_metrics",

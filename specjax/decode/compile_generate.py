@@ -36,7 +36,8 @@ from specjax.programs.saved_programs import (
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 
 # Rules that are one number per request.
-_NUMBERS = [x for x in SamplingParams._fields if x not in ("bias", "allowed", "bad_words")]
+_ARRAYS = ("bias", "allowed", "bad_words", "grammar")
+_NUMBERS = [x for x in SamplingParams._fields if x not in _ARRAYS]
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 
 

@@ -21,7 +21,6 @@ from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
 from specjax.processing.history import History
-from specjax.processing.token_counts import TokenCounts
 
 __all__ = ["draft_next", "drop_other_draft", "most_drafted", "propose_draft", "run_draft", "run_if"]
 
@@ -82,9 +81,7 @@ def drop_other_draft(
     like, _ = propose_draft.eval_shape(
         drafter,
         state.drafter_state,
-        state.token_ids,
-        state.lengths,
-        state.counts,
+        state.history,
         hidden,
         state.settings,
         state.draft.num_tokens,
@@ -145,7 +142,7 @@ def run_draft(
     options: dict[str, Any] = {"config": config, "implementation": implementation}
     history, num_tokens = state.draft_history, state.draft.num_tokens
     assert num_tokens is not None
-    text = (state.token_ids, state.lengths, state.counts, hidden, state.settings)
+    text = (state.history, hidden, state.settings)
     if history is None:
         draft, drafter_state = propose_draft(
             drafter, state.drafter_state, *text, num_tokens, **options
@@ -197,9 +194,7 @@ def _read_missed(drafter: Drafter, state: DecodeState, drafts: jax.Array) -> Any
 def propose_draft(
     drafter: Drafter,
     drafter_state: Any,
-    token_ids: jax.Array,
-    lengths: jax.Array,
-    counts: TokenCounts | None,
+    text: History,
     hidden: jax.Array,
     settings: Settings,
     max_tokens: jax.Array,
@@ -212,7 +207,7 @@ def propose_draft(
     A function of its own: the shapes of its draft are asked for before the first step, and a
     compiled function is traced once for both.
     """
-    sampling = settings.sampling
+    sampling, token_ids, lengths = settings.sampling, text.token_ids, text.lengths
     draft, drafter_state = drafter.propose(
         drafter.params,
         drafter_state,
@@ -224,7 +219,7 @@ def propose_draft(
         temperature=settings.temperature,
         config=config,
         sampling=sampling,
-        history=None if sampling is None else History(token_ids, lengths, counts),
+        history=None if sampling is None else text,
         implementation=implementation,
     )
     draft = check_draft(draft)

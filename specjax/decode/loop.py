@@ -36,6 +36,7 @@ from specjax.decode.target_rows import (
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
+from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
 from specjax.samplers.rejection_sample import verify_draft
 from specjax.verification import Verification
@@ -191,8 +192,14 @@ def _commit(
     counts = state.counts
     if counts is not None:
         counts = add_to_counts(counts, emitted, num_committed)
+    grammar_state = state.grammar_state
+    if grammar_state is not None:
+        assert settings.sampling is not None
+        grammar = settings.sampling.grammar
+        grammar_state = advance(grammar, grammar_state, emitted, num_committed)
     return state._replace(
         counts=counts,
+        grammar_state=grammar_state,
         top_logprobs=_append_each(state.top_logprobs, state.lengths, num_committed, listed),
         token_ids=token_ids,
         lengths=lengths,

@@ -25,6 +25,7 @@ from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
 from specjax.model import Model
 from specjax.processing.apply_sampling import count_prompt
+from specjax.processing.grammar import start_states
 
 __all__ = [
     "LoweredProgram",
@@ -204,8 +205,7 @@ def begin_prefill(
         keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
         temperature=jnp.broadcast_to(settings.temperature, (size,)),
     )
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    token_ids = jnp.where(index < lengths[:, None], prompt, -1)
+    token_ids = jnp.where(jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None], prompt, -1)
     cache = target.init_cache(size, width)
     drafter_state = None if drafter is None else drafter.init(drafter.params, size, width)
     k = 0 if drafter is None else config.num_speculative_tokens
@@ -229,10 +229,10 @@ def begin_prefill(
     hidden = jnp.zeros((size, *like.shape[2:]), like.dtype)
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
     counts = count_prompt(settings.sampling, token_ids, lengths, vocab_size)
-    state = state._replace(counts=counts)
+    state = state._replace(counts=counts, grammar_state=start_states(settings.sampling, size))
     if drafter is None:
         return state
-    text = (token_ids, lengths, counts, hidden, settings, none_drafted)
+    text = (state.history, hidden, settings, none_drafted)
     options = {"config": config, "implementation": implementation}
     draft, _ = propose_draft.eval_shape(drafter, drafter_state, *text, **options)
     draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)

@@ -9,6 +9,7 @@ from specjax.decode.choose_k import DraftHistory
 from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.draft import Draft
+from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.verification import Verification
@@ -62,6 +63,7 @@ class DecodeState(NamedTuple):
       top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
       draft_history: `DraftHistory` of the requests; None unless K is "auto".
+      grammar_state: i32[B], the state of the grammar after the committed tokens; None without one.
     """
 
     token_ids: jax.Array
@@ -77,6 +79,12 @@ class DecodeState(NamedTuple):
     counts: TokenCounts | None = None
     top_logprobs: TopLogprobs | None = None
     draft_history: DraftHistory | None = None
+    grammar_state: jax.Array | None = None
+
+    @property
+    def history(self) -> History:
+        """What is committed, for rules of sampling."""
+        return History(self.token_ids, self.lengths, self.counts, self.grammar_state)
 
 
 class StepInfo(NamedTuple):

@@ -18,7 +18,6 @@ from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_rules_and_filters
-from specjax.processing.history import History
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
@@ -141,8 +140,7 @@ def _apply_sampling(
     """Returns processed logits and cutoffs of the target's rows."""
     settings = state.settings
     rules, filters = split_sampling(settings.sampling or SamplingParams())
-    history = History(state.token_ids, state.lengths, state.counts)
-    context = RowContext(history, drafted if drafted.shape[1] else None, jnp.int32(0))
+    context = RowContext(state.history, drafted if drafted.shape[1] else None, jnp.int32(0))
     return apply_rules_and_filters(
         logits,
         rules,

@@ -24,8 +24,9 @@ def parse_defaults(sampling: SamplingParams | None) -> SamplingParams | None:
     if sampling is None:
         return None
     fields = read_sampling(sampling, 1)._asdict()
-    rows = {name: _row(name, value) for name, value in fields.items()}
-    return SamplingParams(**rows) if any(row is not None for row in rows.values()) else None
+    rows = {name: _row(name, value) for name, value in fields.items() if name != "grammar"}
+    is_given = any(row is not None for row in rows.values())
+    return SamplingParams(**rows, grammar=fields["grammar"]) if is_given else None
 
 
 def _row(name: str, value: Any) -> Any:
@@ -40,15 +41,19 @@ def parse_request_sampling(
 ) -> SamplingParams | None:
     """Returns a request's rows; what it does not set has the engine's value.
 
+    The tables of a grammar are not among them, as all requests share the engine's.
+
     Raises:
       ValueError: for a field that the engine was not made with, or one of another shape.
     """
-    given = parse_defaults(sampling)
+    given = _parse_given(sampling, defaults)
     if given is None:
-        return defaults
+        return defaults and defaults._replace(grammar=None)
     rows = {}
     for name, default in (defaults or SamplingParams())._asdict().items():
         value = getattr(given, name)
+        if name == "grammar":
+            continue
         if value is None:
             rows[name] = default
         elif default is None:
@@ -72,6 +77,27 @@ def parse_request_sampling(
     return SamplingParams(**rows)
 
 
+def _parse_given(
+    sampling: SamplingParams | None, defaults: SamplingParams | None
+) -> SamplingParams | None:
+    """Returns what a request sets, as rows; its first state is one of the engine's grammar."""
+    if not isinstance(sampling, SamplingParams):
+        return parse_defaults(sampling)
+    if sampling.grammar is not None:
+        raise ValueError(
+            "sampling.grammar is given; requests share the tables of the engine's grammar, and "
+            "sampling.grammar_state says in which of its states a text begins."
+        )
+    if sampling.grammar_state is not None and defaults is not None:
+        sampling = sampling._replace(grammar=defaults.grammar)
+    return parse_defaults(sampling)
+
+
 def spread_over_slots(defaults: SamplingParams | None, num_slots: int) -> SamplingParams | None:
-    """Returns the defaults with a leading axis of slots, on the device."""
-    return jax.tree.map(lambda row: jnp.tile(row, (num_slots,) + (1,) * row.ndim), defaults)
+    """Returns the defaults with a leading axis of slots, on the device; a grammar as it is."""
+    if defaults is None:
+        return None
+    rows = jax.tree.map(
+        lambda row: jnp.tile(row, (num_slots,) + (1,) * row.ndim), defaults._replace(grammar=None)
+    )
+    return rows._replace(grammar=jax.tree.map(jnp.asarray, defaults.grammar))

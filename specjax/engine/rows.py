@@ -58,7 +58,13 @@ def state_axes(state: DecodeState, cache_axes: Any, drafter_axes: Any) -> tuple[
     """
     axes = jax.tree.map(lambda _: 0, state)
     names = ("conditional_rates", "k_by_rate")
-    shared = {name: _SHARED for name in names if getattr(axes.settings, name) is not None}
+    shared: dict[str, Any] = {
+        name: _SHARED for name in names if getattr(axes.settings, name) is not None
+    }
+    sampling = axes.settings.sampling
+    if sampling is not None:
+        grammar = jax.tree.map(lambda _: _SHARED, sampling.grammar)
+        shared["sampling"] = sampling._replace(grammar=grammar)
     draft = axes.draft
     if draft.token_map is not None:
         draft = draft._replace(token_map=_SHARED)

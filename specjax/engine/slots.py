@@ -19,6 +19,7 @@ from specjax.engine.rows import put_row, take_row
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.implementation import Implementation
 from specjax.model import Model
+from specjax.processing.grammar import start_states
 from specjax.processing.token_counts import count_committed
 
 __all__ = [
@@ -154,6 +155,10 @@ def admit(
     temperature, max_lengths, stop_token_ids, sampling = jax.tree.map(
         lambda x: jnp.asarray(x)[None], own
     )
+    shared = last.settings.sampling
+    if sampling is not None and shared is not None:
+        # The tables of a grammar are no request's own.
+        sampling = sampling._replace(grammar=shared.grammar)
     counts = last.counts
     if counts is not None:
         found = count_committed(token_ids, lengths, lengths, counts.generated.shape[1])
@@ -177,6 +182,7 @@ def admit(
             sampling=sampling,
         ),
         counts=counts,
+        grammar_state=start_states(sampling, 1),
         top_logprobs=empty_logprobs(last.settings.logprobs, prompt.shape),
         draft_history=None if last.draft_history is None else init_history(lengths),
     )

@@ -130,7 +130,7 @@ def apply_sampling_to_draft(
     if vocabulary is not None:
         check_shape("logits", logits, (*logits.shape[:-1], *vocabulary.token_map.shape))
         columns = None if drafted is None else vocabulary.columns(drafted)
-        context = context._replace(drafted_columns=columns)
+        context = context._replace(drafted_columns=columns, token_map=vocabulary.token_map)
     bias, allowed, history = rules.bias, rules.allowed, context.history
     if bias is not None:
         bias = _resize(bias, vocab_size)

@@ -1,4 +1,4 @@
-"""`History`: the committed tokens of each request, which penalties and bad words read."""
+"""`History`: the committed tokens of each request, which penalties, bad words and grammars read."""
 
 from typing import NamedTuple
 
@@ -12,18 +12,21 @@ __all__ = ["History", "recent_tokens"]
 
 
 class History(NamedTuple):
-    """The committed tokens of a batch, which penalties and bad words read.
+    """The committed tokens of a batch, which penalties, bad words and a grammar read.
 
     Attributes:
       token_ids: i32[B, L], the prompt and the generated tokens. Bad words of more than one token
         read the last of them.
       lengths: i32[B], how many tokens of each row are committed.
       counts: `TokenCounts` of these tokens, which penalties read.
+      grammar_state: i32[B], the state of the grammar after these tokens; None is the first one of
+        `SamplingParams`, where nothing was generated yet.
     """
 
     token_ids: jax.Array | None = None
     lengths: jax.Array | None = None
     counts: TokenCounts | None = None
+    grammar_state: jax.Array | None = None
 
 
 def recent_tokens(token_ids: jax.Array, lengths: jax.Array, num: int) -> jax.Array:

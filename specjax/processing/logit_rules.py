@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from specjax.mesh import shard_map_batch
 from specjax.processing.bad_words import forbid_words
+from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
 
 __all__ = ["LogitRules", "RowContext", "apply_rules"]
@@ -22,6 +23,8 @@ class LogitRules(NamedTuple):
       bias: f32, [V] or [B, V].
       allowed: bool or u32 words, [V], [B, V] or [B, R, V]; words are V / 32 wide.
       bad_words: i32, [N, M] or [B, N, M], padded at the end with -1.
+      grammar: `Grammar` of all requests.
+      grammar_state: i32, [] or [B], before the first generated token. Rows read the history's.
     """
 
     repetition_penalty: Any = None
@@ -30,6 +33,8 @@ class LogitRules(NamedTuple):
     bias: Any = None
     allowed: Any = None
     bad_words: Any = None
+    grammar: Grammar | None = None
+    grammar_state: Any = None
 
     @property
     def penalties(self) -> list[jax.Array]:
@@ -37,49 +42,59 @@ class LogitRules(NamedTuple):
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return [penalty for penalty in penalties if penalty is not None]
 
+    @property
+    def reads_drafted(self) -> bool:
+        """Whether a row depends on the tokens that are drafted before it."""
+        return bool(self.penalties) or self.bad_words is not None or self.grammar is not None
+
 
 # Axes of a rule that serves all requests; a rule of each request has one more.
-_SHARED_RANKS = LogitRules(0, 0, 0, bias=1, allowed=1, bad_words=2)
+_SHARED_RANKS = LogitRules(0, 0, 0, bias=1, allowed=1, bad_words=2, grammar_state=0)
 
 
 class RowContext(NamedTuple):
-    """The tokens before each row, which penalties and bad words read.
+    """The tokens before each row, which penalties, bad words and a grammar read.
 
     Attributes:
       history: what is committed.
       drafted_token_ids: i32[B, D], the tokens drafted after it, or None.
       first_row: i32[]; row r comes after the first `first_row + r` drafted tokens.
       drafted_columns: i32[B, D], where the drafted tokens stand in the rows; None is at their ids.
+      token_map: i32[V_d], the target's id of every column of the rows; None is the column's own.
     """
 
     history: History
     drafted_token_ids: jax.Array | None
     first_row: jax.Array
     drafted_columns: jax.Array | None = None
+    token_map: jax.Array | None = None
 
 
 @jax.jit
 def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
     """Returns processed logits of raw ones [B, R, V] or [B, V]: `process_logits` unchecked."""
     rows = logits[:, None] if logits.ndim == 2 else logits
+    grammar, rules = rules.grammar, rules._replace(grammar=None, grammar_state=None)
     is_shared = [
         rule is not None and rule.ndim == rank
         for rule, rank in zip(rules, _SHARED_RANKS, strict=True)
     ]
     shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
     per_request = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
-    history, drafted, first_row, columns = context
+    history, drafted, first_row, columns, token_map = context
 
     def process(batch: Any, whole: Any) -> jax.Array:
         logits, per_request, history, drafted, columns = batch
-        shared, first_row = whole
+        shared, first_row, grammar, token_map = whole
         rules = LogitRules(
             *(y if x is None else x for x, y in zip(shared, per_request, strict=True))
         )
-        return _process(logits, rules, RowContext(history, drafted, first_row, columns))
+        rules = rules._replace(grammar=grammar)
+        return _process(logits, rules, RowContext(history, drafted, first_row, columns, token_map))
 
     batch = (rows, per_request, history, drafted, columns)
-    processed: jax.Array = shard_map_batch(process, rows)(batch, (shared, first_row))
+    whole = (shared, first_row, grammar, token_map)
+    processed: jax.Array = shard_map_batch(process, rows)(batch, whole)
     return processed.reshape(logits.shape)
 
 
@@ -92,6 +107,8 @@ def _process(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.A
         x = _apply_penalties(x, rules, context)
     if rules.allowed is not None:
         x = jnp.where(_unpack_mask(rules.allowed, logits.shape[-1]), x, -jnp.inf)
+    if rules.grammar is not None:
+        x = jnp.where(_follows_grammar(rules.grammar, context, x.shape), x, -jnp.inf)
     if rules.penalties:
         valid = jnp.bool_(True)
         for penalty in rules.penalties:
@@ -135,6 +152,15 @@ def _apply_penalties(x: jax.Array, rules: LogitRules, context: RowContext) -> ja
         penalty = _per_request(rules.presence_penalty)
         x = x - jnp.where(generated > 0, penalty, jnp.float32(0))
     return x
+
+
+def _follows_grammar(grammar: Grammar, context: RowContext, shape: tuple[int, ...]) -> jax.Array:
+    """Returns what the grammar allows in rows of the shape [B, R, V], as bool."""
+    states = context.history.grammar_state
+    assert states is not None
+    drafted, first_row = context.drafted_token_ids, context.first_row
+    states = row_states(grammar, states, drafted, first_row, shape[1])
+    return allowed_columns(grammar, states, shape[2], context.token_map)
 
 
 def _unpack_mask(allowed: jax.Array, vocab_size: int) -> jax.Array:

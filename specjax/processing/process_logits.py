@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, parse_array
+from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.rule_checks import check_drafted, check_history, check_rules, check_widths
@@ -26,6 +27,8 @@ def process_logits(
     presence_penalty: Any = None,
     allowed: Any = None,
     bad_words: Any = None,
+    grammar: Grammar | None = None,
+    grammar_state: Any = None,
     history: History | None = None,
     drafted_token_ids: Any = None,
     first_row: Any = 0,
@@ -55,8 +58,10 @@ def process_logits(
       bad_words: i32, [N, M] or [B, N, M], token sequences padded at the end with -1. The last
         token of a sequence is forbidden in a row if the tokens before the row end with the other
         ones. The prompt and drafted tokens count. Ids outside [0, V) match nothing.
+      grammar: a `Grammar`. Row r is in the state after the drafted tokens before it.
+      grammar_state: i32, [B] or scalar, the state in which texts begin; -1 is off, and None is 0.
       history: the committed tokens: `counts` for penalties, `token_ids` and `lengths` for bad
-        words of more than one token.
+        words of more than one token, `grammar_state` for a grammar.
       drafted_token_ids: i32, [B, D], D >= R - 1, the tokens drafted after the history, padded
         with -1.
       first_row: i32 scalar. Row r comes after the first ``first_row + r`` drafted tokens: 0 for a
@@ -94,6 +99,8 @@ def process_logits(
         bias=bias,
         allowed=allowed,
         bad_words=bad_words,
+        grammar=grammar,
+        grammar_state=grammar_state,
     )
     rules = check_rules(rules, size, num_rows)
     check_widths(rules, vocab_size)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import as_array, check_shape, parse_array, parse_optional
+from specjax.processing.grammar import Grammar, start_states
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.token_counts import TokenCounts
@@ -43,6 +44,7 @@ def check_rules(
         bias=_check_bias(f"{prefix}bias", rules.bias, size),
         allowed=_check_allowed(f"{prefix}allowed", rules.allowed, size, num_rows),
         bad_words=_check_bad_words(f"{prefix}bad_words", rules.bad_words, size),
+        **_check_grammar(prefix, rules.grammar, rules.grammar_state, size),
     )
 
 
@@ -97,6 +99,39 @@ def _check_bad_words(name: str, words: Any, size: int) -> Any:
     return parse_array(name, words, jnp.int32, words.shape)
 
 
+def _check_grammar(prefix: str, grammar: Any, state: Any, size: int) -> dict[str, Any]:
+    """Returns a `Grammar` of arrays and the state in which texts begin, or refuses them."""
+    if grammar is None and state is None:
+        return {}
+    if grammar is None:
+        raise ValueError(
+            f"{prefix}grammar_state is given without {prefix}grammar, whose state it is."
+        )
+    if not isinstance(grammar, Grammar):
+        raise ValueError(
+            f"{prefix}grammar is {type(grammar).__name__}; it needs a specjax.Grammar, such as "
+            "specjax.grammars.json_schema_grammar makes."
+        )
+    names = {field: f"{prefix}grammar.{field}" for field in Grammar._fields}
+    arrays = {field: as_array(names[field], x) for field, x in grammar._asdict().items()}
+    shapes = [x.shape for x in arrays.values()]
+    if [len(shape) for shape in shapes] != [2, 1, 2] or 0 in shapes[0]:
+        raise ValueError(
+            f"{prefix}grammar has arrays of shapes {shapes}; it needs next_states [Q, C], "
+            "token_classes [V] and allowed [Q, ceil(V / 32)]."
+        )
+    for field in ("next_states", "token_classes"):
+        arrays[field] = parse_array(names[field], arrays[field], jnp.int32, arrays[field].shape)
+    num_states, vocab_size = shapes[0][0], shapes[1][0]
+    arrays["allowed"] = _check_allowed(names["allowed"], arrays["allowed"], num_states, None)
+    if arrays["allowed"].dtype == jnp.bool_:
+        raise ValueError(f"{names['allowed']} is bool; it needs words of 32 tokens, i32 or u32.")
+    check_shape(names["allowed"], arrays["allowed"], (num_states, -(-vocab_size // _BITS_PER_WORD)))
+    state = np.int32(0) if state is None else state
+    state = parse_array(f"{prefix}grammar_state", state, jnp.int32, (), (size,))
+    return {"grammar": Grammar(**arrays), "grammar_state": state}
+
+
 def mask_width(allowed: Any, vocab_size: int) -> int:
     """Returns the width of a mask of V tokens in this form, bool or words."""
     return vocab_size if allowed.dtype == jnp.bool_ else -(-vocab_size // _BITS_PER_WORD)
@@ -105,6 +140,8 @@ def mask_width(allowed: Any, vocab_size: int) -> int:
 def check_widths(rules: LogitRules, vocab_size: int) -> None:
     """Refuses a bias or a mask made for another vocabulary than the logits have."""
     bias, allowed = rules.bias, rules.allowed
+    if rules.grammar is not None:
+        check_shape("grammar.token_classes", rules.grammar.token_classes, (vocab_size,))
     if bias is not None:
         check_shape("bias", bias, (*bias.shape[:-1], vocab_size))
     if allowed is not None:
@@ -134,8 +171,11 @@ def check_history(
     if not isinstance(history, History):
         raise ValueError(f"history is {type(history).__name__}; it needs a specjax.History.")
     counts = _check_counts(rules, history.counts, size, vocab_size)
+    state = start_states(rules, size)
+    if state is not None and history.grammar_state is not None:
+        state = parse_array("history.grammar_state", history.grammar_state, jnp.int32, (size,))
     if rules.bad_words is None or rules.bad_words.shape[-1] < 2:
-        return History(counts=counts)
+        return History(counts=counts, grammar_state=state)
     token_ids, lengths = history.token_ids, history.lengths
     if token_ids is None or lengths is None:
         raise ValueError(
@@ -145,7 +185,8 @@ def check_history(
     token_ids = as_array("history.token_ids", token_ids)
     shape = (size, *token_ids.shape[1:2])
     token_ids = parse_array("history.token_ids", token_ids, jnp.int32, shape)
-    return History(token_ids, parse_array("history.lengths", lengths, jnp.int32, (size,)), counts)
+    lengths = parse_array("history.lengths", lengths, jnp.int32, (size,))
+    return History(token_ids, lengths, counts, state)
 
 
 def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | None) -> Any:
@@ -179,13 +220,13 @@ def check_drafted(
     rules: LogitRules, drafted: Any, size: int, num_rows: int, first_row: jax.Array
 ) -> Any:
     """Returns drafted tokens i32[B, D], None where no rule reads them, or refuses."""
-    reads_tokens = rules.penalties or rules.bad_words is not None
+    reads_tokens = rules.reads_drafted
     if drafted is None:
         is_later = isinstance(first_row, jax.core.Tracer) or int(first_row) > 0
         if reads_tokens and (num_rows > 1 or is_later):
             raise ValueError(
                 f"drafted_token_ids is None for {num_rows} rows{' past the first' * is_later}; "
-                "penalties and bad words of a row read the tokens drafted before it."
+                "penalties, bad words and a grammar read the tokens drafted before a row."
             )
         return None
     drafted = as_array("drafted_token_ids", drafted)

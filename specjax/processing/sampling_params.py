@@ -38,6 +38,9 @@ class SamplingParams(NamedTuple):
         libraries make it.
       bad_words: i32, [N, M] or [B, N, M], N token sequences that must not be completed, padded at
         the end with -1. A sequence may begin in the prompt; see `bad_words_array`.
+      grammar: a `Grammar`, which every text follows from its first generated token on.
+      grammar_state: i32, [B] or scalar, off -1. The state of `grammar` in which a text begins; None
+        is 0.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -58,6 +61,8 @@ class SamplingParams(NamedTuple):
     bias: Any = None
     allowed: Any = None
     bad_words: Any = None
+    grammar: Any = None
+    grammar_state: Any = None
 
 
 def read_sampling(sampling: Any, size: int) -> SamplingParams:

@@ -32,7 +32,7 @@ FLOORS = (
     ("config", "pallas"),
     ("samplers", "processing", "theory"),
     ("decode",),
-    ("engine",),
+    ("engine", "grammars"),
     ("__init__", "models"),
     ("cli",),
     ("__main__",),

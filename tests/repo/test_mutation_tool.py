@@ -23,7 +23,7 @@ LISTED = (
     *(f"samplers.trees.{name}" for name in ("tree", "walk", "traverse", "siblings", "verify_tree")),
     *(f"decode.{name}" for name in ("propose", "drafters", "loop", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
-    *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla")),
+    *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla", "grammar")),
     "acceptance_rates",
     *(
         f"{room}.{path.stem}"

@@ -1,8 +1,8 @@
 """`draft_rows`: drafts a block whose rows of logits are all there before the first token is drawn.
 
 Token i is drawn from row i, on `Stream.draft(i)` at the position that it takes: with the same noise
-as if the rows came one after another. So one call draws all of them. Where penalties or bad words
-make a row depend on the tokens drawn before it, they are drawn one by one.
+as if the rows came one after another. So one call draws all of them. Where penalties, bad words or
+a grammar make a row depend on the tokens drawn before it, they are drawn one by one.
 Axes: `B` requests, `K` drafted tokens, `V_d` draft vocabulary.
 """
 
@@ -22,7 +22,11 @@ from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import read_vocabulary
 from specjax.processing.history import History
 from specjax.processing.logit_rules import RowContext
-from specjax.processing.sampling_params import SamplingParams, read_draft_sampling
+from specjax.processing.sampling_params import (
+    SamplingParams,
+    read_draft_sampling,
+    split_sampling,
+)
 from specjax.samplers.gumbel_sample import sample_batch
 
 __all__ = ["draft_rows"]
@@ -68,7 +72,7 @@ def draft_rows(
     given: dict[str, Any] = {"sampling": sampling, "keys": keys, "positions": positions}
     given |= {"token_map": token_map, "vocab_size": vocab_size, "temperature": temperature}
     given |= {"config": config, "implementation": implementation}
-    if sampling is None or not _reads_drafted(sampling):
+    if sampling is None or not split_sampling(sampling)[0].reads_drafted:
         return _draw_all(logits, **given)._replace(num_tokens=num_tokens)
 
     def step(i: Any, token_ids: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
@@ -78,16 +82,6 @@ def draft_rows(
     return propose_step(step, jnp.int32(0), first, num_tokens=num_tokens, history=history, **given)[
         0
     ]
-
-
-def _reads_drafted(sampling: SamplingParams) -> bool:
-    """Returns whether a row depends on the tokens that are drafted before it."""
-    penalties = (
-        sampling.repetition_penalty,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-    )
-    return any(rule is not None for rule in (*penalties, sampling.bad_words))
 
 
 def _draw_all(

@@ -7,6 +7,7 @@ from . import (
     cutoffs,
     decoding,
     engine,
+    grammars,
     heads,
     kernels_models,
     kernels_verification,
@@ -39,4 +40,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + heads.MUTATIONS
     + token_maps.MUTATIONS
     + engine.MUTATIONS
+    + grammars.MUTATIONS
 )

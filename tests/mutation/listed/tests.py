@@ -24,9 +24,12 @@ __all__ = [
     "edges",
     "engines",
     "few",
+    "grammar_laws",
+    "grammars",
     "greedy_logprobs",
     "head_folders",
     "interpreted",
+    "json_schemas",
     "laws",
     "logprobs",
     "metrics",
@@ -76,9 +79,12 @@ eagle3 = _of("models/test_eagle3.py")
 embedded_eagle3 = _of("models/test_embedded_eagle3.py")
 eagle3_folder = _of("models/test_eagle3_folder.py")
 few = _of("models/test_decode_step.py")
+grammar_laws = _of("laws/test_grammar_laws.py")
+grammars = _of("processing/test_grammar.py")
 greedy_logprobs = _of("samplers/test_greedy_logprobs.py")
 head_folders = _of("models/test_head_folders.py")
 interpreted = _of("pallas/test_interpret.py")
+json_schemas = _of("grammars/test_json_schema.py")
 laws = _of("laws/test_laws.py")
 layer_programs = _of("programs/test_by_layer.py")
 logprobs = _of("decode/test_logprobs.py")

@@ -1,0 +1,123 @@
+"""Deterministic automata of bytes: a pattern's, by subsets of Thompson's nondeterministic one."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.grammars.byte_pattern import Bytes, Choice, Pattern, Sequence
+
+__all__ = ["ByteAutomaton", "byte_automaton"]
+
+_MOST_STATES = 65536
+
+
+class ByteAutomaton(NamedTuple):
+    """A deterministic automaton of bytes, which begins in state 0.
+
+    Attributes:
+      next_states: i32[Q, 256], -1 where no text goes on.
+      accepts: bool[Q], where a text may end.
+    """
+
+    next_states: np.ndarray
+    accepts: np.ndarray
+
+
+class _Edges:
+    """States of a nondeterministic automaton: where each leads by a byte, and by none."""
+
+    def __init__(self) -> None:
+        self.by_none: list[list[int]] = []
+        self.by_byte: list[tuple[Bytes, int] | None] = []
+
+    def new_state(self) -> int:
+        self.by_none.append([])
+        self.by_byte.append(None)
+        return len(self.by_none) - 1
+
+    def add(self, pattern: Pattern, start: int) -> int:
+        """Adds what a pattern matches from a state on, and returns the state at its end."""
+        if isinstance(pattern, Bytes):
+            end = self.new_state()
+            begin = self.new_state()
+            self.by_none[start].append(begin)
+            self.by_byte[begin] = (pattern, end)
+            return end
+        if isinstance(pattern, Sequence):
+            for part in pattern.parts:
+                start = self.add(part, start)
+            return start
+        end = self.new_state()
+        if isinstance(pattern, Choice):
+            for option in pattern.options:
+                self.by_none[self.add(option, start)].append(end)
+            return end
+        for _ in range(pattern.least):
+            start = self.add(pattern.part, start)
+        self.by_none[start].append(end)
+        if pattern.most is None:
+            loop = self.new_state()
+            self.by_none[start].append(loop)
+            after = self.add(pattern.part, loop)
+            self.by_none[after] += [loop, end]
+            return end
+        for _ in range(pattern.most - pattern.least):
+            start = self.add(pattern.part, start)
+            self.by_none[start].append(end)
+        return end
+
+    def closure(self, states: list[int], end: int) -> frozenset[int]:
+        """Returns the states reached from these by no byte: the end, and those that a byte leaves.
+
+        Without the others, which decide nothing, more subsets are equal.
+        """
+        found, stack = set(states), list(states)
+        while stack:
+            for state in self.by_none[stack.pop()]:
+                if state not in found:
+                    found.add(state)
+                    stack.append(state)
+        return frozenset(x for x in found if x == end or self.by_byte[x] is not None)
+
+
+def byte_automaton(pattern: Pattern) -> ByteAutomaton:
+    """Returns the deterministic automaton of a pattern.
+
+    Args:
+      pattern: of the whole text.
+
+    Raises:
+      ValueError: if it has more than 65536 states.
+
+    Example:
+      >>> from specjax.grammars.byte_pattern import literal, optional
+      >>> automaton = byte_automaton(optional(literal(b"a")))
+      >>> automaton.next_states[:, 96:99].tolist(), automaton.accepts.tolist()
+      ([[-1, 1, -1], [-1, -1, -1]], [True, True])
+    """
+    edges = _Edges()
+    start = edges.new_state()
+    end = edges.add(pattern, start)
+    first = edges.closure([start], end)
+    numbers, waiting, rows = {first: 0}, [first], []
+    for subset in waiting:
+        reached: dict[int, list[int]] = {}
+        for state in subset:
+            edge = edges.by_byte[state]
+            if edge is not None:
+                for value in edge[0].values:
+                    reached.setdefault(value, []).append(edge[1])
+        row = np.full(256, -1, np.int32)
+        for value, states in reached.items():
+            after = edges.closure(states, end)
+            if after not in numbers:
+                numbers[after] = len(waiting)
+                waiting.append(after)
+            row[value] = numbers[after]
+        rows.append(row)
+        if len(waiting) > _MOST_STATES:
+            raise ValueError(
+                f"the pattern has more than {_MOST_STATES} states; it needs smaller bounds, such "
+                "as maxLength and maxItems."
+            )
+    return ByteAutomaton(np.stack(rows), np.array([end in subset for subset in waiting]))

@@ -1,0 +1,55 @@
+"""Patterns of bytes: a set of bytes, a sequence, a choice, a repetition."""
+
+import dataclasses
+from collections.abc import Iterable
+
+__all__ = ["Bytes", "Choice", "Pattern", "Repeat", "Sequence", "byte_range", "literal", "optional"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """One byte of a set."""
+
+    values: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """Parts one after another; none are the empty text."""
+
+    parts: tuple["Pattern", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of the options; none match nothing."""
+
+    options: tuple["Pattern", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """A part at least `least` and at most `most` times; None is without end."""
+
+    part: "Pattern"
+    least: int = 0
+    most: int | None = None
+
+
+Pattern = Bytes | Sequence | Choice | Repeat
+
+
+def literal(text: bytes) -> Pattern:
+    """Returns a pattern of this text alone."""
+    return Sequence(tuple(Bytes(frozenset((value,))) for value in text))
+
+
+def byte_range(*ranges: tuple[int, int], without: Iterable[int] = ()) -> Bytes:
+    """Returns a pattern of one byte in any of these ranges, both ends included."""
+    values = {value for first, last in ranges for value in range(first, last + 1)}
+    return Bytes(frozenset(values - set(without)))
+
+
+def optional(part: Pattern) -> Pattern:
+    """Returns a pattern of the part, or of the empty text."""
+    return Repeat(part, 0, 1)

@@ -1,0 +1,308 @@
+"""JSON by a schema: the automata accept what the schema does, and decoded texts are valid."""
+
+import itertools
+import json
+import re
+
+import bigrams
+import numpy as np
+import pytest
+
+import specjax
+from specjax import Engine, SamplingParams, SpeculativeConfig
+from specjax.grammars.byte_automaton import byte_automaton
+from specjax.grammars.json_schema import schema_pattern
+from specjax.grammars.token_bytes import token_bytes
+from specjax.markov_chain import markov_chain
+
+pytestmark = pytest.mark.once
+
+
+def accepts(automaton, text):
+    state = 0
+    for value in text:
+        state = automaton.next_states[state, value]
+        if state < 0:
+            return False
+    return bool(automaton.accepts[state])
+
+
+def automaton_of(schema):
+    return byte_automaton(schema_pattern(schema, "the schema"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expression"),
+    [
+        ("integer", r"-?(0|[1-9]\d*)"),
+        ("number", r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"),
+    ],
+)
+def test_every_short_text_is_accepted_as_the_grammar_of_json_says(kind, expression):
+    automaton = automaton_of({"type": kind})
+    for length in range(6):
+        for text in itertools.product("-01.e", repeat=length):
+            text = "".join(text)
+            assert accepts(automaton, text.encode()) == bool(re.fullmatch(expression, text))
+
+
+def is_string(text):
+    """Whether bytes are a JSON string of one character that is no lone surrogate."""
+    try:
+        value = json.loads(text.decode())
+        return type(value) is str and len(value.encode().decode()) == 1
+    except (ValueError, UnicodeError):
+        return False
+
+
+def test_a_character_is_one_of_utf8_or_an_escape():
+    automaton = automaton_of({"type": "string", "minLength": 1, "maxLength": 1})
+    bodies = [bytes(x) for n in (1, 2) for x in itertools.product(range(0, 256, 3 - n), repeat=n)]
+    bodies = bodies[:256] + bodies[256::7]
+    bodies += ["\u20ac".encode(), b"\xed\xa0\x80", "\U0001f600".encode(), b"\xf4\x90\x80\x80"]
+    bodies += [b"\\" + bytes([x]) for x in range(256)]
+    bodies += [b"\\u" + x for x in (b"00e9", b"D7ff", b"d800", b"DFFF", b"ABCD", b"12g4", b"123")]
+    found = [accepts(automaton, b'"' + body + b'"') for body in bodies]
+    assert found == [is_string(b'"' + body + b'"') for body in bodies]
+    assert 200 < sum(found) < len(found) - 200
+
+
+OPTIONAL = {
+    "type": "object",
+    "properties": {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": 3}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+ITEMS = {"type": "array", "items": {"enum": ["x", None]}, "minItems": 1, "maxItems": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            OPTIONAL,
+            ['{"b":2}', '{"a":1,"b":2}', '{"b":2,"c":3}', '{"a":1,"b":2,"c":3}'],
+            ["{}", '{"a":1}', '{"a":1,"c":3}', '{"b":2,"a":1}', '{,"b":2}', '{"b":2,}', '{"b": 2}'],
+        ),
+        (
+            OPTIONAL | {"required": []},
+            ["{}", '{"a":1}', '{"c":3}', '{"a":1,"c":3}', '{"b":2,"c":3}'],
+            ['{"a":1"c":3}', '{"c":3,"c":3}'],
+        ),
+        (
+            ITEMS,
+            ['["x"]', '["x",null]', "[null,null,null]"],
+            ["[]", '["x",]', "[null,null,null,null]", '[,"x"]'],
+        ),
+        (ITEMS | {"minItems": 0}, ["[]", '["x"]'], ["[null,null,null,null]", "null"]),
+        (ITEMS | {"minItems": 0, "maxItems": 0}, ["[]"], ["[null]"]),
+        (
+            {"type": "array", "items": {"type": "null"}, "minItems": 2},
+            ["[null,null,null]"],
+            ["[null]"],
+        ),
+        ({"type": "integer", "minimum": -2, "maximum": 11}, ["-2", "0", "11"], ["-3", "12", "-0"]),
+        ({"type": ["boolean", "null"]}, ["true", "false", "null"], ["nul", "1"]),
+        ({"anyOf": [{"type": "boolean"}, {"const": {"k": [1]}}]}, ["true", '{"k":[1]}'], ["{}"]),
+        (
+            {"type": "string", "minLength": 1, "maxLength": 2},
+            ['"a"', '"\u00e9\\n"'],
+            ['""', '"abc"'],
+        ),
+        ({"type": "object"}, ["{}"], ["[]", '{"a":1}']),
+    ],
+)
+def test_a_schema_accepts_its_compact_texts_and_no_others(schema, good, bad):
+    automaton = automaton_of(schema)
+    assert [accepts(automaton, text.encode()) for text in good + bad] == [True] * len(good) + [
+        False
+    ] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ([], "it needs an object"),
+        ({"type": "string", "pattern": "a"}, r"has \['pattern'\], which is not read"),
+        ({"type": "date"}, r"has type \['date'\]"),
+        ({}, r"has type \[None\]"),
+        ({"type": "array"}, "an array without items"),
+        ({"type": "object", "required": ["a"]}, "requires"),
+        ({"type": "object", "additionalProperties": True}, "additionalProperties"),
+        ({"type": "integer", "minimum": 0}, "two integers"),
+        ({"type": "integer", "minimum": 0, "maximum": 9999}, "at most 4096"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "no text follows it"),
+        ({"type": "string", "maxLength": 2.5}, "an integer >= 0"),
+        ({"enum": []}, "a list that is not empty"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, r"properties.a has type"),
+    ],
+)
+def test_what_is_not_read_is_refused(schema, words):
+    with pytest.raises(ValueError, match=words):
+        schema_pattern(schema, "the schema")
+
+
+# Tokens ------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 3},
+        "n": {"type": "integer", "minimum": -3, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", "a\u00e9"]}, "maxItems": 2},
+        "ok": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "tags"],
+}
+PIECES = [
+    '{"',
+    '":"',
+    '","',
+    '":[',
+    '"]',
+    "name",
+    "na",
+    "me",
+    "tags",
+    "tr",
+    "ue",
+    "null",
+    "12",
+    '":-',
+]
+BYTES = sorted(set(b'{}[]":,-0123456789abcdefghiklmnorstu\\') | set("\u00e9\u20ac".encode()))
+# The first token ends a text; the last are no text, and one that no text has.
+VOCABULARY = [b"<eos>", *(bytes([value]) for value in BYTES), *map(str.encode, PIECES), b"", b"]]"]
+V, EOS = len(VOCABULARY), 0
+GRAMMAR = specjax.grammars.json_schema_grammar(SCHEMA, VOCABULARY, [EOS])
+
+
+def is_valid(text):
+    """Whether the text is JSON that SCHEMA accepts, by its definition."""
+    value = json.loads(text.decode())
+    name, n, tags, ok = (value.pop(key, None) for key in ("name", "n", "tags", "ok"))
+    return (
+        not value
+        and type(name) is str
+        and 1 <= len(name) <= 3
+        and (n is None or (type(n) is int and -3 <= n <= 120))
+        and len(tags) <= 2
+        and set(tags) <= {"a", "bc", "a\u00e9"}
+        and ok in (None, True, False)
+    )
+
+
+def walk(tokens):
+    """The state after some tokens, each of which is allowed."""
+    state = 0
+    for token in tokens:
+        assert GRAMMAR.allowed[state, token // 32] >> np.uint32(token % 32) & 1, VOCABULARY[token]
+        state = GRAMMAR.next_states[state, GRAMMAR.token_classes[token]]
+    return state
+
+
+def test_a_text_may_be_cut_into_tokens_in_any_way():
+    rng = np.random.default_rng(0)
+    text = '{"name":"a\\\\\u20ac","n":12,"tags":["bc","a\u00e9"],"ok":true}'.encode()
+    for _ in range(100):
+        tokens, at = [], 0
+        while at < len(text):
+            fitting = [
+                token for token, x in enumerate(VOCABULARY[1:-2], 1) if text[at:].startswith(x)
+            ]
+            tokens.append(int(rng.choice(fitting)))
+            at += len(VOCABULARY[tokens[-1]])
+        walk([*tokens, EOS, EOS])
+
+
+def test_a_token_after_which_no_text_can_be_completed_is_not_allowed():
+    # "[1" can begin, but there is no token for the bracket that closes it.
+    schema = {"anyOf": [{"const": [1]}, {"const": 1}]}
+    grammar = specjax.grammars.json_schema_grammar(schema, [b"", b"[", b"1"], [0])
+    assert grammar.allowed[0].tolist() == [0b100]
+    with pytest.raises(ValueError, match="complete no text"):
+        specjax.grammars.json_schema_grammar({"const": [1]}, [b"", b"[", b"1"], [0])
+    for eos in ([], [3], [-1]):
+        with pytest.raises(ValueError, match="eos_token_ids is"):
+            specjax.grammars.json_schema_grammar({"const": 1}, [b"", b"[", b"1"], eos)
+
+
+NUM_PROMPTS, NEW = 200, 72
+_RNG = np.random.default_rng(5)
+TABLES = _RNG.dirichlet(np.full(V, 0.3), (2, V)) + 1e-4
+TARGET, DRAFT = (markov_chain(table / table.sum(-1, keepdims=True)) for table in TABLES)
+PROMPTS = _RNG.integers(0, V, (NUM_PROMPTS + 1, 3))
+DRAFTER, CONFIG = specjax.model_drafter(DRAFT), SpeculativeConfig(3)
+
+
+def check_texts(rows):
+    """Every row of generated tokens is valid JSON and the end of sequence; they differ."""
+    texts = set()
+    for row in rows:
+        assert row.index(EOS) == len(row) - 1
+        text = b"".join(VOCABULARY[token] for token in row[:-1])
+        assert is_valid(text), text
+        texts.add(text)
+    assert len(texts) > NUM_PROMPTS / 2
+
+
+def test_two_hundred_prompts_give_valid_json_in_a_batch_and_in_an_engine():
+    # One more that no grammar binds.
+    states = np.append(np.zeros(NUM_PROMPTS, np.int32), np.int32(-1))
+    keys = bigrams.keys(NUM_PROMPTS + 1)
+    output = specjax.generate(
+        TARGET,
+        DRAFTER,
+        PROMPTS,
+        np.full(NUM_PROMPTS + 1, 3),
+        keys=keys,
+        config=CONFIG,
+        max_new_tokens=NEW,
+        eos_token_ids=[EOS],
+        sampling=SamplingParams(grammar=GRAMMAR, grammar_state=states),
+    )
+    rows = [row[3:] for row in specjax.unpad(output.token_ids)]
+    check_texts(rows[:NUM_PROMPTS])
+    engine = Engine(
+        TARGET,
+        DRAFTER,
+        CONFIG,
+        num_slots=32,
+        max_length=output.token_ids.shape[1],
+        prefill_chunk_size=4,
+        sampling=SamplingParams(grammar=GRAMMAR, grammar_state=-1),
+    )
+    requests = []
+    for prompt, key, state in zip(PROMPTS, keys, states, strict=True):
+        sampling = SamplingParams(grammar_state=state) if state == 0 else None
+        options = {"key": key, "max_new_tokens": NEW, "stop_token_ids": [EOS]}
+        requests.append(engine.submit(prompt, sampling=sampling, **options))
+    while engine.step():
+        engine.preempt(requests[engine.num_steps % NUM_PROMPTS])
+    assert [request.token_ids for request in requests] == rows
+    assert VOCABULARY.index(b"{") not in (rows[-1][0], rows[-1][1])
+    with pytest.raises(ValueError, match=r"sampling\.grammar is given"):
+        engine.submit([1], key=keys[0], sampling=SamplingParams(grammar=GRAMMAR))
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text():
+    tokenizers = pytest.importorskip("tokenizers")
+    from specjax.models import load_tokenizer, pretrained_folder
+
+    tokenizer = load_tokenizer(pretrained_folder("target"))
+    vocabulary = token_bytes(tokenizer, 5000)
+    for text in ('{"a": [1.5e3, "\u00e9\u20ac\\n"]}', "once more \U0001f600\t\x7f"):
+        ids = tokenizer.encode(text).ids
+        assert b"".join(vocabulary[i] for i in ids) == text.encode()
+    assert vocabulary[0] == b""
+    assert len(vocabulary) == 5000
+    with pytest.raises(ValueError, match="vocab_size is 7"):
+        token_bytes(tokenizer, 7)
+    pieces = {"<unk>": 0, "<0x0A>": 1, "\u2581on": 2, "ce": 3, "<0xFF>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=pieces, merges=[]))
+    with pytest.raises(ValueError, match="decoder is"):
+        token_bytes(tokenizer)
+    tokenizer.decoder = tokenizers.decoders.ByteFallback()
+    tokenizer.add_special_tokens(["<unk>"])
+    tokenizer.add_tokens(["<think>"])
+    assert token_bytes(tokenizer) == [b"", b"\n", b" on", b"ce", b"\xff", b"<think>"]

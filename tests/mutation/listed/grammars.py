@@ -1,0 +1,92 @@
+"""Wrong versions of grammars: which state a row is in, what it allows, and the automata."""
+
+from ..mutation import Mutation
+from .tests import grammar_laws, grammars, json_schemas
+
+__all__ = ["MUTATIONS"]
+
+_GRAMMAR = "specjax.processing.grammar."
+_LAW = "test_several_steps_follow_the_masked_target_jointly"
+_ROWS = "test_each_row_allows_what_follows_the_drafted_tokens_before_it"
+_BATCH = "test_two_hundred_prompts_give_valid_json_in_a_batch_and_in_an_engine"
+_ACCEPTS = "test_a_schema_accepts_its_compact_texts_and_no_others"
+
+MUTATIONS = (
+    Mutation(
+        "specjax.decode.loop._commit",
+        "grammar_state, emitted, num_committed",
+        "grammar_state, state.draft.token_ids, jnp.maximum(num_drafted, 0)",
+        grammar_laws(_LAW),
+        "the state after a step is that after all drafted tokens, accepted or not",
+    ),
+    Mutation(
+        f"{_GRAMMAR}row_states",
+        "(after, first_row,",
+        "(jnp.concatenate([after[:, :1], after[:, :-1]], axis=1), first_row,",
+        grammar_laws(_LAW),
+        "a row has the mask of the state before the last drafted token",
+    ),
+    Mutation(
+        f"{_GRAMMAR}row_states",
+        "if drafted_token_ids is None:",
+        "if num_rows > 1 or drafted_token_ids is None:",
+        grammar_laws(_LAW),
+        "every row of the target has the mask with which the draft began",
+    ),
+    Mutation(
+        f"{_GRAMMAR}row_states",
+        "(after, first_row,",
+        "(after.at[:, -1].set(-1), first_row,",
+        grammar_laws(_LAW),
+        "the bonus row has no mask",
+    ),
+    Mutation(
+        f"{_GRAMMAR}advance",
+        "num_tokens[:, None]",
+        "jnp.maximum(num_tokens[:, None] - 1, 0)",
+        grammar_laws(_LAW),
+        "the token after the accepted ones does not move the state",
+    ),
+    Mutation(
+        f"{_GRAMMAR}_next",
+        "(token_ids < num_tokens)",
+        "(token_ids <= num_tokens)",
+        grammars(_ROWS),
+        "the first id outside the vocabulary moves the state as its last token does",
+    ),
+    Mutation(
+        f"{_GRAMMAR}allowed_columns",
+        "if token_map is None else token_map",
+        "if True else token_map",
+        grammars("test_a_draft_of_another_vocabulary_is_masked_by_the_targets_ids[token_map1]"),
+        "a draft's columns are masked as if they were the target's",
+    ),
+    Mutation(
+        f"{_GRAMMAR}allowed_columns",
+        'axis=0, mode="fill", fill_value=0)',
+        'axis=0, mode="clip")',
+        grammars("test_a_state_that_the_grammar_does_not_have_allows_nothing"),
+        "a state that does not exist is the last one",
+    ),
+    Mutation(
+        "specjax.engine.slots.admit",
+        "start_states(sampling, 1)",
+        "last.grammar_state",
+        json_schemas(_BATCH),
+        "a slot goes on in the grammar's state of the request before",
+    ),
+    Mutation(
+        "specjax.grammars.token_automaton._drop_dead_ends",
+        "completes[reached[leads]]",
+        "True",
+        json_schemas("test_a_token_after_which_no_text_can_be_completed_is_not_allowed"),
+        "a token is allowed after which no text can be completed",
+    ),
+    Mutation(
+        "specjax.grammars.json_schema._object",
+        "bp.Choice((first, after_none))",
+        "first",
+        json_schemas(f"{_ACCEPTS}[schema1-good1-bad1]"),
+        "the first property that may be absent may not be",
+    ),
+)
