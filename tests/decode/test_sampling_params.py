@@ -88,7 +88,7 @@ def texts(output):
 
 def of_request(sampling, b):
     """The parameters of request b, as those of every request."""
-    return SamplingParams(*(np.asarray(x)[[b] * 4] for x in sampling))
+    return jax.tree.map(lambda x: np.asarray(x)[[b] * 4], sampling)
 
 
 def row_after(b, generated):
