@@ -127,8 +127,8 @@ class Terminal:
             self._stdout.print(Text(sentence))
 
     def print_note(self, sentence: str) -> None:
-        """Prints a line to standard error."""
-        self._stderr.print(Text(sentence, "dim"))
+        """Prints a line to standard error, whole where it is wider than the terminal."""
+        self._stderr.print(Text(sentence, "dim"), soft_wrap=True)
 
     def print_prompt(self, job: GenerateJob) -> None:
         """Prints heading, legend and prompt if standard output is a terminal and not quiet."""

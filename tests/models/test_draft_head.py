@@ -19,14 +19,17 @@ from safetensors.flax import load_file, save_file
 import specjax
 from specjax.cli.model_pair import check_draft, load_pair, read_pair
 from specjax.models import (
+    Eagle3Config,
     HeadConfig,
     TransformerConfig,
     build,
+    build_eagle3,
     build_head,
     causal_hidden,
     head_drafter,
     is_head,
     load,
+    load_eagle3,
     load_head,
     load_head_config,
     pretrained_folder,
@@ -245,7 +248,7 @@ def read_embedded_pair(**options):
 def test_the_command_finds_the_embedded_head_and_refuses_one_of_another_size(tmp_path, head):
     pair = read_embedded_pair()
     check_draft(pair)
-    assert pair.draft_spec == pretrained_folder("head")
+    assert pair.draft_spec == pretrained_folder("eagle3")
     assert isinstance(load_pair(pair)[1], specjax.Drafter)
     with pytest.raises(ValueError, match="a head trained for that target"):
         read_embedded_pair(target=str(pretrained_folder("target")))
@@ -283,18 +286,30 @@ def test_the_embedded_head_is_accepted_and_a_greedy_text_stays_the_target_s():
     assert metrics.num_accepted[:, 0].sum() / metrics.num_drafted[:, 0].sum() > 0.3
 
 
-def test_training_brings_the_head_near_to_the_target(tmp_path, monkeypatch):
+@pytest.fixture
+def import_pair(monkeypatch):
+    """Gives a module of the training by its name."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    corpus = importlib.import_module("pair.corpus")
+    return lambda name: importlib.import_module(f"pair.{name}")
+
+
+def write_corpus(corpus, path):
+    """An archive of two files of Python's library, one of them held out."""
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
     texts = {name: (library / name).read_bytes() for name in ("csv.py", "bisect.py")}
     sides = [("csv.py", "train"), ("bisect.py", "heldout")]
     record = {"packages": [], "files": [{"path": path, "split": side} for path, side in sides]}
+    corpus.write_archive(path, (texts, record))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "last-state"])
+def test_training_brings_a_head_near_to_the_target(tmp_path, import_pair, kind):
     archive, out = tmp_path / "corpus.tar.xz", tmp_path / "out"
-    corpus.write_archive(archive, (texts, record))
-    sizes = ("--tiny", "--steps", 10, "--from-archive", archive, "--out", out)
+    write_corpus(import_pair("corpus"), archive)
+    sizes = ("--tiny", "--steps", 10, "--proposal", 2, "--dtype", "float32")
+    options = (*sizes, "--kind", kind, "--from-archive", archive, "--out", out)
     process = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "train_head.py", *map(str, sizes)],
+        [sys.executable, "-W", "error", EXAMPLES / "train_head.py", *map(str, options)],
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -307,27 +322,30 @@ def test_training_brings_the_head_near_to_the_target(tmp_path, monkeypatch):
     for rate in report["heldout"]["acceptance"]:
         assert 0 < rate < 1
         assert f"{rate:.4f}" in process.stdout
-    _, config = load_head(out)
-    assert config.window == 64
+    if kind == "eagle3":
+        assert load_eagle3(out, num_target_layers=8)[1].taps == (2, 4, 5)
+    else:
+        assert load_head(out)[1].window == 64
 
 
-def test_a_training_begins_with_what_a_plain_layer_has_of_any_target(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    train_head = importlib.import_module("train_head")
+def test_a_training_begins_with_what_a_plain_layer_has_of_any_target(import_pair):
+    heads = import_pair("heads")
     config = dataclasses.replace(TARGET, qkv_bias=True, qk_norm=True, norm_offset=1.0)
     params = build(config).params
-    head = train_head.head_of(config, 6)
-    output = train_head.begin(head, (config, params), 0)
-    assert jax.tree.structure(output) == jax.tree.structure(build_head(head))
     last = params["layers"][1]
-    np.testing.assert_array_equal(output["layer"]["mlp"]["down"], last["mlp"]["down"])
-    weight = last["mlp_norm"]["weight"] + 1.0
-    np.testing.assert_array_equal(output["layer"]["mlp_norm"]["weight"], weight)
+    for head in (heads.last_state_head(config, 6), heads.eagle3_head(config, (1, 2))):
+        output = head.begin(params, 0)
+        random = build_eagle3 if isinstance(head.config, Eagle3Config) else build_head
+        wanted = jax.tree.map(jnp.shape, random(head.config))
+        assert jax.tree.map(jnp.shape, output) == wanted
+        np.testing.assert_array_equal(output["layer"]["mlp"]["down"], last["mlp"]["down"])
+        weight = last["mlp_norm"]["weight"] + 1.0
+        np.testing.assert_array_equal(output["layer"]["mlp_norm"]["weight"], weight)
+    np.testing.assert_array_equal(output["head"], params["embedding"])
 
 
-def test_the_loss_is_the_divergence_of_each_step_by_its_weight(monkeypatch, target, head):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    losses, training = (importlib.import_module(f"pair.{name}") for name in ("losses", "training"))
+def test_the_loss_is_the_divergence_of_each_step_by_its_weight(import_pair, target, head):
+    heads, losses, training = map(import_pair, ("heads", "losses", "training"))
     recipe = training.Recipe(1, 0.0, 1, 9, 1e-3, 1, 0, "xla", "float32")
     ids = jax.random.randint(jax.random.key(6), (2, 10), 0, TARGET.vocab_size, jnp.int32)
 
@@ -343,6 +361,8 @@ def test_the_loss_is_the_divergence_of_each_step_by_its_weight(monkeypatch, targ
         q = probabilities(target.logits(target.params, output[step]))[:, 1 : 9 - step]
         p_step = p[:, 1 + step :]
         divergences.append((p_step * (np.log(p_step) - np.log(q))).sum(-1).mean())
-    loss = jax.jit(losses.unrolled_distillation(HEAD, TARGET, recipe, 2, decay=0.5))
+    kind = heads.last_state_head(TARGET, HEAD.window)
+    kind = kind._replace(unroll=lambda params, *rows: unrolled_hidden(HEAD, params, *rows))
+    loss = jax.jit(losses.unrolled_distillation(kind, recipe, TARGET, 2, decay=0.5))
     value = loss(head, ids, jnp.float32(0.0), target.params)
     np.testing.assert_allclose(value, (divergences[0] + 0.5 * divergences[1]) / 1.5, rtol=1e-4)

@@ -54,9 +54,10 @@ def variant(name):
 
 
 def num_taps(fields):
-    """How many taps a head reads."""
-    ids = fields.get("target_layer_ids")
-    return len(ids or fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    """How many taps a head reads: three where its folder names none."""
+    nested = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = fields.get("target_layer_ids") or nested
+    return 3 if ids is None else len(ids)
 
 
 def random_tensors(fields, owned, seed=0):
