@@ -180,19 +180,21 @@ SIZES = {V: dict(num_bound_groups=1, num_bound_rounds=1), 200: dict(max_small_ba
 @pytest.mark.once
 @pytest.mark.parametrize("draft_vocab", SIZES)
 def test_decisions_are_those_of_numpy(implementation, draft_vocab):
-    # Of seeds 3 to 29 the one with most requests that a missing rho of one-hot drafts changes.
-    draft, target_logits, cutoff, options = batch(10, draft_vocab)
-    exact = expected(draft, target_logits, cutoff, options)
-    if draft_vocab != V:
-        draft = with_statistics(draft)
-    kernels = with_sizes(implementation, **SIZES[draft_vocab])
-    step = specjax.block_rejection_sample(
-        draft, target_logits, cutoff=cutoff, implementation=kernels, **options
-    )
-    assert np.mean(exact.certain) > 0.9
+    kernels, lengths = with_sizes(implementation, **SIZES[draft_vocab]), set()
+    # Of seeds 3 to 29 those that see most faults: a missing rho of one-hot drafts, and bounds.
+    for seed in (10, 3, 6, 8):
+        draft, target_logits, cutoff, options = batch(seed, draft_vocab)
+        exact = expected(draft, target_logits, cutoff, options)
+        if draft_vocab != V:
+            draft = with_statistics(draft)
+        step = specjax.block_rejection_sample(
+            draft, target_logits, cutoff=cutoff, implementation=kernels, **options
+        )
+        assert np.mean(exact.certain) > 0.9
+        lengths |= set(exact.num_accepted[exact.certain])
+        check(step, exact, exact.certain)
     # Each length occurs, so that each branch of the rule does.
-    assert set(exact.num_accepted[exact.certain]) == set(range(K + 1))
-    check(step, exact, exact.certain)
+    assert lengths == set(range(K + 1))
 
 
 def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):

@@ -118,10 +118,24 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.block.bounds._bound.read",
+        "least, residual + unread_mass)",
+        "least, residual)",
+        block_verification(_KERNELS),
+        "blocks that were not read are left out of the upper bound",
+    ),
+    Mutation(
+        "specjax.pallas.block.bounds._bound.read",
         "jnp.maximum(unread_mass - unread_draft_mass, 0)",
         "unread_mass",
         block_verification(_KERNELS),
         "the draft's mass in blocks that were not read is left out of the lower bound",
+    ),
+    Mutation(
+        "specjax.pallas.block.verify._find_longest.test",
+        "jnp.where(is_accepted, j, longest)",
+        "longest",
+        block_verification(_KERNELS),
+        "an open prefix that its residual accepts is not taken",
     ),
     Mutation(
         "specjax.pallas.residual._row_times_rho",

@@ -194,4 +194,32 @@ MUTATIONS = (
         draft_folders("test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k"),
         "a head drafts as many tokens as a model",
     ),
+    Mutation(
+        f"{_HEADS}head_fields._read_taps",
+        "i + offset for i in ids",
+        "i + offset + 1 for i in ids",
+        eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
+        "a tap is one layer too late",
+    ),
+    Mutation(
+        _EXTEND,
+        'functions.fuse(params["head"], features)',
+        'functions.fuse(params["head"], jnp.roll(features, 1, axis=1))',
+        _OVERLAP,
+        "features are those of the position before",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3_drafter._draft",
+        '"token_map": params["token_map"]',
+        '"token_map": jnp.arange(head.draft_vocab_size, dtype=jnp.int32)',
+        _OVERLAP,
+        "the offsets of d2t are lost",
+    ),
+    Mutation(
+        f"{_HEADS}eagle3_unrolled.unrolled_eagle3",
+        "(place <= place.T) & (place > 0)",
+        "place <= place.T",
+        eagle3("test_an_unrolled_head_drafts_what_it_drafts_from_a_cache[qwen3]"),
+        "in training the first token makes a pair, which it has not when drafting",
+    ),
 )

@@ -358,6 +358,20 @@ MUTATIONS = (
         "the programs of a residual count themselves where the stop is published",
     ),
     Mutation(
+        f"{_PALLAS}target_rows._store_tile.decide_greedy",
+        "(argmax >= token_id)",
+        "(argmax >= 0)",
+        greedy_logprobs(f"{_SAME}[interpret-rejection]"),
+        "a greedy request accepts a token that ties with one of a lower id",
+    ),
+    Mutation(
+        f"{_PALLAS}target_rows._store_tile.decide_greedy",
+        "has_draft & ~is_argmax",
+        "has_draft & is_argmax",
+        greedy_logprobs(f"{_SAME}[interpret-rejection]"),
+        "a greedy request stops where its draft is the argmax",
+    ),
+    Mutation(
         f"{_PALLAS}blocks.load_maxima",
         "first_argmax(flush_subnormals(maxima))",
         "first_argmax(0 * maxima)",
