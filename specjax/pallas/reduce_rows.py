@@ -54,15 +54,16 @@ def reduce_rows(arrays: VerifyArrays, plan: Plan, every_row_draws: bool = False)
       arrays: the call's arrays.
       plan: of the launch.
       every_row_draws: whether the next launch draws from each row, in one program per row. Then
-        this one makes the noise, and triggers the next early.
+        this one makes the noise and, from Hopper on, triggers the next early.
     """
     vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
     num_splits, num_blocks = 0, num_padded_blocks(vocab_size)
     if every_row_draws:
         num_splits = plan.config.noise_splits(num_rows, num_blocks)
+    triggers = every_row_draws and plan.options.implementation.device_facts().supports_pdl
     return launch(
         functools.partial(
-            verify_reduce_kernel, plan=plan, num_splits=num_splits, triggers=every_row_draws
+            verify_reduce_kernel, plan=plan, num_splits=num_splits, triggers=triggers
         ),
         arrays,
         ReducedRows(
@@ -90,8 +91,8 @@ def verify_reduce_kernel(
     late to save reading. Block verification needs every row.
     Memory order: the programs of this launch do not wait for one another. The first program of a
     request zeroes the counter of the next launch, which begins to load after this one has ended.
-    For coupled sampling every program first triggers that launch (PDL): its programs are few, and
-    become resident next to those of this launch.
+    For coupled sampling on Hopper every program first triggers that launch (PDL): its programs are
+    few, and become resident next to those of this launch.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
     program, num_noise = pl.program_id(0), plan.num_requests * plan.rows_per_request * num_splits

@@ -250,13 +250,15 @@ def test_block_verification_lowers_for_cuda(dtype, noise_dtype):
 @pytest.mark.parametrize("noise_dtype", [jnp.float32, once(jnp.float64)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):
-    options = dict(noise_dtype=noise_dtype, implementation="triton")
+    hopper, ampere = (Implementation("triton", device=DeviceFacts((x,))) for x in (9.0, 8.0))
 
     def couple(ids, rows, data):
+        options = dict(noise_dtype=noise_dtype, implementation=hopper)
         return specjax.coupled_sample(ids, rows, **data, **options)
 
     def couple_ragged(ids, rows, starts, data):
         counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
+        options = dict(noise_dtype=noise_dtype, implementation=ampere)
         return specjax.coupled_sample_ragged(ids, rows, **counts, **data, **options)
 
     batch = shape(BATCH, dtype=I32)
@@ -266,8 +268,12 @@ def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):
     ragged = shape(size, dtype=I32), shape(size + BATCH, VOCAB, dtype=dtype)
     more = dict(cutoff=shape(BATCH, K + 1), bonus_token_ids=batch)
     with on_gpu(), noise_context(noise_dtype):
-        assert num_kernels(lower(couple, *padded, data | more)) == 2
-        assert num_kernels(lower(couple_ragged, *ragged, shape(BATCH + 1, dtype=I32), data)) == 2
+        early = lower(couple, *padded, data | more)
+        late = lower(couple_ragged, *ragged, shape(BATCH + 1, dtype=I32), data)
+    for text, triggers in (early, 1), (late, 0):
+        assert num_kernels(text) == 2
+        # Before Hopper there is no such instruction.
+        assert text.count("griddepcontrol.launch_dependents") == triggers
 
 
 RULES = {
