@@ -1,5 +1,6 @@
 """Entry point of the `specjax` script: handles signals and streams before JAX is imported."""
 
+import gc
 import os
 import signal
 from typing import NoReturn
@@ -24,6 +25,10 @@ def main() -> int:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
+    # Of what importing makes, nothing is garbage.
+    gc.disable()
     from specjax.cli import main as run
+
+    gc.enable()
 
     return run()

@@ -3,11 +3,13 @@
 python -m benchmarks.cpu.cold_start --against ../before --out benchmarks/results/cpu_cold_start.json
 
 `--against` names a checkout of another version, whose processes alternate with ours. Every round
-begins with empty compilation caches. The model has random weights and the shapes of a Llama of 135M
-parameters; its tokenizer has a word for every token.
+begins with empty compilation caches, and with modules that are compiled to bytecode. The model has
+random weights and the shapes of a Llama of 135M parameters; its tokenizer has a word for every
+token.
 """
 
 import argparse
+import compileall
 import datetime
 import json
 import os
@@ -43,7 +45,7 @@ EVENTS = {
 CACHED = "/jax/compilation_cache/cache_hits"
 # The child writes when each event ended and how long it took, as it ends.
 CHILD = """
-import atexit, json, runpy, sys, time
+import atexit, importlib.util, json, sys, time
 import jax
 events = []
 def record(event, seconds=0.0, **_):
@@ -52,7 +54,12 @@ jax.monitoring.register_event_duration_secs_listener(record)
 jax.monitoring.register_event_listener(record)
 path = sys.argv.pop(1)
 atexit.register(lambda: json.dump(events, open(path, "w")))
-runpy.run_module("specjax", run_name="__main__", alter_sys=True)
+# As the script of an installation does. Older versions begin with the package.
+if importlib.util.find_spec("_specjax_command"):
+    from _specjax_command import main
+else:
+    from specjax.cli import main
+sys.exit(main())
 """
 
 
@@ -193,6 +200,9 @@ def main() -> None:
     args = parser.parse_args()
     runs: dict[str, list[dict[str, Any]]] = {}
     processes = contenders(args.against and args.against.resolve())
+    for tree in {contender.tree for contender in processes.values()}:
+        # An installation has compiled it.
+        compileall.compile_dir(tree / "specjax", quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         model = pathlib.Path(folder) / "model"
         write_model(model, args.smoke)

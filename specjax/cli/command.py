@@ -254,8 +254,10 @@ def main(argv: list[str] | None = None) -> int:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # Between two instructions of Python: a line that is being written becomes whole.
             signal.signal(signal.SIGTERM, _exit_on_terminate)
-        # A Python that ends searches all objects for cycles, which takes 0.2 s once a model has
-        # run. Frozen ones are not searched. What has to be flushed or removed waits for no search.
+        # A trace makes a million objects that live on. Python would search them for cycles again
+        # and again, a tenth of the time to a short text's end, and once more when it ends: frozen
+        # ones are not searched. What has to be flushed or removed waits for no search.
+        gc.set_threshold(200_000, 20, 100)
         atexit.register(gc.freeze)
     if sys.stdout is None:
         # Refused before minutes of work whose result would be lost.

@@ -24,11 +24,12 @@ from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.draft_next import run_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.loop import commit_rows
-from specjax.decode.prefill import begin_prefill, prefill_options, read_prompt_chunk
+from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state_and_info import DecodeState
 from specjax.decode.target_rows import compute_rows
 from specjax.model import Model
 from specjax.programs.by_layer import LoweredParts, lower_by_layer
+from specjax.programs.compiler_options import prefill_options, small_program_options
 from specjax.programs.program_store import ProgramStore
 
 __all__ = ["StreamPrograms"]
@@ -47,19 +48,6 @@ _CHUNK = _jit(read_prompt_chunk, "state")
 _ROWS = _jit(compute_rows, "cache")
 _COMMIT = _jit(commit_rows, "state")
 _DRAFT = _jit(run_draft, "state")
-
-
-def _quick_cpu_options() -> dict[str, Any]:
-    """Returns XLA's options for programs that compute little, which leave out LLVM's optimisations.
-
-    With them the program that draws a token compiles in 1.0 s of processor time for 1.4, and with
-    the emitters of fusions that jaxlib 0.10 can still do without in 0.5. A draw from 49152 tokens
-    then takes 0.45 ms for 0.34, and has the same bits.
-    """
-    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
-    if jax.version.__version_info__ < (0, 11):
-        options["xla_cpu_use_fusion_emitters"] = False
-    return options
 
 
 class StreamPrograms:
@@ -89,11 +77,14 @@ class StreamPrograms:
         self._chunk = {"chunk_size": self._arguments.pop("chunk_size"), **self._implementation}
         self._options = {"config": arguments["config"], **self._implementation}
         self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
+        self._has_draft_model = drafter is not None and bool(jax.tree.leaves(drafter.params))
         # How many drafted tokens the steps feed in which nothing was drafted.
         self._plain_k = 0 if arguments["settings"].k_by_rate is not None else self._k
         workers = min(max(os.cpu_count() or 1, 3), 6)
         self._pool = futures.ThreadPoolExecutor(workers)
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
+        # Of programs that XLA is not to compile yet.
+        self._lowered: dict[str, LoweredParts] = {}
         # From the last commit: drafts are made of it when the next step begins.
         self._hidden: Any = None
         # From the prompt: what the first step commits.
@@ -103,6 +94,12 @@ class StreamPrograms:
         if workers > 4:
             # Fewer cores have enough to do until the first token is there.
             self._begin_all()
+
+    def lower_steps(self) -> None:
+        """Traces and lowers what a second token needs: Python's part, while weights are read."""
+        name = f"rows {self._plain_k}"
+        if name not in self._programs and not self._is_kept(name):
+            self._lowered[name] = lower_by_layer(self._trace(name))
 
     def begin_steps(self) -> None:
         """Begins to compile what a second token needs."""
@@ -122,18 +119,22 @@ class StreamPrograms:
             return
         if name == "draft" and self._drafter is None:
             return
-        if may_read and self._store is not None and name in self._store:
+        if may_read and self._is_kept(name):
+            assert self._store is not None
             self._programs[name] = self._pool.submit(self._store.load, name)
         else:
             # Traced and lowered by this thread, whose settings of JAX may be its own.
-            lowered = lower_by_layer(self._trace(name))
+            lowered = self._lowered.pop(name, None) or lower_by_layer(self._trace(name))
             self._programs[name] = self._pool.submit(self._compile, name, lowered)
 
+    def _is_kept(self, name: str) -> bool:
+        return self._store is not None and name in self._store
+
     def _compile(self, name: str, lowered: LoweredParts) -> Callable[..., Any]:
+        # A drafter without parameters looks tokens up.
+        is_small = name in ("begin", "commit 0") or (name == "draft" and not self._has_draft_model)
         options = prefill_options() if name == "chunk" else None
-        if name in ("begin", "commit 0") and jax.default_backend() == "cpu":
-            options = _quick_cpu_options()
-        program = lowered.compile(options)
+        program = lowered.compile(small_program_options() if is_small else options)
         if self._store is not None:
             self._store.save(name, program)
         return program.run
@@ -262,8 +263,8 @@ class StreamPrograms:
             state = self._commit(drafter, state, rows)
             if _drafts(state):
                 self._begin("draft")
-                # A model finds a draft whenever it is asked, a lookup may find none in a text.
-                if drafter is not None and jax.tree.leaves(drafter.params):
+                # A model drafts whenever it is asked, a lookup may find nothing in a whole text.
+                if self._has_draft_model:
                     self._begin_step(self._k)
             return jax.block_until_ready(state)
 

@@ -17,6 +17,7 @@ import numpy as np
 from specjax.checks import check_count, check_shape, parse_array
 
 __all__ = [
+    "LEAST_MAX_LENGTH",
     "choose_max_length",
     "explain_out_of_memory",
     "on_host",
@@ -26,7 +27,7 @@ __all__ = [
     "unpad",
 ]
 
-_LEAST = 128
+LEAST_MAX_LENGTH = 128
 _EOS_IDS = 8
 # No token has this id, so that no emitted token equals it.
 _NO_TOKEN = -2
@@ -84,7 +85,7 @@ def choose_max_length(
         needed = width + 1 if not _is_known(lengths) else int(np.max(np.asarray(lengths))) + 1
     given = max_length is not None
     if max_length is None:
-        chosen = max(_LEAST, 1 << (needed - 1).bit_length())
+        chosen = max(LEAST_MAX_LENGTH, 1 << (needed - 1).bit_length())
         max_length = chosen if limit is None else max(min(chosen, limit), needed)
     max_length = check_count("max_length", max_length, 2, "the tokens that buffers have room for")
     if limit is not None and max_length > limit:

@@ -26,21 +26,19 @@ from specjax.mesh import pvary_like
 from specjax.model import Model
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
+from specjax.programs.compiler_options import prefill_options
 
 __all__ = [
     "LoweredProgram",
     "begin_compilation",
     "begin_prefill",
     "prefill_and_run",
-    "prefill_options",
     "read_prompt_chunk",
     "run_prefill",
 ]
 
 _STATIC = ("config", "implementation", "chunk_size")
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
-# cuBLAS multiplies chunks as fast as the kernels that XLA would compile and time for each product.
-_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class LoweredProgram(NamedTuple):
@@ -128,12 +126,7 @@ def _prefill_program() -> Any:
 @functools.cache
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
-    return jax.jit(function, static_argnames=_STATIC, compiler_options=_GPU_OPTIONS)
-
-
-def prefill_options() -> dict[str, Any] | None:
-    """Returns XLA's options for a program that reads prompts, None for the default ones."""
-    return _GPU_OPTIONS if jax.default_backend() == "gpu" else None
+    return jax.jit(function, static_argnames=_STATIC, compiler_options=prefill_options())
 
 
 def _step_options(arguments: dict[str, Any]) -> dict[str, Any]:

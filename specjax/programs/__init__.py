@@ -5,5 +5,6 @@
 | `cache_folder` | `enable_compilation_cache`: the folder, and whether JAX reads it |
 | `saved_programs` | programs as bytes, and the file of `CompiledGenerate.save` |
 | `by_layer` | a function cut at its layers, which share a program that the host runs for each |
+| `compiler_options` | XLA's options for kinds of programs |
 | `program_store` | the command's programs, each under a name that says what it was traced from |
 """
