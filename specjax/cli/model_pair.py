@@ -21,6 +21,9 @@ __all__ = [
     "read_pair",
 ]
 
+# Names of `--draft`, and the folders that ship with specjax.
+_EMBEDDED_DRAFTS = {"head": "eagle3", "model": "draft"}
+
 
 class ModelPair(NamedTuple):
     """A target and a draft whose weights are not read yet.
@@ -44,16 +47,16 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
     """Returns the pair that `--target` and `--draft` name; refuses an unreadable folder."""
     embedded = options.target is None
     folder = models.pretrained_folder("target") if embedded else options.target
-    draft_spec, draft_name = options.draft, options.draft
-    if draft_name is None:
-        draft_spec = models.pretrained_folder("draft") if embedded else "ngram"
-        draft_name = "embedded" if embedded else "ngram"
-    elif draft_name == "head" and embedded:
-        draft_spec = models.pretrained_folder("eagle3")
-    elif draft_name == "head" and not os.path.isdir(draft_name):
+    default = "head" if embedded else "ngram"
+    draft_name = default if options.draft is None else options.draft
+    draft_spec = draft_name
+    if embedded and draft_name in _EMBEDDED_DRAFTS:
+        draft_spec = models.pretrained_folder(_EMBEDDED_DRAFTS[draft_name])
+    elif draft_name in _EMBEDDED_DRAFTS and not os.path.isdir(draft_name):
+        kind = "draft head" if draft_name == "head" else "draft model"
         raise ValueError(
-            "--draft head is the head that ships with specjax, trained for the default target; "
-            "with --target, give the folder of a head trained for that target."
+            f"--draft {draft_name} is the {kind} that ships with specjax, trained for the default "
+            f"target; with --target, give the folder of a {kind} for that target."
         )
     name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
     return ModelPair(

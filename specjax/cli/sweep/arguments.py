@@ -61,12 +61,12 @@ def _add_model_options(group: Any) -> None:
     )
     group.add_argument(
         "--draft",
-        metavar="DIR|head|ngram",
+        metavar="DIR|head|model|ngram",
         help="DIR: folder of a draft model with the target's tokenizer, or of a draft head (a "
         "small network on the target's hidden states) trained for it; "
-        "head: the draft head that ships with specjax, for the default target; "
-        "ngram: prompt lookup, which copies earlier text. Default: the draft model that ships with "
-        "specjax, or ngram if --target is given",
+        "head, model: the draft head and the draft model that ship with specjax, for the default "
+        "target; ngram: prompt lookup, which copies earlier text. Default: head, or ngram if "
+        "--target is given",
     )
 
 
