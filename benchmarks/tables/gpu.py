@@ -2,6 +2,8 @@ r"""Makes the GPU tables and their plot from the JSON that the GPU benchmarks wr
 
 python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed.md \
     --plot benchmarks/results/h200.png --more docs/measurements.md
+python -m benchmarks.tables.gpu benchmarks/results/h200_rules.json --readme docs/measurements.md \
+    --name gpu-rules-table
 """
 
 import argparse
@@ -12,7 +14,7 @@ from typing import Any
 
 from benchmarks.tables.publish import is_one_session, publish
 
-BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
+NAME = "gpu-table"
 MORE_BEGIN, MORE_END = "<!-- gpu-more-table -->", "<!-- /gpu-more-table -->"
 
 # Rows of the table: the label, our case, vLLM's.
@@ -81,7 +83,8 @@ def peer_of(result: dict[str, Any]) -> dict[str, Any] | None:
 
 def gpu_table(result: dict[str, Any]) -> str:
     """The tables, each with its inputs above, and where they were measured below, as markdown."""
-    main, peer = result["main"], peer_of(result)
+    main, peer, xla = result["main"], peer_of(result), result.get("xla")
+    main = main | {"cases": [*main["cases"], *(xla["cases"] if xla else [])]}
     first = (main["cases"][0]["K"], main["cases"][0]["V"])
     sizes = {(x["K"], x["V"]) for x in main["cases"]}
     lines: list[str] = []
@@ -89,7 +92,10 @@ def gpu_table(result: dict[str, Any]) -> str:
         for size in sorted(sizes, key=lambda size: (size != first, size)):
             table = _rows_table(main, peer, rows, size)
             lines += [*([""] if lines and table else []), *table]
-    return "\n".join([*lines, "", _origin(main["environment"], peer)])
+    origin = _origin(main["environment"], peer)
+    if xla:
+        origin += f"; plain XLA: {_origin(xla['environment'], None)}"
+    return "\n".join([*lines, "", origin])
 
 
 def _rows_table(
@@ -216,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
+    parser.add_argument("--name", default=NAME, help="of the document's markers around the table")
     parser.add_argument("--plot", type=pathlib.Path, help="write the plot there")
     parser.add_argument("--more", type=pathlib.Path, help="the document for other sizes' table")
     args = parser.parse_args()
@@ -226,7 +233,7 @@ def main() -> None:
         here = args.readme.parent if args.readme else pathlib.Path.cwd()
         link = pathlib.Path(os.path.relpath(args.plot, here)).as_posix()
         table += f"\n\n![Time against batch size]({link})"
-    publish(table, args.readme, BEGIN, END)
+    publish(table, args.readme, f"<!-- {args.name} -->", f"<!-- /{args.name} -->")
     if args.more is not None:
         if "more" not in result:
             parser.error(
