@@ -39,6 +39,7 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
         programs.read_prompt(huge, None)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("taps", [(), (3, 1)])
 def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     """Of prompts that end in the third chunk; the drafter's state is the same."""
@@ -61,6 +62,7 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     jax.tree.map(np.testing.assert_array_equal, *without)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_a_step_give_what_a_step_gives(kind):
     """Every array of every state, but for drafts of no tokens."""

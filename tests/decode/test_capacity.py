@@ -110,6 +110,7 @@ def test_under_an_outer_jit_the_capacity_is_given_where_the_number_of_tokens_is_
     np.testing.assert_array_equal(found, generate(ROWS, max_length=16).token_ids)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("change", "words"),
     [

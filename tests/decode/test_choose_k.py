@@ -137,6 +137,7 @@ def test_sampling_rules_and_log_probabilities_are_those_of_each_request_under_vm
     assert np.all((drafted > 0) & (drafted < np.asarray(together.metrics.num_steps)))
 
 
+@pytest.mark.once
 def test_streaming_with_auto_gives_the_tokens_of_generate():
     proposer, keys = DRAFTERS["model"], bigrams.keys(B)
     whole = generate(proposer, keys=keys)
@@ -191,6 +192,7 @@ def test_a_model_that_drafts_again_has_read_what_it_missed():
                 np.testing.assert_array_equal(before, state.drafter_state)
 
 
+@pytest.mark.once
 def test_a_step_without_drafts_computes_one_row():
     """The target's cache is how many tokens it was given last."""
 

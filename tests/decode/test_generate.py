@@ -50,6 +50,7 @@ def texts(output):
     return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_speculation_is_plain_greedy_decoding(drafter, method):

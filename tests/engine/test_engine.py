@@ -102,6 +102,7 @@ def alone():
     return [what_came(request.submit(engine).result()) for request in ASKED]
 
 
+@pytest.mark.once
 def test_a_request_gets_the_same_alone_and_in_a_full_engine():
     engine = full_engine()
     requests = [request.submit(engine) for request in ASKED]

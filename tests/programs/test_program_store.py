@@ -93,6 +93,7 @@ def test_programs_that_would_be_traced_otherwise_have_another_name(tmp_path, cha
             assert path() != before
 
 
+@pytest.mark.once
 def test_a_folder_that_cannot_be_written_is_left(tmp_path):
     (tmp_path / "file").write_text("")
     _, traced = stream(tmp_path / "file", [[1, 2, 3], [0, 1]])

@@ -197,6 +197,7 @@ def test_decisions_are_those_of_numpy(implementation, draft_vocab):
     assert lengths == set(range(K + 1))
 
 
+@pytest.mark.once
 def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
     draft, target_logits, cutoff, options = batch(4)
     padded = specjax.block_rejection_sample(
@@ -279,6 +280,7 @@ def test_bounds_decide_as_any_mass_between_them_would():
     assert np.mean(same == OPEN) < 0.01
 
 
+@pytest.mark.once
 def test_a_mesh_changes_nothing():
     """In plain JAX, whose branches and loops say over which axes their values vary."""
     rng = np.random.default_rng(6)

@@ -95,7 +95,7 @@ def test_rows_far_from_zero_keep_their_distribution():
         assert abs(rate - distribution[0]) < 5 * np.sqrt(distribution[0] * distribution[1] / size)
 
 
-@pytest.mark.parametrize("drafter", ["none", "own"])
+@pytest.mark.parametrize("drafter", [pytest.param("none", marks=pytest.mark.once), "own"])
 def test_shard_map_takes_the_default_temperature(drafter):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
