@@ -214,7 +214,6 @@ def temperature_is_applied_twice(*arguments, temperature, **options):
     return logits / temperature[..., None], cutoff / temperature
 
 
-@optimised
 def test_a_target_processed_wrongly_is_seen(monkeypatch):
     """Each fault on requests of its own.
 
