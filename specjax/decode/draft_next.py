@@ -16,6 +16,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.choose_k import choose_k
 from specjax.decode.drafters import Drafter, reads_chunks
+from specjax.decode.row_masks import draft_sampling
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.draft import Draft
 from specjax.implementation import Implementation
@@ -207,14 +208,14 @@ def propose_draft(
     A function of its own: the shapes of its draft are asked for before the first step, and a
     compiled function is traced once for both.
     """
-    sampling, token_ids, lengths = settings.sampling, text.token_ids, text.lengths
+    sampling = draft_sampling(settings.sampling)
     draft, drafter_state = drafter.propose(
         drafter.params,
         drafter_state,
-        token_ids,
+        text.token_ids,
         hidden,
         keys=settings.keys,
-        positions=lengths,
+        positions=text.lengths,
         num_tokens=max_tokens,
         temperature=settings.temperature,
         config=config,

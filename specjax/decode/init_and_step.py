@@ -28,6 +28,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_step
 from specjax.decode.prefill import prefill_and_run
+from specjax.decode.row_masks import with_first_mask, with_row_masks
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
@@ -52,6 +53,7 @@ def init(
     temperature: Any = 1.0,
     eos_token_ids: Any = (),
     sampling: SamplingParams | None = None,
+    allowed: Any = None,
     num_logprobs: int | None = None,
     logprobs_mode: str = "raw",
     implementation: str | Implementation | None = None,
@@ -71,6 +73,9 @@ def init(
       temperature: f32, [B] or scalar.
       eos_token_ids: int, ints or i32[E].
       sampling: `SamplingParams`, or None.
+      allowed: what the first generated token may be, from a host that gives each `step` such masks:
+        bool [B, V], or words i32 or u32 [B, ceil(V / 32)] as in `SamplingParams`, whose own mask
+        it replaces. None is no mask.
       num_logprobs: a Python int, or None.
       logprobs_mode: "raw" or "processed".
       implementation: None, "xla", "triton" or "interpret".
@@ -107,6 +112,12 @@ def init(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
+    if allowed is not None:
+        num_rows = 1 + (0 if drafter is None else arguments["config"].num_speculative_tokens)
+        settings = arguments["settings"]
+        arguments["settings"] = with_first_mask(
+            settings, allowed, len(arguments["lengths"]), num_rows
+        )
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         state, _ = prefill_and_run(run_step, target, drafter, **arguments)
         return state
@@ -118,6 +129,7 @@ def step(
     state: DecodeState,
     *,
     config: SpeculativeConfig | None = None,
+    allowed: Any = None,
     implementation: str | Implementation | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Takes one speculative step of every request that has not ended.
@@ -128,6 +140,10 @@ def step(
       state: from `init` or `step`.
       config: as in `init`. Of another method, its step drops drafts that were drawn for the method
         before, and goes on exactly; to or from "synthetic" there is no change.
+      allowed: what each row of this step may emit: bool [B, K + 1, V], or words i32 or u32
+        [B, K + 1, ceil(V / 32)]. Row i follows the i first drafted tokens of the state, and row K
+        gives the bonus token. Of the target alone: the draft was drawn before. A state that `init`
+        began with `allowed` needs it in every step. `grammars.RowMasks` makes them.
       implementation: as in `init`.
 
     Returns:
@@ -135,7 +151,8 @@ def step(
 
     Raises:
       ValueError: for a draft whose arrays do not fit together, for another number of drafted tokens
-        than the state was begun with, and for acceptance rates that one of the two has alone.
+        than the state was begun with, and for acceptance rates or `allowed` that one of the two has
+        alone.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -164,6 +181,9 @@ def step(
             f"begun {'with' if has_rates else 'without'} acceptance rates, which it keeps; step "
             "needs the config of init."
         )
+    size = state.lengths.shape[0]
+    settings = with_row_masks(state.settings, allowed, size, k + 1)
+    state = state._replace(settings=settings)
     return run_step(target, drafter, state, **options)
 
 

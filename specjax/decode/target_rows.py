@@ -14,6 +14,7 @@ from specjax.checks import check_logits, check_shape
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.draft_next import run_if
 from specjax.decode.logprobs import check_num_listed
+from specjax.decode.row_masks import has_row_masks
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
@@ -140,6 +141,8 @@ def _apply_sampling(
     """Returns processed logits and cutoffs of the target's rows."""
     settings = state.settings
     rules, filters = split_sampling(settings.sampling or SamplingParams())
+    if has_row_masks(settings.sampling):
+        rules = rules._replace(allowed=rules.allowed[:, : logits.shape[1]])
     context = RowContext(state.history, drafted if drafted.shape[1] else None, jnp.int32(0))
     return apply_rules_and_filters(
         logits,

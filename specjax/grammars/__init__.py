@@ -4,12 +4,22 @@
     `json_schema`  `byte_pattern`  `byte_automaton`     `token_automaton`
 
 `token_bytes` reads the bytes of each token from a tokenizer. The last automaton runs on the
-device, by `specjax.processing.grammar`: decoding with it needs no host.
+device, by `specjax.processing.grammar`: decoding with it needs no host. For grammars that no small
+automaton holds, `row_masks` has a host's matchers mask the rows of each step, and
+`llguidance_matcher` makes such matchers.
 
 Open `json_schema` first. Imported by no other room.
 """
 
 from specjax.grammars.json_schema import json_schema_grammar
+from specjax.grammars.llguidance_matcher import llguidance_matchers
+from specjax.grammars.row_masks import Matcher, RowMasks
 from specjax.grammars.token_bytes import token_bytes
 
-__all__ = ["json_schema_grammar", "token_bytes"]
+__all__ = [
+    "Matcher",
+    "RowMasks",
+    "json_schema_grammar",
+    "llguidance_matchers",
+    "token_bytes",
+]

@@ -55,16 +55,12 @@ def json_schema_grammar(
         that complete no text.
 
     Example:
-      >>> from specjax.markov_chain import markov_chain
-      >>> vocabulary = [b"", b'{"a":', b"}", b"true", b"fal", b"se"]
+      >>> vocabulary = [b"", b'{"a":', b"}", b"true", b"fal", b"se", b"null"]
       >>> schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
       >>> grammar = specjax.grammars.json_schema_grammar(schema, vocabulary, [0])
-      >>> output = specjax.generate(
-      ...     markov_chain([[0.1, 0.1, 0.1, 0.1, 0.2, 0.4]] * 6), None, [[1]], [1],
-      ...     keys=jax.random.key(0), max_new_tokens=8, temperature=0, eos_token_ids=[0],
-      ...     sampling=specjax.SamplingParams(grammar=grammar))
-      >>> b"".join(vocabulary[token] for token in specjax.unpad(output.token_ids)[0][1:])
-      b'{"a":false}'
+      >>> state = grammar.next_states[0, grammar.token_classes[1]]  # after {"a":
+      >>> bin(grammar.allowed[state, 0])  # tokens 3 and 4 may follow
+      '0b11000'
 
     References:
       Willard and Louf, 2023, arXiv:2307.09702.

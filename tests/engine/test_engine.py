@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import queue
 
+import automata
 import bigrams
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,10 @@ MODEL = bigrams.model(TARGET)
 BY_MODEL = specjax.model_drafter(bigrams.model(DRAFT))
 CONFIG = SpeculativeConfig(num_speculative_tokens=K)
 KEYS = [jax.random.key(seed) for seed in range(16)]
-DEFAULTS = SamplingParams(top_k=0, top_p=1.0, repetition_penalty=1.0)
+GRAMMAR = specjax.Grammar(*automata.tables(V))
+DEFAULTS = SamplingParams(
+    top_k=0, top_p=1.0, repetition_penalty=1.0, grammar=GRAMMAR, grammar_state=-1
+)
 
 
 class Letters:
@@ -61,6 +65,7 @@ def ask(index, **values):
         top_k=int(rng.integers(0, V + 1)),
         top_p=float(rng.uniform(0.5, 1)),
         repetition_penalty=float(rng.uniform(0.8, 1.3)),
+        grammar_state=index % 4 - 1,
     )
     prompt = rng.integers(0, V, rng.integers(1, 25)).tolist()
     most = int(rng.integers(1, 20))
@@ -177,8 +182,9 @@ def test_a_request_gets_what_generate_gives():
     sampling = SamplingParams(
         **{
             name: np.array([getattr(value["sampling"], name) for value in values])
-            for name in ("top_k", "top_p", "repetition_penalty")
-        }
+            for name in ("top_k", "top_p", "repetition_penalty", "grammar_state")
+        },
+        grammar=GRAMMAR,
     )
     for eos in ((), (V - 1,)):
         output = specjax.generate(
@@ -298,6 +304,8 @@ def test_nan_in_the_logits_of_one_request_ends_it_alone():
         ({"stop": ""}, "not empty"),
         ({"stop": "b"}, "no tokenizer"),
         ({"sampling": SamplingParams(min_p=0.1)}, "sampling=SamplingParams\\(min_p=...\\)"),
+        ({"sampling": SamplingParams(grammar=GRAMMAR)}, "sampling.grammar is given"),
+        ({"sampling": SamplingParams(grammar_state=0)}, "grammar_state is given without"),
         ({"sampling": SamplingParams(bias=np.zeros(2))}, r"made with float32\[4\]"),
         ({"prompt_token_ids": [[1]]}, "one prompt"),
         ({"prompt_token_ids": [0.5]}, "needs integers"),
@@ -372,7 +380,7 @@ def test_a_preempted_request_gets_the_same_tokens(drops_cache):
         num_rounds += 1
         if num_rounds % 3 == 0:
             num_preempted += any(engine.preempt(r, drops_cache=drops_cache) for r in requests)
-    assert num_preempted > 9
+    assert num_preempted > 6
     assert list(map(what_came, requests)) == alone()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import Engine, SamplingParams, SpeculativeConfig
+from specjax import Finish, SamplingParams, SpeculativeConfig
+from specjax.grammars import RowMasks, llguidance_matchers
 from specjax.grammars.byte_automaton import byte_automaton
 from specjax.grammars.json_schema import schema_pattern
 from specjax.grammars.token_bytes import token_bytes
@@ -230,9 +231,7 @@ def test_a_token_after_which_no_text_can_be_completed_is_not_allowed():
 NUM_PROMPTS, NEW = 200, 72
 _RNG = np.random.default_rng(5)
 TABLES = _RNG.dirichlet(np.full(V, 0.3), (2, V)) + 1e-4
-TARGET, DRAFT = (markov_chain(table / table.sum(-1, keepdims=True)) for table in TABLES)
-PROMPTS = _RNG.integers(0, V, (NUM_PROMPTS + 1, 3))
-DRAFTER, CONFIG = specjax.model_drafter(DRAFT), SpeculativeConfig(3)
+PROMPTS = _RNG.integers(0, V, (NUM_PROMPTS, 3))
 
 
 def check_texts(rows):
@@ -243,46 +242,49 @@ def check_texts(rows):
         text = b"".join(VOCABULARY[token] for token in row[:-1])
         assert is_valid(text), text
         texts.add(text)
-    assert len(texts) > NUM_PROMPTS / 2
+    assert len(texts) > NUM_PROMPTS / 4
 
 
-def test_two_hundred_prompts_give_valid_json_in_a_batch_and_in_an_engine():
-    # One more that no grammar binds.
-    states = np.append(np.zeros(NUM_PROMPTS, np.int32), np.int32(-1))
-    keys = bigrams.keys(NUM_PROMPTS + 1)
-    output = specjax.generate(
-        TARGET,
-        DRAFTER,
-        PROMPTS,
-        np.full(NUM_PROMPTS + 1, 3),
-        keys=keys,
-        config=CONFIG,
+def test_two_hundred_prompts_give_valid_json_by_the_automaton_and_by_llguidance():
+    encode = {text: token for token, text in enumerate(VOCABULARY)}
+
+    def letters(text):
+        return [encode[bytes([value])] for value in text.encode()]
+
+    schema = SCHEMA | {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    matchers = llguidance_matchers([schema] * NUM_PROMPTS, VOCABULARY, [EOS], letters)
+    size = 2 * NUM_PROMPTS
+    masks = RowMasks([None] * NUM_PROMPTS + matchers, [3] * size, V)
+    target, draft = (markov_chain(table / table.sum(-1, keepdims=True)) for table in TABLES)
+    drafter, config = specjax.model_drafter(draft), SpeculativeConfig(3)
+    state = specjax.init(
+        target,
+        drafter,
+        np.tile(PROMPTS, (2, 1)),
+        np.full(size, 3),
+        keys=bigrams.keys(size),
+        config=config,
         max_new_tokens=NEW,
         eos_token_ids=[EOS],
-        sampling=SamplingParams(grammar=GRAMMAR, grammar_state=states),
+        sampling=SamplingParams(
+            grammar=GRAMMAR, grammar_state=np.repeat(np.array([0, -1], np.int32), NUM_PROMPTS)
+        ),
+        allowed=masks.first(),
     )
-    rows = [row[3:] for row in specjax.unpad(output.token_ids)]
+    while not np.all(state.finish):
+        rows = masks.of_rows(state)
+        state, _ = specjax.step(target, drafter, state, config=config, allowed=rows)
+    np.testing.assert_array_equal(state.finish, Finish.END_OF_SEQUENCE)
+    rows = [row[3:] for row in specjax.unpad(state.token_ids)]
     check_texts(rows[:NUM_PROMPTS])
-    engine = Engine(
-        TARGET,
-        DRAFTER,
-        CONFIG,
-        num_slots=32,
-        max_length=output.token_ids.shape[1],
-        prefill_chunk_size=4,
-        sampling=SamplingParams(grammar=GRAMMAR, grammar_state=-1),
+    check_texts(rows[NUM_PROMPTS:])
+    assert all(
+        np.split(np.sum(state.metrics.num_accepted, axis=1), 2)[half].sum() > 100 for half in (0, 1)
     )
-    requests = []
-    for prompt, key, state in zip(PROMPTS, keys, states, strict=True):
-        sampling = SamplingParams(grammar_state=state) if state == 0 else None
-        options = {"key": key, "max_new_tokens": NEW, "stop_token_ids": [EOS]}
-        requests.append(engine.submit(prompt, sampling=sampling, **options))
-    while engine.step():
-        engine.preempt(requests[engine.num_steps % NUM_PROMPTS])
-    assert [request.token_ids for request in requests] == rows
-    assert VOCABULARY.index(b"{") not in (rows[-1][0], rows[-1][1])
-    with pytest.raises(ValueError, match=r"sampling\.grammar is given"):
-        engine.submit([1], key=keys[0], sampling=SamplingParams(grammar=GRAMMAR))
+    with pytest.raises(ValueError, match="llguidance does not read the grammar"):
+        llguidance_matchers([{"type": "nothing"}], VOCABULARY, [EOS], letters)
+    with pytest.raises(ValueError, match="eos_token_ids is empty"):
+        llguidance_matchers([], VOCABULARY, [], letters)
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text():

@@ -4,6 +4,8 @@ The distribution is enumerated in float64. Texts that the grammar forbids have p
 mask of a wrong row is seen in some requests; one that forbids too much is seen by chi-square.
 """
 
+import functools
+
 import automata
 import bigrams
 import jax.numpy as jnp
@@ -13,15 +15,18 @@ from test_sampling_laws import deviation
 
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig
+from specjax.grammars import RowMasks
 
 pytestmark = pytest.mark.once
 
 V, K, PROMPT, NUM_TOKENS, TEMPERATURE = automata.V, 3, [1, 2], 5, 0.8
 TARGET, DRAFT = bigrams.pair(V, seed=4)
 GRAMMAR = specjax.Grammar(*automata.tables())
-# Requests, the state in which they begin, and whether their draft is masked.
-SIZE = 1_500
-KINDS = [(0, True), (0, False), (2, True), (2, False), (-1, True)]
+SIZE = 600
+# Requests, the state in which they begin, by the automaton on the device or a host's matcher (-1 is
+# no grammar of that kind), and whether their draft is masked.
+KINDS = [(0, -1, True), (0, -1, False), (2, -1, True), (2, -1, False), (-1, -1, True)]
+BY_HOST = [(-1, 0, True), (-1, 2, True)]
 MODEL = specjax.model_drafter(bigrams.model(DRAFT))
 
 
@@ -33,43 +38,65 @@ def propose(params, state, token_ids, hidden, *, history, **options):
     return MODEL.propose(table, state, token_ids, hidden, history=history, **options)
 
 
+@functools.cache
 def draw():
-    """Continuations of all requests, i32[B, NUM_TOKENS], kind after kind, and the metrics."""
-    starts, is_masked = (np.repeat(column, SIZE) for column in zip(*KINDS, strict=True))
+    """Continuations of each kind of request, i32[SIZE, NUM_TOKENS], and their acceptance rates."""
+    kinds = [*KINDS, *BY_HOST]
+    starts, hosts, is_masked = (np.repeat(column, SIZE) for column in zip(*kinds, strict=True))
+    target, config = bigrams.model(TARGET), SpeculativeConfig(K)
     drafter = specjax.Drafter(
         (MODEL.params, jnp.asarray(is_masked)),
         lambda params, *sizes: MODEL.init(params[0], *sizes),
         lambda params, *chunk: MODEL.extend(params[0], *chunk),
         propose,
     )
-    output = specjax.generate(
-        bigrams.model(TARGET),
+    matchers = [None if start < 0 else automata.Matcher(start) for start in hosts]
+    masks = RowMasks(matchers, [len(PROMPT)] * len(starts), V)
+    state = specjax.init(
+        target,
         drafter,
         *bigrams.prompts([PROMPT] * len(starts)),
         keys=bigrams.keys(len(starts), seed=3),
-        config=SpeculativeConfig(K),
+        config=config,
         max_new_tokens=NUM_TOKENS,
         max_length=len(PROMPT) + NUM_TOKENS,
         temperature=TEMPERATURE,
         sampling=SamplingParams(grammar=GRAMMAR, grammar_state=starts.astype(np.int32)),
+        allowed=masks.first(),
     )
-    np.testing.assert_array_equal(output.finish, Finish.LENGTH)
-    return np.asarray(output.token_ids)[:, len(PROMPT) :], output.metrics
+    while not np.all(state.finish):
+        rows = masks.of_rows(state)
+        state, _ = specjax.step(target, drafter, state, config=config, allowed=rows)
+    np.testing.assert_array_equal(state.finish, Finish.LENGTH)
+    drawn = np.asarray(state.token_ids)[:, len(PROMPT) :]
+    counts = [np.sum(x, axis=1) for x in (state.metrics.num_accepted, state.metrics.num_drafted)]
+    accepted, drafted = (np.split(x, len(kinds)) for x in counts)
+    rates = [np.sum(x) / np.sum(y) for x, y in zip(accepted, drafted, strict=True)]
+    return dict(zip(kinds, zip(np.split(drawn, len(kinds)), rates, strict=True), strict=True))
 
 
-def test_several_steps_follow_the_masked_target_jointly():
-    drawn, metrics = draw()
-    rates = []
-    for n, (start, _) in enumerate(KINDS):
-        rows = slice(n * SIZE, (n + 1) * SIZE)
-        probs = automata.joint_probs(TARGET, PROMPT, NUM_TOKENS, start, TEMPERATURE)
-        counts = np.zeros_like(probs)
-        np.add.at(counts, tuple(drawn[rows].T), 1)
-        for axes in ((), (3, 4), (0, 1)):
-            z = deviation(counts.sum(axes), probs.sum(axes))
-            assert abs(z) < 5, f"another distribution than the masked target's: {z:.1f}"
-        drafted, accepted = metrics.num_drafted[rows], metrics.num_accepted[rows]
-        rates.append(float(accepted.sum() / drafted.sum()))
-    # A draft that the grammar masks, too, is accepted more.
+def check_distribution(drawn, start):
+    """Compares all tokens, the first three and the last three with the masked target's."""
+    probs = automata.joint_probs(TARGET, PROMPT, NUM_TOKENS, start, TEMPERATURE)
+    counts = np.zeros_like(probs)
+    np.add.at(counts, tuple(drawn.T), 1)
+    for axes in ((), (3, 4), (0, 1)):
+        z = deviation(counts.sum(axes), probs.sum(axes))
+        assert abs(z) < 5, f"another distribution than the masked target's: {z:.1f}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_steps_follow_the_masked_target_jointly(kind):
+    check_distribution(draw()[kind][0], kind[0])
+
+
+@pytest.mark.parametrize("kind", BY_HOST)
+def test_several_steps_with_masks_of_a_host_follow_the_masked_target_jointly(kind):
+    check_distribution(draw()[kind][0], kind[1])
+
+
+def test_a_draft_that_the_grammar_masks_is_accepted_more():
+    rates = [draw()[kind][1] for kind in (*KINDS, *BY_HOST)]
     assert rates[0] > rates[1] + 0.1
     assert rates[2] > rates[3] + 0.1
+    assert 0.1 < rates[5] < rates[0] - 0.1

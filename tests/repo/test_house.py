@@ -78,6 +78,7 @@ NOT_BY_IMPORT = {
     "jinja2",
     "rich",
     "matplotlib",
+    "llguidance",
 }
 
 FILE_BUDGET, FUNCTION_BUDGET, KERNEL_BUDGET = 300, 60, 80

@@ -16,8 +16,11 @@ FOLLOWS = (
 )
 
 
-def tables():
-    """next_states, token_classes and allowed of `specjax.Grammar`; tokens 1 and 3 swap classes."""
+def tables(vocab_size=V):
+    """next_states, token_classes and allowed of `specjax.Grammar`; tokens 1 and 3 swap classes.
+
+    Of fewer tokens, where the last are left out; each state still allows some.
+    """
     classes = np.array([0, 3, 2, 1, 4], np.int32)
     next_states = np.repeat(np.arange(len(FOLLOWS), dtype=np.int32)[:, None], V, axis=1)
     allowed = np.zeros((len(FOLLOWS), V), bool)
@@ -25,7 +28,7 @@ def tables():
         for token, after in follows.items():
             next_states[state, classes[token]] = after
             allowed[state, token] = True
-    return next_states, classes, processed.pack(allowed)
+    return next_states, classes[:vocab_size], processed.pack(allowed[:, :vocab_size])
 
 
 def state_after(state, tokens):
@@ -56,3 +59,24 @@ def joint_probs(table, prompt, num_tokens, state, temperature=1.0):
         for v in range(V)
     ]
     return np.stack([chance * joint for chance, joint in zip(row, later, strict=True)])
+
+
+class Matcher:
+    """A matcher for `RowMasks` that walks the automaton."""
+
+    def __init__(self, state):
+        self.states = [state]
+
+    def compute_bitmask(self):
+        return processed.pack(allowed_after(self.states[-1], [])).tobytes()
+
+    def try_consume_tokens(self, tokens):
+        for i, token in enumerate(tokens):
+            if token not in FOLLOWS[self.states[-1]]:
+                return i
+            self.states.append(state_after(self.states[-1], [token]))
+        return len(tokens)
+
+    def rollback(self, num_tokens):
+        del self.states[len(self.states) - num_tokens :]
+        return True

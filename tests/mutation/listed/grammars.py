@@ -1,14 +1,18 @@
 """Wrong versions of grammars: which state a row is in, what it allows, and the automata."""
 
 from ..mutation import Mutation
-from .tests import grammar_laws, grammars, json_schemas
+from .tests import engines, grammar_laws, grammars, json_schemas, row_masks
 
 __all__ = ["MUTATIONS"]
 
 _GRAMMAR = "specjax.processing.grammar."
+_MASKS = "specjax.grammars.row_masks.RowMasks."
 _LAW = "test_several_steps_follow_the_masked_target_jointly"
 _ROWS = "test_each_row_allows_what_follows_the_drafted_tokens_before_it"
-_BATCH = "test_two_hundred_prompts_give_valid_json_in_a_batch_and_in_an_engine"
+_HOST = "test_several_steps_with_masks_of_a_host_follow_the_masked_target_jointly"
+_GO_BACK = "test_each_row_has_the_mask_after_the_tokens_before_it_and_the_matchers_go_back"
+_FORMS = "test_masks_of_another_form_are_refused"
+_FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 _ACCEPTS = "test_a_schema_accepts_its_compact_texts_and_no_others"
 
 MUTATIONS = (
@@ -58,7 +62,7 @@ MUTATIONS = (
         f"{_GRAMMAR}allowed_columns",
         "if token_map is None else token_map",
         "if True else token_map",
-        grammars("test_a_draft_of_another_vocabulary_is_masked_by_the_targets_ids[token_map1]"),
+        grammars("test_a_draft_of_another_vocabulary_is_masked_by_the_targets_ids"),
         "a draft's columns are masked as if they were the target's",
     ),
     Mutation(
@@ -72,7 +76,7 @@ MUTATIONS = (
         "specjax.engine.slots.admit",
         "start_states(sampling, 1)",
         "last.grammar_state",
-        json_schemas(_BATCH),
+        engines(_FULL),
         "a slot goes on in the grammar's state of the request before",
     ),
     Mutation(
@@ -88,5 +92,47 @@ MUTATIONS = (
         "first",
         json_schemas(f"{_ACCEPTS}[schema1-good1-bad1]"),
         "the first property that may be absent may not be",
+    ),
+    Mutation(
+        f"{_MASKS}_mask_rows",
+        "matcher.rollback(num_read)",
+        "matcher.rollback(num_read - 1)",
+        row_masks(_GO_BACK),
+        "a matcher is not taken back to the committed tokens",
+    ),
+    Mutation(
+        f"{_MASKS}_mask_rows",
+        "rows[i + 1 :]",
+        "rows[i + 2 :]",
+        grammar_laws(_HOST),
+        "a row has the mask before the last drafted token, and the bonus row that of two before it",
+    ),
+    Mutation(
+        f"{_MASKS}_mask_rows",
+        "            rows[i + 1 :] = self._mask_of(matcher)",
+        "            rows[i + 1 : -1] = self._mask_of(matcher)",
+        grammar_laws(_HOST),
+        "the bonus row has not its own mask",
+    ),
+    Mutation(
+        f"{_MASKS}of_rows",
+        "masks[b])",
+        "masks[b, :1])",
+        row_masks(_GO_BACK),
+        "rows after a drafted token have no mask",
+    ),
+    Mutation(
+        "specjax.decode.row_masks.with_row_masks",
+        "return _with_masks(settings, masks)",
+        "return settings",
+        row_masks(_FORMS),
+        "a step has the masks of the step before, with which its draft was drawn",
+    ),
+    Mutation(
+        "specjax.decode.row_masks.draft_sampling",
+        "sampling._replace(allowed=None)",
+        "sampling._replace(allowed=sampling.allowed[:, 0])",
+        grammar_laws("test_a_draft_that_the_grammar_masks_is_accepted_more"),
+        "drafts are masked by what the first row of the step before allowed",
     ),
 )

@@ -37,6 +37,7 @@ __all__ = [
     "processing",
     "products",
     "ragged",
+    "row_masks",
     "rule_values",
     "sampled_decoding",
     "sampling",
@@ -93,6 +94,7 @@ noise = _of("core/test_noise.py")
 processing = _of("processing/test_process_logits.py")
 products = _of("models/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
+row_masks = _of("grammars/test_row_masks.py")
 rule_values = _of("samplers/test_rules.py")
 sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")

@@ -1,0 +1,83 @@
+"""Masks that a host gives for the rows of one step: `allowed` in the settings, [B, K + 1, ...].
+
+They are the target's. A draft is drawn before the host can know what its rows allow.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from specjax.decode.state_and_info import Settings
+from specjax.processing.logit_rules import LogitRules
+from specjax.processing.rule_checks import check_rules
+from specjax.processing.sampling_params import SamplingParams
+
+__all__ = ["draft_sampling", "has_row_masks", "with_first_mask", "with_row_masks"]
+
+
+def has_row_masks(sampling: SamplingParams | None) -> bool:
+    """Returns whether the mask has an axis of rows, and so is of one step alone."""
+    return sampling is not None and sampling.allowed is not None and sampling.allowed.ndim == 3
+
+
+def draft_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
+    """Returns what a drafter is told: the parameters without masks of the target's rows."""
+    if sampling is None or not has_row_masks(sampling):
+        return sampling
+    others = sampling._replace(allowed=None)
+    return None if all(field is None for field in others) else others
+
+
+def with_first_mask(settings: Settings, allowed: Any, size: int, num_rows: int) -> Settings:
+    """Returns the settings with a mask of the first generated token, of `init`.
+
+    Args:
+      settings: of the requests.
+      allowed: bool [B, V] or words [B, ceil(V / 32)], unchecked.
+      size: B.
+      num_rows: K + 1. The first step computes as many and emits the first.
+
+    Raises:
+      ValueError: for another shape or dtype.
+    """
+    mask = check_rules(LogitRules(allowed=allowed), size).allowed
+    if mask.ndim != 2:
+        raise ValueError(
+            f"allowed has shape {mask.shape}; init needs one mask of each request's first token, "
+            f"[{size}, V] or [{size}, ceil(V / 32)]."
+        )
+    return _with_masks(settings, jnp.repeat(jnp.asarray(mask)[:, None], num_rows, axis=1))
+
+
+def with_row_masks(settings: Settings, allowed: Any, size: int, num_rows: int) -> Settings:
+    """Returns the settings with masks of the rows of this step, of `step`.
+
+    Args:
+      settings: of the requests.
+      allowed: bool [B, K + 1, V] or words [B, K + 1, ceil(V / 32)], unchecked; or None.
+      size: B.
+      num_rows: K + 1.
+
+    Raises:
+      ValueError: for another shape or dtype, and for masks that came to an end or begin late.
+    """
+    if (allowed is None) == has_row_masks(settings.sampling):
+        raise ValueError(
+            f"allowed is {'None' if allowed is None else 'given'}, and the state was begun "
+            f"{'with' if allowed is None else 'without'} masks; a text that init began with "
+            "allowed needs it in every step, and no other takes it."
+        )
+    if allowed is None:
+        return settings
+    masks = check_rules(LogitRules(allowed=allowed), size, num_rows).allowed
+    if masks.ndim != 3:
+        raise ValueError(
+            f"allowed has shape {masks.shape}; a step needs a mask of each of its rows, "
+            f"[{size}, {num_rows}, V] or [{size}, {num_rows}, ceil(V / 32)]."
+        )
+    return _with_masks(settings, masks)
+
+
+def _with_masks(settings: Settings, masks: Any) -> Settings:
+    sampling = SamplingParams() if settings.sampling is None else settings.sampling
+    return settings._replace(sampling=sampling._replace(allowed=masks))
