@@ -28,10 +28,10 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_step
 from specjax.decode.prefill import prefill_and_run
-from specjax.decode.row_masks import with_first_mask, with_row_masks
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
+from specjax.processing.row_masks import with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
 __all__ = ["PREFILL_CHUNK_SIZE", "check_arguments", "init", "step"]
@@ -114,10 +114,9 @@ def init(
     )
     if allowed is not None:
         num_rows = 1 + (0 if drafter is None else arguments["config"].num_speculative_tokens)
-        settings = arguments["settings"]
-        arguments["settings"] = with_first_mask(
-            settings, allowed, len(arguments["lengths"]), num_rows
-        )
+        settings, size = arguments["settings"], arguments["prompt"].shape[0]
+        masked = with_first_mask(settings.sampling, allowed, size, num_rows)
+        arguments["settings"] = settings._replace(sampling=masked)
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         state, _ = prefill_and_run(run_step, target, drafter, **arguments)
         return state
@@ -182,8 +181,8 @@ def step(
             "needs the config of init."
         )
     size = state.lengths.shape[0]
-    settings = with_row_masks(state.settings, allowed, size, k + 1)
-    state = state._replace(settings=settings)
+    sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
+    state = state._replace(settings=state.settings._replace(sampling=sampling))
     return run_step(target, drafter, state, **options)
 
 

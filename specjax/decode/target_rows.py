@@ -14,12 +14,12 @@ from specjax.checks import check_logits, check_shape
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.draft_next import run_if
 from specjax.decode.logprobs import check_num_listed
-from specjax.decode.row_masks import has_row_masks
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
+from specjax.processing.row_masks import has_row_masks
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 

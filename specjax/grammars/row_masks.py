@@ -114,11 +114,11 @@ class RowMasks:
     def _mask_of(self, matcher: Matcher) -> np.ndarray:
         words = np.frombuffer(matcher.compute_bitmask(), "<u4")
         width = -(-self._vocab_size // 32)
-        if words.shape != (width,):
+        if words.size < width:
             raise ValueError(
                 f"a matcher's mask has {words.size} words; {self._vocab_size} tokens need {width}."
             )
-        return words
+        return words[:width]  # llguidance's has room for another token
 
     def _read_committed(self, index: int, matcher: Matcher, tokens: list[int]) -> None:
         """Reads committed tokens. Some matchers do not read the token that ends a text."""

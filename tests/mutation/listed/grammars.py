@@ -122,14 +122,14 @@ MUTATIONS = (
         "rows after a drafted token have no mask",
     ),
     Mutation(
-        "specjax.decode.row_masks.with_row_masks",
-        "return _with_masks(settings, masks)",
-        "return settings",
+        "specjax.processing.row_masks.with_row_masks",
+        "return _with_masks(sampling, masks)",
+        "return sampling",
         row_masks(_FORMS),
         "a step has the masks of the step before, with which its draft was drawn",
     ),
     Mutation(
-        "specjax.decode.row_masks.draft_sampling",
+        "specjax.processing.row_masks.draft_sampling",
         "sampling._replace(allowed=None)",
         "sampling._replace(allowed=sampling.allowed[:, 0])",
         grammar_laws("test_a_draft_that_the_grammar_masks_is_accepted_more"),

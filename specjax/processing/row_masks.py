@@ -1,4 +1,4 @@
-"""Masks that a host gives for the rows of one step: `allowed` in the settings, [B, K + 1, ...].
+"""Masks that a host gives for the rows of one step: an `allowed` [B, K + 1, ...] of the parameters.
 
 They are the target's. A draft is drawn before the host can know what its rows allow.
 """
@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specjax.decode.state_and_info import Settings
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.rule_checks import check_rules
 from specjax.processing.sampling_params import SamplingParams
@@ -28,11 +27,13 @@ def draft_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
     return None if all(field is None for field in others) else others
 
 
-def with_first_mask(settings: Settings, allowed: Any, size: int, num_rows: int) -> Settings:
-    """Returns the settings with a mask of the first generated token, of `init`.
+def with_first_mask(
+    sampling: SamplingParams | None, allowed: Any, size: int, num_rows: int
+) -> SamplingParams:
+    """Returns the parameters with a mask of the first generated token, of `init`.
 
     Args:
-      settings: of the requests.
+      sampling: of the requests, checked.
       allowed: bool [B, V] or words [B, ceil(V / 32)], unchecked.
       size: B.
       num_rows: K + 1. The first step computes as many and emits the first.
@@ -46,38 +47,39 @@ def with_first_mask(settings: Settings, allowed: Any, size: int, num_rows: int) 
             f"allowed has shape {mask.shape}; init needs one mask of each request's first token, "
             f"[{size}, V] or [{size}, ceil(V / 32)]."
         )
-    return _with_masks(settings, jnp.repeat(jnp.asarray(mask)[:, None], num_rows, axis=1))
+    return _with_masks(sampling, jnp.repeat(jnp.asarray(mask)[:, None], num_rows, axis=1))
 
 
-def with_row_masks(settings: Settings, allowed: Any, size: int, num_rows: int) -> Settings:
-    """Returns the settings with masks of the rows of this step, of `step`.
+def with_row_masks(
+    sampling: SamplingParams | None, allowed: Any, size: int, num_rows: int
+) -> SamplingParams | None:
+    """Returns the parameters with masks of the rows of this step, of `step`.
 
     Args:
-      settings: of the requests.
+      sampling: of the requests, checked.
       allowed: bool [B, K + 1, V] or words [B, K + 1, ceil(V / 32)], unchecked; or None.
       size: B.
       num_rows: K + 1.
 
     Raises:
-      ValueError: for another shape or dtype, and for masks that came to an end or begin late.
+      ValueError: for another shape or dtype, and for masks that come to an end or begin late.
     """
-    if (allowed is None) == has_row_masks(settings.sampling):
+    if (allowed is None) == has_row_masks(sampling):
         raise ValueError(
             f"allowed is {'None' if allowed is None else 'given'}, and the state was begun "
             f"{'with' if allowed is None else 'without'} masks; a text that init began with "
             "allowed needs it in every step, and no other takes it."
         )
     if allowed is None:
-        return settings
+        return sampling
     masks = check_rules(LogitRules(allowed=allowed), size, num_rows).allowed
     if masks.ndim != 3:
         raise ValueError(
             f"allowed has shape {masks.shape}; a step needs a mask of each of its rows, "
             f"[{size}, {num_rows}, V] or [{size}, {num_rows}, ceil(V / 32)]."
         )
-    return _with_masks(settings, masks)
+    return _with_masks(sampling, masks)
 
 
-def _with_masks(settings: Settings, masks: Any) -> Settings:
-    sampling = SamplingParams() if settings.sampling is None else settings.sampling
-    return settings._replace(sampling=sampling._replace(allowed=masks))
+def _with_masks(sampling: SamplingParams | None, masks: Any) -> SamplingParams:
+    return (SamplingParams() if sampling is None else sampling)._replace(allowed=masks)
