@@ -343,3 +343,18 @@ def test_the_tables_of_the_documents_are_those_of_the_measurements(
     assert (
         benchmark("tables.publish").put_between_markers(text, table, made.BEGIN, made.END) == text
     ), f"run benchmarks.tables.{name}, as it says itself, for {document}"
+
+
+@pytest.mark.parametrize(
+    ("table", "result"),
+    [
+        ("cold_start_table", "cpu_cold_start.json"),
+        ("gpu_cold_start_table", "h200_cold_start.json"),
+    ],
+)
+def test_the_tables_of_the_first_text_are_those_of_the_measurements(table, result, benchmark):
+    made = getattr(benchmark("tables.cold_start"), table)
+    text = made(json.loads(RESULT.with_name(result).read_text(encoding="utf-8")))
+    assert text in (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8"), (
+        "benchmarks/tables/cold_start.py says which commands write the tables anew"
+    )
