@@ -250,8 +250,11 @@ def test_the_command_finds_the_embedded_head_and_refuses_one_of_another_size(tmp
     check_draft(pair)
     assert pair.draft_spec == pretrained_folder("eagle3")
     assert isinstance(load_pair(pair)[1], specjax.Drafter)
-    with pytest.raises(ValueError, match="a head trained for that target"):
-        read_embedded_pair(target=str(pretrained_folder("target")))
+    assert read_embedded_pair(draft=None).draft_spec == pretrained_folder("eagle3")
+    assert read_embedded_pair(draft="model").draft_spec == pretrained_folder("draft")
+    for draft, kind in (("head", "head"), ("model", "model")):
+        with pytest.raises(ValueError, match=f"the folder of a draft {kind} for that target"):
+            read_embedded_pair(target=str(pretrained_folder("target")), draft=draft)
     save_head(tmp_path, head, HEAD)
     with pytest.raises(ValueError, match="of size 24 and the target's have 256"):
         check_draft(read_embedded_pair(draft=str(tmp_path)))

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from jax.typing import DTypeLike
 
 from specjax.models.heads.dflash import DFlashConfig
@@ -75,7 +75,7 @@ def load_dflash(
     token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)
     params = tensors.load(dflash_entries(config), layer.dtype)
     if token_map is not None:
-        params["token_map"] = jnp.asarray(token_map)
+        params["token_map"] = jax.device_put(token_map)
     return params, config
 
 

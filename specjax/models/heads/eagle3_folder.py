@@ -5,7 +5,7 @@ import os
 from collections.abc import Container, Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from jax.typing import DTypeLike
 
 from specjax.models.heads.eagle3 import Eagle3Config
@@ -67,7 +67,7 @@ def load_eagle3(
     token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)
     params = tensors.load(eagle3_entries(config, tensors), layer.dtype)
     if token_map is not None:
-        params["token_map"] = jnp.asarray(token_map)
+        params["token_map"] = jax.device_put(token_map)
     return params, config
 
 

@@ -4,12 +4,11 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.hf.folder import find_folder
 from specjax.models.hf.mapped_tensors import MappedTensors
-from specjax.models.hf.weight_map import WeightEntry, concatenate_tensors, set_path
+from specjax.models.hf.weight_map import WeightEntry, assemble_arrays, set_path
 
 __all__ = ["HeadTensors"]
 
@@ -70,9 +69,8 @@ class HeadTensors:
         params: dict[str, Any] = {}
         views = [(entry, list(map(self.view, entry.names, entry.shapes))) for entry in entries]
         self._tensors.check_all_read(self._names.get(name, name) for name in self._read)
-        for entry, parts in views:
-            arrays = [jnp.asarray(part) for part in parts]
-            set_path(params, entry.path, concatenate_tensors(arrays, entry.transposed, dtype))
+        for (entry, _), array in zip(views, assemble_arrays(views, dtype), strict=True):
+            set_path(params, entry.path, array)
         return params
 
     def read_token_map(self, draft_vocab_size: int, vocab_size: int) -> np.ndarray | None:

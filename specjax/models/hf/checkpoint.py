@@ -1,13 +1,9 @@
 """Loads and saves models as Hugging Face folders."""
 
 import dataclasses
-import itertools
 import json
-import math
 import os
 import pathlib
-from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -27,8 +23,7 @@ from specjax.models.hf.load_config import load_config
 from specjax.models.hf.mapped_tensors import MappedTensors
 from specjax.models.hf.progress import loading_bar
 from specjax.models.hf.weight_map import (
-    WeightEntry,
-    concatenate_tensors,
+    assemble_arrays,
     get_path,
     set_path,
     split_tensors,
@@ -39,58 +34,6 @@ from specjax.models.transformer import build, param_shapes
 __all__ = ["load", "load_shapes", "resolve_dtype", "save"]
 
 _WEIGHTS, _ADAPTER = "model.safetensors", "adapter_config.json"
-# Bytes, of arrays that JAX takes over on a CPU.
-_ALIGNMENT = 64
-# Written at a time.
-_NUM_COLUMNS = 64
-# Compiled, so that transposing, concatenating and casting make no copies in between.
-_concatenate_on_device = jax.jit(concatenate_tensors, static_argnums=(1, 2))
-
-
-def _concatenated(
-    entries: list[tuple[WeightEntry, list[np.ndarray]]], dtype: str
-) -> Iterator[jax.Array]:
-    """Yields the arrays of a model, each assembled where it will lie."""
-    if jax.default_backend() != "cpu":
-        # One at a time, so that the tensors of only one are on the device as well.
-        for entry, views in entries:
-            yield jax.block_until_ready(_concatenate_on_device(views, entry.transposed, dtype))
-        return
-    # JAX's programs would wait for those of the model, which may be compiling meanwhile. Most of
-    # the time goes into new pages of memory: two threads take a third of the time of one.
-    with futures.ThreadPoolExecutor(2) as pool:
-        arrays = pool.map(lambda each: _concatenate(each[1], each[0].transposed, dtype), entries)
-        yield from map(jax.device_put, arrays)
-
-
-def _concatenate(views: list[np.ndarray], transposed: bool, dtype: str) -> np.ndarray:
-    parts = [view.T if transposed else view for view in views]
-    array = _empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), dtype)
-    ends = itertools.accumulate(part.shape[-1] for part in parts)
-    for part, end in zip(parts, ends, strict=True):
-        _write(array[..., end - part.shape[-1] : end], part)
-    return array
-
-
-def _empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Returns an array that lies where a CPU's `jax.device_put` takes it over without a copy."""
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
-
-
-def _write(out: np.ndarray, part: np.ndarray) -> None:
-    """Writes a tensor a few columns at a time: of a transposed one no cache holds all rows."""
-    is_upper_half = part.dtype == jnp.bfloat16 and out.dtype == np.float32
-    for start in range(0, part.shape[-1], _NUM_COLUMNS):
-        columns = (..., slice(start, start + _NUM_COLUMNS))
-        if is_upper_half:
-            # NumPy would convert one by one.
-            bits, halves = out[columns].view(np.uint32), part[columns].view(np.uint16)
-            np.left_shift(halves, 16, out=bits, dtype=np.uint32, casting="unsafe")
-        else:
-            out[columns] = part[columns]
 
 
 def resolve_dtype(dtype: DTypeLike | None, folder_dtype: str) -> str:
@@ -164,7 +107,7 @@ def load(
     tensors.check_all_read((name for entry, _ in entries for name in entry.names), head)
     params: dict[str, Any] = {}
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
-        arrays = _concatenated(entries, config.dtype)
+        arrays = assemble_arrays(entries, config.dtype)
         for (entry, views), array in zip(entries, arrays, strict=True):
             set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))

@@ -20,7 +20,7 @@ from specjax.models.hf.folder import find_folder, read_json_object
 from specjax.models.hf.mapped_tensors import MappedTensors
 from specjax.models.hf.weight_map import (
     WeightEntry,
-    concatenate_tensors,
+    assemble_arrays,
     get_path,
     set_path,
     split_tensors,
@@ -148,13 +148,12 @@ def load_head(
     tensors = MappedTensors(folder)
     params: dict[str, Any] = {}
     tensors.check_all_read(name for entry in _head_entries(config) for name in entry.names)
-    for entry in _head_entries(config):
-        views = map(tensors.view, entry.names, entry.shapes)
-        set_path(
-            params,
-            entry.path,
-            concatenate_tensors([jnp.asarray(v) for v in views], entry.transposed, config.dtype),
-        )
+    entries = [
+        (entry, list(map(tensors.view, entry.names, entry.shapes)))
+        for entry in _head_entries(config)
+    ]
+    for (entry, _), array in zip(entries, assemble_arrays(entries, config.dtype), strict=True):
+        set_path(params, entry.path, array)
     return params, config
 
 
