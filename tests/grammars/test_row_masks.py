@@ -11,6 +11,8 @@ from specjax.draft import Draft
 from specjax.grammars import RowMasks
 from specjax.markov_chain import markov_chain
 
+pytestmark = pytest.mark.once
+
 
 def state_of(token_ids, drafted, finish):
     """What `RowMasks` reads of a state."""

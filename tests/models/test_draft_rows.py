@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processed
 import pytest
 
 import specjax
@@ -89,4 +90,28 @@ def test_a_penalty_counts_the_tokens_drafted_before():
         left = logits[:, i].copy()
         np.put_along_axis(left, wanted[:, :i], -np.inf, axis=-1)
         wanted[:, i] = left.argmax(-1)
+    np.testing.assert_array_equal(found.token_ids, wanted)
+
+
+def test_a_grammar_masks_each_row_by_the_tokens_drafted_before():
+    """In state s a token is allowed that leaves s when divided by 3; the next state is s + 1."""
+    classes = np.arange(DRAFT_VOCAB, dtype=np.int32) % 3
+    allowed = classes == np.arange(3)[:, None]
+    found = draft(
+        LOGITS,
+        SamplingParams(
+            grammar=specjax.Grammar(
+                (np.eye(3, dtype=np.int32) + np.arange(3, dtype=np.int32)[:, None]) % 3,
+                classes,
+                processed.pack(allowed),
+            ),
+            grammar_state=2,
+        ),
+        jax.random.split(jax.random.key(3), SIZE),
+        config=SpeculativeConfig(K, draft_sample_method="greedy"),
+        is_mapped=False,
+        one_by_one=False,
+    )
+    states = (2 + np.arange(K)) % 3
+    wanted = np.where(allowed[states], LOGITS, -np.inf).argmax(-1)
     np.testing.assert_array_equal(found.token_ids, wanted)

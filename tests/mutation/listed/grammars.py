@@ -1,7 +1,7 @@
 """Wrong versions of grammars: which state a row is in, what it allows, and the automata."""
 
 from ..mutation import Mutation
-from .tests import engines, grammar_laws, grammars, json_schemas, row_masks
+from .tests import draft_rows, engines, grammar_laws, grammars, json_schemas, row_masks
 
 __all__ = ["MUTATIONS"]
 
@@ -134,5 +134,12 @@ MUTATIONS = (
         "sampling._replace(allowed=sampling.allowed[:, 0])",
         grammar_laws("test_a_draft_that_the_grammar_masks_is_accepted_more"),
         "drafts are masked by what the first row of the step before allowed",
+    ),
+    Mutation(
+        "specjax.processing.logit_rules.LogitRules.reads_drafted",
+        " or self.grammar is not None",
+        "",
+        draft_rows("test_a_grammar_masks_each_row_by_the_tokens_drafted_before"),
+        "a block that is drawn at once has the grammar's first mask in every row",
     ),
 )
