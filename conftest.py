@@ -3,7 +3,9 @@
 import gc
 import importlib.util
 import os
+import sys
 import tempfile
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,11 @@ import specjax
 # A trace makes millions of objects that live on: the collector, which looks through all of them
 # again and again, takes a seventh of the time of what traces most.
 gc.set_threshold(200_000, 20, 100)
+# For each of Triton's operations MLIR imports the module of its dialect, by a name that jaxlib does
+# not have, and searches sys.path thrice. An empty module of that name halves a kernel's lowering.
+_TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
+if importlib.util.find_spec(_TRITON_DIALECT) is None:
+    sys.modules[_TRITON_DIALECT] = types.ModuleType(_TRITON_DIALECT)
 # Before the first use of a backend. They share the cores: one device is no slower for it.
 jax.config.update("jax_num_cpu_devices", 4)
 # Most of the tests' time is compilation. Two fifths of that are passes that shorten loops until
