@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]
 
@@ -23,6 +24,7 @@ class CallOptions:
       method: how drafted tokens are verified, "standard", "block" or "coupled".
       rule: a `specjax.Rule` in place of the standard one, or None.
       greedy_logprobs: whether greedy requests get log-probabilities; 0 otherwise.
+      split: of the vocabulary over a mesh axis, or None.
     """
 
     noise_dtype: Any
@@ -31,6 +33,12 @@ class CallOptions:
     method: str = "standard"
     rule: Any = None
     greedy_logprobs: bool = True
+    split: VocabularySplit | None = None
+
+    @property
+    def axis_name(self) -> str | None:
+        """Returns the mesh axis over which rows of logits lie, or None."""
+        return None if self.split is None else self.split.axis_name
 
     @property
     def greedy_is_argmax(self) -> bool:

@@ -13,13 +13,21 @@ __all__ = [
 ]
 
 
-def pvary_like(tree: Any, *like: Any) -> Any:
+def pvary_like(tree: Any, *like: Any, without: str | None = None) -> Any:
     """Marks `tree` as varying over every manual mesh axis that `like` varies over.
 
     A loop's first carry must have the type of its later ones. Inside `shard_map` the type says over
     which axes a value differs, and a constant differs over none.
+
+    Args:
+      tree: a pytree of arrays.
+      *like: pytrees of arrays.
+      without: an axis that is left out: that over which rows of logits lie, and nothing else.
+
+    Returns:
+      The pytree, marked.
     """
-    axes: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves(like)))
+    axes: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves(like))) - {without}
 
     def mark(leaf: Any) -> Any:
         missing = tuple(sorted(axes - _varying(leaf)))

@@ -22,9 +22,11 @@ from specjax.core.logsumexp import (
     row_statistics_once,
 )
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
+from specjax.core.split.rows import take
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.sample import Sample
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "argmax_token",
@@ -40,17 +42,25 @@ __all__ = [
 _TokenWeights = Callable[[jax.Array], jax.Array]
 
 
-def gather_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
+def gather_logits(
+    row: jax.Array,
+    index: jax.Array,
+    cutoff: jax.Array | None,
+    split: VocabularySplit | None = None,
+) -> jax.Array:
     """Returns the kept logits of a row at token ids: f32, -inf for ids outside the row.
 
     Args:
       row: [V].
       index: i32 of any shape; may lie outside [0, V).
       cutoff: f32[] or None.
+      split: of the vocabulary over devices; the row is then a device's part.
 
     Returns:
       f32 of the index's shape.
     """
+    if split is not None:
+        return mask_below_cutoff(take(row, index, split), cutoff)
     inside = (index >= 0) & (index < row.shape[0])
     x = mask_below_cutoff(jnp.take(row, index, mode="clip"), cutoff)
     return jnp.where(inside, x, -jnp.inf)
@@ -94,11 +104,16 @@ def two_level_argmax(
     return block, index[first_argmax(scores)]
 
 
-def argmax_token(row: jax.Array, partials: MaxSum, cutoff: jax.Array | None) -> jax.Array:
+def argmax_token(
+    row: jax.Array,
+    partials: MaxSum,
+    cutoff: jax.Array | None,
+    split: VocabularySplit | None = None,
+) -> jax.Array:
     """Returns the row's argmax, i32[], from its block partials; ties go to the lowest id."""
 
     def logits(index: jax.Array) -> jax.Array:
-        return flush_subnormals(gather_logits(row, index, cutoff))
+        return flush_subnormals(gather_logits(row, index, cutoff, split))
 
     return two_level_argmax(flush_subnormals(partials.max), logits)[1]
 
@@ -136,6 +151,7 @@ def row_token(
     temperature: Temperature,
     cutoff: jax.Array | None,
     noise_dtype: Any,
+    split: VocabularySplit | None = None,
 ) -> jax.Array:
     """Returns the token i32[] drawn from a row, or its argmax where the request is greedy.
 
@@ -147,14 +163,17 @@ def row_token(
       temperature: of the request.
       cutoff: f32[] or None.
       noise_dtype: float32 or float64.
+      split: as in `gather_logits`.
     """
 
     def token_log_weights(index: jax.Array) -> jax.Array:
-        return token_logprobs(gather_logits(logits, index, cutoff), normalizer, temperature.scale)
+        kept = gather_logits(logits, index, cutoff, split)
+        return token_logprobs(kept, normalizer, temperature.scale)
 
     block_log_masses = block_logprobs(partials, normalizer, temperature.scale)
     random = gumbel_max_token(block_log_masses, token_log_weights, at, noise_dtype)
-    return jnp.where(temperature.greedy, argmax_token(logits, partials, cutoff), random)
+    best = argmax_token(logits, partials, cutoff, split)
+    return jnp.where(temperature.greedy, best, random)
 
 
 def sample_row(
@@ -163,14 +182,15 @@ def sample_row(
     temperature: jax.Array,
     cutoff: jax.Array | None,
     noise_dtype: Any,
+    split: VocabularySplit | None = None,
 ) -> Sample:
-    """Draws the `Sample` of one row of logits [V] at its address."""
+    """Draws the `Sample` of one row of logits [V], or of its parts, at its address."""
     parsed = parse_temperature(temperature)
-    partials = block_partials(logits, parsed.scale, cutoff)
+    partials = block_partials(logits, parsed.scale, cutoff, split=split)
     row = row_statistics_once(partials, parsed.scale)
-    token = row_token(logits, partials, row.normalizer, at, parsed, cutoff, noise_dtype)
+    token = row_token(logits, partials, row.normalizer, at, parsed, cutoff, noise_dtype, split)
     valid = parsed.valid & row.valid
-    logit = gather_logits(logits, token, cutoff)
+    logit = gather_logits(logits, token, cutoff, split)
     logprob = token_logprobs(logit, row.normalizer, parsed.scale)
     return Sample(
         token_ids=jnp.where(valid, token, jnp.int32(-1)),

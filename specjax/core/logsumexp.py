@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.noise import SAMPLING_BLOCK
+from specjax.core.split.rows import gather_blocks, own_blocks
 from specjax.core.subnormal import smallest_equal
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "Exp2",
@@ -168,6 +170,7 @@ def block_partials(
     scale: jax.Array,
     cutoff: jax.Array | None = None,
     only_maxima: jax.Array | None = None,
+    split: VocabularySplit | None = None,
 ) -> MaxSum:
     """Returns the partials of every block of a row, in one pass over the logits.
 
@@ -176,16 +179,21 @@ def block_partials(
       scale: f32[...], one over the temperature, applied inside the exponent.
       cutoff: f32[...], logits below it are left out. None keeps all.
       only_maxima: as in `reduce_blocks`.
+      split: of the vocabulary over devices, which then compute a part of the blocks each.
 
     Returns:
       Partials f32[..., ceil(V / SAMPLING_BLOCK)].
     """
     c = None if cutoff is None else cutoff[..., None, None]
-    body, tail = split_blocks(logits)
 
     def reduce(blocks: jax.Array) -> MaxSum:
         return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
 
+    if split is not None:
+        own = jnp.stack(reduce(own_blocks(logits, split)), axis=-2)
+        both = gather_blocks(own, logits.shape[-1], split)
+        return jax.lax.optimization_barrier(MaxSum(both[..., 0, :], both[..., 1, :]))
+    body, tail = split_blocks(logits)
     partials = reduce(body)
     if tail is not None:
         last = reduce(tail)

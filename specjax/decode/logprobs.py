@@ -17,9 +17,11 @@ from specjax.core.logsumexp import (
     mask_below_cutoff,
     row_statistics_once,
 )
+from specjax.core.split.rows import first_token, take_each, true_row
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import shard_map_batch
+from specjax.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
     "LogprobsConfig",
@@ -89,6 +91,8 @@ def top_logprobs(
     *,
     temperature: Any = 1.0,
     cutoff: Any = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> TopLogprobs:
     r"""Returns the n likeliest tokens of each row, and the rank and logprob of a given one.
 
@@ -107,6 +111,8 @@ def top_logprobs(
       temperature: f32, scalar, [...] or its first axis alone. Below 1e-5 it counts as 1, as in
         every statistic of a greedy request.
       cutoff: f32[...]; logits below it have probability 0. None keeps all.
+      axis_name: as in `gumbel_sample`; the listing is then the same on each device.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `TopLogprobs`. Ids are -1, log-probabilities 0 and rank 0 where the token is -1, the
@@ -126,26 +132,33 @@ def top_logprobs(
     if logits.ndim == 0:
         raise ValueError("logits has shape (); it needs [..., V].")
     check_logits("logits", logits, ",".join(["..."] * logits.ndim))
-    leading, vocab_size = logits.shape[:-1], logits.shape[-1]
-    check_num_listed("n", n, vocab_size)
+    split = parse_split(axis_name, vocab_size, logits)
+    leading = logits.shape[:-1]
+    check_num_listed("n", n, logits.shape[-1] if split is None else split.vocab_size)
     token_ids = parse_array("token_ids", token_ids, jnp.int32, leading)
     temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
     if cutoff is not None:
         cutoff = parse_array("cutoff", cutoff, jnp.float32, leading)
-    return list_top_logprobs(logits, token_ids, temperature, cutoff, n=n)
+    return list_top_logprobs(logits, token_ids, temperature, cutoff, n=n, split=split)
 
 
-@functools.partial(jax.jit, static_argnames="n")
+@functools.partial(jax.jit, static_argnames=("n", "split"))
 def list_top_logprobs(
-    logits: jax.Array, token_ids: Any, temperature: Any, cutoff: Any, *, n: int
+    logits: jax.Array,
+    token_ids: Any,
+    temperature: Any,
+    cutoff: Any,
+    *,
+    n: int,
+    split: VocabularySplit | None = None,
 ) -> TopLogprobs:
     """Returns what `top_logprobs` returns, of checked arrays."""
     leading = logits.shape[:-1]
     trailing_ones = (1,) * (len(leading) - temperature.ndim)
     temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
     batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
-    if logits.ndim == 1:
-        return _top_logprobs(*batch, n=n)
+    if split is not None or logits.ndim == 1:
+        return _top_logprobs(*batch, n=n, split=split)
     return shard_map_batch(lambda batch, _: _top_logprobs(*batch, n=n), logits)(batch, ())
 
 
@@ -184,19 +197,35 @@ def list_logprobs(
 
 
 def _top_logprobs(
-    logits: jax.Array, token_ids: Any, temperature: jax.Array, cutoff: Any, *, n: int
+    logits: jax.Array,
+    token_ids: Any,
+    temperature: jax.Array,
+    cutoff: Any,
+    *,
+    n: int,
+    split: VocabularySplit | None = None,
 ) -> TopLogprobs:
     scaling = parse_temperature(temperature)
-    row = row_statistics_once(block_partials(logits, scaling.scale, cutoff), scaling.scale)
+    partials = block_partials(logits, scaling.scale, cutoff, split=split)
+    row = row_statistics_once(partials, scaling.scale)
     valid = scaling.valid & row.valid & (token_ids >= 0)
 
-    index = jnp.clip(token_ids, 0, logits.shape[-1] - 1)[..., None]
-    x = mask_below_cutoff(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
-    x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
+    if split is None:
+        index = jnp.clip(token_ids, 0, logits.shape[-1] - 1)[..., None]
+        x = mask_below_cutoff(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
+        x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
+    else:
+        x = mask_below_cutoff(take_each(logits, token_ids, split), cutoff)
+        logits = true_row(logits, first_token(logits.shape[-1], split), split, -jnp.inf)
     masked = mask_below_cutoff(logits, None if cutoff is None else cutoff[..., None])
     is_likelier = masked > largest_equal(x)[..., None]
     num_likelier = jnp.sum(is_likelier.astype(jnp.int32), axis=-1)
-    best, ids = _top_k(logits if cutoff is None else masked.astype(logits.dtype), n)
+    rows = logits if cutoff is None else masked.astype(logits.dtype)
+    if split is None:
+        best, ids = _top_k(rows, n)
+    else:
+        num_likelier = jax.lax.psum(num_likelier, split.axis_name)
+        best, ids = _top_k_over_devices(rows, n, split)
     normalizers = LogNormalizer(row.normalizer.shift[..., None], row.normalizer.log_sum[..., None])
     logprobs = token_logprobs(best, normalizers, scaling.scale[..., None])
     zero = jnp.float32(0)
@@ -230,6 +259,22 @@ def _top_k(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         rows, cpu=top_k_of_float32, default=top_k
     )
     return result
+
+
+def _top_k_over_devices(
+    rows: jax.Array, n: int, split: VocabularySplit
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `_top_k` returns of rows over devices, each of which gives its own n largest."""
+    width, axis = rows.shape[-1], rows.ndim - 1
+    best, ids = _top_k(rows, min(n, width))
+    ids = ids + first_token(width, split)
+    # Devices stand in the order of ids, so that ties still go to the lowest.
+    best, ids = (
+        jax.lax.all_gather(x, split.axis_name, axis=axis, tiled=True, to="invarying")
+        for x in (best, ids)
+    )
+    best, index = jax.lax.top_k(best, n)
+    return best, jnp.take_along_axis(ids, index, axis=-1)
 
 
 jax.tree_util.register_dataclass(LogprobsConfig, data_fields=[], meta_fields=["num", "mode"])

@@ -1,6 +1,6 @@
 """Bad words: token sequences that must not be completed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import jax
@@ -59,7 +59,12 @@ def word_lengths(words: jax.Array) -> jax.Array:
 
 
 def forbid_words(
-    x: jax.Array, words: jax.Array, history: History, drafted: Any, first_row: jax.Array
+    x: jax.Array,
+    words: jax.Array,
+    history: History,
+    drafted: Any,
+    first_row: jax.Array,
+    columns: Callable[[jax.Array], jax.Array] = lambda token_ids: token_ids,
 ) -> jax.Array:
     """Returns logits with -inf at the last token of each word whose others end before the row.
 
@@ -69,6 +74,7 @@ def forbid_words(
       history: token ids and lengths, where M > 1.
       drafted: i32[B, D], or None.
       first_row: i32[]; row r comes after the first `first_row + r` drafted tokens.
+      columns: gives the columns of x where tokens stand, one past the end for those that do not.
 
     Returns:
       [B, R, V] of the dtype of x.
@@ -95,7 +101,7 @@ def forbid_words(
         equal = (word_index < 0)[:, None] | (past[:, :, None] == aligned_words[:, None])
         matches &= jnp.all(equal, axis=-1)
     # An index past the end is dropped.
-    token = jnp.where(matches, last[:, None], vocab_size)
+    token = jnp.where(matches, columns(last)[:, None], vocab_size)
     request = jnp.arange(size, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
     # Logits are scattered as bits, because XLA scatters floats in float32, on a copy of the rows.

@@ -8,13 +8,14 @@ are gathered and searched.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specjax.core.bisection import Bracket, Extremes, initial_bracket, key_value, search
 from specjax.core.logsumexp import MaxSum, block_partials, merge_partials, split_blocks
+from specjax.core.split.rows import first_token, true_row
 from specjax.core.subnormal import smallest_equal
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.truncation import (
@@ -35,12 +36,15 @@ from specjax.core.truncation import (
     top_p_active,
 )
 from specjax.mesh import pvary_like
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["cutoff_of_rows"]
 
 # Blocks to which rows are gathered: an eighth of today's vocabularies, at the cost of half a pass
 # over them. The top 128 tokens fit wherever they lie.
 _NUM_GATHERED = 128
+
+_OVER_DEVICES = {jnp.add: jax.lax.psum, jnp.minimum: jax.lax.pmin, jnp.maximum: jax.lax.pmax}
 
 _MassAbove = Callable[[jax.Array], jax.Array]
 _ExtremesInside = Callable[[Bracket], Extremes]
@@ -68,18 +72,30 @@ class _Row(NamedTuple):
     low: jax.Array
 
 
-def cutoff_of_rows(logits: jax.Array, temperature: jax.Array, filters: Filters) -> jax.Array:
-    """Returns the cutoffs f32[R] of rows [R, V], with temperatures and filters [R]."""
+def cutoff_of_rows(
+    logits: jax.Array,
+    temperature: jax.Array,
+    filters: Filters,
+    split: VocabularySplit | None = None,
+) -> jax.Array:
+    """Returns the cutoffs f32[R] of rows [R, V], with temperatures and filters [R].
+
+    Where a vocabulary lies over devices, each counts and sums the tokens that it has, and a step of
+    a search adds these numbers, one per row.
+    """
     scaling = parse_temperature(temperature)
-    partials = block_partials(logits, scaling.scale)
-    row = _row_facts(partials, scaling, filters, logits.shape[1])
+    partials = block_partials(logits, scaling.scale, split=split)
+    vocab_size = logits.shape[1] if split is None else split.vocab_size
+    row = _row_facts(partials, scaling, filters, vocab_size)
+    if split is not None:
+        logits = true_row(logits, first_token(logits.shape[1], split), split, -jnp.inf)
     body, tail = split_blocks(logits)
     tails = () if tail is None else (tail,)
 
     def search(body: jax.Array) -> jax.Array:
-        return _search_cutoff((body, *tails) if body.shape[1] else tails, row, filters)
+        return _search_cutoff((body, *tails) if body.shape[1] else tails, row, filters, split)
 
-    if body.shape[1] <= 2 * _NUM_GATHERED:
+    if split is not None or body.shape[1] <= 2 * _NUM_GATHERED:
         cutoff = search(body)
     else:
         maxima = partials.max[:, : body.shape[1]]
@@ -148,14 +164,17 @@ def _bound_top_p(partials: MaxSum, row: _Row, top_p: jax.Array) -> jax.Array:
     return key_value(bracket.low)
 
 
-def _search_cutoff(arrays: tuple[jax.Array, ...], row: _Row, filters: Filters) -> jax.Array:
+def _search_cutoff(
+    arrays: tuple[jax.Array, ...], row: _Row, filters: Filters, split: VocabularySplit | None
+) -> jax.Array:
     """Returns the cutoffs f32[R], given arrays of blocks that hold every logit that is kept."""
     blocks = tuple(array.astype(jnp.float32) for array in arrays)
     anchor, scale = row.anchor[:, None], row.scale[:, None]
     min_p = None if filters.min_p is None else filters.min_p[:, None]
 
-    def merge(two: Callable[..., jax.Array], values: list[jax.Array]) -> jax.Array:
-        return functools.reduce(two, values)
+    def merge(two: Any, values: list[jax.Array]) -> jax.Array:
+        merged = functools.reduce(two, values)
+        return merged if split is None else _OVER_DEVICES[two](merged, split.axis_name)
 
     def mass(pivot: jax.Array) -> jax.Array:
         weights = (mass_weights(x, anchor[..., None], scale[..., None]) for x in blocks)

@@ -12,6 +12,7 @@ from specjax.core.truncation import Filters
 from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.mesh import pvary_like, shard_map_batch
 from specjax.processing.cutoff_xla import cutoff_of_rows
+from specjax.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = ["cutoff_shard", "find_cutoff", "logit_cutoff"]
 
@@ -29,6 +30,8 @@ def logit_cutoff(
     top_p: Any = None,
     min_p: Any = None,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> jax.Array:
     r"""Returns the smallest logit of each row that top-k, top-p and min-p keep, without a sort.
 
@@ -57,6 +60,8 @@ def logit_cutoff(
       min_p: f32, scalar or leading axes. 0 and below keep all, 1 and above the likeliest token
         alone. None is no min-p.
       implementation: as in `gumbel_sample`.
+      axis_name: as in `gumbel_sample`; the cutoffs are then the same on each device.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       f32[...], a logit of the row. -inf where nothing is cut: no filter is active, or the row is
@@ -86,9 +91,11 @@ def logit_cutoff(
     if logits.ndim == 0:
         raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
     check_logits("logits", logits, ", ".join("V" * logits.ndim))
-    if logits.shape[-1] > _MAX_TOKENS:
+    split = parse_split(axis_name, vocab_size, logits, implementation.name)
+    num_tokens = logits.shape[-1] if split is None else split.vocab_size
+    if num_tokens > _MAX_TOKENS:
         raise ValueError(
-            f"logits has a vocabulary of {logits.shape[-1]}; it needs at most {_MAX_TOKENS}, "
+            f"logits has a vocabulary of {num_tokens}; it needs at most {_MAX_TOKENS}, "
             "the most tokens that float32 counts exactly."
         )
     leading = logits.shape[:-1]
@@ -102,12 +109,18 @@ def logit_cutoff(
             parse_optional("min_p", min_p, jnp.float32, *each),
         ),
         implementation=implementation,
+        split=split,
     )
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames=("implementation", "split"))
 def find_cutoff(
-    logits: jax.Array, temperature: jax.Array, filters: Filters, *, implementation: Implementation
+    logits: jax.Array,
+    temperature: jax.Array,
+    filters: Filters,
+    *,
+    implementation: Implementation,
+    split: VocabularySplit | None = None,
 ) -> jax.Array:
     """Returns the cutoffs f32[...] of logits [..., V]: `logit_cutoff` on checked arrays.
 
@@ -117,7 +130,7 @@ def find_cutoff(
     if 0 in leading:
         return jnp.zeros(leading, jnp.float32)
     batch = _once_per_row(logits, temperature, filters)
-    run = functools.partial(cutoff_shard, implementation=implementation)
+    run = functools.partial(cutoff_shard, implementation=implementation, split=split)
     if not leading:
         return run(jax.tree.map(lambda x: x[None], batch), None)[0]
     return shard_map_batch(run, logits, check_vma=not implementation.interpret)(batch, None)
@@ -133,26 +146,38 @@ def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -
     return logits, each(temperature), jax.tree.map(each, filters)
 
 
-def cutoff_shard(batch: _Batch, shared: None, *, implementation: Implementation) -> jax.Array:
+def cutoff_shard(
+    batch: _Batch,
+    shared: None,
+    *,
+    implementation: Implementation,
+    split: VocabularySplit | None = None,
+) -> jax.Array:
     """Returns the cutoffs of a batch, or of one shard of it.
 
     Args:
       batch: logits [..., V], and temperatures and filters [...].
       shared: None, because no array is needed whole.
       implementation: a resolved one.
+      split: of the vocabulary over devices, or None.
 
     Returns:
       f32[...].
     """
-    logits, temperature, filters = pvary_like(batch, batch)
+    axis_name = None if split is None else split.axis_name
+    logits, temperature, filters = pvary_like(batch, batch, without=axis_name)
     filters = jax.tree.map(lambda x: x.reshape(-1), filters)
     rows = logits.reshape(-1, logits.shape[-1])
-    cutoff = _searcher(implementation)(rows, temperature.reshape(-1), filters)
+    cutoff = _searcher(implementation, split)(rows, temperature.reshape(-1), filters)
     return cutoff.reshape(logits.shape[:-1])
 
 
-def _searcher(implementation: Implementation) -> Callable[..., jax.Array]:
+def _searcher(
+    implementation: Implementation, split: VocabularySplit | None
+) -> Callable[..., jax.Array]:
     """Returns the function of rows [R, V] that searches: the reference or the kernels."""
+    if split is not None:
+        return functools.partial(cutoff_of_rows, split=split)
     if implementation.name == "xla":
         return cutoff_of_rows
     from specjax.pallas.cutoff.rows import cutoff_rows

@@ -1,14 +1,17 @@
 """Bias, penalties and masks as arrays: what turns raw logits into processed logits."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax.core.split.rows import first_token
 from specjax.mesh import shard_map_batch
 from specjax.processing.bad_words import forbid_words
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["LogitRules", "RowContext", "apply_rules"]
 
@@ -61,6 +64,7 @@ class RowContext(NamedTuple):
       first_row: i32[]; row r comes after the first `first_row + r` drafted tokens.
       drafted_columns: i32[B, D], where the drafted tokens stand in the rows; None is at their ids.
       token_map: i32[V_d], the target's id of every column of the rows; None is the column's own.
+      split: of the vocabulary over devices, or None.
     """
 
     history: History
@@ -68,6 +72,14 @@ class RowContext(NamedTuple):
     first_row: jax.Array
     drafted_columns: jax.Array | None = None
     token_map: jax.Array | None = None
+    split: VocabularySplit | None = None
+
+    def columns(self, token_ids: jax.Array, width: int) -> jax.Array:
+        """Returns where tokens stand in rows of `width` columns, past the end those that do not."""
+        if self.split is None:
+            return token_ids
+        column = token_ids - first_token(width, self.split)
+        return jnp.where(column < 0, width, column)
 
 
 @jax.jit
@@ -81,7 +93,7 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
     ]
     shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
     per_request = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
-    history, drafted, first_row, columns, token_map = context
+    history, drafted, first_row, columns, token_map, split = context
 
     def process(batch: Any, whole: Any) -> jax.Array:
         logits, per_request, history, drafted, columns = batch
@@ -90,7 +102,8 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
             *(y if x is None else x for x, y in zip(shared, per_request, strict=True))
         )
         rules = rules._replace(grammar=grammar)
-        return _process(logits, rules, RowContext(history, drafted, first_row, columns, token_map))
+        context = RowContext(history, drafted, first_row, columns, token_map, split)
+        return _process(logits, rules, context)
 
     batch = (rows, per_request, history, drafted, columns)
     whole = (shared, first_row, grammar, token_map)
@@ -118,7 +131,8 @@ def _process(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.A
         x = jnp.where(_per_request(valid), x, jnp.nan)
     x = x.astype(logits.dtype)
     if rules.bad_words is not None:
-        x = forbid_words(x, rules.bad_words, *context[:3])
+        columns = functools.partial(context.columns, width=x.shape[2])
+        x = forbid_words(x, rules.bad_words, *context[:3], columns)
     return x
 
 
@@ -135,6 +149,7 @@ def _apply_penalties(x: jax.Array, rules: LogitRules, context: RowContext) -> ja
     assert counts is not None
     generated = counts.generated[:, None]
     if drafted is not None:
+        drafted = context.columns(drafted, x.shape[2])
         # Compared rather than counted: a table per row would be larger than the logits.
         token = jax.lax.broadcasted_iota(jnp.int32, (1, 1, x.shape[2]), 2)
         row = context.first_row + jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1], 1), 1)

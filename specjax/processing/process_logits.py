@@ -13,7 +13,14 @@ from specjax.checks import as_array, check_logits, parse_array
 from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
-from specjax.processing.rule_checks import check_drafted, check_history, check_rules, check_widths
+from specjax.processing.rule_checks import (
+    check_drafted,
+    check_history,
+    check_rules,
+    check_rules_split,
+    check_widths,
+)
+from specjax.vocabulary_split import parse_split
 
 __all__ = ["process_logits"]
 
@@ -32,6 +39,7 @@ def process_logits(
     history: History | None = None,
     drafted_token_ids: Any = None,
     first_row: Any = 0,
+    axis_name: str | None = None,
 ) -> jax.Array:
     r"""Applies a bias, then penalties, then masks, and returns the processed logits.
 
@@ -66,6 +74,9 @@ def process_logits(
         with -1.
       first_row: i32 scalar. Row r comes after the first ``first_row + r`` drafted tokens: 0 for a
         verification, i for step i of a draft.
+      axis_name: as in `gumbel_sample`. `bias`, `allowed` and `history.counts` are then of the
+        tokens that this device has, as `logits` are; ids stay those of the whole vocabulary. A mask
+        in words needs a multiple of 32 tokens on each device. Without `grammar`.
 
     Returns:
       Logits of the shape and dtype of `logits`. One array of that size is made, none in float32.
@@ -104,7 +115,9 @@ def process_logits(
     )
     rules = check_rules(rules, size, num_rows)
     check_widths(rules, vocab_size)
+    split = parse_split(axis_name, None, logits)
+    check_rules_split(rules, vocab_size, split)
     first_row = parse_array("first_row", first_row, jnp.int32, ())
     history = check_history(rules, History() if history is None else history, size, vocab_size)
     drafted = check_drafted(rules, drafted_token_ids, size, num_rows, first_row)
-    return apply_rules(logits, rules, RowContext(history, drafted, first_row))
+    return apply_rules(logits, rules, RowContext(history, drafted, first_row, split=split))

@@ -12,8 +12,16 @@ from specjax.processing.grammar import Grammar, start_states
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.token_counts import TokenCounts
+from specjax.vocabulary_split import VocabularySplit
 
-__all__ = ["check_drafted", "check_history", "check_rules", "check_widths", "mask_width"]
+__all__ = [
+    "check_drafted",
+    "check_history",
+    "check_rules",
+    "check_rules_split",
+    "check_widths",
+    "mask_width",
+]
 
 _BITS_PER_WORD = 32
 
@@ -152,6 +160,20 @@ def check_widths(rules: LogitRules, vocab_size: int) -> None:
                 f"entry per token is bool, and words of 32 tokens are {width} wide."
             )
         check_shape("allowed", allowed, (*allowed.shape[:-1], width))
+
+
+def check_rules_split(rules: LogitRules, width: int, split: VocabularySplit | None) -> None:
+    """Refuses a grammar over devices, and a mask in words where a word would lie on two of them."""
+    if split is None:
+        return
+    if rules.grammar is not None:
+        raise ValueError("grammar is given with axis_name; grammars read whole rows of logits.")
+    allowed = rules.allowed
+    if allowed is not None and allowed.dtype != jnp.bool_ and width % _BITS_PER_WORD:
+        raise ValueError(
+            f"allowed is in words of {_BITS_PER_WORD} tokens and each device has {width} tokens; "
+            f"with axis_name that needs a multiple of {_BITS_PER_WORD}, or a mask of bool."
+        )
 
 
 def check_history(

@@ -21,7 +21,7 @@ __all__ = [
     "key_words_per_request",
     "once_per_request",
     "resize_tokens",
-    "verifier",
+    "verify_flat",
     "verify_shard",
 ]
 
@@ -75,7 +75,7 @@ def verify_shard(
       `Verification`.
     """
     # Inside shard_map a scalar default varies over no axis; a request varies as a whole.
-    arrays, shared = pvary_like((arrays, shared), arrays, shared)
+    arrays, shared = pvary_like((arrays, shared), arrays, shared, without=options.axis_name)
     target, cutoff = arrays.target_logits, arrays.target_cutoff
     draft = arrays.draft_logits if shared.draft_logits is None else shared.draft_logits
     arrays = arrays._replace(
@@ -84,13 +84,18 @@ def verify_shard(
         draft_logits=None if draft is None else draft.reshape(-1, draft.shape[2]),
         draft_ids=arrays.draft_ids if shared.draft_ids is None else shared.draft_ids,
     )
-    return verifier(options)(arrays)
+    return _verifier(options)(arrays)
 
 
-def verifier(options: CallOptions) -> Callable[[VerifyArrays], Verification]:
+def verify_flat(arrays: VerifyArrays, options: CallOptions) -> Verification:
+    """Verifies flat rows, of arrays that stand in the call once per request."""
+    return _verifier(options)(pvary_like(arrays, arrays, without=options.axis_name))
+
+
+def _verifier(options: CallOptions) -> Callable[[VerifyArrays], Verification]:
     """Returns the function that verifies flat rows: the reference or the kernels."""
     reference = functools.partial(_verify_by_reference, options=options)
-    if options.implementation.name == "xla":
+    if options.implementation.name == "xla" or options.split is not None:
         return reference
     from specjax.pallas.verify import verify_rows
 

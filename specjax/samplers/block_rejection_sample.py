@@ -29,6 +29,8 @@ def block_rejection_sample(
     greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Verification:
     r"""Verifies drafted tokens exactly, and accepts at least as many as `rejection_sample`.
 
@@ -55,6 +57,8 @@ def block_rejection_sample(
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
+      axis_name: as in `rejection_sample`.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `Verification`. A target row that is not a distribution ends the drafts before it: if all of
@@ -85,6 +89,8 @@ def block_rejection_sample(
         greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
+        axis_name=axis_name,
+        vocab_size=vocab_size,
         method="block",
     )
     return run_verification(arrays, options=options)
@@ -104,6 +110,8 @@ def block_rejection_sample_ragged(
     greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Verification:
     """Verifies drafted tokens laid end to end, as `block_rejection_sample` does.
 
@@ -120,6 +128,8 @@ def block_rejection_sample_ragged(
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
+      axis_name: as in `rejection_sample`.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -149,6 +159,8 @@ def block_rejection_sample_ragged(
         greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
+        axis_name=axis_name,
+        vocab_size=vocab_size,
         method="block",
     )
     return run_ragged_verification(arrays, options=options)

@@ -8,6 +8,7 @@ References:
   Sun et al., 2024, arXiv:2403.10444.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +30,12 @@ from specjax.samplers.request import (
     drafted_token,
     take_row,
 )
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
+
+
+_ReadRow = Callable[[jax.Array], tuple[MaxSum, RowStatistics]]
 
 
 class _Judged(NamedTuple):
@@ -52,7 +57,15 @@ class _Judged(NamedTuple):
 def drafted_tokens(request: Request, draft: DraftRows | None) -> DraftedToken:
     """Returns all drafted tokens of a request, arrays of a leading axis K."""
     index = pvary_like(jnp.arange(request.token_ids.shape[0], dtype=jnp.int32), request)
-    return jax.lax.map(lambda i: drafted_token(request, draft, i), index)
+    split = None if draft is None else draft.split
+    return _for_each(lambda i: drafted_token(request, draft, i), index, split)
+
+
+def _for_each(
+    function: Callable[[jax.Array], Any], index: jax.Array, split: VocabularySplit | None
+) -> Any:
+    """Returns the function's results for each index: in turn, at once where devices exchange."""
+    return jax.lax.map(function, index) if split is None else jax.vmap(function)(index)
 
 
 def is_block_request(request: Request, drafted: DraftedToken) -> jax.Array:
@@ -80,11 +93,12 @@ def accept_block_prefix(
       active: bool, whether the request may emit.
       noise_dtype: float32 or float64.
     """
-    judged = _judge(request, drafted, target, noise_dtype)
+    read = _row_reader(request, target)
+    judged = _judge(request, drafted, target, read, noise_dtype)
 
     def prefix_of(length: jax.Array) -> AcceptedPrefix:
         last = jnp.minimum(length, request.token_ids.shape[0] - 1)
-        partials, row = _row_statistics(request, target, length)
+        partials, row = read(length)
         at_row = jax.tree.map(lambda x: x[last], drafted)
         return AcceptedPrefix(length, partials, row, at_row, judged.log_rhos[length])
 
@@ -105,23 +119,29 @@ def accept_block_prefix(
         return pvary_like((length, is_accepted(length)), state)
 
     first = jnp.where(active, judged.length, jnp.int32(0))
+    if target.split is not None:
+        lengths = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+        accepted = jax.vmap(is_accepted)(lengths) & (lengths <= first)
+        return prefix_of(jnp.max(jnp.where(accepted, lengths, jnp.int32(0)))), judged.logprobs
     start = pvary_like((first, is_accepted(first)), request, target, draft)
     num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
     return prefix_of(num_accepted), judged.logprobs
 
 
-def _judge(request: Request, drafted: DraftedToken, target: LogitRows, noise_dtype: Any) -> _Judged:
+def _judge(
+    request: Request, drafted: DraftedToken, target: LogitRows, read: _ReadRow, noise_dtype: Any
+) -> _Judged:
     k = request.token_ids.shape[0]
     index = pvary_like(jnp.arange(k, dtype=jnp.int32), request)
     scale = parse_temperature(request.temperature).scale
 
     def judge_token(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, cutoff = take_row(target, request.target_row + i)
-        row = _row_statistics(request, target, i)[1]
-        logit = gather_logits(logits, request.token_ids[i], cutoff)
+        row = read(i)[1]
+        logit = gather_logits(logits, request.token_ids[i], cutoff, target.split)
         return token_logprobs(logit, row.normalizer, scale), row.valid
 
-    logprobs, valid = jax.lax.map(judge_token, index)
+    logprobs, valid = _for_each(judge_token, index, target.split)
     is_end = (index >= request.num_tokens) | ~valid
     length = jnp.min(jnp.where(is_end, index, jnp.int32(k)))
     log_rhos = cap_ratios(list(log_ratio(logprobs, drafted.logprob)))
@@ -134,10 +154,16 @@ def _judge(request: Request, drafted: DraftedToken, target: LogitRows, noise_dty
     return _Judged(length, logprobs, jnp.stack(log_rhos), jnp.pad(uniforms, (1, 0)))
 
 
-def _row_statistics(
-    request: Request, target: LogitRows, index: jax.Array
-) -> tuple[MaxSum, RowStatistics]:
-    scale = parse_temperature(request.temperature).scale
-    logits, cutoff = take_row(target, request.target_row + index)
-    partials = block_partials(logits, scale, cutoff)
-    return partials, row_statistics_once(partials, scale)
+def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
+    """Returns a function that reads a target row; rows over devices are read once, all of them."""
+
+    def read(index: jax.Array) -> tuple[MaxSum, RowStatistics]:
+        scale = parse_temperature(request.temperature).scale
+        logits, cutoff = take_row(target, request.target_row + index)
+        partials = block_partials(logits, scale, cutoff, split=target.split)
+        return partials, row_statistics_once(partials, scale)
+
+    if target.split is None:
+        return read
+    rows = jax.vmap(read)(jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32))
+    return lambda index: jax.tree.map(lambda x: x[index], rows)

@@ -26,6 +26,7 @@ from specjax.samplers.batch import (
     verify_shard,
 )
 from specjax.verification import Verification
+from specjax.vocabulary_split import parse_split
 
 __all__ = ["coupled_sample"]
 
@@ -43,6 +44,8 @@ def coupled_sample(
     greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Verification:
     r"""Draws the target's token at every position, and accepts drafted tokens while they agree.
 
@@ -81,6 +84,8 @@ def coupled_sample(
         them 0, and exponentiates no logit of a greedy request.
       noise_dtype: float32, or float64 where `jax_enable_x64` is on.
       implementation: as in `rejection_sample`.
+      axis_name: as in `gumbel_sample`.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where
@@ -134,6 +139,7 @@ def coupled_sample(
         k,
         "coupled",
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
+        split=parse_split(axis_name, vocab_size, target_logits, implementation.name),
     )
     return _coupled_sample(arrays, options=options)
 

@@ -21,9 +21,10 @@ from specjax.checks import (
 )
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import check_unsharded, pvary_like
-from specjax.samplers.batch import empty_verification, once_per_request, resize_tokens, verifier
+from specjax.mesh import check_unsharded
+from specjax.samplers.batch import empty_verification, once_per_request, resize_tokens, verify_flat
 from specjax.verification import Verification
+from specjax.vocabulary_split import parse_split
 
 __all__ = ["coupled_sample_ragged"]
 
@@ -43,6 +44,8 @@ def coupled_sample_ragged(
     greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Verification:
     r"""Draws the target's tokens of all requests laid end to end, as `coupled_sample` does.
 
@@ -65,6 +68,8 @@ def coupled_sample_ragged(
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
+      axis_name: as in `gumbel_sample`.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -116,6 +121,7 @@ def coupled_sample_ragged(
         k,
         "coupled",
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
+        split=parse_split(axis_name, vocab_size, target_logits, implementation.name),
     )
     return _coupled_sample_ragged(arrays, options=options)
 
@@ -129,4 +135,4 @@ def _coupled_sample_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Ver
     if not arrays.token_ids.shape[0]:
         options = dataclasses.replace(options, max_draft_tokens=0)
     arrays = once_per_request(arrays, size, options.max_draft_tokens)
-    return resize_tokens(verifier(options)(pvary_like(arrays, arrays)), num_rows)
+    return resize_tokens(verify_flat(arrays, options), num_rows)

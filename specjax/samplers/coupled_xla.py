@@ -25,7 +25,7 @@ from specjax.core.noise import Stream, address
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.next_token_xla import emit, is_active
-from specjax.samplers.request import LogitRows, Request, take_row
+from specjax.samplers.request import LogitRows, Request, first_false, take_row
 from specjax.verification import Verification
 
 __all__ = ["couple_request"]
@@ -70,11 +70,23 @@ def couple_request(
     """
     k = request.token_ids.shape[0]
 
-    def step(state: _DrawState) -> _DrawState:
-        index = state.num_accepted
+    def judge(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, RowStatistics]:
         i = jnp.minimum(index, k - 1)
         token, logprob, row = _draw(request, target, index, noise_dtype, only_maxima)
         accepted = (index < request.num_tokens) & row.valid & (token == request.token_ids[i])
+        return accepted, token, logprob, row
+
+    if target.split is not None:
+        # All rows at once, because devices exchange messages for each read.
+        drawn = jax.vmap(judge)(jnp.arange(k + 1, dtype=jnp.int32))
+        n = first_false(drawn[0] & is_active(request))
+        _, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)
+        return emit(request, n, row, target, token, logprob, drawn[2][:k])
+
+    def step(state: _DrawState) -> _DrawState:
+        index = state.num_accepted
+        i = jnp.minimum(index, k - 1)
+        accepted, token, logprob, row = judge(index)
         logprobs = state.logprobs.at[i].set(jnp.where(accepted, logprob, state.logprobs[i]))
         num_accepted = index + accepted.astype(jnp.int32)
         state_after = _DrawState(num_accepted, accepted, row, token, logprob, logprobs)
@@ -104,11 +116,11 @@ def _draw(
     """Returns the token drawn from a request's target row `index`, its log p, and statistics."""
     temperature = parse_temperature(request.temperature)
     logits, cutoff = take_row(target, request.target_row + index)
-    partials = block_partials(logits, temperature.scale, cutoff, only_maxima)
+    partials = block_partials(logits, temperature.scale, cutoff, only_maxima, target.split)
     row = row_statistics_once(partials, temperature.scale)
     at = address(request.key, request.position + index, Stream.TARGET)
-    token = row_token(logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype)
-    logprob = token_logprobs(
-        gather_logits(logits, token, cutoff), row.normalizer, temperature.scale
+    token = row_token(
+        logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype, target.split
     )
-    return token, logprob, row
+    logit = gather_logits(logits, token, cutoff, target.split)
+    return token, token_logprobs(logit, row.normalizer, temperature.scale), row

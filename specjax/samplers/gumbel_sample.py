@@ -22,6 +22,7 @@ from specjax.implementation import Implementation, resolve_implementation, selec
 from specjax.mesh import pvary_like, shard_map_batch
 from specjax.sample import Sample
 from specjax.samplers.batch import key_words_per_request
+from specjax.vocabulary_split import parse_split
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
 
@@ -36,6 +37,8 @@ def gumbel_sample(
     cutoff: Any = None,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Sample:
     r"""Draws one token per row by two-level Gumbel-max, with noise by address.
 
@@ -59,6 +62,10 @@ def gumbel_sample(
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
         "interpret" the kernels in Pallas' interpreter, for tests. A
         `specjax.implementation.Implementation` also carries sizes of the kernels.
+      axis_name: inside `shard_map`, the mesh axis over which V lies. `logits` is then this device's
+        part of each row, of at least 128 tokens, and the sample is the same on each. None for
+        whole rows.
+      vocab_size: with `axis_name`, V; what the axis holds past it is padding. None is all of it.
 
     Returns:
       `Sample`; token -1 and log-probability 0 for a row with NaN or +inf, -inf
@@ -79,9 +86,11 @@ def gumbel_sample(
       Gumbel-max in two levels: the maximum of a block's Gumbels is a Gumbel at its
       logsumexp, independent of which token attains it.
     """
-    options = CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation))
+    implementation = resolve_implementation(implementation)
     logits = as_array("logits", logits)
     check_logits("logits", logits, "[B, V]")
+    split = parse_split(axis_name, vocab_size, logits, implementation.name)
+    options = CallOptions(check_noise_dtype(noise_dtype), implementation, split=split)
     size = logits.shape[0]
     each = ((), (size,))
     arrays = SampleArrays(
@@ -129,13 +138,13 @@ def sample_shard(arrays: SampleArrays, shared: None = None, *, options: CallOpti
     Returns:
       `Sample`.
     """
-    return _sampler(options)(pvary_like(arrays, arrays))
+    return _sampler(options)(pvary_like(arrays, arrays, without=options.axis_name))
 
 
 def _sampler(options: CallOptions) -> Callable[[SampleArrays], Sample]:
     """Returns the function that draws: the reference or the kernels."""
     reference = functools.partial(_sample_by_reference, options=options)
-    if options.implementation.name == "xla":
+    if options.implementation.name == "xla" or options.split is not None:
         return reference
     from specjax.pallas.sample import sample_rows
 
@@ -146,5 +155,5 @@ def _sampler(options: CallOptions) -> Callable[[SampleArrays], Sample]:
 def _sample_by_reference(arrays: SampleArrays, options: CallOptions) -> Sample:
     keys = (arrays.keys[:, 0], arrays.keys[:, 1])
     at = batch_addresses(keys, arrays.positions, arrays.stream)
-    one = functools.partial(sample_row, noise_dtype=options.noise_dtype)
+    one = functools.partial(sample_row, noise_dtype=options.noise_dtype, split=options.split)
     return jax.vmap(one)(arrays.logits, at, arrays.temperature, arrays.cutoff)

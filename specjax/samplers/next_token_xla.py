@@ -68,19 +68,19 @@ def next_token(
     temperature = parse_temperature(request.temperature)
     logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
     drafted = prefix.drafted
+    split = target.split
     rejected = prefix.num_accepted < request.num_tokens
     row_log_masses = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
-        return token_logprobs(
-            gather_logits(logits, index, cutoff), prefix.row.normalizer, temperature.scale
-        )
+        kept = gather_logits(logits, index, cutoff, split)
+        return token_logprobs(kept, prefix.row.normalizer, temperature.scale)
 
     def one_hot_logprobs(index: jax.Array) -> jax.Array:
         return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
 
     def one_hot_log_masses() -> jax.Array:
-        block = jnp.clip(drafted.token_id, 0, logits.shape[0] - 1) // SAMPLING_BLOCK
+        block = jnp.clip(drafted.token_id, 0, target.vocab_size - 1) // SAMPLING_BLOCK
         index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
         residual = jnp.exp(residual_logprobs(target_logprobs(index), one_hot_logprobs(index)))
         return jnp.where(
@@ -93,7 +93,7 @@ def next_token(
     else:
         sampled = rejected & ~drafted.one_hot & ~temperature.greedy
         sampled_log_masses, sampled_logprobs = _sampled_residual(
-            request, prefix, LogitRows(logits, cutoff), draft
+            request, prefix, LogitRows(logits, cutoff, split), draft
         )
         log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
         max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
@@ -114,7 +114,7 @@ def next_token(
     random_token = gumbel_max_token(
         jnp.where(empty, row_log_masses, log_masses), token_log_weights, at, noise_dtype
     )
-    best_token = argmax_token(logits, prefix.partials, cutoff)
+    best_token = argmax_token(logits, prefix.partials, cutoff, split)
     token = jnp.where(temperature.greedy, best_token, random_token)
     return token, target_logprobs(token)
 
@@ -141,7 +141,7 @@ def _sampled_residual(
         )
         if prefix.log_rho is not None:
             p = p + prefix.log_rho
-        return residual_log_masses(p, q)
+        return residual_log_masses(p, q, target.split)
 
     return sampled_log_masses, logprobs
 
@@ -151,10 +151,10 @@ def residual_mass(
 ) -> jax.Array:
     """Returns sum max(rho p - q, 0) of the row after a prefix, f32[]; q is 1 at a one-hot draft."""
     logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
-    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff), draft)
+    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff, target.split), draft)
     scale, log_rho = parse_temperature(request.temperature).scale, prefix.log_rho
     assert log_rho is not None
-    drafted_logit = gather_logits(logits, prefix.drafted.token_id, cutoff)
+    drafted_logit = gather_logits(logits, prefix.drafted.token_id, cutoff, target.split)
     p = jnp.exp(token_logprobs(drafted_logit, prefix.row.normalizer, scale))
     one_hot_mass = jnp.exp(log_rho) * (1 - p)
     return jnp.where(prefix.drafted.one_hot, one_hot_mass, jnp.sum(jnp.exp(masses())))
@@ -192,12 +192,12 @@ def emit(
     emits = active & row.valid
     if request.bonus_token_id is not None:
         bonus = request.bonus_token_id
-        in_vocabulary = (bonus >= 0) & (bonus < target.logits.shape[1])
+        in_vocabulary = (bonus >= 0) & (bonus < target.vocab_size)
         is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
         token = jnp.where(is_given, bonus, token)
         logits, cutoff = take_row(target, request.target_row + num_accepted)
         scale = parse_temperature(request.temperature).scale
-        bonus_logit = gather_logits(logits, bonus, cutoff)
+        bonus_logit = gather_logits(logits, bonus, cutoff, target.split)
         bonus_logprob = token_logprobs(bonus_logit, row.normalizer, scale)
         # An invalid row gives the bonus token that was passed no probability.
         bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)

@@ -30,6 +30,7 @@ from specjax.samplers.batch import (
     verify_shard,
 )
 from specjax.verification import Verification
+from specjax.vocabulary_split import parse_split
 
 __all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]
 
@@ -48,6 +49,8 @@ def rejection_sample(
     greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Verification:
     r"""Verifies drafted tokens so that the emitted tokens follow the target exactly.
 
@@ -82,6 +85,9 @@ def rejection_sample(
         capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
         "interpret" the kernels in Pallas' interpreter, for tests. A
         `specjax.implementation.Implementation` also carries sizes of the kernels.
+      axis_name: as in `gumbel_sample`, for `target_logits` and `draft.logits`, which then have the
+        same tokens on a device; without `rule` and `draft.token_map`.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where
@@ -114,6 +120,8 @@ def rejection_sample(
         greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
+        axis_name=axis_name,
+        vocab_size=vocab_size,
     )
     return run_verification(arrays, options=options)
 
@@ -130,6 +138,8 @@ def check_verification(
     greedy_logprobs: bool,
     noise_dtype: Any,
     implementation: str | Implementation | None,
+    axis_name: str | None,
+    vocab_size: int | None,
     conditional_rates: Any = None,
     rule: Rule | None = None,
     method: str = "standard",
@@ -145,6 +155,7 @@ def check_verification(
             f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
             f"it needs {k + 1}: one per draft and one for the bonus token."
         )
+    split = parse_split(axis_name, vocab_size, target_logits, implementation.name, draft, rule)
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[2])
     each = ((), (size,))
     arrays = VerifyArrays.from_draft(
@@ -165,6 +176,7 @@ def check_verification(
         method,
         rule,
         check_flag("greedy_logprobs", greedy_logprobs),
+        split,
     )
     return arrays, options
 

@@ -25,14 +25,15 @@ from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import check_unsharded, pvary_like
+from specjax.mesh import check_unsharded
 from specjax.samplers.batch import (
     empty_verification,
     once_per_request,
     resize_tokens,
-    verifier,
+    verify_flat,
 )
 from specjax.verification import Verification
+from specjax.vocabulary_split import parse_split
 
 __all__ = ["check_ragged_verification", "rejection_sample_ragged", "run_ragged_verification"]
 
@@ -53,6 +54,8 @@ def rejection_sample_ragged(
     greedy_logprobs: bool = True,
     noise_dtype: Any = jnp.float32,
     implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
+    vocab_size: int | None = None,
 ) -> Verification:
     r"""Verifies drafted tokens of all requests laid end to end, as `rejection_sample` does.
 
@@ -78,6 +81,8 @@ def rejection_sample_ragged(
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
       noise_dtype: float32 or float64.
       implementation: as in `gumbel_sample`.
+      axis_name: as in `rejection_sample`.
+      vocab_size: as in `gumbel_sample`.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -109,6 +114,8 @@ def rejection_sample_ragged(
         greedy_logprobs=greedy_logprobs,
         noise_dtype=noise_dtype,
         implementation=implementation,
+        axis_name=axis_name,
+        vocab_size=vocab_size,
     )
     return run_ragged_verification(arrays, options=options)
 
@@ -127,6 +134,8 @@ def check_ragged_verification(
     greedy_logprobs: bool,
     noise_dtype: Any,
     implementation: str | Implementation | None,
+    axis_name: str | None,
+    vocab_size: int | None,
     conditional_rates: Any = None,
     rule: Rule | None = None,
     method: str = "standard",
@@ -143,6 +152,7 @@ def check_ragged_verification(
     for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
         if logits is not None:
             check_unsharded(name, logits)
+    split = parse_split(axis_name, vocab_size, target_logits, implementation.name, draft, rule)
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[1])
     k, each = max_draft_tokens, ((), (size,))
     arrays = VerifyArrays.from_draft(
@@ -166,6 +176,7 @@ def check_ragged_verification(
         method,
         rule,
         check_flag("greedy_logprobs", greedy_logprobs),
+        split,
     )
     return arrays, options
 
@@ -179,4 +190,4 @@ def run_ragged_verification(arrays: VerifyArrays, *, options: CallOptions) -> Ve
     if not arrays.token_ids.shape[0]:
         options = dataclasses.replace(options, max_draft_tokens=0)
     arrays = once_per_request(arrays, size, options.max_draft_tokens)
-    return resize_tokens(verifier(options)(pvary_like(arrays, arrays)), num_rows)
+    return resize_tokens(verify_flat(arrays, options), num_rows)

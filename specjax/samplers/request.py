@@ -23,6 +23,7 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import Words
 from specjax.core.temperature import parse_temperature
 from specjax.core.token_map import take_mapped
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "DraftRow",
@@ -32,15 +33,22 @@ __all__ = [
     "Request",
     "draft_row",
     "drafted_token",
+    "first_false",
     "take_row",
 ]
 
 
 class LogitRows(NamedTuple):
-    """Flat rows of logits: `logits` [R, V], and `cutoff` f32[R] or None."""
+    """Flat rows of logits: `logits` [R, V], `cutoff` f32[R] or None, `split` of V over devices."""
 
     logits: jax.Array
     cutoff: jax.Array | None = None
+    split: VocabularySplit | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns V, also where a device has a part of each row."""
+        return self.logits.shape[-1] if self.split is None else self.split.vocab_size
 
 
 class DraftRows(NamedTuple):
@@ -50,24 +58,27 @@ class DraftRows(NamedTuple):
       logits: [M, V_d].
       draft_ids: i32[V], the draft id of every token of the target, V_d where the draft has none;
         None where the ids are the same.
+      split: as in `LogitRows`.
     """
 
     logits: jax.Array
     draft_ids: jax.Array | None = None
+    split: VocabularySplit | None = None
 
 
 class DraftRow(NamedTuple):
-    """One row of draft logits, read at the target's ids: `logits` [V_d], cutoff, `draft_ids`."""
+    """One row of `DraftRows`, read at the target's ids: `logits` [V_d], and its cutoff."""
 
     logits: jax.Array
     cutoff: jax.Array | None
     draft_ids: jax.Array | None
+    split: VocabularySplit | None
 
     def kept_logits(self, token_id: jax.Array) -> jax.Array:
         """Returns kept logits f32 at token ids of any shape; -inf where the draft has none."""
         if self.draft_ids is not None:
             token_id = take_mapped(self.draft_ids, token_id, self.logits.shape[0])
-        return gather_logits(self.logits, token_id, self.cutoff)
+        return gather_logits(self.logits, token_id, self.cutoff, self.split)
 
     def kept_row(self, size: int) -> jax.Array:
         """Returns kept logits f32 of tokens 0, 1, ... of the target, of `size` at most."""
@@ -200,11 +211,16 @@ def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | 
     return row, None if rows.cutoff is None else rows.cutoff[index]
 
 
+def first_false(flags: jax.Array) -> jax.Array:
+    """Returns the index i32[] of the first False of bool[N]; N if there is none."""
+    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32)), dtype=jnp.int32)
+
+
 def draft_row(request: Request, draft: DraftRows, i: jax.Array) -> DraftRow:
     """Returns the row of draft logits that token i came from."""
     row, _ = take_row(LogitRows(draft.logits), request.draft_rows[i])
     cutoff = None if request.draft_cutoff is None else request.draft_cutoff[i]
-    return DraftRow(row, cutoff, draft.draft_ids)
+    return DraftRow(row, cutoff, draft.draft_ids, draft.split)
 
 
 def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> DraftedToken:
@@ -223,10 +239,9 @@ def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> Dr
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
     else:
-        row = row_statistics_once(
-            block_partials(drafted_row.logits, temperature.scale, drafted_row.cutoff),
-            temperature.scale,
-        )
+        logits, cutoff = drafted_row.logits, drafted_row.cutoff
+        partials = block_partials(logits, temperature.scale, cutoff, split=draft.split)
+        row = row_statistics_once(partials, temperature.scale)
         logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, temperature.scale), jnp.nan)
         # The target's formula, so that equal rows give equal log-probabilities.
         logprob = token_logprobs(logit, row.normalizer, temperature.scale)

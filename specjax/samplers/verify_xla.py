@@ -12,6 +12,7 @@ References:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,7 @@ from specjax.samplers.request import (
     LogitRows,
     Request,
     drafted_token,
+    first_false,
     take_row,
 )
 from specjax.samplers.rule_xla import accepts_by_rule, next_token_by_rule
@@ -122,28 +124,39 @@ def _accept_prefix(
     rule: Rule | None,
     only_maxima: jax.Array | None,
 ) -> _PrefixState:
-    """Reads target rows in order until a drafted token is rejected or all are accepted."""
+    """Reads target rows in order until a drafted token is rejected or all are accepted.
+
+    Rows that lie over devices are read at once, because every read is a message.
+    """
     k = request.token_ids.shape[0]
     scale = parse_temperature(request.temperature).scale
 
-    def step(state: _PrefixState) -> _PrefixState:
-        index = state.prefix.num_accepted
+    def judge(index: jax.Array) -> tuple[AcceptedPrefix, jax.Array, jax.Array]:
         i = jnp.minimum(index, k - 1)
         logits, cutoff = take_row(target, request.target_row + index)
-        partials = block_partials(logits, scale, cutoff, only_maxima)
+        partials = block_partials(logits, scale, cutoff, only_maxima, target.split)
         row = row_statistics_once(partials, scale)
         drafted = drafted_token(request, draft, i)
-        logit = gather_logits(logits, drafted.token_id, cutoff)
+        logit = gather_logits(logits, drafted.token_id, cutoff, target.split)
         logprob = token_logprobs(logit, row.normalizer, scale)
-        best = argmax_token(logits, partials, cutoff)
+        best = argmax_token(logits, partials, cutoff, target.split)
         if rule is None:
-            accepted = _accepts(request, i, drafted, logprob, best, logits.shape[0], dtype)
+            accepted = _accepts(request, i, drafted, logprob, best, target.vocab_size, dtype)
         else:
             rows = LogitRows(logits, cutoff)
             accepted = accepts_by_rule(request, i, drafted, logprob, best, rows, row, rule, dtype)
         accepted &= (index < request.num_tokens) & row.valid
+        return AcceptedPrefix(index, partials, row, drafted), accepted, logprob
+
+    if target.split is not None:
+        return _accept_at_once(request, judge)
+
+    def step(state: _PrefixState) -> _PrefixState:
+        index = state.prefix.num_accepted
+        prefix, accepted, logprob = judge(index)
+        i = jnp.minimum(index, k - 1)
         logprobs = state.logprobs.at[i].set(jnp.where(accepted, logprob, state.logprobs[i]))
-        prefix = AcceptedPrefix(index + accepted.astype(jnp.int32), partials, row, drafted)
+        prefix = prefix._replace(num_accepted=index + accepted.astype(jnp.int32))
         return pvary_like(_PrefixState(prefix, accepted, logprobs), state)
 
     blocks = jnp.full((-(-target.logits.shape[1] // SAMPLING_BLOCK),), -jnp.inf, jnp.float32)
@@ -157,6 +170,17 @@ def _accept_prefix(
     start = _PrefixState(empty, is_active(request), jnp.zeros((k,), jnp.float32))
     start = pvary_like(start, request, target, draft)
     return jax.lax.while_loop(lambda state: state.active, step, start)
+
+
+def _accept_at_once(
+    request: Request, judge: Callable[[jax.Array], tuple[AcceptedPrefix, jax.Array, jax.Array]]
+) -> _PrefixState:
+    """Judges all K + 1 target rows, and returns the state after the first rejection."""
+    k = request.token_ids.shape[0]
+    prefixes, accepted, logprobs = jax.vmap(judge)(jnp.arange(k + 1, dtype=jnp.int32))
+    num_accepted = first_false(accepted & is_active(request))
+    prefix = jax.tree.map(lambda x: x[num_accepted], prefixes)
+    return _PrefixState(prefix, jnp.bool_(False), logprobs[:k])
 
 
 def _accepts(
@@ -191,10 +215,10 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
     Returns:
       `Verification` of K drafted tokens; of one without drafts.
     """
-    target = LogitRows(arrays.target_logits, arrays.target_cutoff)
+    target = LogitRows(arrays.target_logits, arrays.target_cutoff, options.split)
     draft = None
     if arrays.draft_logits is not None:
-        draft = DraftRows(arrays.draft_logits, arrays.draft_ids)
+        draft = DraftRows(arrays.draft_logits, arrays.draft_ids, options.split)
     requests = Request.from_arrays(arrays, options.max_draft_tokens)
     # Inside shard_map the rows' numbers vary over no axis; a request varies as a whole.
     requests = pvary_like(requests, requests)
@@ -219,6 +243,8 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions) -> Verification:
             return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
         return jax.vmap(one)(requests)
 
+    if options.split is not None:
+        return side_by_side(requests)
     if arrays.temperature.shape[0] == 1:
         # One request is no batch: tracing a map and a batched loop takes three times as long.
         verification = one(jax.tree.map(lambda x: x[0], requests))

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "specjax"
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
     ("draft", "verification", "sample", "model"),
-    ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io"),
+    ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io", "vocabulary_split"),
     ("call_arrays", "checks", "programs"),
     ("core",),
     ("config", "pallas"),

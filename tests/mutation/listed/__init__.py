@@ -14,6 +14,7 @@ from . import (
     requests,
     rules,
     sampling,
+    split,
     subnormals,
     theory,
     token_maps,
@@ -41,4 +42,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + token_maps.MUTATIONS
     + engine.MUTATIONS
     + grammars.MUTATIONS
+    + split.MUTATIONS
 )

@@ -12,7 +12,7 @@ _CHANGE = "test_a_change_of_the_method_drops_drafts_of_the_target_s_noise"
 
 MUTATIONS = (
     Mutation(
-        "specjax.samplers.coupled_xla.couple_request.step",
+        "specjax.samplers.coupled_xla.couple_request.judge",
         "(token == request.token_ids[i])",
         "(token >= 0)",
         coupled_sampling(f"{_TOKENS}[xla]"),

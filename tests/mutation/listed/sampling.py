@@ -167,8 +167,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_LOGPROBS}_top_logprobs",
-        "block_partials(logits, scaling.scale, cutoff)",
-        "block_partials(logits, scaling.scale, None)",
+        "block_partials(logits, scaling.scale, cutoff, split=split)",
+        "block_partials(logits, scaling.scale, None, split=split)",
         logprobs("test_a_temperature_and_a_cutoff_are_those_of_the_row"),
         "tokens below the cutoff count in the sum",
     ),

@@ -43,6 +43,8 @@ __all__ = [
     "sampling",
     "searches",
     "stop_strings",
+    "split_processing",
+    "split_vocabulary",
     "streamed",
     "subnormal",
     "theory",
@@ -105,6 +107,8 @@ streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 theory = _of("theory/test_theory.py")
+split_processing = _of("processing/test_split_processing.py")
+split_vocabulary = _of("samplers/test_split_vocabulary.py")
 token_maps = _of("samplers/test_token_map.py")
 tokens = _of("decode/test_commit.py")
 transformer = _of("models/test_transformer.py")

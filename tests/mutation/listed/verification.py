@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RECOVERY}emit",
-        "(bonus >= 0) & (bonus < target.logits.shape[1])",
+        "(bonus >= 0) & (bonus < target.vocab_size)",
         "bonus >= 0",
         edges("test_a_given_bonus_outside_the_vocabulary_is_sampled_as_usual[xla-random]"),
         "an id that no vocabulary holds is emitted as a bonus",
@@ -222,21 +222,21 @@ MUTATIONS = (
         "synthetic acceptance keeps an id outside the vocabulary",
     ),
     Mutation(
-        f"{_VERIFY}_accept_prefix.step",
+        f"{_VERIFY}_accept_prefix.judge",
         "(index < request.num_tokens) & row.valid",
         "index < request.num_tokens",
         edges("test_an_invalid_target_row_emits_nothing_from_there_on[xla-synthetic-nan]"),
         "a drafted token is kept by an invalid row",
     ),
     Mutation(
-        f"{_VERIFY}_accept_prefix.step",
+        f"{_VERIFY}_accept_prefix.judge",
         "(index < request.num_tokens) & row.valid",
         "(index <= request.num_tokens) & row.valid",
         edges("test_the_shorter_of_num_tokens_and_minus_one_counts[xla]"),
         "one more token is verified than was drafted",
     ),
     Mutation(
-        f"{_VERIFY}_accept_prefix.step",
+        f"{_VERIFY}_accept_prefix.judge",
         "take_row(target, request.target_row + index)",
         "take_row(target, request.target_row + i)",
         verify(_CALM),

@@ -1,0 +1,140 @@
+"""Wrong versions of split vocabularies: padding, a block on two devices, the places of tokens."""
+
+from ..mutation import Mutation
+from .tests import split_processing, split_vocabulary
+
+__all__ = ["MUTATIONS"]
+
+_ROWS = "specjax.core.split.rows."
+_EMPTY = "test_a_device_without_tokens_changes_no_sample"
+_PROCESSED = "test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels"
+_TOKENS = "test_tokens_are_those_of_whole_rows_and_no_row_travels"
+
+MUTATIONS = (
+    Mutation(
+        f"{_ROWS}true_row",
+        "ids < split.vocab_size",
+        "ids < split.vocab_size + 1",
+        split_vocabulary(_EMPTY),
+        "the first column of padding has mass",
+    ),
+    Mutation(
+        f"{_ROWS}own_blocks",
+        "[row, rest, jnp",
+        "[row, jnp.full_like(rest, fill), jnp",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "a block on two devices has the sum of the first one's tokens alone",
+    ),
+    Mutation(
+        f"{_ROWS}own_blocks",
+        "start = -first % SAMPLING_BLOCK",
+        "start = jnp.int32(0)",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "blocks begin where a device's tokens do, and not at multiples of 128",
+    ),
+    Mutation(
+        f"{_ROWS}own_blocks",
+        "row = true_row(row, first, split, fill)",
+        "pass",
+        split_vocabulary(_EMPTY),
+        "what stands past the end of the vocabulary is read as logits",
+    ),
+    Mutation(
+        f"{_ROWS}gather_blocks",
+        "for d in range(size)]",
+        "for d in reversed(range(size))]",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "blocks stand in the reverse order of devices: other noise, and ties to the last device",
+    ),
+    Mutation(
+        f"{_ROWS}gather_blocks",
+        "begins[d + 1] - begins[d]]",
+        "-(-width // SAMPLING_BLOCK)]",
+        split_vocabulary(f"{_TOKENS}[token]"),
+        "a device on which one block less begins gives an arbitrary one",
+    ),
+    Mutation(
+        f"{_ROWS}take",
+        "index - first_token(width, split)",
+        "index",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "a token's logit and noise are looked up without the device's offset",
+    ),
+    Mutation(
+        f"{_ROWS}take",
+        "is_token & (column >= 0) & (column < width)",
+        "is_token",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "devices that do not have a token add a logit to it",
+    ),
+    Mutation(
+        f"{_ROWS}take",
+        "(index >= 0) & (index < split.vocab_size)",
+        "index >= 0",
+        split_vocabulary(_EMPTY),
+        "a column of padding is a token",
+    ),
+    Mutation(
+        "specjax.samplers.verify_xla._accept_at_once",
+        "accepted & is_active(request)",
+        "accepted",
+        split_vocabulary(f"{_TOKENS}[token]"),
+        "a request of an invalid temperature has its drafts verified",
+    ),
+    Mutation(
+        "specjax.samplers.block_xla.accept_block_prefix",
+        "jax.vmap(is_accepted)(lengths) & (lengths <= first)",
+        "jax.vmap(is_accepted)(lengths)",
+        split_vocabulary(f"{_TOKENS}[block]"),
+        "prefixes longer than the drafts of a request are tried",
+    ),
+    Mutation(
+        "specjax.samplers.coupled_xla.couple_request",
+        "_, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)",
+        "_, token, logprob, row = jax.tree.map(lambda x: x[0], drawn)",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "the token after the accepted ones is that of the first row",
+    ),
+    Mutation(
+        "specjax.processing.cutoff_xla._search_cutoff.merge",
+        "merged if split is None else _OVER_DEVICES[two](merged, split.axis_name)",
+        "merged if split is None else jax.lax.pmax(merged, split.axis_name)",
+        split_processing(_PROCESSED),
+        "a cutoff is searched by the counts and masses of the device that has most",
+    ),
+    Mutation(
+        "specjax.processing.cutoff_xla.cutoff_of_rows",
+        "logits = true_row(logits, first_token(logits.shape[1], split), split, -jnp.inf)",
+        "logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)",
+        split_processing(_PROCESSED),
+        "padding counts among the largest logits",
+    ),
+    Mutation(
+        "specjax.processing.logit_rules.RowContext.columns",
+        "token_ids - first_token(width, self.split)",
+        "token_ids",
+        split_processing(_PROCESSED),
+        "every device forbids and penalises the first one's tokens",
+    ),
+    Mutation(
+        "specjax.processing.logit_rules.RowContext.columns",
+        "jnp.where(column < 0, width, column)",
+        "column",
+        split_processing(_PROCESSED),
+        "a bad word of an earlier device is counted from the end of a later one's tokens",
+    ),
+    Mutation(
+        "specjax.decode.logprobs._top_k_over_devices",
+        "ids + first_token(width, split)",
+        "ids",
+        split_processing(_PROCESSED),
+        "tokens are listed by their columns on a device",
+    ),
+    Mutation(
+        "specjax.decode.logprobs._top_logprobs",
+        "jax.lax.psum(num_likelier, split.axis_name)",
+        "jax.lax.pmax(num_likelier, split.axis_name)",
+        split_processing(_PROCESSED),
+        "a rank counts the likelier tokens of one device alone",
+    ),
+)

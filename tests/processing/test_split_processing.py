@@ -1,0 +1,95 @@
+"""Rules, cutoffs and listed tokens of logits that lie over devices are those of whole rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from over_devices import WHOLE, most_numbers, over_devices, pad, split
+
+import specjax
+
+pytestmark = pytest.mark.once
+
+BATCH, ROWS, VOCAB = 4, 2, 50257
+DRAFTED = jnp.array([[5], [40000], [50256], [-1]])
+
+
+def arrays_of(rng):
+    """Logits in halves, so that edges have ties, and a bias, a mask and counts of each token."""
+    logits = np.round(4 * rng.normal(size=(BATCH, ROWS, VOCAB))) / 2
+    generated = np.zeros((BATCH, VOCAB), np.int32)
+    generated[:, np.argmax(logits[:, 0], axis=-1)] = 2
+    return dict(
+        logits=jnp.asarray(logits, jnp.float32),
+        bias=jnp.asarray(rng.normal(size=VOCAB), jnp.float32),
+        allowed=jnp.asarray(rng.random((BATCH, VOCAB)) < 0.9),
+        generated=jnp.asarray(generated),
+        prompt=jnp.asarray(rng.random((BATCH, VOCAB)) < 0.1),
+    )
+
+
+def process(logits, bias, allowed, generated, prompt, **axis):
+    """Processed logits, the cutoff of each row, and the likeliest tokens."""
+    history = specjax.History(
+        jnp.array([[7, 3]] * BATCH), jnp.full(BATCH, 2), specjax.TokenCounts(generated, prompt)
+    )
+    processed = specjax.process_logits(
+        logits,
+        bias=bias,
+        allowed=allowed,
+        repetition_penalty=1.3,
+        frequency_penalty=0.1,
+        presence_penalty=0.2,
+        bad_words=jnp.array([[40000, -1], [3, 12345], [5, 50256]]),
+        history=history,
+        drafted_token_ids=DRAFTED,
+        **{name: value for name, value in axis.items() if name == "axis_name"},
+    )
+    temperature = jnp.array([1.0, 0.7, 1.0, 0.0])
+    cutoff = specjax.logit_cutoff(
+        processed,
+        temperature=temperature,
+        top_k=jnp.array([50, 0, 4000, 3]),
+        top_p=jnp.array([1.0, 0.8, 0.9, 0.5]),
+        min_p=jnp.array([0.0, 0.0, 0.001, 0.0]),
+        **axis,
+    )
+    tokens = jnp.array([[50256, 0], [12565, -1], [7, 50257], [30000, 1]])
+    listed = specjax.top_logprobs(
+        processed, tokens, 6, temperature=temperature, cutoff=cutoff, **axis
+    )
+    return processed, cutoff, listed
+
+
+def test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels():
+    arrays = arrays_of(np.random.default_rng(2))
+    parts = {name: pad(array, fill=1) for name, array in arrays.items()}
+    parts["logits"] = pad(arrays["logits"])
+    specs = {name: split(array) for name, array in parts.items()}
+
+    def call(arrays):
+        return process(**arrays, axis_name="model", vocab_size=VOCAB)
+
+    program = over_devices(call, (parts,), (specs,), out_specs=(specs["logits"], WHOLE, WHOLE))
+    kinds, most = most_numbers(program)
+    assert kinds == {"all-gather", "all-reduce", "collective-permute"}
+    assert most <= BATCH * ROWS * (VOCAB / 128 + 4096) < parts["logits"].size / 4
+    processed, cutoff, listed = program(parts)
+    whole = jax.jit(lambda arrays: process(**arrays))(arrays)
+    np.testing.assert_array_equal(processed[..., :VOCAB], whole[0])
+    assert np.isneginf(whole[0]).any(axis=(0, 1))[[40000, 12345, 50256]].all()
+    np.testing.assert_array_equal(cutoff, whole[1])
+    np.testing.assert_array_equal(listed.token_ids, whole[2].token_ids)
+    np.testing.assert_array_equal(listed.rank, whole[2].rank)
+    np.testing.assert_allclose(listed.logprobs, whole[2].logprobs, atol=2e-6, rtol=1e-6)
+    np.testing.assert_allclose(listed.logprob, whole[2].logprob, atol=2e-6, rtol=1e-6)
+
+
+def test_a_mask_in_words_that_lie_on_two_devices_is_refused():
+    arrays = (jnp.zeros((1, 4 * 144)), jnp.zeros((4 * 5,), jnp.uint32))
+
+    def call(logits, allowed):
+        return specjax.process_logits(logits, allowed=allowed, axis_name="model")
+
+    with pytest.raises(ValueError, match="a multiple of 32"):
+        over_devices(call, arrays, tuple(map(split, arrays)), out_specs=split(arrays[0]))

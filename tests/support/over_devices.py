@@ -1,0 +1,42 @@
+"""Functions whose rows of logits lie over fake devices, and what travels in their programs."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+DEVICES = 4
+WHOLE = PartitionSpec()
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)(?:-start)?\("
+)
+
+
+def pad(array, devices=DEVICES, fill=jnp.nan):
+    """An array whose last axis is filled up to a multiple of the devices."""
+    width = [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % devices)]
+    return jnp.pad(array, width, constant_values=fill)
+
+
+def split(array):
+    """The specification of an array whose last axis lies over the devices."""
+    return PartitionSpec(*(None,) * (array.ndim - 1), "model")
+
+
+def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE):
+    """The compiled program of a function whose arrays lie over devices as specs say."""
+    mesh = jax.make_mesh(
+        (devices,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs)
+    return jax.jit(mapped).lower(*arrays).compile()
+
+
+def most_numbers(program):
+    """The kinds of collectives in a program, and the most numbers that one of them returns."""
+    found = _COLLECTIVE.findall(program.as_text())
+    shapes = [shape for result, _ in found for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
+    sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+    return {kind for _, kind in found}, max(sizes)
