@@ -120,7 +120,7 @@ def accept_block_prefix(
 
     first = jnp.where(active, judged.length, jnp.int32(0))
     if target.split is not None:
-        lengths = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+        lengths = _target_rows(request)
         accepted = jax.vmap(is_accepted)(lengths) & (lengths <= first)
         return prefix_of(jnp.max(jnp.where(accepted, lengths, jnp.int32(0)))), judged.logprobs
     start = pvary_like((first, is_accepted(first)), request, target, draft)
@@ -154,6 +154,13 @@ def _judge(
     return _Judged(length, logprobs, jnp.stack(log_rhos), jnp.pad(uniforms, (1, 0)))
 
 
+def _target_rows(request: Request) -> jax.Array:
+    """Returns the indices i32[K + 1] of a request's target rows; inside shard_map they vary."""
+    index = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+    varying: jax.Array = pvary_like(index, request)
+    return varying
+
+
 def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
     """Returns a function that reads a target row; rows over devices are read once, all of them."""
 
@@ -165,5 +172,5 @@ def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
 
     if target.split is None:
         return read
-    rows = jax.vmap(read)(jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32))
+    rows = jax.vmap(read)(_target_rows(request))
     return lambda index: jax.tree.map(lambda x: x[index], rows)

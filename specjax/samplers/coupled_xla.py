@@ -78,7 +78,7 @@ def couple_request(
 
     if target.split is not None:
         # All rows at once, because devices exchange messages for each read.
-        drawn = jax.vmap(judge)(jnp.arange(k + 1, dtype=jnp.int32))
+        drawn = jax.vmap(judge)(pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request))
         n = first_false(drawn[0] & is_active(request))
         _, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)
         return emit(request, n, row, target, token, logprob, drawn[2][:k])

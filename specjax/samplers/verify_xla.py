@@ -177,7 +177,8 @@ def _accept_at_once(
 ) -> _PrefixState:
     """Judges all K + 1 target rows, and returns the state after the first rejection."""
     k = request.token_ids.shape[0]
-    prefixes, accepted, logprobs = jax.vmap(judge)(jnp.arange(k + 1, dtype=jnp.int32))
+    index = pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request)
+    prefixes, accepted, logprobs = jax.vmap(judge)(index)
     num_accepted = first_false(accepted & is_active(request))
     prefix = jax.tree.map(lambda x: x[num_accepted], prefixes)
     return _PrefixState(prefix, jnp.bool_(False), logprobs[:k])

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from over_devices import DEVICES, WHOLE, most_numbers, over_devices, pad, split
+from jax.sharding import PartitionSpec
+from over_devices import DEVICES, most_numbers, over_devices, pad, split
 from verify_cases import make_draft, make_keys, mixed_case
 
 import specjax
@@ -27,11 +28,13 @@ def coupled(draft, *arguments, **options):
     return specjax.coupled_sample(draft.token_ids, *arguments, **options)
 
 
+# By method: the vocabulary, the devices that it lies over, and those that the requests lie over.
 METHODS = {
-    "token": (specjax.rejection_sample, GPT2, 4),
-    "block": (specjax.block_rejection_sample, GPT2, 4),
-    "coupled": (coupled, QWEN, 2),
+    "token": (specjax.rejection_sample, GPT2, 4, 1),
+    "block": (specjax.block_rejection_sample, GPT2, 2, 2),
+    "coupled": (coupled, QWEN, 2, 1),
 }
+ROWS, REQUESTS = PartitionSpec("data", None, "model"), PartitionSpec("data")
 
 
 @functools.cache
@@ -43,7 +46,8 @@ def case(vocab_size):
     case["temperature"][:3], case["num_tokens"][:3] = (np.nan, 0, 1), (K, K, 1)
     case["cutoff"][:3] = case["draft_cutoff"][:3] = -np.inf
     case["draft_temperature"][:3] = 1
-    case["draft_logits"][case["rows"][:3]] = case["target_logits"][:3, :K]
+    case["draft_logits"] = case["draft_logits"][case.pop("rows")]
+    case["draft_logits"][:3] = case["target_logits"][:3, :K]
     case["token_ids"][:3] = np.argmax(case["target_logits"][:3, :K], axis=-1)
     return case
 
@@ -55,21 +59,23 @@ def arguments(case):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_whole_rows_and_no_row_travels(method):
-    verify, vocab_size, devices = METHODS[method]
+    verify, vocab_size, devices, data = METHODS[method]
     inputs, keys = case(vocab_size), make_keys(BATCH)
     draft, logits = make_draft(inputs), jnp.asarray(inputs["target_logits"])
     whole = verify(draft, logits, keys=keys, **arguments(inputs))
     draft = draft._replace(logits=pad(draft.logits, devices))
     arrays = (draft, pad(logits, devices), keys, arguments(inputs))
-    draft_specs = jax.tree.map(lambda _: WHOLE, draft)._replace(logits=split(draft.logits))
+    draft_specs = jax.tree.map(lambda _: REQUESTS, draft)._replace(logits=ROWS)
 
     def call(draft, logits, keys, rest):
         return verify(draft, logits, keys=keys, axis_name="model", vocab_size=vocab_size, **rest)
 
-    program = over_devices(call, arrays, (draft_specs, split(logits), WHOLE, WHOLE), devices)
+    specs = (draft_specs, ROWS, REQUESTS, REQUESTS)
+    program = over_devices(call, arrays, specs, devices, REQUESTS, data)
     kinds, most = most_numbers(program)
     assert kinds == {"all-gather", "all-reduce", "collective-permute"}
-    assert most <= BATCH * (K + 1) * (vocab_size / 128 + 4096) < logits.size / devices
+    num_rows = BATCH * (K + 1) / data
+    assert most <= num_rows * (vocab_size / 128 + 4096) < num_rows * vocab_size / devices
     ours = program(*arrays)
     assert {0, K} <= set(np.asarray(ours.num_accepted).tolist())
     for name in ("token_ids", "num_accepted", "num_emitted"):

@@ -25,11 +25,11 @@ def split(array):
     return PartitionSpec(*(None,) * (array.ndim - 1), "model")
 
 
-def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE):
-    """The compiled program of a function whose arrays lie over devices as specs say."""
-    mesh = jax.make_mesh(
-        (devices,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE, data=1):
+    """The compiled program of a function whose arrays lie over devices, by `data`, as specs say."""
+    used = jax.devices()[: data * devices]
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((data, devices), ("data", "model"), axis_types=types, devices=used)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs)
     return jax.jit(mapped).lower(*arrays).compile()
 
