@@ -7,6 +7,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `arguments`, `speculation_arguments` | the options and their checks |
 | `prompts` | prompts from arguments, files and standard input |
 | `model_pair` | loads the target and the draft |
+| `json_schema` | the grammar of a file with a JSON schema |
 | `generate`, `stream_programs`, `token_text` | decodes one prompt, times it, makes text of tokens |
 | `batch` | decodes a file of prompts through the engine |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and says which is best |

@@ -130,6 +130,11 @@ def _add_decoding_options(group: Any) -> None:
     for name, (parse, letter, _, _, text) in SAMPLING_OPTIONS.items():
         group.add_argument("--" + name.replace("_", "-"), type=parse, metavar=letter, help=text)
     group.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="texts are JSON that the schema in FILE accepts; --max-new-tokens may cut one off",
+    )
+    group.add_argument(
         "--logprobs",
         type=int,
         metavar="N",

@@ -28,6 +28,7 @@ from specjax.cli.generate import (
 from specjax.cli.json_report import json_report
 from specjax.cli.prompts import read_prompt, read_prompts
 from specjax.config import SpeculativeConfig
+from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.cache_folder import command_folder, enable_compilation_cache
 
 __all__ = ["main"]
@@ -82,7 +83,7 @@ def _read_generate_job(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         eos_token_ids=pair.target_config.eos_token_ids,
-        sampling=parse_sampling_options(options),
+        sampling=_with_grammar(parse_sampling_options(options), options, pair),
         num_logprobs=options.logprobs,
         folder=None if folder is None else folder / "programs",
         models=describe_configs(pair),
@@ -95,6 +96,16 @@ def _read_generate_job(
         shapes = pair_shapes(pair)
         programs = None if shapes is None else begin_programs(make_job(*shapes))
         return make_job(*weights.result(), programs=programs)
+
+
+def _with_grammar(
+    sampling: SamplingParams | None, options: argparse.Namespace, pair: Any
+) -> SamplingParams | None:
+    if options.json_schema is None:
+        return sampling
+    from specjax.cli.json_schema import read_grammar
+
+    return (sampling or SamplingParams())._replace(grammar=read_grammar(options, pair))
 
 
 def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, terminal: Any) -> Any:

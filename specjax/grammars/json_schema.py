@@ -86,9 +86,10 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
         if key in given:
             _refuse_others(given, (key, "type") if key != "anyOf" else (key,), name)
             return _one_of(key, given[key], name)
-    kinds = given.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    unknown = [kind for kind in kinds if kind not in _KEYWORDS]
+    if "type" not in given:
+        raise ValueError(f"{name} has no type, const, enum or anyOf; it needs one of them.")
+    kinds = given["type"] if isinstance(given["type"], list) else [given["type"]]
+    unknown = [kind for kind in kinds if kind not in list(_KEYWORDS)]
     if unknown or not kinds:
         raise ValueError(f"{name} has type {unknown or kinds}; it needs some of {list(_KEYWORDS)}.")
     known = [key for kind in kinds for key in _KEYWORDS[kind]]

@@ -184,3 +184,30 @@ def test_a_process_that_is_terminated_leaves_whole_lines(folders, tmp_path):
     assert output.read_bytes().endswith(b"\n")
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert 3 < len({line["line"] for line in lines}) == len(lines) < 2000
+
+
+@pytest.mark.once
+def test_texts_are_json_that_a_schema_accepts(generate, folders, tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"enum": [{"ab": True}, [1, 2], "c"]}))
+    lines = [{"prompt": "ab"}, {"prompt": "acab", "temperature": 0}, {"prompt": "b"}] * 4
+    code, found = generate(lines, "--json-schema", str(schema), "--temperature", "30")
+    assert code == 0
+    texts = {line["text"] for line in found.values()}
+    assert {line["finish_reason"] for line in found.values()} == {"end_of_sequence"}
+    assert len(texts) == 3
+    assert all(json.loads(text) in ({"ab": True}, [1, 2], "c") for text in texts)
+    # Alone, with the key of the first line; from another schema no run goes on.
+    alone = ["generate", "ab", "--target", folders[0], "--draft", folders[1], *SHORT, "--json"]
+    assert main([*alone, "--json-schema", str(schema)]) == 0
+    assert json.loads(json.loads(capsys.readouterr().out)["text"]) in ({"ab": True}, [1, 2], "c")
+    schema.write_text('{"const": 7}')
+    assert generate(lines, "--json-schema", str(schema), "--temperature", "30")[0] == 2
+    for text, sentence in (
+        ("{", "is not JSON"),
+        ("[]", "no JSON object"),
+        ('{"if": 1}', "no type"),
+    ):
+        schema.write_text(text)
+        assert main([*alone, "--json-schema", str(schema)]) == 2
+        assert sentence in capsys.readouterr().err

@@ -16,6 +16,7 @@ from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import PromptLine, read_lines
 from specjax.cli.json_report import follows_target
+from specjax.cli.json_schema import read_grammar
 from specjax.cli.model_pair import ModelPair, describe_configs, load_pair
 from specjax.cli.token_text import list_logprobs
 from specjax.config import SpeculativeConfig
@@ -25,6 +26,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import Request
 from specjax.file_io import read_file
 from specjax.model import Model
+from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["BatchJob", "read_batch", "run_batch"]
@@ -47,6 +49,7 @@ class BatchJob(NamedTuple):
       options: of the command, for the lines that do not set them.
       output: where lines go, and which are there.
       hashes: of the requests, by the numbers of their lines.
+      grammar: that every text follows, or None.
     """
 
     pair: ModelPair
@@ -57,6 +60,7 @@ class BatchJob(NamedTuple):
     options: argparse.Namespace
     output: OutputFile
     hashes: dict[int, str]
+    grammar: Grammar | None = None
 
 
 def read_batch(
@@ -89,14 +93,15 @@ def read_batch(
             raise ValueError(f"{options.input}: {shown} --skip-malformed leaves such lines out.")
         terminal.print_warning(f"{options.input}: {len(problems)} left out. {shown}")
     output = OutputFile(options.output)
-    hashes = {line.number: _hash(options, pair, config, line) for line in lines}
+    grammar = read_grammar(options, pair)
+    hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
     for number, digest in hashes.items():
         if output.done.get(number, digest) != digest:
             raise ValueError(
                 f"{options.output} has an output of line {number} of another prompt or with other "
                 "options; name another --output, or remove it."
             )
-    return BatchJob(pair, *load_pair(pair), config, lines, options, output, hashes)
+    return BatchJob(pair, *load_pair(pair), config, lines, options, output, hashes, grammar)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
@@ -116,7 +121,11 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
 
 
 def _hash(
-    options: argparse.Namespace, pair: ModelPair, config: SpeculativeConfig, line: PromptLine
+    options: argparse.Namespace,
+    pair: ModelPair,
+    config: SpeculativeConfig,
+    line: PromptLine,
+    grammar: Grammar | None,
 ) -> str:
     """Returns a hash of all that a request's tokens depend on but the weights and the shapes."""
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
@@ -125,6 +134,9 @@ def _hash(
     # A rule's functions have no name that outlives a process; the option does.
     plain = repr(dataclasses.replace(config, rule=None))
     what = [describe_configs(pair), plain, options.rule, common, own]
+    if grammar is not None:
+        tables = b"".join(np.asarray(table).tobytes() for table in grammar)
+        what.append(hashlib.sha256(tables).hexdigest())
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -150,7 +162,7 @@ def _make_engine(job: BatchJob) -> Engine:
         job.config,
         num_slots=job.options.num_slots,
         max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
-        sampling=SamplingParams(**defaults),
+        sampling=SamplingParams(**defaults, grammar=job.grammar),
         tokenizer=job.pair.tokenizer,
         num_logprobs=job.options.logprobs,
     )

@@ -1,0 +1,35 @@
+"""`--json-schema`: a file that says what every text holds, as a grammar of the target's tokens."""
+
+import argparse
+import json
+import pathlib
+
+from specjax.cli.model_pair import ModelPair
+from specjax.grammars import json_schema_grammar, token_bytes
+from specjax.processing.grammar import Grammar
+
+__all__ = ["read_grammar"]
+
+
+def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
+    """Returns the grammar of `--json-schema`, or None if it is not given.
+
+    Raises:
+      ValueError: if the file is no JSON object, its schema is refused, or nothing ends a text.
+      OSError: if it cannot be read.
+    """
+    if options.json_schema is None:
+        return None
+    config = pair.target_config
+    try:
+        schema = json.loads(pathlib.Path(options.json_schema).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--json-schema {options.json_schema} is not JSON: {error}.") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"--json-schema {options.json_schema} holds no JSON object.")
+    if not config.eos_token_ids:
+        raise ValueError(
+            f"{pair.folder} names no end-of-sequence token, and a text of --json-schema has to end."
+        )
+    vocabulary = token_bytes(pair.tokenizer, config.vocab_size)
+    return json_schema_grammar(schema, vocabulary, config.eos_token_ids)
