@@ -283,4 +283,9 @@ def _lower(function: ClosedJaxpr, may_take: set[int]) -> jax.stages.Lowered:
             results[str(aval)] -= 1
             donated.append(i)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in function.in_avals]
-    return jax.jit(jaxpr_as_fun(function), donate_argnums=donated).lower(*shapes)
+
+    def run(*operands: Any) -> Any:
+        return jaxpr_as_fun(function)(*operands)
+
+    run.__name__ = function.jaxpr.debug_info.func_name
+    return jax.jit(run, donate_argnums=donated).lower(*shapes)
