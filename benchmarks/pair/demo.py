@@ -22,8 +22,8 @@ from specjax.cli.model_pair import load_pair, read_pair
 from specjax.file_io import replace_file
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-# What `specjax generate` is given as --draft: None is the embedded model.
-DRAFTS = {"draft model": None, "EAGLE-3 head": "head"}
+# What `specjax generate` is given as --draft.
+DRAFTS = {"draft model": "model", "EAGLE-3 head": "head"}
 
 
 def jobs_of(seeds: list[int], num_tokens: int) -> dict[tuple[str, int], GenerateJob]:
