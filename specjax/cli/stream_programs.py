@@ -98,7 +98,8 @@ class StreamPrograms:
     def lower_steps(self) -> None:
         """Traces and lowers what a second token needs: Python's part, while weights are read."""
         name = f"rows {self._plain_k}"
-        if name not in self._programs and not self._is_kept(name):
+        is_kept = self._store is not None and name in self._store
+        if name not in self._programs and not is_kept:
             self._lowered[name] = lower_by_layer(self._trace(name))
 
     def begin_steps(self) -> None:
@@ -119,16 +120,12 @@ class StreamPrograms:
             return
         if name == "draft" and self._drafter is None:
             return
-        if may_read and self._is_kept(name):
-            assert self._store is not None
+        if may_read and self._store is not None and name in self._store:
             self._programs[name] = self._pool.submit(self._store.load, name)
         else:
             # Traced and lowered by this thread, whose settings of JAX may be its own.
             lowered = self._lowered.pop(name, None) or lower_by_layer(self._trace(name))
             self._programs[name] = self._pool.submit(self._compile, name, lowered)
-
-    def _is_kept(self, name: str) -> bool:
-        return self._store is not None and name in self._store
 
     def _compile(self, name: str, lowered: LoweredParts) -> Callable[..., Any]:
         # A drafter without parameters looks tokens up.
