@@ -66,8 +66,8 @@ class Effort(NamedTuple):
 class Timed:
     """A loop to time: compiled, and what its runs are given.
 
-    Every run takes the caches of the one before and gives them back, in their own memory, as
-    whoever carries a state does.
+    Every run takes the caches of the one before and gives them back, in their own memory, as a loop
+    that carries a state does.
 
     Args:
       loop: of caches and other arguments; gives a result, and the caches.

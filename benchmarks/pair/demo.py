@@ -69,7 +69,7 @@ def measure(seeds: list[int], num_tokens: int, repeats: int) -> list[dict[str, A
 
 
 def describe(records: list[dict[str, Any]]) -> str:
-    """Of each draft and seed the fastest text, the medians over seeds, and their ratio."""
+    """Returns lines: medians over the seeds of each one's fastest text, and the drafts' ratio."""
     best = {(r["draft"], r["seed"]): max(r["tokens_per_s"]) for r in records}
     lines = []
     for name in DRAFTS:

@@ -86,8 +86,8 @@ def verify_request(
       noise_dtype: float32 or float64.
       rule: in place of the standard one, or None.
       method: "standard", token by token, or "block".
-      only_maxima: bool[], whether the maxima of its target rows suffice: it is greedy, and nobody
-        asks for its log-probabilities. None is False.
+      only_maxima: bool[], whether the maxima of its target rows suffice: it is greedy, and its
+        log-probabilities are not asked for. None is False.
 
     Returns:
       `Verification` without a batch axis.

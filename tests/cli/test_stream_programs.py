@@ -42,7 +42,7 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
 @pytest.mark.once
 @pytest.mark.parametrize("taps", [(), (3, 1)])
 def test_chunks_give_the_row_that_the_last_token_would_give(taps):
-    """Of prompts that end in the third chunk; the drafter's state is the same."""
+    """Both prompts end in their third chunk; the drafter's state is compared, too."""
     drafter = dataclasses.replace(DRAFTER, reads_features=bool(taps), taps=taps)
     ids, lengths = bigrams.prompts([[1, 2, 3, 0, 2], [0, 1, 3, 3, 2, 1]], width=6)
     options = {"keys": bigrams.keys(2), "config": SpeculativeConfig(3), "max_new_tokens": 9}

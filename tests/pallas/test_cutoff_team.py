@@ -132,7 +132,7 @@ def test_a_team_has_those_who_joined_before_it_was_closed(before, rank, size):
     left = run_one(join, empty_memory(**before), 2)
     np.testing.assert_array_equal(left.result, [rank, size])
     if size < 4:
-        # Whoever comes later finds the team closed, and as large.
+        # A program that joins later finds the team closed, and of the same size.
         later = run_one(join, Memory(left.counters, left.sums), 2)
         np.testing.assert_array_equal(later.result, [size, size])
 

@@ -15,7 +15,7 @@ Who waits, and why none waits in vain. A program joins when it runs, and a team 
 its first pass: once all programs of the row have joined, or after a number of polls without the
 missing ones. A program that comes later ends. So a member waits for programs alone that run and
 wait for nothing but each other; it never waits for one that has not started. The result depends on
-neither the number of members nor their order: a share's sum is the same whoever computes it.
+neither the number of members nor their order: every member would compute the same sum of a share.
 
 Memory order: an arrival is an atomic addition with acquire-release order at GPU scope, after a
 barrier of the program's threads (`launch.is_last_arrival`). A member reads the sums after an
@@ -135,7 +135,7 @@ def form_team(counters: Counters, b: jax.Array, num_programs: int) -> Team:
             lambda size: size == 0, lambda size: _read(counters.size, b, size), known
         )
 
-    # Where all have joined before it was closed, whoever closes it finds as many.
+    # If all programs have joined, the size is known without closing the team: num_programs.
     size = cond_or(joined != num_programs, close, joined)
     return Team(jnp.where(ticket < _CLOSED, ticket, size), size)
 

@@ -399,7 +399,7 @@ _KERNELS = (
         "jnp.where(before < _CLOSED, before, 0)",
         "before",
         cutoff_teams("test_a_team_has_those_who_joined_before_it_was_closed[before4-3-3]"),
-        "whoever closes a team again changes its size",
+        "a program that closes a team again changes its size",
     ),
 )
 
