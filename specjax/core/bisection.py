@@ -5,12 +5,11 @@ r"""A threshold among floats, found by bisection of their bits.
 `mass_above(t)`, a count or a mass of the logits at or above t, falls as t rises. Each float has a
 key, an integer in the order of the floats. So a search ends after at most as many halvings as a
 float has bits. `search` halves a bracket, and clamps it to the logits inside it, so that it ends
-once one value is left. `search_by_pivots` divides it at several pivots at once: fewer passes over
-the logits, each of which costs more.
+once one value is left. `specjax.core.pivot_search` divides it at several pivots at once.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,8 @@ __all__ = [
     "key_midpoint",
     "key_value",
     "ordered_key",
-    "pivot_keys",
     "search",
-    "search_by_pivots",
-    "shorten_key",
-    "unused_key_bits",
     "value_midpoint",
-    "widen_key",
 ]
 
 # Halvings between two clamps to the logits inside: a clamp costs as much as two halvings.
@@ -188,106 +182,3 @@ def search(
         return ~(jnp.all(closed) if closed.ndim else closed)
 
     return jax.lax.while_loop(is_open, narrow, bracket)
-
-
-def unused_key_bits(dtype: Any) -> int:
-    """Returns how many low bits of a key do not tell logits of a dtype apart: bf16 16, f16 13."""
-    return {"bfloat16": 16, "float16": 13}.get(jnp.dtype(dtype).name, 0)
-
-
-def shorten_key(key: jax.Array, unused_bits: int) -> jax.Array:
-    """Returns a key i32 without its low bits."""
-    return jax.lax.shift_right_arithmetic(key, jnp.int32(unused_bits))
-
-
-def widen_key(key: jax.Array, unused_bits: int) -> jax.Array:
-    """Returns the whole key i32 of the one logit that has a shortened one."""
-    # The low bits of a negative float's key are inverted: all are 1.
-    low_bits = jnp.where(key < 0, jnp.int32((1 << unused_bits) - 1), jnp.int32(0))
-    return jax.lax.shift_left(key, jnp.int32(unused_bits)) | low_bits
-
-
-def pivot_keys(
-    bracket: Bracket, num_pivots: int, by_value: jax.Array, unused_bits: int = 0
-) -> jax.Array:
-    """Returns keys i32[num_pivots] that divide a bracket evenly; each above `low`, at most `high`.
-
-    Args:
-      bracket: i32[], of shortened keys.
-      num_pivots: P, a power of two; as keys they divide the bracket into P + 1 parts, as values
-        into P - 1 parts and a half at each end.
-      by_value: bool[], whether the parts are equal as values, or else as keys: `value_midpoint`
-        says why a search alternates. A bracket of few keys is divided as keys.
-      unused_bits: by which the keys are shortened.
-
-    Returns:
-      i32[P], shortened keys.
-    """
-    one, parts = jnp.int32(1), jnp.int32(num_pivots + 1)
-    index = jax.lax.iota(jnp.int32, num_pivots)
-    # Each end is divided: high - low overflows where zero lies far inside.
-    step = jnp.maximum(jax.lax.div(bracket.high, parts) - jax.lax.div(bracket.low, parts), one)
-    last = jnp.maximum(bracket.high - one, bracket.low)
-    start, end = (key_value(widen_key(key, unused_bits)) for key in (bracket.low, last))
-    values = _divide_by_halves(start, end, index, num_pivots)
-    by_values = shorten_key(ordered_key(values), unused_bits)
-    keys = jnp.where(by_value & (step > one), by_values, bracket.low + step * (index + one))
-    return jnp.minimum(jnp.maximum(keys, bracket.low + one), bracket.high)
-
-
-def _divide_by_halves(
-    start: jax.Array, end: jax.Array, index: jax.Array, num_parts: int
-) -> jax.Array:
-    """Returns the middles f32[P] of the parts `index` of `num_parts` equal ones, a power of two.
-
-    Halves are exact, so that a compiler which computes them twice, once with fused multiply-adds,
-    gets the same pivots: one that was compared is the one that the bracket then ends at.
-    """
-    half, zero = jnp.float32(0.5), index.astype(jnp.float32) * jnp.float32(0)
-    start, end = start + zero, end + zero
-    place = index * 2 + 1
-    for level in reversed(range(num_parts.bit_length())):
-        middle = half * start + half * end
-        is_upper = jax.lax.shift_right_logical(place, jnp.int32(level)) % 2 == 1
-        start, end = jnp.where(is_upper, middle, start), jnp.where(is_upper, end, middle)
-    return start
-
-
-def search_by_pivots(
-    bracket: Bracket,
-    target: jax.Array,
-    masses_above: Callable[[jax.Array, jax.Array], jax.Array],
-    num_pivots: int,
-    unused_bits: int = 0,
-) -> Bracket:
-    """Divides the bracket of one row at several pivots in each pass, until it is closed.
-
-    Args:
-      bracket: i32[].
-      target: f32[], positive.
-      masses_above: function of the number i32[] of a pass and of pivots f32[P]; the mass or the
-        count at or above each pivot, f32[P].
-      num_pivots: P, a power of two.
-      unused_bits: low bits in which keys of the row's logits do not differ (`unused_key_bits`).
-
-    Returns:
-      i32[], closed: no logit lies between `low` and the threshold.
-    """
-
-    def divide(state: tuple[jax.Array, Bracket]) -> tuple[jax.Array, Bracket]:
-        number, (low, high) = state
-        keys = pivot_keys(Bracket(low, high), num_pivots, number % 2 == 0, unused_bits)
-        enough = masses_above(number, key_value(widen_key(keys, unused_bits))) >= target
-        return number + 1, Bracket(
-            jnp.max(jnp.where(enough, keys, low)), jnp.min(jnp.where(enough, high, keys))
-        )
-
-    last = bracket.high - jnp.int32(1)
-    first = Bracket(
-        shorten_key(bracket.low, unused_bits), shorten_key(last, unused_bits) + jnp.int32(1)
-    )
-    _, (low, _) = jax.lax.while_loop(
-        lambda state: ~is_closed(state[1]), divide, (jnp.int32(0), first)
-    )
-    low = widen_key(low, unused_bits)
-    return Bracket(low, low + jnp.int32(1))

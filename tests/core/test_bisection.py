@@ -1,6 +1,5 @@
 """The search that kernels and reference share: keys, brackets and bounds."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,60 +82,6 @@ def test_a_search_finds_the_kth_largest_in_tiles(k, looks):
     # `low` need not be a logit, but none lies between it and the threshold.
     least = truncation.min_kept(tiles, bisection.key_value(ends.low)[:, None])
     np.testing.assert_array_equal(jnp.min(least, axis=-1), nth_largest(np.asarray(x), k))
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("num_pivots", [1, 8])
-def test_a_search_by_pivots_finds_the_kth_largest_in_few_passes(num_pivots, dtype):
-    rest = np.clip(rows(0), -6e4, 6e4)[[0, 1, 2, 4, 5, 7]]
-    x = jnp.asarray(rows(0) if dtype == jnp.float32 else rest, dtype)
-    unused = bisection.unused_key_bits(dtype)
-    passes = []
-
-    def close(row, k):
-        def counts(number, pivots):
-            jax.debug.callback(lambda number: passes.append(int(number)), number)
-            return jnp.sum((row[None] >= pivots[:, None]).astype(jnp.float32), axis=1)
-
-        ends = bisection.initial_bracket(jnp.float32(-jnp.inf), jnp.max(row), jnp.array(True))
-        return bisection.search_by_pivots(ends, k, counts, num_pivots, unused)
-
-    search = jax.jit(close)
-    for k in (1, 7, 200):
-        for row in x.astype(jnp.float32):
-            ends = search(row, jnp.float32(k))
-            assert bisection.is_closed(ends)
-            # `low` is below every logit where no pivot was reached.
-            least = np.min(row[row >= bisection.key_value(ends.low)])
-            assert least == nth_largest(np.asarray(row)[None], k)[0]
-    jax.effects_barrier()
-    # Every other pass divides 2^32 keys, or 2^16 of bf16 and 2^19 of f16, by P + 1.
-    halvings = (32 - unused) / np.log2(num_pivots + 1)
-    assert max(passes) <= 2 * np.ceil(halvings)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("unused_bits", [0, 13, 16])
-def test_pivots_are_inside_a_bracket_and_divide_it_evenly(unused_bits):
-    largest = (2**31 - 2**23) >> unused_bits
-    pairs = [(-largest, largest), (-largest, -largest + 1), (-5, 4), (3, 4), (0, largest)]
-    for low, high in pairs:
-        ends = bisection.Bracket(jnp.int32(low), jnp.int32(high))
-        for by_value in (True, False):
-            keys = bisection.pivot_keys(ends, 8, jnp.array(by_value), unused_bits)
-            keys = np.asarray(keys).astype(np.int64)
-            assert np.all((keys > low) & (keys <= high))
-            assert np.all(np.diff(keys) >= 0)
-        part = (high - low) / 9
-        wanted = np.clip(low + part * np.arange(1, 9), low + 1, high)
-        np.testing.assert_allclose(keys, wanted, atol=16)
-    # As values: the middles of the halves of what lies between -2 and 1.
-    low, last = (int(bisection.ordered_key(jnp.float32(x))) >> unused_bits for x in (-2, 1))
-    ends = bisection.Bracket(jnp.int32(low), jnp.int32(last + 1))
-    keys = bisection.pivot_keys(ends, 2, jnp.array(True), unused_bits)
-    values = bisection.key_value(bisection.widen_key(keys, unused_bits))
-    np.testing.assert_allclose(values, [-1.25, 0.25], atol=0.01)
 
 
 @pytest.mark.once

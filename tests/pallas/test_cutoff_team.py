@@ -26,7 +26,7 @@ SMALL = dict(row=Tile(256, 4), row_search=Tile(256, 4), num_register_logits=64, 
 FILTERS = {
     "top_k": [0, 900, 0, 3000, 0, 4999],
     "top_p": [0.9, 1.0, 0.97, 0.8, 0.999, 0.5],
-    "min_p": [0.0, 0.0, 0.01, 0.0, 0.0, 0.0],
+    "min_p": [0.0, 0.0, 0.01, 0.0, 0.02, 0.0],
     "temperature": [1.0, 1.0, 30.0, 1.0, 3.0, 2.0],
 }
 
@@ -154,7 +154,7 @@ def test_members_ask_each_share_once_and_know_the_same():
                     teams.Team(jnp.int32(rank), jnp.int32(size)),
                     teams.TeamMemory(out.counters, out.sums),
                     jnp.int32(0),
-                    jnp.int32(4),
+                    jnp.int32(2),
                     lambda share: (share * num_pivots + pivot).astype(jnp.float32) * 0.1,
                     lambda parts: jnp.sum(parts, axis=0),
                     interpret=True,

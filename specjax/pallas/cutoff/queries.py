@@ -1,6 +1,6 @@
-"""Queries that a search makes of logits: held in registers, or read from memory at each query.
+"""Searches of a cutoff among logits held in registers, or read from memory in each pass.
 
-In registers a query costs little, and a search halves its bracket. A query of logits in memory
+In registers a query costs little, and a search halves its bracket. A pass over logits in memory
 reads them again, so it answers for several pivots at once:
 
     mass above each of P pivots = sum over chunks x of (x[None] >= pivots[:, None]) weight(x)[None]
@@ -8,6 +8,8 @@ reads them again, so it answers for several pivots at once:
 Axes: `P` pivots, `W` columns: logits of a chunk.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.core.bisection import Bracket, search_by_pivots, unused_key_bits
+from specjax.core.pivot_search import Pass, search_by_pivots, unused_key_bits
 from specjax.core.truncation import (
+    RowBounds,
     RowQueries,
     bisecting_queries,
     extremes_blocks,
@@ -26,14 +29,14 @@ from specjax.core.truncation import (
 )
 from specjax.pallas.cutoff.bound import RowSummary
 from specjax.pallas.kernel_config import KernelConfig, Tile
-from specjax.pallas.launch import make_add_above, make_exp2
+from specjax.pallas.launch import cond_or, make_add_above, make_exp2
 
 __all__ = [
     "Exchange",
     "MemoryRow",
     "Merge",
-    "memory_queries",
     "register_queries",
+    "search_in_memory",
     "split_steps",
 ]
 
@@ -47,6 +50,8 @@ Exchange = Callable[[jax.Array, Callable[[jax.Array, jax.Array], jax.Array], Mer
 # Columns of a warp, one to a thread, of which P sums stay in registers: logits are laid out as they
 # are loaded, and nothing passes through shared memory.
 _COLUMNS_PER_WARP = 32
+# Chunks that are read at once for the smallest kept logit.
+_NUM_MIN_CHUNKS = 4
 
 
 class MemoryRow(NamedTuple):
@@ -115,58 +120,54 @@ def register_queries(x: jax.Array, row: RowSummary, interpret: bool) -> RowQueri
     )
 
 
-def memory_queries(
-    memory: MemoryRow, row: RowSummary, exchange: Exchange, config: KernelConfig, interpret: bool
-) -> RowQueries:
-    """Returns queries on the logits of a row in memory; each query reads them again.
+def search_in_memory(
+    memory: MemoryRow,
+    row: RowSummary,
+    low: jax.Array,
+    exchange: Exchange,
+    config: KernelConfig,
+    interpret: bool,
+) -> jax.Array:
+    """Returns the cutoff f32[] of a row in memory, which is read again in each pass.
 
     Args:
       memory: where the logits are.
       row: its summary.
+      low: f32, a lower bound of the cutoff.
       exchange: asks each part of the row, and merges the answers.
-      config: how many pivots a query has.
+      config: how many pivots a pass has.
       interpret: whether the kernel runs in Pallas' interpreter.
     """
-    num_pivots = config.num_pivots
 
-    def weigh(x: jax.Array) -> jax.Array:
-        return mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
+    def weigh(x: jax.Array, counts: jax.Array | bool) -> jax.Array:
+        if counts is True:
+            return jnp.ones_like(x)
+        weights = mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
+        return weights if counts is False else jnp.where(counts, jnp.float32(1), weights)
 
-    def sums_above(
-        slot: jax.Array, weights: Callable[[jax.Array], jax.Array], pivots: jax.Array
-    ) -> jax.Array:
+    def sums_above(asked: Pass) -> jax.Array:
         def ask(first: jax.Array, end: jax.Array) -> jax.Array:
-            return _sum_above(memory, first, end, weights, pivots, interpret)
+            weights = functools.partial(weigh, counts=asked.counts)
+            return _sum_above(memory, first, end, weights, asked.pivots, interpret)
 
-        return exchange(slot, ask, lambda parts: jnp.sum(parts, axis=0))
-
-    def searching(
-        slot: int, weights: Callable[[jax.Array], jax.Array]
-    ) -> Callable[[Bracket, jax.Array], Bracket]:
         # Two slots in turn: what one pass stored is read while the next pass stores.
-        return lambda bracket, target: search_by_pivots(
-            bracket,
-            target,
-            lambda number, pivots: sums_above(slot + number % 2, weights, pivots),
-            num_pivots,
-            unused_key_bits(memory.dtype),
-        )
+        return exchange(asked.number % 2, ask, lambda parts: jnp.sum(parts, axis=0))
 
-    # Slots 0 and 1 are of the search by count, 2 of one mass, 3 and 4 of the search by mass, 5 of
-    # the smallest logit.
-    def mass_above_one(pivot: jax.Array) -> jax.Array:
-        return jnp.max(sums_above(jnp.int32(2), weigh, jnp.broadcast_to(pivot, (num_pivots,))))
+    bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
+    bits = unused_key_bits(memory.dtype)
+    low, is_logit = search_by_pivots(sums_above, row.filters, bounds, config.num_pivots, bits)
+    if row.filters.min_p is not None:
+        is_logit &= ~(row.filters.min_p > 0)
+    low = jnp.maximum(low, jnp.float32(jnp.finfo(jnp.float32).min))
 
-    def min_kept_above(low: jax.Array) -> jax.Array:
-        def ask(first: jax.Array, end: jax.Array) -> jax.Array:
-            least = _min_kept(memory, first, end, low, row)
-            return jnp.broadcast_to(least, (num_pivots,))
+    def ask(first: jax.Array, end: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(_min_kept(memory, first, end, low, row), (config.num_pivots,))
 
-        return jnp.min(exchange(jnp.int32(5), ask, lambda parts: jnp.min(parts, axis=0)))
+    def smallest_kept() -> jax.Array:
+        # A slot of its own: it may follow any pass.
+        return jnp.min(exchange(jnp.int32(2), ask, lambda parts: jnp.min(parts, axis=0)))
 
-    return RowQueries(
-        searching(0, jnp.ones_like), searching(3, weigh), mass_above_one, min_kept_above
-    )
+    return cond_or(~is_logit, smallest_kept, low)
 
 
 def _sum_above(
@@ -197,6 +198,9 @@ def _min_kept(
     """Returns the smallest logit at or above `low` that min-p keeps, of steps; +inf for none."""
     min_p = row.filters.min_p
     options = row.anchor[None], row.scale[None], None if min_p is None else min_p[None]
+    # One pass of a search has short steps: each chunk of a step is code to be compiled.
+    parts = memory.num_chunks // math.gcd(memory.num_chunks, _NUM_MIN_CHUNKS)
+    memory = memory._replace(num_chunks=memory.num_chunks // parts)
 
     def take_step(step: jax.Array, least: jax.Array) -> jax.Array:
         for x in memory.load(step):
@@ -205,4 +209,4 @@ def _min_kept(
         return least
 
     start = jnp.full((memory.num_columns,), jnp.inf, jnp.float32)
-    return jnp.min(jax.lax.fori_loop(first, end, take_step, start))
+    return jnp.min(jax.lax.fori_loop(first * parts, end * parts, take_step, start))

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.core.truncation import RowBounds, RowQueries, search_cutoff
+from specjax.core.truncation import RowBounds, search_cutoff
 from specjax.pallas.blocks import load_first_values
 from specjax.pallas.cutoff.bound import CutoffRows, RowSummary
 from specjax.pallas.cutoff.queries import (
     MemoryRow,
     Merge,
-    memory_queries,
     register_queries,
+    search_in_memory,
     split_steps,
 )
 from specjax.pallas.cutoff.team import NUM_SHARES, Team, TeamMemory, ask_shares
@@ -56,10 +56,16 @@ def search_candidates(
 
     # One branch for each place of the candidates: registers answer in a fifth of the time.
     fits, no_cutoff = count <= num_register_logits, jnp.minimum(low, -jnp.inf)
-    in_registers = register_queries(x, row, interpret)
-    in_buffer = memory_queries(memory, row, ask_whole, config, interpret)
-    cutoff = cond_or(row.is_cut & fits, lambda: _search(in_registers, row, low), no_cutoff)
-    return jax.lax.cond(row.is_cut & ~fits, lambda: _search(in_buffer, row, low), lambda: cutoff)
+    queries = register_queries(x, row, interpret)
+    bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
+    cutoff = cond_or(
+        row.is_cut & fits, lambda: search_cutoff(queries, row.filters, bounds), no_cutoff
+    )
+
+    def search_buffer() -> jax.Array:
+        return search_in_memory(memory, row, low, ask_whole, config, interpret)
+
+    return jax.lax.cond(row.is_cut & ~fits, search_buffer, lambda: cutoff)
 
 
 def search_by_team(
@@ -85,9 +91,4 @@ def search_by_team(
 
     num_logits = jnp.int32(vocab_size)
     values = MemoryRow(rows.logits, b, num_logits, dtype, num_columns, num_chunks)
-    return _search(memory_queries(values, row, ask_all, config, interpret), row, low)
-
-
-def _search(queries: RowQueries, row: RowSummary, low: jax.Array) -> jax.Array:
-    bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
-    return search_cutoff(queries, row.filters, bounds)
+    return search_in_memory(values, row, low, ask_all, config, interpret)

@@ -48,8 +48,8 @@ __all__ = [
 
 # Shares of a row: sums are added up per share, so that results do not depend on the team's size.
 NUM_SHARES = 16
-# Places for the sums of a pass, by kind of query (`queries.memory_queries`).
-_NUM_SLOTS = 6
+# Places for the sums of a pass: two in turn, and one of the smallest logit.
+_NUM_SLOTS = 3
 # Added to `Counters.joined` by a program that closes the team: far more than there are programs.
 _CLOSED = 1 << 16
 # About ten microseconds. Programs of a launch that fits the GPU start within one.

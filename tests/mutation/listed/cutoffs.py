@@ -1,7 +1,7 @@
 """Wrong versions of cutoffs: the reference's search, and the kernels'."""
 
 from ..mutation import Mutation
-from .tests import cutoff_teams, cutoffs, searches
+from .tests import cutoff_teams, cutoffs, pivots, searches
 
 __all__ = ["MUTATIONS"]
 
@@ -12,6 +12,7 @@ _OFF = "test_filters_that_are_off_and_greedy_rows_keep_all"
 _LAWLESS = "test_an_invalid_row_stays_invalid_to_the_samplers"
 _GATHERED = "test_the_blocks_that_are_gathered_are_those_that_matter"
 _BRACKET = "specjax.core.bisection."
+_PIVOTS = "specjax.core.pivot_search."
 _FILTERS = "specjax.core.truncation.search_cutoff"
 _THRESHOLD = "specjax.processing.cutoff_xla."
 _TRUNCATION = "specjax.core.truncation."
@@ -146,32 +147,53 @@ _REFERENCE = (
         "of two odd ends the halves lose one",
     ),
     Mutation(
-        f"{_BRACKET}search_by_pivots.divide",
-        ">= target",
-        "> target",
-        searches("test_a_search_by_pivots_finds_the_kth_largest_in_few_passes[8-bfloat16]"),
+        f"{_PIVOTS}search_by_pivots.divide",
+        "sums >= target",
+        "sums > target",
+        pivots("test_a_search_by_pivots_finds_the_logit_in_few_passes[8-bfloat16]"),
         "the target is to be exceeded",
     ),
     Mutation(
-        f"{_BRACKET}pivot_keys",
+        f"{_PIVOTS}pivot_keys",
         "step * (index + one)",
         "step * index",
-        searches("test_pivots_are_inside_a_bracket_and_divide_it_evenly[0]"),
+        pivots("test_pivots_are_inside_a_bracket_and_divide_it_evenly[0]"),
         "the first pivot is the bracket's end",
     ),
     Mutation(
-        f"{_BRACKET}pivot_keys",
+        f"{_PIVOTS}pivot_keys",
         "jax.lax.div(bracket.high, parts) - jax.lax.div(bracket.low, parts)",
         "jax.lax.div(bracket.high - bracket.low, parts)",
-        searches("test_pivots_are_inside_a_bracket_and_divide_it_evenly[0]"),
+        pivots("test_pivots_are_inside_a_bracket_and_divide_it_evenly[0]"),
         "the width of a bracket overflows",
     ),
     Mutation(
-        f"{_BRACKET}_divide_by_halves",
+        f"{_PIVOTS}_divide_by_halves",
         "index * 2 + 1",
         "index * 2",
-        searches("test_pivots_are_inside_a_bracket_and_divide_it_evenly[16]"),
+        pivots("test_pivots_are_inside_a_bracket_and_divide_it_evenly[16]"),
         "pivots are at the ends of parts, one of which is the bracket's",
+    ),
+    Mutation(
+        f"{_PIVOTS}search_by_pivots.divide",
+        "jnp.where(is_kept_mass, kept, pivots)",
+        "pivots",
+        pivots("test_a_search_by_pivots_finds_the_logit_in_few_passes[8-bfloat16]"),
+        "top-p weighs what lies above the end of top-k's bracket",
+    ),
+    Mutation(
+        f"{_PIVOTS}search_by_pivots.divide",
+        "mass_target(jnp.max(sums))",
+        "target",
+        pivots("test_a_search_by_pivots_finds_the_logit_in_few_passes[8-bfloat16]"),
+        "the mass of top-p is sought where top-k's count was",
+    ),
+    Mutation(
+        f"{_PIVOTS}search_by_pivots",
+        "bracket.low > state.bracket.low",
+        "bracket.low >= state.bracket.low",
+        pivots("test_what_no_search_reached_is_no_logit"),
+        "a bound that no search reached is taken for a logit",
     ),
     Mutation(
         f"{_TRUNCATION}mass_above",
@@ -358,6 +380,20 @@ _KERNELS = (
         "x > pivots",
         cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[bfloat16]"),
         "what lies at a pivot is not above it",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.queries.search_in_memory",
+        "row.filters.min_p > 0",
+        "row.filters.min_p > 1",
+        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[float32]"),
+        "min-p does not cut a row in memory",
+    ),
+    Mutation(
+        f"{_PALLAS}cutoff.queries._min_kept",
+        "end * parts",
+        "end",
+        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[float32]"),
+        "the smallest kept logit is sought in the first chunks alone",
     ),
     Mutation(
         f"{_PALLAS}cutoff.queries.MemoryRow.load",

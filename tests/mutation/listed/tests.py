@@ -41,6 +41,7 @@ __all__ = [
     "rule_values",
     "sampled_decoding",
     "sampling",
+    "pivots",
     "searches",
     "stop_strings",
     "split_processing",
@@ -102,6 +103,7 @@ sampled_decoding = _of("decode/test_sampling_params.py")
 sampling = _of("samplers/test_gumbel_sample.py")
 acceptance_rates = _of("test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
+pivots = _of("core/test_pivot_search.py")
 stop_strings = _of("engine/test_stop_strings.py")
 streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
