@@ -28,6 +28,7 @@ from specjax.models.shared_math import AttentionSpec, NormSpec
 
 __all__ = [
     "DeferredNorm",
+    "HeadNorms",
     "KernelChoice",
     "PartialProduct",
     "add_and_begin_norm",
@@ -101,6 +102,20 @@ class PartialProduct(NamedTuple):
         assert norm is not None
         mean = jnp.sum(self.squares, axis=-1, keepdims=True) / norm.size
         return total * jax.lax.rsqrt(mean + norm.eps)
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of each query and each key (QK-norm).
+
+    Attributes:
+      query: [D], weight.
+      key: [D], weight.
+      spec: constants of both.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    spec: NormSpec
 
 
 def can_defer_norm(x: jax.Array) -> bool:
@@ -195,6 +210,7 @@ def attention(
     *,
     spec: AttentionSpec,
     norm: NormSpec,
+    head_norms: HeadNorms | None,
 ) -> tuple[jax.Array, Any]:
     """Writes keys and values at their positions, and attends to all slots up to each token's own.
 
@@ -207,6 +223,8 @@ def attention(
       choice: of the kernels.
       spec: scale, window and soft cap.
       norm: the deferred norm of `qkv`.
+      head_norms: of queries and keys; None if they have none, or went through them. Only where
+        `kv_tiling` has a tiling.
 
     Returns:
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
@@ -215,16 +233,21 @@ def attention(
     parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, keys.shape[3])
     tiling = kv_tiling(parts.shape[2:4], positions.shape, keys, choice)
     if tiling is None:
+        assert head_norms is None
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
         heads = PartialProduct(parts, squares).reduce(norm).astype(keys.dtype)
         tokens, padded = positions.shape[1], heads.shape[1]
         y, cache = attend(heads[:, :tokens], cos_sin, positions, cache, spec=spec)
         return jnp.pad(y, ((0, 0), (0, padded - tokens), (0, 0))), cache
     cos, sin = (x[:, :, 0] for x in cos_sin)
+    operands = QKVOperands(parts, qkv.squares, cos, sin, positions.astype(jnp.int32), keys, values)
+    if head_norms is not None:
+        operands = operands._replace(query_norm=head_norms.query, key_norm=head_norms.key)
     return decode_attention(
-        QKVOperands(parts, qkv.squares, cos, sin, positions.astype(jnp.int32), keys, values),
+        operands,
         spec=spec,
         norm=norm,
+        head_norm=None if head_norms is None else head_norms.spec,
         tiling=tiling,
         interpret=choice.interpret,
     )

@@ -15,6 +15,7 @@ from flax import nnx
 from specjax.implementation import Implementation
 from specjax.models.kernel_ops import (
     DeferredNorm,
+    HeadNorms,
     KernelChoice,
     PartialProduct,
     add_and_begin_norm,
@@ -165,9 +166,16 @@ def _advance(
     """
     norm, mlp = layer.attention_norm.spec, layer.mlp
     defers = can_defer_norm(x)
-    qkv = _project(layer.attention, choice, normed, positions, cache[0], norm)
+    qkv, head_norms = _project(layer.attention, choice, normed, positions, cache[0], norm)
     y, cache = attention(
-        qkv, cos_sin, positions, cache, choice, spec=layer.attention.spec, norm=norm
+        qkv,
+        cos_sin,
+        positions,
+        cache,
+        choice,
+        spec=layer.attention.spec,
+        norm=norm,
+        head_norms=head_norms,
     )
     out, bias = layer.attention.out, layer.attention.out_bias
     if bias is None:
@@ -195,14 +203,18 @@ def _project(
     positions: jax.Array,
     keys: jax.Array,
     norm: Any,
-) -> PartialProduct:
-    """Returns queries, keys and values [B, T', heads * D], none of them rotated."""
-    bias = module.qkv_bias
-    if bias is None and module.query_norm is None:
-        rows = (x.rows.shape[1], module.num_heads + 2 * module.num_kv_heads)
-        is_kernel = kv_tiling(rows, positions.shape, keys, choice) is not None
+) -> tuple[PartialProduct, HeadNorms | None]:
+    """Returns queries, keys and values [B, T', heads * D], none rotated, and norms left to do."""
+    bias, query_norm, key_norm = module.qkv_bias, module.query_norm, module.key_norm
+    rows = (x.rows.shape[1], module.num_heads + 2 * module.num_kv_heads)
+    is_kernel = kv_tiling(rows, positions.shape, keys, choice) is not None
+    if bias is None and (is_kernel or query_norm is None):
         parts = matmul(x.rows, module.qkv[...], choice, next_is_kernel=is_kernel)
-        return PartialProduct(parts, x.squares)
+        product = PartialProduct(parts, x.squares)
+        if query_norm is None or key_norm is None:
+            return product, None
+        norms = HeadNorms(query_norm.weight[...], key_norm.weight[...], query_norm.spec)
+        return product, norms
     if x.squares is None:
         y = linear(x.rows, module.qkv, bias)
     else:
@@ -210,7 +222,7 @@ def _project(
         if bias is not None:
             y += bias[...].astype(jnp.float32)[None, None]
         y = y.astype(x.rows.dtype)
-    return PartialProduct(module.normed_heads(y).reshape(1, *y.shape))
+    return PartialProduct(module.normed_heads(y).reshape(1, *y.shape)), None
 
 
 def _begin_norm(norm: RMSNorm, x: jax.Array, choice: KernelChoice) -> DeferredNorm:

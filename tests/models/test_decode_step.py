@@ -12,6 +12,7 @@ from machine import has_gpu
 import specjax
 from specjax.implementation import Implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, kernel_ops
+from specjax.models.layers import rms_norm
 from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, prepare_qkv_kernel
 from specjax.models.pallas.tilings import DecodeConfig
 from specjax.models.shared_math import AttentionSpec, NormSpec
@@ -168,7 +169,13 @@ def heads(batch, tokens, groups, shared, head_dim, slots, *, parts=1, seed=0):
     return kernel_ops.PartialProduct(projected, squares), cos_sin, cache
 
 
-def attend(implementation, spec, **choices):
+def norms_of_heads(head_dim):
+    """Norms of queries and of keys, with weights that differ."""
+    weights = np.random.default_rng(1).normal(1, 0.5, (2, head_dim)).astype(np.float32)
+    return kernel_ops.HeadNorms(*map(jnp.asarray, weights), NormSpec(head_dim, 0.2))
+
+
+def attend(implementation, spec, head_norms=None, **choices):
     """Attention to a cache of (product, cosines and sines, positions, cache), jitted.
 
     By default two programs share a key-value head's cache, so that each has blocks to go through.
@@ -180,10 +187,16 @@ def attend(implementation, spec, **choices):
         parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, cache[0].shape[3])
         squares = None if qkv.squares is None else qkv.squares[:, :, None]
         projected = kernel_ops.PartialProduct(parts, squares).reduce(NORM)[:, : positions.shape[1]]
+        if head_norms is not None:
+            groups, num_heads = cache[0].shape[1], parts.shape[3]
+            q, k, v = jnp.split(projected, [num_heads - 2 * groups, num_heads - groups], axis=2)
+            q = rms_norm(q, head_norms.query[None, None, None], head_norms.spec)
+            k = rms_norm(k, head_norms.key[None, None, None], head_norms.spec)
+            projected = jnp.concatenate([q, k, v], axis=2)
         return attention.attend(projected, cos_sin, positions, cache, spec=spec)
 
     def kernels(*operands):
-        return kernel_ops.attention(*operands, choice, spec=spec, norm=NORM)
+        return kernel_ops.attention(*operands, choice, spec=spec, norm=NORM, head_norms=head_norms)
 
     return jax.jit(plain if implementation == "xla" else kernels)
 
@@ -200,11 +213,17 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["few requests", "more requests"])
-@pytest.mark.parametrize("limits", [(None, None), (7, 3.0)], ids=["all", "window and soft cap"])
-def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, alone, kernels):
-    spec = AttentionSpec(0.3, *limits)
-    projected, cos_sin, cache = heads(2, 3, 2, 3, 16, 200, parts=2)
-    plain, ours = attend("xla", spec), attend(kernels, spec, prepares_in_attention=alone)
+@pytest.mark.parametrize(
+    ("limits", "has_norms"),
+    [((None, None), False), ((7, 3.0), True)],
+    ids=["all", "window, soft cap and norms of heads"],
+)
+def test_tokens_anywhere_see_what_plain_jax_lets_them_see(limits, has_norms, alone, kernels):
+    spec, head_dim = AttentionSpec(0.3, *limits), 16
+    norms = norms_of_heads(head_dim) if has_norms else None
+    projected, cos_sin, cache = heads(2, 3, 2, 3, head_dim, 200, parts=2)
+    plain = attend("xla", spec, norms)
+    ours = attend(kernels, spec, norms, prepares_in_attention=alone)
     for name, place in POSITIONS.items():
         place = jnp.array(place, jnp.int32)
         y, written = ours(projected, cos_sin, place, cache)
@@ -348,7 +367,7 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
     held = jnp.full((batch * groups,), 7, jnp.uint32)
 
     def kernel(references, out):
-        prepare_qkv_kernel(references[0], out, norm=NORM)
+        prepare_qkv_kernel(references[0], out, norm=NORM, head_norm=None)
 
     prepared = launch(
         kernel,

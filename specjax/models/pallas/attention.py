@@ -15,6 +15,7 @@ Axes: `B` requests, `T` new tokens, `T'` these and padding, `H` query heads, `G`
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ def decode_attention(
     *,
     spec: AttentionSpec,
     norm: NormSpec,
+    head_norm: NormSpec | None,
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -56,6 +58,7 @@ def decode_attention(
       operands: arrays. No position may be there twice in a request, except -1.
       spec: scale, window and soft cap.
       norm: the deferred norm of queries, keys and values.
+      head_norm: of queries and keys, whose weights are operands; None if they have none.
       tiling: from `attention_tiling` for these shapes.
       interpret: run in Pallas' interpreter.
 
@@ -63,9 +66,13 @@ def decode_attention(
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
     """
     if tiling.prepares_in_attention:
-        partials, y, cache = _fused_attention(operands, spec, norm, tiling, interpret)
+        kernel = functools.partial(
+            fused_attention_kernel, spec=spec, norm=norm, head_norm=head_norm
+        )
+        partials, y, cache = _fused_attention(operands, kernel, tiling, interpret)
     else:
-        partials, y, cache = _attention(operands, spec, norm, tiling, interpret)
+        prepare = functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm)
+        partials, y, cache = _attention(operands, prepare, spec, tiling, interpret)
     y_shape = _output_shape(operands)
     batch, num_padded_tokens, num_query_heads, _ = y_shape.shape
     if y is None:
@@ -82,8 +89,7 @@ def decode_attention(
 
 def _fused_attention(
     operands: QKVOperands,
-    spec: AttentionSpec,
-    norm: NormSpec,
+    kernel: Callable[..., None],
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[PartialSoftmax, None, tuple[jax.Array, jax.Array]]:
@@ -91,7 +97,7 @@ def _fused_attention(
     keys, values = operands.keys, operands.values
     num_request_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
     results = launch(
-        functools.partial(fused_attention_kernel, spec=spec, norm=norm),
+        kernel,
         operands,
         FusedOutputs(
             _partials_shape(operands, num_partials, tiling.num_rows),
@@ -109,8 +115,8 @@ def _fused_attention(
 
 def _attention(
     operands: QKVOperands,
+    prepare: Callable[..., None],
     spec: AttentionSpec,
-    norm: NormSpec,
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
@@ -122,7 +128,7 @@ def _attention(
     (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
     num_request_kv_heads, num_query_heads = batch * num_kv_heads, y_shape.shape[2]
     prepared = launch(
-        functools.partial(prepare_qkv_kernel, norm=norm),
+        prepare,
         operands,
         PreparedQKV(
             output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),

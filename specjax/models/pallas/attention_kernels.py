@@ -101,7 +101,12 @@ class AttentionOutputs(NamedTuple):
 
 
 def fused_attention_kernel(
-    operands: QKVOperands, out: FusedOutputs, *, spec: AttentionSpec, norm: NormSpec
+    operands: QKVOperands,
+    out: FusedOutputs,
+    *,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
 ) -> None:
     """Writes (m_i, l_i, acc) of one split of a cache, and the new keys and values to the cache.
 
@@ -123,6 +128,7 @@ def fused_attention_kernel(
       out: references.
       spec: scale, window and soft cap.
       norm: the deferred norm of queries, keys and values.
+      head_norm: of queries and keys; None if they have none.
     """
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_splits = operands.positions.shape[1], out.partials.m_i.shape[1] - 1
@@ -138,10 +144,10 @@ def fused_attention_kernel(
     token, head_in_group = divmod_i32(row, queries_per_kv)
     is_row = token < num_tokens
     positions = [operands.positions[b, t] for t in range(num_tokens)]
-    qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm))
-    rows = qkv.rotated_heads(
-        token, g * queries_per_kv + head_in_group, row_mask(is_row, dim, head_dim)
-    )
+    inv_rms_of = make_inv_rms(operands.squares, b, num_tokens, norm)
+    qkv = RequestQKV(operands, b, inv_rms_of, head_norm)
+    head, mask = g * queries_per_kv + head_in_group, row_mask(is_row, dim, head_dim)
+    rows = qkv.rotated_heads(token, head, mask, operands.query_norm)
     last = last_visible(positions, spec)
     queries = Queries(rows, select_by_token(token, last, jnp.int32(-1)))
     empty_state = online_softmax.init(row.shape[0], dim.shape[0], MIN_MMA)
@@ -153,7 +159,7 @@ def fused_attention_kernel(
         mask = row_mask(new_token < num_tokens, dim, head_dim)
         # In `parts` the keys' heads follow those of the queries, and the values' those of the keys.
         key_head = queries_per_kv * num_kv_heads + g
-        keys = qkv.rotated_heads(new_token, key_head, mask)
+        keys = qkv.rotated_heads(new_token, key_head, mask, operands.key_norm)
         values = qkv.heads(new_token, key_head + num_kv_heads, dim, mask).astype(
             operands.keys.dtype
         )

@@ -4,8 +4,9 @@ The product arrives as split-K partial sums of rows whose RMSNorm is deferred. F
 
     qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t]
 
-rounded to the cache's dtype; then queries and keys are rotated (RoPE). `prepare_qkv_kernel` does it
-in a launch of its own, or `fused_attention_kernel` where it needs them, both by `RequestQKV`.
+rounded to the cache's dtype. Where heads of queries and keys have a norm of their own (QK-norm), it
+follows, and then their rotation (RoPE). `prepare_qkv_kernel` does it in a launch of its own, or
+`fused_attention_kernel` where it needs them, both by `RequestQKV`.
 
 A weight of 0 does not remove a value that is not finite. So the cache holds 0 for each element of a
 value that is not finite, and NaN in its token's key and in a key that is not finite: a row that
@@ -53,6 +54,8 @@ class QKVOperands(NamedTuple):
       positions: i32[B, T]; a token at -1 writes nothing and attends to nothing.
       keys: [B, G, S, D], the cache.
       values: [B, G, S, D], the cache.
+      query_norm: [D], weight of the norm of each query; None if queries and keys have none.
+      key_norm: [D], the same of each key.
     """
 
     parts: Any
@@ -62,6 +65,8 @@ class QKVOperands(NamedTuple):
     positions: Any
     keys: Any
     values: Any
+    query_norm: Any = None
+    key_norm: Any = None
 
 
 class PreparedQKV(NamedTuple):
@@ -90,16 +95,18 @@ class RequestQKV(NamedTuple):
       operands: references.
       b: i32[], the request.
       inv_rms_of: function from tokens i32[N] to 1 / rms, f32[N]; None where no norm is deferred.
+      head_norm: of queries and keys; None if they have none.
     """
 
     operands: QKVOperands
     b: jax.Array
     inv_rms_of: Callable[[jax.Array], jax.Array] | None
+    head_norm: NormSpec | None
 
     def heads(
         self, token: jax.Array, head: jax.Array, dim: jax.Array, mask: jax.Array
     ) -> jax.Array:
-        """Returns heads of tokens, f32[N, dims], summed, scaled and rounded, not rotated.
+        """Returns heads of tokens, f32[N, dims], summed, scaled and rounded; no norm, not rotated.
 
         Args:
           token: i32[N].
@@ -115,53 +122,97 @@ class RequestQKV(NamedTuple):
             total *= self.inv_rms_of(token)[:, None]
         return total.astype(self.operands.keys.dtype).astype(jnp.float32)
 
-    def head_halves(
-        self, token: jax.Array, head: jax.Array, inside: jax.Array, rotated: bool = True
+    def value_halves(
+        self, token: jax.Array, head: jax.Array, inside: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns both halves of heads of tokens, f32[N, at least D / 2] each.
+        """Returns both halves of values of tokens, f32[N, at least D / 2] each.
 
         Args:
           token: i32[N].
           head: i32[N] or i32[].
           inside: bool[N], False where there is no token.
-          rotated: whether to rotate them.
         """
         half = self.operands.keys.shape[3] // 2
         dim = jax.lax.iota(jnp.int32, next_power_of_2(half))
         mask = row_mask(inside, dim, half)
         low, high = (self.heads(token, head, index, mask) for index in (dim, dim + half))
-        if not rotated:
-            return low, high
-        at = (self.b, token)
+        return low, high
+
+    def rotated_halves(
+        self, token: jax.Array, head: jax.Array, inside: jax.Array, weight: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns both halves of rotated heads of tokens, f32[N, at least D / 2] each.
+
+        Args:
+          token: i32[N].
+          head: i32[N] or i32[].
+          inside: bool[N], False where there is no token.
+          weight: reference [D], of the heads' norm, or None.
+        """
+        low, high = self.value_halves(token, head, inside)
+        half = self.operands.keys.shape[3] // 2
+        dim = jax.lax.iota(jnp.int32, low.shape[1])
+        squares = jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)
+        low = self._normed(low, squares, weight, dim)
+        high = self._normed(high, squares, weight, dim + half)
+        at, mask = (self.b, token), row_mask(inside, dim, half)
         cos, sin = (load_rows(z, at, dim, mask) for z in (self.operands.cos, self.operands.sin))
         return rotate_halves(low, high, cos, sin)
 
-    def rotated_heads(self, token: jax.Array, head: jax.Array, mask: jax.Array) -> jax.Array:
+    def rotated_heads(
+        self, token: jax.Array, head: jax.Array, mask: jax.Array, weight: Any
+    ) -> jax.Array:
         """Returns rotated heads of tokens, [N, D with padding], of the cache's dtype.
 
         Each head is one tile, as a product with keys takes it. So both elements of a rotated pair
-        are loaded for each, twice as many as in `head_halves`.
+        are loaded for each, twice as many as in `rotated_halves`.
 
         Args:
           token: i32[N].
           head: i32[N] or i32[].
           mask: bool[N, D with padding]; elsewhere the result is 0.
+          weight: reference [D], of the heads' norm, or None.
         """
         size = self.operands.keys.shape[3]
         dim, half = jax.lax.iota(jnp.int32, mask.shape[1]), jnp.int32(size // 2)
         angle, pair = jax.lax.rem(dim, half), jax.lax.rem(dim + half, jnp.int32(size))
         x, x_pair = (self.heads(token, head, index, mask) for index in (dim, pair))
+        squares = jnp.sum(x * x, axis=1)
+        x, x_pair = (
+            self._normed(z, squares, weight, index) for z, index in ((x, dim), (x_pair, pair))
+        )
         at = (self.b, token)
         cos, sin = (load_rows(z, at, angle, mask) for z in (self.operands.cos, self.operands.sin))
         # The upper half is the lower half of a rotation by the opposite angle.
         rotated, _ = rotate_halves(x, x_pair, cos, jnp.where(dim < half, sin, -sin))
         return rotated.astype(self.operands.keys.dtype)
 
+    def _normed(self, x: jax.Array, squares: jax.Array, weight: Any, dim: jax.Array) -> jax.Array:
+        """Returns some elements f32[N, dims] of heads through the heads' norm, if they have one.
 
-def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec) -> None:
+        Args:
+          x: f32[N, dims], the elements.
+          squares: f32[N], sums of squares of the whole heads.
+          weight: reference [D], or None.
+          dim: i32[dims], which elements they are.
+        """
+        if self.head_norm is None:
+            return x
+        size, offset, dtype = self.head_norm.size, self.head_norm.offset, self.operands.keys.dtype
+        scale = plgpu.load(weight.at[dim], mask=dim < size, other=jnp.zeros((), weight.dtype))
+        y = x * jax.lax.rsqrt(squares / size + self.head_norm.eps)[:, None]
+        # Rounded as `layers.rms_norm` rounds.
+        y = y if offset else y.astype(dtype).astype(jnp.float32)
+        return (y * (scale.astype(jnp.float32) + offset)[None]).astype(dtype).astype(jnp.float32)
+
+
+def prepare_qkv_kernel(
+    operands: QKVOperands, out: PreparedQKV, *, norm: NormSpec, head_norm: NormSpec | None
+) -> None:
     """Sums, scales and rotates one head of one request, and writes keys and values to the cache.
 
-    Formula: qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t], then RoPE for queries and keys.
+    Formula: qkv_t = rsqrt(mean(x_t^2) + eps) * sum_q parts[q, t], then QK-norm and RoPE for queries
+    and keys.
     Grid: B * (H + 2 G) programs of 4 warps; one owns a head of all T tokens of a request. The H
     queries come first, then G keys, then G values.
     Bytes per head and token: Q * D * 4 read, D * itemsize written.
@@ -171,17 +222,20 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
     writes. It leaves `flagged_positions`, and the next launch, which begins to load after all of
     this one has ended, makes the flagged keys NaN. The program of a key head sets its counter to 0
     for that launch.
-    Reference: Su et al., 2021, arXiv:2104.09864: RoPE.
+    References: Su et al., 2021, arXiv:2104.09864: RoPE; Henry et al., 2020, arXiv:2010.04245:
+    QK-norm.
 
     Args:
       operands: references.
       out: references; `keys` and `values` are those of `operands`.
       norm: the deferred norm.
+      head_norm: of queries and keys; None if they have none.
     """
     num_kv_heads, num_slots, head_dim = operands.keys.shape[1:]
     num_tokens, num_query_heads = out.queries.shape[1:3]
     b, head = divmod_i32(pl.program_id(0), num_query_heads + 2 * num_kv_heads)
-    qkv = RequestQKV(operands, b, make_inv_rms(operands.squares, b, num_tokens, norm))
+    inv_rms_of = make_inv_rms(operands.squares, b, num_tokens, norm)
+    qkv = RequestQKV(operands, b, inv_rms_of, head_norm)
     token = jax.lax.iota(jnp.int32, next_power_of_2(num_tokens))
     inside = token < num_tokens
     position = plgpu.load(operands.positions.at[b, token], mask=inside, other=jnp.int32(-1))
@@ -196,19 +250,21 @@ def prepare_qkv_kernel(operands: QKVOperands, out: PreparedQKV, *, norm: NormSpe
 
     @pl.when(head < num_query_heads)
     def _() -> None:
-        store(out.queries, (b, token[:, None], head), inside, qkv.head_halves(token, head, inside))
+        halves = qkv.rotated_halves(token, head, inside, operands.query_norm)
+        store(out.queries, (b, token[:, None], head), inside, halves)
 
     @pl.when((head >= num_query_heads) & (head < num_query_heads + num_kv_heads))
     def _() -> None:
         at = (b, head - num_query_heads, slot[:, None])
-        keys = [x.astype(out.keys.dtype) for x in qkv.head_halves(token, head, inside)]
+        halves = qkv.rotated_halves(token, head, inside, operands.key_norm)
+        keys = [x.astype(out.keys.dtype) for x in halves]
         store(out.keys, at, slot < num_slots, tuple(cache_entries(x, x)[0] for x in keys))
         out.counters[b * num_kv_heads + head - num_query_heads] = jnp.uint32(0)
 
     @pl.when(head >= num_query_heads + num_kv_heads)
     def _() -> None:
         g = head - num_query_heads - num_kv_heads
-        at, halves = (b, g, slot[:, None]), qkv.head_halves(token, head, inside, rotated=False)
+        at, halves = (b, g, slot[:, None]), qkv.value_halves(token, head, inside)
         values = [x.astype(out.values.dtype) for x in halves]
         store(out.values, at, slot < num_slots, tuple(cache_entries(x, x)[1] for x in values))
         low, high = (~(jnp.abs(x) < jnp.inf) for x in values)

@@ -9,8 +9,8 @@ _MODELS, _PALLAS = "specjax.models.pallas.", "specjax.pallas."
 _ANYWHERE = "test_tokens_anywhere_see_what_plain_jax_lets_them_see"
 _ALONE = few(f"{_ANYWHERE}[interpret-all-few requests]")
 _CROWD = few(f"{_ANYWHERE}[interpret-all-more requests]")
-_WINDOW = few(f"{_ANYWHERE}[interpret-window and soft cap-more requests]")
-_WINDOW_ALONE = few(f"{_ANYWHERE}[interpret-window and soft cap-few requests]")
+_WINDOW = few(f"{_ANYWHERE}[interpret-window, soft cap and norms of heads-more requests]")
+_WINDOW_ALONE = few(f"{_ANYWHERE}[interpret-window, soft cap and norms of heads-few requests]")
 _UNSEEN = "test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden"
 _STEPS = "test_steps_through_the_kernels_are_those_of_plain_jax"
 _PARTS = "test_splits_of_a_cache_combine_to_one_softmax"
@@ -201,9 +201,37 @@ MUTATIONS = (
         "the second half of a head turns the wrong way",
     ),
     Mutation(
+        f"{_MODELS}qkv.RequestQKV.rotated_halves",
+        "jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)",
+        "jnp.sum(low * low, axis=1)",
+        _WINDOW,
+        "a head is divided by the root mean square of its lower half",
+    ),
+    Mutation(
+        f"{_MODELS}qkv.RequestQKV._normed",
+        "scale.astype(jnp.float32) + offset",
+        "scale.astype(jnp.float32)",
+        few(f"{_STEPS}[interpret-gemma-True]"),
+        "the weight of a head's norm lacks its offset",
+    ),
+    Mutation(
+        f"{_MODELS}attention_kernels.fused_attention_kernel",
+        "new_token, key_head, mask, operands.key_norm",
+        "new_token, key_head, mask, operands.query_norm",
+        _WINDOW_ALONE,
+        "keys are weighed by the queries' norm",
+    ),
+    Mutation(
         f"{_MODELS}qkv.prepare_qkv_kernel",
-        "qkv.head_halves(token, head, inside, rotated=False)",
-        "qkv.head_halves(token, head, inside)",
+        "inside, operands.key_norm",
+        "inside, operands.query_norm",
+        _WINDOW,
+        "keys are weighed by the queries' norm in a launch of their own",
+    ),
+    Mutation(
+        f"{_MODELS}qkv.prepare_qkv_kernel",
+        "qkv.value_halves(token, head, inside)",
+        "qkv.rotated_halves(token, head, inside, None)",
         _CROWD,
         "values are turned like keys",
     ),
