@@ -121,15 +121,14 @@ def reduce_blocks(
       cutoff: f32, of a shape that broadcasts against [..., N]. None keeps all.
       exp2: of f32; kernels have a faster one.
       only_maxima: bool[], whether the maxima say all that is asked of the row: sums are 1, and no
-        logit is exponentiated. None is False.
+        logit is exponentiated. None is False. Where it is given the blocks hold +inf for NaN, which
+        makes a row as invalid: a GPU's maximum of NaN and a number is the number.
 
     Returns:
-      Partials f32[...]. Where `only_maxima` is given a block that holds NaN has the maximum +inf,
-      which makes a row as invalid as its sum would.
+      Partials f32[...].
     """
     x = mask_below_cutoff(blocks, cutoff)
-    # A GPU's maximum of NaN and a number is the number.
-    m = jnp.max(x if only_maxima is None else jnp.where(jnp.isnan(x), jnp.inf, x), axis=-1)
+    m = jnp.max(x, axis=-1)
 
     def add_up() -> jax.Array:
         # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
@@ -187,6 +186,8 @@ def block_partials(
     c = None if cutoff is None else cutoff[..., None, None]
 
     def reduce(blocks: jax.Array) -> MaxSum:
+        if only_maxima is not None:
+            blocks = jnp.where(jnp.isnan(blocks), jnp.asarray(jnp.inf, blocks.dtype), blocks)
         return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
 
     if split is not None:

@@ -28,7 +28,7 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.kernel_config import Tile, next_power_of_2
-from specjax.pallas.launch import make_exp2, output
+from specjax.pallas.launch import make_exp2, make_nan_to_inf, output
 
 __all__ = [
     "Partials",
@@ -140,6 +140,8 @@ def reduce_tile(
         row_tile.logits, row_tile.row_index, tile_token_ids(tile, row_tile.tile_index)
     )
     exp2 = make_exp2(interpret)
+    if only_maxima is not None:
+        x = make_nan_to_inf(interpret)(x)
     return reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2, only_maxima)
 
 
