@@ -64,8 +64,7 @@ class KernelConfig:
       num_judge_warps: warps of the program that judges a request of block verification; None
         chooses.
       num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
-        It reads the heaviest block of each group in a round.
-      num_bound_rounds: rounds after which a prefix that no bound has decided stays open.
+        It reads the heaviest block of each group.
       max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
         small batches of `coupled_sample`: a power of two, at most the padded number of blocks.
@@ -92,7 +91,6 @@ class KernelConfig:
     num_pivots: int = 8
     num_judge_warps: int | None = None
     num_bound_groups: int = 32
-    num_bound_rounds: int = 2
     max_small_batch: int = 16
     num_noise_splits: int | None = None
     num_register_logits: int = 2048
@@ -127,6 +125,16 @@ class KernelConfig:
         if num_requests <= 8:
             return Tile(_limit(4096, vocab_size), 4)
         return Tile(_limit(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
+
+    def block_residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
+        """Returns the tile of a residual of block verification.
+
+        In a large batch a program reads the residuals of a request one after the other. Smaller
+        tiles share that work among more programs.
+        """
+        if self.residual is None and not self.is_small(num_requests):
+            return Tile(_limit(8192, vocab_size), 8)
+        return self.residual_tile(num_requests, vocab_size)
 
     def buffer_search_tile(self) -> Tile:
         """Returns the tile of a cutoff that is searched among buffered logits."""
@@ -182,7 +190,7 @@ class KernelConfig:
 
         In a small batch it reads no logits.
         """
-        return self.num_judge_warps or (2 if self.is_small(num_requests) else 4)
+        return self.num_judge_warps or (1 if self.is_small(num_requests) else 8)
 
     def is_small(self, num_requests: int) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.

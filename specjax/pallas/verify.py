@@ -62,7 +62,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
         )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     if options.method == "block" and arrays.draft_logits is not None:
-        return verify_block(arrays, plan, config.residual_tile(num_requests, vocab_size))
+        return verify_block(arrays, plan, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows
     if options.rule is not None and options.max_draft_tokens:
         rows = accept_rows(arrays, plan, evaluate_by_rule)

@@ -174,7 +174,7 @@ def check(step, exact, sure):
 
 
 # One block of three bounds a prefix, so that some stay open; and the launches of a small batch.
-SIZES = {V: dict(num_bound_groups=1, num_bound_rounds=1), 200: dict(max_small_batch=B)}
+SIZES = {V: dict(num_bound_groups=1), 200: dict(max_small_batch=B)}
 
 
 @pytest.mark.once

@@ -115,9 +115,9 @@ def block_judge_kernel(operands: _Operands, out: JudgedArrays, *, plan: Plan) ->
 
     Formula: Z_j is bounded by p and q of the next drafted token (`judge`), in a large batch also by
     the heaviest blocks (`bounds`). Where u_j lies between the bounds of h_j, prefix j stays open.
-    Grid: B programs of 4 warps, of 2 with B <= 16; one owns a request.
+    Grid: B programs of 8 warps, of 1 with B <= 16; one owns a request.
     Bytes per request: the (m, l) of all tiles of K + 1 rows. In a large batch an open prefix adds
-    V / 128 * 8 of its row's blocks, and 8192 * itemsize in each of at most 2 rounds (`bounds`).
+    V / 128 * 8 of its row's blocks, and 8192 * itemsize of the heaviest (`bounds`).
     Why a launch of its own: otherwise each program of the next launch, one per tile, would judge
     all rows of its request. Why a small batch has no bounds by blocks: a round takes longer than
     the reading that it saves.

@@ -117,14 +117,14 @@ MUTATIONS = (
         "open prefixes are not summed",
     ),
     Mutation(
-        "specjax.pallas.block.bounds._bound.read",
+        "specjax.pallas.block.bounds._bound",
         "least, residual + unread_mass)",
         "least, residual)",
         block_verification(_KERNELS),
         "blocks that were not read are left out of the upper bound",
     ),
     Mutation(
-        "specjax.pallas.block.bounds._bound.read",
+        "specjax.pallas.block.bounds._bound",
         "jnp.maximum(unread_mass - unread_draft_mass, 0)",
         "unread_mass",
         block_verification(_KERNELS),
