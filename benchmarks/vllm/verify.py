@@ -11,6 +11,7 @@ import math
 import pathlib
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -222,34 +223,61 @@ def where(source: str, command: str) -> dict[str, Any]:
     }
 
 
+def parts(smoke: bool) -> list[tuple[tuple[int, int, int], str, list[str]]]:
+    """Sizes, kinds of rows and names of cases; each part is measured by a process of its own."""
+    every = [*CASES, "gumbel_fp32", "gumbel_fp64"]
+    sizes = [(2, 2, 300)] if smoke else [(b, K, V) for b in (8, 64, 256)]
+    work = [(size, rows, every) for size in sizes for rows in ("normal", "zipf")]
+    return work if smoke else [*work, ((48, 4, 152064), "zipf", ["greedy"])]
+
+
+def run_part(number: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The records of a part, from a process of its own: a fault takes no other part's figures."""
+    command = [sys.executable, "-m", "benchmarks.vllm.verify", "--part", str(number)]
+    command += ["--vllm", str(args.vllm)] if args.vllm else []
+    command += ["--smoke"] if args.smoke else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise RuntimeError(f"part {number} ended with {process.returncode}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm", type=pathlib.Path, help="folder of an unpacked wheel's files")
     parser.add_argument("--out", type=pathlib.Path, help='the JSON, whose "vllm" is replaced')
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: TRITON_INTERPRET=1")
+    parser.add_argument("--part", type=int, help="only this, in this process, as lines of JSON")
     args = parser.parse_args()
-    functions = load(args.vllm)
+    functions, work = load(args.vllm), parts(args.smoke)
+    if args.part is not None:
+        for record in measure(functions, *work[args.part], args.smoke):
+            print(json.dumps(record), flush=True)
+        return
     command = shlex.join(["python", "-m", "benchmarks.vllm.verify", *sys.argv[1:]])
     section: dict[str, Any] = {"environment": where(functions.source, command), "cases": []}
-    every = [*CASES, "gumbel_fp32", "gumbel_fp64"]
-    sizes = [(2, 2, 300)] if args.smoke else [(b, K, V) for b in (8, 64, 256)]
-    work = [(size, rows, every) for size in sizes for rows in ("normal", "zipf")]
-    if not args.smoke:
-        work.append(((48, 4, 152064), "zipf", ["greedy"]))
-    for size, rows, names in work:
-        for record in measure(functions, size, rows, names, args.smoke):
-            section["cases"].append(record)
-            print(
-                f"{record['case']:14} B={record['B']:<5}{rows:8}{record['median_us']:9.2f} us  "
-                f"accepted {record.get('mean_accepted', math.nan):.2f}",
-                flush=True,
-            )
-            if args.out and not args.smoke:
-                there = json.loads(args.out.read_text()) if args.out.exists() else {}
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(there | {"vllm": section}, indent=1) + "\n")
-        if not args.smoke:
-            torch.cuda.empty_cache()
+    failed = []
+    for number in range(len(work)):
+        try:
+            for record in run_part(number, args):
+                section["cases"].append(record)
+                print(
+                    f"{record['case']:14} B={record['B']:<5}{record['rows']:8}"
+                    f"{record['median_us']:9.2f} us  "
+                    f"accepted {record.get('mean_accepted', math.nan):.2f}",
+                    flush=True,
+                )
+        except RuntimeError as error:
+            failed.append(str(error))
+        if args.out and not args.smoke:
+            there = json.loads(args.out.read_text()) if args.out.exists() else {}
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(there | {"vllm": section}, indent=1) + "\n")
+    if failed:
+        sys.exit("; ".join(failed))
 
 
 if __name__ == "__main__":
