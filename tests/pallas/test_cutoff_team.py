@@ -73,8 +73,9 @@ def test_wide_rows_have_the_cutoffs_of_a_sort(dtype):
     rows = wide_rows(6, VOCAB, dtype)
     found, each = cut(rows, "interpret", num_search_programs=2, **SMALL)
     check(rows, found, each)
-    # And where the buffer is too small for a row that is not wide, which one program then reads.
-    config = SMALL | dict(max_reread=1000, num_buffered_logits=100)
+    # And where the buffer is too small for a row that is not wide, which one program then reads, in
+    # one step of three chunks per share.
+    config = SMALL | dict(max_reread=1000, num_buffered_logits=100, row_search=Tile(512, 4))
     np.testing.assert_array_equal(cut(rows, "interpret", num_search_programs=1, **config)[0], found)
 
 

@@ -382,13 +382,6 @@ _KERNELS = (
         "what lies at a pivot is not above it",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.queries.search_in_memory",
-        "row.filters.min_p > 0",
-        "row.filters.min_p > 1",
-        cutoff_teams("test_wide_rows_have_the_cutoffs_of_a_sort[float32]"),
-        "min-p does not cut a row in memory",
-    ),
-    Mutation(
         f"{_PALLAS}cutoff.queries._min_kept",
         "end * parts",
         "end",
