@@ -52,7 +52,8 @@ def pytest_generate_tests(metafunc):
     if "implementation" not in metafunc.fixturenames:
         return
     names = ["xla"]
-    if metafunc.definition.path.name not in _TOO_LONG_TO_INTERPRET:
+    elsewhere = metafunc.definition.get_closest_marker("interpreted_elsewhere")
+    if not elsewhere and metafunc.definition.path.name not in _TOO_LONG_TO_INTERPRET:
         names.append(pytest.param("interpret", marks=pytest.mark.interpret))
     if has_gpu():
         names.append(pytest.param("triton", marks=pytest.mark.gpu))

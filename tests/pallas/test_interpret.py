@@ -110,11 +110,11 @@ CASES = {
     "invalid rows": lambda: invalid_case(129),
     "synthetic, invalid rows": lambda: synthetic(invalid_case(127)),
     "narrow logits, statistics carried": narrow_case,
-    "a draft of more tokens": lambda: mixed_case(6, BATCH, K, VOCAB, draft_vocab=420),
+    "a draft of more tokens": lambda: mixed_case(6, BATCH, K, 5, draft_vocab=420),
     "no drafts": lambda: mixed_case(7, BATCH, 0, 5),
     "33 rows": long_case,
     "float64 noise, a draft of fewer tokens": lambda: mixed_case(
-        8, BATCH, K, VOCAB, draft_vocab=200
+        8, BATCH, K, 1025, draft_vocab=1024
     ),
 }
 
@@ -194,8 +194,9 @@ def sampled(implementation, vocab_size):
     )
 
 
-@pytest.mark.parametrize("vocab_size", [1, 5, 127, 129, 1025, 5000])
+@pytest.mark.parametrize("vocab_size", [5, 1025, 5000])
 def test_samples_are_the_reference_s(vocab_size):
+    """By the default sizes of kernels; test_gumbel_sample has those of rows of all other sizes."""
     ours, theirs = (sampled(name, vocab_size) for name in ("interpret", "xla"))
     np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-6, rtol=2e-7)

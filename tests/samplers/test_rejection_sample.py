@@ -60,6 +60,7 @@ def test_carried_statistics_change_nothing(implementation):
 
 
 @pytest.mark.once
+@pytest.mark.interpreted_elsewhere
 def test_one_hot_batches_carry_no_logits(implementation):
     case = mixed_case(6)
     for name in ("draft_logits", "draft_cutoff", "draft_temperature", "rows"):
@@ -97,6 +98,7 @@ def test_synthetic_batches_follow_their_rates_and_the_ordinary_residual(shared, 
 
 
 @pytest.mark.once
+@pytest.mark.interpreted_elsewhere
 @pytest.mark.parametrize(
     ("vocab_size", "draft_vocab", "k"), [(300, 200, 3), (5, 420, 2), (1, 1, 2), (1025, 1024, 1)]
 )
@@ -116,7 +118,8 @@ def test_a_token_past_the_draft_s_vocabulary_is_rejected(implementation):
 
 
 @pytest.mark.once
-@pytest.mark.optimised(interpreter=False)
+@pytest.mark.interpreted_elsewhere
+@pytest.mark.optimised
 def test_narrow_logits_are_read_exactly(implementation):
     case = mixed_case(11)
     for name, dtype in [("target_logits", jnp.bfloat16), ("draft_logits", jnp.float16)]:
@@ -124,6 +127,7 @@ def test_narrow_logits_are_read_exactly(implementation):
     check_against_oracle(library(implementation), case)
 
 
+@pytest.mark.interpreted_elsewhere
 def test_float64_noise_is_the_oracle_s(implementation):
     with jax.enable_x64(True):
         check_against_oracle(library(implementation), mixed_case(12), noise=np.float64)
