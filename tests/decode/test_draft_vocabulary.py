@@ -50,20 +50,26 @@ def propose(table, token_map, sampling, temperature, *, is_mapped, draft, verify
     )
 
 
-def both(sampling=None, temperature=1.0, draft="probabilistic", verify="standard", **options):
-    """The proposals of the mapped draft, and of one scattered by hand."""
+def proposed(is_mapped, sampling, temperature, draft="probabilistic", verify="standard", **options):
+    logits = jnp.asarray(TABLE[:, TOKEN_MAP] if is_mapped else SCATTERED)
     temperature = jnp.full((SIZE,), temperature, jnp.float32)
     named = dict(draft=draft, verify=verify, **options)
-    narrow, wide = jnp.asarray(TABLE[:, TOKEN_MAP]), jnp.asarray(SCATTERED)
     token_map = jnp.asarray(TOKEN_MAP)
-    return (
-        propose(narrow, token_map, sampling, temperature, is_mapped=True, **named),
-        propose(wide, token_map, sampling, temperature, is_mapped=False, **named),
-    )
+    return propose(logits, token_map, sampling, temperature, is_mapped=is_mapped, **named)
+
+
+def mapped(sampling=None, temperature=1.0, **options):
+    """The proposal of the mapped draft, and the tokens that were fed to it."""
+    return proposed(True, sampling, temperature, **options)
+
+
+def scattered(sampling=None, temperature=1.0, **options):
+    """The draft of all the target's tokens that the map stands for."""
+    return proposed(False, sampling, temperature, **options)[0]
 
 
 def test_drafts_are_drawn_by_draft_ids_and_fed_back_as_target_ids():
-    (draft, fed), _ = both()
+    draft, fed = mapped()
     np.testing.assert_array_equal(draft.token_map, TOKEN_MAP)
     np.testing.assert_array_equal(fed, np.column_stack([LAST, draft.token_ids[:, :-1]]))
     for i in range(K):
@@ -79,15 +85,15 @@ def test_drafts_are_drawn_by_draft_ids_and_fed_back_as_target_ids():
 
 def test_coupled_drafts_take_the_noise_of_the_target_s_ids():
     """So they agree with the target's draws as often as a draft of all its tokens does."""
-    (draft, _), (wide, _) = both(verify="coupled")
-    chex.assert_trees_all_equal(draft, wide)
-    (apart, _), _ = both()
+    draft, _ = mapped(verify="coupled")
+    chex.assert_trees_all_equal(draft, scattered(verify="coupled"))
+    apart, _ = mapped()
     assert np.mean(np.asarray(apart.token_ids) == np.asarray(draft.token_ids)) < 0.5
 
 
 def test_greedy_drafts_are_the_argmax_by_target_ids():
-    (draft, _), (wide, _) = both(draft="greedy")
-    chex.assert_trees_all_equal(draft, wide)
+    draft, _ = mapped(draft="greedy")
+    chex.assert_trees_all_equal(draft, scattered(draft="greedy"))
     assert draft.token_map is None
 
 
@@ -132,16 +138,18 @@ SAMPLINGS = samplings()
 def test_sampling_parameters_go_through_the_map(name):
     """Argmax chains, so that both drafts follow one path, and draws with the target's noise."""
     sampling, history = SAMPLINGS[name], history_of(np.random.default_rng(4))
-    (draft, _), (wide, _) = both(sampling, temperature=0.0, history=history)
+    wide = scattered(sampling, temperature=0.0, history=history)
+    draft, _ = mapped(sampling, temperature=0.0, history=history)
     np.testing.assert_array_equal(draft.token_ids, wide.token_ids)
     np.testing.assert_array_equal(draft.logits, wide.logits[..., TOKEN_MAP])
     if name == "cutoffs":
         np.testing.assert_array_equal(draft.cutoff, wide.cutoff)
-    (bare, _), _ = both(temperature=0.0)
+    bare, _ = mapped(temperature=0.0)
     is_changed = np.asarray(bare.logits) != np.asarray(draft.logits)
     assert is_changed.any() or name == "cutoffs"
-    (draft, _), (wide, _) = both(sampling, 0.8, verify="coupled", history=history)
-    np.testing.assert_array_equal(draft.token_ids, wide.token_ids)
+    coupled = dict(verify="coupled", history=history)
+    draft, _ = mapped(sampling, 0.8, **coupled)
+    np.testing.assert_array_equal(draft.token_ids, scattered(sampling, 0.8, **coupled).token_ids)
 
 
 def propose_from_table(params, state, token_ids, hidden, *, positions, num_tokens, **options):

@@ -131,11 +131,10 @@ def test_ragged_batches_read_the_map_as_padded_ones_do(method, implementation):
     chex.assert_trees_all_equal(ours._replace(logprobs=None), padded._replace(logprobs=None))
 
 
-@pytest.mark.parametrize("batch_size", [8, BATCH])
 @pytest.mark.interpret
-def test_kernels_and_plain_jax_agree_on_mapped_drafts(batch_size):
-    """Both schedules, drafts without statistics."""
-    case = sampled_case(7, batch_size, K, VOCAB)
+def test_kernels_and_plain_jax_agree_on_mapped_drafts():
+    """By the schedule of a small batch, without statistics; the oracle judges large batches."""
+    case = sampled_case(7, 8, K, VOCAB)
     case = scattered_from(case)
     plain, kernels = (
         run(mapped_call(specjax.rejection_sample, name), case) for name in ("xla", "interpret")
