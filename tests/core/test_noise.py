@@ -127,6 +127,7 @@ def test_gumbels_and_coins_stand_at_their_address(wide):
         assert coin == oracle.coin(at_oracle, theirs)
 
 
+@pytest.mark.once
 def test_the_tail_of_the_gumbel_is_fine_enough_for_a_large_vocabulary():
     """P(G > g) = u: each word moves it by 2^-32, and rounding to float32 by no more."""
     words = np.arange(2**16, dtype=np.uint32)

@@ -110,6 +110,7 @@ def test_a_request_drafts_alone_what_it_drafts_in_a_batch():
     assert texts(greedy) == texts(plain)
 
 
+@pytest.mark.once
 def test_sampling_rules_and_log_probabilities_are_those_of_each_request_under_vmap():
     """With prompt lookup, which finds something to draft in some steps only."""
     ids, lengths = bigrams.prompts(PROMPTS)

@@ -75,6 +75,7 @@ def apply_model(model, token_ids, positions, cache=None):
     return _apply(model, token_ids, positions, cache)
 
 
+@pytest.mark.once
 def test_the_forward_for_training_is_the_forward_through_the_cache(config, model, token_ids):
     hidden, _ = apply_model(model, token_ids, span(0, LENGTH))
     causal = jax.jit(causal_hidden, static_argnums=0)(config, model.params, token_ids)

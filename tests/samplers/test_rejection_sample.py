@@ -69,6 +69,7 @@ def test_one_hot_batches_carry_no_logits(implementation):
     check_every_length_is_accepted(ours, K)
 
 
+@pytest.mark.once
 def test_absent_fields_mean_their_defaults_and_scalars_serve_every_request(implementation):
     single = jax.random.key(5)
     case = sampled_case(7)
@@ -127,6 +128,7 @@ def test_narrow_logits_are_read_exactly(implementation):
     check_against_oracle(library(implementation), case)
 
 
+@pytest.mark.once
 @pytest.mark.interpreted_elsewhere
 def test_float64_noise_is_the_oracle_s(implementation):
     with jax.enable_x64(True):

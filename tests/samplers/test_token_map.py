@@ -59,6 +59,7 @@ def mapped_call(verify, implementation):
     return call
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(2))
 def test_a_mapped_draft_is_verified_as_the_oracle_verifies_a_scattered_one(seed, implementation):
     verify = mapped_call(specjax.rejection_sample, implementation)
@@ -221,6 +222,7 @@ def test_gathered_drafts_keep_their_map(implementation):
     np.testing.assert_array_equal(jnp.flip(again.token_ids, axis=0), plain.token_ids)
 
 
+@pytest.mark.once
 def test_ids_outside_the_vocabulary_that_only_a_device_knows_are_rejected_and_count(implementation):
     """As where V_d > V: the mass of q there is no token's."""
     case = sampled_case(11, BATCH, K, VOCAB, VOCAB + 6)

@@ -144,6 +144,7 @@ def finite_case(kind):
     return case
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["mixed", "equal", "cut"])
 def test_finite_inputs_make_no_nan(kind, implementation):
     draft, target_logits, options = arguments(finite_case(kind))
