@@ -149,24 +149,12 @@ def search_by_pivots(
     if not (may_cut_k or may_cut_p):
         return row.low, row.anchor != row.anchor
 
-    def shortened(low: jax.Array) -> Bracket:
-        bracket = initial_bracket(low, row.anchor, jnp.ones_like(row.anchor, jnp.bool_))
-        last = shorten_key(bracket.high - jnp.int32(1), unused_bits)
-        return Bracket(shorten_key(bracket.low, unused_bits), last + jnp.int32(1))
-
-    def threshold(bracket: Bracket) -> jax.Array:
-        return key_value(widen_key(bracket.low, unused_bits))
-
-    def after_count(stage: jax.Array) -> jax.Array:
-        done = jnp.full_like(stage, _DONE)
-        return done if row.cuts_p is None else jnp.where(row.cuts_p, jnp.int32(_KEPT_MASS), done)
-
     def divide(state: _State) -> _State:
         number, stage, bracket, target = state
         keys = pivot_keys(bracket, num_pivots, number % 2 == 0, unused_bits)
         pivots = key_value(widen_key(keys, unused_bits))
         # Ties with the threshold are kept, and count in the mass.
-        kept = smallest_equal(threshold(bracket))
+        kept = smallest_equal(_threshold(bracket, unused_bits))
         is_kept_mass = stage == _KEPT_MASS
         pivots = jnp.where(is_kept_mass, kept, pivots)
         counts = stage == _COUNT if may_cut_k and may_cut_p else may_cut_k
@@ -174,32 +162,48 @@ def search_by_pivots(
         enough = sums >= target
         low = jnp.max(jnp.where(enough, keys, bracket.low))
         high = jnp.min(jnp.where(enough, bracket.high, keys))
-        closed = is_closed(Bracket(low, high))
-        following = jnp.where(stage == _COUNT, after_count(stage), jnp.int32(_DONE))
-        following = jnp.where(closed, following, stage)
+        divided = Bracket(low, high)
+        stage = jnp.where(is_closed(divided), _following(stage, row), stage)
+        state = _State(number + 1, stage, divided, target)
         if not (may_cut_k and may_cut_p):
-            return _State(number + 1, following, Bracket(low, high), target)
-        start = shortened(kept)
-        return _State(
-            number + 1,
-            jnp.where(is_kept_mass, jnp.int32(_MASS), following),
-            Bracket(
-                jnp.where(is_kept_mass, start.low, low), jnp.where(is_kept_mass, start.high, high)
-            ),
-            jnp.where(is_kept_mass, mass_target(jnp.max(sums)), target),
-        )
+            return state
+        start = _shortened(kept, row, unused_bits)
+        of_mass = _State(number + 1, jnp.int32(_MASS), start, _target(filters, jnp.max(sums)))
+        return jax.tree.map(lambda x, y: jnp.where(is_kept_mass, x, y), of_mass, state)
 
-    def mass_target(mass: jax.Array) -> jax.Array:
-        return mass if filters.top_p is None else required_mass(filters.top_p, mass)
-
-    stage, target = jnp.full_like(row.anchor, _DONE, jnp.int32), mass_target(row.mass)
+    stage, target = jnp.full_like(row.anchor, _DONE, jnp.int32), _target(filters, row.mass)
     if row.cuts_p is not None:
         stage = jnp.where(row.cuts_p, jnp.int32(_MASS), stage)
     if row.cuts_k is not None and filters.top_k is not None:
         stage = jnp.where(row.cuts_k, jnp.int32(_COUNT), stage)
         target = jnp.where(row.cuts_k, filters.top_k.astype(jnp.float32), target)
-    state = _State(jnp.zeros_like(stage), stage, shortened(row.low), target)
+    state = _State(jnp.zeros_like(stage), stage, _shortened(row.low, row, unused_bits), target)
     bracket = jax.lax.while_loop(lambda state: state.stage < _DONE, divide, state).bracket
-    low = jnp.where(stage == _DONE, row.low, threshold(bracket))
+    low = jnp.where(stage == _DONE, row.low, _threshold(bracket, unused_bits))
     # The largest float that enough logits reach is a logit, unless it is the end of the bracket.
     return low, bracket.low > state.bracket.low
+
+
+def _following(stage: jax.Array, row: RowBounds) -> jax.Array:
+    """Returns the stage after one whose bracket is closed."""
+    done = jnp.full_like(stage, _DONE)
+    if row.cuts_p is None:
+        return done
+    return jnp.where((stage == _COUNT) & row.cuts_p, jnp.int32(_KEPT_MASS), done)
+
+
+def _target(filters: Filters, mass: jax.Array) -> jax.Array:
+    """Returns what the mass of the kept tokens has to reach, from that of those before top-p."""
+    return mass if filters.top_p is None else required_mass(filters.top_p, mass)
+
+
+def _shortened(low: jax.Array, row: RowBounds, unused_bits: int) -> Bracket:
+    """Returns the bracket of shortened keys from a bound f32 to the row's largest logit."""
+    bracket = initial_bracket(low, row.anchor, jnp.ones_like(row.anchor, jnp.bool_))
+    last = shorten_key(bracket.high - jnp.int32(1), unused_bits)
+    return Bracket(shorten_key(bracket.low, unused_bits), last + jnp.int32(1))
+
+
+def _threshold(bracket: Bracket, unused_bits: int) -> jax.Array:
+    """Returns the f32 that a bracket of shortened keys begins at."""
+    return key_value(widen_key(bracket.low, unused_bits))

@@ -16,7 +16,7 @@ from specjax.models.attention import attend
 from specjax.models.pallas.add_rms_norm import add_rms_norm
 from specjax.models.pallas.attention import decode_attention
 from specjax.models.pallas.matmul import fused_glu, split_k_matmul
-from specjax.models.pallas.qkv import QKVOperands
+from specjax.models.pallas.request_qkv import QKVOperands
 from specjax.models.pallas.tilings import (
     AttentionTiling,
     DecodeConfig,

@@ -13,7 +13,8 @@ import specjax
 from specjax.implementation import Implementation
 from specjax.models import RopeScaling, TransformerConfig, attention, build, kernel_ops
 from specjax.models.layers import rms_norm
-from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, prepare_qkv_kernel
+from specjax.models.pallas.qkv import PreparedQKV, prepare_qkv_kernel
+from specjax.models.pallas.request_qkv import QKVOperands
 from specjax.models.pallas.tilings import DecodeConfig
 from specjax.models.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output

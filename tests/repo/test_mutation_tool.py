@@ -107,6 +107,6 @@ def test_a_function_is_found_with_its_decorators_and_inside_others():
     lines = path.read_text().splitlines()[first:last]
     assert lines[0].startswith("@functools.partial(jax.jit")
     assert lines[-1] == "    return x0, x1"
-    _, first, last = source_of(ROOT, "specjax.pallas.cutoff.queries.memory_queries.sums_above")
-    outer = source_of(ROOT, "specjax.pallas.cutoff.queries.memory_queries")
+    _, first, last = source_of(ROOT, "specjax.pallas.cutoff.queries.search_in_memory.sums_above")
+    outer = source_of(ROOT, "specjax.pallas.cutoff.queries.search_in_memory")
     assert outer[1] < first < last < outer[2]

@@ -4,7 +4,7 @@ A layer of B >= 4 requests is eight launches, or nine where `combine_kernel` fol
 
     add_rms_norm_kernel    x + MLP of the layer before, deferred norm     (add_rms_norm.py)
     split_k_matmul_kernel  queries, keys, values as split-K parts         (matmul.py)
-    prepare_qkv_kernel     sums, norm, RoPE, writes the cache             (qkv.py)
+    prepare_qkv_kernel     sums, norms, RoPE, writes the cache            (qkv.py, request_qkv.py)
     attention_kernel       flash-decoding over splits of the cache        (attention_kernels.py)
     split_k_matmul_kernel  output projection as split-K parts             (matmul.py)
     add_rms_norm_kernel    x + attention, deferred norm                   (add_rms_norm.py)

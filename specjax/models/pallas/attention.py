@@ -15,7 +15,6 @@ Axes: `B` requests, `T` new tokens, `T'` these and padding, `H` query heads, `G`
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +28,8 @@ from specjax.models.pallas.attention_kernels import (
     fused_attention_kernel,
 )
 from specjax.models.pallas.combine import PartialSoftmax, combine_kernel
-from specjax.models.pallas.qkv import PreparedQKV, QKVOperands, prepare_qkv_kernel
+from specjax.models.pallas.qkv import PreparedQKV, prepare_qkv_kernel
+from specjax.models.pallas.request_qkv import QKVOperands
 from specjax.models.pallas.tilings import AttentionTiling
 from specjax.models.shared_math import AttentionSpec, NormSpec
 from specjax.pallas.launch import launch, output
@@ -65,14 +65,8 @@ def decode_attention(
     Returns:
       [B, T', H * D], zeros from T on, and the cache with the tokens in it.
     """
-    if tiling.prepares_in_attention:
-        kernel = functools.partial(
-            fused_attention_kernel, spec=spec, norm=norm, head_norm=head_norm
-        )
-        partials, y, cache = _fused_attention(operands, kernel, tiling, interpret)
-    else:
-        prepare = functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm)
-        partials, y, cache = _attention(operands, prepare, spec, tiling, interpret)
+    attend = _fused_attention if tiling.prepares_in_attention else _attention
+    partials, y, cache = attend(operands, spec, norm, head_norm, tiling, interpret)
     y_shape = _output_shape(operands)
     batch, num_padded_tokens, num_query_heads, _ = y_shape.shape
     if y is None:
@@ -89,7 +83,9 @@ def decode_attention(
 
 def _fused_attention(
     operands: QKVOperands,
-    kernel: Callable[..., None],
+    spec: AttentionSpec,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[PartialSoftmax, None, tuple[jax.Array, jax.Array]]:
@@ -97,7 +93,7 @@ def _fused_attention(
     keys, values = operands.keys, operands.values
     num_request_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
     results = launch(
-        kernel,
+        functools.partial(fused_attention_kernel, spec=spec, norm=norm, head_norm=head_norm),
         operands,
         FusedOutputs(
             _partials_shape(operands, num_partials, tiling.num_rows),
@@ -115,8 +111,9 @@ def _fused_attention(
 
 def _attention(
     operands: QKVOperands,
-    prepare: Callable[..., None],
     spec: AttentionSpec,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
     tiling: AttentionTiling,
     interpret: bool,
 ) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
@@ -128,7 +125,7 @@ def _attention(
     (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
     num_request_kv_heads, num_query_heads = batch * num_kv_heads, y_shape.shape[2]
     prepared = launch(
-        prepare,
+        functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm),
         operands,
         PreparedQKV(
             output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),

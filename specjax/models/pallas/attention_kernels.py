@@ -23,7 +23,7 @@ from specjax.models.pallas import online_softmax
 from specjax.models.pallas.combine import PartialSoftmax, combine, store_output, store_partial
 from specjax.models.pallas.kv_split import KVSplit
 from specjax.models.pallas.online_softmax import Queries
-from specjax.models.pallas.qkv import (
+from specjax.models.pallas.request_qkv import (
     QKVOperands,
     RequestQKV,
     load_rows,

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.models.pallas.online_softmax import OnlineSoftmax, init
-from specjax.models.pallas.qkv import load_rows, row_mask
+from specjax.models.pallas.request_qkv import load_rows, row_mask
 from specjax.models.pallas.tilings import pad_to_mma
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import divmod_i32

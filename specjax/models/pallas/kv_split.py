@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax.models.pallas import online_softmax
 from specjax.models.pallas.online_softmax import OnlineSoftmax, Queries
-from specjax.models.pallas.qkv import load_rows, row_mask
+from specjax.models.pallas.request_qkv import load_rows, row_mask
 from specjax.models.pallas.tilings import BLOCK_KV, pad_to_mma
 from specjax.models.shared_math import AttentionSpec
 from specjax.pallas.launch import divmod_i32

@@ -183,7 +183,7 @@ _REFERENCE = (
     ),
     Mutation(
         f"{_PIVOTS}search_by_pivots.divide",
-        "mass_target(jnp.max(sums))",
+        "_target(filters, jnp.max(sums))",
         "target",
         pivots("test_a_search_by_pivots_finds_the_logit_in_few_passes[8-bfloat16]"),
         "the mass of top-p is sought where top-k's count was",
