@@ -111,23 +111,39 @@ def history_of(rng):
 
 
 def samplings():
-    """By name, parameters that a lost map would show in."""
+    """By name, parameters that a lost map would show in.
+
+    All but the forms of a mask are values of one program: what is not named changes nothing.
+    """
     rng = np.random.default_rng(3)
     allowed = rng.random((SIZE, VOCAB)) < 0.5
     best = np.argsort(SCATTERED, axis=1)[:, ::-1]
     # A word of one token, and words that end after tokens that are likely to be drafted.
     pairs = [[int(t), int(best[t][0])] for t in best[LAST, 0]]
-    bad = [[int(best[0][0])], *pairs, [1, 2, 2**20]]
+    never = [1, 2, 2**20]
+    bad = [[int(best[0][0])], *pairs, never]
+    off = SamplingParams(
+        top_k=np.int32(0),
+        top_p=np.float32(1),
+        min_p=np.float32(0),
+        repetition_penalty=np.float32(1),
+        frequency_penalty=np.float32(0),
+        presence_penalty=np.float32(0),
+        bias=np.zeros(VOCAB, np.float32),
+        bad_words=specjax.bad_words_array([never] * len(bad)),
+    )
     return {
-        "bias": SamplingParams(bias=jnp.asarray(6 * rng.normal(size=VOCAB), jnp.float32)),
+        "bias": off._replace(bias=(6 * rng.normal(size=VOCAB)).astype(np.float32)),
         "mask": SamplingParams(allowed=jnp.asarray(allowed)),
         "packed": SamplingParams(allowed=words(allowed)),
         "shared": SamplingParams(allowed=words(allowed[0])),
-        "penalties": SamplingParams(
-            repetition_penalty=1.8, frequency_penalty=1.0, presence_penalty=2.5
+        "penalties": off._replace(
+            repetition_penalty=np.float32(1.8),
+            frequency_penalty=np.float32(1),
+            presence_penalty=np.float32(2.5),
         ),
-        "bad words": SamplingParams(bad_words=jnp.asarray(specjax.bad_words_array(bad))),
-        "cutoffs": SamplingParams(top_k=9, top_p=0.8, min_p=0.01),
+        "bad words": off._replace(bad_words=specjax.bad_words_array(bad)),
+        "cutoffs": off._replace(top_k=np.int32(9), top_p=np.float32(0.8), min_p=np.float32(0.01)),
     }
 
 
