@@ -123,7 +123,7 @@ def test_under_an_outer_jit_the_capacity_is_given_where_the_number_of_tokens_is_
 )
 def test_what_has_no_room_is_refused(change, words):
     target = specjax.Model(MODEL.params, MODEL.init_cache, MODEL.apply, MODEL.logits, max_length=32)
-    assert generate(ROWS, target=target).token_ids.shape == (B, 32)
+    assert jax.eval_shape(lambda: generate(ROWS, target=target)).token_ids.shape == (B, 32)
     with pytest.raises(ValueError, match=words):
         generate(ROWS, target=target, **change)
 
