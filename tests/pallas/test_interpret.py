@@ -110,11 +110,11 @@ CASES = {
     "invalid rows": lambda: invalid_case(129),
     "synthetic, invalid rows": lambda: synthetic(invalid_case(127)),
     "narrow logits, statistics carried": narrow_case,
-    "a draft of more tokens": lambda: mixed_case(6, BATCH, K, 5, draft_vocab=420),
+    "a draft of more tokens": lambda: mixed_case(6, BATCH, 1, 5, draft_vocab=420),
     "no drafts": lambda: mixed_case(7, BATCH, 0, 5),
     "33 rows": long_case,
     "float64 noise, a draft of fewer tokens": lambda: mixed_case(
-        8, BATCH, K, 1025, draft_vocab=1024
+        8, BATCH, 2, 1025, draft_vocab=1024
     ),
 }
 
