@@ -9,6 +9,8 @@ from specjax.grammars.byte_pattern import Bytes, Choice, Pattern, Sequence
 __all__ = ["ByteAutomaton", "byte_automaton"]
 
 _MOST_STATES = 65536
+# Of the nondeterministic automaton: a character of a JSON string has 70, and becomes 23.
+_MOST_PARTS = 64 * _MOST_STATES
 
 
 class ByteAutomaton(NamedTuple):
@@ -31,6 +33,8 @@ class _Edges:
         self.by_byte: list[tuple[Bytes, int] | None] = []
 
     def new_state(self) -> int:
+        if len(self.by_none) >= _MOST_PARTS:
+            raise _too_many_states()
         self.by_none.append([])
         self.by_byte.append(None)
         return len(self.by_none) - 1
@@ -116,8 +120,12 @@ def byte_automaton(pattern: Pattern) -> ByteAutomaton:
             row[value] = numbers[after]
         rows.append(row)
         if len(waiting) > _MOST_STATES:
-            raise ValueError(
-                f"the pattern has more than {_MOST_STATES} states; it needs smaller bounds, such "
-                "as maxLength and maxItems."
-            )
+            raise _too_many_states()
     return ByteAutomaton(np.stack(rows), np.array([end in subset for subset in waiting]))
+
+
+def _too_many_states() -> ValueError:
+    return ValueError(
+        f"the pattern has more than {_MOST_STATES} states; it needs smaller bounds, such as "
+        "maxLength and maxItems."
+    )

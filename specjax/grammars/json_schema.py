@@ -22,6 +22,7 @@ _KEYWORDS = {
     "boolean": (),
     "null": (),
 }
+_CLASSES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "number": (int, float)}
 _MOST_INTEGERS = 4096
 _DIGIT = byte_range((0x30, 0x39))
 _HEX = byte_range((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
@@ -39,10 +40,10 @@ def json_schema_grammar(
 
     Args:
       schema: with ``type`` (object, array, string, integer, number, boolean, null, or a list of
-        these), ``enum``, ``const`` or ``anyOf``; ``properties`` and ``required``; ``items``,
-        ``minItems``, ``maxItems``; ``minLength`` and ``maxLength``; ``minimum`` and ``maximum`` of
-        an integer, both or neither, at most 4096 numbers apart. A property that is not required
-        may be absent.
+        these), ``enum`` and ``const`` (of that type, if there is one) or ``anyOf``; ``properties``
+        and ``required``; ``items``, ``minItems``, ``maxItems``; ``minLength`` and ``maxLength``;
+        ``minimum`` and ``maximum`` of an integer, both or neither, at most 4096 numbers apart. A
+        property that is not required may be absent.
       vocabulary: the bytes of each of the V tokens, as `token_bytes` returns them; empty for a
         token that is no text. V is the target's, padding included.
       eos_token_ids: tokens that end a text. Give `generate` the same ones.
@@ -82,19 +83,31 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
     if not isinstance(schema, Mapping):
         raise ValueError(f"{name} is {schema!r}; it needs an object of JSON schema's keywords.")
     given = {key: value for key, value in schema.items() if key not in _NOTES}
+    kinds = _kinds(given, name)
     for key in ("const", "enum", "anyOf"):
         if key in given:
             _refuse_others(given, (key, "type") if key != "anyOf" else (key,), name)
-            return _one_of(key, given[key], name)
+            return _one_of(key, given[key], kinds, name)
+    if not kinds:
+        raise ValueError(
+            f"{name} has {sorted(given)} and no type, const, enum or anyOf; it needs one of them."
+        )
+    known = [key for kind in kinds for key in _KEYWORDS[kind]]
+    if "number" in kinds:  # a bound would be the number's, too
+        known = [key for key in known if key not in _KEYWORDS["integer"]]
+    _refuse_others(given, ("type", *known), name)
+    return bp.Choice(tuple(_PATTERNS[kind](given, name) for kind in kinds))
+
+
+def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
+    """Returns the types of a schema, none if it names none."""
     if "type" not in given:
-        raise ValueError(f"{name} has no type, const, enum or anyOf; it needs one of them.")
+        return []
     kinds = given["type"] if isinstance(given["type"], list) else [given["type"]]
     unknown = [kind for kind in kinds if kind not in list(_KEYWORDS)]
     if unknown or not kinds:
         raise ValueError(f"{name} has type {unknown or kinds}; it needs some of {list(_KEYWORDS)}.")
-    known = [key for kind in kinds for key in _KEYWORDS[kind]]
-    _refuse_others(given, ("type", *known), name)
-    return bp.Choice(tuple(_PATTERNS[kind](given, name) for kind in kinds))
+    return kinds
 
 
 def _refuse_others(given: Mapping[str, Any], known: Iterable[str], name: str) -> None:
@@ -105,15 +118,32 @@ def _refuse_others(given: Mapping[str, Any], known: Iterable[str], name: str) ->
         )
 
 
-def _one_of(key: str, value: Any, name: str) -> Pattern:
+def _one_of(key: str, value: Any, kinds: list[str], name: str) -> Pattern:
     """Returns the pattern of `const`, `enum` or `anyOf`."""
-    if key == "const":
-        return _value(value)
-    if not isinstance(value, list) or not value:
+    values = [value] if key == "const" else value
+    if not isinstance(values, list) or not values:
         raise ValueError(f"{name} has {key} {value!r}; it needs a list that is not empty.")
-    if key == "enum":
-        return bp.Choice(tuple(map(_value, value)))
-    return bp.Choice(tuple(schema_pattern(x, f"{name}.anyOf[{i}]") for i, x in enumerate(value)))
+    if key == "anyOf":
+        options = (schema_pattern(x, f"{name}.anyOf[{i}]") for i, x in enumerate(values))
+        return bp.Choice(tuple(options))
+    for x in values:
+        if kinds and not any(_is_kind(x, kind) for kind in kinds):
+            raise ValueError(f"{name} has {x!r} in {key}; with its type it needs some of {kinds}.")
+    try:
+        return bp.Choice(tuple(map(_value, values)))
+    except ValueError:
+        raise ValueError(
+            f"{name} has {key} {value!r}; NaN, infinity and half a surrogate pair are not JSON."
+        ) from None
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    """Returns whether a value is of one of JSON schema's types; 1.0 is an integer, too."""
+    if isinstance(value, bool) or value is None:
+        return kind == ("null" if value is None else "boolean")
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return isinstance(value, _CLASSES.get(kind, ()))
 
 
 def _value(value: Any) -> Pattern:
@@ -133,12 +163,14 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple
 
 
 def _object(given: Mapping[str, Any], name: str) -> Pattern:
-    properties, required = given.get("properties", {}), set(given.get("required", ()))
+    properties, required = given.get("properties", {}), given.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise ValueError(f"{name} has required {required!r}; it needs a list of names.")
     if given.get("additionalProperties", False) is not False:
         raise ValueError(f"{name} has additionalProperties; only the listed ones are generated.")
-    if not isinstance(properties, Mapping) or required - set(properties):
+    if not isinstance(properties, Mapping) or set(required) - set(properties):
         raise ValueError(
-            f"{name} requires {sorted(required)} and has the properties {list(properties)}; it "
+            f"{name} requires {required} and has the properties {list(properties)}; it "
             "needs each that it requires among them."
         )
     comma, after_others = literal(b","), bp.Sequence(())

@@ -53,7 +53,7 @@ def token_automaton(
 
 def _follow_tokens(automaton: ByteAutomaton, vocabulary: Sequence[bytes]) -> np.ndarray:
     """Returns the state after each token i32[Q, V], -1 where its bytes lead nowhere."""
-    longest = max(map(len, vocabulary))
+    longest = max(1, max(map(len, vocabulary)))
     padded = np.zeros((longest, len(vocabulary)), np.uint8)
     for token, text in enumerate(vocabulary):
         padded[: len(text), token] = np.frombuffer(text, np.uint8)

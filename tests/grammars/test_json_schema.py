@@ -103,6 +103,7 @@ ITEMS = {"type": "array", "items": {"enum": ["x", None]}, "minItems": 1, "maxIte
             ["[null]"],
         ),
         ({"type": "integer", "minimum": -2, "maximum": 11}, ["-2", "0", "11"], ["-3", "12", "-0"]),
+        ({"type": ["integer", "null"], "enum": [2.0, None]}, ["2.0", "null"], ["2"]),
         ({"type": ["boolean", "null"]}, ["true", "false", "null"], ["nul", "1"]),
         ({"anyOf": [{"type": "boolean"}, {"const": {"k": [1]}}]}, ["true", '{"k":[1]}'], ["{}"]),
         (
@@ -126,7 +127,14 @@ def test_a_schema_accepts_its_compact_texts_and_no_others(schema, good, bad):
         ([], "it needs an object"),
         ({"type": "string", "pattern": "a"}, r"has \['pattern'\], which is not read"),
         ({"type": "date"}, r"has type \['date'\]"),
-        ({}, r"the schema has no type"),
+        ({}, r"the schema has \[\] and no type"),
+        ({"type": "object", "required": True}, "required True; it needs a list of names"),
+        ({"type": "object", "required": "a"}, "required 'a'; it needs a list of names"),
+        ({"type": "string", "enum": ["a", 1]}, "has 1 in enum; with its type"),
+        ({"type": "integer", "const": True}, "has True in const; with its type"),
+        ({"const": float("nan")}, "the schema has const nan; NaN"),
+        ({"enum": ["\ud800"]}, "the schema has enum .* half a surrogate pair"),
+        ({"type": ["integer", "number"], "minimum": 1, "maximum": 2}, r"\['maximum', 'minimum'\]"),
         ({"type": "array"}, "an array without items"),
         ({"type": "object", "required": ["a"]}, "requires"),
         ({"type": "object", "additionalProperties": True}, "additionalProperties"),
@@ -135,12 +143,21 @@ def test_a_schema_accepts_its_compact_texts_and_no_others(schema, good, bad):
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no text follows it"),
         ({"type": "string", "maxLength": 2.5}, "an integer >= 0"),
         ({"enum": []}, "a list that is not empty"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, r"properties.a has no type"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}},
+            r"properties.a has \['\$ref'\] and no type",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused(schema, words):
     with pytest.raises(ValueError, match=words):
         schema_pattern(schema, "the schema")
+
+
+def test_bounds_that_no_machine_can_write_out_are_refused_before_they_are(monkeypatch):
+    monkeypatch.setattr("specjax.grammars.byte_automaton._MOST_PARTS", 1000)
+    with pytest.raises(ValueError, match="it needs smaller bounds, such as maxLength"):
+        automaton_of({"type": "string", "maxLength": 10**12})
 
 
 # Tokens ------------------------------------------------------------------------------------------
@@ -221,8 +238,9 @@ def test_a_token_after_which_no_text_can_be_completed_is_not_allowed():
     schema = {"anyOf": [{"const": [1]}, {"const": 1}]}
     grammar = specjax.grammars.json_schema_grammar(schema, [b"", b"[", b"1"], [0])
     assert grammar.allowed[0].tolist() == [0b100]
-    with pytest.raises(ValueError, match="complete no text"):
-        specjax.grammars.json_schema_grammar({"const": [1]}, [b"", b"[", b"1"], [0])
+    for vocabulary in ([b"", b"[", b"1"], [b"", b""]):
+        with pytest.raises(ValueError, match="complete no text"):
+            specjax.grammars.json_schema_grammar({"const": [1]}, vocabulary, [0])
     for eos in ([], [3], [-1]):
         with pytest.raises(ValueError, match="eos_token_ids is"):
             specjax.grammars.json_schema_grammar({"const": 1}, [b"", b"[", b"1"], eos)
