@@ -61,14 +61,12 @@ def parse_split(
                 "that lies over a mesh axis. Cut whole rows: logits[..., :vocab_size]."
             )
         return None
-    try:
-        size = jax.lax.axis_size(axis_name)
-    except NameError:
-        size = None
-    if size is None or not isinstance(axis_name, str):
+    # An axis of vmap has a size, too, and is none of a mesh.
+    if not isinstance(axis_name, str) or axis_name not in _manual_axes():
         raise ValueError(
             f"axis_name is {axis_name!r}; it needs the name of one mesh axis, inside shard_map."
         )
+    size = jax.lax.axis_size(axis_name)
     width = logits.shape[-1]
     if width < _LEAST_WIDTH:
         raise ValueError(
@@ -90,6 +88,10 @@ def parse_split(
     if draft is not None:
         _check_draft(draft, width, rule)
     return VocabularySplit(axis_name, true)
+
+
+def _manual_axes() -> tuple[str, ...]:
+    return jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _check_draft(draft: Draft, width: int, rule: Any) -> None:

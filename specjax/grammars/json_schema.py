@@ -30,7 +30,7 @@ _TAIL = byte_range((0x80, 0xBF))
 
 
 def json_schema_grammar(
-    schema: Mapping[str, Any], vocabulary: Sequence[bytes], eos_token_ids: Iterable[int]
+    schema: Mapping[str, Any], vocabulary: Sequence[bytes], eos_token_ids: int | Iterable[int]
 ) -> Grammar:
     r"""Returns a grammar of JSON texts that a schema accepts, then an end-of-sequence token.
 
@@ -46,7 +46,7 @@ def json_schema_grammar(
         property that is not required may be absent.
       vocabulary: the bytes of each of the V tokens, as `token_bytes` returns them; empty for a
         token that is no text. V is the target's, padding included.
-      eos_token_ids: tokens that end a text. Give `generate` the same ones.
+      eos_token_ids: the token or tokens that end a text. Give `generate` the same ones.
 
     Returns:
       `Grammar` of NumPy arrays; `jax.device_put` places it once.

@@ -13,7 +13,7 @@ _BITS_PER_WORD = 32
 
 
 def token_automaton(
-    automaton: ByteAutomaton, vocabulary: Sequence[bytes], eos_token_ids: Iterable[int]
+    automaton: ByteAutomaton, vocabulary: Sequence[bytes], eos_token_ids: int | Iterable[int]
 ) -> Grammar:
     """Returns the grammar of texts that the automaton accepts, cut into tokens in any way.
 
@@ -31,7 +31,7 @@ def token_automaton(
     Raises:
       ValueError: if the tokens cannot complete any text, or there is no end-of-sequence token.
     """
-    eos = sorted(set(eos_token_ids))
+    eos = sorted({eos_token_ids} if isinstance(eos_token_ids, int) else set(eos_token_ids))
     if not eos or eos[0] < 0 or eos[-1] >= len(vocabulary):
         raise ValueError(
             f"eos_token_ids is {eos}; it needs tokens of the vocabulary, in [0, {len(vocabulary)})."

@@ -114,9 +114,9 @@ def process_logits(
         grammar_state=grammar_state,
     )
     rules = check_rules(rules, size, num_rows)
-    check_widths(rules, vocab_size)
     split = parse_split(axis_name, None, logits)
     check_rules_split(rules, vocab_size, split)
+    check_widths(rules, vocab_size)
     first_row = parse_array("first_row", first_row, jnp.int32, ())
     history = check_history(rules, History() if history is None else history, size, vocab_size)
     drafted = check_drafted(rules, drafted_token_ids, size, num_rows, first_row)

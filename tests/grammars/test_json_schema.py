@@ -238,10 +238,12 @@ def test_a_token_after_which_no_text_can_be_completed_is_not_allowed():
     schema = {"anyOf": [{"const": [1]}, {"const": 1}]}
     grammar = specjax.grammars.json_schema_grammar(schema, [b"", b"[", b"1"], [0])
     assert grammar.allowed[0].tolist() == [0b100]
+    of_one_id = specjax.grammars.json_schema_grammar(schema, [b"", b"[", b"1"], 0)
+    np.testing.assert_array_equal(of_one_id.allowed, grammar.allowed)
     for vocabulary in ([b"", b"[", b"1"], [b"", b""]):
         with pytest.raises(ValueError, match="complete no text"):
             specjax.grammars.json_schema_grammar({"const": [1]}, vocabulary, [0])
-    for eos in ([], [3], [-1]):
+    for eos in ([], [3], [-1], 3):
         with pytest.raises(ValueError, match="eos_token_ids is"):
             specjax.grammars.json_schema_grammar({"const": 1}, [b"", b"[", b"1"], eos)
 

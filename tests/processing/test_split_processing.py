@@ -93,3 +93,15 @@ def test_a_mask_in_words_that_lie_on_two_devices_is_refused():
 
     with pytest.raises(ValueError, match="a multiple of 32"):
         over_devices(call, arrays, tuple(map(split, arrays)), out_specs=split(arrays[0]))
+
+
+def test_a_grammar_of_whole_rows_is_refused_as_one():
+    tables = (np.zeros((1, 1), np.int32), np.zeros(512, np.int32), np.zeros((1, 16), np.uint32))
+    logits = jnp.zeros((1, 512))
+
+    def call(logits):
+        grammar = specjax.Grammar(*tables)
+        return specjax.process_logits(logits, grammar=grammar, axis_name="model")
+
+    with pytest.raises(ValueError, match="grammar is given with axis_name"):
+        over_devices(call, (logits,), (split(logits),), out_specs=split(logits))

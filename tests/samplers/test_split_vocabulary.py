@@ -117,6 +117,7 @@ def test_a_device_without_tokens_changes_no_sample():
     ("options", "message"),
     [
         (dict(axis_name="other"), "it needs the name of one mesh axis"),
+        (dict(axis_name=1), "axis_name is 1; it needs the name of one mesh axis"),
         (dict(axis_name="model", vocab_size=513), "Python int from 1 to 512"),
         (dict(axis_name="model", implementation="interpret"), "names the kernels"),
         (dict(axis_name="model", rule=standard()), "rules read whole"),
@@ -132,6 +133,15 @@ def test_what_a_split_does_not_go_with_is_refused(options, message):
 
     with pytest.raises(ValueError, match=message):
         over_devices(call, (logits,), (split(logits),))
+
+
+def test_an_axis_of_vmap_is_none_of_a_mesh():
+    logits = jnp.zeros((2, 1, 256))
+    sample = functools.partial(
+        specjax.gumbel_sample, keys=make_keys(1), positions=0, stream=0, axis_name="model"
+    )
+    with pytest.raises(ValueError, match="'model'; it needs the name of one mesh axis"):
+        jax.vmap(sample, axis_name="model")(logits)
 
 
 @pytest.mark.parametrize(
