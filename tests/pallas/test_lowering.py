@@ -399,7 +399,8 @@ def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, nu
         once({"dtype": "float16"}, 2),
         once({"sandwich_norms": True}, 2),
         once({"qkv_bias": True}, 3),
-        once({"qk_norm": True}, 3),
+        once({"qk_norm": True}, 4),
+        once({"qk_norm": True, "qkv_bias": True}, 3),
         once({"intermediate_size": 520}, 2),
         # Before Hopper there is no such instruction.
         once({"hidden_size": 256}, 0),
