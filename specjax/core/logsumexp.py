@@ -30,6 +30,7 @@ __all__ = [
     "exp_scaled",
     "mask_below_cutoff",
     "merge_partials",
+    "nan_to_inf",
     "normalizer_from_statistics",
     "reduce_blocks",
     "row_logsumexp",
@@ -87,6 +88,11 @@ def mask_below_cutoff(logits: jax.Array, cutoff: jax.Array | None) -> jax.Array:
     """
     x = logits.astype(jnp.float32)
     return x if cutoff is None else jnp.where(x < smallest_equal(cutoff), -jnp.inf, x)
+
+
+def nan_to_inf(logits: jax.Array) -> jax.Array:
+    """Returns logits of any dtype with +inf for NaN, which makes a row as invalid."""
+    return jnp.where(jnp.isnan(logits), jnp.asarray(jnp.inf, logits.dtype), logits)
 
 
 def split_blocks(row: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -187,7 +193,7 @@ def block_partials(
 
     def reduce(blocks: jax.Array) -> MaxSum:
         if only_maxima is not None:
-            blocks = jnp.where(jnp.isnan(blocks), jnp.asarray(jnp.inf, blocks.dtype), blocks)
+            blocks = nan_to_inf(blocks)
         return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
 
     if split is not None:

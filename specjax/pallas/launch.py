@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from specjax.core.logsumexp import nan_to_inf
+
 __all__ = [
     "cond_or",
     "divmod_i32",
@@ -128,11 +130,7 @@ def make_nan_to_inf(interpret: bool) -> Callable[[jax.Array], jax.Array]:
     On a GPU the minimum of a number and +inf, which is +inf for NaN: one instruction for two short
     floats. A comparison and a select would be four, and compilers take `jnp.minimum(x, inf)` for x.
     """
-    return _where_nan_inf if interpret else _min_inf
-
-
-def _where_nan_inf(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isnan(x), jnp.asarray(jnp.inf, x.dtype), x)
+    return nan_to_inf if interpret else _min_inf
 
 
 def _min_inf(x: jax.Array) -> jax.Array:
