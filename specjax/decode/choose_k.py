@@ -6,6 +6,11 @@
 A token is tested if all drafted before it in its step were accepted. The K of a step is decided
 before any of its tokens is drafted, so that the output follows the target whatever is chosen. The
 rates are counted in integers and looked up: no rounding depends on the batch.
+
+    shared k = argmax_k sum_b speed_b[k]                 one number for all requests, for an engine
+
+A step takes as long as its longest draft makes it, so that shorter ones gain nothing. Past steps of
+others decide then, too. The output of each request follows the target all the same.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +23,15 @@ import numpy as np
 from specjax import theory
 from specjax.config import SpeculativeConfig
 
-__all__ = ["DraftHistory", "add_step", "choose_k", "init_history", "k_by_rate"]
+__all__ = [
+    "DraftHistory",
+    "add_step",
+    "choose_k",
+    "choose_shared_k",
+    "init_history",
+    "k_by_rate",
+    "speeds_by_rate",
+]
 
 # Rates are looked up in 64ths, and tokens are counted in 1024ths.
 _NUM_RATES = 64
@@ -61,11 +74,28 @@ def k_by_rate(config: SpeculativeConfig) -> Any:
       >>> k_by_rate(config)[[0, 16, 24, 32, 64]].tolist()
       [0, 0, 1, 1, 2]
     """
+    best = _best_by_rate(config)
+    return None if best is None else best.k.astype(np.int32)
+
+
+def speeds_by_rate(config: SpeculativeConfig) -> Any:
+    """Returns the expected tokens per cost of each k at each rate, f32[65, K + 1]; None as above.
+
+    Example:
+      >>> config = SpeculativeConfig("auto", step_costs=(1.0, 1.25, 1.75))
+      >>> speeds_by_rate(config)[32].tolist()  # 1 / 1, 1.5 / 1.25, 1.75 / 1.75
+      [1.0, 1.2000000476837158, 1.0]
+    """
+    best = _best_by_rate(config)
+    return None if best is None else best.tokens_per_second.astype(np.float32)
+
+
+def _best_by_rate(config: SpeculativeConfig) -> Any:
     if config.step_costs is None:
         return None
     rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
     lengths = theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
-    return theory.best_k(lengths, config.step_costs).k.astype(np.int32)
+    return theory.best_k(lengths, config.step_costs)
 
 
 def add_step(
@@ -94,8 +124,25 @@ def _decay(count: jax.Array) -> jax.Array:
 
 def choose_k(history: DraftHistory, k_by_rate: jax.Array) -> jax.Array:
     """Returns how many tokens each request drafts next, i32[B]."""
+    return jnp.take(k_by_rate, _rate_index(history))
+
+
+def choose_shared_k(history: DraftHistory, speeds: jax.Array, is_active: jax.Array) -> jax.Array:
+    """Returns how many tokens all requests draft next, i32[]; the smallest of equals.
+
+    Args:
+      history: of the requests.
+      speeds: from `speeds_by_rate`.
+      is_active: bool[B], which requests go on.
+    """
+    each = jnp.take(speeds, _rate_index(history), axis=0)
+    total = jnp.sum(jnp.where(is_active[:, None], each, 0.0), axis=0)
+    return jnp.argmax(total).astype(jnp.int32)
+
+
+def _rate_index(history: DraftHistory) -> jax.Array:
     accepted = history.num_accepted + _PRIOR_ACCEPTED
-    return jnp.take(k_by_rate, accepted * _NUM_RATES // (history.num_tested + _PRIOR_TESTED))
+    return accepted * _NUM_RATES // (history.num_tested + _PRIOR_TESTED)
 
 
 jax.export.register_namedtuple_serialization(DraftHistory, serialized_name="specjax.DraftHistory")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specjax.checks import check_draft
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
-from specjax.decode.choose_k import choose_k
+from specjax.decode.choose_k import choose_k, choose_shared_k
 from specjax.decode.drafters import Drafter, reads_chunks
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.draft import Draft
@@ -52,8 +52,13 @@ def most_drafted(
     # A step always emits one token besides the accepted drafts.
     num_tokens = jnp.clip(settings.max_lengths - state.lengths - 1, 0, k)
     if state.draft_history is not None:
-        assert settings.k_by_rate is not None
-        num_tokens = jnp.minimum(num_tokens, choose_k(state.draft_history, settings.k_by_rate))
+        table = settings.k_by_rate
+        assert table is not None
+        if table.ndim == 1:
+            best = choose_k(state.draft_history, table)
+        else:
+            best = choose_shared_k(state.draft_history, table, state.finish == 0)
+        num_tokens = jnp.minimum(num_tokens, best)
     return jnp.where(state.finish == 0, num_tokens, jnp.int32(-1))
 
 

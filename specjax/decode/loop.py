@@ -44,7 +44,7 @@ from specjax.verification import Verification
 __all__ = ["commit_rows", "run_step"]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+@functools.partial(jax.jit, static_argnames=("config", "implementation", "row_buckets"))
 def run_step(
     target: Model,
     drafter: Drafter | None,
@@ -52,6 +52,7 @@ def run_step(
     *,
     config: SpeculativeConfig,
     implementation: Implementation | None,
+    row_buckets: tuple[int, ...] = (),
 ) -> tuple[DecodeState, StepInfo]:
     """Returns what `step` returns.
 
@@ -61,13 +62,14 @@ def run_step(
       state: as in `step`.
       config: a compile key.
       implementation: a resolved one if the caller named one, else None.
+      row_buckets: as `buckets` of `on_rows`.
     """
     taps = () if drafter is None else drafter.taps
 
     def compute(k: int, cache: Any) -> tuple[Any, TargetRows]:
         return compute_rows(target, state, cache, k=k, implementation=implementation, taps=taps)
 
-    cache, rows = on_rows(state, compute, state.target_cache)
+    cache, rows = on_rows(state, compute, state.target_cache, row_buckets)
     options: dict[str, Any] = {"config": config, "implementation": implementation}
     state = state._replace(target_cache=cache)
     state = drop_other_draft(drafter, state, rows.hidden[:, 0], **options)

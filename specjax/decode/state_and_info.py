@@ -30,8 +30,8 @@ class Settings(NamedTuple):
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
       logprobs: which log-probabilities are listed, or None.
-      k_by_rate: i32[65], how many tokens are drafted at each acceptance rate; None unless K is
-        "auto".
+      k_by_rate: i32[65], how many tokens are drafted at each acceptance rate; f32[65, K + 1], the
+        tokens per cost of each number, where all requests draft as many; None unless K is "auto".
     """
 
     keys: jax.Array

@@ -1,6 +1,7 @@
 """The target's K + 1 rows of a step: the last token and the drafted ones are fed, and processed.
 
-Where K is "auto", a step in which no request of the batch has a draft computes one row.
+Where K is "auto", a step in which no request of the batch has a draft computes one row. An engine
+has programs of a few more numbers of rows, and takes the smallest that holds the longest draft.
 """
 
 import functools
@@ -176,15 +177,20 @@ def fed_tokens(state: DecodeState) -> tuple[jax.Array, jax.Array]:
 
 
 def on_rows(
-    state: DecodeState, function: Callable[[int, Any], tuple[Any, Any]], operand: Any
+    state: DecodeState,
+    function: Callable[[int, Any], tuple[Any, Any]],
+    operand: Any,
+    buckets: tuple[int, ...] = (),
 ) -> tuple[Any, Any]:
-    """Returns `function(K, operand)`, or `function(0, operand)` filled up if nothing was drafted.
+    """Returns `function(k, operand)` of the smallest k that holds every draft, filled up to K.
 
     Args:
       state: before the step.
       function: of a number of drafted tokens k and an operand. Returns the operand, written in
         place, and arrays [B, k + 1, ...].
       operand: such as a cache.
+      buckets: numbers of drafted tokens besides 0 and K. Each is one more copy of the target's
+        layers to compile. Without "auto" k is K.
     """
     k = count_rows(state) - 1
     if state.draft_history is None or not k:
@@ -196,10 +202,14 @@ def on_rows(
         return operand, jax.tree.map(functools.partial(_fill, size=k + 1), rows)
 
     last = operand, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    # A third program, of two drafts, would be a third copy of the target's layers to compile.
-    is_plain = jnp.max(count_drafted(state)) <= 0
-    last = run_if(is_plain, functools.partial(run, 0), last)
-    return run_if(~is_plain, functools.partial(run, k), last)
+    most = jnp.max(count_drafted(state))
+    is_held = most <= 0
+    last = run_if(is_held, functools.partial(run, 0), last)
+    for number in sorted({number for number in buckets if 0 < number < k}):
+        fits = ~is_held & (most <= number)
+        last = run_if(fits, functools.partial(run, number), last)
+        is_held |= fits
+    return run_if(~is_held, functools.partial(run, k), last)
 
 
 def _fill(rows: jax.Array, size: int) -> jax.Array:

@@ -9,17 +9,17 @@ import numpy as np
 
 from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import pad_eos
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.engine.group import PromptGroup
 from specjax.engine.memory import explain_slots_out_of_memory
 from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.request import FinishReason, Request
-from specjax.engine.request_sampling import parse_defaults, spread_over_slots
+from specjax.engine.request_sampling import parse_defaults
 from specjax.engine.scheduler import Scheduler
+from specjax.engine.slot_settings import slot_settings
 from specjax.engine.stop_strings import StoppedText
-from specjax.engine.submission import MOST_STOP_IDS, EngineOptions, read_submission
+from specjax.engine.submission import EngineOptions, read_submission
 from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
@@ -50,6 +50,9 @@ class Engine:
       tokenizer: with `decode(ids, skip_special_tokens)`, for text and stop strings; or None.
       num_logprobs: as in `generate`, for every request.
       logprobs_mode: as in `generate`.
+      k_by_load: with K = "auto", whether the requests in slots draft as many tokens as give all of
+        them together the most per time. A request's draws then depend on the others, and follow
+        the target all the same; greedy and coupled requests get the same tokens.
       implementation: as in `generate`.
 
     Attributes:
@@ -89,6 +92,7 @@ class Engine:
         tokenizer: Any = None,
         num_logprobs: int | None = None,
         logprobs_mode: str = "raw",
+        k_by_load: bool = False,
         implementation: str | Implementation | None = None,
     ) -> None:
         num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
@@ -110,11 +114,7 @@ class Engine:
             implementation=implementation,
         )
         defaults = parse_defaults(sampling)
-        settings = arguments["settings"]._replace(
-            temperature=np.ones(num_slots, np.float32),
-            eos_token_ids=np.tile(pad_eos(np.zeros(0, np.int32), MOST_STOP_IDS), (num_slots, 1)),
-            sampling=spread_over_slots(defaults, num_slots),
-        )
+        settings = slot_settings(arguments["settings"], defaults, config, k_by_load)
         options = {name: arguments[name] for name in ("config", "implementation")}
         programs = make_programs(
             target, drafter, settings, num_slots=num_slots, max_length=max_length, **options

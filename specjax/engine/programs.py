@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.decode.drafters import Drafter
 from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.decode.target_rows import count_rows
 from specjax.engine import slots
 from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
@@ -100,7 +101,9 @@ def make_programs(
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
         admit=functools.partial(slots.admit, axes=axes),
-        step=functools.partial(slots.step_slots, target, drafter, **options),
+        step=functools.partial(
+            slots.step_slots, target, drafter, row_buckets=_row_buckets(shapes), **options
+        ),
         release=slots.release,
         park=functools.partial(slots.park, axes=axes),
         resume=functools.partial(slots.resume, axes=axes),
@@ -108,6 +111,14 @@ def make_programs(
         slot_bytes=row_bytes(shapes, axes),
         vocab_size=jax.eval_shape(target.logits, target.params, hidden).shape[-1],
     )
+
+
+def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
+    """Returns the numbers of drafted tokens, besides 0 and K, of which a step has a program.
+
+    One, half of K: each holds the target's layers once more.
+    """
+    return () if shapes.draft_history is None else (count_rows(shapes) // 2,)
 
 
 def warm_up(programs: Programs, chunk_size: int, request: RequestSettings) -> DecodeState:

@@ -189,7 +189,9 @@ def admit(
     return put_row(slots, one, axes, slot)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames="slots")
+@functools.partial(
+    jax.jit, static_argnames=("config", "implementation", "row_buckets"), donate_argnames="slots"
+)
 def step_slots(
     target: Model,
     drafter: Drafter | None,
@@ -197,11 +199,13 @@ def step_slots(
     *,
     config: SpeculativeConfig,
     implementation: Implementation | None,
+    row_buckets: tuple[int, ...],
 ) -> tuple[DecodeState, StepOutput]:
     """Returns the slots after one step of every request in them, and what it committed."""
     before = slots.lengths
     index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]
-    slots, _ = run_step(target, drafter, slots, config=config, implementation=implementation)
+    options: dict[str, Any] = {"implementation": implementation, "row_buckets": row_buckets}
+    slots, _ = run_step(target, drafter, slots, config=config, **options)
     index = jnp.minimum(index, slots.token_ids.shape[1] - 1)
 
     def take(buffer: jax.Array) -> jax.Array:

@@ -11,7 +11,15 @@ import pytest
 
 import specjax
 from specjax import SpeculativeConfig
-from specjax.decode.choose_k import add_step, choose_k, init_history, k_by_rate
+from specjax.decode.choose_k import (
+    DraftHistory,
+    add_step,
+    choose_k,
+    choose_shared_k,
+    init_history,
+    k_by_rate,
+    speeds_by_rate,
+)
 from specjax.decode.loop import run_step
 
 V, B, K = 4, 4, 3
@@ -89,6 +97,25 @@ def test_the_default_costs_draft_where_half_is_accepted_and_not_where_a_fifth_is
     assert best[0] == best[12] == 0
     assert np.all(best[40:] > 0)
     assert best[64] == SpeculativeConfig("auto").num_speculative_tokens
+
+
+def test_a_shared_k_gives_the_active_requests_the_most_tokens_for_its_cost():
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(speeds_by_rate(CONFIG))
+    found = set()
+    for _ in range(200):
+        tested = rng.integers(0, 2**16, 5)
+        accepted = (tested * rng.uniform(0, 1, rng.choice([1, 5]))).astype(int)
+        is_active = rng.uniform(size=5) < 0.6
+        history = DraftHistory(*(jnp.asarray(x, jnp.int32) for x in (tested, accepted, tested)))
+        shared = int(choose_shared_k(history, table, jnp.asarray(is_active)))
+        # 2.48 of 4 tokens, in 1024ths; rates are looked up in 64ths.
+        rates = (accepted + 2540) * 64 // (tested + 4096) / 64
+        tokens = np.cumsum(rates[:, None] ** np.arange(K + 1), axis=1)
+        speeds = (tokens[is_active] / CONFIG.step_costs).sum(axis=0)
+        assert speeds[shared] >= speeds.max() * (1 - 1e-6)
+        found.add(shared)
+    assert found == {0, 2, 3}
 
 
 # The text

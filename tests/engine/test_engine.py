@@ -175,6 +175,91 @@ def test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a
     assert 0 < sum(row[-1][3][0] for row in found[1::2]) < sum(row[-1][2][0] for row in found[1::2])
 
 
+def logging_model():
+    """Its cache says of each position in how many columns the call was that fed it."""
+
+    def init_cache(batch_size, max_length):
+        return bigrams.init_cache(batch_size, max_length), jnp.zeros((batch_size, S), jnp.int32)
+
+    def apply(params, token_ids, positions, cache):
+        inner, columns = cache
+        hidden, inner = bigrams.apply(params, token_ids, positions, inner)
+        place = jnp.where(positions < 0, S, positions)
+        rows = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+        return hidden, (inner, columns.at[rows, place].set(place.shape[1], mode="drop"))
+
+    return specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
+
+
+COSTS = (1.0, 1.4, 1.5, 1.6, 1.7)
+
+
+@pytest.mark.once
+def test_a_step_has_the_rows_that_its_longest_draft_needs_and_compiles_nothing():
+    """And a request gets the same from it alone and in company."""
+    engine = make_engine(target=logging_model(), config=SpeculativeConfig("auto", step_costs=COSTS))
+    scheduler = engine._scheduler
+    own_table = np.array(scheduler._slots.settings.k_by_rate)
+    values = [request.values | {"sampling": None} for request in ASKED]
+
+    def submit(i):
+        return engine.submit(ASKED[i].prompt, **values[i])
+
+    def set_table(table):
+        settings = scheduler._slots.settings._replace(k_by_rate=jax.device_put(table))
+        scheduler._slots = scheduler._slots._replace(settings=settings)
+
+    with compilations() as found:
+        for k, columns in ((0, 1), (1, 3), (2, 3), (3, 5), (4, 5)):
+            set_table(np.full_like(own_table, k))
+            request = engine.submit([1], key=KEYS[0], max_new_tokens=40).result()
+            slot = np.argmax(np.asarray(scheduler._slots.lengths))
+            logged = np.asarray(scheduler._slots.target_cache[1])[slot]
+            # The prompt's last token is fed by a step without drafts, and so may the last one be.
+            assert set(logged[1:36].tolist()) == {columns}
+            assert (request.metrics.num_drafted[:k] > 0).all() or not k
+        set_table(own_table)
+        alone = [what_came(submit(i).result()) for i in range(12)]
+        together = [submit(i) for i in range(12)]
+        engine.run()
+    assert found == []
+    assert list(map(what_came, together)) == alone
+    drafted = np.sum([row[-1][2] for row in alone], axis=0)
+    assert np.all(drafted > 0)
+    assert drafted[0] > drafted[-1]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_k_by_load_changes_what_is_drafted_and_no_greedy_or_coupled_text(method):
+    config = SpeculativeConfig("auto", rejection_sample_method=method, step_costs=COSTS)
+    values = [request.values | {"sampling": None} for request in ASKED]
+    if method == "standard":
+        values = [value | {"temperature": 0} for value in values]
+
+    def decode(together, drafter=BY_MODEL, **options):
+        engine = make_engine(drafter, config=config, **options)
+        requests = []
+        for asked, value in zip(ASKED, values, strict=True):
+            requests.append(engine.submit(asked.prompt, **value))
+            if not together:
+                engine.run()
+        engine.run()
+        return [r.token_ids for r in requests], [r.metrics.num_drafted.tolist() for r in requests]
+
+    plain, _ = decode(True, None)
+    in_company, drafted = decode(True, k_by_load=True)
+    alone, drafted_alone = decode(False, k_by_load=True)
+    assert in_company == alone == plain
+    assert drafted != drafted_alone
+
+
+def test_k_by_load_needs_a_k_that_is_chosen():
+    for drafter, config in ((BY_MODEL, CONFIG), (None, SpeculativeConfig("auto"))):
+        with pytest.raises(ValueError, match=r"k_by_load is True, .* needs a drafter"):
+            make_engine(drafter, config=config, k_by_load=True)
+
+
 @pytest.mark.once
 def test_a_request_gets_what_generate_gives():
     rows = [request.prompt for request in ASKED]

@@ -1,0 +1,175 @@
+"""Times an engine on a mixed load at every fixed K, and where each request or the load chooses K.
+
+python -m benchmarks.cpu.engine_k --out benchmarks/results/cpu_engine_k.json
+
+Requests continue pieces of held-out files by the embedded target: of 20 to 200 tokens, by 16 to 96
+new ones, a third each at temperature 0, 0.7 and 1.2, fixed by a seed. What steps of k drafted
+tokens cost in such an engine is measured before; "auto" is given that table. All contenders
+alternate in one process.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import specjax
+from benchmarks.cpu.engine import CHUNK, LONGEST, read_prompts
+from benchmarks.cpu.verify import environment
+from specjax import models
+
+MOST_NEW, TEMPERATURES = 96, (0.0, 0.7, 1.2)
+_NEVER = 1e6
+
+
+class Load(NamedTuple):
+    """Requests: prompts and what is asked for each."""
+
+    prompts: list[list[int]]
+    values: list[dict[str, Any]]
+
+
+def mixed_load(number: int) -> Load:
+    """Requests of several lengths and temperatures, fixed by a seed."""
+    rng = np.random.default_rng(1)
+    values: list[dict[str, Any]] = [
+        {
+            "key": jax.random.key(i),
+            "max_new_tokens": int(rng.integers(16, MOST_NEW + 1)),
+            "temperature": TEMPERATURES[i % 3],
+        }
+        for i in range(number)
+    ]
+    return Load(read_prompts(number), values)
+
+
+def make_engine(pair: Any, config: Any, num_slots: int, **options: Any) -> specjax.Engine:
+    """An engine for the load."""
+    target, drafter = pair
+    sizes: dict[str, Any] = {"num_slots": num_slots, "max_length": LONGEST + MOST_NEW}
+    return specjax.Engine(target, drafter, config, prefill_chunk_size=CHUNK, **sizes, **options)
+
+
+def run(engine: specjax.Engine, load: Load) -> tuple[dict[str, float], list[list[int]]]:
+    """Seconds of the load through an engine, and its texts."""
+    wall, cpu, steps = time.perf_counter(), time.process_time(), engine.num_steps
+    requests = [
+        engine.submit(prompt, **values)
+        for prompt, values in zip(load.prompts, load.values, strict=True)
+    ]
+    engine.run()
+    seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    return seconds | {"steps": engine.num_steps - steps}, [r.token_ids for r in requests]
+
+
+def measure_step_costs(
+    pair: Any, num_slots: int, most: int, rounds: int
+) -> dict[str, tuple[float, ...]]:
+    """Full steps' times that draft 0, ..., `most` tokens, relative to the first; by each clock."""
+    # No prompts: chunks of them would be in the time.
+    values = {"max_new_tokens": MOST_NEW, "temperature": 0.7}
+    each = [{"key": jax.random.key(i), **values} for i in range(num_slots)]
+    load = Load([[257] for _ in each], each)
+    engines = []
+    for k in range(most + 1):
+        costs = tuple(1.0 if i == k else _NEVER for i in range(most + 1))
+        engines.append(
+            make_engine(pair, specjax.SpeculativeConfig("auto", step_costs=costs), num_slots)
+        )
+    found: list[list[dict[str, float]]] = [[] for _ in engines]
+    for _ in range(rounds):
+        for engine, records in zip(engines, found, strict=True):
+            records.append(run(engine, load)[0])
+    table: dict[str, tuple[float, ...]] = {}
+    for clock in ("wall", "cpu"):
+        times = [np.median([record[clock] / record["steps"] for record in x]) for x in found]
+        table[clock] = tuple(round(float(x / times[0]), 3) for x in times)
+    return table
+
+
+def contenders(pair: Any, num_slots: int, costs: tuple[float, ...]) -> dict[str, specjax.Engine]:
+    """An engine for each way to choose K."""
+    auto = specjax.SpeculativeConfig("auto", step_costs=costs)
+    found = {"plain": make_engine((pair[0], None), None, num_slots)}
+    for k in range(1, len(costs)):
+        config = specjax.SpeculativeConfig(num_speculative_tokens=k)
+        found[f"K = {k}"] = make_engine(pair, config, num_slots)
+    found["auto"] = make_engine(pair, auto, num_slots)
+    found["auto, by load"] = make_engine(pair, auto, num_slots, k_by_load=True)
+    return found
+
+
+def summarise(seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians, and how many times as fast as plain decoding and as the best fixed K."""
+    medians = {
+        clock: {name: float(np.median([x[clock] for x in runs])) for name, runs in seconds.items()}
+        for clock in ("wall", "cpu")
+    }
+    fixed = [name for name in seconds if not name.startswith("auto")]
+    summary: dict[str, Any] = {"median_seconds": medians}
+    for clock, each in medians.items():
+        best = min(fixed, key=each.__getitem__)
+        summary[f"best_fixed_by_{clock}"] = best
+        for name in ("auto", "auto, by load"):
+            for other in ("plain", best):
+                pairs = zip(seconds[other], seconds[name], strict=True)
+                ratios = [slow[clock] / fast[clock] for slow, fast in pairs]
+                key = f"{name}: times as fast as {other}, {clock}"
+                summary[key] = [round(x, 3) for x in np.percentile(ratios, [25, 50, 75])]
+    return summary
+
+
+def measure(pair: Any, num_slots: int, most: int, load: Load, rounds: int) -> dict[str, Any]:
+    """Everything for one number of slots."""
+    costs = measure_step_costs(pair, num_slots, most, rounds)
+    engines = contenders(pair, num_slots, costs["cpu"])
+    few = Load(load.prompts[:num_slots], load.values[:num_slots])
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for engine in engines.values():
+        run(engine, few)
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            seconds[name].append(run(engine, load)[0])
+    record = {"slots": num_slots, "step_costs": costs, "seconds": seconds}
+    return record | summarise(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--slots", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--most", type=int, default=4)
+    parser.add_argument("--draft", choices=("draft", "eagle3"), default="draft")
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    target, _ = models.load(models.pretrained_folder("target"))
+    pair = target, models.load_drafter(models.pretrained_folder(args.draft), target)
+    load_before = os.getloadavg()
+    load = mixed_load(args.prompts)
+    records = []
+    for num_slots in args.slots:
+        record = measure(pair, num_slots, args.most, load, args.rounds)
+        records.append(record)
+        print(json.dumps({name: x for name, x in record.items() if name != "seconds"}, indent=1))
+    if args.out is None:
+        return
+    command = shlex.join(["python", "-m", "benchmarks.cpu.engine_k", *sys.argv[1:]])
+    where = environment() | {"command": command, "load_average": [load_before, os.getloadavg()]}
+    where["date"] = datetime.date.today().isoformat()
+    setting = {"draft": args.draft, "prompts": args.prompts, "chunk": CHUNK, "most": args.most}
+    setting |= {"temperatures": TEMPERATURES, "most_new_tokens": MOST_NEW}
+    record = {"environment": where, "setting": setting, "runs": records}
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Settings of slots in which no request is yet: what no request changes, and room for the rest."""
+
+from typing import Any
+
+import numpy as np
+
+from specjax.checks import check_flag
+from specjax.config import SpeculativeConfig
+from specjax.decode.capacity import pad_eos
+from specjax.decode.choose_k import speeds_by_rate
+from specjax.decode.state_and_info import Settings
+from specjax.engine.request_sampling import spread_over_slots
+from specjax.engine.submission import MOST_STOP_IDS
+from specjax.processing.sampling_params import SamplingParams
+
+__all__ = ["slot_settings"]
+
+
+def slot_settings(
+    settings: Settings,
+    defaults: SamplingParams | None,
+    config: SpeculativeConfig | None,
+    k_by_load: bool,
+) -> Settings:
+    """Returns the settings of slots.
+
+    Args:
+      settings: of a batch of as many requests, checked.
+      defaults: from `parse_defaults`.
+      config: as in `Engine`.
+      k_by_load: as in `Engine`, unchecked.
+
+    Raises:
+      ValueError: for `k_by_load` without a K that is chosen.
+    """
+    num_slots = settings.prompt_lengths.shape[0]
+    if check_flag("k_by_load", k_by_load):
+        if config is None or settings.k_by_rate is None:
+            raise ValueError(
+                "k_by_load is True, and num_speculative_tokens is no choice; it needs a drafter "
+                'and SpeculativeConfig("auto", ...).'
+            )
+        settings = settings._replace(k_by_rate=speeds_by_rate(config))
+    no_stop_ids: Any = pad_eos(np.zeros(0, np.int32), MOST_STOP_IDS)
+    given: dict[str, Any] = {
+        "temperature": np.ones(num_slots, np.float32),
+        "eos_token_ids": np.tile(no_stop_ids, (num_slots, 1)),
+        "sampling": spread_over_slots(defaults, num_slots),
+    }
+    return settings._replace(**given)
