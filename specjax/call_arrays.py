@@ -103,6 +103,9 @@ class VerifyArrays(NamedTuple):
       token_map: i32[V_d] of a public call, the target's id of every draft id, or None.
       draft_ids: i32[V], its inverse, which `once_per_request` makes: the draft id of every token of
         the target, V_d where the draft has none. None where the ids are the same.
+      first_token: i32[1], in the kernels of a split vocabulary: the id of the first token that this
+        device has. None stands for 0.
+      shared: what devices have told each other of their rows, `pallas.split.shared_rows`; or None.
     """
 
     target_logits: Any
@@ -123,6 +126,8 @@ class VerifyArrays(NamedTuple):
     bonus_token_ids: Any
     token_map: Any = None
     draft_ids: Any = None
+    first_token: Any = None
+    shared: Any = None
 
     @classmethod
     def from_draft(

@@ -20,9 +20,9 @@ from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import LogNormalizer, MaxSum, block_logprobs, mask_below_cutoff
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Hash, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
-from specjax.pallas.blocks import block_argmax, load_raw_logits
+from specjax.pallas.blocks import block_argmax, load_logits, load_raw_logits
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import select_one
+from specjax.pallas.launch import divmod_i32, select_one
 
 __all__ = [
     "BlockNoise",
@@ -33,6 +33,7 @@ __all__ = [
     "draw_row_noise",
     "draw_row_token",
     "draw_token",
+    "exclude_token",
     "num_padded_blocks",
 ]
 
@@ -46,6 +47,8 @@ class SamplingRow(NamedTuple):
       scale: f32, one over the temperature, 1 where greedy.
       cutoff: f32, or None.
       normalizer: of the row.
+      first_token: i32, the id of the reference's first token, where a vocabulary is split; its
+        logits of other devices' tokens are -inf. None stands for 0.
     """
 
     logits: Any
@@ -53,9 +56,13 @@ class SamplingRow(NamedTuple):
     scale: jax.Array
     cutoff: jax.Array | None
     normalizer: LogNormalizer
+    first_token: jax.Array | None = None
 
     def kept_logits(self, token_id: jax.Array) -> jax.Array:
         """Returns kept logits at token ids >= 0; -inf below the cutoff and past the row's end."""
+        if self.first_token is not None:
+            column = token_id - self.first_token
+            return load_logits(self.logits, self.row_index, column, self.cutoff, column >= 0)
         x = load_raw_logits(self.logits, self.row_index, token_id)
         return mask_below_cutoff(x, self.cutoff)
 
@@ -147,6 +154,31 @@ def draw_token(
     mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best_index
     logit = jnp.max(jnp.where(mask, x, -jnp.inf))
     return Draw(select_one(token_id, mask), logit, jnp.max(scores))
+
+
+def exclude_token(
+    row: SamplingRow,
+    block_log_masses: jax.Array,
+    token_id: jax.Array,
+    is_excluded: jax.Array,
+    vocab_size: int,
+) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """Returns log-masses f32[N] of a row's blocks without a token, where `is_excluded` is True.
+
+    Its block is summed again without it. Also returns the `token_log_weights` of `draw_token`.
+    """
+
+    def exclude(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
+        return jnp.where(is_excluded & (ids == token_id), -jnp.inf, logprobs)
+
+    block_index = jax.lax.iota(jnp.int32, block_log_masses.shape[0])
+    if row.first_token is not None:
+        block_index += divmod_i32(row.first_token, SAMPLING_BLOCK)[0]
+    block, _ = divmod_i32(jnp.clip(token_id, 0, vocab_size - 1), SAMPLING_BLOCK)
+    ids = block_token_ids(block)
+    mass = jnp.sum(jnp.exp(exclude(ids, row.logprobs(ids))))
+    is_changed = is_excluded & (block_index == block)
+    return jnp.where(is_changed, jnp.log(mass), block_log_masses), exclude
 
 
 def draw_row_token(

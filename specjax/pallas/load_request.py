@@ -26,6 +26,7 @@ __all__ = [
     "load_draft_ids",
     "load_drafted",
     "load_drafted_logit",
+    "load_drafted_logits",
     "load_masked",
     "load_request",
     "locate_draft_row",
@@ -82,6 +83,11 @@ class Plan(NamedTuple):
     def is_small(self) -> bool:
         """Returns whether the schedule is that of a small batch, `KernelConfig.is_small`."""
         return self.config.is_small(self.num_requests)
+
+    def vocab_size(self, arrays: VerifyArrays) -> int:
+        """Returns V, of all devices together."""
+        split = self.options.split
+        return arrays.target_logits.shape[1] if split is None else split.vocab_size
 
     def verification_shape(self) -> Verification:
         """Returns the shapes of the call's result."""
@@ -246,13 +252,32 @@ def load_drafted(
         # `index >= 0` is True, of the index's shape.
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
     row = locate_draft_row(arrays, request, i, mask, plan)
-    draft_id = load_draft_ids(arrays, token_id)
-    logit = load_logits(arrays.draft_logits, row.row_index, draft_id, row.cutoff, mask)
+    if arrays.shared is None:
+        draft_id = load_draft_ids(arrays, token_id)
+        logit = load_logits(arrays.draft_logits, row.row_index, draft_id, row.cutoff, mask)
+    else:
+        logit = arrays.shared.load_draft_logit(request.b * plan.rows_per_request + i, mask)
     logprob = load_masked(arrays.draft_logprobs, index, mask)
     logsumexp = load_masked(arrays.draft_logsumexp, index, mask)
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)
     normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
     return DraftedToken(token_id, jnp.where(one_hot, 0, logprob), normalizer, one_hot, row)
+
+
+def load_drafted_logits(
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    token_id: jax.Array,
+    mask: jax.Array,
+    plan: Plan,
+) -> jax.Array:
+    """Loads the target logits of a request's drafted tokens i where `mask` is True."""
+    if arrays.shared is not None:
+        return arrays.shared.load_target_logit(request.b * plan.rows_per_request + i, mask)
+    exists = i <= request.num_draft_tokens
+    row = request.first_target_row + jnp.where(exists, i, 0)
+    return load_logits(arrays.target_logits, row, token_id, request.cutoff(arrays, i, exists), mask)
 
 
 def load_drafted_logit(

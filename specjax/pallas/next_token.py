@@ -27,11 +27,11 @@ from jax.experimental.pallas import triton as plgpu
 from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
-from specjax.core.noise import SAMPLING_BLOCK, Stream, Words
+from specjax.core.noise import Stream, Words
 from specjax.pallas.blocks import load_blocks, load_maxima
-from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, block_token_ids, draw_token
+from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, draw_token, exclude_token
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import cond_or, divmod_i32, select_one
+from specjax.pallas.launch import cond_or, select_one
 from specjax.pallas.load_request import (
     DraftedToken,
     Plan,
@@ -41,12 +41,16 @@ from specjax.pallas.load_request import (
     load_request,
 )
 from specjax.pallas.reduce_rows import ReducedRows
+from specjax.pallas.split.shared_rows import load_first_token
 from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
+from specjax.verification import Verification
 
 __all__ = [
     "AcceptedPrefix",
     "LoadPrefix",
     "draw_row",
+    "emitted",
+    "given_bonus",
     "load_accepted_prefix",
     "next_address",
     "row_block_logprobs",
@@ -138,6 +142,7 @@ def load_accepted_prefix(
         request.temperature.scale,
         request.cutoff(arrays, num_accepted, request.active),
         normalizer,
+        load_first_token(arrays),
     )
     return AcceptedPrefix(
         request, num_accepted, row, valid, rejected, drafted, from_residual, argmax, logprobs
@@ -179,7 +184,20 @@ def write_result(
       out: references of the `Verification`.
       plan: of the launch.
     """
-    token, logprob, is_emitted = _next_token(arrays, prefix, draw)
+    result, b = emitted(arrays, prefix, draw, plan), prefix.request.b
+    i = jax.lax.iota(jnp.int32, result.token_ids.shape[0])
+    inside = i < plan.rows_per_request
+    plgpu.store(out.token_ids.at[b, i], result.token_ids, mask=inside)
+    plgpu.store(out.logprobs.at[b, i], result.logprobs, mask=inside)
+    out.num_accepted[b] = result.num_accepted
+    out.num_emitted[b] = result.num_emitted
+
+
+def emitted(
+    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw] | None, plan: Plan
+) -> Verification:
+    """Returns what `write_result` writes of a request; tokens are padded to a power of two."""
+    token, logprob, is_emitted = _next_token(arrays, prefix, draw, plan)
     request, num_accepted = prefix.request, prefix.num_accepted
     is_emitted &= request.active
     i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
@@ -193,15 +211,18 @@ def write_result(
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
     if not plan.options.greedy_logprobs:
         logprobs = jnp.where(request.temperature.greedy, jnp.float32(0), logprobs)
-    inside = i < plan.rows_per_request
-    plgpu.store(out.token_ids.at[request.b, i], token_ids, mask=inside)
-    plgpu.store(out.logprobs.at[request.b, i], logprobs, mask=inside)
-    out.num_accepted[request.b] = num_accepted
-    out.num_emitted[request.b] = num_accepted + is_emitted.astype(jnp.int32)
+    num_emitted = num_accepted + is_emitted.astype(jnp.int32)
+    return Verification(token_ids, num_accepted, num_emitted, logprobs)
+
+
+def given_bonus(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> jax.Array:
+    """Returns whether a request's next token is the bonus token that the caller chose, bool[]."""
+    bonus = arrays.bonus_token_ids[prefix.request.b]
+    return (bonus >= 0) & (bonus < plan.vocab_size(arrays)) & ~prefix.rejected
 
 
 def _next_token(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw] | None
+    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw] | None, plan: Plan
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the token after the accepted ones, its log-probability and whether it is emitted."""
 
@@ -223,7 +244,7 @@ def _next_token(
     if arrays.bonus_token_ids is None:
         return token, logprob, prefix.valid
     bonus = arrays.bonus_token_ids[prefix.request.b]
-    is_given = (bonus >= 0) & (bonus < arrays.target_logits.shape[1]) & ~prefix.rejected
+    is_given = given_bonus(arrays, prefix, plan)
     bonus_logprob = prefix.row.logprobs(jnp.maximum(bonus, 0))
     # An invalid row gives no probability to a bonus token that the caller has chosen.
     bonus_logprob = jnp.where(prefix.valid, bonus_logprob, -jnp.inf)
@@ -242,28 +263,23 @@ def draw_row(
 
     If no other token has mass, the draw is from the row as it is.
     """
-    row, drafted, vocab_size = prefix.row, prefix.drafted, arrays.target_logits.shape[1]
     row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
-    if drafted is None:
-        return draw_token(row, row_log_masses, noise, lambda _, logprobs: logprobs)
-    rejected_one_hot = prefix.rejected & ~prefix.from_residual
-
-    def exclude_draft(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return jnp.where(rejected_one_hot & (token_id == drafted.token_id), -jnp.inf, logprobs)
-
-    # The drafted token's block is summed again without the token.
-    block_index = jax.lax.iota(jnp.int32, row_log_masses.shape[0])
-    block, _ = divmod_i32(jnp.clip(drafted.token_id, 0, vocab_size - 1), SAMPLING_BLOCK)
-    token_id = block_token_ids(block)
-    mass = jnp.sum(jnp.exp(exclude_draft(token_id, row.logprobs(token_id))))
-    log_masses = jnp.where(rejected_one_hot & (block_index == block), jnp.log(mass), row_log_masses)
+    if prefix.drafted is None:
+        return draw_token(prefix.row, row_log_masses, noise, lambda _, logprobs: logprobs)
+    log_masses, exclude_draft = exclude_token(
+        prefix.row,
+        row_log_masses,
+        prefix.drafted.token_id,
+        prefix.rejected & ~prefix.from_residual,
+        plan.vocab_size(arrays),
+    )
     is_empty = jnp.sum(exp_scaled(log_masses)) <= 0
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
         return jnp.where(is_empty, logprobs, exclude_draft(token_id, logprobs))
 
     return draw_token(
-        row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
+        prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
     )
 
 

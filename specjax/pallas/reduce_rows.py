@@ -17,12 +17,24 @@ from specjax.core.noise import Stream
 from specjax.pallas.blocks import (
     Partials,
     RowTile,
+    load_logits,
     partials_shape,
     store_partials,
 )
 from specjax.pallas.gumbel_max import draw_noise, num_padded_blocks
 from specjax.pallas.launch import divmod_i32, launch, launch_dependents, output
-from specjax.pallas.load_request import Plan, RequestScalars, load_request
+from specjax.pallas.load_request import (
+    Plan,
+    RequestScalars,
+    load_masked,
+    load_request,
+    locate_draft_row,
+)
+from specjax.pallas.split.shared_rows import (
+    SharedRows,
+    shared_shape,
+    with_shared_tiles,
+)
 
 __all__ = [
     "ReducedRows",
@@ -40,11 +52,14 @@ class ReducedRows(NamedTuple):
       counters: u32[B], zeros, in which the programs of the next launch count themselves.
       gumbels: noise_dtype[B * (K + 1), N] of the rows' blocks, on the target's stream; None where
         the draw makes them.
+      shared: `SharedRows` f32[B * (K + 1), columns] of this device, where a vocabulary is split:
+        the partials of tiles, which `partials` then lacks, and drafted tokens' logits.
     """
 
     partials: Partials
     counters: Any
     gumbels: Any = None
+    shared: Any = None
 
 
 def reduce_rows(arrays: VerifyArrays, plan: Plan, every_row_draws: bool = False) -> ReducedRows:
@@ -60,6 +75,7 @@ def reduce_rows(arrays: VerifyArrays, plan: Plan, every_row_draws: bool = False)
     num_splits, num_blocks = 0, num_padded_blocks(vocab_size)
     if every_row_draws:
         num_splits = plan.config.noise_splits(num_rows, num_blocks)
+    is_split = plan.options.split is not None
     triggers = every_row_draws and plan.options.implementation.device_facts().supports_pdl
     return launch(
         functools.partial(
@@ -67,9 +83,10 @@ def reduce_rows(arrays: VerifyArrays, plan: Plan, every_row_draws: bool = False)
         ),
         arrays,
         ReducedRows(
-            partials_shape(num_rows, vocab_size, plan.tile),
+            partials_shape(num_rows, vocab_size, plan.tile, has_tiles=not is_split),
             output((plan.num_requests,), jnp.uint32),
             output((num_rows, num_blocks), plan.noise_dtype) if num_splits else None,
+            shared_shape(num_rows, plan.tile.num_tiles(vocab_size)) if is_split else None,
         ),
         num_programs=num_rows * (num_splits + plan.tile.num_tiles(vocab_size)),
         num_warps=plan.tile.num_warps,
@@ -126,7 +143,32 @@ def _reduce_tile(arrays: VerifyArrays, out: ReducedRows, program: jax.Array, pla
     def _() -> None:
         row_tile = locate_tile(arrays, request, i, tile_index)
         only_maxima = row_tile.greedy if plan.options.skips_greedy_sums else None
-        store_partials(row_tile, out.partials, index, plan.tile, plan.interpret, only_maxima)
+        partials = out.partials
+        if out.shared is not None:
+            partials = with_shared_tiles(partials, out.shared, arrays)
+            pl.when(tile_index == 0)(lambda: _store_drafted(arrays, request, i, out.shared, plan))
+        store_partials(row_tile, partials, index, plan.tile, plan.interpret, only_maxima)
+
+
+def _store_drafted(
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, shared: SharedRows, plan: Plan
+) -> None:
+    """Stores the logits of the drafted token at row i, -inf where another device has it."""
+    if arrays.token_ids is None:
+        return
+    index, column = request.b * plan.rows_per_request + i, jax.lax.iota(jnp.int32, 1)
+    i += column
+    has_draft = i < request.num_draft_tokens
+    token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
+    token_id -= arrays.first_token[0]
+    row, cutoff = request.first_target_row + i, request.cutoff(arrays, i, has_draft)
+    logit = load_logits(arrays.target_logits, row, token_id, cutoff, has_draft)
+    plgpu.store(shared.target_logit_at(index, column), logit)
+    if arrays.draft_logits is not None:
+        draft = locate_draft_row(arrays, request, i, has_draft, plan)
+        row, cutoff = draft.row_index, draft.cutoff
+        logit = load_logits(arrays.draft_logits, row, token_id, cutoff, has_draft)
+        plgpu.store(shared.draft_logit_at(index, column), logit)
 
 
 def _store_noise(

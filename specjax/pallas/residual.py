@@ -17,7 +17,7 @@ from specjax.core.gumbel_max import first_argmax, token_logprobs
 from specjax.core.logsumexp import exp_scaled, mask_below_cutoff
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
-from specjax.pallas.blocks import load_padded, load_raw_logits, tile_token_ids
+from specjax.pallas.blocks import load_logits, load_padded, load_raw_logits, tile_token_ids
 from specjax.pallas.gumbel_max import (
     BlockNoise,
     Draw,
@@ -26,14 +26,16 @@ from specjax.pallas.gumbel_max import (
     draw_row_noise,
     draw_token,
 )
-from specjax.pallas.launch import make_exp2, output, select_one
+from specjax.pallas.launch import divmod_i32, make_exp2, output, select_one
 from specjax.pallas.load_request import DraftedToken, Plan, load_draft_ids
 from specjax.pallas.next_token import AcceptedPrefix, draw_row, next_address, row_block_logprobs
 from specjax.pallas.reduce_rows import ReducedRows
+from specjax.pallas.split.shared_rows import load_first_token
 from specjax.pallas.target_rows import VerifiedRows
 
 __all__ = [
     "TileWinners",
+    "best_tile",
     "choose_winner",
     "draw_residual",
     "draw_tile",
@@ -78,6 +80,12 @@ def load_draft_logprobs(
     """Loads log q at token ids >= 0 of the target's vocabulary; -inf where the draft has none."""
     assert drafted is not None
     row, draft_id = drafted.row, load_draft_ids(arrays, token_id)
+    first = load_first_token(arrays)
+    if first is not None:
+        x = load_logits(
+            arrays.draft_logits, row.row_index, token_id - first, row.cutoff, token_id >= first
+        )
+        return token_logprobs(x, drafted.normalizer, row.temperature.scale)
     x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
     x = mask_below_cutoff(x, row.cutoff)
     return token_logprobs(x, drafted.normalizer, row.temperature.scale)
@@ -117,6 +125,9 @@ def reduce_masses(
     The draft was sampled. A rule has weights of its own, also for a one-hot draft.
     """
     token_id, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
+    first = load_first_token(arrays)
+    if first is not None:
+        token_id += first
     if plan.log_weights is not None:
         logprobs = prefix.row.logprobs(token_id)
         weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
@@ -189,7 +200,9 @@ def draw_tile(
     """Draws a token from one tile of a residual, and stores it as the tile's winner in a row."""
     # The noise depends on no logit: it is computed while the logits are being loaded.
     address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
-    num_blocks = plan.tile.num_blocks
+    num_blocks, first = plan.tile.num_blocks, load_first_token(arrays)
+    if first is not None:
+        first_block += divmod_i32(first, SAMPLING_BLOCK)[0]
     noise = draw_noise(address, first_block, num_blocks, plan.noise_dtype, plan.threefry)
     masses = reduce_masses(arrays, prefix, tile_index, plan)
 
@@ -221,11 +234,7 @@ def choose_winner(
       row: i32, the residual among them.
       plan: of the launch.
     """
-    masses, scores, tokens, logits = [
-        load_padded(values, row, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
-    ]
-    mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
-    winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
+    total, winner = best_tile(winners, row)
 
     def draw_from_row() -> Draw:
         address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
@@ -235,5 +244,15 @@ def choose_winner(
     least: Any = MIN_RESIDUAL_MASS
     if prefix.log_rho is not None:
         least = jnp.float32(least) * jnp.exp(prefix.log_rho)
-    has_residual = prefix.from_residual & (jnp.sum(masses) > least)
+    has_residual = prefix.from_residual & (total > least)
     return jax.lax.cond(has_residual, lambda: winner, draw_from_row)
+
+
+def best_tile(winners: TileWinners, row: jax.Array) -> tuple[jax.Array, Draw]:
+    """Returns the mass f32[] of a row of tiles, and what its best tile drew."""
+    masses, scores, tokens, logits = [
+        load_padded(values, row, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
+    ]
+    mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
+    winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
+    return jnp.sum(masses), winner

@@ -31,7 +31,6 @@ from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.pallas.blocks import (
     Partials,
     RowTile,
-    load_logits,
     load_tiles,
     partials_shape,
     reduce_tile,
@@ -53,6 +52,7 @@ from specjax.pallas.load_request import (
     RequestScalars,
     load_drafted,
     load_drafted_logit,
+    load_drafted_logits,
     load_masked,
     load_request,
 )
@@ -123,11 +123,9 @@ def evaluate_acceptance(
     exists, has_draft = i <= request.num_draft_tokens, i < request.num_draft_tokens
     scale = request.temperature.scale
     tiles = load_tiles(partials, request.b * plan.rows_per_request + i, exists)
-    cutoff = request.cutoff(arrays, i, exists)
-    row = request.first_target_row + jnp.where(exists, i, 0)
     if plan.max_draft_tokens:
         drafted = load_drafted(arrays, request, i, has_draft, plan)
-        logit = load_logits(arrays.target_logits, row, drafted.token_id, cutoff, has_draft)
+        logit = load_drafted_logits(arrays, request, i, drafted.token_id, has_draft, plan)
         address = request.address(arrays, i, Stream.accept(i), plan)
         u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
     statistics = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
@@ -137,7 +135,7 @@ def evaluate_acceptance(
     # For a request that is not greedy this loads uninitialized memory, which nothing uses.
     index = request.b * plan.rows_per_request + i
     best_tile = first_argmax(flush_subnormals(tiles.max))
-    argmax = load_masked(partials.tile_argmax, (index, best_tile), exists)
+    argmax = load_masked(partials.tile_argmax, (index, best_tile), exists).astype(jnp.int32)
     if plan.max_draft_tokens == 0:
         return AcceptanceResult(normalizer, jnp.zeros_like(i, jnp.float32), argmax, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
@@ -149,7 +147,7 @@ def evaluate_acceptance(
         )
     else:
         rate = load_masked(arrays.conditional_rates, (request.b, i), has_draft)
-        inside = (drafted.token_id >= 0) & (drafted.token_id < arrays.target_logits.shape[1])
+        inside = (drafted.token_id >= 0) & (drafted.token_id < plan.vocab_size(arrays))
         accepted = inside & accept_synthetic(u, rate)
     accepted = accepted & has_draft & statistics.valid
     return AcceptanceResult(normalizer, logprobs, argmax, accepted, drafted)

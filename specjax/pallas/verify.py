@@ -2,6 +2,7 @@
 
 rejection_sample          rows are reduced and evaluated, then the next token is drawn
   with a rule             by the schedule of a large batch, which evaluates by the rule
+rows over devices         `split`
 block_rejection_sample    `block`
 coupled_sample            `coupled`
 """
@@ -27,6 +28,7 @@ from specjax.pallas.load_request import Plan, RequestScalars
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import load_draft_logprobs
+from specjax.pallas.split.verify import verify_split
 from specjax.pallas.target_rows import (
     AcceptanceResult,
     VerifiedRows,
@@ -61,6 +63,8 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
             num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
         )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
+    if options.split is not None:
+        return verify_split(arrays, plan, config.residual_tile(num_requests, vocab_size))
     if options.method == "block" and arrays.draft_logits is not None:
         return verify_block(arrays, plan, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows

@@ -139,7 +139,7 @@ def coupled_sample(
         k,
         "coupled",
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
-        split=parse_split(axis_name, vocab_size, target_logits, implementation.name),
+        split=parse_split(axis_name, vocab_size, target_logits),
     )
     return _coupled_sample(arrays, options=options)
 

@@ -121,7 +121,7 @@ def coupled_sample_ragged(
         k,
         "coupled",
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
-        split=parse_split(axis_name, vocab_size, target_logits, implementation.name),
+        split=parse_split(axis_name, vocab_size, target_logits),
     )
     return _coupled_sample_ragged(arrays, options=options)
 

@@ -155,7 +155,7 @@ def check_verification(
             f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
             f"it needs {k + 1}: one per draft and one for the bonus token."
         )
-    split = parse_split(axis_name, vocab_size, target_logits, implementation.name, draft, rule)
+    split = parse_split(axis_name, vocab_size, target_logits, draft=draft, rule=rule)
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[2])
     each = ((), (size,))
     arrays = VerifyArrays.from_draft(

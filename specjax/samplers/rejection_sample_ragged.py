@@ -152,7 +152,7 @@ def check_ragged_verification(
     for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
         if logits is not None:
             check_unsharded(name, logits)
-    split = parse_split(axis_name, vocab_size, target_logits, implementation.name, draft, rule)
+    split = parse_split(axis_name, vocab_size, target_logits, draft=draft, rule=rule)
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[1])
     k, each = max_draft_tokens, ((), (size,))
     arrays = VerifyArrays.from_draft(

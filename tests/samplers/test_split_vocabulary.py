@@ -119,7 +119,7 @@ def test_a_device_without_tokens_changes_no_sample():
         (dict(axis_name="other"), "it needs the name of one mesh axis"),
         (dict(axis_name=1), "axis_name is 1; it needs the name of one mesh axis"),
         (dict(axis_name="model", vocab_size=513), "Python int from 1 to 512"),
-        (dict(axis_name="model", implementation="interpret"), "names the kernels"),
+        (dict(axis_name="model", implementation="interpret"), "need draft.logprobs"),
         (dict(axis_name="model", rule=standard()), "rules read whole"),
         (dict(vocab_size=500), "without axis_name"),
     ],

@@ -25,13 +25,18 @@ def split(array):
     return PartitionSpec(*(None,) * (array.ndim - 1), "model")
 
 
-def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE, data=1):
+def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE, data=1, **options):
     """The compiled program of a function whose arrays lie over devices, by `data`, as specs say."""
     used = jax.devices()[: data * devices]
     types = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((data, devices), ("data", "model"), axis_types=types, devices=used)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, **options)
     return jax.jit(mapped).lower(*arrays).compile()
+
+
+def num_messages(program):
+    """How many collectives a program has."""
+    return len(_COLLECTIVE.findall(program.as_text()))
 
 
 def most_numbers(program):

@@ -1,0 +1,193 @@
+"""What a device proposes as a request's next token, as numbers that travel, and the choice.
+
+Every device proposes the request's result as if its own token were the next one. Devices agree on
+all but that token: the one that scores best is right. Where no device has mass above `least`, the
+other tokens compete, which are drawn from the target's row as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import exp_scaled
+from specjax.core.noise import SAMPLING_BLOCK
+from specjax.core.residual import MIN_RESIDUAL_MASS
+from specjax.pallas.gumbel_max import (
+    BlockNoise,
+    Draw,
+    draw_noise,
+    draw_token,
+    exclude_token,
+    num_padded_blocks,
+)
+from specjax.pallas.launch import cond_or, divmod_i32, output
+from specjax.pallas.load_request import Plan
+from specjax.pallas.next_token import (
+    AcceptedPrefix,
+    emitted,
+    given_bonus,
+    next_address,
+    row_block_logprobs,
+)
+from specjax.pallas.residual import TileWinners, best_tile
+from specjax.verification import Verification
+
+__all__ = ["choose", "proposal_shape", "store_proposal"]
+
+# The first columns of a proposal; its tokens and their log-probabilities follow.
+_ACCEPTED, _EMITTED, _MASS, _LEAST, _SCORE, _OTHER_SCORE, _OTHER_TOKEN, _OTHER_LOGPROB = range(8)
+_NUM_SCALARS = 8
+
+
+class _Candidate(NamedTuple):
+    """A device's token f32[] or i32[], its mass, and the token in case that no device has any."""
+
+    draw: Draw
+    mass: jax.Array
+    other: Draw
+
+
+def proposal_shape(plan: Plan) -> Any:
+    """Returns the shape of the proposals of a device, i32[B, 8 + 2 (K + 1)]."""
+    return output((plan.num_requests, _NUM_SCALARS + 2 * plan.rows_per_request), jnp.int32)
+
+
+def store_proposal(
+    arrays: VerifyArrays,
+    rows: Any,
+    prefix: AcceptedPrefix,
+    winners: TileWinners | None,
+    out: Any,
+    plan: Plan,
+) -> None:
+    """Stores what this device proposes for a request.
+
+    Args:
+      arrays: the call's arrays.
+      rows: the target rows, with the partials of this device's blocks.
+      prefix: the accepted prefix.
+      winners: of the tiles of residuals, or None where no draft has logits.
+      out: reference of `proposal_shape`.
+      plan: of the launch.
+    """
+    b, valid, greedy = prefix.request.b, prefix.valid, prefix.request.temperature.greedy
+    nothing, is_random = jnp.float32(-jnp.inf), valid & ~greedy
+    none = Draw(jnp.int32(0), nothing, nothing)
+    candidate = cond_or(
+        is_random,
+        lambda: _propose(arrays, rows, prefix, winners, plan),
+        _Candidate(none, jnp.float32(0), none),
+    )
+    score = jnp.where(is_random, candidate.draw.score, jnp.float32(0))
+    # What no draw decides is the same on every device, or stands on the one that has the token.
+    is_decided = ~is_random
+    if arrays.bonus_token_ids is not None:
+        is_given = given_bonus(arrays, prefix, plan)
+        column = arrays.bonus_token_ids[b] - arrays.first_token[0]
+        is_here = (column >= 0) & (column < arrays.target_logits.shape[1])
+        score = jnp.where(is_given, jnp.where(is_here, jnp.float32(0), nothing), score)
+        is_decided |= is_given
+    least = jnp.where(prefix.from_residual, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
+    result = emitted(arrays, prefix, lambda: candidate.draw, plan)
+    other = candidate.other
+    scalars = {
+        _ACCEPTED: result.num_accepted,
+        _EMITTED: result.num_emitted,
+        _MASS: jnp.where(is_decided, jnp.float32(1), candidate.mass),
+        _LEAST: jnp.where(is_decided, jnp.float32(0), least),
+        _SCORE: score,
+        _OTHER_SCORE: other.score,
+        _OTHER_TOKEN: other.token,
+        _OTHER_LOGPROB: token_logprobs(other.logit, prefix.row.normalizer, prefix.row.scale),
+    }
+    for column, value in scalars.items():
+        out[b, jnp.int32(column)] = _as_i32(value)
+    i = jax.lax.iota(jnp.int32, result.token_ids.shape[0])
+    inside = i < plan.rows_per_request
+    plgpu.store(out.at[b, _NUM_SCALARS + i], result.token_ids, mask=inside)
+    logprobs_at = out.at[b, _NUM_SCALARS + plan.rows_per_request + i]
+    plgpu.store(logprobs_at, _as_i32(result.logprobs), mask=inside)
+
+
+def _as_i32(value: jax.Array) -> jax.Array:
+    """Returns the bits of an array."""
+    return jax.lax.bitcast_convert_type(value, jnp.int32)
+
+
+def _propose(
+    arrays: VerifyArrays,
+    rows: Any,
+    prefix: AcceptedPrefix,
+    winners: TileWinners | None,
+    plan: Plan,
+) -> _Candidate:
+    """Draws from this device's share of the residual, or of the row without a one-hot draft."""
+
+    def make_noise() -> BlockNoise:
+        address, width = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
+        first_block, _ = divmod_i32(arrays.first_token[0], SAMPLING_BLOCK)
+        num_blocks, dtype = num_padded_blocks(width), plan.noise_dtype
+        return draw_noise(address, first_block, num_blocks, dtype, plan.threefry)
+
+    def take_logprobs(_: jax.Array, logprobs: jax.Array) -> jax.Array:
+        return logprobs
+
+    def or_other(draw: Draw, mass: jax.Array, least: float) -> _Candidate:
+        def from_whole_row() -> Draw:
+            log_masses = row_block_logprobs(arrays, rows, prefix, plan)
+            return draw_token(prefix.row, log_masses, make_noise(), take_logprobs)
+
+        none = draw._replace(score=jnp.float32(-jnp.inf))
+        return _Candidate(draw, mass, cond_or(mass <= least, from_whole_row, none))
+
+    def from_row() -> _Candidate:
+        log_masses = row_block_logprobs(arrays, rows, prefix, plan)
+        weights: Callable[[jax.Array, jax.Array], jax.Array] = take_logprobs
+        if prefix.drafted is not None:
+            rejected_one_hot = prefix.rejected & ~prefix.from_residual
+            token_id, vocab_size = prefix.drafted.token_id, plan.vocab_size(arrays)
+            log_masses, weights = exclude_token(
+                prefix.row, log_masses, token_id, rejected_one_hot, vocab_size
+            )
+        draw = draw_token(prefix.row, log_masses, make_noise(), weights)
+        return or_other(draw, jnp.sum(exp_scaled(log_masses)), 0)
+
+    if winners is None:
+        return from_row()
+
+    def from_residual() -> _Candidate:
+        mass, draw = best_tile(winners, prefix.request.b)
+        return or_other(draw, mass, MIN_RESIDUAL_MASS)
+
+    return jax.lax.cond(prefix.from_residual, from_residual, from_row)
+
+
+def choose(told: jax.Array, plan: Plan) -> Verification:
+    """Returns the result of a batch from the proposals of all devices, i32[D, B, columns]."""
+    numbers = jax.lax.bitcast_convert_type(told, jnp.float32)
+    mass = jnp.sum(numbers[:, :, _MASS], axis=0)
+    has_mass = mass > numbers[0, :, _LEAST]
+    scores = jnp.where(has_mass[None], numbers[:, :, _SCORE], numbers[:, :, _OTHER_SCORE])
+    best, score = told[0], scores[0]
+    # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
+    for device in range(1, told.shape[0]):
+        is_better = scores[device] > score
+        best = jnp.where(is_better[:, None], told[device], best)
+        score = jnp.where(is_better, scores[device], score)
+    num_rows = plan.rows_per_request
+    tokens, logprobs = best[:, _NUM_SCALARS:][:, :num_rows], best[:, _NUM_SCALARS + num_rows :]
+    num_accepted = best[:, _ACCEPTED]
+    is_next = jnp.arange(num_rows)[None] == num_accepted[:, None]
+    is_other = ~has_mass[:, None] & is_next
+    logprobs = jnp.where(is_other, best[:, _OTHER_LOGPROB, None], logprobs)
+    return Verification(
+        token_ids=jnp.where(is_other, best[:, _OTHER_TOKEN, None], tokens),
+        num_accepted=num_accepted,
+        num_emitted=best[:, _EMITTED],
+        logprobs=jax.lax.bitcast_convert_type(logprobs, jnp.float32),
+    )

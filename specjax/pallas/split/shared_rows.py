@@ -1,0 +1,116 @@
+"""What devices tell each other of rows of a split vocabulary: tiles' partials, drafted logits.
+
+    columns    T maxima, T sums, T argmaxes, the target's and the draft's logit of the drafted token
+
+T is the number of a device's tiles of a row. All are float32, which holds ids below 2^24 exactly,
+so that one message carries them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.call_arrays import VerifyArrays
+from specjax.pallas.blocks import Partials
+from specjax.pallas.launch import output
+
+__all__ = ["SharedRows", "load_first_token", "shared_shape", "with_shared_tiles"]
+
+_NUM_LOGITS = 2
+
+
+class SharedRows(NamedTuple):
+    """What a device tells, f32[rows, columns], or what all have told, f32[D, rows, columns].
+
+    Attributes:
+      values: the reference.
+    """
+
+    values: Any
+
+    @property
+    def num_tiles(self) -> int:
+        """Returns T, the tiles that a device has of a row."""
+        return (self.values.shape[-1] - _NUM_LOGITS) // 3
+
+    def target_logit_at(self, row: jax.Array, column: jax.Array) -> Any:
+        """Returns where a device stores its target logits of drafted tokens."""
+        return self.values.at[row + 0 * column, column + (3 * self.num_tiles)]
+
+    def draft_logit_at(self, row: jax.Array, column: jax.Array) -> Any:
+        """Returns where a device stores its draft logits of drafted tokens."""
+        return self.values.at[row + 0 * column, column + (3 * self.num_tiles + 1)]
+
+    def load_target_logit(self, row: jax.Array, mask: jax.Array) -> jax.Array:
+        """Loads the drafted tokens' target logits, -inf where `mask` is False."""
+        return self._load(row, 3 * self.num_tiles, mask)
+
+    def load_draft_logit(self, row: jax.Array, mask: jax.Array) -> jax.Array:
+        """Loads the drafted tokens' draft logits, -inf where `mask` is False."""
+        return self._load(row, 3 * self.num_tiles + 1, mask)
+
+    def _load(self, row: jax.Array, column: int, mask: jax.Array) -> jax.Array:
+        """Returns the largest of the devices' numbers: all but one have -inf."""
+        logit = jnp.full(row.shape, -jnp.inf, jnp.float32)
+        for device in range(self.values.shape[0]):
+            at = self.values.at[jnp.full_like(row, device), row, jnp.full_like(row, column)]
+            logit = jnp.maximum(logit, plgpu.load(at, mask=mask, other=jnp.float32(-jnp.inf)))
+        return logit
+
+
+class _TileColumns:
+    """T columns of each device, read as a reference [rows, D * T]: tiles in their order."""
+
+    dtype = jnp.dtype(jnp.float32)
+
+    def __init__(self, shared: SharedRows, first: int, offset: jax.Array | None = None) -> None:
+        self._values, self._first, self._offset = shared.values, first, offset
+        self._num_tiles = shared.num_tiles
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Returns the number of rows, and of tiles of all devices."""
+        *devices, rows, _ = self._values.shape
+        return rows, self._num_tiles * (devices[0] if devices else 1)
+
+    @property
+    def at(self) -> "_TileColumns":
+        """Returns what is indexed like a reference."""
+        return self
+
+    def __getitem__(self, index: tuple[jax.Array, jax.Array]) -> Any:
+        row, tile = index
+        num_tiles = jnp.full_like(tile, self._num_tiles)
+        device, own = jax.lax.div(tile, num_tiles), jax.lax.rem(tile, num_tiles)
+        return self._values.at[device, row, own + self._first]
+
+    def __setitem__(self, index: tuple[jax.Array, jax.Array], value: jax.Array) -> None:
+        row, tile = index
+        if self._offset is not None:
+            value = (value + self._offset).astype(jnp.float32)
+        self._values[row, tile + self._first] = value
+
+
+def shared_shape(num_rows: int, num_tiles: int) -> SharedRows:
+    """Returns the shape of what a device tells."""
+    return SharedRows(output((num_rows, 3 * num_tiles + _NUM_LOGITS)))
+
+
+def load_first_token(arrays: VerifyArrays) -> jax.Array | None:
+    """Loads the id of the first token that this device has; None where rows are whole."""
+    return None if arrays.first_token is None else arrays.first_token[0]
+
+
+def with_shared_tiles(partials: Partials, shared: SharedRows, arrays: VerifyArrays) -> Partials:
+    """Returns the partials of a device's blocks together with those of shared tiles.
+
+    Those of one device are for stores, those of all devices for loads.
+    """
+    num_tiles = shared.num_tiles
+    return partials._replace(
+        tile_max=_TileColumns(shared, 0),
+        tile_sum=_TileColumns(shared, num_tiles),
+        tile_argmax=_TileColumns(shared, 2 * num_tiles, load_first_token(arrays)),
+    )

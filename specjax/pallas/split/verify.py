@@ -1,0 +1,121 @@
+"""`rejection_sample` of a split vocabulary: two launches on every device, a message after each."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from specjax.call_arrays import VerifyArrays
+from specjax.mesh import pvary_like
+from specjax.pallas.emit_tokens import DrawOperands
+from specjax.pallas.kernel_config import Tile
+from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output
+from specjax.pallas.load_request import Plan
+from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix
+from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
+from specjax.pallas.residual import draw_tile, winners_shape
+from specjax.pallas.split.candidates import choose, proposal_shape, store_proposal
+from specjax.pallas.split.shared_rows import SharedRows, with_shared_tiles
+from specjax.verification import Verification
+
+__all__ = ["split_draw_kernel", "verify_split"]
+
+
+class _Proposed(NamedTuple):
+    """What a device proposes, the winners of its residuals' tiles or None, and counters."""
+
+    proposals: Any
+    winners: Any
+    counters: Any
+
+
+def verify_split(arrays: VerifyArrays, plan: Plan, tile: Tile) -> Verification:
+    """Verifies a batch whose vocabulary lies over a mesh axis, token by token.
+
+    Args:
+      arrays: this device's columns of the rows, and drafted tokens with their statistics.
+      plan: its tile is that of target rows.
+      tile: that of residuals.
+    """
+    split = plan.options.split
+    assert split is not None
+    width = arrays.target_logits.shape[1]
+    first = (jax.lax.axis_index(split.axis_name) * width).astype(jnp.int32)
+    arrays = arrays._replace(first_token=first[None])
+    # A kernel's operands vary alike.
+    arrays = pvary_like(arrays, arrays)
+    rows = reduce_rows(arrays, plan)
+    told = jax.lax.all_gather(rows.shared.values, split.axis_name)
+    arrays = arrays._replace(shared=SharedRows(told))
+    plan = plan._replace(tile=tile)
+    proposals = _draw(arrays, rows._replace(shared=None), plan)
+    told = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
+    return choose(told, plan)
+
+
+def _draw(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> jax.Array:
+    """Launches `split_draw_kernel`, and returns what this device proposes."""
+    num_requests, has_residual = plan.num_requests, arrays.draft_logits is not None
+    tiles = (num_requests, _num_tiles(arrays, plan))
+    return launch(
+        functools.partial(split_draw_kernel, plan=plan),
+        DrawOperands(arrays, rows),
+        _Proposed(
+            proposal_shape(plan),
+            winners_shape(tiles, plan) if has_residual else None,
+            output(rows.counters.shape, jnp.uint32),
+        ),
+        num_programs=tiles[0] * tiles[1],
+        num_warps=plan.tile.num_warps,
+        interpret=plan.interpret,
+        in_place={"counters": rows.counters},
+    ).proposals
+
+
+def _num_tiles(arrays: VerifyArrays, plan: Plan) -> int:
+    """Returns the programs of a request: one where no draft has logits."""
+    if arrays.draft_logits is None:
+        return 1
+    return plan.tile.num_tiles(arrays.target_logits.shape[1])
+
+
+def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, plan: Plan) -> None:
+    """Draws a token from each tile of a residual; a request's last program proposes the best.
+
+    Formula: that of `residual_draw_kernel`, of this device's tokens; without a residual that of
+    `verify_draw_kernel`. Scores are of whole rows, so that the best device's is the best of all.
+    Grid: B * tiles programs of 4 or 8 warps; one owns a tile of this device's share of the target
+    row that rejected and of its draft row. Without draft logits B programs.
+    Bytes per request: each program reads the (m, l) of all devices' tiles of K + 1 rows. A rejected
+    sampled draft adds 2 width * itemsize; else 8 for each of this device's blocks of the row, and
+    two blocks of logits. 32 + 8 (K + 1) are written.
+    Why every program evaluates: all of a row's tiles are a few hundred numbers, and a launch of its
+    own that evaluates them would take longer.
+    Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.
+    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    arrays, num_tiles = operands.arrays, _num_tiles(operands.arrays, plan)
+    b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    prefix = _load_prefix(arrays, operands.rows, b, plan)
+    is_last = tile_index == 0
+    if out.winners is not None:
+
+        def draw_and_arrive() -> jax.Array:
+            draw_tile(arrays, prefix, tile_index, out.winners, b, plan)
+            return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
+
+        is_last = cond_or(prefix.from_residual, draw_and_arrive, is_last)
+
+    @pl.when(is_last)
+    def _() -> None:
+        store_proposal(arrays, operands.rows, prefix, out.winners, out.proposals, plan)
+
+
+def _load_prefix(
+    arrays: VerifyArrays, rows: ReducedRows, b: jax.Array, plan: Plan
+) -> AcceptedPrefix:
+    """Returns the accepted prefix of request b, from the tiles of all devices."""
+    partials = with_shared_tiles(rows.partials, arrays.shared, arrays)
+    return load_accepted_prefix(arrays, rows._replace(partials=partials), b, plan)

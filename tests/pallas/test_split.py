@@ -1,0 +1,131 @@
+"""Kernels of rows over devices, interpreted, give the tokens of whole rows by two gathers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from over_devices import WHOLE, most_numbers, num_messages, over_devices
+from verify_cases import make_draft, make_keys, mixed_case, sampled_case, with_statistics
+
+import specjax
+from specjax.implementation import Implementation
+from specjax.pallas.kernel_config import KernelConfig, Tile
+
+pytestmark = [pytest.mark.interpret, pytest.mark.once]
+
+BATCH, K, VOCAB = 24, 2, 1024
+REST = ("positions", "temperature", "cutoff", "bonus_token_ids", "conditional_rates")
+
+
+def mixed():
+    """Every kind of request; rows with NaN and +inf on one device; ties on several."""
+    case = mixed_case(11, BATCH, K, VOCAB)
+    case["target_logits"] = np.round(2 * case["target_logits"]) / 2
+    case["target_logits"][2, 0, 700], case["target_logits"][5, 1, 3] = np.nan, np.inf
+    return with_statistics(case)
+
+
+def empty_residuals():
+    """Rejections at given rates, where no token is left on one device, or on none.
+
+    Of an odd request p is q. An even one has a one-hot draft, which holds all mass of its row.
+    """
+    case = sampled_case(12, 8, K, VOCAB)
+    del case["bonus_token_ids"]
+    case["conditional_rates"] = np.tile(np.float32([1, 0]), (8, 1))
+    odd = np.arange(8) % 2 == 1
+    case["target_logits"][odd, :K] = case["draft_logits"][odd]
+    case["draft_temperature"] = np.where(odd, 1, 0).astype(np.float32)
+    for b in (0, 2):
+        case["target_logits"][b, 1] = -np.inf
+        case["target_logits"][b, 1, case["token_ids"][b, 1]] = 0
+    # All other mass is on the last device.
+    case["target_logits"][4, 1, :768] = -np.inf
+    case["token_ids"][4, 1] = 9
+    return with_statistics(case)
+
+
+def split_call(inputs, devices, tile, **options):
+    """The program of a case over devices, and its arguments."""
+    sizes = KernelConfig(target=Tile(tile, 4), residual=Tile(tile, 4))
+    verify = functools.partial(
+        specjax.rejection_sample,
+        axis_name="model",
+        implementation=Implementation("interpret", (sizes,)),
+        **options,
+    )
+
+    def call(draft, logits, keys, rest):
+        return verify(draft, logits, keys=keys, **rest)
+
+    draft, logits = make_draft(inputs), jnp.asarray(inputs["target_logits"])
+    rest = {name: jnp.asarray(inputs[name]) for name in REST if name in inputs}
+    arrays = (draft, logits, make_keys(len(logits)), rest)
+    rows = PartitionSpec(None, None, "model")
+    specs = jax.tree.map(lambda _: WHOLE, draft)
+    if draft.logits is not None:
+        specs = specs._replace(logits=rows)
+    # Pallas' interpreter does not pass the check of what varies.
+    specs = (specs, rows, WHOLE, WHOLE)
+    return over_devices(call, arrays, specs, devices, check_vma=False), arrays
+
+
+def without_draft_logits():
+    case = mixed_case(13, BATCH, K, VOCAB)
+    for name in ("draft_logits", "draft_cutoff", "draft_temperature", "rows"):
+        del case[name]
+    return case
+
+
+CASES = {
+    "sampled": (mixed, 4, {}),
+    "one-hot": (without_draft_logits, 2, dict(greedy_logprobs=False)),
+    "empty residuals": (empty_residuals, 4, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows(name):
+    make, devices, options = CASES[name]
+    inputs = make()
+    program, (draft, logits, keys, rest) = split_call(inputs, devices, 128, **options)
+    assert num_messages(program) == 2
+    kinds, most = most_numbers(program)
+    assert kinds == {"all-gather"}
+    assert most <= logits.shape[0] * (K + 1) * (VOCAB / 128 * 3 + 2 * devices)
+    whole = specjax.rejection_sample(draft, logits, keys=keys, **rest, **options)
+    ours = program(draft, logits, keys, rest)
+    for field in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(getattr(ours, field), getattr(whole, field))
+    np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "width", "fields", "message"),
+    [
+        (None, 192, {}, "in multiples of 128"),
+        (500, 256, {}, "without padding"),
+        (None, 256, dict(logprobs=None), "need draft.logprobs"),
+    ],
+)
+def test_kernels_by_name_refuse_what_they_do_not_read(vocab_size, width, fields, message):
+    logits = jnp.zeros((1, 2, 2 * width))
+    ones = jnp.zeros((1, 1))
+    draft = specjax.Draft(jnp.zeros((1, 1), jnp.int32), logprobs=ones, logsumexp=ones)
+
+    def call(logits):
+        return specjax.rejection_sample(
+            draft._replace(logits=logits[:, :1], **fields),
+            logits,
+            keys=make_keys(1),
+            positions=0,
+            axis_name="model",
+            vocab_size=vocab_size,
+            implementation="interpret",
+        )
+
+    with pytest.raises(ValueError, match=message):
+        over_devices(call, (logits,), (PartitionSpec(None, None, "model"),), 2)
