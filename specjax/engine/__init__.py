@@ -14,5 +14,5 @@ waits in its queue. `submission` and `request_sampling` check what a request ask
 is what it gets. `stop_strings` and `text_stream` make text.
 
 Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `S` `max_length`.
-Imports the packages before it; `cli` imports it.
+Imports the packages before it, `grammars.row_masks` among them; `cli` imports it.
 """

@@ -11,15 +11,15 @@ from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
-from specjax.engine.group import PromptGroup
+from specjax.engine.group import make_group
 from specjax.engine.memory import explain_slots_out_of_memory
 from specjax.engine.programs import make_programs, warm_up
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.request_sampling import parse_defaults
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.slot_settings import slot_settings
-from specjax.engine.stop_strings import StoppedText
-from specjax.engine.submission import EngineOptions, read_submission
+from specjax.engine.slot_settings import read_masks, slot_settings
+from specjax.engine.submission import EngineOptions, make_request, read_submission
+from specjax.grammars.row_masks import Matcher
 from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
@@ -53,6 +53,8 @@ class Engine:
       k_by_load: with K = "auto", whether the requests in slots draft as many tokens as give all of
         them together the most per time. A request's draws then depend on the others, and follow
         the target all the same; greedy and coupled requests get the same tokens.
+      takes_matchers: whether requests may have a matcher on the host, as in `grammars.RowMasks`.
+        While one of them is in a slot, the host reads a step before it dispatches the next.
       implementation: as in `generate`.
 
     Attributes:
@@ -93,6 +95,7 @@ class Engine:
         num_logprobs: int | None = None,
         logprobs_mode: str = "raw",
         k_by_load: bool = False,
+        takes_matchers: bool = False,
         implementation: str | Implementation | None = None,
     ) -> None:
         num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
@@ -121,12 +124,17 @@ class Engine:
         )
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes = programs.slot_bytes
-        self._options = EngineOptions(max_length, programs.vocab_size, defaults, tokenizer)
+        num_rows = 1 + (0 if drafter is None else options["config"].num_speculative_tokens)
+        all_allowed = read_masks(takes_matchers, defaults, num_slots, num_rows, programs.vocab_size)
+        takes_matchers = all_allowed is not None
+        self._options = EngineOptions(
+            max_length, programs.vocab_size, defaults, tokenizer, takes_matchers
+        )
         chunk_size = min(arguments["chunk_size"], max_length)
         with explain_slots_out_of_memory(self.slot_bytes, num_slots, max_length):
             any_request = read_submission([0, 0], self._options, key=keys[0])
-            slots = warm_up(programs, chunk_size, any_request.settings)
-        self._scheduler = Scheduler(programs, slots, chunk_size)
+            slots = warm_up(programs, chunk_size, any_request.settings, all_allowed)
+        self._scheduler = Scheduler(programs, slots, chunk_size, all_allowed)
 
     def submit(
         self,
@@ -138,6 +146,7 @@ class Engine:
         stop: str | Iterable[str] = (),
         stop_token_ids: Any = (),
         sampling: SamplingParams | None = None,
+        matcher: Matcher | None = None,
     ) -> Request:
         """Puts a request at the end of the queue.
 
@@ -153,6 +162,8 @@ class Engine:
           stop_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
             committed.
           sampling: `SamplingParams` of this request: fields that the engine was made with.
+          matcher: a `grammars.Matcher` that has read nothing, which masks what may follow; from
+            now on the request's. `stop_token_ids` has the tokens by which it ends a text.
 
         Returns:
           The `Request`, which the engine fills.
@@ -180,6 +191,7 @@ class Engine:
             stop=stop,
             stop_token_ids=stop_token_ids,
             sampling=sampling,
+            matcher=matcher,
         )[0]
 
     def submit_samples(
@@ -190,7 +202,8 @@ class Engine:
         Args:
           num_samples: a Python int >= 1.
           prompt_token_ids: as in `submit`.
-          **options: as in `submit`. Sample i has the key `jax.random.fold_in(key, i)`.
+          **options: as in `submit`, without `matcher`, which reads one text. Sample i has the key
+            `jax.random.fold_in(key, i)`.
 
         Returns:
           The requests.
@@ -209,6 +222,8 @@ class Engine:
           [5, 5, 5, 5]
         """
         why = "the requests of one prompt"
+        if options.get("matcher") is not None:
+            raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
         return self._submit(
             prompt_token_ids, check_count("num_samples", num_samples, 1, why), **options
         )
@@ -216,29 +231,18 @@ class Engine:
     def _submit(
         self, prompt_token_ids: Any, num_samples: int | None, **values: Any
     ) -> list[Request]:
-        options, scheduler, count = self._options, self._scheduler, num_samples or 1
-        given = read_submission(prompt_token_ids, options, **values)
+        scheduler, count = self._scheduler, num_samples or 1
+        given = read_submission(prompt_token_ids, self._options, **values)
         num_waiting = self.num_waiting
         if given.error is None and num_waiting + count > self._max_waiting:
             raise queue.Full(
                 f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
                 f"{self._max_waiting}. Run the engine, or wait for requests to end."
             )
-        requests = []
-        for _ in range(count):
-            ids, tokenizer = given.token_ids.tolist(), options.tokenizer
-            # A tokenizer cannot decode ids that it does not have.
-            context = ids if given.error is None else []
-            text = None if tokenizer is None else StoppedText(tokenizer, context, given.stop)
-            requests.append(Request(ids, text, scheduler.take_step, scheduler.take_step_async))
-        if given.error is not None:
-            for request in requests:
-                request.end(FinishReason.REFUSED, given.error)
-            return requests
-        samples = [-1] if num_samples is None else range(count)
-        each = (given.settings._replace(sample=np.int32(index)) for index in samples)
-        waiting = dict(zip(requests, each, strict=True))
-        scheduler.enqueue(PromptGroup(given.padded, given.token_ids.size, waiting))
+        run = scheduler.take_step, scheduler.take_step_async
+        requests = [make_request(given, self._options, *run) for _ in range(count)]
+        if given.error is None:
+            scheduler.enqueue(make_group(given, requests, is_sampled=num_samples is not None))
         return requests
 
     def abort(self, request: Request) -> None:

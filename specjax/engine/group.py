@@ -13,8 +13,9 @@ from specjax.decode.state_and_info import DecodeState
 from specjax.engine.programs import Programs
 from specjax.engine.request import Request
 from specjax.engine.slot_data import PromptRow, RequestSettings
+from specjax.engine.submission import Submission
 
-__all__ = ["ParkedRequest", "PromptGroup"]
+__all__ = ["ParkedRequest", "PromptGroup", "make_group"]
 
 
 class PromptGroup:
@@ -62,6 +63,20 @@ class PromptGroup:
         settings = self._settings[request]
         slots = programs.admit(slots, self._row, np.int32(slot), self._prompt, settings)
         return slots, request
+
+
+def make_group(given: Submission, requests: list[Request], *, is_sampled: bool) -> PromptGroup:
+    """Returns the group of one submission's requests.
+
+    Args:
+      given: the submission.
+      requests: one, or its samples.
+      is_sampled: whether each has a key of its own, with its index folded in.
+    """
+    each = [np.int32(index if is_sampled else -1) for index in range(len(requests))]
+    settings = (given.settings._replace(sample=sample) for sample in each)
+    waiting = dict(zip(requests, settings, strict=True))
+    return PromptGroup(given.padded, given.token_ids.size, waiting)
 
 
 class ParkedRequest:

@@ -27,7 +27,7 @@ class Programs(NamedTuple):
       new_target_row: `new_row` without a drafter's state.
       prefill_target_chunk: `prefill_chunk` of such a row.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`.
-      step: `(slots) -> (slots, StepOutput)`.
+      step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, rows: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
       resume: `(slots, parked, slot) -> slots`.
@@ -41,7 +41,7 @@ class Programs(NamedTuple):
     new_target_row: Callable[[], PromptRow]
     prefill_target_chunk: Callable[..., PromptRow]
     admit: Callable[..., DecodeState]
-    step: Callable[[DecodeState], tuple[DecodeState, StepOutput]]
+    step: Callable[..., tuple[DecodeState, StepOutput]]
     release: Callable[..., DecodeState]
     park: Callable[..., DecodeState]
     resume: Callable[..., DecodeState]
@@ -121,7 +121,9 @@ def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
     return () if shapes.draft_history is None else (count_rows(shapes) // 2,)
 
 
-def warm_up(programs: Programs, chunk_size: int, request: RequestSettings) -> DecodeState:
+def warm_up(
+    programs: Programs, chunk_size: int, request: RequestSettings, allowed: Any
+) -> DecodeState:
     """Runs every program, so that each is compiled, and returns slots with no request in any.
 
     Twice, as arrays that a program returned may be placed otherwise than those it was first given.
@@ -130,6 +132,7 @@ def warm_up(programs: Programs, chunk_size: int, request: RequestSettings) -> De
       programs: of an engine.
       chunk_size: C.
       request: settings of any request of two tokens.
+      allowed: masks that allow all tokens, if a host masks rows; else None.
     """
     state = programs.empty_slots()
     num_slots, max_length = state.token_ids.shape
@@ -138,7 +141,7 @@ def warm_up(programs: Programs, chunk_size: int, request: RequestSettings) -> De
     for _ in range(2):
         row = programs.prefill_chunk(programs.new_row(), *nothing)
         state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
-        state, output = programs.step(state)
+        state, output = programs.step(state, allowed)
         parked = programs.park(state, first)
         row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
         parked = parked._replace(target_cache=row.target_cache)

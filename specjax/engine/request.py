@@ -9,6 +9,7 @@ from specjax.decode.commit import Finish
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import StoppedText
+from specjax.grammars.row_masks import MatchedText
 
 __all__ = ["FinishReason", "Piece", "Request"]
 
@@ -66,6 +67,7 @@ class Request:
         text: StoppedText | None,
         run: Callable[[], bool],
         run_async: Callable[[], Awaitable[bool]],
+        matched: MatchedText | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
@@ -76,6 +78,7 @@ class Request:
         self.error: str | None = None
         self._text, self._run, self._run_async = text, run, run_async
         self._metrics: tuple[Metrics, int] | None = None
+        self._matched, self._drafted = matched, list[int]()
 
     @property
     def text(self) -> str | None:
@@ -134,6 +137,16 @@ class Request:
         self.error = error
         self.finish_reason = reason
 
+    @property
+    def has_matcher(self) -> bool:
+        """Whether a host's matcher masks its rows."""
+        return self._matched is not None
+
+    def fill_masks(self, rows: np.ndarray) -> None:
+        """Fills masks u32[K + 1, ceil(V / 32)] of its next step, all of whose past is read."""
+        if self._matched is not None:
+            self._matched.fill(self._drafted, rows)
+
     def add(self, output: Any, slot: int) -> None:
         """Adds what a step committed for the request in a slot.
 
@@ -159,3 +172,6 @@ class Request:
             self.end(FinishReason.STOP_STRING)
         elif finish > 0:
             self.end(_REASONS[finish])
+        elif self._matched is not None:
+            self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])
+            self._drafted = [token for token in output.drafted[slot].tolist() if token >= 0]

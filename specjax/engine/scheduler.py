@@ -7,7 +7,7 @@ the device computes. So a request that ended is known one step later.
 import asyncio
 import threading
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,14 +35,18 @@ class Scheduler:
       programs: of the engine.
       slots: empty ones.
       chunk_size: tokens of a prompt that are read at once.
+      all_allowed: masks of rows that allow every token, if requests may have matchers; else None.
 
     Attributes:
       num_steps: steps dispatched.
       num_occupied: slots with a request in them, summed over these steps.
     """
 
-    def __init__(self, programs: Programs, slots: DecodeState, chunk_size: int) -> None:
+    def __init__(
+        self, programs: Programs, slots: DecodeState, chunk_size: int, all_allowed: Any
+    ) -> None:
         self._programs, self._slots, self._chunk_size = programs, slots, chunk_size
+        self._all_allowed, self._on_device = all_allowed, jax.device_put(all_allowed)
         self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
         self._groups: deque[PromptGroup | ParkedRequest] = deque()
         self._in_flight: deque[InFlight] = deque()
@@ -117,7 +121,8 @@ class Scheduler:
         if not self.num_running:
             return 0
         self._dispatch_step()
-        return 1
+        # The masks of the next step need what this one drafts.
+        return 0 if self._has_matchers() else 1
 
     def _end_round(self, output: StepOutput) -> None:
         """Gives the requests what the oldest step committed, and empties slots of those that ended.
@@ -183,8 +188,21 @@ class Scheduler:
             self._slots = self._programs.release(self._slots, rows)
             self._emptied.clear()
 
+    def _has_matchers(self) -> bool:
+        return any(request is not None and request.has_matcher for request in self._occupants)
+
+    def _row_masks(self) -> Any:
+        """Returns the masks of the next step's rows, on the device; None if there are never any."""
+        if not self._has_matchers():
+            return self._on_device
+        masks = self._all_allowed.copy()
+        for rows, request in zip(masks, self._occupants, strict=True):
+            if request is not None:
+                request.fill_masks(rows)
+        return jax.device_put(masks)
+
     def _dispatch_step(self) -> None:
-        self._slots, output = self._programs.step(self._slots)
+        self._slots, output = self._programs.step(self._slots, self._row_masks())
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         self._in_flight.append(InFlight(output, tuple(self._occupants)))

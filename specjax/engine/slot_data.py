@@ -56,6 +56,7 @@ class StepOutput(NamedTuple):
       finish: i8[B], as in `DecodeState`; negative for an empty slot.
       metrics: `Metrics` of the requests so far.
       top_logprobs: `TopLogprobs` [B, K + 1, ...], or None.
+      drafted: i32[B, K], the pending draft, -1 after its end; None unless a host masks rows.
     """
 
     token_ids: jax.Array
@@ -65,3 +66,4 @@ class StepOutput(NamedTuple):
     finish: jax.Array
     metrics: Metrics
     top_logprobs: TopLogprobs | None
+    drafted: jax.Array | None

@@ -1,4 +1,4 @@
-"""Settings of slots in which no request is yet: what no request changes, and room for the rest."""
+"""What slots begin with: the settings that no request changes, and masks that allow every token."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ from specjax.decode.choose_k import speeds_by_rate
 from specjax.decode.state_and_info import Settings
 from specjax.engine.request_sampling import spread_over_slots
 from specjax.engine.submission import MOST_STOP_IDS
+from specjax.grammars.row_masks import new_masks
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["slot_settings"]
+__all__ = ["read_masks", "slot_settings"]
 
 
 def slot_settings(
@@ -48,3 +49,32 @@ def slot_settings(
         "sampling": spread_over_slots(defaults, num_slots),
     }
     return settings._replace(**given)
+
+
+def read_masks(
+    takes_matchers: bool,
+    defaults: SamplingParams | None,
+    num_slots: int,
+    num_rows: int,
+    vocab_size: int,
+) -> np.ndarray | None:
+    """Returns masks that allow every token in every row, or None if no request has a matcher.
+
+    Args:
+      takes_matchers: as in `Engine`, unchecked.
+      defaults: from `parse_defaults`.
+      num_slots: B.
+      num_rows: K + 1.
+      vocab_size: V.
+
+    Raises:
+      ValueError: if requests may have masks of their own, too.
+    """
+    if not check_flag("takes_matchers", takes_matchers):
+        return None
+    if defaults is not None and defaults.allowed is not None:
+        raise ValueError(
+            "takes_matchers is True, and sampling.allowed is given; a matcher's masks would take "
+            "its place, so an engine needs one of the two."
+        )
+    return new_masks(num_slots, num_rows, vocab_size)

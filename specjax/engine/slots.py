@@ -14,12 +14,13 @@ from specjax.decode.loop import run_step
 from specjax.decode.metrics import init_metrics
 from specjax.decode.prefill import run_prefill
 from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import apply_model, count_rows
+from specjax.decode.target_rows import apply_model, count_drafted, count_rows
 from specjax.engine.rows import put_row, take_row
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.implementation import Implementation
 from specjax.model import Model
 from specjax.processing.grammar import start_states
+from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import count_committed
 
 __all__ = [
@@ -196,16 +197,33 @@ def step_slots(
     target: Model,
     drafter: Drafter | None,
     slots: DecodeState,
+    allowed: jax.Array | None,
     *,
     config: SpeculativeConfig,
     implementation: Implementation | None,
     row_buckets: tuple[int, ...],
 ) -> tuple[DecodeState, StepOutput]:
-    """Returns the slots after one step of every request in them, and what it committed."""
+    """Returns the slots after one step of every request in them, and what it committed.
+
+    Args:
+      target: as in `Engine`.
+      drafter: as in `Engine`.
+      slots: before.
+      allowed: u32[B, K + 1, ceil(V / 32)], a host's masks of the rows of this step; or None.
+      config: as in `run_step`.
+      implementation: as in `run_step`.
+      row_buckets: as in `run_step`.
+    """
     before = slots.lengths
     index = before[:, None] + jnp.arange(count_rows(slots), dtype=jnp.int32)[None]
     options: dict[str, Any] = {"implementation": implementation, "row_buckets": row_buckets}
+    sampling = slots.settings.sampling
+    if allowed is not None:
+        masked = (SamplingParams() if sampling is None else sampling)._replace(allowed=allowed)
+        slots = slots._replace(settings=slots.settings._replace(sampling=masked))
     slots, _ = run_step(target, drafter, slots, config=config, **options)
+    slots = slots._replace(settings=slots.settings._replace(sampling=sampling))
+    drafted = None if allowed is None else _pending_draft(slots)
     index = jnp.minimum(index, slots.token_ids.shape[1] - 1)
 
     def take(buffer: jax.Array) -> jax.Array:
@@ -219,9 +237,17 @@ def step_slots(
         finish=slots.finish,
         metrics=slots.metrics,
         top_logprobs=jax.tree.map(take, slots.top_logprobs),
+        drafted=drafted,
     )
     # The host reads these after the next step has taken the buffers of the slots.
     return slots, _in_buffers_of_their_own(output)
+
+
+def _pending_draft(slots: DecodeState) -> jax.Array:
+    """Returns the tokens of each pending draft i32[B, K], -1 after its end."""
+    ids = slots.draft.token_ids
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(index < count_drafted(slots)[:, None], ids, -1)
 
 
 @functools.partial(jax.jit, donate_argnames="slots")

@@ -8,11 +8,14 @@ import numpy as np
 
 from specjax.checks import as_array, check_count, check_keys, parse_array, parse_ids
 from specjax.decode.capacity import pad_eos
+from specjax.engine.request import FinishReason, Request
 from specjax.engine.request_sampling import parse_request_sampling
 from specjax.engine.slot_data import RequestSettings
+from specjax.engine.stop_strings import StoppedText
+from specjax.grammars.row_masks import MatchedText, Matcher
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["EngineOptions", "MOST_STOP_IDS", "Submission", "read_submission"]
+__all__ = ["EngineOptions", "MOST_STOP_IDS", "Submission", "make_request", "read_submission"]
 
 # How many there are is data up to this.
 MOST_STOP_IDS = 16
@@ -26,12 +29,14 @@ class EngineOptions(NamedTuple):
       vocab_size: of the target.
       sampling: the fields that requests may set, without a batch axis; None for none.
       tokenizer: with `decode(ids, skip_special_tokens)`, or None.
+      takes_matchers: whether requests may have matchers.
     """
 
     max_length: int
     vocab_size: int
     sampling: SamplingParams | None
     tokenizer: Any
+    takes_matchers: bool
 
 
 class Submission(NamedTuple):
@@ -43,6 +48,7 @@ class Submission(NamedTuple):
       settings: what the device is told.
       stop: the stop strings.
       error: a sentence that says why the request is refused, or None.
+      matched: a matcher that has read nothing, or None.
     """
 
     token_ids: np.ndarray
@@ -50,6 +56,7 @@ class Submission(NamedTuple):
     settings: RequestSettings
     stop: tuple[str, ...]
     error: str | None
+    matched: MatchedText | None
 
 
 def read_submission(
@@ -62,6 +69,7 @@ def read_submission(
     stop: str | Iterable[str] = (),
     stop_token_ids: Any = (),
     sampling: SamplingParams | None = None,
+    matcher: Matcher | None = None,
 ) -> Submission:
     """Returns what `Engine.submit` was given, as data of fixed shapes and dtypes.
 
@@ -85,7 +93,34 @@ def read_submission(
     padded = np.zeros((1, options.max_length), np.int32)
     if error is None:
         padded[0, : ids.size] = ids
-    return Submission(ids, padded, settings, _parse_stop(stop, options.tokenizer), error)
+    matched = None
+    if matcher is not None:
+        if not options.takes_matchers:
+            raise ValueError(
+                "matcher is given, and the engine was made without; it needs takes_matchers=True."
+            )
+        matched = MatchedText(matcher, options.vocab_size, "the request")
+        matched.mask()  # refused here if it is of another vocabulary
+    return Submission(ids, padded, settings, _parse_stop(stop, options.tokenizer), error, matched)
+
+
+def make_request(given: Submission, options: EngineOptions, run: Any, run_async: Any) -> Request:
+    """Returns the request of a submission, which has ended if it is refused.
+
+    Args:
+      given: the submission.
+      options: the engine's.
+      run: as in `Request`.
+      run_async: as in `Request`.
+    """
+    ids, tokenizer = given.token_ids.tolist(), options.tokenizer
+    # A tokenizer cannot decode ids that it does not have.
+    context = ids if given.error is None else []
+    text = None if tokenizer is None else StoppedText(tokenizer, context, given.stop)
+    request = Request(ids, text, run, run_async, given.matched)
+    if given.error is not None:
+        request.end(FinishReason.REFUSED, given.error)
+    return request
 
 
 def _read_prompt(

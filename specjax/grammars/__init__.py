@@ -8,7 +8,7 @@ device, by `specjax.processing.grammar`: decoding with it needs no host. For gra
 automaton holds, `row_masks` has a host's matchers mask the rows of each step, and
 `llguidance_matcher` makes such matchers.
 
-Open `json_schema` first. Imported by no other room.
+Open `json_schema` first. `engine` imports `row_masks` alone.
 """
 
 from specjax.grammars.json_schema import json_schema_grammar

@@ -15,7 +15,7 @@ import numpy as np
 from specjax.checks import check_count
 from specjax.decode.state_and_info import DecodeState
 
-__all__ = ["Matcher", "RowMasks"]
+__all__ = ["MatchedText", "Matcher", "RowMasks", "new_masks"]
 
 _ALL = 2**32 - 1
 
@@ -31,6 +31,63 @@ class Matcher(Protocol):
 
     def rollback(self, num_tokens: int) -> bool:
         """Forgets the last tokens that it read."""
+
+
+class MatchedText:
+    """A matcher that has read the committed tokens of one text.
+
+    Args:
+      matcher: it has read nothing, and is this object's from now on.
+      vocab_size: V.
+      name: of the text, for errors.
+    """
+
+    def __init__(self, matcher: Matcher, vocab_size: int, name: str) -> None:
+        self._matcher, self._vocab_size, self._name = matcher, vocab_size, name
+
+    def mask(self) -> np.ndarray:
+        """Returns the mask of the next token, u32[ceil(V / 32)]."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), "<u4")
+        width = -(-self._vocab_size // 32)
+        if words.size < width:
+            raise ValueError(
+                f"a matcher's mask has {words.size} words; {self._vocab_size} tokens need {width}."
+            )
+        return words[:width]  # llguidance's has room for another token
+
+    def read(self, tokens: list[int]) -> None:
+        """Reads committed tokens. Some matchers do not read the token that ends a text."""
+        for token in tokens:
+            word = int(self.mask()[token // 32])
+            if not word >> token % 32 & 1:
+                raise ValueError(
+                    f"{self._name} has token {token}, which may not follow; each init and step "
+                    "needs the masks of its rows as allowed, and an exact method."
+                )
+            self._matcher.try_consume_tokens([token])
+
+    def fill(self, drafted: list[int], rows: np.ndarray) -> None:
+        """Fills masks of rows; those after a token that may not follow decide nothing.
+
+        Args:
+          drafted: the pending draft's tokens.
+          rows: u32[K + 1, ceil(V / 32)], written.
+        """
+        rows[:] = self.mask()
+        num_read = 0
+        for i, token in enumerate(drafted):
+            inside = 0 <= token < self._vocab_size
+            if not inside or not self._matcher.try_consume_tokens([token]):
+                break
+            num_read += 1
+            rows[i + 1 :] = self.mask()
+        if num_read:
+            self._matcher.rollback(num_read)
+
+
+def new_masks(size: int, num_rows: int, vocab_size: int) -> np.ndarray:
+    """Returns masks u32[size, num_rows, ceil(V / 32)] that allow every token."""
+    return np.full((size, num_rows, -(-vocab_size // 32)), _ALL, np.uint32)
 
 
 class RowMasks:
@@ -67,21 +124,25 @@ class RowMasks:
     def __init__(
         self, matchers: Sequence[Matcher | None], prompt_lengths: Any, vocab_size: int
     ) -> None:
-        self._matchers = list(matchers)
+        size = check_count("vocab_size", vocab_size, 1, "the tokens of the target")
+        self._texts = [
+            None if matcher is None else MatchedText(matcher, size, f"request {b}")
+            for b, matcher in enumerate(matchers)
+        ]
         self._num_read = np.array(prompt_lengths, np.int64)
-        self._vocab_size = check_count("vocab_size", vocab_size, 1, "the tokens of the target")
-        if self._num_read.shape != (len(self._matchers),):
+        self._vocab_size = size
+        if self._num_read.shape != (len(self._texts),):
             raise ValueError(
                 f"prompt_lengths has shape {self._num_read.shape}; it needs one for each of "
-                f"{len(self._matchers)} matchers."
+                f"{len(self._texts)} matchers."
             )
 
     def first(self) -> np.ndarray:
         """Returns the masks of the first generated token, u32[B, ceil(V / 32)], for `init`."""
-        masks = self._new_masks(1)
-        for row, matcher in zip(masks, self._matchers, strict=True):
-            if matcher is not None:
-                row[0] = self._mask_of(matcher)
+        masks = new_masks(len(self._texts), 1, self._vocab_size)
+        for row, text in zip(masks, self._texts, strict=True):
+            if text is not None:
+                row[0] = text.mask()
         return masks[:, 0]
 
     def of_rows(self, state: DecodeState) -> np.ndarray:
@@ -96,50 +157,12 @@ class RowMasks:
         read = (state.token_ids, state.lengths, state.finish)
         drafted = (state.draft.token_ids, state.draft.num_tokens)
         (token_ids, lengths, finish), (draft_ids, counts) = jax.device_get((read, drafted))
-        masks = self._new_masks(draft_ids.shape[1] + 1)
-        for b, matcher in enumerate(self._matchers):
-            if matcher is None or finish[b]:
+        masks = new_masks(len(self._texts), draft_ids.shape[1] + 1, self._vocab_size)
+        for b, text in enumerate(self._texts):
+            if text is None or finish[b]:
                 continue
             committed = token_ids[b, self._num_read[b] : lengths[b]].tolist()
             self._num_read[b] = lengths[b]
-            self._read_committed(b, matcher, committed)
-            tokens = draft_ids[b].tolist()[: max(int(counts[b]), 0)]
-            self._mask_rows(matcher, tokens, masks[b])
+            text.read(committed)
+            text.fill(draft_ids[b].tolist()[: max(int(counts[b]), 0)], masks[b])
         return masks
-
-    def _new_masks(self, num_rows: int) -> np.ndarray:
-        shape = (len(self._matchers), num_rows, -(-self._vocab_size // 32))
-        return np.full(shape, _ALL, np.uint32)
-
-    def _mask_of(self, matcher: Matcher) -> np.ndarray:
-        words = np.frombuffer(matcher.compute_bitmask(), "<u4")
-        width = -(-self._vocab_size // 32)
-        if words.size < width:
-            raise ValueError(
-                f"a matcher's mask has {words.size} words; {self._vocab_size} tokens need {width}."
-            )
-        return words[:width]  # llguidance's has room for another token
-
-    def _read_committed(self, index: int, matcher: Matcher, tokens: list[int]) -> None:
-        """Reads committed tokens. Some matchers do not read the token that ends a text."""
-        for token in tokens:
-            word = int(self._mask_of(matcher)[token // 32])
-            if not word >> token % 32 & 1:
-                raise ValueError(
-                    f"request {index} has token {token}, which may not follow; each init and step "
-                    "needs the masks of its rows as allowed, and an exact method."
-                )
-            matcher.try_consume_tokens([token])
-
-    def _mask_rows(self, matcher: Matcher, drafted: list[int], rows: np.ndarray) -> None:
-        """Fills the rows of a request; those after a token that may not follow decide nothing."""
-        rows[:] = self._mask_of(matcher)
-        num_read = 0
-        for i, token in enumerate(drafted):
-            inside = 0 <= token < self._vocab_size
-            if not inside or not matcher.try_consume_tokens([token]):
-                break
-            num_read += 1
-            rows[i + 1 :] = self._mask_of(matcher)
-        if num_read:
-            matcher.rollback(num_read)

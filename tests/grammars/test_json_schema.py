@@ -10,6 +10,8 @@ import pytest
 
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig
+from specjax.engine.slot_settings import read_masks
+from specjax.engine.submission import EngineOptions, read_submission
 from specjax.grammars import RowMasks, llguidance_matchers
 from specjax.grammars.byte_automaton import byte_automaton
 from specjax.grammars.json_schema import schema_pattern
@@ -254,7 +256,7 @@ TABLES = _RNG.dirichlet(np.full(V, 0.3), (2, V)) + 1e-4
 PROMPTS = _RNG.integers(0, V, (NUM_PROMPTS, 3))
 
 
-def check_texts(rows):
+def check_texts(rows, least=NUM_PROMPTS / 4):
     """Every row of generated tokens is valid JSON and the end of sequence; they differ."""
     texts = set()
     for row in rows:
@@ -262,17 +264,79 @@ def check_texts(rows):
         text = b"".join(VOCABULARY[token] for token in row[:-1])
         assert is_valid(text), text
         texts.add(text)
-    assert len(texts) > NUM_PROMPTS / 4
+    assert len(texts) > least
+
+
+def letters(text):
+    """Tokens of single bytes."""
+    return [VOCABULARY.index(bytes([value])) for value in text.encode()]
+
+
+def matchers_of(number):
+    schema = SCHEMA | {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    return llguidance_matchers([schema] * number, VOCABULARY, [EOS], letters)
+
+
+def test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts():
+    target, draft = (markov_chain(table / table.sum(-1, keepdims=True)) for table in TABLES)
+    # 50 by the automaton, 50 by a matcher, 20 without a grammar, in any order.
+    kinds = np.random.default_rng(2).permutation(
+        np.repeat(["table", "matcher", "free"], [50, 50, 20])
+    )
+    keys = bigrams.keys(len(kinds), seed=1)
+
+    def decode(kept, takes_matchers):
+        engine = specjax.Engine(
+            target,
+            specjax.model_drafter(draft),
+            SpeculativeConfig(3),
+            num_slots=8,
+            max_length=3 + NEW,
+            prefill_chunk_size=4,
+            sampling=SamplingParams(grammar=GRAMMAR, grammar_state=-1),
+            takes_matchers=takes_matchers,
+        )
+        matchers = matchers_of(len(kinds)) if takes_matchers else [None] * len(kinds)
+        requests = {}
+        for i, kind in enumerate(kinds):
+            if kind in kept:
+                requests[i] = engine.submit(
+                    PROMPTS[i],
+                    key=keys[i],
+                    max_new_tokens=NEW,
+                    stop_token_ids=[EOS],
+                    sampling=SamplingParams(grammar_state=0 if kind == "table" else -1),
+                    matcher=matchers[i] if kind == "matcher" else None,
+                )
+        with pytest.raises(ValueError, match="submit each sample by itself"):
+            engine.submit_samples(2, [1], key=keys[0], matcher=matchers[0] or object())
+        while engine.step():
+            if takes_matchers and engine.num_steps % 5 == 0:
+                request = requests[engine.num_steps % len(kinds)]
+                engine.preempt(request, drops_cache=engine.num_steps % 2 == 0)
+        return {i: request.token_ids for i, request in requests.items()}
+
+    texts = decode({"table", "matcher", "free"}, True)
+    for kind in ("table", "matcher"):
+        check_texts([texts[i] for i in np.flatnonzero(kinds == kind)], 25)
+    others = decode({"table", "free"}, False)
+    assert {i: texts[i] for i in others} == others
+
+
+def test_a_matcher_that_an_engine_does_not_take_is_refused():
+    (matcher,) = matchers_of(1)
+    options = EngineOptions(8, V, None, None, takes_matchers=False)
+    with pytest.raises(ValueError, match="it needs takes_matchers=True"):
+        read_submission([1], options, key=bigrams.keys(1)[0], matcher=matcher)
+    options = options._replace(takes_matchers=True, vocab_size=8 * V)
+    with pytest.raises(ValueError, match="has 2 words; 472 tokens need 15"):
+        read_submission([1], options, key=bigrams.keys(1)[0], matcher=matcher)
+    with pytest.raises(ValueError, match=r"takes_matchers is True, and sampling\.allowed is given"):
+        read_masks(True, SamplingParams(allowed=np.ones(V, bool)), 1, 1, V)
 
 
 def test_two_hundred_prompts_give_valid_json_by_the_automaton_and_by_llguidance():
-    encode = {text: token for token, text in enumerate(VOCABULARY)}
-
-    def letters(text):
-        return [encode[bytes([value])] for value in text.encode()]
-
-    schema = SCHEMA | {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
-    matchers = llguidance_matchers([schema] * NUM_PROMPTS, VOCABULARY, [EOS], letters)
+    matchers = matchers_of(NUM_PROMPTS)
     size = 2 * NUM_PROMPTS
     masks = RowMasks([None] * NUM_PROMPTS + matchers, [3] * size, V)
     target, draft = (markov_chain(table / table.sum(-1, keepdims=True)) for table in TABLES)

@@ -1,7 +1,7 @@
 """Wrong versions of the engine: what a slot keeps of the request before, when steps are read."""
 
 from ..mutation import Mutation
-from .tests import engines, stop_strings
+from .tests import engines, json_schemas, stop_strings
 
 __all__ = ["MUTATIONS"]
 
@@ -11,8 +11,23 @@ _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
+_MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts"
 
 MUTATIONS = (
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._begin_round",
+        "0 if self._has_matchers() else 1",
+        "1",
+        json_schemas(_MATCHED),
+        "masks of a step are made before its draft is read",
+    ),
+    Mutation(
+        "specjax.engine.request.Request.add",
+        "[len(self.token_ids) - num_tokens :]",
+        "[:]",
+        json_schemas(_MATCHED),
+        "a matcher reads the tokens of earlier steps again",
+    ),
     Mutation(
         "specjax.engine.slots.admit",
         "target_cache=row.target_cache",
@@ -36,8 +51,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._begin_round",
-        "return 1",
-        "return 0",
+        "if self._has_matchers() else 1",
+        "if self._has_matchers() else 0",
         engines(_SERVED),
         "the host waits for every step before it dispatches the next",
     ),

@@ -7,6 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _GRAMMAR = "specjax.processing.grammar."
 _MASKS = "specjax.grammars.row_masks.RowMasks."
+_TEXT = "specjax.grammars.row_masks.MatchedText."
 _LAW = "test_several_steps_follow_the_masked_target_jointly"
 _ROWS = "test_each_row_allows_what_follows_the_drafted_tokens_before_it"
 _HOST = "test_several_steps_with_masks_of_a_host_follow_the_masked_target_jointly"
@@ -94,23 +95,23 @@ MUTATIONS = (
         "the first property that may be absent may not be",
     ),
     Mutation(
-        f"{_MASKS}_mask_rows",
-        "matcher.rollback(num_read)",
-        "matcher.rollback(num_read - 1)",
+        f"{_TEXT}fill",
+        "rollback(num_read)",
+        "rollback(num_read - 1)",
         row_masks(_GO_BACK),
         "a matcher is not taken back to the committed tokens",
     ),
     Mutation(
-        f"{_MASKS}_mask_rows",
+        f"{_TEXT}fill",
         "rows[i + 1 :]",
         "rows[i + 2 :]",
         grammar_laws(_HOST),
         "a row has the mask before the last drafted token, and the bonus row that of two before it",
     ),
     Mutation(
-        f"{_MASKS}_mask_rows",
-        "            rows[i + 1 :] = self._mask_of(matcher)",
-        "            rows[i + 1 : -1] = self._mask_of(matcher)",
+        f"{_TEXT}fill",
+        "            rows[i + 1 :] = self.mask()",
+        "            rows[i + 1 : -1] = self.mask()",
         grammar_laws(_HOST),
         "the bonus row has not its own mask",
     ),
