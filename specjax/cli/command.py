@@ -123,8 +123,13 @@ def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, term
 def _with_trained_k(
     config: SpeculativeConfig, options: argparse.Namespace, draft: Any
 ) -> SpeculativeConfig:
-    """Returns the config with the K that a head was trained for, if no option asks for another."""
+    """Returns the config with the K that a head was trained for, if no option asks for another.
+
+    Where K is "auto", it goes by the step costs that lie next to the head, if no option gives some.
+    """
     k, asked = draft.num_speculative_tokens, (options.num_speculative_tokens, options.step_costs)
+    if config.step_costs is not None and asked[1] is None and draft.step_costs is not None:
+        config = dataclasses.replace(config, step_costs=draft.step_costs)
     if k is None or asked != (None, None) or options.rejection_sample_method == "synthetic":
         draft.check_k(config.num_speculative_tokens, "--num-speculative-tokens")
         return config

@@ -71,11 +71,13 @@ class CheckedDraft(NamedTuple):
       num_speculative_tokens: K that it was trained for, or None.
       warning: a sentence for people, or None.
       max_speculative_tokens: the largest K that it drafts, or None.
+      step_costs: for K = "auto", or None.
     """
 
     num_speculative_tokens: int | None = None
     warning: str | None = None
     max_speculative_tokens: int | None = None
+    step_costs: tuple[float, ...] | None = None
 
     def check_k(self, k: int, option: str) -> None:
         """Refuses a K that is larger than what it drafts."""
@@ -93,7 +95,8 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
     facts = models.read_draft(pair.draft_spec, pair.target_config)
     if facts.kind != "model":
         warning = _warn_of_verifier(pair, facts.verifier)
-        return CheckedDraft(facts.num_speculative_tokens, warning, facts.max_speculative_tokens)
+        most = facts.max_speculative_tokens
+        return CheckedDraft(facts.num_speculative_tokens, warning, most, facts.step_costs)
     target_vocab = pair.tokenizer.get_vocab()
     # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()
@@ -103,7 +106,7 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
             f"({len(draft_vocab)} and {len(target_vocab)} tokens); a draft needs the target's "
             "tokenizer, token for token."
         )
-    return CheckedDraft()
+    return CheckedDraft(step_costs=facts.step_costs)
 
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:

@@ -61,7 +61,7 @@ def add_speculation_options(group: Any) -> None:
             _parse_step_costs,
             "C,C,...|FILE",
             "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
-            "of `specjax sweep` on this machine; default: a cautious table",
+            "of `specjax sweep` on this machine; default: a cautious table, or that next to a head",
         ),
         "rule": (
             str,

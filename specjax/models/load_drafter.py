@@ -1,10 +1,13 @@
 """`load_drafter`: the drafter of a folder, which config.json alone says the kind of."""
 
+import json
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
+from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
 from specjax.model import Model
@@ -32,6 +35,7 @@ class DraftFacts(NamedTuple):
       num_speculative_tokens: K that a head was trained for, or None.
       verifier: the name of the target that a head was trained for, or None.
       max_speculative_tokens: the largest K that a head drafts, or None.
+      step_costs: for K = "auto", of a `step_costs.json` in the folder, or None.
     """
 
     kind: DraftKind
@@ -39,6 +43,7 @@ class DraftFacts(NamedTuple):
     num_speculative_tokens: int | None = None
     verifier: str | None = None
     max_speculative_tokens: int | None = None
+    step_costs: tuple[float, ...] | None = None
 
 
 def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
@@ -57,6 +62,18 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
       >>> read_draft(pretrained_folder("head"), target).kind
       'head'
     """
+    facts = _read_facts(folder, target)
+    path = pathlib.Path(folder) / "step_costs.json"
+    if not path.exists():
+        return facts
+    try:
+        costs = SpeculativeConfig("auto", step_costs=json.loads(path.read_text())["step_costs"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no step_costs: {error}") from None
+    return facts._replace(step_costs=costs.step_costs)
+
+
+def _read_facts(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
     kind = draft_kind(folder)
     if kind == "model":
         return DraftFacts(kind, load_config(folder))

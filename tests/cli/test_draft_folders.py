@@ -6,12 +6,18 @@ import os
 import shutil
 import types
 
+import jax.numpy as jnp
 import pytest
 from checkpoints import HEAD as EAGLE3
 from checkpoints import write_checkpoints
 
+from specjax import SpeculativeConfig
 from specjax.cli import main
+from specjax.cli.arguments import parse_options
+from specjax.cli.command import _with_trained_k
 from specjax.cli.model_pair import check_draft, read_pair
+from specjax.config import DEFAULT_STEP_COSTS
+from specjax.decode.choose_k import add_step, choose_k, init_history, k_by_rate
 from specjax.models import DFlashConfig, build_dflash, save_dflash
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
@@ -38,12 +44,41 @@ def check(**options):
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
-    assert check(target=TARGET) == (3, None, None)
+    assert check(target=TARGET) == (3, None, None, None)
     shutil.copytree(folder / TARGET, folder / "another")
-    num_tokens, warning, _ = check(target="another")
+    num_tokens, warning, *_ = check(target="another")
     assert num_tokens == 3
     assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in warning
-    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None, None, None)
+    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None, None, None, None)
+
+
+def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some():
+    def costs(*arguments):
+        options, config = parse_options(["generate", "a", *arguments])
+        return _with_trained_k(config, options, check_draft(read_pair(options))).step_costs
+
+    own = costs()
+    assert own == costs("--num-speculative-tokens", "auto")
+    assert own[0] == 1
+    assert all(x < y for x, y in zip(own[1:], DEFAULT_STEP_COSTS[1:], strict=True))
+    assert costs("--draft", "model") == DEFAULT_STEP_COSTS
+    assert costs("--step-costs", "1,1.2") == (1, 1.2)
+    assert costs("--num-speculative-tokens", "3") is None
+    # After one step whose drafts were all rejected, a text of that head still drafts.
+    config = SpeculativeConfig("auto", step_costs=own)
+    history = add_step(init_history(jnp.ones(1, jnp.int32)), *jnp.array([[4], [0], [9]], jnp.int32))
+    table = jnp.asarray(k_by_rate(config))
+    assert choose_k(history, table)[0] > 0
+    assert choose_k(history, jnp.asarray(k_by_rate(SpeculativeConfig("auto"))))[0] == 0
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"step_costs": [1]}', "no JSON"])
+def test_step_costs_that_are_none_are_refused(folder, tmp_path, text):
+    head = tmp_path / "head"
+    shutil.copytree(folder / HEAD, head)
+    (head / "step_costs.json").write_text(text)
+    with pytest.raises(ValueError, match=r"step_costs\.json holds no step_costs"):
+        check(target=TARGET, draft=str(head))
 
 
 def test_a_head_of_another_target_is_refused_before_weights_are_read(capsys):
@@ -56,7 +91,7 @@ def test_a_head_of_blocks_drafts_a_whole_block_and_no_more(capsys, folder):
     layer = dataclasses.replace(EAGLE3.layer, qk_norm=True)
     config = DFlashConfig(layer, layer.vocab_size, taps=(0, 1), block_size=6, mask_token_id=4159)
     save_dflash("blocks", build_dflash(config), config)
-    assert check(target=TARGET, draft="blocks") == (5, None, 5)
+    assert check(target=TARGET, draft="blocks") == (5, None, 5, None)
     command = ["--target", TARGET, "--draft", "blocks"]
     for given in (
         ["generate", "a", "--num-speculative-tokens", "6"],

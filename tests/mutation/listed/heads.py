@@ -189,6 +189,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.cli.command._with_trained_k",
+        "asked[1] is None and",
+        "",
+        draft_folders(
+            "test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some"
+        ),
+        "the step costs next to a head take the place of those that an option gives",
+    ),
+    Mutation(
+        "specjax.cli.command._with_trained_k",
         "num_speculative_tokens=k, step_costs=None",
         "num_speculative_tokens=4, step_costs=None",
         draft_folders("test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k"),
