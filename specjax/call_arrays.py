@@ -64,6 +64,7 @@ class SampleArrays(NamedTuple):
       stream: i32[B].
       temperature: f32[B].
       cutoff: f32[B], or None.
+      first_token: as in `VerifyArrays`.
     """
 
     logits: Any
@@ -72,6 +73,7 @@ class SampleArrays(NamedTuple):
     stream: Any
     temperature: Any
     cutoff: Any
+    first_token: Any = None
 
 
 class VerifyArrays(NamedTuple):

@@ -47,7 +47,7 @@ CASES = {
 }
 # Plain JAX takes long to compile.
 PLAIN = ("drawn_0.7", "gumbel_fp32")
-NO_KERNELS = ("gumbel_fp32", "block_0.7", "coupled_0.7")
+NO_KERNELS = ("block_0.7",)
 
 
 class Effort(NamedTuple):

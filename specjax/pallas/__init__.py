@@ -20,7 +20,7 @@ that of `specjax.core`. Open `sample` first, then `verify`, `target_rows`, `next
 | `next_token`, `emit_tokens` | the row that decides the next token; the launches that draw it |
 | `residual` | masses of max(p - q, 0), and the draw from them |
 | `coupled`, `block`, `cutoff` | coupled sampling, block verification, `logit_cutoff` |
-| `split` | `rejection_sample` of rows that lie over devices |
+| `split` | sampling and verification of rows that lie over devices |
 | `blocks`, `gumbel_max`, `load_request`, `threefry` | what several kernels load, store and draw |
 | `launch`, `kernel_config` | the start of every kernel of the library; sizes |
 

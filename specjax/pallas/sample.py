@@ -16,9 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import CallOptions, SampleArrays
 from specjax.core.gumbel_max import token_logprobs
-from specjax.core.logsumexp import row_logsumexp, row_statistics
-from specjax.core.noise import Hash, Words, address
-from specjax.core.temperature import parse_temperature
+from specjax.core.logsumexp import MaxSum, RowStatistics, row_logsumexp, row_statistics
+from specjax.core.noise import SAMPLING_BLOCK, Hash, Words, address
+from specjax.core.temperature import Temperature, parse_temperature
 from specjax.pallas.blocks import (
     Partials,
     RowTile,
@@ -31,16 +31,24 @@ from specjax.pallas.gumbel_max import (
     BlockNoise,
     SamplingRow,
     draw_noise,
-    draw_row_noise,
     draw_row_token,
     num_padded_blocks,
 )
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
+from specjax.pallas.split.shared_rows import load_first_token
 from specjax.pallas.threefry import make_threefry
 from specjax.sample import Sample
 
-__all__ = ["sample_draw_kernel", "sample_reduce_kernel", "sample_rows"]
+__all__ = [
+    "DrawOperands",
+    "DrawnRow",
+    "load_row",
+    "reduce_rows",
+    "sample_draw_kernel",
+    "sample_reduce_kernel",
+    "sample_rows",
+]
 
 
 class _Reduced(NamedTuple):
@@ -50,9 +58,21 @@ class _Reduced(NamedTuple):
     gumbels: Any
 
 
-class _Operands(NamedTuple):
+class DrawOperands(NamedTuple):
+    """The call's arrays and its reduced rows."""
+
     arrays: SampleArrays
     reduced: _Reduced
+
+
+class DrawnRow(NamedTuple):
+    """What a program that draws loads of its row: it, its blocks, their noise, its temperature."""
+
+    row: SamplingRow
+    blocks: MaxSum
+    noise: BlockNoise
+    temperature: Temperature
+    statistics: RowStatistics
 
 
 def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
@@ -65,13 +85,27 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
     Returns:
       `Sample`.
     """
+    num_rows, config = arrays.logits.shape[0], options.implementation.config(KernelConfig)
+    noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
+    return launch(
+        functools.partial(sample_draw_kernel, noise_dtype=noise_dtype, interpret=interpret),
+        DrawOperands(arrays, reduce_rows(arrays, options)),
+        Sample(output((num_rows,), jnp.int32), output((num_rows,)), output((num_rows,))),
+        num_programs=num_rows,
+        num_warps=config.num_draw_warps,
+        interpret=interpret,
+    )
+
+
+def reduce_rows(arrays: SampleArrays, options: CallOptions) -> _Reduced:
+    """Launches the reduction of rows, and returns what a draw reads of it."""
     num_rows, vocab_size = arrays.logits.shape
     config = options.implementation.config(KernelConfig)
     noise_dtype, interpret = options.noise_dtype, options.implementation.interpret
     tile = config.reduce_tile(num_rows, vocab_size)
     num_tiles, num_blocks = tile.num_tiles(vocab_size), num_padded_blocks(vocab_size)
     num_splits = config.noise_splits(num_rows, num_blocks)
-    reduced = launch(
+    return launch(
         functools.partial(
             sample_reduce_kernel, tile=tile, num_splits=num_splits, interpret=interpret
         ),
@@ -82,14 +116,6 @@ def sample_rows(arrays: SampleArrays, options: CallOptions) -> Sample:
         ),
         num_programs=num_rows * (num_splits + num_tiles),
         num_warps=tile.num_warps,
-        interpret=interpret,
-    )
-    return launch(
-        functools.partial(sample_draw_kernel, noise_dtype=noise_dtype, interpret=interpret),
-        _Operands(arrays, reduced),
-        Sample(output((num_rows,), jnp.int32), output((num_rows,)), output((num_rows,))),
-        num_programs=num_rows,
-        num_warps=config.num_draw_warps,
         interpret=interpret,
     )
 
@@ -128,13 +154,15 @@ def sample_reduce_kernel(
             count = out.gumbels.shape[1] // num_splits
             threefry, dtype = make_threefry(interpret), out.gumbels.dtype
             at = _address(arrays, b, threefry)
-            noise = draw_noise(at, split * count, count, dtype, threefry)
-            block = noise.first_block + jax.lax.iota(jnp.int32, count)
+            first = _first_block(arrays)
+            own = split * count
+            noise = draw_noise(at, own if first is None else own + first, count, dtype, threefry)
+            block = own + jax.lax.iota(jnp.int32, count)
             plgpu.store(out.gumbels.at[b, block], noise.gumbels)
 
 
 def sample_draw_kernel(
-    operands: _Operands, out: Sample, *, noise_dtype: Any, interpret: bool
+    operands: DrawOperands, out: Sample, *, noise_dtype: Any, interpret: bool
 ) -> None:
     """Writes one token of a row, drawn by two-level Gumbel-max, its log p and the row's logsumexp.
 
@@ -148,26 +176,48 @@ def sample_draw_kernel(
     launch early.
     Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
     """
-    (arrays, reduced), b = operands, pl.program_id(0)
-    cutoff = _load_optional(arrays.cutoff, b)
-    blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
-    threefry = make_threefry(interpret)
-    draw_address = _address(arrays, b, threefry)
-    if reduced.gumbels is None:
-        noise = draw_row_noise(draw_address, arrays.logits.shape[1], noise_dtype, threefry)
-    else:
-        gumbels = load_padded(reduced.gumbels, b, 0)
-        noise = BlockNoise(draw_address, jnp.int32(0), gumbels, threefry)
-    temperature = parse_temperature(arrays.temperature[b])
-    statistics = row_statistics(blocks, temperature.scale)
+    b = pl.program_id(0)
+    row, blocks, noise, temperature, statistics = load_row(operands, b, noise_dtype, interpret)
     normalizer = statistics.normalizer
-    row = SamplingRow(arrays.logits, b, temperature.scale, cutoff, normalizer)
     token, logit = draw_row_token(row, blocks, temperature.greedy, lambda: noise)
     logprob = token_logprobs(logit, normalizer, temperature.scale)
     valid = temperature.valid & statistics.valid
     out.token_ids[b] = jnp.where(valid, token, jnp.int32(-1))
     out.logprobs[b] = jnp.where(valid, logprob, jnp.float32(0))
     out.logsumexp[b] = row_logsumexp(normalizer, temperature.scale)
+
+
+def load_row(operands: DrawOperands, b: jax.Array, noise_dtype: Any, interpret: bool) -> DrawnRow:
+    """Loads what row b is drawn by; its noise is made here, where the reduction made none."""
+    arrays, reduced = operands
+    cutoff = _load_optional(arrays.cutoff, b)
+    blocks = load_blocks(reduced.partials, b, arrays.logits.shape[1])
+    threefry, first = make_threefry(interpret), _first_block(arrays)
+    first_block = jnp.int32(0) if first is None else first
+    draw_address = _address(arrays, b, threefry)
+    if reduced.gumbels is None:
+        num_blocks = num_padded_blocks(arrays.logits.shape[1])
+        noise = draw_noise(draw_address, first_block, num_blocks, noise_dtype, threefry)
+    else:
+        gumbels = load_padded(reduced.gumbels, b, 0)
+        noise = BlockNoise(draw_address, first_block, gumbels, threefry)
+    temperature = parse_temperature(arrays.temperature[b])
+    statistics = row_statistics(blocks, temperature.scale)
+    row = SamplingRow(
+        arrays.logits,
+        b,
+        temperature.scale,
+        cutoff,
+        statistics.normalizer,
+        load_first_token(arrays),
+    )
+    return DrawnRow(row, blocks, noise, temperature, statistics)
+
+
+def _first_block(arrays: SampleArrays) -> jax.Array | None:
+    """Returns the block that a device's tokens begin with; None where rows are whole."""
+    first = load_first_token(arrays)
+    return None if first is None else divmod_i32(first, SAMPLING_BLOCK)[0]
 
 
 def _address(arrays: SampleArrays, b: jax.Array, threefry: Hash) -> Words:

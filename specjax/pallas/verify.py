@@ -28,6 +28,7 @@ from specjax.pallas.load_request import Plan, RequestScalars
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import load_draft_logprobs
+from specjax.pallas.split.sample import couple_split
 from specjax.pallas.split.verify import verify_split
 from specjax.pallas.target_rows import (
     AcceptanceResult,
@@ -52,10 +53,12 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     """
     config = options.implementation.config(KernelConfig)
     num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
-    arrays = _flatten_drafts(arrays)
+    unflattened, arrays = arrays, _flatten_drafts(arrays)
     plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
     # Without drafts every method draws from the first row, by the launches of `rejection_sample`.
     if options.method == "coupled" and options.max_draft_tokens:
+        if options.split is not None:
+            return couple_split(unflattened, options)
         return verify_coupled(arrays, plan)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
-from specjax.core.noise import SAMPLING_BLOCK, fold_in_rows
+from specjax.core.noise import fold_in_rows
 from specjax.core.token_map import invert_token_map
 from specjax.implementation import select
 from specjax.mesh import pvary_like
+from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.samplers.verify_xla import verify_batch
 from specjax.verification import Verification
 
@@ -24,10 +25,6 @@ __all__ = [
     "verify_flat",
     "verify_shard",
 ]
-
-
-# Ids travel between devices as float32, which is exact up to here.
-_MOST_TOKENS = 2**24
 
 
 class SharedArrays(NamedTuple):
@@ -100,41 +97,13 @@ def verify_flat(arrays: VerifyArrays, options: CallOptions) -> Verification:
 def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArrays], Verification]:
     """Returns the function that verifies flat rows: the reference or the kernels."""
     reference = functools.partial(_verify_by_reference, options=options)
-    name = options.implementation.name
-    if name == "xla":
-        return reference
-    if options.split is not None and (reason := _why_no_split_kernels(arrays, options)):
-        if name != "auto":
-            raise ValueError(
-                f"implementation={name!r} names the kernels, which over devices of axis "
-                f"{options.axis_name!r} {reason}; None or 'xla' verifies it."
-            )
+    missing = missing_of_verification(arrays, options)
+    if not may_run_kernels(options, arrays.target_logits.shape[1], missing):
         return reference
     from specjax.pallas.verify import verify_rows
 
     kernels = functools.partial(verify_rows, options=options)
     return select(options.implementation, reference, kernels)
-
-
-def _why_no_split_kernels(arrays: VerifyArrays, options: CallOptions) -> str | None:
-    """Says what the kernels do not read of a split vocabulary; None where they read it."""
-    assert options.split is not None
-    width = arrays.target_logits.shape[1]
-    held = width * jax.lax.axis_size(options.split.axis_name)
-    if options.method != "standard":
-        return f"do not verify by method {options.method!r}"
-    if jnp.dtype(options.noise_dtype) != jnp.float32:
-        return "draw with float32 noise alone"
-    if width % SAMPLING_BLOCK or options.split.vocab_size != held or held > _MOST_TOKENS:
-        return (
-            f"read a vocabulary that lies there in multiples of {SAMPLING_BLOCK} without padding, "
-            f"of at most {_MOST_TOKENS} tokens; this one has {options.split.vocab_size} in parts "
-            f"of {width}"
-        )
-    has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
-    if arrays.draft_logits is not None and not has_statistics:
-        return "need draft.logprobs and draft.logsumexp with draft.logits"
-    return None
 
 
 def _verify_by_reference(arrays: VerifyArrays, options: CallOptions) -> Verification:

@@ -22,6 +22,7 @@ from specjax.implementation import Implementation, resolve_implementation, selec
 from specjax.mesh import pvary_like, shard_map_batch
 from specjax.sample import Sample
 from specjax.samplers.batch import key_words_per_request
+from specjax.samplers.split_kernels import may_run_kernels
 from specjax.vocabulary_split import parse_split
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
@@ -89,7 +90,7 @@ def gumbel_sample(
     implementation = resolve_implementation(implementation)
     logits = as_array("logits", logits)
     check_logits("logits", logits, "[B, V]")
-    split = parse_split(axis_name, vocab_size, logits, implementation.name)
+    split = parse_split(axis_name, vocab_size, logits)
     options = CallOptions(check_noise_dtype(noise_dtype), implementation, split=split)
     size = logits.shape[0]
     each = ((), (size,))
@@ -138,17 +139,20 @@ def sample_shard(arrays: SampleArrays, shared: None = None, *, options: CallOpti
     Returns:
       `Sample`.
     """
-    return _sampler(options)(pvary_like(arrays, arrays, without=options.axis_name))
+    arrays = pvary_like(arrays, arrays, without=options.axis_name)
+    return _sampler(arrays.logits.shape[1], options)(arrays)
 
 
-def _sampler(options: CallOptions) -> Callable[[SampleArrays], Sample]:
+def _sampler(width: int, options: CallOptions) -> Callable[[SampleArrays], Sample]:
     """Returns the function that draws: the reference or the kernels."""
     reference = functools.partial(_sample_by_reference, options=options)
-    if options.implementation.name == "xla" or options.split is not None:
+    if not may_run_kernels(options, width):
         return reference
     from specjax.pallas.sample import sample_rows
+    from specjax.pallas.split.sample import sample_split
 
-    kernels = functools.partial(sample_rows, options=options)
+    draw = sample_rows if options.split is None else sample_split
+    kernels = functools.partial(draw, options=options)
     return select(options.implementation, reference, kernels)
 
 

@@ -766,26 +766,33 @@ def test_verification_lowers_inside_shard_map_which_checks_what_varies(name):
         assert num_kernels(lower(mapped, *on_mesh(mesh, shapes))) == 2
 
 
-@pytest.mark.parametrize("kind", ["drawn", "one-hot"])
-def test_a_split_vocabulary_lowers_to_two_kernels_and_two_gathers(kind):
+@pytest.mark.parametrize(
+    ("kind", "num_gathers"), [("drawn", 2), ("one-hot", 2), ("coupled", 1), ("sample", 1)]
+)
+def test_a_split_vocabulary_lowers_to_two_kernels_and_a_gather_or_two(kind, num_gathers):
     mesh, rows = h200_mesh(AxisType.Auto, AxisType.Auto), PartitionSpec("batch", None, "model")
 
-    def verify(draft, logits, keys):
-        options = dict(positions=0, axis_name="model", implementation="triton")
-        return specjax.rejection_sample(draft, logits, keys=keys, **options)
+    def call(draft, logits, keys):
+        options = dict(keys=keys, positions=0, axis_name="model", implementation="triton")
+        if kind == "sample":
+            return specjax.gumbel_sample(logits[:, 0], stream=specjax.Stream.TARGET, **options)
+        if kind == "coupled":
+            return specjax.coupled_sample(draft.token_ids, logits, **options)
+        return specjax.rejection_sample(draft, logits, **options)
 
-    draft = draft_shapes(kind, jnp.bfloat16, (BATCH, K), vocab_size=2048)
+    kinds = kind if kind == "drawn" else "one-hot"
+    draft = draft_shapes(kinds, jnp.bfloat16, (BATCH, K), vocab_size=2048)
     requests = PartitionSpec("batch")
     specs = jax.tree.map(lambda _: requests, draft)
     specs = specs._replace(logits=None if draft.logits is None else rows)
     shapes = draft, shape(BATCH, K + 1, 2048, dtype=jnp.bfloat16), key_shapes()
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
-            verify, mesh=mesh, in_specs=(specs, rows, requests), out_specs=requests
+            call, mesh=mesh, in_specs=(specs, rows, requests), out_specs=requests
         )
         text = lower(mapped, *shapes)
     assert num_kernels(text) == 2
-    assert text.count('"stablehlo.all_gather"') == 2
+    assert text.count('"stablehlo.all_gather"') == num_gathers
 
 
 @pytest.mark.parametrize("name", [None, "triton"])

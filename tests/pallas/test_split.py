@@ -1,4 +1,4 @@
-"""Kernels of rows over devices, interpreted, give the tokens of whole rows by two gathers."""
+"""Kernels of rows over devices, interpreted, give the tokens of whole rows by a gather or two."""
 
 import functools
 
@@ -98,6 +98,80 @@ def test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows(name):
     assert most <= logits.shape[0] * (K + 1) * (VOCAB / 128 * 3 + 2 * devices)
     whole = specjax.rejection_sample(draft, logits, keys=keys, **rest, **options)
     ours = program(draft, logits, keys, rest)
+    for field in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(getattr(ours, field), getattr(whole, field))
+    np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6, rtol=2e-6)
+
+
+def interpreted(function, **options):
+    """A function of rows over devices, on the interpreted kernels."""
+    return functools.partial(function, axis_name="model", implementation="interpret", **options)
+
+
+def test_one_gather_suffices_for_the_samples_of_whole_rows():
+    devices, size = 4, 8
+    rng = np.random.default_rng(3)
+    rows = np.round(2 * rng.normal(size=(size, 512))).astype(np.float32)
+    rows[1, 400], rows[2] = np.nan, -np.inf
+    # All mass of a row is on the last device, of another on the first two.
+    rows[3, :384], rows[4, 256:] = -np.inf, -np.inf
+    options = dict(
+        keys=make_keys(size),
+        positions=jnp.arange(size),
+        stream=specjax.Stream.TARGET,
+        temperature=jnp.array([0, 1, 1, 0.7, 1, 0.5, 2, 0]),
+        cutoff=jnp.full(size, -3.0),
+    )
+    rows, specs = jnp.asarray(rows), (PartitionSpec(None, "model"),)
+    sample = interpreted(specjax.gumbel_sample, **options)
+    program = over_devices(sample, (rows,), specs, devices, check_vma=False)
+    assert (num_messages(program), *most_numbers(program)) == (
+        1,
+        {"all-gather"},
+        5 * size * devices,
+    )
+    ours, whole = program(rows), specjax.gumbel_sample(rows, **options)
+    np.testing.assert_array_equal(ours.token_ids, whole.token_ids)
+    np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6)
+    np.testing.assert_allclose(ours.logsumexp, whole.logsumexp, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_one_gather_suffices_for_coupled_sampling(is_ragged):
+    case = mixed_case(17, BATCH, K, VOCAB)
+    keys, logits = make_keys(BATCH), jnp.asarray(case["target_logits"]).at[3, 1, 5].set(jnp.nan)
+    rest = dict(positions=jnp.asarray(case["positions"]), cutoff=jnp.asarray(case["cutoff"]))
+    rest["temperature"] = jnp.asarray(case["temperature"])
+    drawn = specjax.coupled_sample(
+        jnp.zeros((BATCH, 0), jnp.int32),
+        logits[:, :1],
+        keys=keys,
+        **rest | {"cutoff": rest["cutoff"][:, :1]},
+    )
+    # What the target draws first is drafted by two requests of three.
+    agrees = np.arange(BATCH) % 3 > 0
+    tokens = np.array(case["token_ids"])
+    tokens[agrees, 0] = np.asarray(drawn.token_ids)[agrees, 0]
+    verify, cut = specjax.coupled_sample, dict(num_tokens=jnp.asarray(case["num_tokens"]))
+    rows = PartitionSpec(None, None, "model")
+    if is_ragged:
+        counts = np.clip(case["num_tokens"], 0, K)
+        cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        drafted = np.arange(K) < counts[:, None]
+        verified = np.arange(K + 1) <= counts[:, None]
+        tokens, logits = tokens[drafted], logits[verified]
+        rest["cutoff"] = rest["cutoff"][verified]
+        verify, cut = specjax.coupled_sample_ragged, dict(cu_num_draft_tokens=jnp.asarray(cu))
+        cut |= dict(
+            max_draft_tokens=K, num_tokens=jnp.asarray(np.minimum(case["num_tokens"], counts))
+        )
+        rows = PartitionSpec(None, "model")
+    tokens, arguments = jnp.asarray(tokens), dict(keys=keys, **rest, **cut)
+    call = interpreted(functools.partial(verify, tokens), **arguments)
+    program = over_devices(call, (logits,), (rows,), 2, check_vma=False)
+    assert (num_messages(program), most_numbers(program)[0]) == (1, {"all-gather"})
+    ours, whole = program(logits), verify(tokens, logits, **arguments)
+    assert {0, 1} <= set(np.asarray(ours.num_accepted).tolist())
     for field in ("token_ids", "num_accepted", "num_emitted"):
         np.testing.assert_array_equal(getattr(ours, field), getattr(whole, field))
     np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6, rtol=2e-6)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from specjax.call_arrays import VerifyArrays
+from specjax.call_arrays import SampleArrays, VerifyArrays
 from specjax.pallas.blocks import Partials
 from specjax.pallas.launch import output
 
@@ -98,7 +98,7 @@ def shared_shape(num_rows: int, num_tiles: int) -> SharedRows:
     return SharedRows(output((num_rows, 3 * num_tiles + _NUM_LOGITS)))
 
 
-def load_first_token(arrays: VerifyArrays) -> jax.Array | None:
+def load_first_token(arrays: SampleArrays | VerifyArrays) -> jax.Array | None:
     """Loads the id of the first token that this device has; None where rows are whole."""
     return None if arrays.first_token is None else arrays.first_token[0]
 

@@ -1,0 +1,203 @@
+"""`gumbel_sample` and `coupled_sample` of a split vocabulary: two launches, one message.
+
+A device draws from its own tokens. That is the row's draw if the device is the one whose draw wins:
+
+    score of the row = score among the device's tokens + log of the device's mass
+
+so that one message carries each device's (m, l), its token, the token's logit and its score.
+
+References:
+  Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from specjax.call_arrays import CallOptions, SampleArrays, VerifyArrays
+from specjax.core.acceptance import num_valid_drafts
+from specjax.core.gumbel_max import first_argmax, token_logprobs
+from specjax.core.logsumexp import (
+    MaxSum,
+    block_logprobs,
+    merge_partials,
+    row_logsumexp,
+    row_statistics,
+)
+from specjax.core.noise import Stream
+from specjax.core.subnormal import flush_subnormals
+from specjax.core.temperature import parse_temperature
+from specjax.mesh import pvary_like
+from specjax.pallas.blocks import block_argmax
+from specjax.pallas.gumbel_max import Draw, draw_token
+from specjax.pallas.kernel_config import KernelConfig
+from specjax.pallas.launch import launch, output
+from specjax.pallas.sample import DrawOperands, load_row, reduce_rows
+from specjax.sample import Sample
+from specjax.verification import Verification
+
+__all__ = ["couple_split", "sample_split", "split_sample_kernel"]
+
+_MAX, _SUM, _TOKEN, _LOGIT, _SCORE = range(5)
+
+
+class _Proposals(NamedTuple):
+    """What a device proposes for rows, f32[R, 5]: its (m, l), and a token, its logit and score."""
+
+    values: Any
+
+
+def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:
+    """Draws one token per row of a vocabulary that lies over a mesh axis.
+
+    Args:
+      arrays: this device's columns; one key, position, stream, temperature and cutoff per row.
+      options: static.
+    """
+    split = options.split
+    assert split is not None
+    num_rows, width = arrays.logits.shape
+    first = (jax.lax.axis_index(split.axis_name) * width).astype(jnp.int32)
+    own = arrays._replace(first_token=first[None])
+    # A kernel's operands vary alike.
+    own = pvary_like(own, own)
+    proposals = launch(
+        functools.partial(
+            split_sample_kernel,
+            noise_dtype=options.noise_dtype,
+            interpret=options.implementation.interpret,
+        ),
+        DrawOperands(own, reduce_rows(own, options)),
+        _Proposals(output((num_rows, len((_MAX, _SUM, _TOKEN, _LOGIT, _SCORE))))),
+        num_programs=num_rows,
+        num_warps=options.implementation.config(KernelConfig).num_draw_warps,
+        interpret=options.implementation.interpret,
+    )
+    told = jax.lax.all_gather(proposals.values, split.axis_name, to="invarying")
+    return _choose(told, arrays.temperature)
+
+
+def split_sample_kernel(
+    operands: DrawOperands, out: _Proposals, *, noise_dtype: Any, interpret: bool
+) -> None:
+    """Writes a token of this device's share of a row, drawn by two-level Gumbel-max, and its score.
+
+    Formula: that of `sample_draw_kernel`, by the share's own normalizer.
+    Grid: R programs of 8 warps; one owns a row.
+    Bytes per row: those of `sample_draw_kernel`, of the share's blocks; 20 written.
+    Why one program: that of `sample_draw_kernel`.
+    Memory order: the launch before has ended when it begins to load. It does not trigger the next
+    launch early.
+    Reference: Maddison et al., 2014, arXiv:1411.0030: Gumbel-max, and the maximum of a block.
+    """
+    b = pl.program_id(0)
+    drawn = load_row(operands, b, noise_dtype, interpret)
+    row, whole = drawn.row, merge_partials(drawn.blocks, drawn.row.scale)
+    normalizer = row.normalizer
+
+    def take_argmax() -> Draw:
+        block = first_argmax(flush_subnormals(drawn.blocks.max))
+        token = block_argmax(row.logits, row.row_index, row.cutoff, block)
+        token += operands.arrays.first_token[0]
+        return Draw(token, normalizer.shift, normalizer.shift)
+
+    def draw_random() -> Draw:
+        log_masses = block_logprobs(drawn.blocks, normalizer, row.scale)
+        return draw_token(row, log_masses, drawn.noise, lambda _, logprobs: logprobs)
+
+    draw = jax.lax.cond(drawn.temperature.greedy, take_argmax, draw_random)
+    values = {
+        _MAX: whole.max,
+        _SUM: whole.sum,
+        _TOKEN: draw.token.astype(jnp.float32),
+        _LOGIT: draw.logit,
+        _SCORE: draw.score,
+    }
+    for column, value in values.items():
+        out.values[b, jnp.int32(column)] = value
+
+
+def _choose(told: jax.Array, temperature: jax.Array) -> Sample:
+    """Returns the samples of rows from the proposals of all devices, f32[D, R, 5]."""
+    parsed = parse_temperature(temperature)
+    partials = MaxSum(told[..., _MAX].T, told[..., _SUM].T)
+    statistics = row_statistics(partials, parsed.scale)
+    normalizer = statistics.normalizer
+    log_masses = block_logprobs(partials, normalizer, parsed.scale).T
+    scores = jnp.where(log_masses == -jnp.inf, -jnp.inf, told[..., _SCORE] + log_masses)
+    scores = jnp.where(parsed.greedy[None], flush_subnormals(told[..., _MAX]), scores)
+    best, score = told[0], scores[0]
+    # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
+    for device in range(1, told.shape[0]):
+        is_better = scores[device] > score
+        best = jnp.where(is_better[:, None], told[device], best)
+        score = jnp.where(is_better, scores[device], score)
+    valid = parsed.valid & statistics.valid
+    logprob = token_logprobs(best[:, _LOGIT], normalizer, parsed.scale)
+    return Sample(
+        token_ids=jnp.where(valid, best[:, _TOKEN].astype(jnp.int32), jnp.int32(-1)),
+        logprobs=jnp.where(valid, logprob, jnp.float32(0)),
+        logsumexp=row_logsumexp(normalizer, parsed.scale),
+    )
+
+
+def couple_split(arrays: VerifyArrays, options: CallOptions) -> Verification:
+    """Verifies a batch by coupled sampling: every row draws, and drafted tokens are compared.
+
+    Args:
+      arrays: flat rows of this device's columns, drafted tokens i32[B, K] or ragged i32[N].
+      options: static; K >= 1.
+    """
+    k, size = options.max_draft_tokens, arrays.temperature.shape[0]
+    i = jnp.arange(k + 1, dtype=jnp.int32)[None]
+    token_ids, num_given = arrays.token_ids, arrays.num_tokens
+    first_row = jnp.arange(size, dtype=jnp.int32) * (k + 1)
+    if arrays.cu_num_draft_tokens is not None:
+        starts = arrays.cu_num_draft_tokens[:-1]
+        counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
+        num_given = counts if num_given is None else jnp.minimum(num_given, counts)
+        token_ids = jnp.take(token_ids, starts[:, None] + i[:, :k], mode="clip")
+        first_row = starts + jnp.arange(size, dtype=jnp.int32)
+    last_row = arrays.target_logits.shape[0] - 1
+    # The row of each request at each position; of a request's own, those up to its bonus row.
+    rows = jnp.minimum(first_row[:, None] + i, last_row)
+    num_tokens = num_valid_drafts(token_ids, num_given)
+    drawn = sample_split(_samples_of(arrays, first_row, k), options)
+    tokens, logprobs = drawn.token_ids[rows], drawn.logprobs[rows]
+    greedy = parse_temperature(arrays.temperature).greedy[:, None]
+    if not options.greedy_logprobs:
+        logprobs = jnp.where(greedy, jnp.float32(0), logprobs)
+    active = (num_tokens >= 0) & parse_temperature(arrays.temperature).valid
+    is_valid = tokens >= 0
+    drafted = jnp.pad(token_ids, ((0, 0), (0, 1)), constant_values=-1)
+    accepted = (i < num_tokens[:, None]) & is_valid & (tokens == drafted) & active[:, None]
+    n = jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    is_emitted = active[:, None] & is_valid & (i <= n[:, None])
+    return Verification(
+        token_ids=jnp.where(is_emitted, tokens, jnp.int32(-1)),
+        num_accepted=n,
+        num_emitted=jnp.sum(is_emitted, axis=1, dtype=jnp.int32),
+        logprobs=jnp.where(is_emitted, logprobs, jnp.float32(0)),
+    )
+
+
+def _samples_of(arrays: VerifyArrays, first_row: jax.Array, k: int) -> SampleArrays:
+    """Returns the arrays that draw every target row on the target's stream, as its request's."""
+    num_rows = arrays.target_logits.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    if arrays.cu_num_draft_tokens is None:
+        owner = row // (k + 1)
+    else:
+        is_at_or_after = row[:, None] >= first_row[None, 1:]
+        owner = jnp.sum(is_at_or_after, axis=1, dtype=jnp.int32)
+    return SampleArrays(
+        logits=arrays.target_logits,
+        keys=arrays.keys[owner],
+        positions=arrays.positions[owner] + row - first_row[owner],
+        stream=jnp.full((num_rows,), Stream.TARGET, jnp.int32),
+        temperature=arrays.temperature[owner],
+        cutoff=arrays.target_cutoff,
+    )
