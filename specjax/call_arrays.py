@@ -106,7 +106,8 @@ class VerifyArrays(NamedTuple):
       draft_ids: i32[V], its inverse, which `once_per_request` makes: the draft id of every token of
         the target, V_d where the draft has none. None where the ids are the same.
       first_token: i32[1], in the kernels of a split vocabulary: the id of the first token that this
-        device has. None stands for 0.
+        device has. Where the vocabulary is padded i32[2], with the number of its tokens. None
+        stands for whole rows.
       shared: what devices have told each other of their rows, `pallas.split.shared_rows`; or None.
     """
 

@@ -6,6 +6,7 @@ python -m benchmarks.gpu.split --out benchmarks/results/h200_split.json
 import argparse
 import functools
 import json
+import os
 import pathlib
 import shlex
 import sys
@@ -29,15 +30,20 @@ SMALL = [Shape(2, 1, 512, "bfloat16")]
 
 
 class Case(NamedTuple):
-    """A call: `verify`, `block`, `couple`, `sample` or `messages`; its temperature and drafts."""
+    """A call: `verify`, `block`, `couple`, `sample` or `messages`; its temperature and drafts.
+
+    A `rate` is that at which each drafted token is accepted, whatever it is.
+    """
 
     call: str
     temperature: float = 0.7
     one_hot: bool = False
+    rate: float | None = None
 
 
 CASES = {
     "drawn_0.7": Case("verify"),
+    "synthetic_0.9": Case("verify", rate=0.9),
     "onehot_0.7": Case("verify", one_hot=True),
     "greedy": Case("verify", temperature=0.0),
     "gumbel_fp32": Case("sample"),
@@ -73,6 +79,9 @@ def run_call(
     if case.call == "couple":
         step = specjax.coupled_sample(inputs.draft.token_ids, inputs.target_logits, **common)
         return step, step.num_emitted
+    if case.rate is not None:
+        shape = inputs.draft.token_ids.shape
+        common["conditional_rates"] = jnp.full(shape, case.rate, jnp.float32)
     functions = {"verify": specjax.rejection_sample, "block": specjax.block_rejection_sample}
     step = functions[case.call](inputs.draft, inputs.target_logits, **common)
     return step, step.num_emitted
@@ -252,7 +261,9 @@ def main() -> None:
     options = dict(each.split("=", 1) for each in args.xla)
     start, command = time.perf_counter(), ["python", "-m", "benchmarks.gpu.split", *sys.argv[1:]]
     section: dict[str, Any] = {
-        "environment": environment() | {"command": shlex.join(command), "devices": mesh.size},
+        "environment": environment()
+        | {"command": shlex.join(command), "devices": mesh.size}
+        | {"xla_flags": os.environ.get("XLA_FLAGS", "")},
         "cases": [],
     }
     for shape in shapes:

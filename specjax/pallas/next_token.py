@@ -41,7 +41,7 @@ from specjax.pallas.load_request import (
     load_request,
 )
 from specjax.pallas.reduce_rows import ReducedRows
-from specjax.pallas.split.shared_rows import load_first_token
+from specjax.pallas.split.shared_rows import load_first_token, true_columns
 from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
 from specjax.verification import Verification
 
@@ -137,7 +137,7 @@ def load_accepted_prefix(
     elif arrays.draft_logits is not None and drafted is not None:
         from_residual = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
     row = SamplingRow(
-        arrays.target_logits,
+        true_columns(arrays.target_logits, arrays),
         request.first_target_row + num_accepted,
         request.temperature.scale,
         request.cutoff(arrays, num_accepted, request.active),

@@ -33,6 +33,7 @@ from specjax.pallas.load_request import (
 from specjax.pallas.split.shared_rows import (
     SharedRows,
     shared_shape,
+    true_columns,
     with_shared_tiles,
 )
 
@@ -162,12 +163,14 @@ def _store_drafted(
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
     token_id -= arrays.first_token[0]
     row, cutoff = request.first_target_row + i, request.cutoff(arrays, i, has_draft)
-    logit = load_logits(arrays.target_logits, row, token_id, cutoff, has_draft)
+    logits = true_columns(arrays.target_logits, arrays)
+    logit = load_logits(logits, row, token_id, cutoff, has_draft)
     plgpu.store(shared.target_logit_at(index, column), logit)
     if arrays.draft_logits is not None:
         draft = locate_draft_row(arrays, request, i, has_draft, plan)
         row, cutoff = draft.row_index, draft.cutoff
-        logit = load_logits(arrays.draft_logits, row, token_id, cutoff, has_draft)
+        logits = true_columns(arrays.draft_logits, arrays)
+        logit = load_logits(logits, row, token_id, cutoff, has_draft)
         plgpu.store(shared.draft_logit_at(index, column), logit)
 
 
@@ -194,4 +197,5 @@ def locate_tile(
     """Returns tile `tile_index` of a request's target row i, which exists."""
     cutoff, temperature = request.cutoff(arrays, i, i >= 0), request.temperature
     row, scale = request.first_target_row + i, temperature.scale
-    return RowTile(arrays.target_logits, row, tile_index, scale, cutoff, temperature.greedy)
+    logits = true_columns(arrays.target_logits, arrays)
+    return RowTile(logits, row, tile_index, scale, cutoff, temperature.greedy)

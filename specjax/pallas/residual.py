@@ -81,13 +81,12 @@ def load_draft_logprobs(
     assert drafted is not None
     row, draft_id = drafted.row, load_draft_ids(arrays, token_id)
     first = load_first_token(arrays)
-    if first is not None:
-        x = load_logits(
-            arrays.draft_logits, row.row_index, token_id - first, row.cutoff, token_id >= first
-        )
-        return token_logprobs(x, drafted.normalizer, row.temperature.scale)
-    x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
-    x = mask_below_cutoff(x, row.cutoff)
+    if first is None:
+        x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
+        x = mask_below_cutoff(x, row.cutoff)
+    else:
+        column = token_id - first
+        x = load_logits(arrays.draft_logits, row.row_index, column, row.cutoff, column >= 0)
     return token_logprobs(x, drafted.normalizer, row.temperature.scale)
 
 

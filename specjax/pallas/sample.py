@@ -36,7 +36,7 @@ from specjax.pallas.gumbel_max import (
 )
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
-from specjax.pallas.split.shared_rows import load_first_token
+from specjax.pallas.split.shared_rows import load_first_token, true_columns
 from specjax.pallas.threefry import make_threefry
 from specjax.sample import Sample
 
@@ -143,7 +143,8 @@ def sample_reduce_kernel(
         b, tile_index = divmod_i32(tile_program, tile.num_tiles(vocab_size))
         scale = parse_temperature(arrays.temperature[b]).scale
         cutoff = _load_optional(arrays.cutoff, b)
-        row_tile = RowTile(arrays.logits, b, tile_index, scale, cutoff, None)
+        logits = true_columns(arrays.logits, arrays)
+        row_tile = RowTile(logits, b, tile_index, scale, cutoff, None)
         store_partials(row_tile, out.partials, b, tile, interpret)
 
     if num_splits:
@@ -204,7 +205,7 @@ def load_row(operands: DrawOperands, b: jax.Array, noise_dtype: Any, interpret: 
     temperature = parse_temperature(arrays.temperature[b])
     statistics = row_statistics(blocks, temperature.scale)
     row = SamplingRow(
-        arrays.logits,
+        true_columns(arrays.logits, arrays),
         b,
         temperature.scale,
         cutoff,

@@ -38,13 +38,13 @@ def may_run_kernels(options: CallOptions, width: int, missing: str | None = None
 def _why_not_read(options: CallOptions, width: int) -> str | None:
     """Says what the kernels do not read of a split row; None where they read it."""
     assert options.split is not None
-    held, vocab_size = width * jax.lax.axis_size(options.split.axis_name), options.split.vocab_size
+    size = jax.lax.axis_size(options.split.axis_name)
     if jnp.dtype(options.noise_dtype) != jnp.float32:
         return "draw with float32 noise alone"
-    if width % SAMPLING_BLOCK or vocab_size != held or held > _MOST_TOKENS:
+    if width % SAMPLING_BLOCK or width * size > _MOST_TOKENS:
         return (
-            f"read a vocabulary that lies there in multiples of {SAMPLING_BLOCK} without padding, "
-            f"of at most {_MOST_TOKENS} tokens; this one has {vocab_size} in parts of {width}"
+            f"read a vocabulary that lies there in multiples of {SAMPLING_BLOCK} tokens, "
+            f"{_MOST_TOKENS} at most in all; this one lies on {size} in parts of {width}"
         )
     return None
 

@@ -36,6 +36,7 @@ from specjax.pallas.gumbel_max import Draw, draw_token
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import launch, output
 from specjax.pallas.sample import DrawOperands, load_row, reduce_rows
+from specjax.pallas.split.shared_rows import first_token_of
 from specjax.sample import Sample
 from specjax.verification import Verification
 
@@ -60,8 +61,7 @@ def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:
     split = options.split
     assert split is not None
     num_rows, width = arrays.logits.shape
-    first = (jax.lax.axis_index(split.axis_name) * width).astype(jnp.int32)
-    own = arrays._replace(first_token=first[None])
+    own = arrays._replace(first_token=first_token_of(width, split))
     # A kernel's operands vary alike.
     own = pvary_like(own, own)
     proposals = launch(

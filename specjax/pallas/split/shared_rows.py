@@ -13,10 +13,19 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import SampleArrays, VerifyArrays
+from specjax.core.split.rows import first_token
 from specjax.pallas.blocks import Partials
 from specjax.pallas.launch import output
+from specjax.vocabulary_split import VocabularySplit
 
-__all__ = ["SharedRows", "load_first_token", "shared_shape", "with_shared_tiles"]
+__all__ = [
+    "SharedRows",
+    "first_token_of",
+    "load_first_token",
+    "shared_shape",
+    "true_columns",
+    "with_shared_tiles",
+]
 
 _NUM_LOGITS = 2
 
@@ -96,6 +105,32 @@ class _TileColumns:
 def shared_shape(num_rows: int, num_tiles: int) -> SharedRows:
     """Returns the shape of what a device tells."""
     return SharedRows(output((num_rows, 3 * num_tiles + _NUM_LOGITS)))
+
+
+class _TrueColumns:
+    """Rows of logits that end where the vocabulary does: what stands after it is not loaded."""
+
+    def __init__(self, logits: Any, num_tokens: jax.Array) -> None:
+        self.at, self.dtype = logits.at, logits.dtype
+        self.shape = (logits.shape[0], num_tokens)
+
+
+def first_token_of(width: int, split: VocabularySplit) -> jax.Array:
+    """Returns the id of this device's first token, i32[1]; before padding also its tokens, i32[2].
+
+    It is an operand of kernels, `first_token` of their arrays.
+    """
+    first = first_token(width, split)
+    if split.vocab_size == width * jax.lax.axis_size(split.axis_name):
+        return first[None]
+    return jnp.stack([first, jnp.clip(split.vocab_size - first, 0, width)])
+
+
+def true_columns(logits: Any, arrays: SampleArrays | VerifyArrays) -> Any:
+    """Returns a reference to logits of this device, without padding."""
+    if arrays.first_token is None or arrays.first_token.shape[0] == 1:
+        return logits
+    return _TrueColumns(logits, arrays.first_token[1])
 
 
 def load_first_token(arrays: SampleArrays | VerifyArrays) -> jax.Array | None:

@@ -17,7 +17,7 @@ from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import draw_tile, winners_shape
 from specjax.pallas.split.candidates import choose, proposal_shape, store_proposal
-from specjax.pallas.split.shared_rows import SharedRows, with_shared_tiles
+from specjax.pallas.split.shared_rows import SharedRows, first_token_of, with_shared_tiles
 from specjax.verification import Verification
 
 __all__ = ["split_draw_kernel", "verify_split"]
@@ -42,8 +42,7 @@ def verify_split(arrays: VerifyArrays, plan: Plan, tile: Tile) -> Verification:
     split = plan.options.split
     assert split is not None
     width = arrays.target_logits.shape[1]
-    first = (jax.lax.axis_index(split.axis_name) * width).astype(jnp.int32)
-    arrays = arrays._replace(first_token=first[None])
+    arrays = arrays._replace(first_token=first_token_of(width, split))
     # A kernel's operands vary alike.
     arrays = pvary_like(arrays, arrays)
     rows = reduce_rows(arrays, plan)

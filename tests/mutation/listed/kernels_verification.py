@@ -81,7 +81,7 @@ MUTATIONS = (
         "a bonus handed in for an invalid row has log p 0",
     ),
     Mutation(
-        f"{_PALLAS}next_token._next_token",
+        f"{_PALLAS}next_token.given_bonus",
         " & ~prefix.rejected",
         "",
         edges("test_a_given_bonus_does_not_replace_a_recovered_token[interpret]"),
@@ -109,7 +109,7 @@ MUTATIONS = (
         "a large batch draws from what rounding leaves of p == q",
     ),
     Mutation(
-        f"{_PALLAS}next_token.write_result",
+        f"{_PALLAS}next_token.emitted",
         "is_emitted &= request.active",
         "is_emitted |= request.active",
         edges(
@@ -317,13 +317,13 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}residual.choose_winner",
-        "jnp.sum(masses) > least",
-        "jnp.sum(masses) > 0",
+        "total > least",
+        "total > 0",
         edges(f"{_ROUNDED}[interpret-8]"),
         "a small batch draws from what rounding leaves of p == q",
     ),
     Mutation(
-        f"{_PALLAS}residual.choose_winner",
+        f"{_PALLAS}residual.best_tile",
         "first_argmax(scores)",
         "first_argmax(masses)",
         _small("V = 1025"),
@@ -422,8 +422,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}sample.sample_reduce_kernel",
-        "split * count, count",
-        "split * 0, count",
+        "own = split * count",
+        "own = split * 0",
         interpreted("test_noise_in_parts_or_in_none_draws_the_reference_s_samples[4]"),
         "every part of the noise is the first",
     ),

@@ -1,7 +1,7 @@
 """Wrong versions of split vocabularies: padding, a block on two devices, the places of tokens."""
 
 from ..mutation import Mutation
-from .tests import split_processing, split_vocabulary
+from .tests import split_kernels, split_processing, split_vocabulary
 
 __all__ = ["MUTATIONS"]
 
@@ -9,6 +9,10 @@ _ROWS = "specjax.core.split.rows."
 _EMPTY = "test_a_device_without_tokens_changes_no_sample"
 _PROCESSED = "test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels"
 _TOKENS = "test_tokens_are_those_of_whole_rows_and_no_row_travels"
+_PALLAS = "specjax.pallas."
+_KERNELS = "test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows"
+_SAMPLES = "test_one_gather_suffices_for_the_samples_of_whole_rows"
+_COUPLED = "test_one_gather_suffices_for_coupled_sampling"
 
 MUTATIONS = (
     Mutation(
@@ -136,5 +140,75 @@ MUTATIONS = (
         "jax.lax.pmax(num_likelier, split.axis_name)",
         split_processing(_PROCESSED),
         "a rank counts the likelier tokens of one device alone",
+    ),
+    Mutation(
+        f"{_PALLAS}split.shared_rows.with_shared_tiles",
+        "2 * num_tiles, load_first_token(arrays))",
+        "2 * num_tiles, jnp.int32(0))",
+        split_kernels(f"{_KERNELS}[sampled]"),
+        "a greedy request emits a column of a device in place of a token",
+    ),
+    Mutation(
+        f"{_PALLAS}split.shared_rows._TileColumns.__getitem__",
+        "row, own + self._first",
+        "row, tile - tile + self._first",
+        split_kernels(f"{_KERNELS}[sampled]"),
+        "every tile of a device has the numbers of its first one",
+    ),
+    Mutation(
+        f"{_PALLAS}residual.draw_tile",
+        "first_block += divmod_i32(first, SAMPLING_BLOCK)[0]",
+        "first_block += 0",
+        split_kernels(f"{_KERNELS}[sampled]"),
+        "every device draws from a residual by the noise of the first one's blocks",
+    ),
+    Mutation(
+        f"{_PALLAS}gumbel_max.exclude_token",
+        "block_index += divmod_i32(row.first_token, SAMPLING_BLOCK)[0]",
+        "block_index += 0",
+        split_kernels(f"{_KERNELS}[one-hot]"),
+        "a rejected one-hot draft leaves mass in its block, on every device but the first",
+    ),
+    Mutation(
+        f"{_PALLAS}split.candidates._propose.or_other",
+        "mass <= least",
+        "mass < 0",
+        split_kernels(f"{_KERNELS}[empty residuals]"),
+        "where a residual is empty no device proposes a token of the row",
+    ),
+    Mutation(
+        f"{_PALLAS}split.candidates.choose",
+        "mass = jnp.sum(numbers[:, :, _MASS], axis=0)",
+        "mass = numbers[0, :, _MASS]",
+        split_kernels(f"{_KERNELS}[sampled]", f"{_KERNELS}[empty residuals]"),
+        "a residual is empty where the first device has none of it",
+    ),
+    Mutation(
+        f"{_PALLAS}split.candidates.store_proposal",
+        "jnp.where(is_here, jnp.float32(0), nothing)",
+        "jnp.float32(0)",
+        split_kernels(f"{_KERNELS}[sampled]"),
+        "a bonus token has the log-probability that a device without it gives",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample._choose",
+        "told[..., _SCORE] + log_masses",
+        "told[..., _SCORE]",
+        split_kernels(_SAMPLES, f"{_COUPLED}[False]"),
+        "devices of little mass are drawn from as often as others",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample._samples_of",
+        "arrays.positions[owner] + row - first_row[owner]",
+        "arrays.positions[owner]",
+        split_kernels(f"{_COUPLED}[False]"),
+        "all rows of a request are drawn by the noise of its first position",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample._samples_of",
+        "row[:, None] >= first_row[None, 1:]",
+        "row[:, None] > first_row[None, 1:]",
+        split_kernels(f"{_COUPLED}[True]"),
+        "the first row of a ragged request is drawn as the last one's of the request before",
     ),
 )

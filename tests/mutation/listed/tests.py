@@ -44,6 +44,7 @@ __all__ = [
     "pivots",
     "searches",
     "stop_strings",
+    "split_kernels",
     "split_processing",
     "split_vocabulary",
     "streamed",
@@ -111,6 +112,7 @@ threefry = _of("pallas/test_threefry.py")
 theory = _of("theory/test_theory.py")
 split_processing = _of("processing/test_split_processing.py")
 split_vocabulary = _of("samplers/test_split_vocabulary.py")
+split_kernels = _of("pallas/test_split.py")
 token_maps = _of("samplers/test_token_map.py")
 tokens = _of("decode/test_commit.py")
 transformer = _of("models/test_transformer.py")
