@@ -15,7 +15,8 @@ from .mutation import ROOT, Mutation, mutated_file
 
 __all__ = ["Outcome", "copied_tree", "passing_tests", "run_mutation", "verdict"]
 
-_COPIED = ("specjax", "tests", "examples", "docs", "conftest.py", "pyproject.toml", "README.md")
+_COPIED = ("specjax", "tests", "examples", "benchmarks", "docs")
+_COPIED += ("conftest.py", "pyproject.toml", "README.md")
 _LARGE = 200_000
 _PASSED = ("call", "passed")
 _NO_PROGRAM = ("NameError", "ImportError", "SyntaxError", "UnboundLocalError")

@@ -1,7 +1,7 @@
 """Wrong versions of the engine: what a slot keeps of the request before, when steps are read."""
 
 from ..mutation import Mutation
-from .tests import engines, json_schemas, stop_strings
+from .tests import engines, json_schemas, soaks, stop_strings
 
 __all__ = ["MUTATIONS"]
 
@@ -20,6 +20,13 @@ MUTATIONS = (
         "1",
         json_schemas(_MATCHED),
         "masks of a step are made before its draft is read",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler.enqueue",
+        "self._groups.append(group)",
+        "self._groups.appendleft(group)",
+        soaks("test_a_soak_finds_nothing_wrong"),
+        "last come, first served",
     ),
     Mutation(
         "specjax.engine.request.Request.add",

@@ -44,6 +44,7 @@ __all__ = [
     "pivots",
     "searches",
     "stop_strings",
+    "soaks",
     "split_kernels",
     "split_processing",
     "split_vocabulary",
@@ -80,6 +81,7 @@ draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 engines = _of("engine/test_engine.py")
+soaks = _of("engine/test_soak.py")
 eagle3 = _of("models/test_eagle3.py")
 embedded_eagle3 = _of("models/test_embedded_eagle3.py")
 eagle3_folder = _of("models/test_eagle3_folder.py")
