@@ -31,6 +31,8 @@ class _Edges:
     def __init__(self) -> None:
         self.by_none: list[list[int]] = []
         self.by_byte: list[tuple[Bytes, int] | None] = []
+        # By a pattern's identity, as all live as long as the whole one, and the state after it.
+        self._starts: dict[tuple[int, int], int] = {}
 
     def new_state(self) -> int:
         if len(self.by_none) >= _MOST_PARTS:
@@ -39,35 +41,41 @@ class _Edges:
         self.by_byte.append(None)
         return len(self.by_none) - 1
 
-    def add(self, pattern: Pattern, start: int) -> int:
-        """Adds what a pattern matches from a state on, and returns the state at its end."""
+    def add(self, pattern: Pattern, end: int) -> int:
+        """Adds what a pattern matches before a state, and returns the state at its beginning.
+
+        One pattern before one state is added once, wherever it stands: what follows the properties
+        of an object, one or another of which may be absent, is shared by all of them.
+        """
+        known = self._starts.get((id(pattern), end))
+        if known is None:
+            known = self._starts[id(pattern), end] = self._add(pattern, end)
+        return known
+
+    def _add(self, pattern: Pattern, end: int) -> int:
         if isinstance(pattern, Bytes):
-            end = self.new_state()
-            begin = self.new_state()
-            self.by_none[start].append(begin)
-            self.by_byte[begin] = (pattern, end)
-            return end
-        if isinstance(pattern, Sequence):
-            for part in pattern.parts:
-                start = self.add(part, start)
+            start = self.new_state()
+            self.by_byte[start] = (pattern, end)
             return start
-        end = self.new_state()
-        if isinstance(pattern, Choice):
-            for option in pattern.options:
-                self.by_none[self.add(option, start)].append(end)
+        if isinstance(pattern, Sequence):
+            for part in reversed(pattern.parts):
+                end = self.add(part, end)
             return end
-        for _ in range(pattern.least):
-            start = self.add(pattern.part, start)
-        self.by_none[start].append(end)
+        if isinstance(pattern, Choice):
+            start = self.new_state()
+            self.by_none[start] += [self.add(option, end) for option in pattern.options]
+            return start
         if pattern.most is None:
             loop = self.new_state()
-            self.by_none[start].append(loop)
-            after = self.add(pattern.part, loop)
-            self.by_none[after] += [loop, end]
-            return end
-        for _ in range(pattern.most - pattern.least):
-            start = self.add(pattern.part, start)
-            self.by_none[start].append(end)
+            self.by_none[loop] += [end, self.add(pattern.part, loop)]
+            end = loop
+        else:
+            for _ in range(pattern.most - pattern.least):
+                start = self.new_state()
+                self.by_none[start] += [end, self.add(pattern.part, end)]
+                end = start
+        for _ in range(pattern.least):
+            end = self.add(pattern.part, end)
         return end
 
     def closure(self, states: list[int], end: int) -> frozenset[int]:
@@ -100,8 +108,8 @@ def byte_automaton(pattern: Pattern) -> ByteAutomaton:
       ([[-1, 1, -1], [-1, -1, -1]], [True, True])
     """
     edges = _Edges()
-    start = edges.new_state()
-    end = edges.add(pattern, start)
+    end = edges.new_state()
+    start = edges.add(pattern, end)
     first = edges.closure([start], end)
     numbers, waiting, rows = {first: 0}, [first], []
     for subset in waiting:

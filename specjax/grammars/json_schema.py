@@ -7,6 +7,8 @@ from typing import Any
 from specjax.grammars import byte_pattern as bp
 from specjax.grammars.byte_automaton import byte_automaton
 from specjax.grammars.byte_pattern import Pattern, byte_range, literal, optional
+from specjax.grammars.integer_bounds import at_least, at_most
+from specjax.grammars.schema_references import inline_references
 from specjax.grammars.token_automaton import token_automaton
 from specjax.processing.grammar import Grammar
 
@@ -42,8 +44,8 @@ def json_schema_grammar(
       schema: with ``type`` (object, array, string, integer, number, boolean, null, or a list of
         these), ``enum`` and ``const`` (of that type, if there is one) or ``anyOf``; ``properties``
         and ``required``; ``items``, ``minItems``, ``maxItems``; ``minLength`` and ``maxLength``;
-        ``minimum`` and ``maximum`` of an integer, both or neither, at most 4096 numbers apart. A
-        property that is not required may be absent.
+        ``minimum`` or ``maximum`` of an integer, or both at most 4096 numbers apart; and ``$ref``
+        to ``$defs``, none of which is inside itself. A property that is not required may be absent.
       vocabulary: the bytes of each of the V tokens, as `token_bytes` returns them; empty for a
         token that is no text. V is the target's, padding included.
       eos_token_ids: the token or tokens that end a text. Give `generate` the same ones.
@@ -66,7 +68,7 @@ def json_schema_grammar(
     References:
       Willard and Louf, 2023, arXiv:2307.09702.
     """
-    automaton = byte_automaton(schema_pattern(schema, "the schema"))
+    automaton = byte_automaton(schema_pattern(inline_references(schema), "the schema"))
     return token_automaton(automaton, vocabulary, eos_token_ids)
 
 
@@ -242,10 +244,14 @@ def _integer(given: Mapping[str, Any], name: str) -> Pattern:
     low, high = given.get("minimum"), given.get("maximum")
     if low is None and high is None:
         return _DIGITS
+    if high is None and type(low) is int:
+        return at_least(low)
+    if low is None and type(high) is int:
+        return at_most(high)
     if type(low) is not int or type(high) is not int or not 0 <= high - low <= _MOST_INTEGERS:
         raise ValueError(
-            f"{name} has minimum {low!r} and maximum {high!r}; it needs two integers, the second "
-            f"not less than the first and at most {_MOST_INTEGERS} more, or neither."
+            f"{name} has minimum {low!r} and maximum {high!r}; it needs integers, the second not "
+            f"less than the first and at most {_MOST_INTEGERS} more, or only one of them."
         )
     return bp.Choice(tuple(map(_value, range(low, high + 1))))
 

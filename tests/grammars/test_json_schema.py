@@ -15,6 +15,7 @@ from specjax.engine.submission import EngineOptions, read_submission
 from specjax.grammars import RowMasks, llguidance_matchers
 from specjax.grammars.byte_automaton import byte_automaton
 from specjax.grammars.json_schema import schema_pattern
+from specjax.grammars.schema_references import inline_references
 from specjax.grammars.token_bytes import token_bytes
 from specjax.markov_chain import markov_chain
 
@@ -140,7 +141,7 @@ def test_a_schema_accepts_its_compact_texts_and_no_others(schema, good, bad):
         ({"type": "array"}, "an array without items"),
         ({"type": "object", "required": ["a"]}, "requires"),
         ({"type": "object", "additionalProperties": True}, "additionalProperties"),
-        ({"type": "integer", "minimum": 0}, "two integers"),
+        ({"type": "integer", "minimum": 0.5}, "it needs integers"),
         ({"type": "integer", "minimum": 0, "maximum": 9999}, "at most 4096"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no text follows it"),
         ({"type": "string", "maxLength": 2.5}, "an integer >= 0"),
@@ -154,6 +155,49 @@ def test_a_schema_accepts_its_compact_texts_and_no_others(schema, good, bad):
 def test_what_is_not_read_is_refused(schema, words):
     with pytest.raises(ValueError, match=words):
         schema_pattern(schema, "the schema")
+
+
+@pytest.mark.parametrize("bound", [-120, -19, -1, 0, 1, 7, 10, 99, 100, 1234])
+def test_a_lone_bound_of_an_integer_accepts_what_is_on_its_side(bound):
+    numbers = [*range(-1300, 1300), 99999, -99999]
+    texts = [*map(str, numbers), "-0", "01", "", "-"]
+    for key, sign in (("minimum", 1), ("maximum", -1)):
+        automaton = automaton_of({"type": "integer", key: bound})
+        expected = [sign * number >= sign * bound for number in numbers] + [False] * 4
+        assert [accepts(automaton, text.encode()) for text in texts] == expected
+
+
+def test_optional_properties_share_what_follows_them():
+    def size(number):
+        properties = {f"p{i}": {"type": "string"} for i in range(number)}
+        return len(automaton_of({"type": "object", "properties": properties}).accepts)
+
+    sizes = [size(number) for number in (5, 10, 20)]
+    assert sizes[2] < 500
+    assert sizes[2] - sizes[1] < 2.5 * (sizes[1] - sizes[0])
+
+
+def test_a_reference_stands_for_the_definition_that_it_names():
+    point = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "required": ["x"]}
+    schema = {
+        "$defs": {"x": {"type": "integer", "minimum": 3}, "point": point},
+        "anyOf": [
+            {"$ref": "#/$defs/point"},
+            {"type": "array", "items": {"$ref": "#/$defs/x", "title": "t"}},
+            {"const": {"$ref": "#/$defs/x"}},
+        ],
+    }
+    automaton = automaton_of(inline_references(schema))
+    good = ['{"x":3}', "[3,14]", "[]", '{"$ref":"#/$defs/x"}']
+    bad = ['{"x":2}', "[2]", "3"]
+    assert [accepts(automaton, text.encode()) for text in good + bad] == [True] * 4 + [False] * 3
+    for wrong, words in (
+        ({"$ref": "#/$defs/y"}, "the schema defines"),
+        ({"$defs": {"y": {"items": {"$ref": "#/$defs/y"}}}, "$ref": "#/$defs/y"}, "inside itself"),
+        ({"$defs": {"y": {}}, "items": {"$ref": "#/$defs/y", "type": "null"}}, "next to it"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            inline_references(wrong)
 
 
 def test_bounds_that_no_machine_can_write_out_are_refused_before_they_are(monkeypatch):

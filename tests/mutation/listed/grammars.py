@@ -18,6 +18,27 @@ _ACCEPTS = "test_a_schema_accepts_its_compact_texts_and_no_others"
 
 MUTATIONS = (
     Mutation(
+        "specjax.grammars.byte_automaton._Edges.add",
+        "known is None",
+        "known is None or True",
+        json_schemas("test_optional_properties_share_what_follows_them"),
+        "what follows optional properties is added for each of them",
+    ),
+    Mutation(
+        "specjax.grammars.integer_bounds._compared",
+        "digit + 1",
+        "digit",
+        json_schemas("test_a_lone_bound_of_an_integer_accepts_what_is_on_its_side"),
+        "an integer below a bound is accepted if only its last digits are less",
+    ),
+    Mutation(
+        "specjax.grammars.schema_references._inline",
+        "(*inside, name)",
+        "inside",
+        json_schemas("test_a_reference_stands_for_the_definition_that_it_names"),
+        "a definition inside itself is followed without end",
+    ),
+    Mutation(
         "specjax.decode.loop._commit",
         "grammar_state, emitted, num_committed",
         "grammar_state, state.draft.token_ids, jnp.maximum(num_drafted, 0)",
