@@ -113,6 +113,12 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path):
+    """Every node of a file, in the order of `ast.walk`, which takes longer than parsing."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def for_each(paths):
     return pytest.mark.parametrize("path", paths, ids=name_of)
 
@@ -141,7 +147,7 @@ def imports_of(path):
     """Dotted names of everything a file imports, wherever in it."""
     package = module_of(path).split(".")
     package = package if path.stem == "__init__" else package[:-1]
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -219,7 +225,7 @@ def test_files_and_functions_keep_to_their_budgets(path):
     num_lines = len(path.read_text().splitlines())
     assert num_lines <= FILE_BUDGET, f"{name_of(path)} has {num_lines} lines: it is two ideas."
     budget = KERNEL_BUDGET if path.parent.name == "pallas" else FUNCTION_BUDGET
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         size = node.end_lineno - node.lineno + 1
@@ -237,7 +243,7 @@ def test_no_checker_is_told_to_look_away(path):
             )
     assert "no_type_check" not in {
         node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute | ast.Name)
     }
 
