@@ -16,7 +16,7 @@ SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo test parity head-parity gpu-test gpu-sanitize lint wheel clean
+.PHONY: demo test parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256 --compare
@@ -31,6 +31,10 @@ parity: $(VENV)/.parity
 # Draft heads, with what `speculators` computes. It needs older packages: give it a VENV of its own.
 head-parity: $(VENV)/.heads
 	SPECJAX_HEAD_PARITY_TEST=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_head_parity.py
+
+# `specjax.adapters.tunix`, with google-tunix: dozens of packages, so give it a VENV of its own.
+tunix: $(VENV)/.tunix
+	SPECJAX_TUNIX_TEST=1 $(VENV)/bin/python -m pytest -q $(TUNIX_FLAGS) tests/adapters
 
 # Every test marked `gpu`, in as many processes as share a GPU well. GPU_FLAGS=-x stops a file at a fault.
 gpu-test:
@@ -54,9 +58,10 @@ clean:
 $(VENV)/.demo: EXTRAS = flax
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.parity: EXTRAS = test,parity
+$(VENV)/.tunix: EXTRAS = test,tunix
 $(VENV)/.lint: EXTRAS = test,lint
-$(VENV)/.parity $(VENV)/.lint: STAMPS = $(VENV)/.test
-$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: STAMPS = $(VENV)/.test
+$(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
 	$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@ $(STAMPS)
 

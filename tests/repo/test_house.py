@@ -35,7 +35,7 @@ FLOORS = (
     ("grammars",),
     ("engine",),
     ("__init__", "models"),
-    ("cli",),
+    ("adapters", "cli"),
     ("__main__",),
 )
 # Rooms inside `models`, by the modules that may import them, and what the kernels there may import.
@@ -68,7 +68,7 @@ CHOOSE_KERNELS = (
     "specjax.processing.logit_cutoff",
     "specjax.models",
 )
-ANY_THIRD_PARTY = ("models", "cli")
+ANY_THIRD_PARTY = ("adapters", "models", "cli")
 MOST_MODULES = 15
 NOT_BY_IMPORT = {
     "flax",
@@ -80,6 +80,7 @@ NOT_BY_IMPORT = {
     "rich",
     "matplotlib",
     "llguidance",
+    "tunix",
 }
 
 FILE_BUDGET, FUNCTION_BUDGET, KERNEL_BUDGET = 300, 60, 80

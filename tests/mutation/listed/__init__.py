@@ -2,6 +2,7 @@
 
 from ..mutation import Mutation
 from . import (
+    adapters,
     block,
     coupled,
     cutoffs,
@@ -43,4 +44,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + engine.MUTATIONS
     + grammars.MUTATIONS
     + split.MUTATIONS
+    + adapters.MUTATIONS
 )
