@@ -45,9 +45,8 @@ class SpecRollout(_BaseRollout):
     in: training steps have noise of their own, and a run with one seed is repeatable.
 
     Args:
-      rollout_actor: the policy, a transformer that `tunix_model` takes. While its arrays are
-        those of the last `update_params`, it is read anew by every call: a trainer that shares it
-        has nothing to send.
+      rollout_actor: the policy, a transformer that `tunix_model` takes. Every call reads its
+        arrays anew, until `update_params` brings others: a trainer that shares it sends nothing.
       tokenizer: as tunix takes it: `encode`, `decode`, `bos_id`, `eos_id` and `pad_id`.
       mesh: where rollouts run. Arrays on other devices are copied there. None is where they are.
       rollout_config: of training. Its temperature is that of `get_per_token_logps`.
