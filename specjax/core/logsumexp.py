@@ -118,6 +118,7 @@ def reduce_blocks(
     cutoff: jax.Array | None = None,
     exp2: Exp2 = jnp.exp2,
     only_maxima: jax.Array | None = None,
+    nan_to_inf: Callable[[jax.Array], jax.Array] = nan_to_inf,
 ) -> MaxSum:
     """Returns the partials of blocks that are laid out as rows.
 
@@ -127,14 +128,18 @@ def reduce_blocks(
       cutoff: f32, of a shape that broadcasts against [..., N]. None keeps all.
       exp2: of f32; kernels have a faster one.
       only_maxima: bool[], whether the maxima say all that is asked of the row: sums are 1, and no
-        logit is exponentiated. None is False. Where it is given the blocks hold +inf for NaN, which
-        makes a row as invalid: a GPU's maximum of NaN and a number is the number.
+        logit is exponentiated. None is False. Where it is given, NaN counts as +inf in a maximum,
+        which makes a row as invalid: a GPU's maximum of NaN and a number is the number.
+      nan_to_inf: of logits; kernels have a faster one.
 
     Returns:
       Partials f32[...].
     """
     x = mask_below_cutoff(blocks, cutoff)
-    m = jnp.max(x, axis=-1)
+    # The sums read the logits as they are: values that both branches share would fill twice the
+    # registers of a kernel.
+    numbers = x if only_maxima is None else mask_below_cutoff(nan_to_inf(blocks), cutoff)
+    m = jnp.max(numbers, axis=-1)
 
     def add_up() -> jax.Array:
         # An empty block has max -inf; shifting it by 0 instead leaves exp(-inf) = 0.
@@ -192,8 +197,6 @@ def block_partials(
     c = None if cutoff is None else cutoff[..., None, None]
 
     def reduce(blocks: jax.Array) -> MaxSum:
-        if only_maxima is not None:
-            blocks = nan_to_inf(blocks)
         return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
 
     if split is not None:

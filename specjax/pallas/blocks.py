@@ -140,9 +140,8 @@ def reduce_tile(
         row_tile.logits, row_tile.row_index, tile_token_ids(tile, row_tile.tile_index)
     )
     exp2 = make_exp2(interpret)
-    if only_maxima is not None:
-        x = make_nan_to_inf(interpret)(x)
-    return reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2, only_maxima)
+    nan_to_inf = make_nan_to_inf(interpret)
+    return reduce_blocks(x, row_tile.scale[None], row_tile.cutoff, exp2, only_maxima, nan_to_inf)
 
 
 def store_blocks(
