@@ -61,7 +61,8 @@ class KernelConfig:
       num_search_programs: programs per row that may search its cutoff together, at most 16; None
         chooses.
       num_pivots: logits at which one pass over a row in memory compares, a power of two.
-      num_judge_warps: warps of the program that judges a request of block verification; None
+      num_judge_warps: warps of a program that judges a request of block verification; None chooses.
+      num_judge_programs: programs that judge a request together, of block verification; None
         chooses.
       num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
         It reads the heaviest block of each group.
@@ -90,6 +91,7 @@ class KernelConfig:
     num_search_programs: int | None = None
     num_pivots: int = 8
     num_judge_warps: int | None = None
+    num_judge_programs: int | None = None
     num_bound_groups: int = 32
     max_small_batch: int = 16
     num_noise_splits: int | None = None
@@ -191,6 +193,17 @@ class KernelConfig:
         In a small batch it reads no logits.
         """
         return self.num_judge_warps or (1 if self.is_small(num_requests) else 8)
+
+    def judge_programs(self, num_requests: int, max_draft_tokens: int) -> int:
+        """Returns the programs that judge a request together, of block verification.
+
+        Each bounds some of the request's open prefixes. An H200 runs 264 of them at once.
+        """
+        if self.num_judge_programs is not None:
+            return self.num_judge_programs
+        if self.is_small(num_requests):
+            return 1
+        return max(1, min(max_draft_tokens, 256 // num_requests))
 
     def is_small(self, num_requests: int) -> bool:
         """Returns whether a batch is small: all its target rows run at about the same time.

@@ -42,12 +42,14 @@ class Plan(NamedTuple):
       tile: the share of a row that one program reduces.
       log_weights: of a rule, from (arrays, prefix, token ids, log p, plan) to log-weights of the
         token in place of a rejected one; None for max(p - q, 0).
+      has_bonus_rows: whether the row after a request's last drafted token is reduced, too.
     """
 
     num_requests: int
     options: CallOptions
     tile: Tile
     log_weights: Callable[..., jax.Array] | None = None
+    has_bonus_rows: bool = True
 
     @property
     def max_draft_tokens(self) -> int:
@@ -88,6 +90,11 @@ class Plan(NamedTuple):
         """Returns V, of all devices together."""
         split = self.options.split
         return arrays.target_logits.shape[1] if split is None else split.vocab_size
+
+    def is_reduced(self, request: "RequestScalars", i: jax.Array) -> jax.Array:
+        """Returns whether row i of a request is reduced by the first launch, bool of i's shape."""
+        n = request.num_draft_tokens
+        return i <= n if self.has_bonus_rows else i < n
 
     def verification_shape(self) -> Verification:
         """Returns the shapes of the call's result."""
@@ -283,10 +290,7 @@ def load_drafted_logits(
 def load_drafted_logit(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Loads a request's drafted token i, i32[], and its target logit, f32[].
-
-    They are 0 and -inf where there is none.
-    """
+    """Loads a request's drafted token i, i32[], and its logit, f32[]; 0 and -inf without one."""
     # Arrays of one element, of which a reduction makes a scalar.
     i += jax.lax.iota(jnp.int32, 1)
     exists, row = i < request.num_draft_tokens, request.first_target_row + i

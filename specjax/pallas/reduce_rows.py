@@ -140,7 +140,7 @@ def _reduce_tile(arrays: VerifyArrays, out: ReducedRows, program: jax.Array, pla
     def _() -> None:
         out.counters[b] = jnp.uint32(0)
 
-    @pl.when(request.active & (i <= request.num_draft_tokens))
+    @pl.when(request.active & plan.is_reduced(request, i))
     def _() -> None:
         row_tile = locate_tile(arrays, request, i, tile_index)
         only_maxima = row_tile.greedy if plan.options.skips_greedy_sums else None

@@ -118,9 +118,9 @@ def evaluate_acceptance(
     """Evaluates the acceptance tests of target rows `i`, i32[R], of a request.
 
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
-    Synthetic acceptance accepts at given rates. Rows past the bonus row are not read.
+    Synthetic acceptance accepts at given rates. Rows that are not reduced are no distributions.
     """
-    exists, has_draft = i <= request.num_draft_tokens, i < request.num_draft_tokens
+    exists, has_draft = plan.is_reduced(request, i), i < request.num_draft_tokens
     scale = request.temperature.scale
     tiles = load_tiles(partials, request.b * plan.rows_per_request + i, exists)
     if plan.max_draft_tokens:

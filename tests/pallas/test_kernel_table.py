@@ -63,7 +63,7 @@ def kernels_that_call(function):
 @pytest.mark.parametrize(
     ("begin", "end", "function"),
     [
-        ("Three kernels trigger:", "**The others do not trigger.**", "launch_dependents"),
+        ("Five kernels trigger:", "**The others do not trigger.**", "launch_dependents"),
         ("and the kernel's output takes its memory.", "end this way", "is_last_arrival"),
     ],
 )

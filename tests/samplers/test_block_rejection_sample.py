@@ -13,6 +13,7 @@ from verify_cases import with_sizes
 import specjax
 from specjax import Draft
 from specjax.core.block_acceptance import ACCEPTED, OPEN, REJECTED, accept_block, accept_by_bounds
+from specjax.pallas.kernel_config import Tile
 
 
 def random_model(rng, vocab_size, depth, zeros=False):
@@ -173,8 +174,9 @@ def check(step, exact, sure):
     np.testing.assert_allclose(step.logprobs[sure], exact.logprobs[sure], atol=2e-4)
 
 
-# One block of three bounds a prefix, so that some stay open; and the launches of a small batch.
-SIZES = {V: dict(num_bound_groups=1), 200: dict(max_small_batch=B)}
+# One block of three bounds a prefix, so that some stay open, and one program of a residual reduces
+# both tiles of a bonus row; and the launches of a small batch.
+SIZES = {V: dict(num_bound_groups=1, residual=Tile(512, 4)), 200: dict(max_small_batch=B)}
 
 
 @pytest.mark.once

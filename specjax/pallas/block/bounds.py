@@ -35,16 +35,27 @@ __all__ = ["bound_open"]
 
 
 def bound_open(
-    arrays: VerifyArrays, judged: JudgedRequest, partials: Partials, plan: Plan
+    arrays: VerifyArrays,
+    judged: JudgedRequest,
+    partials: Partials,
+    is_own: jax.Array,
+    plan: Plan,
 ) -> JudgedRequest:
     """Returns a judged request whose open prefixes are bounded, from the longest down.
 
     Prefixes shorter than an accepted one are not bounded: the longest accepted prefix counts.
+
+    Args:
+      arrays: the call's arrays.
+      judged: the request.
+      partials: of the target rows.
+      is_own: bool[N], the prefixes that this program bounds.
+      plan: of the launch.
     """
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
 
     def next_open(status: jax.Array, below: jax.Array) -> jax.Array:
-        is_open = is_read(status, i) & (status == OPEN) & (i < below)
+        is_open = is_own & is_read(status, i) & (status == OPEN) & (i < below)
         return jnp.max(jnp.where(is_open, i, jnp.int32(-1)))
 
     def bound(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

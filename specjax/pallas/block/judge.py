@@ -23,7 +23,6 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.acceptance import log_ratio
 from specjax.core.block_acceptance import (
     ACCEPTED,
-    OPEN,
     REJECTED,
     accept_by_bounds,
     cap_ratios,
@@ -38,7 +37,7 @@ from specjax.pallas.load_request import DraftedToken, Plan, RequestScalars
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.target_rows import AcceptanceResult, evaluate_acceptance
 
-__all__ = ["JudgedRequest", "is_read", "judge_request", "settle"]
+__all__ = ["JudgedRequest", "is_read", "judge_request"]
 
 
 class JudgedRequest(NamedTuple):
@@ -48,7 +47,7 @@ class JudgedRequest(NamedTuple):
       request: its scalars.
       is_block: bool[], whether a prefix is accepted as a whole: the request is not greedy, and a
         draft was sampled. Other requests are verified token by token.
-      num_accepted: i32[], accepted tokens; -1 where the residual of an open prefix has to decide.
+      num_accepted: i32[], accepted tokens; -1 where the statuses tell.
       log_rho: f32, of the prefix of i tokens.
       uniform: f32 or f64, of that prefix; arbitrary at the empty one.
       status: i32, `REJECTED`, `OPEN` or `ACCEPTED`; all rejected where no residual is needed.
@@ -150,16 +149,6 @@ def is_read(status: jax.Array, i: jax.Array) -> jax.Array:
     """Returns which prefixes' residuals are read, bool[N]: the longest accepted and open ones."""
     longest = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
     return (status != REJECTED) & (i >= longest)
-
-
-def settle(judged: JudgedRequest) -> JudgedRequest:
-    """Returns a judged request with its accepted tokens, if none of its prefixes is open."""
-    i, status = _indices(judged.status), judged.status
-    accepted = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
-    num_open = jnp.sum((is_read(status, i) & (status == OPEN)).astype(jnp.int32), dtype=jnp.int32)
-    settled = jnp.where(num_open > 0, jnp.int32(-1), accepted)
-    num_accepted = jnp.where(judged.num_accepted < 0, settled, judged.num_accepted)
-    return judged._replace(num_accepted=num_accepted)
 
 
 def _indices(values: jax.Array) -> jax.Array:

@@ -23,14 +23,14 @@ class JudgedArrays(NamedTuple):
     """Requests [B] and what decides the lengths of their accepted prefixes.
 
     Attributes:
-      num_accepted: i32, accepted tokens; -1 where the residual of an open prefix has to decide.
+      num_accepted: i32, accepted tokens; -1 where the statuses tell, with residuals of open ones.
       is_block: i32, 1 if a prefix is accepted as a whole, 0 where a request is verified token by
         token.
       status: i32[B, K], `REJECTED`, `OPEN` or `ACCEPTED` of the prefix of j < K tokens; all
         rejected where no residual is needed.
       log_rho: f32[B, K], of these prefixes.
       uniform: f32[B, K] or f64, of these prefixes.
-      shift: f32[B, K + 1], of each target row's normalizer.
+      shift: f32[B, K + 1], of each target row's normalizer; in a large batch not of the bonus row.
       log_sum: f32[B, K + 1], of the normalizer; NaN where the row is not a distribution.
       logprobs: f32[B, K + 1], log p of the drafted tokens.
       argmax: i32[B, K + 1], of the rows, where the request is greedy.
@@ -64,8 +64,8 @@ def judged_shape(plan: Plan) -> JudgedArrays:
     )
 
 
-def store_judged(judged: JudgedRequest, out: JudgedArrays) -> None:
-    """Stores a judged request."""
+def store_judged(judged: JudgedRequest, out: JudgedArrays, is_own: jax.Array) -> None:
+    """Stores a judged request; of its prefixes and rows those of `is_own`, bool[N]."""
     b, result = judged.request.b, judged.result
     out.num_accepted[b] = judged.num_accepted
     out.is_block[b] = judged.is_block.astype(jnp.int32)
@@ -81,7 +81,7 @@ def store_judged(judged: JudgedRequest, out: JudgedArrays) -> None:
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
     for name, value in values.items():
         array = getattr(out, name)
-        plgpu.store(array.at[b, i], value, mask=i < array.shape[1])
+        plgpu.store(array.at[b, i], value, mask=is_own & (i < array.shape[1]))
 
 
 def load_status(judged: JudgedArrays, b: jax.Array, i: jax.Array) -> jax.Array:

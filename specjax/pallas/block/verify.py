@@ -1,8 +1,9 @@
 """The launches of block verification: rows are judged, residuals summed, tokens drawn.
 
-    verify_reduce_kernel      partials of all target rows
+    verify_reduce_kernel      partials of target rows; in a large batch not of bonus rows
     block_judge_kernel        which prefixes may be accepted
-    block_residual_kernel     residuals max(rho_j p_j - q_j, 0) of those, summed by blocks
+    block_residual_kernel     residuals max(rho_j p_j - q_j, 0) of those, summed by blocks; in a
+                              large batch partials of the bonus rows that decide
     verify_draw_kernel        the longest accepted prefix, and the draw after it
 
 `block` explains the symbols. Most prefixes are decided by bounds of Z_j before their residual is
@@ -25,8 +26,9 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.block_acceptance import ACCEPTED, OPEN, accept_block
 from specjax.core.logsumexp import block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
+from specjax.pallas.block.bonus_row import reduce_bonus_row, with_bonus_row
 from specjax.pallas.block.bounds import bound_open
-from specjax.pallas.block.judge import is_read, judge_request, settle
+from specjax.pallas.block.judge import is_read, judge_request
 from specjax.pallas.block.judged_arrays import (
     JudgedArrays,
     judged_shape,
@@ -34,14 +36,21 @@ from specjax.pallas.block.judged_arrays import (
     load_status,
     store_judged,
 )
-from specjax.pallas.blocks import Partials, load_padded, load_some_blocks
+from specjax.pallas.blocks import Partials, load_padded, load_some_blocks, partials_shape
 from specjax.pallas.emit_tokens import DrawOperands, draw_next
 from specjax.pallas.gumbel_max import block_token_ids
 from specjax.pallas.kernel_config import Tile, next_power_of_2
-from specjax.pallas.launch import cond_or, divmod_i32, launch, output, select_one
+from specjax.pallas.launch import (
+    cond_or,
+    divmod_i32,
+    launch,
+    launch_dependents,
+    output,
+    select_one,
+)
 from specjax.pallas.load_request import Plan, load_request
 from specjax.pallas.next_token import AcceptedPrefix
-from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
+from specjax.pallas.reduce_rows import reduce_rows
 from specjax.pallas.residual import reduce_masses
 from specjax.verification import Verification
 
@@ -62,17 +71,20 @@ class _BlockRows(NamedTuple):
 
 class _Operands(NamedTuple):
     arrays: VerifyArrays
-    rows: ReducedRows
+    partials: Partials
 
 
 class _JudgedOperands(NamedTuple):
     arrays: VerifyArrays
-    rows: ReducedRows
+    partials: Partials
     judged: JudgedArrays
 
 
 class _Residuals(NamedTuple):
+    """Log-masses f32[B * K, blocks], and in a large batch partials with those of bonus rows."""
+
     log_masses: Any
+    partials: Partials | None
 
 
 def verify_block(arrays: VerifyArrays, plan: Plan, residual_tile: Tile) -> Verification:
@@ -86,66 +98,97 @@ def verify_block(arrays: VerifyArrays, plan: Plan, residual_tile: Tile) -> Verif
     Returns:
       `Verification`.
     """
-    size, k = plan.num_requests, plan.max_draft_tokens
-    rows = reduce_rows(arrays, plan)
+    size, k, vocab_size = plan.num_requests, plan.max_draft_tokens, arrays.target_logits.shape[1]
+    plan = plan._replace(has_bonus_rows=plan.is_small)
+    partials = reduce_rows(arrays, plan).partials
+    triggers = plan.is_small and plan.options.implementation.device_facts().supports_pdl
+    num_programs = plan.config.judge_programs(size, k)
     judged = launch(
-        functools.partial(block_judge_kernel, plan=plan),
-        _Operands(arrays, rows),
+        functools.partial(
+            block_judge_kernel, plan=plan, num_programs=num_programs, triggers=triggers
+        ),
+        _Operands(arrays, partials),
         judged_shape(plan),
-        num_programs=size,
+        num_programs=size * num_programs,
         num_warps=plan.config.judge_warps(size),
         interpret=plan.interpret,
     )
-    plan = plan._replace(tile=residual_tile)
-    num_tiles = residual_tile.num_tiles(arrays.target_logits.shape[1])
-    log_masses = launch(
-        functools.partial(block_residual_kernel, plan=plan),
-        _JudgedOperands(arrays, rows, judged),
-        _Residuals(output((size * k, num_tiles * residual_tile.num_blocks))),
+    row_tile, plan = plan.tile, plan._replace(tile=residual_tile)
+    num_tiles, num_rows = residual_tile.num_tiles(vocab_size), size * plan.rows_per_request
+    in_place = {} if plan.is_small else {"partials": partials}
+    residuals = launch(
+        functools.partial(block_residual_kernel, plan=plan, row_tile=row_tile, triggers=triggers),
+        _JudgedOperands(arrays, partials, judged),
+        _Residuals(
+            output((size * k, num_tiles * residual_tile.num_blocks)),
+            partials_shape(num_rows, vocab_size, row_tile) if in_place else None,
+        ),
         num_programs=(size * k if plan.is_small else size) * num_tiles,
         num_warps=residual_tile.num_warps,
         interpret=plan.interpret,
-    ).log_masses
-    verified = _BlockRows(rows.partials, judged, log_masses)
-    return draw_next(DrawOperands(arrays, verified, log_masses), plan, _load_accepted)
+        in_place=in_place,
+    )
+    partials = residuals.partials if in_place else partials
+    verified = _BlockRows(partials, judged, residuals.log_masses)
+    return draw_next(DrawOperands(arrays, verified, residuals.log_masses), plan, _load_accepted)
 
 
-def block_judge_kernel(operands: _Operands, out: JudgedArrays, *, plan: Plan) -> None:
+def block_judge_kernel(
+    operands: _Operands, out: JudgedArrays, *, plan: Plan, num_programs: int, triggers: bool
+) -> None:
     """Writes rho_j = min(1, rho_{j-1} p(x_j) / q(x_j)), and which prefixes u_j < h_j accepts.
 
     Formula: Z_j is bounded by p and q of the next drafted token (`judge`), in a large batch also by
     the heaviest blocks (`bounds`). Where u_j lies between the bounds of h_j, prefix j stays open.
-    Grid: B programs of 8 warps, of 1 with B <= 16; one owns a request.
-    Bytes per request: the (m, l) of all tiles of K + 1 rows. In a large batch an open prefix adds
+    Grid: with B <= 16 B programs of 1 warp; one owns a request. With more B * P programs of 8
+    warps, P = 256 / B, at least 1 and at most K; one owns every P-th prefix of a request, which
+    each of the P judges.
+    Bytes per request: the (m, l) of all tiles of its rows. In a large batch an open prefix adds
     V / 128 * 8 of its row's blocks, and 8192 * itemsize of the heaviest (`bounds`).
     Why a launch of its own: otherwise each program of the next launch, one per tile, would judge
-    all rows of its request. Why a small batch has no bounds by blocks: a round takes longer than
-    the reading that it saves.
-    Memory order: it begins to load after `verify_reduce_kernel` has ended.
+    all rows of its request. The last program of a request's rows could judge it, but its registers
+    would leave room for half as many programs that read. Why a small batch has no bounds by
+    blocks: a round takes longer than the reading that it saves.
+    Memory order: it begins to load after `verify_reduce_kernel` has ended. With B <= 16 it triggers
+    the next launch on Hopper (PDL) at once: the programs of both fit the GPU.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
-    (arrays, rows), b = operands, pl.program_id(0)
-    judged = judge_request(arrays, load_request(arrays, b, plan), rows.partials, plan)
+    (arrays, partials), program = operands, pl.program_id(0)
+    if triggers and not plan.interpret:
+        program = launch_dependents(program)
+    b, share = divmod_i32(program, num_programs)
+    judged = judge_request(arrays, load_request(arrays, b, plan), partials, plan)
+    i = jax.lax.iota(jnp.int32, judged.status.shape[0])
+    is_own = divmod_i32(i, num_programs)[1] == share
     if not plan.is_small:
-        judged = bound_open(arrays, judged, rows.partials, plan)
-    store_judged(settle(judged), out)
+        judged = bound_open(arrays, judged, partials, is_own, plan)
+    store_judged(judged, out, is_own)
 
 
-def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: Plan) -> None:
+def block_residual_kernel(
+    operands: _JudgedOperands, out: _Residuals, *, plan: Plan, row_tile: Tile, triggers: bool
+) -> None:
     """Writes log sum max(rho_j p_j - q_j, 0) of the blocks of a tile, for the prefixes to be read.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of the rows of its request. With B <= 16
     K * B * tiles programs of 4 or 8 warps; one owns a tile of the rows of one prefix.
     Bytes per request: 2 V * itemsize read and V / 128 * 4 written for the longest accepted prefix
-    and for each longer one that is open. Scalars alone if all drafts are accepted.
+    and for each longer one that is open. If all drafts are accepted, in a large batch V * itemsize
+    of the bonus row (`bonus_row`), in a small one scalars alone.
     Why all prefixes by one program: most requests have one to read, and a program that finds
     nothing to do costs its start. In a small batch they are read side by side.
-    Memory order: it begins to load after `block_judge_kernel` has ended.
+    Memory order: it begins to load after `block_judge_kernel` has ended. With B <= 16 it triggers
+    the next launch on Hopper (PDL) at once. In a large batch the waiting programs of that launch
+    would be spread unevenly over the multiprocessors. The stores to partials of bonus rows, which
+    no program of this launch loads, are read by the next.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
-    (arrays, rows, judged), k = operands, plan.max_draft_tokens
+    (arrays, partials, judged), k = operands, plan.max_draft_tokens
     num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
-    index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    program = pl.program_id(0)
+    if triggers and not plan.interpret:
+        program = launch_dependents(program)
+    index, tile_index = divmod_i32(program, num_tiles)
     # In a large batch the prefix index is 0, and is not used: a program serves all prefixes.
     prefix_index, b = divmod_i32(index, plan.num_requests)
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
@@ -155,7 +198,7 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
         return load_prefix(arrays, judged, load_request(arrays, b, plan), j, plan)
 
     def store_masses(prefix: AcceptedPrefix) -> None:
-        _store_masses(arrays, prefix, rows.partials, tile_index, out.log_masses, plan)
+        _store_masses(arrays, prefix, partials, tile_index, out.log_masses, plan)
 
     if plan.is_small:
         # The prefix is loaded before it is known whether its residual is read.
@@ -163,6 +206,8 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
         is_needed = select_one(reads.astype(jnp.int32), i == prefix_index) > 0
         pl.when(is_needed)(lambda: store_masses(prefix))
         return
+    bonus_partials = out.partials
+    assert bonus_partials is not None
 
     def longest_needed(below: jax.Array) -> jax.Array:
         return jnp.max(jnp.where(reads & (i < below), i, jnp.int32(-1)))
@@ -172,6 +217,12 @@ def block_residual_kernel(operands: _JudgedOperands, out: _Residuals, *, plan: P
         return longest_needed(j)
 
     jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest_needed(jnp.int32(k)))
+
+    request = load_request(arrays, b, plan)
+
+    @pl.when(request.active & (judged.num_accepted[b] == request.num_draft_tokens))
+    def _() -> None:
+        reduce_bonus_row(arrays, request, bonus_partials, tile_index, num_tiles, row_tile, plan)
 
 
 def _store_masses(
@@ -214,7 +265,8 @@ def _load_accepted(
     num_accepted = cond_or(
         num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, plan), num_accepted
     )
-    return load_prefix(arrays, judged, load_request(arrays, b, plan), num_accepted, plan)
+    prefix = load_prefix(arrays, judged, load_request(arrays, b, plan), num_accepted, plan)
+    return prefix if plan.is_small else with_bonus_row(prefix, rows.partials, plan)
 
 
 def _find_longest(judged: JudgedArrays, log_masses: Any, b: jax.Array, plan: Plan) -> jax.Array:

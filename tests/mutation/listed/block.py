@@ -138,6 +138,27 @@ MUTATIONS = (
         "an open prefix that its residual accepts is not taken",
     ),
     Mutation(
+        "specjax.pallas.block.bonus_row.reduce_bonus_row",
+        "tile_index = first_tile + skipped",
+        "tile_index = first_tile",
+        block_verification(_KERNELS),
+        "of a bonus row's tiles a program reduces its first alone",
+    ),
+    Mutation(
+        "specjax.pallas.block.bonus_row.with_bonus_row",
+        "~prefix.rejected & request.active",
+        "prefix.rejected & request.active",
+        block_verification(_KERNELS),
+        "the statistics of the bonus row are not read where it decides",
+    ),
+    Mutation(
+        "specjax.pallas.block.verify.block_judge_kernel",
+        "divmod_i32(i, num_programs)[1] == share",
+        "i == share",
+        block_verification(_KERNELS),
+        "programs that judge a request leave its other prefixes unwritten",
+    ),
+    Mutation(
         "specjax.pallas.residual._row_times_rho",
         "row.normalizer.log_sum - prefix.log_rho",
         "row.normalizer.log_sum",

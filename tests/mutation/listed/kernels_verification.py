@@ -25,9 +25,9 @@ def _large(case: str) -> tuple[str, ...]:
 
 MUTATIONS = (
     Mutation(
-        f"{_PALLAS}reduce_rows._reduce_tile",
-        "i <= request.num_draft_tokens",
-        "i < request.num_draft_tokens",
+        f"{_PALLAS}load_request.Plan.is_reduced",
+        "i <= n if",
+        "i < n if",
         _small("V = 129"),
         "the bonus token's row is not reduced",
     ),

@@ -1,0 +1,76 @@
+"""The bonus row of a large batch, which is read only where all drafted tokens are accepted.
+
+Block verification needs every row with a drafted token before it knows what it accepts. The row
+after the last one decides the next token alone, of the few requests that accept the whole draft.
+So `verify_reduce_kernel` leaves it out, and the programs of `block_residual_kernel`, which have no
+residual to read for such a request, reduce it instead. In a small batch all rows are read at about
+the same time: there it would come later and save nothing.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.gumbel_max import first_argmax
+from specjax.core.logsumexp import LogNormalizer, row_statistics
+from specjax.core.subnormal import flush_subnormals
+from specjax.pallas.blocks import Partials, load_tiles, store_partials
+from specjax.pallas.kernel_config import Tile
+from specjax.pallas.launch import cond_or
+from specjax.pallas.load_request import Plan, RequestScalars
+from specjax.pallas.next_token import AcceptedPrefix
+from specjax.pallas.reduce_rows import locate_tile
+
+__all__ = ["reduce_bonus_row", "with_bonus_row"]
+
+
+def reduce_bonus_row(
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    partials: Partials,
+    first_tile: jax.Array,
+    num_programs: int,
+    tile: Tile,
+    plan: Plan,
+) -> None:
+    """Reduces a program's share of a request's bonus row.
+
+    Args:
+      arrays: the call's arrays.
+      request: one that accepts its whole draft.
+      partials: references to those of all rows.
+      first_tile: i32, the program's first tile; every `num_programs`-th after it is its own, too.
+      num_programs: that share the row.
+      tile: of target rows.
+      plan: of the launch.
+    """
+    n, num_tiles = request.num_draft_tokens, tile.num_tiles(arrays.target_logits.shape[1])
+    index = request.b * plan.rows_per_request + n
+    for skipped in range(0, num_tiles, num_programs):
+        tile_index = first_tile + skipped
+
+        @pl.when(tile_index < num_tiles)
+        def _(tile_index: jax.Array = tile_index) -> None:
+            row_tile = locate_tile(arrays, request, n, tile_index)
+            only_maxima = row_tile.greedy if plan.options.skips_greedy_sums else None
+            store_partials(row_tile, partials, index, tile, plan.interpret, only_maxima)
+
+
+def with_bonus_row(prefix: AcceptedPrefix, partials: Partials, plan: Plan) -> AcceptedPrefix:
+    """Returns an accepted prefix with the statistics of the bonus row, if that decides."""
+    row, request = prefix.row, prefix.request
+
+    def load_bonus() -> tuple[LogNormalizer, jax.Array]:
+        index = request.b * plan.rows_per_request + prefix.num_accepted
+        tiles = load_tiles(partials, index, request.active)
+        normalizer, is_valid = row_statistics(tiles, row.scale)
+        log_sum = jnp.where(is_valid, normalizer.log_sum, jnp.nan)
+        # For a request that is not greedy this loads uninitialized memory, which nothing uses.
+        argmax = partials.tile_argmax[index, first_argmax(flush_subnormals(tiles.max))]
+        return LogNormalizer(normalizer.shift, log_sum), argmax
+
+    known = (row.normalizer, prefix.argmax)
+    normalizer, argmax = cond_or(~prefix.rejected & request.active, load_bonus, known)
+    valid = request.active & jnp.isfinite(normalizer.log_sum)
+    return prefix._replace(row=row._replace(normalizer=normalizer), valid=valid, argmax=argmax)
