@@ -249,8 +249,11 @@ class Bench:
             # One row for every accepted draft and one more; where a sampled draft is rejected, its
             # own row and the target's again, because its normalizer was not known.
             again = 0 if program.one_hot or case.temperature == 0 else 2
-            # A block reads every row, and for a residual two again, if not more.
-            decided = self.shape.K if program.kind == "block" else record["mean_accepted"]
+            # A block reads each row with a draft, and for a residual two again, if not more. The
+            # row after them decides where all are accepted.
+            decided = record["mean_accepted"]
+            if program.kind == "block":
+                decided = self.shape.K - record["share_rejected"]
             rows += decided + again * record["share_rejected"]
         record["rows_that_decide"] = rows
         record["floor_us"] = rows * self.shape.row_bytes / BYTES_PER_US

@@ -2,8 +2,6 @@ r"""Makes the GPU tables and their plot from the JSON that the GPU benchmarks wr
 
 python -m benchmarks.tables.gpu benchmarks/results/h200.json --readme docs/speed.md \
     --plot benchmarks/results/h200.png --more docs/measurements.md
-python -m benchmarks.tables.gpu benchmarks/results/h200_rules.json --readme docs/measurements.md \
-    --name gpu-rules-table
 """
 
 import argparse
@@ -14,7 +12,7 @@ from typing import Any
 
 from benchmarks.tables.publish import is_one_session, publish
 
-NAME = "gpu-table"
+BEGIN, END = "<!-- gpu-table -->", "<!-- /gpu-table -->"
 MORE_BEGIN, MORE_END = "<!-- gpu-more-table -->", "<!-- /gpu-more-table -->"
 
 # Rows of the table: the label, our case, vLLM's.
@@ -222,7 +220,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("--readme", type=pathlib.Path, help="the document to put the table into")
-    parser.add_argument("--name", default=NAME, help="of the document's markers around the table")
     parser.add_argument("--plot", type=pathlib.Path, help="write the plot there")
     parser.add_argument("--more", type=pathlib.Path, help="the document for other sizes' table")
     args = parser.parse_args()
@@ -233,7 +230,7 @@ def main() -> None:
         here = args.readme.parent if args.readme else pathlib.Path.cwd()
         link = pathlib.Path(os.path.relpath(args.plot, here)).as_posix()
         table += f"\n\n![Time against batch size]({link})"
-    publish(table, args.readme, f"<!-- {args.name} -->", f"<!-- /{args.name} -->")
+    publish(table, args.readme, BEGIN, END)
     if args.more is not None:
         if "more" not in result:
             parser.error(
