@@ -16,7 +16,7 @@ that of `specjax.core`. Open `sample` first, then `verify`, `target_rows`, `next
 | `sample` | `gumbel_sample` |
 | `verify` | which launches a call of the verifiers takes; a rule in the kernels |
 | `draft_statistics` | the launch before them, for drafts without statistics |
-| `reduce_rows`, `target_rows` | the launch that reduces all target rows, or those up to the stop |
+| `reduce_rows`, `target_rows` | the launch that reduces target rows: all, or those up to the stop |
 | `next_token`, `emit_tokens` | the row that decides the next token; the launches that draw it |
 | `residual` | masses of max(p - q, 0), and the draw from them |
 | `coupled`, `block`, `cutoff` | coupled sampling, block verification, `logit_cutoff` |

@@ -62,8 +62,8 @@ class KernelConfig:
         chooses.
       num_pivots: logits at which one pass over a row in memory compares, a power of two.
       num_judge_warps: warps of a program that judges a request of block verification; None chooses.
-      num_judge_programs: programs that judge a request together, of block verification; None
-        chooses.
+      num_judge_programs: programs that judge a request together, of block verification, at least
+        1; None chooses.
       num_bound_groups: groups into which the judging program deals a row's blocks, a power of two.
         It reads the heaviest block of each group.
       max_small_batch: requests up to which all target rows are read at once.

@@ -1,4 +1,4 @@
-"""Target rows reduced to partials, every one of them.
+"""Target rows reduced to partials, whatever is accepted.
 
 References:
   Milakov and Gimelshein, 2018, arXiv:1805.02867.
@@ -46,10 +46,10 @@ __all__ = [
 
 
 class ReducedRows(NamedTuple):
-    """Target rows [B * (K + 1)], all of them reduced.
+    """Target rows [B * (K + 1)], those reduced that `Plan.is_reduced` says.
 
     Attributes:
-      partials: of the rows up to each request's bonus row.
+      partials: of these rows.
       counters: u32[B], zeros, in which the programs of the next launch count themselves.
       gumbels: noise_dtype[B * (K + 1), N] of the rows' blocks, on the target's stream; None where
         the draw makes them.
@@ -104,9 +104,10 @@ def verify_reduce_kernel(
     of one row. For coupled sampling B * (K + 1) * num_splits more come first; one makes the Gumbels
     of a share of a row's blocks.
     Bytes per row: V * itemsize read; V / 128 * 8 + tiles * 12 written, and V / 128 * 4 or 8 of
-    Gumbels. Rows past a request's bonus row are not read.
-    Why every row: with B <= 16 all rows run at about the same time, and a rejection would come too
-    late to save reading. Block verification needs every row.
+    Gumbels. Rows past a request's bonus row are not read, nor, by block verification with B > 16,
+    that one (`block.bonus_row`).
+    Why all others: with B <= 16 all rows run at about the same time, and a rejection would come too
+    late to save reading. Block verification needs every row with a draft.
     Memory order: the programs of this launch do not wait for one another. The first program of a
     request zeroes the counter of the next launch, which begins to load after this one has ended.
     For coupled sampling on Hopper every program first triggers that launch (PDL): its programs are

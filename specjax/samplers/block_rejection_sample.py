@@ -43,7 +43,7 @@ def block_rejection_sample(
     drafted sequence accepts more on average. Greedy requests and those whose drafts are all one-hot
     follow `rejection_sample`, and so does K = 1, token for token.
 
-    Every target row of a request is read; `rejection_sample` stops at a rejection.
+    Every target row with a draft is read; `rejection_sample` stops at a rejection.
 
     Args:
       draft: as in `rejection_sample`, as is every argument below. Where the statistics of a draft

@@ -30,7 +30,8 @@ class JudgedArrays(NamedTuple):
         rejected where no residual is needed.
       log_rho: f32[B, K], of these prefixes.
       uniform: f32[B, K] or f64, of these prefixes.
-      shift: f32[B, K + 1], of each target row's normalizer; in a large batch not of the bonus row.
+      shift: f32[B, K + 1], of each target row's normalizer. In a large batch what stands here of
+        the bonus row is no result: `bonus_row` loads that.
       log_sum: f32[B, K + 1], of the normalizer; NaN where the row is not a distribution.
       logprobs: f32[B, K + 1], log p of the drafted tokens.
       argmax: i32[B, K + 1], of the rows, where the request is greedy.

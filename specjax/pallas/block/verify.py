@@ -143,14 +143,14 @@ def block_judge_kernel(
     Grid: with B <= 16 B programs of 1 warp; one owns a request. With more B * P programs of 8
     warps, P = 256 / B, at least 1 and at most K; one owns every P-th prefix of a request, which
     each of the P judges.
-    Bytes per request: the (m, l) of all tiles of its rows. In a large batch an open prefix adds
+    Bytes per program: the (m, l) of all tiles of its rows. In a large batch an open prefix adds
     V / 128 * 8 of its row's blocks, and 8192 * itemsize of the heaviest (`bounds`).
     Why a launch of its own: otherwise each program of the next launch, one per tile, would judge
     all rows of its request. The last program of a request's rows could judge it, but its registers
     would leave room for half as many programs that read. Why a small batch has no bounds by
     blocks: a round takes longer than the reading that it saves.
     Memory order: it begins to load after `verify_reduce_kernel` has ended. With B <= 16 it triggers
-    the next launch on Hopper (PDL) at once: the programs of both fit the GPU.
+    the next launch on Hopper (PDL) at once: its own programs are few, and all are resident.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
     (arrays, partials), program = operands, pl.program_id(0)

@@ -1,0 +1,296 @@
+"""Times an engine at real size on an NVIDIA GPU: full slots, a queue of requests, a late prompt.
+
+python -m benchmarks.gpu.engine --out benchmarks/results/h200_engine.json
+"""
+
+import argparse
+import dataclasses
+import heapq
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import specjax
+from benchmarks.gpu.decode import DRAFT, LENGTH, SMALL, TARGET, K, read_ms
+from benchmarks.gpu.verify import environment, save
+from specjax.models import build
+
+
+class Effort(NamedTuple):
+    """Sizes of the measurements.
+
+    Attributes:
+      slots: numbers of slots that are kept full, and compared with `generate`.
+      prompt: tokens of each of their prompts.
+      new: tokens that each of them gets.
+      queue: requests of the mixed load.
+      queue_slots: its slots.
+      prompts: shortest and longest of its prompts.
+      texts: fewest and most tokens of its texts.
+      late: tokens of the prompt that comes last.
+      bare: steps that are dispatched without reading them.
+    """
+
+    slots: tuple[int, ...] = (1, 8, 32, 64)
+    prompt: int = 512
+    new: int = 384
+    queue: int = 500
+    queue_slots: int = 32
+    prompts: tuple[int, int] = (50, 2000)
+    texts: tuple[int, int] = (20, 500)
+    late: int = 1000
+    bare: int = 48
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a slot of the mixed load holds."""
+        return self.prompts[1] + self.texts[1]
+
+
+REHEARSAL = Effort((2,), 12, 12, 9, 2, (5, 20), (3, 12), 20, 3)
+
+
+class Pair(NamedTuple):
+    """A target, its drafter, and how they decode."""
+
+    target: specjax.Model
+    drafter: specjax.Drafter
+    config: specjax.SpeculativeConfig
+
+    def engine(self, num_slots: int, max_length: int) -> specjax.Engine:
+        """An engine of the pair, compiled."""
+        return specjax.Engine(*self, num_slots=num_slots, max_length=max_length)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, 100, length).tolist()
+
+
+def decode_seconds(pair: Pair, num_slots: int, effort: Effort) -> float:
+    """Seconds that `generate` takes for all but the first token of equal requests, its best."""
+    length = effort.prompt + effort.new
+    compiled = specjax.compile_generate(
+        pair.target, pair.drafter, batch_size=num_slots, max_length=length, config=pair.config
+    )
+    ids = np.array([prompt_of(effort.prompt, seed) for seed in range(num_slots)])
+    lengths, keys = (
+        np.full(num_slots, effort.prompt),
+        jax.random.split(jax.random.key(0), num_slots),
+    )
+    seconds: dict[int, list[float]] = {1: [], effort.new: []}
+    for new in (1, *[1, effort.new] * 3):
+        start = time.perf_counter()
+        output = compiled(
+            pair.target, pair.drafter, ids, lengths, keys=keys, max_new_tokens=new, temperature=1.0
+        )
+        jax.block_until_ready(output)
+        seconds[new].append(time.perf_counter() - start)
+    return min(seconds[effort.new]) - min(seconds[1])
+
+
+def fill(engine: specjax.Engine, effort: Effort) -> list[specjax.Request]:
+    """Submits as many equal requests as slots, and steps until all prompts have been read."""
+    requests = [
+        engine.submit(
+            prompt_of(effort.prompt, seed), key=jax.random.key(seed), max_new_tokens=effort.new
+        )
+        for seed in range(engine.num_slots)
+    ]
+    while engine.num_running < engine.num_slots and engine.step():
+        pass
+    return requests
+
+
+def full_slots(pair: Pair, num_slots: int, effort: Effort) -> dict[str, Any]:
+    """Tokens per second with every slot busy, next to `generate`, and what a step's host adds."""
+    engine = pair.engine(num_slots, effort.prompt + effort.new)
+    fill(engine, effort)
+    engine.run()
+    rates, steps = [], []
+    for _ in range(3):
+        requests = fill(engine, effort)
+        before, first = sum(len(x.token_ids) for x in requests), engine.num_steps
+        start = time.perf_counter()
+        while engine.num_running == num_slots:
+            engine.step()
+        taken = time.perf_counter() - start
+        rates.append((sum(len(x.token_ids) for x in requests) - before) / taken)
+        steps.append(1e3 * taken / (engine.num_steps - first))
+        engine.run()
+    bare = bare_step_ms(engine, effort)
+    seconds = decode_seconds(pair, num_slots, effort)
+    theirs = num_slots * (effort.new - 1) / seconds
+    return {
+        "case": "full slots",
+        "slots": num_slots,
+        "tokens_per_s": max(rates),
+        "generate_tokens_per_s": theirs,
+        "share_of_generate": max(rates) / theirs,
+        "step_ms": min(steps),
+        "bare_step_ms": bare,
+        "host_share": min(steps) / bare - 1,
+    }
+
+
+def bare_step_ms(engine: specjax.Engine, effort: Effort) -> float:
+    """Milliseconds of a step of full slots that no host reads."""
+    fill(engine, effort)
+    scheduler = engine._scheduler
+    start = time.perf_counter()
+    for _ in range(effort.bare):
+        scheduler._slots, output = scheduler._programs.step(scheduler._slots, None)
+    jax.block_until_ready(output)
+    return 1e3 * (time.perf_counter() - start) / effort.bare
+
+
+def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
+    """A queue of requests of many lengths, all submitted at once, next to the bound they have."""
+    rng = np.random.default_rng(0)
+    sizes = [
+        (int(rng.integers(*effort.prompts)), int(rng.integers(*effort.texts)))
+        for _ in range(effort.queue)
+    ]
+    chunk_ms, step_ms = chunk_and_step_ms(engine, effort)
+    first, occupied = engine.num_steps, engine._scheduler.num_occupied
+    requests = [
+        engine.submit(prompt_of(prompt, i), key=jax.random.key(i), max_new_tokens=new)
+        for i, (prompt, new) in enumerate(sizes)
+    ]
+    start, queued = time.perf_counter(), None
+    while engine.step():
+        if queued is None and engine.num_waiting == 0:
+            steps = engine.num_steps - first
+            queued = (engine._scheduler.num_occupied - occupied) / (steps * engine.num_slots)
+    taken = time.perf_counter() - start
+    # The prompt's last token is the first that a step is fed.
+    chunk_size = engine._scheduler._chunk_size
+    chunks = sum(-(-prompt // chunk_size) for prompt, _ in sizes)
+    lasting = [int(x.metrics.num_steps) for x in requests if x.metrics is not None]
+    bound = (chunks * chunk_ms + list_schedule(lasting, engine.num_slots) * step_ms) / 1e3
+    return {
+        "case": "mixed load",
+        "slots": engine.num_slots,
+        "requests": effort.queue,
+        "seconds": taken,
+        "bound_seconds": bound,
+        "over_bound": taken / bound - 1,
+        "occupancy_while_queued": queued,
+        "steps": engine.num_steps - first,
+        "least_steps": list_schedule(lasting, engine.num_slots),
+        "chunks": chunks,
+        "chunk_ms": chunk_ms,
+        "step_ms": step_ms,
+        "tokens_per_s": sum(len(x.token_ids) for x in requests) / taken,
+    }
+
+
+def list_schedule(lasting: list[int], num_slots: int) -> int:
+    """Steps until all requests have ended, each in the first slot that is empty, in their order."""
+    free = [0] * num_slots
+    for steps in lasting:
+        heapq.heappush(free, heapq.heappop(free) + steps)
+    return max(free)
+
+
+def chunk_and_step_ms(engine: specjax.Engine, effort: Effort) -> tuple[float, float]:
+    """Milliseconds of a chunk of a prompt, and of a step of full slots, no host between."""
+    scheduler = engine._scheduler
+    programs, size = scheduler._programs, scheduler._chunk_size
+    length = min(effort.prompts[1], engine.max_length) // 2
+    fill(engine, effort._replace(prompt=length, new=effort.texts[1]))
+    start = time.perf_counter()
+    for _ in range(effort.bare):
+        scheduler._slots, output = programs.step(scheduler._slots, None)
+    jax.block_until_ready(output)
+    step_ms = 1e3 * (time.perf_counter() - start) / effort.bare
+    row, count = programs.new_row(), length // size
+    ids = np.zeros((1, size), np.int32)
+    start = time.perf_counter()
+    for i in range(count):
+        row = programs.prefill_chunk(row, ids, np.arange(i * size, (i + 1) * size)[None])
+    jax.block_until_ready(row)
+    chunk_ms = 1e3 * (time.perf_counter() - start) / max(count, 1)
+    engine.run()
+    return chunk_ms, step_ms
+
+
+def late_prompt(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
+    """How long a prompt that finds one empty slot waits for its first token, and the others."""
+    few = effort._replace(prompt=effort.prompts[0], new=effort.texts[1])
+    others = [
+        engine.submit(prompt_of(few.prompt, i), key=jax.random.key(i), max_new_tokens=few.new)
+        for i in range(engine.num_slots - 1)
+    ]
+    while engine.num_running < engine.num_slots - 1:
+        engine.step()
+    usual = []
+    for _ in range(8):
+        start = time.perf_counter()
+        engine.step()
+        usual.append(time.perf_counter() - start)
+    begun, apart = time.perf_counter(), []
+    last = engine.submit(prompt_of(effort.late, 99), key=jax.random.key(99), max_new_tokens=8)
+    while not last.token_ids:
+        start = time.perf_counter()
+        engine.step()
+        apart.append(time.perf_counter() - start)
+    first_token = time.perf_counter() - begun
+    engine.run()
+    step = float(np.median(usual))
+    return {
+        "case": "late prompt",
+        "slots": engine.num_slots,
+        "prompt": effort.late,
+        "others": len(others),
+        "first_token_ms": 1e3 * first_token,
+        "step_ms": 1e3 * step,
+        "longest_between_steps": max(apart) / step,
+    }
+
+
+def measure(pair: Pair, effort: Effort) -> Iterator[dict[str, Any]]:
+    """A record of each measurement, the queue first."""
+    engine = pair.engine(effort.queue_slots, effort.max_length)
+    yield mixed_load(engine, effort) | {"slot_mb": engine.slot_bytes / 1e6}
+    yield late_prompt(engine, effort)
+    del engine
+    for num_slots in effort.slots:
+        yield full_slots(pair, num_slots, effort)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
+    args = parser.parse_args()
+    if not args.smoke and jax.default_backend() != "gpu":
+        sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
+    sizes, effort = (TARGET, DRAFT), REHEARSAL if args.smoke else Effort()
+    if args.smoke:
+        sizes = tuple(dataclasses.replace(config, **SMALL) for config in sizes)
+    target, draft = (build(config, seed=seed) for seed, config in enumerate(sizes))
+    config = specjax.SpeculativeConfig(
+        num_speculative_tokens=K,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=LENGTH,
+    )
+    floor = read_ms(target, sizes[0]) + K * read_ms(draft, sizes[1])
+    command = shlex.join(["python", "-m", "benchmarks.gpu.engine", *sys.argv[1:]])
+    where = environment() | {"command": command}
+    section: dict[str, Any] = {"environment": where, "read_ms_per_step": floor, "cases": []}
+    for record in measure(Pair(target, specjax.model_drafter(draft), config), effort):
+        section["cases"].append(record)
+        save(None if args.smoke else args.out, "engine", section)
+        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
+        print(" ".join(f"{k}={v}" for k, v in shown.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
