@@ -60,7 +60,7 @@ def test_a_saved_head_is_read_back(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert found == config
     facts = read_draft(tmp_path / "saved", TARGET)
-    assert facts[2:] == (3, "meta/Llama", config.max_speculative_tokens)
+    assert facts[2:] == (3, "meta/Llama", config.max_speculative_tokens, None)
     most = config.max_speculative_tokens
     assert read_draft(tmp_path / "given", TARGET)[2:] == (most, None, most)
 
