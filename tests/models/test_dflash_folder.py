@@ -62,7 +62,7 @@ def test_a_saved_head_is_read_back(tmp_path, name):
     facts = read_draft(tmp_path / "saved", TARGET)
     assert facts[2:] == (3, "meta/Llama", config.max_speculative_tokens, None)
     most = config.max_speculative_tokens
-    assert read_draft(tmp_path / "given", TARGET)[2:] == (most, None, most)
+    assert read_draft(tmp_path / "given", TARGET)[2:] == (most, None, most, None)
 
 
 INNER = heads.FIELDS["dflash_config"]
