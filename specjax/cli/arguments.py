@@ -130,6 +130,13 @@ def _add_decoding_options(group: Any) -> None:
     for name, (parse, letter, _, _, text) in SAMPLING_OPTIONS.items():
         group.add_argument("--" + name.replace("_", "-"), type=parse, metavar=letter, help=text)
     group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text ends before the first TEXT in it; may be given several times",
+    )
+    group.add_argument(
         "--json-schema",
         metavar="FILE",
         help="texts are JSON that the schema in FILE accepts; --max-new-tokens may cut one off",
@@ -199,6 +206,8 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         return options, parse_sweep_options(options)
     if options.logprobs is not None and options.logprobs < 0:
         raise ValueError(f"--logprobs is {options.logprobs}; it needs to be >= 0.")
+    if "" in options.stop:
+        raise ValueError("--stop is ''; it needs text that is not empty.")
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")

@@ -63,13 +63,8 @@ def _read_generate_job(
                 f"--logprobs is {options.logprobs}; the target has "
                 f"{pair.target_config.vocab_size} tokens."
             )
-        ids = encode_prompt(
-            pair,
-            text,
-            chat=options.chat,
-            num_new_tokens=options.max_new_tokens,
-            option="--max-new-tokens",
-        )
+        room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
+        ids = encode_prompt(pair, text, chat=options.chat, **room)
         draft = check_draft(pair)
     terminal.print_warning(draft.warning)
     make_job = functools.partial(
@@ -83,6 +78,7 @@ def _read_generate_job(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         eos_token_ids=pair.target_config.eos_token_ids,
+        stop=tuple(options.stop),
         sampling=_with_grammar(parse_sampling_options(options), options, pair),
         num_logprobs=options.logprobs,
         folder=None if folder is None else folder / "programs",

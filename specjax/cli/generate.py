@@ -18,7 +18,8 @@ from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.state_and_info import DecodeState
-from specjax.engine.text_stream import TextStream
+from specjax.engine.request import FinishReason
+from specjax.engine.stop_strings import StoppedText
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.program_store import ProgramStore
@@ -63,6 +64,7 @@ class GenerateJob(NamedTuple):
       folder: where compiled programs are kept, or None.
       models: the configurations of target and draft, which name what is kept.
       rule: of acceptance, as `--rule` says it, or None.
+      stop: strings that end the text before the first of them.
     """
 
     name: str
@@ -82,6 +84,7 @@ class GenerateJob(NamedTuple):
     folder: pathlib.Path | None = None
     models: str = ""
     rule: str | None = None
+    stop: tuple[str, ...] = ()
 
 
 class GenerateResult(NamedTuple):
@@ -188,13 +191,15 @@ def _stream_states(
         yield state, waited, time.perf_counter() - start - waited
 
 
-def _result_of(job: GenerateJob, state: DecodeState) -> GenerateResult:
-    ids, lengths, finish, metrics, top = jax.device_get(
-        (state.token_ids, state.lengths, state.finish, state.metrics, state.top_logprobs)
+def _result_of(job: GenerateJob, state: DecodeState, length: int, stopped: bool) -> GenerateResult:
+    """Returns the result of a state, of which `length` tokens are text that was asked for."""
+    ids, finish, metrics, top = jax.device_get(
+        (state.token_ids, state.finish, state.metrics, state.top_logprobs)
     )
-    index = slice(len(job.prompt_ids), int(lengths[0]))
+    index = slice(len(job.prompt_ids), length)
     top = jax.tree.map(lambda values: values[0, index], top)
-    return GenerateResult(ids[0, index].tolist(), _FINISH_NAMES[int(finish[0])], metrics, top)
+    name = FinishReason.STOP_STRING if stopped else _FINISH_NAMES[int(finish[0])]
+    return GenerateResult(ids[0, index].tolist(), name, metrics, top)
 
 
 def _ignore(*_: Any) -> None:
@@ -209,7 +214,7 @@ def stream_text(
     show: Callable[[str, int], None] = _ignore,
     waits_for_all: bool = False,
 ) -> tuple[GenerateResult, Timings]:
-    """Decodes step by step and passes on text as soon as it is final.
+    """Decodes step by step, up to a stop string, and passes on text as soon as it is final.
 
     Args:
       job: what to decode.
@@ -222,7 +227,7 @@ def stream_text(
     Returns:
       The result, and its times without those of `show`.
     """
-    text = TextStream(job.tokenizer, job.prompt_ids)
+    text = StoppedText(job.tokenizer, job.prompt_ids, job.stop)
     num_shown = first_length = len(job.prompt_ids)
     compile_seconds = step_seconds = 0.0
     origin = 0
@@ -232,15 +237,18 @@ def stream_text(
         if not stepping:
             first_length = length
             begin(job)
-        for index in range(num_shown, length):
-            origin = int(origins[0, index])
-            show(text.feed(int(ids[0, index])), origin)
-        num_shown = length
+        while num_shown < length and not text.stopped:
+            origin = int(origins[0, num_shown])
+            show(text.feed(int(ids[0, num_shown])), origin)
+            num_shown += 1
         compile_seconds += compiling
         step_seconds += stepping
+        if text.stopped:
+            break
     show(text.flush(), origin)
     rate = (num_shown - first_length) / step_seconds if step_seconds else None
-    return _result_of(job, state), Timings(compile_seconds, step_seconds, rate)
+    result = _result_of(job, state, num_shown, text.stopped)
+    return result, Timings(compile_seconds, step_seconds, rate)
 
 
 def compare_with_plain(

@@ -11,7 +11,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
-from specjax.engine.text_stream import TextStream
+from specjax.engine.stop_strings import StoppedText
 
 __all__ = ["follows_target", "is_exact", "json_report", "metrics_json"]
 
@@ -52,11 +52,13 @@ def metrics_json(result: GenerateResult) -> dict[str, Any]:
 
 def json_report(job: GenerateJob, result: GenerateResult, timings: Timings) -> dict[str, Any]:
     """Returns the object that `--json` prints."""
-    text = TextStream(job.tokenizer, job.prompt_ids)
-    pieces = [text.feed(token) for token in result.token_ids]
+    text = StoppedText(job.tokenizer, job.prompt_ids, job.stop)
+    for token in result.token_ids:
+        text.feed(token)
+    text.flush()
     top = result.top_logprobs
     return {
-        "text": "".join([*pieces, text.flush()]),
+        "text": text.text,
         "token_ids": result.token_ids,
         "finish": result.finish,
         "logprobs": None if top is None else list_logprobs(job.tokenizer, result.token_ids, top),

@@ -86,8 +86,14 @@ def test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut(
         path.write_bytes(data[:size])
         assert generate(LINES) == (0, whole)
     assert "has every line already" in capsys.readouterr().err
-    # Keys are by line: the last prompt's text does not depend on what is above it.
-    assert generate(["", *LINES[1:]], output="b.jsonl")[1][8] == whole[8]
+    # Keys are by line: the last prompt's text does not depend on what is above it. It sets its own
+    # stop strings, none, and another line has those of the options.
+    text = whole[1]["text"]
+    lines = ["", *LINES[1:7], LINES[7] | {"stop": []}, LINES[0]]
+    found = generate(lines, "--stop", text[5:7], output="b.jsonl")[1]
+    assert found[8] == whole[8]
+    assert found[9]["text"] == text[: text.index(text[5:7])]
+    assert found[9]["finish_reason"] == "stop_string"
     for change in ([{"prompt": "other"}, *LINES[1:]], LINES):
         options = ["--seed", "1"] if change is LINES else []
         assert generate(change, *options)[0] == 2

@@ -271,6 +271,32 @@ def test_sampling_options_shape_the_text_and_its_logprobs_are_listed(capsys, pai
 
 
 @pytest.mark.once
+def test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of_it(capsys, pair):
+    # Its own draft is accepted: after the first token a step has three.
+    options = ("--draft", pair[0], "--temperature", "0")
+    whole = run_json(capsys, pair, *options)
+    assert whole["metrics"]["draft_acceptance_rate"] == 1.0
+    text, tokenizer = whole["text"], byte_tokenizer()
+    tokens = [tokenizer.decode([token]) for token in whole["token_ids"]]
+    # The end of a token and the beginning of the next, which is not the last of its step.
+    joints = ((n, tokens[n][-1:] + tokens[n + 1][:1]) for n in range(len(tokens) - 1) if n % 3 < 2)
+    n, stop = next(
+        (n, stop) for n, stop in joints if text.find(stop) == len("".join(tokens[: n + 1])) - 1 > 0
+    )
+    options = (*options, "--stop", "no such text", "--stop", stop)
+    cut = run_json(capsys, pair, *options)
+    assert (cut["text"], cut["finish"]) == (text[: text.index(stop)], "stop_string")
+    assert cut["token_ids"] == whole["token_ids"][: n + 2]
+    assert cut["metrics"]["num_steps"] < whole["metrics"]["num_steps"]
+    assert run_generate(pair, *options) == 0
+    captured = capsys.readouterr()
+    assert captured.out == cut["text"] + "\n"
+    assert f"{n + 2} after a prompt of {cut['num_prompt_tokens']}, ended by stop string" in (
+        captured.err
+    )
+
+
+@pytest.mark.once
 def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
     assert run_generate(pair, *SAMPLING, "--draft", "none") == 0
     captured = capsys.readouterr()
@@ -474,6 +500,7 @@ GREEDY = {"temperature": 0.0}
         (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
         (["x", "--frequency-penalty", "inf"], "--frequency-penalty is inf"),
         (["x", "--logprobs", "-1"], "--logprobs is -1"),
+        (["x", "--stop", "a", "--stop", ""], "--stop is ''; it needs text that is not empty"),
         (["x", "--quiet", "--compare"], "--quiet prints the text alone, and --compare asks for m"),
         (["x", "--quiet", "--logprobs", "1"], "and --logprobs asks for more; give one"),
         (["x", "--logprobs", "99999"], "--logprobs is 99999; the target has"),

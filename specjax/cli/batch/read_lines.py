@@ -28,14 +28,14 @@ class PromptLine(NamedTuple):
       number: of the line, from 1.
       id: what the line calls itself, a string, a number or None.
       token_ids: the prompt.
-      stop: stop strings.
+      stop: stop strings, or None where the options' hold.
       values: the options that the line sets, by name.
     """
 
     number: int
     id: Any
     token_ids: list[int]
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] | None
     values: dict[str, Any]
 
 
@@ -83,7 +83,7 @@ def _read_line(
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id is {name!r}; it needs a string or an integer.")
     values = {key: _check_number(key, fields[key]) for key in _NUMBERS if key in fields}
-    stop = _check_stop(fields.get("stop", ()))
+    stop = _check_stop(fields["stop"]) if "stop" in fields else None
     return PromptLine(number, name, _read_prompt(fields, encode), stop, values)
 
 

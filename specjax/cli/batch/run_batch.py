@@ -130,7 +130,7 @@ def _hash(
     """Returns a hash of all that a request's tokens depend on but the weights and the shapes."""
     names = ("max_new_tokens", "temperature", "seed", "logprobs", *SAMPLING_OPTIONS)
     common = {name: getattr(options, name) for name in names}
-    own = [line.number, line.token_ids, line.stop, line.values]
+    own = [line.number, line.token_ids, _stop(options, line), line.values]
     # A rule's functions have no name that outlives a process; the option does.
     plain = repr(dataclasses.replace(config, rule=None))
     what = [describe_configs(pair), plain, options.rule, common, own]
@@ -138,6 +138,10 @@ def _hash(
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)
         what.append(hashlib.sha256(tables).hexdigest())
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _stop(options: argparse.Namespace, line: PromptLine) -> tuple[str, ...]:
+    return tuple(options.stop) if line.stop is None else line.stop
 
 
 def _value(job: BatchJob, line: PromptLine, name: str) -> Any:
@@ -179,7 +183,7 @@ def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
         key=key,
         max_new_tokens=_value(job, line, "max_new_tokens"),
         temperature=_value(job, line, "temperature"),
-        stop=line.stop,
+        stop=_stop(job.options, line),
         stop_token_ids=job.pair.target_config.eos_token_ids,
         sampling=SamplingParams(**sampling),
     )

@@ -1,7 +1,7 @@
 """Wrong versions of the engine: what a slot keeps of the request before, when steps are read."""
 
 from ..mutation import Mutation
-from .tests import engines, json_schemas, soaks, stop_strings
+from .tests import batches, commands, engines, json_schemas, soaks, stop_strings
 
 __all__ = ["MUTATIONS"]
 
@@ -11,6 +11,8 @@ _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
+_COMMAND = "test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of_it"
+_LINES = "test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut"
 _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts"
 
 MUTATIONS = (
@@ -83,5 +85,28 @@ MUTATIONS = (
         "len(stop) - 2",
         stop_strings(_CUT),
         "all but the last character of a stop string is shown",
+    ),
+    Mutation(
+        "specjax.cli.generate.stream_text",
+        """        if text.stopped:
+            break
+""",
+        "",
+        commands(_COMMAND),
+        "the command decodes on after a stop string",
+    ),
+    Mutation(
+        "specjax.cli.generate.stream_text",
+        "result = _result_of(job, state, num_shown, text.stopped)",
+        "result = _result_of(job, state, length, text.stopped)",
+        commands(_COMMAND),
+        "tokens after the one that completed a stop string are listed",
+    ),
+    Mutation(
+        "specjax.cli.batch.run_batch._stop",
+        "if line.stop is None",
+        "if not line.stop",
+        batches(_LINES),
+        "a line cannot ask for no stop strings",
     ),
 )

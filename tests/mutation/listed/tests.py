@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 __all__ = [
     "acceptance_rates",
+    "batches",
     "block_laws",
     "block_verification",
     "capacity",
     "choose_k",
+    "commands",
     "coupled_decoding",
     "coupled_sampling",
     "cutoffs",
@@ -67,7 +69,9 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
 block_laws = _of("laws/test_block_laws.py")
 block_verification = _of("samplers/test_block_rejection_sample.py")
 capacity = _of("decode/test_capacity.py")
+batches = _of("cli/test_batch.py")
 choose_k = _of("decode/test_choose_k.py")
+commands = _of("cli/test_command.py")
 coupled_decoding = _of("decode/test_coupled.py")
 coupled_sampling = _of("samplers/test_coupled_sample.py")
 cutoffs = _of("processing/test_cutoff.py")
