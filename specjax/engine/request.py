@@ -1,5 +1,6 @@
 """`Request`: what a request of an engine asked for, what it has got so far, and why it ended."""
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ class FinishReason:
     END_OF_SEQUENCE = "end_of_sequence"
     STOP_STRING = "stop_string"
     INVALID_LOGITS = "invalid_logits"
+    MATCHER_ERROR = "matcher_error"
     REFUSED = "refused"
     ABORTED = "aborted"
 
@@ -58,7 +60,7 @@ class Request:
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
-      error: a sentence that says why a request was refused, or None.
+      error: a sentence that says why a request was refused or what its matcher raised, or None.
     """
 
     def __init__(
@@ -145,7 +147,17 @@ class Request:
     def fill_masks(self, rows: np.ndarray) -> None:
         """Fills masks u32[K + 1, ceil(V / 32)] of its next step, all of whose past is read."""
         if self._matched is not None:
-            self._matched.fill(self._drafted, rows)
+            with self._matcher_errors():
+                self._matched.fill(self._drafted, rows)
+
+    @contextlib.contextmanager
+    def _matcher_errors(self) -> Iterator[None]:
+        """Ends this request, and no other, if its matcher raises."""
+        try:
+            yield
+        except Exception as error:  # The matcher is the caller's, and may raise anything.
+            what = f"its matcher raised {type(error).__name__}: {error}"
+            self.end(FinishReason.MATCHER_ERROR, what)
 
     def add(self, output: Any, slot: int) -> None:
         """Adds what a step committed for the request in a slot.
@@ -173,5 +185,6 @@ class Request:
         elif finish > 0:
             self.end(_REASONS[finish])
         elif self._matched is not None:
-            self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])
+            with self._matcher_errors():
+                self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])
             self._drafted = [token for token in output.drafted[slot].tolist() if token >= 0]

@@ -321,6 +321,29 @@ def matchers_of(number):
     return llguidance_matchers([schema] * number, VOCABULARY, [EOS], letters)
 
 
+class Broken:
+    """A matcher one of whose methods raises when it is called once more than `num_calls` times."""
+
+    def __init__(self, matcher, method, num_calls):
+        self._matcher, self._method, self._left = matcher, method, num_calls
+
+    def __getattr__(self, name):
+        if name == self._method:
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError(f"no {name}")
+        return getattr(self._matcher, name)
+
+
+# The first mask is that of `submit`.
+BREAKS = [
+    ("compute_bitmask", 1),
+    ("compute_bitmask", 7),
+    ("try_consume_tokens", 9),
+    ("rollback", 0),
+]
+
+
 def test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts():
     target, draft = (markov_chain(table / table.sum(-1, keepdims=True)) for table in TABLES)
     # 50 by the automaton, 50 by a matcher, 20 without a grammar, in any order.
@@ -341,23 +364,33 @@ def test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_f
             takes_matchers=takes_matchers,
         )
         matchers = matchers_of(len(kinds)) if takes_matchers else [None] * len(kinds)
-        requests = {}
+        requests, broken = {}, {}
+
+        def submit(i, matcher):
+            return engine.submit(
+                PROMPTS[i],
+                key=keys[i],
+                max_new_tokens=NEW,
+                stop_token_ids=[EOS],
+                sampling=SamplingParams(grammar_state=0 if kinds[i] == "table" else -1),
+                matcher=matcher,
+            )
+
         for i, kind in enumerate(kinds):
             if kind in kept:
-                requests[i] = engine.submit(
-                    PROMPTS[i],
-                    key=keys[i],
-                    max_new_tokens=NEW,
-                    stop_token_ids=[EOS],
-                    sampling=SamplingParams(grammar_state=0 if kind == "table" else -1),
-                    matcher=matchers[i] if kind == "matcher" else None,
-                )
+                requests[i] = submit(i, matchers[i] if kind == "matcher" else None)
+            if kind == "matcher" and kind in kept and len(broken) < len(BREAKS):
+                broken[i] = submit(i, Broken(*matchers_of(1), *BREAKS[len(broken)]))
         with pytest.raises(ValueError, match="submit each sample by itself"):
             engine.submit_samples(2, [1], key=keys[0], matcher=matchers[0] or object())
         while engine.step():
             if takes_matchers and engine.num_steps % 5 == 0:
                 request = requests[engine.num_steps % len(kinds)]
                 engine.preempt(request, drops_cache=engine.num_steps % 2 == 0)
+        for (method, _), (i, request) in zip(BREAKS, broken.items(), strict=takes_matchers):
+            assert request.finish_reason == "matcher_error"
+            assert request.error == f"its matcher raised RuntimeError: no {method}"
+            assert request.token_ids == requests[i].token_ids[: len(request.token_ids)]
         return {i: request.token_ids for i, request in requests.items()}
 
     texts = decode({"table", "matcher", "free"}, True)

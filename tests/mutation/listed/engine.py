@@ -38,6 +38,13 @@ MUTATIONS = (
         "a matcher reads the tokens of earlier steps again",
     ),
     Mutation(
+        "specjax.engine.request.Request._matcher_errors",
+        "except Exception",
+        "except ValueError",
+        json_schemas(_MATCHED),
+        "a matcher that raises ends the engine",
+    ),
+    Mutation(
         "specjax.engine.slots.admit",
         "target_cache=row.target_cache",
         "target_cache=last.target_cache",
