@@ -1,6 +1,9 @@
 """K = "auto": each request drafts as many tokens as its own past makes worth their time."""
 
+import collections
 import functools
+import itertools
+from types import SimpleNamespace
 
 import bigrams
 import jax
@@ -20,6 +23,7 @@ from specjax.decode.choose_k import (
     k_by_rate,
     speeds_by_rate,
 )
+from specjax.decode.draft_next import most_drafted
 from specjax.decode.loop import run_step
 
 V, B, K = 4, 4, 3
@@ -288,6 +292,93 @@ def test_three_steps_follow_the_target_jointly_whatever_k_the_past_chooses():
     wanted = bigrams.joint_probs(TARGET, [1, 2], 3)
     np.testing.assert_allclose(joint_of_steps(3, choose), wanted, rtol=1e-12)
     assert len(ks) > 1
+
+
+# Two requests of two tokens that share a K, as in an engine that reads its load.
+LOAD = SpeculativeConfig("auto", step_costs=(1.0, 1.45, 1.73))
+LOAD_P, LOAD_Q = (bigrams.probs(table[:2, :2, :2]) for table in (TARGET, DRAFT))
+
+
+@functools.cache
+def most_of_two(histories, lengths, num_tokens):
+    """How many tokens each of two requests drafts, as the loop says it; -1 if it has ended."""
+    table, end = jnp.asarray(speeds_by_rate(LOAD)), jnp.full(2, num_tokens, jnp.int32)
+    tested, accepted = jnp.asarray(histories, jnp.int32).T
+    state = SimpleNamespace(
+        settings=SimpleNamespace(k_by_rate=table, max_lengths=end),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        draft_history=DraftHistory(tested, accepted, tested),
+        finish=jnp.asarray(np.array(lengths) == num_tokens, jnp.int8),
+    )
+    return tuple(most_drafted(DRAFTERS["model"], state, LOAD).tolist())
+
+
+@functools.cache
+def history_after(history, drafted, accepted):
+    """The counts of tested and accepted tokens after a step."""
+    one = jnp.ones(1, jnp.int32)
+    before = DraftHistory(*(count * one for count in (*history, 0)))
+    after = add_step(before, drafted * one, accepted * one, one)
+    return int(after.num_tested[0]), int(after.num_accepted[0])
+
+
+@functools.cache
+def outcomes(context, k, cut):
+    """What a step of k drafted tokens gives after two tokens: {(tokens, drafted): probability}."""
+    found = collections.Counter()
+    p, q = ((lambda x, t=t: t[(*context, *x)[-2:]]) for t in (LOAD_P, LOAD_Q))
+    for tokens in itertools.product(range(2), repeat=k):
+        chances = [q(tokens[:i])[token] for i, token in enumerate(tokens)]
+        drafted = cut(chances)
+        step = oracle.output_distribution(p, q, drafted, token_ids=tokens)
+        for emitted, share in step.items():
+            found[emitted, drafted] += share * np.prod(chances)
+    return found
+
+
+def joint_of_two(num_tokens, cut=len):
+    """Exact distribution of the texts of two requests whose K is chosen for both; and the Ks."""
+    begin = ((1, 0), (0, 0)), ((0, 1), (0, 0))
+    states, found, ks = {begin: 1.0}, np.zeros((2,) * 2 * num_tokens), set()
+    while states:
+        after = collections.Counter()
+        for state, mass in states.items():
+            texts, histories = zip(*state, strict=True)
+            lengths = tuple(len(text) - 2 for text in texts)
+            if lengths == (num_tokens, num_tokens):
+                found[texts[0][2:] + texts[1][2:]] += mass
+                continue
+            most = most_of_two(histories, lengths, num_tokens)
+            ks.add(most)
+            each = []
+            for (text, history), k in zip(state, most, strict=True):
+                step = {((), 0): 1.0} if k < 0 else outcomes(text[-2:], k, cut)
+                each.append(
+                    [
+                        ((text + new, history_after(history, n, max(len(new) - 1, 0))), share)
+                        for (new, n), share in step.items()
+                    ]
+                )
+            for (first, a), (second, b) in itertools.product(*each):
+                after[first, second] += mass * a * b
+        states = after
+    return found, ks
+
+
+@pytest.mark.once
+def test_two_requests_that_share_a_k_follow_the_target_jointly_unless_a_cut_token_decides():
+    """By enumeration in float64, of both texts together: what one drafts follows the other, too."""
+    one, other = (bigrams.joint_probs(TARGET[:2, :2, :2], last, 3) for last in ([1, 0], [0, 1]))
+    wanted = np.multiply.outer(one, other)
+    found, ks = joint_of_two(3)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert {(2, 2), (1, 1), (0, 0), (-1, 1), (1, -1)} <= ks
+
+    def before_an_unlikely_token(chances):
+        return next((i for i, chance in enumerate(chances) if chance < 0.4), len(chances))
+
+    biased, _ = joint_of_two(3, before_an_unlikely_token)
+    assert np.abs(biased - wanted).max() > 0.01
 
 
 NUM_SAMPLED, NUM_JOINT, PROMPT = 24_000, 4, [1, 2]
