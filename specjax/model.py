@@ -22,7 +22,8 @@ class Model:
 
     Attributes:
       params: a pytree of arrays.
-      init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position.
+      init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position. A cache of
+        a smaller `max_length` is the beginning of a larger one, leaf by leaf.
       apply: `(params, token_ids[B, L], positions[B, L], cache) ->
         (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
         token attends to the cached slots up to and including its own position, so that a smaller

@@ -210,7 +210,7 @@ def chunk_and_step_ms(engine: specjax.Engine, effort: Effort) -> tuple[float, fl
         scheduler._slots, output = programs.step(scheduler._slots, None)
     jax.block_until_ready(output)
     step_ms = 1e3 * (time.perf_counter() - start) / effort.bare
-    row, count = programs.new_row(), length // size
+    row, count = programs.new_row(max_length=engine.max_length), length // size
     ids = np.zeros((1, size), np.int32)
     start = time.perf_counter()
     for i in range(count):

@@ -119,9 +119,9 @@ class Engine:
         defaults = parse_defaults(sampling)
         settings = slot_settings(arguments["settings"], defaults, config, k_by_load)
         options = {name: arguments[name] for name in ("config", "implementation")}
-        programs = make_programs(
-            target, drafter, settings, num_slots=num_slots, max_length=max_length, **options
-        )
+        chunk_size = min(arguments["chunk_size"], max_length)
+        sizes = {"num_slots": num_slots, "max_length": max_length, "chunk_size": chunk_size}
+        programs = make_programs(target, drafter, settings, **sizes, **options)
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes = programs.slot_bytes
         num_rows = 1 + (0 if drafter is None else options["config"].num_speculative_tokens)
@@ -130,7 +130,6 @@ class Engine:
         self._options = EngineOptions(
             max_length, programs.vocab_size, defaults, tokenizer, takes_matchers
         )
-        chunk_size = min(arguments["chunk_size"], max_length)
         with explain_slots_out_of_memory(self.slot_bytes, num_slots, max_length):
             any_request = read_submission([0, 0], self._options, key=keys[0])
             slots = warm_up(programs, chunk_size, any_request.settings, all_allowed)

@@ -40,7 +40,7 @@ class PromptGroup:
         self._settings = waiting
         self._prompt, self._num_tokens = prompt, num_tokens
         self._row: PromptRow | None = None
-        self._num_read = 0
+        self._num_read = self._row_length = 0
 
     def is_read(self) -> bool:
         """Returns whether the models have read all but the prompt's last token."""
@@ -48,20 +48,30 @@ class PromptGroup:
 
     def read_chunk(self, programs: Programs, chunk_size: int) -> bool:
         """Reads the next tokens; returns whether the models computed something."""
-        if self._row is None:
-            self._row = programs.new_row()
-        chunk = _next_chunk(self._prompt, self._num_read, self._num_tokens - 1, chunk_size)
+        end = self._num_tokens - 1
+        row = self._row_for(programs, min(self._num_read + chunk_size, end))
+        chunk = _next_chunk(self._prompt, self._num_read, end, chunk_size)
         if chunk is None:
             return False
-        self._row = programs.prefill_chunk(self._row, *chunk)
+        self._row = programs.prefill_chunk(row, *chunk)
         self._num_read += chunk_size
         return True
+
+    def _row_for(self, programs: Programs, num_tokens: int) -> PromptRow:
+        """Returns the row, with room for the tokens and perhaps for as many again."""
+        length = next(length for length in programs.row_lengths if length >= num_tokens)
+        if self._row is None:
+            self._row, self._row_length = programs.new_row(max_length=length), length
+        elif self._row_length < length:
+            self._row, self._row_length = programs.grow_row(self._row, max_length=length), length
+        return self._row
 
     def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
         """Returns the slots with the first waiting request in one of them, and the request."""
         request = self.waiting.popleft()
         settings = self._settings[request]
-        slots = programs.admit(slots, self._row, np.int32(slot), self._prompt, settings)
+        row = self._row_for(programs, programs.row_lengths[-1])
+        slots = programs.admit(slots, row, np.int32(slot), self._prompt, settings)
         return slots, request
 
 

@@ -15,16 +15,22 @@ from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.model import Model
 
-__all__ = ["Programs", "make_programs", "warm_up"]
+__all__ = ["Programs", "make_programs", "row_lengths", "warm_up"]
+
+# A chunk's attention takes little of its time in a row of fewer tokens.
+_LEAST_ROW = 512
 
 
 class Programs(NamedTuple):
     """The functions of `specjax.engine.slots` with everything bound that no request changes.
 
     Attributes:
-      new_row: `() -> PromptRow`.
+      new_row: `(*, max_length) -> PromptRow`.
+      grow_row: `(row, *, max_length) -> PromptRow` of a greater length.
+      row_lengths: lengths of the rows that a prompt is read into, one after another; the last
+        is S. A chunk attends to all of its row.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
-      new_target_row: `new_row` without a drafter's state.
+      new_target_row: `() -> PromptRow` of length S, without a drafter's state.
       prefill_target_chunk: `prefill_chunk` of such a row.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`.
       step: `(slots, allowed) -> (slots, StepOutput)`.
@@ -36,7 +42,9 @@ class Programs(NamedTuple):
       vocab_size: of the target's logits.
     """
 
-    new_row: Callable[[], PromptRow]
+    new_row: Callable[..., PromptRow]
+    grow_row: Callable[..., PromptRow]
+    row_lengths: tuple[int, ...]
     prefill_chunk: Callable[..., PromptRow]
     new_target_row: Callable[[], PromptRow]
     prefill_target_chunk: Callable[..., PromptRow]
@@ -57,6 +65,7 @@ def make_programs(
     *,
     num_slots: int,
     max_length: int,
+    chunk_size: int,
     **options: Any,
 ) -> Programs:
     """Returns the programs of an engine; nothing is compiled yet.
@@ -67,6 +76,7 @@ def make_programs(
       settings: of one empty request in each slot.
       num_slots: B.
       max_length: S.
+      chunk_size: C.
       **options: `config` and `implementation`, static options of a step.
 
     Raises:
@@ -96,7 +106,9 @@ def make_programs(
     cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
     hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
     return Programs(
-        new_row=functools.partial(slots.new_row, target, drafter, max_length=max_length),
+        new_row=functools.partial(slots.new_row, target, drafter),
+        grow_row=functools.partial(slots.grow_row, target, drafter),
+        row_lengths=row_lengths(max_length, chunk_size),
         prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
@@ -111,6 +123,25 @@ def make_programs(
         slot_bytes=row_bytes(shapes, axes),
         vocab_size=jax.eval_shape(target.logits, target.params, hidden).shape[-1],
     )
+
+
+def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
+    """Returns the lengths of the rows that prompts are read into: S and its halves.
+
+    Each is one more copy of the models' layers to compile.
+
+    Args:
+      max_length: S.
+      chunk_size: C, the least length.
+
+    Example:
+      >>> row_lengths(2500, 128), row_lengths(2500, 1024), row_lengths(1000, 128)
+      ((625, 1250, 2500), (1250, 2500), (1000,))
+    """
+    lengths = [max_length]
+    while (half := -(-lengths[0] // 2)) >= max(_LEAST_ROW, chunk_size):
+        lengths.insert(0, half)
+    return tuple(lengths)
 
 
 def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
@@ -139,7 +170,7 @@ def warm_up(
     first = np.int32(0)
     nothing = np.zeros((1, chunk_size), np.int32), np.full((1, chunk_size), -1, np.int32)
     for _ in range(2):
-        row = programs.prefill_chunk(programs.new_row(), *nothing)
+        row = _read_nothing(programs, nothing)
         state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state, allowed)
         parked = programs.park(state, first)
@@ -149,3 +180,14 @@ def warm_up(
         state = programs.release(state, np.ones(num_slots, bool))
         jax.device_get(output)
     return state
+
+
+def _read_nothing(programs: Programs, nothing: tuple[np.ndarray, np.ndarray]) -> PromptRow:
+    """Runs what reads prompts, in rows of every length, and returns the last row."""
+    last = programs.row_lengths[-1]
+    row = programs.new_row(max_length=programs.row_lengths[0])
+    for length in programs.row_lengths[1:]:
+        row = programs.prefill_chunk(row, *nothing)
+        programs.grow_row(row, max_length=last)
+        row = programs.grow_row(row, max_length=length)
+    return programs.prefill_chunk(row, *nothing)

@@ -7,7 +7,7 @@ import jax
 
 from specjax.decode.state_and_info import DecodeState
 
-__all__ = ["find_axes", "put_row", "row_bytes", "state_axes", "take_row"]
+__all__ = ["find_axes", "put_beginning", "put_row", "row_bytes", "state_axes", "take_row"]
 
 _State = TypeVar("_State")
 # Of a leaf that all requests share.
@@ -104,6 +104,23 @@ def put_row(state: _State, row: _State, axes: tuple[int, ...], slot: jax.Array) 
         return jax.lax.dynamic_update_slice_in_dim(leaf, value, slot, axis)
 
     return jax.tree.unflatten(structure, map(put, leaves, jax.tree.leaves(row), axes))
+
+
+def put_beginning(whole: _State, part: _State) -> _State:
+    """Returns a pytree of arrays with another, of a shorter length, at the beginning of each leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> put_beginning([jnp.zeros((1, 4)), jnp.zeros(2)], [jnp.ones((1, 2)), jnp.ones(2)])
+      [Array([[1., 1., 0., 0.]], dtype=float32), Array([1., 1.], dtype=float32)]
+    """
+
+    def put(leaf: jax.Array, value: jax.Array) -> jax.Array:
+        if leaf.shape == value.shape:
+            return value
+        return jax.lax.dynamic_update_slice(leaf, value, (0,) * leaf.ndim)
+
+    return jax.tree.map(put, whole, part)
 
 
 def row_bytes(state: Any, axes: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from specjax.decode.metrics import init_metrics
 from specjax.decode.prefill import run_prefill
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.decode.target_rows import apply_model, count_drafted, count_rows
-from specjax.engine.rows import put_row, take_row
+from specjax.engine.rows import put_beginning, put_row, take_row
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.implementation import Implementation
 from specjax.model import Model
@@ -26,6 +26,7 @@ from specjax.processing.token_counts import count_committed
 __all__ = [
     "admit",
     "empty_slots",
+    "grow_row",
     "new_row",
     "park",
     "prefill_chunk",
@@ -99,6 +100,14 @@ def new_row(target: Model, drafter: Drafter | None, *, max_length: int) -> Promp
 
 def _init_drafter(drafter: Drafter | None, size: int, max_length: int) -> Any:
     return None if drafter is None else drafter.init(drafter.params, size, max_length)
+
+
+@functools.partial(jax.jit, static_argnames="max_length")
+def grow_row(
+    target: Model, drafter: Drafter | None, row: PromptRow, *, max_length: int
+) -> PromptRow:
+    """Returns a row of a greater length that has read what a shorter one has."""
+    return put_beginning(new_row(target, drafter, max_length=max_length), row)
 
 
 @functools.partial(jax.jit, donate_argnames="row")

@@ -15,6 +15,8 @@ from compilations import compilations
 
 import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
+from specjax.engine.programs import warm_up
+from specjax.engine.submission import read_submission
 
 V, S, K = 4, 48, 3
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -488,6 +490,27 @@ def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch)
         same = engine.submit(prompt, key=jax.random.fold_in(KEYS[3], i), **values).result()
         assert what_came(same) == what_came(sample)
     assert len({tuple(sample.token_ids) for sample in samples}) > 1
+
+
+def test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling():
+    engine = full_engine()
+    scheduler = engine._scheduler
+    programs = scheduler._programs._replace(row_lengths=(6, 13, S))
+    scheduler._programs = programs
+    any_request = read_submission([0, 0], engine._options, key=KEYS[0])
+    scheduler._slots = warm_up(programs, 4, any_request.settings, None)
+    with compilations() as found:
+        requests = [request.submit(engine) for request in ASKED]
+        samples = engine.submit_samples(2, [1, 2, 3] * 5, key=KEYS[0], max_new_tokens=3)
+        engine.run()
+    assert found == []
+    assert list(map(what_came, requests)) == alone()
+    prompts = {len(request.prompt) for request in ASKED}
+    assert min(prompts) < 6 < 13 < max(prompts)
+    for i, sample in enumerate(samples):
+        key = jax.random.fold_in(KEYS[0], i)
+        same = full_engine().submit([1, 2, 3] * 5, key=key, max_new_tokens=3).result()
+        assert what_came(same) == what_came(sample)
 
 
 def test_a_stop_string_ends_a_request_within_a_step_and_across_tokens():

@@ -8,6 +8,7 @@ __all__ = ["MUTATIONS"]
 _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 _FEATURES = "test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
+_GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
@@ -64,6 +65,20 @@ MUTATIONS = (
         "return PromptRow(cache, row.drafter_state)",
         engines(_FEATURES),
         "the drafter does not read the prompt",
+    ),
+    Mutation(
+        "specjax.engine.group.PromptGroup._row_for",
+        "length >= num_tokens",
+        "length >= num_tokens - 1",
+        engines(_GROWN),
+        "a row grows a token too late",
+    ),
+    Mutation(
+        "specjax.engine.slots.grow_row",
+        "put_beginning(new_row(target, drafter, max_length=max_length), row)",
+        "new_row(target, drafter, max_length=max_length)",
+        engines(_GROWN),
+        "a row that grows forgets what was read",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._begin_round",
