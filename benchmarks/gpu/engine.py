@@ -1,11 +1,13 @@
 """Times an engine at real size on an NVIDIA GPU: full slots, a queue of requests, a late prompt.
 
 python -m benchmarks.gpu.engine --out benchmarks/results/h200_engine.json
+
+Options name a part, such as `--cases full --slots 64 --section engine_64`, which is put next to the
+others in the file.
 """
 
 import argparse
 import dataclasses
-import heapq
 import pathlib
 import shlex
 import sys
@@ -18,6 +20,7 @@ import numpy as np
 
 import specjax
 from benchmarks.gpu.decode import DRAFT, LENGTH, SMALL, TARGET, K, read_ms
+from benchmarks.gpu.engine_bound import bare_step_ms, bound_seconds, fill, measure_times
 from benchmarks.gpu.verify import environment, save
 from specjax.models import build
 
@@ -34,7 +37,8 @@ class Effort(NamedTuple):
       prompts: shortest and longest of its prompts.
       texts: fewest and most tokens of its texts.
       late: tokens of the prompt that comes last.
-      bare: steps that are dispatched without reading them.
+      bare: steps, or chunks of a prompt, that are dispatched without reading them.
+      chunk: tokens of a prompt that are read at once.
     """
 
     slots: tuple[int, ...] = (1, 8, 32, 64)
@@ -46,6 +50,7 @@ class Effort(NamedTuple):
     texts: tuple[int, int] = (20, 500)
     late: int = 1000
     bare: int = 48
+    chunk: int = 128
 
     @property
     def max_length(self) -> int:
@@ -53,7 +58,8 @@ class Effort(NamedTuple):
         return self.prompts[1] + self.texts[1]
 
 
-REHEARSAL = Effort((2,), 12, 12, 9, 2, (5, 20), (3, 12), 20, 3)
+CASES = ["queue", "late", "full"]
+REHEARSAL = Effort((2,), 12, 20, 9, 2, (5, 20), (3, 12), 20, 3)
 
 
 class Pair(NamedTuple):
@@ -63,9 +69,10 @@ class Pair(NamedTuple):
     drafter: specjax.Drafter
     config: specjax.SpeculativeConfig
 
-    def engine(self, num_slots: int, max_length: int) -> specjax.Engine:
+    def engine(self, num_slots: int, max_length: int, chunk: int) -> specjax.Engine:
         """An engine of the pair, compiled."""
-        return specjax.Engine(*self, num_slots=num_slots, max_length=max_length)
+        sizes = {"num_slots": num_slots, "max_length": max_length, "prefill_chunk_size": chunk}
+        return specjax.Engine(*self, **sizes)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -95,27 +102,15 @@ def decode_seconds(pair: Pair, num_slots: int, effort: Effort) -> float:
     return min(seconds[effort.new]) - min(seconds[1])
 
 
-def fill(engine: specjax.Engine, effort: Effort) -> list[specjax.Request]:
-    """Submits as many equal requests as slots, and steps until all prompts have been read."""
-    requests = [
-        engine.submit(
-            prompt_of(effort.prompt, seed), key=jax.random.key(seed), max_new_tokens=effort.new
-        )
-        for seed in range(engine.num_slots)
-    ]
-    while engine.num_running < engine.num_slots and engine.step():
-        pass
-    return requests
-
-
 def full_slots(pair: Pair, num_slots: int, effort: Effort) -> dict[str, Any]:
     """Tokens per second with every slot busy, next to `generate`, and what a step's host adds."""
-    engine = pair.engine(num_slots, effort.prompt + effort.new)
-    fill(engine, effort)
+    engine = pair.engine(num_slots, effort.prompt + effort.new, effort.chunk)
+    prompts = [prompt_of(effort.prompt, seed) for seed in range(num_slots)]
+    fill(engine, prompts, effort.new)
     engine.run()
     rates, steps = [], []
     for _ in range(3):
-        requests = fill(engine, effort)
+        requests = fill(engine, prompts, effort.new)
         before, first = sum(len(x.token_ids) for x in requests), engine.num_steps
         start = time.perf_counter()
         while engine.num_running == num_slots:
@@ -124,7 +119,8 @@ def full_slots(pair: Pair, num_slots: int, effort: Effort) -> dict[str, Any]:
         rates.append((sum(len(x.token_ids) for x in requests) - before) / taken)
         steps.append(1e3 * taken / (engine.num_steps - first))
         engine.run()
-    bare = bare_step_ms(engine, effort)
+    fill(engine, prompts, effort.new)
+    bare = bare_step_ms(engine, effort.bare)
     seconds = decode_seconds(pair, num_slots, effort)
     theirs = num_slots * (effort.new - 1) / seconds
     return {
@@ -139,17 +135,6 @@ def full_slots(pair: Pair, num_slots: int, effort: Effort) -> dict[str, Any]:
     }
 
 
-def bare_step_ms(engine: specjax.Engine, effort: Effort) -> float:
-    """Milliseconds of a step of full slots that no host reads."""
-    fill(engine, effort)
-    scheduler = engine._scheduler
-    start = time.perf_counter()
-    for _ in range(effort.bare):
-        scheduler._slots, output = scheduler._programs.step(scheduler._slots, None)
-    jax.block_until_ready(output)
-    return 1e3 * (time.perf_counter() - start) / effort.bare
-
-
 def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
     """A queue of requests of many lengths, all submitted at once, next to the bound they have."""
     rng = np.random.default_rng(0)
@@ -157,7 +142,8 @@ def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
         (int(rng.integers(*effort.prompts)), int(rng.integers(*effort.texts)))
         for _ in range(effort.queue)
     ]
-    chunk_ms, step_ms = chunk_and_step_ms(engine, effort)
+    low, high = effort.prompts
+    times = measure_times(engine, [low, (low + high) // 2, high], effort.bare)
     first, occupied = engine.num_steps, engine._scheduler.num_occupied
     requests = [
         engine.submit(prompt_of(prompt, i), key=jax.random.key(i), max_new_tokens=new)
@@ -169,56 +155,21 @@ def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
             steps = engine.num_steps - first
             queued = (engine._scheduler.num_occupied - occupied) / (steps * engine.num_slots)
     taken = time.perf_counter() - start
-    # The prompt's last token is the first that a step is fed.
-    chunk_size = engine._scheduler._chunk_size
-    chunks = sum(-(-prompt // chunk_size) for prompt, _ in sizes)
-    lasting = [int(x.metrics.num_steps) for x in requests if x.metrics is not None]
-    bound = (chunks * chunk_ms + list_schedule(lasting, engine.num_slots) * step_ms) / 1e3
+    # The step that feeds the prompt's last token is none of speculation.
+    lasting = [1 + int(x.metrics.num_steps) for x in requests if x.metrics is not None]
+    asked = [(*size, steps) for size, steps in zip(sizes, lasting, strict=True)]
+    bound = bound_seconds(times, asked, engine.num_slots, engine._scheduler._chunk_size)
     return {
         "case": "mixed load",
         "slots": engine.num_slots,
         "requests": effort.queue,
         "seconds": taken,
-        "bound_seconds": bound,
-        "over_bound": taken / bound - 1,
+        **bound,
+        "over_bound": taken / bound["bound_seconds"] - 1,
         "occupancy_while_queued": queued,
         "steps": engine.num_steps - first,
-        "least_steps": list_schedule(lasting, engine.num_slots),
-        "chunks": chunks,
-        "chunk_ms": chunk_ms,
-        "step_ms": step_ms,
         "tokens_per_s": sum(len(x.token_ids) for x in requests) / taken,
     }
-
-
-def list_schedule(lasting: list[int], num_slots: int) -> int:
-    """Steps until all requests have ended, each in the first slot that is empty, in their order."""
-    free = [0] * num_slots
-    for steps in lasting:
-        heapq.heappush(free, heapq.heappop(free) + steps)
-    return max(free)
-
-
-def chunk_and_step_ms(engine: specjax.Engine, effort: Effort) -> tuple[float, float]:
-    """Milliseconds of a chunk of a prompt, and of a step of full slots, no host between."""
-    scheduler = engine._scheduler
-    programs, size = scheduler._programs, scheduler._chunk_size
-    length = min(effort.prompts[1], engine.max_length) // 2
-    fill(engine, effort._replace(prompt=length, new=effort.texts[1]))
-    start = time.perf_counter()
-    for _ in range(effort.bare):
-        scheduler._slots, output = programs.step(scheduler._slots, None)
-    jax.block_until_ready(output)
-    step_ms = 1e3 * (time.perf_counter() - start) / effort.bare
-    row, count = programs.new_row(max_length=engine.max_length), length // size
-    ids = np.zeros((1, size), np.int32)
-    start = time.perf_counter()
-    for i in range(count):
-        row = programs.prefill_chunk(row, ids, np.arange(i * size, (i + 1) * size)[None])
-    jax.block_until_ready(row)
-    chunk_ms = 1e3 * (time.perf_counter() - start) / max(count, 1)
-    engine.run()
-    return chunk_ms, step_ms
 
 
 def late_prompt(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
@@ -255,24 +206,35 @@ def late_prompt(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
     }
 
 
-def measure(pair: Pair, effort: Effort) -> Iterator[dict[str, Any]]:
+def measure(pair: Pair, effort: Effort, cases: list[str]) -> Iterator[dict[str, Any]]:
     """A record of each measurement, the queue first."""
-    engine = pair.engine(effort.queue_slots, effort.max_length)
-    yield mixed_load(engine, effort) | {"slot_mb": engine.slot_bytes / 1e6}
-    yield late_prompt(engine, effort)
-    del engine
-    for num_slots in effort.slots:
-        yield full_slots(pair, num_slots, effort)
+    if {"queue", "late"} & set(cases):
+        engine = pair.engine(effort.queue_slots, effort.max_length, effort.chunk)
+        if "queue" in cases:
+            yield mixed_load(engine, effort) | {"slot_mb": engine.slot_bytes / 1e6}
+        if "late" in cases:
+            yield late_prompt(engine, effort)
+        del engine
+    if "full" in cases:
+        for num_slots in effort.slots:
+            yield full_slots(pair, num_slots, effort)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--slots", type=int, nargs="+", help="that are kept full")
+    parser.add_argument("--queue-slots", type=int, help="of the queue and the late prompt")
+    parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at once")
+    parser.add_argument("--section", default="engine", help="of the JSON")
     parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
     args = parser.parse_args()
     if not args.smoke and jax.default_backend() != "gpu":
         sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
     sizes, effort = (TARGET, DRAFT), REHEARSAL if args.smoke else Effort()
+    asked = {"slots": args.slots, "queue_slots": args.queue_slots, "chunk": args.chunk}
+    effort = effort._replace(**{name: value for name, value in asked.items() if value})
     if args.smoke:
         sizes = tuple(dataclasses.replace(config, **SMALL) for config in sizes)
     target, draft = (build(config, seed=seed) for seed, config in enumerate(sizes))
@@ -285,9 +247,10 @@ def main() -> None:
     command = shlex.join(["python", "-m", "benchmarks.gpu.engine", *sys.argv[1:]])
     where = environment() | {"command": command}
     section: dict[str, Any] = {"environment": where, "read_ms_per_step": floor, "cases": []}
-    for record in measure(Pair(target, specjax.model_drafter(draft), config), effort):
+    pair = Pair(target, specjax.model_drafter(draft), config)
+    for record in measure(pair, effort, args.cases):
         section["cases"].append(record)
-        save(None if args.smoke else args.out, "engine", section)
+        save(None if args.smoke else args.out, args.section, section)
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
         print(" ".join(f"{k}={v}" for k, v in shown.items()), flush=True)
 

@@ -52,6 +52,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
         (["gpu.filtered"], ["nothing asked", "all three"]),
         (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
         (["gpu.cold_start", "--case", "plain"], ['{"first":']),
+        (["gpu.engine", "--cases", "queue", "late"], ["case=mixed load", "case=late prompt"]),
     ],
 )
 def test_the_gpu_benchmarks_rehearse_on_a_cpu(
@@ -69,6 +70,19 @@ def test_the_gpu_benchmarks_rehearse_on_a_cpu(
     for case in cases:
         assert f"\n{case} " in f"\n{text}"
     assert not list(tmp_path.iterdir())
+
+
+def test_the_bound_of_a_queue_is_made_of_its_chunks_and_of_steps_by_what_the_slots_hold(benchmark):
+    module = benchmark("gpu.engine_bound")
+    times = module.Times({8: 3.0, 16: 5.0}, [(0.0, 1.0), (100.0, 11.0)])
+    requests = [(12, 6, 3), (2, 4, 4), (13, 0, 1), (1, 8, 2)]
+    bound = module.bound_seconds(times, requests, num_slots=2, chunk_size=4)
+    # The prompts' last tokens are read by steps: 4, 8 and 11 tokens, 1, 4, 8 and 12, none.
+    assert bound["bound_of_chunks"] == pytest.approx((3 + 3 + 5 + 3 + 3 + 3 + 5) / 1e3)
+    held = [12 + 2, 14 + 3, 16 + 4, 13 + 5, 1, 5]
+    steps = sum(1 + tokens / 10 for tokens in held) / 1e3
+    assert bound["bound_seconds"] == pytest.approx(bound["bound_of_chunks"] + steps)
+    assert (bound["chunks"], bound["least_steps"]) == (7, 6)
 
 
 def test_a_ratio_to_vllm_is_quoted_within_one_session_alone(benchmark):
