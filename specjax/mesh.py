@@ -1,16 +1,112 @@
-"""Meshes: a call on every shard of a batch, and loop carries that vary over mesh axes."""
+"""Meshes: where a model lies, a call on every shard of a batch, and carries of loops over axes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
+    "Placement",
     "check_unsharded",
+    "parse_mesh",
     "pvary_like",
+    "refuse_split",
     "shard_map_batch",
 ]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The mesh axes over which requests and shares of a model lie; a pytree without leaves.
+
+    Attributes:
+      mesh: a mesh whose axes are all of type Auto.
+      data: the axis over which requests lie, or None.
+      model: the axis over which heads, MLPs and vocabulary lie; None if every device has them all.
+    """
+
+    mesh: Mesh | AbstractMesh
+    data: str | None = None
+    model: str | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """Returns how many devices share the weights."""
+        return 1 if self.model is None else self.mesh.shape[self.model]
+
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        """Returns the specification of arrays [B, ...] whose next axes lie over `axes`."""
+        return PartitionSpec(self.data, *axes)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Returns a specification on this mesh."""
+        return NamedSharding(self.mesh, spec)
+
+    def map(self, function: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
+        """Returns a function that runs on the shares of all devices; arguments of `shard_map`."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        )
+
+    def round_up(self, size: int) -> int:
+        """Returns the least number of requests, from `size` on, that all devices have alike."""
+        num_parts = 1 if self.data is None else self.mesh.shape[self.data]
+        return -(-size // num_parts) * num_parts
+
+    def pad(self, array: jax.Array, fill: Any = 0) -> jax.Array:
+        """Returns an array [B, ...] filled up to `round_up(B)` requests."""
+        missing = self.round_up(array.shape[0]) - array.shape[0]
+        if not missing:
+            return array
+        rest = jnp.full((missing, *array.shape[1:]), fill, array.dtype)
+        return jnp.concatenate([array, rest])
+
+
+def parse_mesh(mesh: Any, replicate: bool = False) -> Placement:
+    """Returns the placement of a model on a mesh, or refuses the mesh.
+
+    Args:
+      mesh: with an axis "model", an axis "data", or both.
+      replicate: whether every device is to have all weights.
+
+    Raises:
+      ValueError: for what is no such mesh.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"mesh is {type(mesh).__name__}; it needs a jax.sharding.Mesh with axes 'data' and "
+            "'model', or one of them: jax.make_mesh((1, 2), ('data', 'model'))."
+        )
+    names = mesh.axis_names
+    if not names or not set(names) <= {"data", "model"}:
+        raise ValueError(
+            f"mesh has axes {list(names)}; it needs 'data', over which requests lie, and 'model', "
+            "over which weights lie, or one of them."
+        )
+    types = (AxisType.Auto,) * len(names)
+    if isinstance(mesh, Mesh):
+        mesh = Mesh(mesh.devices, names, axis_types=types)
+    data, model = (name if name in names else None for name in ("data", "model"))
+    return Placement(mesh, data, None if replicate else model)
+
+
+def refuse_split(target: Any, what: str) -> None:
+    """Raises `ValueError` for a target whose weights lie over devices.
+
+    Args:
+      target: a `Model`.
+      what: cannot read them.
+    """
+    if target.placement is not None and target.placement.model is not None:
+        raise ValueError(
+            f"the target's weights lie over the mesh's axis {target.placement.model!r}; {what} "
+            "reads the target's whole tables. Load the target with replicate=True, or take "
+            "another drafter."
+        )
 
 
 def pvary_like(tree: Any, *like: Any, without: str | None = None) -> Any:

@@ -36,6 +36,9 @@ class Model:
         `taps` are A static ints. Tap k is the residual stream after k layers, before any norm; tap
         0 is the embeddings. The states of the taps stand next to one another in `features`. None
         is a model that hands out none.
+      placement: the `specjax.mesh.Placement` of a model that lies over devices, or None.
+      split_logits: `logits` that are not gathered, of a model whose vocabulary lies over the
+        `model` axis of its placement: [..., W] of W >= V columns, those past V padding. Or None.
     """
 
     params: Any
@@ -44,10 +47,20 @@ class Model:
     logits: Callable[[Any, jax.Array], jax.Array]
     max_length: int | None = None
     apply_with_taps: Callable[..., tuple[jax.Array, jax.Array, Any]] | None = None
+    placement: Any = None
+    split_logits: Callable[[Any, jax.Array], jax.Array] | None = None
 
 
 jax.tree_util.register_dataclass(
     Model,
     data_fields=["params"],
-    meta_fields=["init_cache", "apply", "logits", "max_length", "apply_with_taps"],
+    meta_fields=[
+        "init_cache",
+        "apply",
+        "logits",
+        "max_length",
+        "apply_with_taps",
+        "placement",
+        "split_logits",
+    ],
 )

@@ -38,6 +38,7 @@ from specjax.implementation import Implementation, resolve_implementation
 from specjax.model import Model
 from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
+from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
 from specjax.verification import Verification
 
@@ -154,7 +155,9 @@ def _verify(state: DecodeState, rows: TargetRows, options: CallOptions) -> Verif
         cutoff=rows.cutoff,
         conditional_rates=settings.conditional_rates if options.max_draft_tokens else None,
     )
-    return verify_draft(arrays, options=options)
+    if rows.placement is None:
+        return verify_draft(arrays, options=options)
+    return verify_over_mesh(arrays, rows.placement, rows.split, options=options)
 
 
 def _list_logprobs(

@@ -17,12 +17,14 @@ from specjax.decode.draft_next import run_if
 from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.implementation import Implementation, resolve_implementation
+from specjax.mesh import Placement
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.row_masks import has_row_masks
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "TargetRows",
@@ -46,6 +48,8 @@ class TargetRows(NamedTuple):
       raw_logits: [B, K + 1, V], or None where they are not listed.
       logits: [B, K + 1, V], processed.
       cutoff: f32[B, K + 1], or None.
+      split: of the vocabulary, where `logits` are [B, K + 1, W] of `Model.split_logits`; or None.
+      placement: of the target, or None.
     """
 
     hidden: jax.Array
@@ -53,6 +57,8 @@ class TargetRows(NamedTuple):
     raw_logits: jax.Array | None
     logits: jax.Array
     cutoff: jax.Array | None
+    split: VocabularySplit | None = None
+    placement: Placement | None = None
 
 
 def compute_rows(
@@ -91,12 +97,26 @@ def rows_of(
 ) -> TargetRows:
     """Returns the rows of hidden states [B, k + 1, D], the last token's and those of k drafted."""
     settings, (size, num_rows) = state.settings, hidden.shape[:2]
-    raw = target.logits(target.params, hidden)
+    split = _vocabulary_split(target, settings, hidden)
+    logits_of = target.logits if split is None else target.split_logits
+    assert logits_of is not None
+    raw = logits_of(target.params, hidden)
     _check_target_logits(raw, settings, size, num_rows)
     resolved = resolve_implementation(implementation)
     logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, : num_rows - 1], raw, resolved)
     lists_raw = settings.logprobs is not None and settings.logprobs.mode == "raw"
-    return TargetRows(hidden, features, raw if lists_raw else None, logits, cutoff)
+    listed = raw if lists_raw else None
+    return TargetRows(hidden, features, listed, logits, cutoff, split, target.placement)
+
+
+def _vocabulary_split(
+    target: Model, settings: Settings, hidden: jax.Array
+) -> VocabularySplit | None:
+    """Returns how rows of logits lie over devices where verification alone reads them, or None."""
+    if target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None):
+        return None
+    vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
+    return VocabularySplit(target.placement.model, vocab_size)
 
 
 @functools.partial(jax.jit, static_argnames="taps")

@@ -3,9 +3,10 @@
 Open `transformer` first. It stacks the layers of `layers`, in plain JAX with `attention` and
 `rope`. `config` says what differs between families. `choose_step` runs a step of a decoder in plain
 JAX or, by `kernel_step` and `kernel_ops`, in the kernels of `pallas/`; both use `shared_math`.
-`hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
-target's hidden states, and so do the heads that people publish, in `heads/`; `load_drafter` loads
-any of them. `pretrained/` holds the target and the draft that ship.
+`shares/` runs a decoder over the devices of a mesh. `hf/` reads and writes Hugging Face folders.
+`draft_head` and `draft_head_drafter` draft from the target's hidden states, and so do the heads
+that people publish, in `heads/`; `load_drafter` loads any of them. `pretrained/` holds the target
+and the draft that ship.
 
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabulary. The command
 imports this package; the packages of sampling do not, so Flax is optional.
@@ -33,6 +34,7 @@ from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.load_drafter import DraftFacts, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.rope import RopeScaling
+from specjax.models.shares.split_model import split_model
 from specjax.models.transformer import Transformer, build, functions
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "save_dflash",
     "save_eagle3",
     "save_head",
+    "split_model",
     "unrolled_eagle3",
     "unrolled_hidden",
 ]

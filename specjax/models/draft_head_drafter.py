@@ -11,6 +11,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import refuse_split
 from specjax.model import Model
 from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
 
@@ -57,6 +58,7 @@ def head_drafter(
       Li et al., 2024, arXiv:2401.15077: EAGLE.
       DeepSeek-AI, 2024, arXiv:2412.19437: multi-token prediction.
     """
+    refuse_split(target, "a draft head")
     check_head(config, target.params["embedding"].shape[-1])
     functions = _drafter_functions(config, target.logits, implementation)
     return Drafter({"target": target.params, "head": params}, *functions)

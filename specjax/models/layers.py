@@ -26,6 +26,8 @@ __all__ = [
     "linear",
     "residual_add",
     "rms_norm",
+    "sum_shares",
+    "summed_linear",
     "weight",
 ]
 
@@ -54,6 +56,39 @@ def linear(
         return x @ matrix[...]
     y = jnp.matmul(x, matrix[...], preferred_element_type=jnp.float32)
     return (y + bias[...].astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+def sum_shares(y: jax.Array, axis_name: str | None) -> jax.Array:
+    """Returns the sum of the devices' parts of a product, rounded once; without an axis y.
+
+    Args:
+      y: this device's part.
+      axis_name: the mesh axis over which the product's summed axis lies, or None.
+    """
+    if axis_name is None:
+        return y
+    return jax.lax.psum(y.astype(jnp.float32), axis_name)
+
+
+def summed_linear(
+    x: jax.Array,
+    matrix: nnx.Param | jax.Array,
+    bias: nnx.Param | jax.Array | None,
+    axis_name: str | None,
+) -> jax.Array:
+    """Returns `linear` of rows and a matrix whose summed axis lies over a mesh axis, if it does.
+
+    Args:
+      x: [B, T, K], this device's columns.
+      matrix: [K, N], this device's rows.
+      bias: [N], on every device, or None.
+      axis_name: the mesh axis, or None.
+    """
+    if axis_name is None:
+        return linear(x, matrix, bias)
+    y = sum_shares(jnp.matmul(x, matrix[...], preferred_element_type=jnp.float32), axis_name)
+    y = y if bias is None else y + bias[...].astype(jnp.float32)[None, None]
+    return y.astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, spec: NormSpec) -> jax.Array:
@@ -101,9 +136,17 @@ class Attention(nnx.Module):
       config: sizes and constants.
       layer: number of the layer, which decides on its window.
       rngs: source of the initial weights.
+      axis_name: as in `Layer`.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs | None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        rngs: nnx.Rngs | None,
+        axis_name: str | None = None,
+    ) -> None:
+        self.axis_name = axis_name
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
@@ -132,7 +175,7 @@ class Attention(nnx.Module):
         """Returns [B, T, E] of whole sequences: each token attends to those up to its own."""
         heads = self.normed_heads(linear(x, self.qkv, self.qkv_bias))
         y = causal_attention(heads, cos_sin, self.num_kv_heads, self.spec, implementation)
-        return linear(y, self.out, self.out_bias)
+        return summed_linear(y, self.out, self.out_bias, self.axis_name)
 
     def __call__(
         self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any
@@ -140,13 +183,16 @@ class Attention(nnx.Module):
         """Returns [B, T, E], and the cache with the tokens in it; arguments as in `Layer`."""
         heads = self.normed_heads(linear(x, self.qkv, self.qkv_bias)).astype(cache[0].dtype)
         y, cache = attend(heads, cos_sin, positions, cache, spec=self.spec)
-        return linear(y, self.out, self.out_bias), cache
+        return summed_linear(y, self.out, self.out_bias, self.axis_name), cache
 
 
 class MLP(nnx.Module):
     """A gated MLP: the gate and the up projection are one array."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs | None) -> None:
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs | None, axis_name: str | None = None
+    ) -> None:
+        self.axis_name = axis_name
         self.gate_up = weight(rngs, config, config.hidden_size, 2 * config.intermediate_size)
         self.down = weight(rngs, config, config.intermediate_size, config.hidden_size)
         self.activation = jax.nn.silu if config.hidden_act == "silu" else _gelu
@@ -154,7 +200,8 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [B, T, E]."""
         gate, up = jnp.split(x @ self.gate_up[...], 2, axis=-1)
-        return (self.activation(gate) * up).astype(x.dtype) @ self.down[...]
+        y = (self.activation(gate) * up).astype(x.dtype)
+        return summed_linear(y, self.down, None, self.axis_name)
 
 
 class Layer(nnx.Module):
@@ -166,14 +213,22 @@ class Layer(nnx.Module):
       config: sizes and constants.
       number: of the layer.
       rngs: source of the initial weights.
+      axis_name: the mesh axis over which heads and MLP lie, of which this device has the share
+        that `config` describes; None is the whole layer.
     """
 
-    def __init__(self, config: TransformerConfig, number: int, rngs: nnx.Rngs | None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        number: int,
+        rngs: nnx.Rngs | None,
+        axis_name: str | None = None,
+    ) -> None:
         self.rope = config.rope(number)
         self.attention_norm = RMSNorm(config, config.hidden_size)
-        self.attention = Attention(config, number, rngs)
+        self.attention = Attention(config, number, rngs, axis_name)
         self.mlp_norm = RMSNorm(config, config.hidden_size)
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config, rngs, axis_name)
         sandwich = config.sandwich_norms
         self.attention_out_norm = RMSNorm(config, config.hidden_size) if sandwich else None
         self.mlp_out_norm = RMSNorm(config, config.hidden_size) if sandwich else None

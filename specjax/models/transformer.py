@@ -36,19 +36,31 @@ class Transformer(nnx.Module):
     Args:
       config: sizes and constants.
       rngs: source of the initial weights; None gives zeros.
+      axis_name: the mesh axis over which heads, MLPs and vocabulary lie, of which this device has
+        the share that `config` describes; None is the whole decoder.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs | None) -> None:
-        self.config = config
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs | None, axis_name: str | None = None
+    ) -> None:
+        self.config, self.axis_name = config, axis_name
         self.embedding = weight(rngs, config, config.vocab_size, config.hidden_size)
-        self.layers = nnx.List([Layer(config, n, rngs) for n in range(config.num_hidden_layers)])
+        layers = range(config.num_hidden_layers)
+        self.layers = nnx.List([Layer(config, n, rngs, axis_name) for n in layers])
         self.norm = RMSNorm(config, config.hidden_size)
         if not config.tie_word_embeddings:
             self.head = weight(rngs, config, config.vocab_size, config.hidden_size)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Returns the scaled embeddings [B, T, E] of tokens."""
-        return self._scaled(self.embedding[...][token_ids])
+        table = self.embedding[...]
+        if self.axis_name is None:
+            return self._scaled(table[token_ids])
+        # One device has each token's row, and the others add 0.
+        rows = token_ids - jax.lax.axis_index(self.axis_name) * len(table)
+        is_here = (rows >= 0) & (rows < len(table))
+        here = jnp.where(is_here[..., None], table[jnp.where(is_here, rows, 0)], 0)
+        return self._scaled(jax.lax.psum(here, self.axis_name))
 
     def _scaled(self, embeddings: jax.Array) -> jax.Array:
         scale = self.config.embedding_scale
@@ -110,7 +122,7 @@ class Transformer(nnx.Module):
         return self.norm(x), tuple(states[tap] for tap in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns logits [..., V] of hidden states [..., E]."""
+        """Returns logits [..., V] of hidden states [..., E], this device's of a share."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
         rows = hidden.reshape(-1, hidden.shape[-1])
         # The table on the left: one row against it is read in order, ten times faster on CPU.
@@ -135,13 +147,18 @@ def _causal_layer(
 
 
 @functools.cache
-def _split(config: TransformerConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, None)))
+def _split(config: TransformerConfig, axis_name: str | None = None) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, None, axis_name)))
 
 
-def model_graph(config: TransformerConfig) -> Any:
-    """Returns the graph of a decoder, for `nnx.merge` with its parameters."""
-    return _split(config)[0]
+def model_graph(config: TransformerConfig, axis_name: str | None = None) -> Any:
+    """Returns the graph of a decoder, for `nnx.merge` with its parameters.
+
+    Args:
+      config: sizes and constants.
+      axis_name: as in `Transformer`.
+    """
+    return _split(config, axis_name)[0]
 
 
 def param_shapes(config: TransformerConfig) -> Any:
@@ -151,7 +168,9 @@ def param_shapes(config: TransformerConfig) -> Any:
 
 @functools.cache
 def functions(
-    config: TransformerConfig, implementation: str | Implementation | None = None
+    config: TransformerConfig,
+    implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Any, Any, Any]:
     """Returns `(init_cache, apply, logits)` as `specjax.model.Model` describes them.
 
@@ -160,6 +179,7 @@ def functions(
     Args:
       config: sizes and constants.
       implementation: as in `build`.
+      axis_name: as in `Transformer`; the functions then run inside `shard_map`.
 
     Returns:
       The three functions.
@@ -181,24 +201,27 @@ def functions(
     def apply(
         params: Any, token_ids: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        model = nnx.merge(model_graph(config), nnx.State(params))
+        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
         return model(token_ids, positions, cache, implementation)
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
-        return nnx.merge(model_graph(config), nnx.State(params)).logits(hidden)
+        return nnx.merge(model_graph(config, axis_name), nnx.State(params)).logits(hidden)
 
     return init_cache, apply, logits
 
 
 @functools.cache
 def tap_function(
-    config: TransformerConfig, implementation: str | Implementation | None = None
+    config: TransformerConfig,
+    implementation: str | Implementation | None = None,
+    axis_name: str | None = None,
 ) -> Any:
     """Returns `apply_with_taps` as `specjax.model.Model` describes it, of `functions`' model.
 
     Args:
       config: sizes and constants.
       implementation: as in `build`.
+      axis_name: as in `functions`.
 
     Raises:
       ValueError: the function, if a tap is none of 0 to the number of layers, or there is none.
@@ -213,7 +236,7 @@ def tap_function(
                 f"taps are {list(taps)}; each needs to be a number of layers from 0, the "
                 f"embeddings, to {config.num_hidden_layers}, all layers of this model."
             )
-        model = nnx.merge(model_graph(config), nnx.State(params))
+        model = nnx.merge(model_graph(config, axis_name), nnx.State(params))
         operands = (token_ids, positions, cache, implementation)
         hidden, states, cache = run_decoder(model, *operands, taps)
         return hidden, jnp.concatenate(states, axis=-1), cache

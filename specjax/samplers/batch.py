@@ -1,20 +1,23 @@
 """A batch of requests: one key, position and temperature of each, and what verifies the batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.core.token_map import invert_token_map
 from specjax.implementation import select
-from specjax.mesh import pvary_like
+from specjax.mesh import Placement, pvary_like
 from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.samplers.verify_xla import verify_batch
 from specjax.verification import Verification
+from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "SharedArrays",
@@ -23,6 +26,7 @@ __all__ = [
     "once_per_request",
     "resize_tokens",
     "verify_flat",
+    "verify_over_mesh",
     "verify_shard",
 ]
 
@@ -86,6 +90,71 @@ def verify_shard(
         draft_ids=arrays.draft_ids if shared.draft_ids is None else shared.draft_ids,
     )
     return _verifier(arrays, options)(arrays)
+
+
+def verify_over_mesh(
+    arrays: VerifyArrays,
+    placement: Placement,
+    split: VocabularySplit | None,
+    *,
+    options: CallOptions,
+) -> Verification:
+    """Verifies a padded batch inside a program, on every device its requests and its vocabulary.
+
+    Args:
+      arrays: what `VerifyArrays.from_draft` makes of checked arguments, B >= 1. Rows of a split
+        vocabulary are [B, K + 1, W], padding included; the draft's are whole.
+      placement: of the target.
+      split: of `target_logits`, or None.
+      options: static, without a split.
+
+    Returns:
+      `Verification`.
+    """
+    size, num_rows = arrays.target_logits.shape[:2]
+    if split is not None and not _reads_parts(arrays, split, options):
+        # The one place where rows are gathered.
+        whole = placement.sharding(placement.spec())
+        logits = jax.lax.with_sharding_constraint(arrays.target_logits, whole)
+        arrays, split = arrays._replace(target_logits=logits[..., : split.vocab_size]), None
+    if split is not None and arrays.draft_logits is not None:
+        missing = arrays.target_logits.shape[-1] - arrays.draft_logits.shape[-1]
+        widths = ((0, 0), (0, 0), (0, missing))
+        arrays = arrays._replace(draft_logits=jnp.pad(arrays.draft_logits, widths))
+    options = dataclasses.replace(options, split=split)
+    arrays = once_per_request(arrays, size, num_rows - 1)
+    run = functools.partial(verify_shard, shared=SharedArrays(), options=options)
+    if arrays.draft_rows is not None:
+        # A row may be any request's.
+        return run(arrays)
+    requests = placement.spec()
+    rows = requests if split is None else placement.spec(None, split.axis_name)
+    arrays = arrays._replace(
+        **{
+            name: placement.pad(x)
+            for name, x in arrays._asdict().items()
+            if x is not None and name != "draft_ids"
+        }
+    )
+    specs = VerifyArrays(*(None if x is None else requests for x in arrays))
+    specs = specs._replace(
+        target_logits=rows,
+        draft_logits=None if arrays.draft_logits is None else rows,
+        draft_ids=None if arrays.draft_ids is None else PartitionSpec(),
+    )
+    check_vma = not options.implementation.interpret
+    verification = placement.map(run, (specs,), requests, check_vma)(arrays)
+    return jax.tree.map(lambda x: x[:size], verification)
+
+
+def _reads_parts(arrays: VerifyArrays, split: VocabularySplit, options: CallOptions) -> bool:
+    """Returns whether a verification takes rows whose vocabulary lies over devices."""
+    draft = arrays.draft_logits
+    is_plain = options.rule is None and arrays.token_map is None and arrays.draft_rows is None
+    is_alike = draft is None or draft.shape[-1] == split.vocab_size
+    missing = missing_of_verification(arrays, options)
+    by_name = options.implementation.name in ("triton", "interpret")
+    return is_plain and is_alike and not (by_name and missing)
 
 
 def verify_flat(arrays: VerifyArrays, options: CallOptions) -> Verification:

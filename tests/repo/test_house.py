@@ -42,6 +42,11 @@ FLOORS = (
 INSIDE_MODELS = {
     "specjax.models.pallas": ("specjax.models.kernel_ops",),
     "specjax.models.heads": ("specjax.models", "specjax.models.load_drafter"),
+    "specjax.models.shares": (
+        "specjax.models",
+        "specjax.models.hf.checkpoint",
+        "specjax.models.hf.read_shares",
+    ),
     "specjax.models.hf": (
         "specjax.models",
         "specjax.models.load_drafter",

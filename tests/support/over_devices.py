@@ -39,9 +39,14 @@ def num_messages(program):
     return len(_COLLECTIVE.findall(program.as_text()))
 
 
+def collectives(program):
+    """The collectives of a program, each its kind and how many numbers it returns."""
+    found = _COLLECTIVE.findall(program.as_text())
+    shapes = [(kind, x) for result, kind in found for x in re.findall(r"\w+\[([\d,]*)\]", result)]
+    return [(kind, math.prod(map(int, filter(None, x.split(","))))) for kind, x in shapes]
+
+
 def most_numbers(program):
     """The kinds of collectives in a program, and the most numbers that one of them returns."""
-    found = _COLLECTIVE.findall(program.as_text())
-    shapes = [shape for result, _ in found for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
-    sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
-    return {kind for _, kind in found}, max(sizes)
+    found = collectives(program)
+    return {kind for kind, _ in found}, max(size for _, size in found)

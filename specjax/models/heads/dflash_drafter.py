@@ -15,6 +15,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import refuse_split
 from specjax.model import Model
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
 from specjax.models.heads.draft_rows import draft_rows
@@ -108,6 +109,7 @@ def dflash_drafter(
     References:
       Chen et al., 2026, arXiv:2602.06036: DFlash.
     """
+    refuse_split(target, "a draft head")
     vocab_size, hidden_size = target.params["embedding"].shape
     check_dflash(
         config,

@@ -15,6 +15,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import refuse_split
 from specjax.model import Model
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
 from specjax.models.heads.head_target import check_target
@@ -110,6 +111,7 @@ def eagle3_drafter(
     References:
       Li et al., 2025, arXiv:2503.01840: EAGLE-3.
     """
+    refuse_split(target, "a draft head")
     vocab_size, hidden_size = target.params["embedding"].shape
     check_eagle3(
         config,

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from jax.tree_util import keystr
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
 from specjax.file_io import replace_file
 from specjax.implementation import Implementation
+from specjax.mesh import parse_mesh
 from specjax.model import Model
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_writer import write_fields
@@ -22,6 +24,7 @@ from specjax.models.hf.folder import find_member
 from specjax.models.hf.load_config import load_config
 from specjax.models.hf.mapped_tensors import MappedTensors
 from specjax.models.hf.progress import loading_bar
+from specjax.models.hf.read_shares import assemble_shares
 from specjax.models.hf.weight_map import (
     assemble_arrays,
     get_path,
@@ -29,6 +32,8 @@ from specjax.models.hf.weight_map import (
     split_tensors,
     weight_entries,
 )
+from specjax.models.shares.share import share_config
+from specjax.models.shares.split_model import model_of_shares
 from specjax.models.transformer import build, param_shapes
 
 __all__ = ["load", "load_shapes", "resolve_dtype", "save"]
@@ -61,6 +66,8 @@ def load(
     folder: str | os.PathLike[str],
     dtype: DTypeLike | None = None,
     *,
+    mesh: Any = None,
+    replicate: bool = False,
     implementation: str | Implementation | None = None,
 ) -> tuple[Model, TransformerConfig]:
     """Loads a model: Llama, Mistral, Ministral, Qwen 2, Qwen 3, Gemma 2 or Gemma 3.
@@ -73,6 +80,9 @@ def load(
         model.safetensors.index.json and the files that it names.
       dtype: of parameters, activations and cache, such as "bfloat16" or jnp.bfloat16. None is
         float32 on a CPU, where bfloat16 products are slow, and the folder's dtype elsewhere.
+      mesh: None, or as in `split_model`: requests lie over its axis "data" and weights over
+        "model". Each device is sent its share of the tensors alone.
+      replicate: as in `split_model`; without a mesh it says nothing.
       implementation: of a decode step, as in `build`.
 
     Returns:
@@ -80,7 +90,7 @@ def load(
 
     Raises:
       ValueError: if a file or a tensor is missing, unreadable or unsupported; the sentence names
-        it.
+        it. For a mesh, also what `split_model` refuses.
 
     Example:
       >>> from specjax.models import pretrained_folder
@@ -90,6 +100,9 @@ def load(
     """
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
+    placement = None if mesh is None else parse_mesh(mesh, replicate)
+    if placement is not None and placement.model is not None:
+        share_config(config, placement.num_shares)
     path = find_member(folder, _WEIGHTS)
     if path.with_name(_ADAPTER).is_file():
         raise ValueError(
@@ -107,10 +120,15 @@ def load(
     tensors.check_all_read((name for entry, _ in entries for name in entry.names), head)
     params: dict[str, Any] = {}
     with loading_bar(f"loading {pathlib.Path(folder).name}", total) as advance:
-        arrays = assemble_arrays(entries, config.dtype)
+        if placement is None:
+            arrays = assemble_arrays(entries, config.dtype)
+        else:
+            arrays = assemble_shares(entries, config, placement)
         for (entry, views), array in zip(entries, arrays, strict=True):
             set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))
+    if placement is not None:
+        return model_of_shares(config, params, placement, implementation=implementation), config
     return build(config, params, implementation=implementation), config
 
 
@@ -164,7 +182,8 @@ def save(
       dtype: of the tensors on disk.
 
     Raises:
-      ValueError: if no supported family has this configuration.
+      ValueError: if no supported family has this configuration, and for parameters of
+        `split_model`.
 
     Example:
       >>> import tempfile
@@ -175,6 +194,7 @@ def save(
       >>> load(folder, "float32")[1] == config
       True
     """
+    _check_whole(params, config)
     path = pathlib.Path(folder)
     fields = write_fields(dataclasses.replace(config, dtype=dtype))
     path.mkdir(parents=True, exist_ok=True)
@@ -191,3 +211,15 @@ def save(
         temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     with replace_file(path / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
+
+
+def _check_whole(params: Any, config: TransformerConfig) -> None:
+    """Refuses arrays of another shape than `build` gives them."""
+    for path, like in jax.tree.leaves_with_path(param_shapes(config)):
+        keys = tuple(entry.key for entry in path)
+        shape = np.shape(get_path(params, keys))
+        if shape != like.shape:
+            raise ValueError(
+                f"params has {keystr(path)} of shape {shape}; by config it needs {like.shape}. "
+                "Parameters of split_model have other shapes: save those of build."
+            )

@@ -16,6 +16,8 @@ from specjax.models.config import TransformerConfig
 __all__ = [
     "WeightEntry",
     "assemble_arrays",
+    "concatenate",
+    "concatenate_on_device",
     "get_path",
     "set_path",
     "split_tensors",
@@ -101,16 +103,17 @@ def assemble_arrays(
     if jax.default_backend() != "cpu":
         # One at a time, so that the tensors of only one are on the device as well.
         for entry, views in entries:
-            yield jax.block_until_ready(_concatenate_on_device(views, entry.transposed, dtype))
+            yield jax.block_until_ready(concatenate_on_device(views, entry.transposed, dtype))
         return
     # JAX's programs would wait for those of the model, which may be compiling meanwhile. Most of
     # the time goes into new pages of memory: two threads take a third of the time of one.
     with futures.ThreadPoolExecutor(2) as pool:
-        arrays = pool.map(lambda each: _concatenate(each[1], each[0].transposed, dtype), entries)
+        arrays = pool.map(lambda each: concatenate(each[1], each[0].transposed, dtype), entries)
         yield from map(jax.device_put, arrays)
 
 
-def _concatenate(views: list[np.ndarray], transposed: bool, dtype: str) -> np.ndarray:
+def concatenate(views: list[np.ndarray], transposed: bool, dtype: str) -> np.ndarray:
+    """Returns the array of tensors on the host, where a CPU's `jax.device_put` takes it over."""
     parts = [view.T if transposed else view for view in views]
     array = _empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), dtype)
     ends = itertools.accumulate(part.shape[-1] for part in parts)
@@ -141,7 +144,8 @@ def _write(out: np.ndarray, part: np.ndarray) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _concatenate_on_device(views: list[Any], transposed: bool, dtype: str) -> jax.Array:
+def concatenate_on_device(views: list[Any], transposed: bool, dtype: str) -> jax.Array:
+    """Returns the array of tensors, on the device of those that are on one."""
     # Compiled, so that transposing, concatenating and casting make no copies in between.
     parts = [jnp.asarray(view).T if transposed else jnp.asarray(view) for view in views]
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)).astype(dtype)

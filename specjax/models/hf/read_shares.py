@@ -1,0 +1,91 @@
+"""Reads a folder's tensors onto the devices of a mesh, each share straight to its device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.mesh import Placement
+from specjax.models.config import TransformerConfig
+from specjax.models.hf.weight_map import (
+    WeightEntry,
+    concatenate,
+    concatenate_on_device,
+    get_path,
+)
+from specjax.models.shares.share import (
+    is_stacked,
+    share_config,
+    share_ranges,
+    share_shapes,
+    split_axis,
+)
+
+__all__ = ["assemble_shares"]
+
+
+def assemble_shares(
+    entries: list[tuple[WeightEntry, list[np.ndarray]]],
+    config: TransformerConfig,
+    placement: Placement,
+) -> Iterator[jax.Array]:
+    """Yields the array of each entry over the devices; a device is sent what it is to hold alone.
+
+    Args:
+      entries: each with views of its tensors, as for `assemble_arrays`.
+      config: of the whole model.
+      placement: on whose mesh the model lies.
+    """
+    shapes: Any = share_shapes(config, placement)
+    for entry, views in entries:
+        like: Any = get_path(shapes, entry.path)
+        is_split = placement.model is not None and split_axis(entry.path) is not None
+        num_shares = placement.num_shares if is_split else 1
+        rows = like.shape[0] // num_shares
+        by_share: dict[int, jax.Array] = {}
+        arrays = []
+        for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+            share = (index[0].start or 0) // rows if is_split else 0
+            if share not in by_share:
+                own = views
+                if is_split:
+                    own = _views_of_share(entry, views, config, num_shares, share)
+                by_share[share] = _put(own, entry, like, device)
+            arrays.append(jax.device_put(by_share[share], device))
+        yield jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
+
+
+def _put(views: list[np.ndarray], entry: WeightEntry, like: Any, device: jax.Device) -> jax.Array:
+    """Returns a share's array on its device, where it is transposed and concatenated."""
+    lead = (1,) if is_stacked(entry.path) and len(like.shape) > views[0].ndim else ()
+    if device.platform == "cpu":
+        array = concatenate(views, entry.transposed, like.dtype.name)
+        return jax.device_put(array.reshape(*lead, *array.shape), device)
+    there = [jax.device_put(view, device) for view in views]
+    on_device = concatenate_on_device(there, entry.transposed, like.dtype.name)
+    # One at a time, so that the tensors of only one are on the device as well.
+    return jax.block_until_ready(on_device.reshape(*lead, *on_device.shape))
+
+
+def _views_of_share(
+    entry: WeightEntry,
+    views: list[np.ndarray],
+    config: TransformerConfig,
+    num_shares: int,
+    share: int,
+) -> list[np.ndarray]:
+    """Returns a share's part of each tensor; rows past the vocabulary are zeros."""
+    ranges = share_ranges(config, num_shares, entry.path, share)
+    # A file's matrices are (out, in): what is split along the summed axis is split by columns.
+    is_by_column = entry.transposed and split_axis(entry.path) == 0
+    parts = [
+        view[:, part] if is_by_column else view[part]
+        for view, part in zip(views, ranges, strict=True)
+    ]
+    if entry.path[-1] in ("embedding", "head"):
+        missing = share_config(config, num_shares).vocab_size - len(parts[0])
+        if missing:
+            rest = np.zeros((missing, views[0].shape[1]), views[0].dtype)
+            parts = [np.concatenate([parts[0], rest])]
+    return parts

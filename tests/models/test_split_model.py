@@ -1,0 +1,249 @@
+"""A model over the devices of a mesh gives the tokens of one device, and its weights stay put."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from over_devices import collectives
+
+import specjax
+from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.implementation import Implementation
+from specjax.mesh import parse_mesh
+from specjax.models import (
+    HeadConfig,
+    RopeScaling,
+    TransformerConfig,
+    build,
+    head_drafter,
+    load,
+    save,
+    split_model,
+)
+from specjax.models.shares.share import share_shapes
+from specjax.models.transformer import param_shapes
+from specjax.samplers.batch import verify_over_mesh
+from specjax.vocabulary_split import VocabularySplit
+
+pytestmark = pytest.mark.once
+
+# Of 300 tokens, the shares have 256 and 44 of them.
+CONFIG = TransformerConfig(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    tie_word_embeddings=False,
+    qkv_bias=True,
+)
+# The features of all families at once, and one key-value head for two devices.
+FULL = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=2,
+    num_key_value_heads=1,
+    tie_word_embeddings=True,
+    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8),
+    local_rope_theta=100.0,
+    layer_windows=(3, None),
+    out_bias=True,
+    qk_norm=True,
+    sandwich_norms=True,
+    norm_offset=1.0,
+    embedding_scale=8.0,
+    query_scale=0.5,
+    attention_softcap=5.0,
+    logit_softcap=9.0,
+    hidden_act="gelu_pytorch_tanh",
+)
+K, PROMPT, LENGTHS = 3, np.arange(24).reshape(3, 8) * 7, np.array([8, 5, 2])
+
+
+def mesh_of(data, model):
+    return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
+
+
+def tokenizer():
+    return tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+
+
+def random_params(config, seed=0):
+    """Weights of flat distributions, and biases that are no zeros."""
+    rng = np.random.default_rng(seed)
+    shapes = param_shapes(config)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 8, shapes)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, and a draft of slightly other weights."""
+    params, noise = random_params(CONFIG), random_params(CONFIG, seed=1)
+    draft = jax.tree.map(lambda x, y: x + y / 4, params, noise)
+    paths = []
+    for arrays in (params, draft):
+        paths.append(tmp_path_factory.mktemp("model"))
+        save(paths[-1], arrays, CONFIG, tokenizer(), dtype="float32")
+    return tuple(paths)
+
+
+def decode(target, drafter, keys):
+    return specjax.generate(
+        target,
+        drafter,
+        PROMPT,
+        LENGTHS,
+        keys=keys,
+        config=specjax.SpeculativeConfig(K),
+        max_new_tokens=12,
+        max_length=32,
+        prefill_chunk_size=K + 1,
+        temperature=np.array([0, 1.0, 0.7], np.float32),
+    )
+
+
+def keys_of(batch_size):
+    return jax.vmap(jax.random.key)(jnp.arange(batch_size))
+
+
+@functools.cache
+def compiled(folders, shape, replicate):
+    """The program of whole texts, and what it returns; without a shape on one device."""
+    options = {} if shape is None else {"mesh": mesh_of(*shape)}
+    target = load(folders[0], **options)[0]
+    draft = load(folders[1], replicate=replicate, **options)[0]
+    arguments = target, specjax.model_drafter(draft), keys_of(3)
+    program = jax.jit(decode).lower(*arguments).compile()
+    return program, jax.device_get(program(*arguments))
+
+
+# One axis of two devices with a draft on each; requests over two pairs of devices, unevenly.
+@pytest.mark.parametrize(("shape", "replicate"), [((1, 2), True), ((2, 2), False)])
+def test_tokens_greedy_and_sampled_are_those_of_one_device(folders, shape, replicate):
+    _, one = compiled(folders, None, False)
+    _, split = compiled(folders, shape, replicate)
+    assert 0 < one.metrics.num_accepted.sum() < one.metrics.num_drafted.sum()
+    np.testing.assert_array_equal(split.token_ids, one.token_ids)
+    np.testing.assert_array_equal(split.metrics.num_accepted, one.metrics.num_accepted)
+    np.testing.assert_allclose(split.logprobs, one.logprobs, atol=1e-4)
+
+
+def share_sizes(model):
+    """How many numbers a device has of each array that is split."""
+    arrays = jax.tree.leaves(model.params)
+    return [x.size // 2 for x in arrays if not x.sharding.is_fully_replicated]
+
+
+def test_what_travels_is_smaller_than_a_device_has_of_any_matrix(folders):
+    program, _ = compiled(folders, (1, 2), True)
+    sizes = share_sizes(load(folders[0], mesh=mesh_of(1, 2))[0])
+    smallest = min(size for size in sizes if size > CONFIG.vocab_size)
+    assert smallest == CONFIG.hidden_size * CONFIG.head_dim * 2
+    assert max(size for _, size in collectives(program)) < smallest
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_step_of_one_token_sums_rows_and_nothing_else(is_wrong):
+    """A product that gathers a weight, as GSPMD has it for few rows, is seen."""
+    model = split_model(FULL, random_params(FULL), mesh=mesh_of(1, 2))
+
+    def step(params, ids, cache):
+        if is_wrong:
+            whole = model.placement.sharding(jax.P())
+            params = params | {
+                "embedding": jax.lax.with_sharding_constraint(params["embedding"], whole)
+            }
+        return model.apply(params, ids, ids, cache)
+
+    ids, cache = jnp.zeros((1, 1), jnp.int32), jax.eval_shape(lambda: model.init_cache(1, 16))
+    program = jax.jit(step).lower(model.params, ids, cache).compile()
+    rows = [("all-reduce", FULL.hidden_size)] * (2 * FULL.num_hidden_layers + 1)
+    assert (collectives(program) == rows) != is_wrong
+
+
+def test_every_family_has_the_states_and_logits_of_one_device():
+    params, ids = random_params(FULL), jnp.asarray(PROMPT[:, :3] % 300, jnp.int32)
+    positions = jnp.asarray([[0, 1, 2], [0, 1, -1], [0, 1, 2]], jnp.int32)
+
+    @jax.jit
+    def run(model):
+        cache = model.init_cache(3, 16)
+        hidden, features, cache = model.apply_with_taps(model.params, ids, positions, cache, (0, 2))
+        return model.logits(model.params, hidden), features
+
+    one = run(build(FULL, params))
+    split = run(split_model(FULL, params, mesh=mesh_of(1, 2)))
+    real = np.asarray(positions) >= 0
+    for ours, theirs in zip(split, one, strict=True):
+        np.testing.assert_allclose(ours[real], theirs[real], atol=2e-5)
+
+
+def test_what_reads_whole_rows_gets_them_gathered():
+    """The draft has other tokens than the target, and devices do not divide the batch."""
+    logits = np.random.default_rng(0).normal(size=(3, 2, 300)).astype(np.float32)
+    best = np.argmax(logits, axis=-1)
+    drafted = best[:, :1] + np.array([[0], [1], [0]])
+    draft = specjax.Draft(jnp.asarray(drafted), jnp.zeros((3, 1, 200)))
+    rows = jnp.pad(logits, ((0, 0), (0, 0), (0, 212)), constant_values=jnp.nan)
+    options = CallOptions(jnp.float32, Implementation("xla"), 1)
+    placement, split = parse_mesh(mesh_of(2, 2)), VocabularySplit("model", 300)
+
+    @jax.jit
+    def run(rows):
+        given = dict(keys=keys_of(3), positions=4, temperature=jnp.zeros(3))
+        arrays = VerifyArrays.from_draft(draft, rows, **given)
+        return verify_over_mesh(arrays, placement, split, options=options)
+
+    ours = run(rows)
+    wanted = np.where(drafted == best[:, :1], best, [[-1, -1]])
+    wanted[:, 0] = best[:, 0]
+    np.testing.assert_array_equal(ours.token_ids, wanted)
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_is_read_as_its_arrays_are_split(tmp_path, tied, replicate):
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_key_value_heads=1)
+    params = random_params(config)
+    save(tmp_path, params, config, tokenizer(), dtype="float32")
+    options = dict(mesh=mesh_of(2, 2), replicate=replicate)
+    read, ours = load(tmp_path, **options)[0], split_model(config, params, **options)
+    like = share_shapes(config, ours.placement)
+    jax.tree.map(np.testing.assert_array_equal, read.params, ours.params)
+    for x, y, z in zip(*map(jax.tree.leaves, (read.params, ours.params, like)), strict=True):
+        assert x.sharding == y.sharding == z.sharding
+        assert x.shape == y.shape == z.shape
+    assert bool(share_sizes(read)) != replicate
+
+
+@pytest.mark.parametrize(
+    ("fields", "devices", "message"),
+    [
+        (dict(num_attention_heads=3, num_key_value_heads=3), 2, "num_attention_heads is 3, and"),
+        (dict(num_attention_heads=12, num_key_value_heads=3), 4, "num_key_value_heads is 3, and"),
+        (dict(intermediate_size=95), 2, "intermediate_size is 95, and"),
+    ],
+)
+def test_heads_that_the_devices_do_not_divide_are_refused(fields, devices, message):
+    config = dataclasses.replace(CONFIG, **fields)
+    with pytest.raises(ValueError, match=message):
+        split_model(config, mesh=mesh_of(1, devices))
+
+
+@pytest.mark.parametrize("mesh", [(2,), jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])])
+def test_another_mesh_is_refused(mesh):
+    with pytest.raises(ValueError, match="or one of them"):
+        split_model(CONFIG, mesh=mesh)
+
+
+def test_arrays_over_devices_are_not_saved_and_give_no_head_its_tables(tmp_path):
+    model = split_model(CONFIG, random_params(CONFIG), mesh=mesh_of(1, 2))
+    with pytest.raises(ValueError, match="Parameters of split_model have other shapes"):
+        save(tmp_path, model.params, CONFIG, tokenizer())
+    with pytest.raises(ValueError, match="a draft head reads the target's whole tables"):
+        head_drafter(model, HeadConfig(64, 96, 4, 2, 16), None)
