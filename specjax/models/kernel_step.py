@@ -26,7 +26,15 @@ from specjax.models.kernel_ops import (
     kv_tiling,
     matmul,
 )
-from specjax.models.layers import Attention, Layer, RMSNorm, linear, residual_add
+from specjax.models.layers import (
+    Attention,
+    Layer,
+    RMSNorm,
+    linear,
+    residual_add,
+    sum_shares,
+    summed_linear,
+)
 
 __all__ = ["decode_step", "layer_step", "product"]
 
@@ -178,11 +186,12 @@ def _advance(
         head_norms=head_norms,
     )
     out, bias = layer.attention.out, layer.attention.out_bias
+    axis_name = layer.attention.axis_name
     if bias is None:
-        is_kernel = layer.attention_out_norm is None and defers
-        parts = matmul(y, out[...], choice, next_is_kernel=is_kernel)
+        is_kernel = layer.attention_out_norm is None and defers and axis_name is None
+        parts = _sum_parts(matmul(y, out[...], choice, next_is_kernel=is_kernel), axis_name)
     else:
-        parts = linear(y, out, bias)[None]
+        parts = summed_linear(y, out, bias, axis_name)[None]
     x, normed = _add_and_begin(layer.mlp_norm, x, parts, layer.attention_out_norm, choice)
     parts = glu(
         normed,
@@ -191,9 +200,19 @@ def _advance(
         choice,
         norm=layer.mlp_norm.spec,
         activation=mlp.activation,
-        next_is_kernel=next_is_kernel and layer.mlp_out_norm is None and defers,
+        next_is_kernel=next_is_kernel
+        and layer.mlp_out_norm is None
+        and defers
+        and axis_name is None,
     )
-    return x, parts, cache
+    return x, _sum_parts(parts, axis_name), cache
+
+
+def _sum_parts(parts: jax.Array, axis_name: str | None) -> jax.Array:
+    """Returns split-K parts summed over devices, f32[1, B, T, E]; without an axis the parts."""
+    if axis_name is None:
+        return parts
+    return sum_shares(PartialProduct(parts).reduce(), axis_name)[None]
 
 
 def _project(

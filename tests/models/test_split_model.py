@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from jax.sharding import AbstractDevice, AbstractMesh
 from over_devices import collectives
 
 import specjax
 from specjax.call_arrays import CallOptions, VerifyArrays
-from specjax.implementation import Implementation
+from specjax.implementation import DeviceFacts, Implementation
 from specjax.mesh import parse_mesh
 from specjax.models import (
     HeadConfig,
@@ -25,6 +26,7 @@ from specjax.models import (
     split_model,
 )
 from specjax.models.shares.share import share_shapes
+from specjax.models.shares.split_model import model_of_shares
 from specjax.models.transformer import param_shapes
 from specjax.samplers.batch import verify_over_mesh
 from specjax.vocabulary_split import VocabularySplit
@@ -247,3 +249,44 @@ def test_arrays_over_devices_are_not_saved_and_give_no_head_its_tables(tmp_path)
         save(tmp_path, model.params, CONFIG, tokenizer())
     with pytest.raises(ValueError, match="a draft head reads the target's whole tables"):
         head_drafter(model, HeadConfig(64, 96, 4, 2, 16), None)
+
+
+# Wide enough for products in parts on a share.
+WIDE = TransformerConfig(256, 128, 128, 1, 4, 2, 32, qk_norm=True)
+
+
+@pytest.mark.interpret
+def test_the_kernels_of_a_step_run_on_each_share():
+    params, ids = random_params(WIDE), jnp.asarray([[3, 4]], jnp.int32)
+    positions = jnp.asarray([[0, 1]], jnp.int32)
+
+    @jax.jit
+    def run(model):
+        return model.apply(model.params, ids, positions, model.init_cache(1, 64))[0]
+
+    one = run(build(WIDE, params, implementation="xla"))
+    split = run(split_model(WIDE, params, mesh=mesh_of(1, 2), implementation="interpret"))
+    np.testing.assert_allclose(split, one, atol=5e-5)
+
+
+@pytest.mark.parametrize(("tokens", "num_kernels"), [(1, 9), (100, 0)])
+def test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them(tokens, num_kernels):
+    config = dataclasses.replace(WIDE, dtype="bfloat16")
+    device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    mesh = AbstractMesh((2, 2), ("data", "model"), abstract_device=device)
+    placement = parse_mesh(mesh)
+    implementation = Implementation("triton", device=DeviceFacts((9.0,)))
+    shapes = share_shapes(config, placement)
+    model = model_of_shares(config, shapes, placement, implementation=implementation)
+    ids = jax.ShapeDtypeStruct((4, tokens), jnp.int32)
+
+    def step(params, ids):
+        return model.apply(params, ids, ids, model.init_cache(4, 300))
+
+    with jax.sharding.use_abstract_mesh(placement.mesh):
+        traced = jax.jit(step).trace(shapes, ids)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == num_kernels
+    assert text.count("stablehlo.all_reduce") == 3
+    # Of the product before a sum none begins the next launch early: the sum is XLA's.
+    assert text.count("griddepcontrol.launch_dependents") == (2 if num_kernels else 0)
