@@ -118,9 +118,12 @@ def verify_over_mesh(
         logits = jax.lax.with_sharding_constraint(arrays.target_logits, whole)
         arrays, split = arrays._replace(target_logits=logits[..., : split.vocab_size]), None
     if split is not None and arrays.draft_logits is not None:
-        missing = arrays.target_logits.shape[-1] - arrays.draft_logits.shape[-1]
+        # A draft's own padding may be longer or shorter than the target's.
+        draft_logits = arrays.draft_logits[..., : split.vocab_size]
+        missing = arrays.target_logits.shape[-1] - draft_logits.shape[-1]
         widths = ((0, 0), (0, 0), (0, missing))
-        arrays = arrays._replace(draft_logits=jnp.pad(arrays.draft_logits, widths))
+        draft_logits = jnp.pad(draft_logits, widths, constant_values=-jnp.inf)
+        arrays = arrays._replace(draft_logits=draft_logits)
     options = dataclasses.replace(options, split=split)
     arrays = once_per_request(arrays, size, num_rows - 1)
     run = functools.partial(verify_shard, shared=SharedArrays(), options=options)
@@ -149,9 +152,10 @@ def verify_over_mesh(
 
 def _reads_parts(arrays: VerifyArrays, split: VocabularySplit, options: CallOptions) -> bool:
     """Returns whether a verification takes rows whose vocabulary lies over devices."""
-    draft = arrays.draft_logits
     is_plain = options.rule is None and arrays.token_map is None and arrays.draft_rows is None
-    is_alike = draft is None or draft.shape[-1] == split.vocab_size
+    # Of longer rows of a draft the sums are known, or columns that are cut would be missing.
+    width = 0 if arrays.draft_logits is None else arrays.draft_logits.shape[-1]
+    is_alike = width <= split.vocab_size or arrays.draft_logsumexp is not None
     missing = missing_of_verification(arrays, options)
     by_name = options.implementation.name in ("triton", "interpret")
     return is_plain and is_alike and not (by_name and missing)

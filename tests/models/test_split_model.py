@@ -84,13 +84,18 @@ def random_params(config, seed=0):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, and a draft of slightly other weights."""
-    params, noise = random_params(CONFIG), random_params(CONFIG, seed=1)
-    draft = jax.tree.map(lambda x, y: x + y / 4, params, noise)
+    """A target, and a draft of slightly other weights and with ten tokens more."""
+    params, config = random_params(CONFIG), dataclasses.replace(CONFIG, vocab_size=310)
+    draft = random_params(config, seed=1)
+
+    def add(whole, noise):
+        return np.concatenate([whole + noise[: len(whole)] / 4, noise[len(whole) :]])
+
+    draft = jax.tree.map(add, params, draft)
     paths = []
-    for arrays in (params, draft):
+    for own, arrays in ((CONFIG, params), (config, draft)):
         paths.append(tmp_path_factory.mktemp("model"))
-        save(paths[-1], arrays, CONFIG, tokenizer(), dtype="float32")
+        save(paths[-1], arrays, own, tokenizer(), dtype="float32")
     return tuple(paths)
 
 
@@ -186,11 +191,12 @@ def test_every_family_has_the_states_and_logits_of_one_device():
 
 
 def test_what_reads_whole_rows_gets_them_gathered():
-    """The draft has other tokens than the target, and devices do not divide the batch."""
+    """The draft has a vocabulary of its own, and devices do not divide the batch."""
     logits = np.random.default_rng(0).normal(size=(3, 2, 300)).astype(np.float32)
     best = np.argmax(logits, axis=-1)
     drafted = best[:, :1] + np.array([[0], [1], [0]])
-    draft = specjax.Draft(jnp.asarray(drafted), jnp.zeros((3, 1, 200)))
+    given = dict(logits=jnp.zeros((3, 1, 200)), token_map=jnp.arange(200) + 100)
+    draft = specjax.Draft(jnp.asarray(drafted), **given)
     rows = jnp.pad(logits, ((0, 0), (0, 0), (0, 212)), constant_values=jnp.nan)
     options = CallOptions(jnp.float32, Implementation("xla"), 1)
     placement, split = parse_mesh(mesh_of(2, 2)), VocabularySplit("model", 300)
