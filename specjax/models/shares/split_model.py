@@ -53,8 +53,8 @@ def split_model(
     Example:
       >>> mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
       >>> model = split_model(TransformerConfig(64, 16, 32, 2, 4, 2, 4), mesh=mesh)
-      >>> model.params["layers"][0]["attention"]["qkv"].sharding.spec
-      PartitionSpec('model',)
+      >>> model.params["layers"][0]["attention"]["qkv"].shape  # each device has one of the two
+      (2, 16, 16)
     """
     placement = parse_mesh(mesh, replicate)
     if placement.model is not None:
