@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from specjax.cli.batch.arguments import add_batch_options, check_batch_options
+from specjax.cli.mesh_arguments import add_mesh_options, check_mesh_options
 from specjax.cli.speculation_arguments import add_speculation_options, make_config
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
@@ -110,6 +111,7 @@ def _add_model_options(group: Any) -> None:
         "target; ngram: prompt lookup, which copies earlier text; none: plain decoding. Default: "
         "head, or ngram if --target is given",
     )
+    add_mesh_options(group)
 
 
 def _add_decoding_options(group: Any) -> None:
@@ -202,6 +204,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; it needs to be >= 1.")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed is {options.seed}; it needs to be in [0, 2**32).")
+    check_mesh_options(options)
     if options.command == "sweep":
         return options, parse_sweep_options(options)
     if options.logprobs is not None and options.logprobs < 0:

@@ -151,7 +151,8 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
         types = jax.tree.map(_describe, arguments)
         store = ProgramStore(job.folder, repr((job.models, job.drafter is None, types)))
     programs = StreamPrograms(job.target, job.drafter, arguments, store)
-    programs.lower_steps()
+    if not programs.compiles_at_calls:
+        programs.lower_steps()
     return programs
 
 
@@ -173,8 +174,11 @@ def _stream_states(
     with spinner("compiling"):
         programs.wait_for_prompt()
         programs.begin_steps()
-        if waits_for_all:
+        if waits_for_all or programs.compiles_at_calls:
+            start = time.perf_counter()
             programs.warm_up(*operands)
+            seconds = time.perf_counter() - start
+            programs.seconds_waited += seconds if programs.compiles_at_calls else 0.0
     # While the programs of a step are still being compiled.
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)

@@ -3,10 +3,12 @@
 import argparse
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specjax import models
+from specjax.cli.mesh_arguments import load_options
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.model import Model
 
@@ -34,6 +36,8 @@ class ModelPair(NamedTuple):
       draft_spec: the folder of a draft model or draft head, "ngram" or "none".
       target_config: the target's `TransformerConfig`.
       tokenizer: of the target, and so of the draft.
+      load_target: options of `models.load` for the target, its mesh among them.
+      load_draft: the same for a draft model.
     """
 
     name: str
@@ -41,6 +45,8 @@ class ModelPair(NamedTuple):
     draft_spec: str | os.PathLike[str]
     target_config: Any
     tokenizer: Any
+    load_target: Mapping[str, Any] = MappingProxyType({})
+    load_draft: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_pair(options: argparse.Namespace) -> ModelPair:
@@ -59,9 +65,8 @@ def read_pair(options: argparse.Namespace) -> ModelPair:
             f"target; with --target, give the folder of a {kind} for that target."
         )
     name = f"target {'embedded' if embedded else folder} · draft {draft_name}"
-    return ModelPair(
-        name, folder, draft_spec, models.load_config(folder), models.load_tokenizer(folder)
-    )
+    configs = models.load_config(folder), models.load_tokenizer(folder)
+    return ModelPair(name, folder, draft_spec, *configs, *load_options(options))
 
 
 class CheckedDraft(NamedTuple):
@@ -93,6 +98,11 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
     if pair.draft_spec in ("ngram", "none"):
         return CheckedDraft()
     facts = models.read_draft(pair.draft_spec, pair.target_config)
+    if facts.kind != "model" and pair.load_target:
+        raise ValueError(
+            "--mesh splits the target, and a draft head reads its whole tables; give --draft the "
+            "folder of a draft model, ngram or none."
+        )
     if facts.kind != "model":
         warning = _warn_of_verifier(pair, facts.verifier)
         most = facts.max_speculative_tokens
@@ -129,9 +139,9 @@ def describe_configs(pair: ModelPair) -> str:
 
 
 def pair_shapes(pair: ModelPair) -> tuple[Model, Drafter | None] | None:
-    """Returns what `load_pair` returns with shapes for weights; None with a draft head."""
+    """Returns what `load_pair` returns with shapes for weights; None with a head or a mesh."""
     has_head = pair.draft_spec not in ("none", "ngram") and not _is_model(pair)
-    return None if has_head else _make_pair(pair, models.load_shapes)
+    return None if has_head or pair.load_target else _make_pair(pair, models.load_shapes)
 
 
 def _is_model(pair: ModelPair) -> bool:
@@ -144,15 +154,15 @@ def load_pair(pair: ModelPair) -> tuple[Model, Drafter | None]:
 
 
 def _make_pair(
-    pair: ModelPair, load: Callable[[Any], tuple[Model, Any]]
+    pair: ModelPair, load: Callable[..., tuple[Model, Any]]
 ) -> tuple[Model, Drafter | None]:
-    target = load(pair.folder)[0]
+    target = load(pair.folder, **pair.load_target)[0]
     if pair.draft_spec == "none":
         return target, None
     if pair.draft_spec == "ngram":
         return target, ngram_drafter()
     if _is_model(pair):
-        return target, model_drafter(load(pair.draft_spec)[0])
+        return target, model_drafter(load(pair.draft_spec, **pair.load_draft)[0])
     return target, models.load_drafter(pair.draft_spec, target)
 
 

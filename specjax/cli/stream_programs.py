@@ -61,6 +61,7 @@ class StreamPrograms:
 
     Attributes:
       seconds_waited: for compilations.
+      compiles_at_calls: of models on a mesh: where a state lies is known once it is computed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class StreamPrograms:
     ) -> None:
         self.seconds_waited = 0.0
         self._target, self._drafter = _shapes_of(target), _shapes_of(drafter)
+        self.compiles_at_calls = target.placement is not None
         self._arguments, self._store = dict(arguments), store
         self._implementation = {"implementation": arguments["implementation"]}
         self._chunk = {"chunk_size": self._arguments.pop("chunk_size"), **self._implementation}
@@ -116,7 +118,8 @@ class StreamPrograms:
         self._begin(f"commit {k}")
 
     def _begin(self, name: str, may_read: bool = True) -> None:
-        if name in self._programs or jax.config.values["jax_disable_jit"]:
+        is_late = self.compiles_at_calls or jax.config.values["jax_disable_jit"]
+        if name in self._programs or is_late:
             return
         if name == "draft" and self._drafter is None:
             return

@@ -165,6 +165,14 @@ def test_a_comparison_with_plain_decoding_changes_no_token(capsys, pair):
     assert plain["timings"]["speedup"] is None
 
 
+@pytest.mark.once
+def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair):
+    one = run_json(capsys, pair, "--draft", "none")
+    split = run_json(capsys, pair, "--draft", "none", "--mesh", "2")
+    assert split["token_ids"] == one["token_ids"]
+    assert split["timings"]["compile_seconds"] > 0
+
+
 def test_a_text_of_one_token_has_no_speed(capsys, pair):
     assert run_generate(pair, "--max-new-tokens", "1") == 0
     assert "no step came after the first token" in capsys.readouterr().err
@@ -508,6 +516,10 @@ GREEDY = {"temperature": 0.0}
         (["x", "--max-new-tokens", "9" * 30], "at most 1024"),
         (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "nan"], "acceptance-rate is nan"),
         (["x", "--sead", "1"], "unrecognized arguments: --sead"),
+        (["x", "--mesh", "0"], "--mesh is 0; it needs to be >= 1"),
+        (["x", "--mesh", "9"], "--mesh is 9; JAX sees 4 devices here"),
+        (["x", "--mesh", "2"], "and a draft head reads its whole tables; give --draft"),
+        (["x", "--replicate-draft"], "--replicate-draft is given without --mesh"),
         (["x", "--prompt-file", "y"], "one of them"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),
         (["--prompt-file", "/"], "/ cannot be read: Is a directory"),

@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 from typing import Any
 
+from specjax.cli.mesh_arguments import add_mesh_options
 from specjax.config import SpeculativeConfig
 
 __all__ = ["add_sweep_command", "parse_sweep_options"]
@@ -68,6 +69,7 @@ def _add_model_options(group: Any) -> None:
         "target; ngram: prompt lookup, which copies earlier text. Default: head, or ngram if "
         "--target is given",
     )
+    add_mesh_options(group)
 
 
 def _add_decoding_options(group: Any) -> None:

@@ -1,0 +1,46 @@
+"""`--mesh` and `--replicate-draft`: the devices over which a command's models lie."""
+
+import argparse
+from typing import Any
+
+import jax
+
+__all__ = ["add_mesh_options", "check_mesh_options", "load_options"]
+
+
+def add_mesh_options(group: Any) -> None:
+    """Adds the options to a group of a parser."""
+    group.add_argument(
+        "--mesh",
+        type=int,
+        metavar="N",
+        help="split heads, MLPs and vocabulary over N devices; default: one device",
+    )
+    group.add_argument(
+        "--replicate-draft",
+        action="store_true",
+        help="with --mesh: every device has the whole draft model",
+    )
+
+
+def check_mesh_options(options: argparse.Namespace) -> None:
+    """Refuses a number of devices below 1, and a draft over no mesh."""
+    if options.mesh is not None and options.mesh < 1:
+        raise ValueError(f"--mesh is {options.mesh}; it needs to be >= 1.")
+    if options.mesh is None and options.replicate_draft:
+        raise ValueError("--replicate-draft is given without --mesh, which says over how many.")
+
+
+def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what `models.load` is given for the target, and for the draft.
+
+    Raises:
+      ValueError: if JAX sees fewer devices.
+    """
+    if options.mesh is None:
+        return {}, {}
+    devices = jax.devices()
+    if len(devices) < options.mesh:
+        raise ValueError(f"--mesh is {options.mesh}; JAX sees {len(devices)} devices here.")
+    given = {"mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])}
+    return given, given | {"replicate": options.replicate_draft}
