@@ -167,9 +167,14 @@ def test_a_comparison_with_plain_decoding_changes_no_token(capsys, pair):
 
 @pytest.mark.once
 def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair):
-    one = run_json(capsys, pair, "--draft", "none")
-    split = run_json(capsys, pair, "--draft", "none", "--mesh", "2")
+    """Rows of logits are gathered for penalties and listings."""
+    options = ["--draft", "none", "--repetition-penalty", "1.2", "--logprobs", "2"]
+    one, split = (run_json(capsys, pair, *options, *mesh) for mesh in ([], ["--mesh", "2"]))
     assert split["token_ids"] == one["token_ids"]
+    assert len(split["logprobs"]) == len(one["logprobs"]) == 20
+    for ours, theirs in zip(split["logprobs"], one["logprobs"], strict=True):
+        assert ours["rank"] == theirs["rank"]
+        assert [x["token_id"] for x in ours["top"]] == [x["token_id"] for x in theirs["top"]]
     assert split["timings"]["compile_seconds"] > 0
 
 

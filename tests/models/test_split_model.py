@@ -25,7 +25,7 @@ from specjax.models import (
     save,
     split_model,
 )
-from specjax.models.shares.share import share_shapes
+from specjax.models.shares.share import share_ranges, share_shapes
 from specjax.models.shares.split_model import model_of_shares
 from specjax.models.transformer import param_shapes
 from specjax.samplers.batch import verify_over_mesh
@@ -227,6 +227,14 @@ def test_a_folder_is_read_as_its_arrays_are_split(tmp_path, tied, replicate):
         assert x.sharding == y.sharding == z.sharding
         assert x.shape == y.shape == z.shape
     assert bool(share_sizes(read)) != replicate
+
+
+def test_a_key_value_head_lies_on_the_devices_of_its_queries():
+    """Of 8 query and 2 key-value heads, devices 0 and 1 of 4 have the first key-value head."""
+    config = dataclasses.replace(CONFIG, num_attention_heads=8)
+    ranges = [share_ranges(config, 4, ("qkv",), share) for share in range(4)]
+    heads = [[(each.start // 16, each.stop // 16) for each in own] for own in ranges]
+    assert heads == [[(2 * d, 2 * d + 2), *[(d // 2, d // 2 + 1)] * 2] for d in range(4)]
 
 
 @pytest.mark.parametrize(

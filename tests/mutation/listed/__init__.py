@@ -15,6 +15,7 @@ from . import (
     requests,
     rules,
     sampling,
+    shares,
     split,
     subnormals,
     theory,
@@ -45,4 +46,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + grammars.MUTATIONS
     + split.MUTATIONS
     + adapters.MUTATIONS
+    + shares.MUTATIONS
 )

@@ -48,6 +48,7 @@ __all__ = [
     "stop_strings",
     "soaks",
     "split_kernels",
+    "split_models",
     "split_processing",
     "split_vocabulary",
     "streamed",
@@ -71,6 +72,7 @@ block_verification = _of("samplers/test_block_rejection_sample.py")
 capacity = _of("decode/test_capacity.py")
 batches = _of("cli/test_batch.py")
 choose_k = _of("decode/test_choose_k.py")
+commands = _of("cli/test_command.py")
 commands = _of("cli/test_command.py")
 coupled_decoding = _of("decode/test_coupled.py")
 coupled_sampling = _of("samplers/test_coupled_sample.py")
@@ -117,6 +119,7 @@ streamed = _of("cli/test_stream_programs.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 theory = _of("theory/test_theory.py")
+split_models = _of("models/test_split_model.py")
 split_processing = _of("processing/test_split_processing.py")
 split_vocabulary = _of("samplers/test_split_vocabulary.py")
 split_kernels = _of("pallas/test_split.py")

@@ -1,0 +1,77 @@
+"""Wrong versions of models over devices: shares, sums, and what reads gathered rows."""
+
+from ..mutation import Mutation
+from .tests import commands, split_models
+
+__all__ = ["MUTATIONS"]
+
+_FAMILIES = split_models("test_every_family_has_the_states_and_logits_of_one_device")
+_GATHERED = split_models("test_what_reads_whole_rows_gets_them_gathered")
+_KERNELS = split_models("test_the_kernels_of_a_step_run_on_each_share")
+_LOWERED = split_models("test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them")
+
+MUTATIONS = (
+    Mutation(
+        "specjax.models.shares.share.share_ranges",
+        "share * heads // num_shares * size",
+        "share * (heads // num_shares) * size",
+        split_models("test_a_key_value_head_lies_on_the_devices_of_its_queries"),
+        "where there are fewer key-value heads than devices, all have the first",
+    ),
+    Mutation(
+        "specjax.models.layers.sum_shares",
+        "jax.lax.psum(y.astype(jnp.float32), axis_name)",
+        "y.astype(jnp.float32)",
+        _FAMILIES,
+        "a device goes on with its own part of a product",
+    ),
+    Mutation(
+        "specjax.models.transformer.Transformer.embed",
+        "jnp.where(is_here[..., None], table",
+        "jnp.where(rows[..., None] < len(table), table",
+        _FAMILIES,
+        "a token's embedding is added that another device has",
+    ),
+    Mutation(
+        "specjax.models.kernel_step._advance",
+        "x, _sum_parts(parts, axis_name), cache",
+        "x, parts, cache",
+        _KERNELS,
+        "a device adds its own part of the MLP alone",
+    ),
+    Mutation(
+        "specjax.models.kernel_step._advance",
+        "defers and axis_name is None\n        parts",
+        "defers\n        parts",
+        _LOWERED,
+        "a sum of XLA's may begin before the product is stored",
+    ),
+    Mutation(
+        "specjax.samplers.batch.verify_over_mesh",
+        "target_logits=logits[..., : split.vocab_size]",
+        "target_logits=logits",
+        _GATHERED,
+        "columns of padding may be emitted",
+    ),
+    Mutation(
+        "specjax.samplers.batch._reads_parts",
+        "options.rule is None and arrays.token_map is None",
+        "options.rule is None",
+        _GATHERED,
+        "a draft's columns are taken for the target's tokens of these ids",
+    ),
+    Mutation(
+        "specjax.mesh.Placement.round_up",
+        "-(-size // num_parts) * num_parts",
+        "size",
+        _GATHERED,
+        "requests that devices do not divide are not filled up",
+    ),
+    Mutation(
+        "specjax.decode.target_rows._vocabulary_split",
+        "target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None)",
+        "target.split_logits is None",
+        commands("test_a_text_of_models_over_devices_is_that_of_one"),
+        "cutoffs and listings take padding for tokens",
+    ),
+)
