@@ -21,17 +21,19 @@ from specjax.processing.apply_sampling import apply_rules_and_filters
 
 pytestmark = pytest.mark.once
 
-# At this size the target's fault that is hardest to see has z = 11 over three tokens, with a
-# standard deviation of 2. So have the drafts' faults at FAULTY_SIZE. A test fails from 5.
-V, K, PROMPT, NUM_TOKENS, SIZE, FAULTY_SIZE = 5, 2, [1, 2], 4, 15_000, 9_000
+# Of the tables of 1,400 seeds and four settings of temperature and top-p these show the faults
+# below in the fewest requests while 45 texts of 4 tokens are possible. At these sizes a fault of the
+# target has z = 26, and the drafts' faults 23 and 21, over all tokens or three of them, with a
+# standard deviation of 2. A test fails from 5.
+V, K, PROMPT, NUM_TOKENS, SIZE, FAULTY_SIZE = 5, 2, [1, 2], 4, 2_500, 2_000
 # Some requests are enough for a fault that emits what has probability 0.
-NUM_LATE = 1_000
-_RNG = np.random.default_rng(1)
+NUM_LATE = 500
+_RNG = np.random.default_rng(1289)
 # Flat enough that truncation leaves several tokens, and a draft whose tail is another.
-TARGET = 0.7 * _RNG.normal(size=(V,) * 3)
+TARGET = 0.6 * _RNG.normal(size=(V,) * 3)
 DRAFT = TARGET + 1.5 * _RNG.normal(size=TARGET.shape)
-TEMPERATURE = 0.9
-THRESHOLDS = {"top_k": 4, "top_p": 0.93, "min_p": 0.05}
+TEMPERATURE = 0.7
+THRESHOLDS = {"top_k": 4, "top_p": 0.85, "min_p": 0.05}
 RULES = {
     "bias": [0.3, 0.0, -0.4, 0.2, 0.0],
     "repetition_penalty": 1.4,
@@ -164,10 +166,6 @@ ODDITIES = {
 }
 
 
-# Requests as many as these run for longer than their program compiles.
-optimised = pytest.mark.optimised
-
-
 @functools.cache
 def drawn_by_model():
     """Continuations by oddity, which one batch draws: programs take longer to compile than run."""
@@ -186,9 +184,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=optimised) for name in list(ODDITIES)[:2]), *DRAFTERS]
-)
+@pytest.mark.parametrize("name", [*list(ODDITIES)[:2], *DRAFTERS])
 def test_several_steps_follow_the_processed_target_jointly(name):
     check_distribution(draw(DRAFTERS[name]) if name in DRAFTERS else drawn_by_model()[name])
 
@@ -196,7 +192,6 @@ def test_several_steps_follow_the_processed_target_jointly(name):
 # Faults, each of which must be seen --------------------------------------------------------------
 
 
-@optimised
 @pytest.mark.parametrize("fault", list(ODDITIES)[2:])
 def test_a_draft_that_hides_its_truncation_is_seen(fault):
     with pytest.raises(AssertionError, match="another distribution"):
@@ -215,7 +210,7 @@ def temperature_is_applied_twice(*arguments, temperature, **options):
 
 
 def test_a_target_processed_wrongly_is_seen(monkeypatch):
-    """Each fault on requests of its own.
+    """Each fault on requests of its own, drafted for by what compiles fastest.
 
     Of a size of their own, too: a compiled program would not see the faults.
     """
@@ -231,7 +226,7 @@ def test_a_target_processed_wrongly_is_seen(monkeypatch):
         )
 
     monkeypatch.setattr(target_rows, "apply_rules_and_filters", wrong)
-    late, twice = np.split(draw(MODEL, NUM_LATE + SIZE), [NUM_LATE])
+    late, twice = np.split(draw(DRAFTERS["its own past"], NUM_LATE + SIZE), [NUM_LATE])
     with pytest.raises(AssertionError, match="probability 0"):
         check_distribution(late)
     with pytest.raises(AssertionError, match="another distribution"):
