@@ -17,7 +17,6 @@ from verify_cases import (
     mixed_case,
     run,
     sampled_case,
-    with_statistics,
 )
 
 
@@ -25,15 +24,12 @@ def check_every_length_is_accepted(verification, k):
     assert set(np.asarray(verification.num_accepted).tolist()) == set(range(k + 1))
 
 
-# Plain JAX is compiled as users compile it, here and in two tests below.
 @pytest.mark.once
-@pytest.mark.optimised(interpreter=False)
 def test_sampled_drafts_are_verified_as_the_oracle_does(implementation):
     ours = check_against_oracle(library(implementation), sampled_case(1))
     check_every_length_is_accepted(ours, K)
 
 
-@pytest.mark.optimised(interpreter=False)
 @pytest.mark.parametrize("seed", range(4))
 def test_mixed_batches_are_verified_as_the_oracle_does(seed, implementation):
     ours = check_against_oracle(library(implementation), mixed_case(seed))
@@ -51,49 +47,11 @@ def test_any_mixed_batch_is_verified_as_the_oracle_does(implementation):
 
 
 @pytest.mark.once
-def test_carried_statistics_change_nothing(implementation):
-    case = mixed_case(5)
-    plain = run(library(implementation), case)
-    carried = check_against_oracle(library(implementation), with_statistics(case))
-    same = np.mean(np.asarray(plain.token_ids) == np.asarray(carried.token_ids))
-    assert same > 0.98
-
-
-@pytest.mark.once
 @pytest.mark.interpreted_elsewhere
 def test_one_hot_batches_carry_no_logits(implementation):
     case = mixed_case(6)
     for name in ("draft_logits", "draft_cutoff", "draft_temperature", "rows"):
         del case[name]
-    ours = check_against_oracle(library(implementation), case)
-    check_every_length_is_accepted(ours, K)
-
-
-@pytest.mark.once
-def test_absent_fields_mean_their_defaults_and_scalars_serve_every_request(implementation):
-    single = jax.random.key(5)
-    case = sampled_case(7)
-    case["temperature"][:] = case["draft_temperature"][:] = 0.8
-    case["positions"][:] = 17
-    each = jax.vmap(jax.random.fold_in, (None, 0))(single, jnp.arange(BATCH, dtype=jnp.uint32))
-    full = check_against_oracle(library(implementation), case, each)
-    names = ("token_ids", "draft_logits", "target_logits")
-    bare = {name: case[name] for name in names}
-    bare |= dict(temperature=np.float32(0.8), positions=np.int32(17))
-    bare = check_against_oracle(library(implementation), bare, single)
-    for name in ("token_ids", "num_accepted", "num_emitted"):
-        chex.assert_trees_all_equal(getattr(bare, name), getattr(full, name))
-    # Two compilations of one formula may differ in the last bit.
-    chex.assert_trees_all_close(bare.logprobs, full.logprobs, rtol=1e-5)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("shared", [True, False])
-def test_synthetic_batches_follow_their_rates_and_the_ordinary_residual(shared, implementation):
-    case = mixed_case(8)
-    rng = np.random.default_rng(8)
-    rates = rng.choice([0.0, 0.3, 0.7, 1.0], (BATCH, K)).astype(np.float32)
-    case["conditional_rates"] = np.array([0.9, 0.6, 0.5], np.float32) if shared else rates
     ours = check_against_oracle(library(implementation), case)
     check_every_length_is_accepted(ours, K)
 
@@ -118,14 +76,16 @@ def test_a_token_past_the_draft_s_vocabulary_is_rejected(implementation):
     assert np.mean(np.asarray(ours.token_ids)[:, 0] == 250) > 0.9
 
 
+# Plain JAX is compiled as users compile it here, where what it rounds may be left out.
 @pytest.mark.once
 @pytest.mark.interpreted_elsewhere
 @pytest.mark.optimised
 def test_narrow_logits_are_read_exactly(implementation):
-    case = mixed_case(11)
-    for name, dtype in [("target_logits", jnp.bfloat16), ("draft_logits", jnp.float16)]:
-        case[name] = np.asarray(jnp.asarray(case[name]).astype(dtype))
-    check_against_oracle(library(implementation), case)
+    for case in (mixed_case(11), mixed_case(13), sampled_case(11)):
+        for name, dtype in [("target_logits", jnp.bfloat16), ("draft_logits", jnp.float16)]:
+            case[name] = case[name].astype(dtype)
+        ours = check_against_oracle(library(implementation), case)
+        check_every_length_is_accepted(ours, K)
 
 
 @pytest.mark.once
@@ -188,6 +148,7 @@ def test_tokens_do_not_depend_on_batch_company(implementation):
 
 
 @pytest.mark.once
+@pytest.mark.interpreted_elsewhere
 def test_tokens_do_not_depend_on_the_most_drafts_of_the_batch(implementation):
     case = sampled_case(20)
     case["num_tokens"][:] = 1

@@ -114,7 +114,7 @@ MUTATIONS = (
         "is_emitted |= request.active",
         edges(
             "test_an_inactive_request_reads_nothing_and_emits_nothing[interpret]",
-            "test_an_invalid_target_row_emits_nothing_from_there_on[interpret-random-nan]",
+            "test_an_invalid_target_row_emits_nothing_from_there_on[interpret-judged]",
         ),
         "an active request always emits a token after its accepted drafts",
     ),
@@ -164,7 +164,7 @@ MUTATIONS = (
         f"{_PALLAS}load_request.load_request",
         "(num_draft_tokens >= 0) & temperature.valid",
         "num_draft_tokens >= 0",
-        edges("test_an_invalid_temperature_emits_nothing[interpret--1.0]"),
+        edges("test_an_invalid_temperature_emits_nothing[interpret]"),
         "a request of invalid temperature emits",
     ),
     Mutation(
@@ -200,14 +200,14 @@ MUTATIONS = (
         f"{_PALLAS}target_rows.evaluate_acceptance",
         "accepted & has_draft & statistics.valid",
         "accepted & has_draft",
-        edges("test_an_invalid_target_row_emits_nothing_from_there_on[interpret-synthetic-nan]"),
+        edges("test_an_invalid_target_row_emits_nothing_from_there_on[interpret-synthetic]"),
         "a drafted token is accepted by an invalid row",
     ),
     Mutation(
         f"{_PALLAS}target_rows.evaluate_acceptance",
         "inside & accept_synthetic",
         "accept_synthetic",
-        edges(f"{_OUTSIDE}[interpret-synthetic-300]"),
+        edges(f"{_OUTSIDE}[interpret-synthetic]"),
         "synthetic acceptance accepts an id outside the vocabulary",
     ),
     Mutation(
@@ -256,7 +256,7 @@ MUTATIONS = (
         f"{_PALLAS}blocks.load_logits",
         "(token_id < logits.shape[1])",
         "(token_id <= logits.shape[1])",
-        edges(f"{_OUTSIDE}[interpret-random-300]"),
+        edges(f"{_OUTSIDE}[interpret-judged]"),
         "the first id past the vocabulary has a logit",
     ),
     Mutation(

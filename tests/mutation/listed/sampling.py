@@ -78,14 +78,14 @@ MUTATIONS = (
         f"{_SAMPLING}gather_logits",
         "(index >= 0) & (index < row.shape[0])",
         "index < row.shape[0]",
-        edges(f"{_OUTSIDE}[xla-random--2]"),
+        edges(f"{_OUTSIDE}[xla-judged]"),
         "a negative id has the logit of token 0",
     ),
     Mutation(
         f"{_SAMPLING}gather_logits",
         "(index >= 0) & (index < row.shape[0])",
         "(index >= 0) & (index <= row.shape[0])",
-        edges(f"{_OUTSIDE}[xla-random-300]"),
+        edges(f"{_OUTSIDE}[xla-judged]"),
         "the first id past the vocabulary has the logit of the last token",
     ),
     Mutation(
