@@ -51,8 +51,11 @@ def texts(output):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "method"),
+    # The method is how a model drafts: prompt lookup draws nothing.
+    [("model", "greedy"), ("model", "probabilistic"), ("ngram", "probabilistic")],
+)
 def test_greedy_speculation_is_plain_greedy_decoding(drafter, method):
     plain = run(None, temperature=0.0)
     spoken = run(DRAFTERS[drafter], temperature=0.0, draft_sample_method=method)
@@ -90,7 +93,7 @@ def chi_square(counts, probs):
     return (((counts - expected) ** 2 / expected).sum() - df) / np.sqrt(2 * df)
 
 
-NUM_SAMPLED, NUM_JOINT, HOT = 32_000, 4, 0.8
+NUM_SAMPLED, NUM_JOINT, HOT = 20_000, 4, 1.2
 SMALL_TARGET, SMALL_DRAFT = TARGET[:3, :3, :3], DRAFT[:3, :3, :3]
 
 
@@ -150,9 +153,10 @@ def test_acceptance_per_position_is_the_mean_overlap_of_p_and_q():
 
 
 @pytest.mark.once
-def test_a_model_drafting_for_itself_is_accepted_over_256_tokens():
+def test_a_model_drafting_for_itself_is_accepted_over_120_tokens():
     itself = specjax.model_drafter(bigrams.model(TARGET))
-    output = run(itself, k=4, max_new_tokens=256, temperature=jnp.array([1.0, 0.3, 2.0, 0.0]))
+    output = run(itself, max_new_tokens=120, temperature=jnp.array([1.0, 0.3, 2.0, 0.0]))
+    np.testing.assert_array_equal(output.finish, Finish.LENGTH)
     assert float(output.metrics.draft_acceptance_rate) > 0.999
 
 
@@ -279,8 +283,12 @@ def looked_up(row, k, max_ngram, min_ngram):
     return []
 
 
+NUM_ROWS = 200
+
+
 def looked_up_by_the_library(rows, k, *ngrams):
-    ids, lengths = bigrams.prompts(rows, width=16)
+    # Always as many rows, which shares compilations.
+    ids, lengths = bigrams.prompts(rows + rows[:1] * (NUM_ROWS - len(rows)), width=16)
     draft, _ = specjax.ngram_drafter(*ngrams).propose(
         (),
         (),
@@ -288,11 +296,12 @@ def looked_up_by_the_library(rows, k, *ngrams):
         None,
         keys=None,
         positions=lengths,
-        num_tokens=jnp.full(len(rows), k, jnp.int32),
+        num_tokens=jnp.full(NUM_ROWS, k, jnp.int32),
         temperature=None,
         config=SpeculativeConfig(num_speculative_tokens=k),
     )
-    return specjax.unpad(draft.token_ids), np.asarray(draft.num_tokens).tolist()
+    counts = np.asarray(draft.num_tokens).tolist()
+    return specjax.unpad(draft.token_ids)[: len(rows)], counts[: len(rows)]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +327,7 @@ def test_prompt_lookup_takes_the_longest_suffix_and_its_occurrence_with_most_tok
 @pytest.mark.parametrize(("k", "ngrams"), [(3, (3, 1)), (2, (4, 2)), (4, (1, 1))])
 def test_prompt_lookup_is_that_of_its_definition(k, ngrams):
     rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 3, rng.integers(1, 16)).tolist() for _ in range(200)]
+    rows = [rng.integers(0, 3, rng.integers(1, 16)).tolist() for _ in range(NUM_ROWS)]
     found, counts = looked_up_by_the_library(rows, k, *ngrams)
     assert found == [looked_up(row, k, *ngrams) for row in rows]
     assert counts == [len(row) for row in found]
@@ -377,7 +386,7 @@ def test_an_invalid_temperature_emits_nothing():
     np.testing.assert_array_equal(output.finish, [Finish.LENGTH] + [Finish.INVALID] * 3)
 
 
-@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+@pytest.mark.parametrize("drafter", [None, "model"])
 def test_streaming_gives_the_tokens_of_generate(drafter):
     proposer, model = DRAFTERS.get(drafter), bigrams.model(TARGET)
     config = SpeculativeConfig(num_speculative_tokens=3)
@@ -414,30 +423,31 @@ def test_origins_and_metrics_agree():
 
 def count_again(output, rows, k, room):
     """Metrics from the origins of committed tokens, and the positions that verified a draft."""
-    origins, lengths = np.asarray(output.origins), np.asarray(output.lengths)
-    size, finish = len(rows), np.asarray(output.finish)
-    steps, drafted, accepted = np.zeros(size), np.zeros((size, k)), np.zeros((size, k))
+    lengths, finish = np.asarray(output.lengths), np.asarray(output.finish)
+    is_accepted = (np.asarray(output.origins) == Origin.ACCEPTED).tolist()
+    steps, drafted, accepted = ([[0] * width for _ in rows] for width in (1, k, k))
     judged = []
-    for b, row in enumerate(rows):
+    for b, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
         place, limit = len(row) + 1, len(row) + room
         goes_on = finish[b] != Finish.END_OF_SEQUENCE
-        while place < lengths[b]:
-            steps[b] += 1
+        while place < length:
+            steps[b][0] += 1
             end = place
-            while origins[b, end] == Origin.ACCEPTED and end + 1 < lengths[b]:
+            while is_accepted[b][end] and end + 1 < length:
                 end += 1
             end += 1
             for i in range(min(k, limit - place - 1)):
-                drafted[b, i] += goes_on or end < lengths[b] or place + i < end
-                accepted[b, i] += place + i < end and origins[b, place + i] == Origin.ACCEPTED
+                drafted[b][i] += bool(goes_on or end < length or place + i < end)
                 if place + i < end:
+                    accepted[b][i] += is_accepted[b][place + i]
                     judged.append((b, i, place + i))
             place = end
-    return (steps, lengths - [len(row) + 1 for row in rows], drafted, accepted), judged
+    counts = np.ravel(steps), lengths - [len(row) + 1 for row in rows], drafted, accepted
+    return counts, judged
 
 
 # As many as the sampling test needs: one program.
-NUM_ENDING = 2_000
+NUM_ENDING = 1_000
 
 
 @pytest.mark.once
@@ -503,7 +513,7 @@ def synthetic(seed=0, temperature=1.0, eos=99, table=TARGET, **acceptance):
         keys=bigrams.keys(64, seed),
         temperature=temperature,
         eos_token_ids=(eos,),
-        max_new_tokens=400,
+        max_new_tokens=100,
         config=SpeculativeConfig(
             num_speculative_tokens=4, rejection_sample_method="synthetic", **acceptance
         ),

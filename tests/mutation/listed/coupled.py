@@ -87,7 +87,7 @@ MUTATIONS = (
         "specjax.decode.loop.commit_rows",
         "config.verification_method",
         '"standard"',
-        coupled_decoding("test_a_seeded_text_is_that_of_plain_decoding[xla-model-4]"),
+        coupled_decoding("test_a_seeded_text_is_that_of_plain_decoding[xla]"),
         "tokens drawn on the target's stream are verified by rejection",
     ),
     Mutation(
