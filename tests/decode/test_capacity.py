@@ -27,7 +27,8 @@ def generate(rows, *, drafter=BY_MODEL, max_new_tokens=9, target=MODEL, **option
     lengths = [len(row) for row in rows]
     if "keys" not in options:
         options["keys"] = bigrams.keys(len(rows))
-    options |= {"max_new_tokens": max_new_tokens, "config": CONFIG}
+    # A listing as where one is compared: the tests share programs.
+    options |= {"max_new_tokens": max_new_tokens, "config": CONFIG, "num_logprobs": 1}
     return specjax.generate(target, drafter, ids, lengths, **options)
 
 
@@ -56,7 +57,7 @@ def random_requests(rng):
 @pytest.mark.once
 def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
     rng, keys = np.random.default_rng(0), bigrams.keys(B)
-    options = {"keys": keys, "config": CONFIG}
+    options = {"keys": keys, "config": CONFIG, "num_logprobs": 1}
 
     def stream(rows, **values):
         ids, lengths = np.zeros((B, 90), np.int32), [len(row) for row in rows]
@@ -81,11 +82,11 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
 
 @pytest.mark.once
 def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
-    options = dict(temperature=np.array([0.0, 1.0, 0.7]), num_logprobs=1)
-    wanted = generate(ROWS, max_length=16, **options)
-    for max_length, chunk in ((16, 1), (19, 6), (None, 3)):
+    temperature = np.array([0.0, 1.0, 0.7], np.float32)
+    wanted = generate(ROWS, max_length=16, temperature=temperature)
+    for max_length, chunk in ((16, 1), (16, 6), (None, 3)):
         size = {"max_length": max_length, "prefill_chunk_size": chunk}
-        found = generate(ROWS, **size, **options)
+        found = generate(ROWS, **size, temperature=temperature)
         assert found.token_ids.shape == (B, 128 if max_length is None else max_length)
         for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
             np.testing.assert_array_equal(x[:, :16] if x.ndim > 1 else x, y)
@@ -95,7 +96,8 @@ def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
 def test_every_request_has_its_own_number_of_new_tokens():
     counts = np.array([1, 9, 4])
     # Greedy: the drafts that are cut at the end of a text change which noise draws its last tokens.
-    whole, cut = (generate(ROWS, max_new_tokens=n, temperature=0) for n in (9, counts))
+    options = {"temperature": 0.0, "max_length": 16}
+    whole, cut = (generate(ROWS, max_new_tokens=n, **options) for n in (9, counts))
     rows = zip(texts(whole), ROWS, counts, strict=True)
     assert texts(cut) == [text[: len(row) + n] for text, row, n in rows]
 
@@ -205,7 +207,7 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
     options = dict(keys=bigrams.keys(B), config=config, max_new_tokens=9, max_length=16)
     state = specjax.init(MODEL, drafter, ids, lengths, prefill_chunk_size=3, **options)
     while True:
-        text, (count, kept) = np.asarray(state.token_ids), state.drafter_state
+        text, (count, kept) = jax.device_get((state.token_ids, state.drafter_state))
         for b, length in enumerate(np.asarray(state.lengths)):
             # The last committed token is read by the next step.
             np.testing.assert_array_equal(count[b], np.arange(16) < length - 1)

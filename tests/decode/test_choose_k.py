@@ -381,7 +381,7 @@ def test_two_requests_that_share_a_k_follow_the_target_jointly_unless_a_cut_toke
     assert np.abs(biased - wanted).max() > 0.01
 
 
-NUM_SAMPLED, NUM_JOINT, PROMPT = 24_000, 4, [1, 2]
+NUM_SAMPLED, NUM_JOINT, PROMPT = 8_000, 4, [1, 2]
 SMALL_TARGET, SMALL_DRAFT = TARGET[:3, :3, :3], DRAFT[:3, :3, :3]
 SMALL_DRAFTER = specjax.model_drafter(bigrams.model(SMALL_DRAFT))
 
