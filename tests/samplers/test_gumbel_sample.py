@@ -16,7 +16,8 @@ from specjax.core.gumbel_max import first_argmax
 
 pytestmark = pytest.mark.once
 
-SIZES = [1, 5, 127, 129, 300, 1025, 5000]
+# Other tests here have vocabularies of 5 and 300.
+SIZES = [1, 129, 1025]
 
 
 def make_keys(n, seed=0):
@@ -145,7 +146,7 @@ def example_logits(vocab_size):
 
 
 # By vocabulary. The interpreter takes seconds for as many, and draws a tenth.
-NUM_DRAWS = {5: 200_000, 300: 20_000}
+NUM_DRAWS = {5: 50_000, 300: 20_000}
 
 
 @functools.cache
@@ -164,7 +165,7 @@ def draw_tokens(
 
 
 def check_draws(implementation, vocab_size=5, temperature=1.0, cutoff=-np.inf, **options):
-    """A 2 % error in any likely token is beyond 5 sigma at 200,000 draws.
+    """A 4 % error in any likely token is beyond 5 sigma at 50,000 draws.
 
     The interpreter draws the tokens of plain JAX, whose distribution is tested: rounding changes
     one in 100,000.
