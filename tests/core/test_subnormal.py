@@ -99,83 +99,92 @@ GREEDY = [0, 3, 9, 200, 270]
 NUM_KEPT = [VOCAB - 1, 3, 3, 2, 2]
 
 
+def draw(logits, temperature, cutoff, implementation):
+    return specjax.gumbel_sample(
+        jnp.asarray(logits),
+        keys=jax.random.key(0),
+        positions=0,
+        stream=specjax.Stream.TARGET,
+        temperature=jnp.asarray(temperature, jnp.float32),
+        cutoff=jnp.asarray(cutoff, jnp.float32),
+        implementation=implementation,
+    )
+
+
 @pytest.mark.usefixtures("unflushed")
 def test_a_cutoff_of_zero_keeps_subnormal_logits_and_a_greedy_request_the_first(implementation):
-    logits = jnp.asarray(np.repeat(ROWS, 2, axis=0))
+    logits = np.repeat(ROWS, 2, axis=0)
     for cutoff in (0.0, -0.0, 4e-42, -4e-42):
-        sample = specjax.gumbel_sample(
-            logits,
-            keys=jax.random.key(0),
-            positions=0,
-            stream=specjax.Stream.TARGET,
-            temperature=jnp.tile(jnp.array([0.0, 1.0], jnp.float32), len(ROWS)),
-            cutoff=np.full(len(logits), np.float32(cutoff) * UNIT),
-            implementation=implementation,
-        )
+        cutoffs = np.full(len(logits), np.float32(cutoff) * UNIT)
+        sample = draw(logits, np.tile([0.0, 1.0], len(ROWS)), cutoffs, implementation)
         np.testing.assert_array_equal(sample.token_ids[::2], GREEDY)
         np.testing.assert_allclose(sample.logprobs, -np.log(np.repeat(NUM_KEPT, 2)), rtol=1e-5)
-        drawn = np.asarray(logits)[np.arange(len(logits)), sample.token_ids]
+        drawn = logits[np.arange(len(logits)), sample.token_ids]
         assert np.all(drawn > -TINY * UNIT)
 
 
-@pytest.mark.parametrize("synthetic", [False, True])
-@pytest.mark.parametrize("copies", [1, 4])
-@pytest.mark.usefixtures("unflushed")
-def test_verification_takes_subnormal_logits_for_zero(synthetic, copies, implementation):
-    """In a small batch, and in a large one, where a larger tile ends a greedy request early."""
-    # Plain JAX has one schedule, and one program here.
-    copies = 4 if implementation == "xla" else copies
-    size = copies * len(ROWS)
-    rows = jnp.asarray(np.tile(ROWS, (copies, 1)))
-    drafted = jnp.asarray(np.tile(GREEDY, copies)[:, None], jnp.int32)
-    step = specjax.rejection_sample(
-        specjax.Draft(drafted),
-        jnp.stack([rows, rows], axis=1),
+def verify(drafted, draft_rows, target_rows, temperature, implementation, rates=None):
+    """Drafts of one token, what stands below a cutoff of zero left out."""
+    size = len(drafted)
+    return specjax.rejection_sample(
+        specjax.Draft(
+            jnp.asarray(drafted, jnp.int32)[:, None],
+            logits=jnp.asarray(draft_rows[:, None]),
+            cutoff=jnp.zeros((size, 1), jnp.float32),
+        ),
+        jnp.asarray(np.stack([target_rows, target_rows], axis=1)),
         keys=jax.random.key(0),
         positions=0,
-        temperature=0.0,
+        temperature=jnp.full((size,), temperature, jnp.float32),
         cutoff=jnp.zeros((size, 2), jnp.float32),
-        conditional_rates=jnp.array([0.5], jnp.float32) if synthetic else None,
+        conditional_rates=rates,
         implementation=implementation,
     )
+
+
+COPIES = 4
+
+
+@pytest.mark.parametrize(("copies", "synthetic"), [(1, True), (COPIES, False)])
+@pytest.mark.usefixtures("unflushed")
+def test_verification_takes_subnormal_logits_for_zero(copies, synthetic, implementation):
+    """In a small batch, and in a large one, where a larger tile ends a greedy request early."""
+    rows, drafted = np.tile(ROWS, (copies, 1)), np.tile(GREEDY, copies)
+    rates = jnp.array([0.5], jnp.float32) if synthetic else None
+    step = verify(drafted, rows, rows, 0.0, implementation, rates)
     if not synthetic:
         np.testing.assert_array_equal(step.num_accepted, 1)
     tokens = np.asarray(step.token_ids)
     accepted = np.asarray(step.num_accepted) == 1
-    np.testing.assert_array_equal(tokens[:, 0], drafted[:, 0])
-    np.testing.assert_array_equal(tokens[:, 1], np.where(accepted, drafted[:, 0], -1))
+    np.testing.assert_array_equal(tokens[:, 0], drafted)
+    np.testing.assert_array_equal(tokens[:, 1], np.where(accepted, drafted, -1))
 
 
 @pytest.mark.usefixtures("unflushed")
 def test_a_sampled_draft_of_subnormal_logits_has_the_probability_of_zeros(implementation):
     """The drafted token's own check, the draft's cutoff and the residual."""
     draft_row, target_row = row(_7=-4e-42, _150=4e-42), row(_150=-4e-42, _260=0.0)
-    step = specjax.rejection_sample(
-        specjax.Draft(
-            jnp.array([[7], [150]], jnp.int32),
-            logits=jnp.asarray(np.tile(draft_row, (2, 1, 1))),
-            cutoff=jnp.zeros((2, 1), jnp.float32),
-        ),
-        jnp.asarray(np.tile(target_row, (2, 2, 1))),
-        keys=jax.random.key(0),
-        positions=0,
-        cutoff=jnp.zeros((2, 2), jnp.float32),
-        implementation=implementation,
-    )
+    # As many requests as there are above, in one program.
+    size = COPIES * len(ROWS)
+    draft_rows, target_rows = np.tile(draft_row, (size, 1)), np.tile(target_row, (size, 1))
+    step = verify(np.resize([7, 150], size), draft_rows, target_rows, 1.0, implementation)
     # p and q are a half at two tokens each, of which they share 150.
-    np.testing.assert_array_equal(step.num_accepted, [0, 1])
-    assert step.token_ids[0].tolist() == [260, -1]
-    assert step.token_ids[1, 0] == 150
-    assert step.token_ids[1, 1] in (150, 260)
-    np.testing.assert_allclose(step.logprobs[1], np.log(0.5), rtol=1e-5)
+    np.testing.assert_array_equal(step.num_accepted, np.resize([0, 1], size))
+    tokens, logprobs = np.asarray(step.token_ids), np.asarray(step.logprobs)
+    np.testing.assert_array_equal(tokens[::2], np.tile([260, -1], (size // 2, 1)))
+    np.testing.assert_array_equal(tokens[1::2, 0], 150)
+    assert set(tokens[1::2, 1].tolist()) == {150, 260}
+    np.testing.assert_allclose(logprobs[1::2], np.log(0.5), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("unflushed")
 def test_what_top_k_keeps_of_subnormal_logits_ties_and_weighs(implementation):
     zeros = {f"_{30 * i + 4}": value for i, value in enumerate([4e-42, -4e-42, 0, 1e-42, -0.0] * 2)}
-    logits = jnp.asarray(np.stack([row(**zeros), row(_299=3.0, **zeros), row(_299=3.0, **zeros)]))
+    rows = np.stack([row(**zeros), row(_299=3.0, **zeros), row(_299=3.0, **zeros)])
+    # The rows again, as many as are drawn from above, in one program.
+    again = np.resize(np.arange(3), 2 * len(ROWS))
     cutoff = specjax.logit_cutoff(
-        logits,
+        jnp.asarray(rows),
         temperature=1.0,
         top_k=jnp.array([1, 2, 2], jnp.int32),
         # Of a 1 and ten weights of exp(-3), 0.69 is more than the 1, and a half is not. Of eight
@@ -184,16 +193,9 @@ def test_what_top_k_keeps_of_subnormal_logits_ties_and_weighs(implementation):
         implementation=implementation,
     )
     np.testing.assert_array_equal(flushed(np.asarray(cutoff), UNIT), [0, 0, 3])
-    sample = specjax.gumbel_sample(
-        logits,
-        keys=jax.random.key(0),
-        positions=0,
-        stream=specjax.Stream.TARGET,
-        temperature=1.0,
-        cutoff=cutoff,
-        implementation=implementation,
-    )
-    np.testing.assert_allclose(sample.logsumexp, np.log([10, 10 + np.exp(3), np.exp(3)]), rtol=1e-5)
+    sample = draw(rows[again], np.ones(len(again)), np.asarray(cutoff)[again], implementation)
+    masses = np.array([10, 10 + np.exp(3), np.exp(3)])
+    np.testing.assert_allclose(sample.logsumexp, np.log(masses[again]), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("unflushed")
@@ -225,15 +227,7 @@ def test_half_precision_is_compared_as_float32(dtype, implementation):
     smallest = 6e-8 if dtype == "float16" else 1e-40
     logits = np.full((2, VOCAB), -1, np.float32)
     logits[:, [3, 9, 140, 270]] = -smallest, -0.0, smallest, 0
-    sample = specjax.gumbel_sample(
-        jnp.asarray(logits).astype(dtype),
-        keys=jax.random.key(0),
-        positions=0,
-        stream=specjax.Stream.TARGET,
-        temperature=jnp.array([0.0, 1.0], jnp.float32),
-        cutoff=jnp.zeros(2, jnp.float32),
-        implementation=implementation,
-    )
+    sample = draw(jnp.asarray(logits).astype(dtype), [0.0, 1.0], np.zeros(2), implementation)
     token, kept = (140, 3) if dtype == "float16" else (3, 4)
     assert sample.token_ids[0] == token
     np.testing.assert_allclose(sample.logprobs, -np.log(kept), rtol=1e-5)
