@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import Placement
 from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]
@@ -25,6 +26,7 @@ class CallOptions:
       rule: a `specjax.Rule` in place of the standard one, or None.
       greedy_logprobs: whether greedy requests get log-probabilities; 0 otherwise.
       split: of the vocabulary over a mesh axis, or None.
+      placement: of the model whose whole rows are drawn from, or None.
     """
 
     noise_dtype: Any
@@ -34,6 +36,7 @@ class CallOptions:
     rule: Any = None
     greedy_logprobs: bool = True
     split: VocabularySplit | None = None
+    placement: Placement | None = None
 
     @property
     def axis_name(self) -> str | None:

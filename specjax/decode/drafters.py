@@ -92,12 +92,12 @@ def model_drafter(model: Model) -> Drafter:
       >>> float(output.metrics.draft_acceptance_rate)  # p = q: every draft is accepted
       1.0
     """
-    functions = _model_functions(model.init_cache, model.apply, model.logits)
-    return Drafter(model.params, *functions)
+    given = (model.init_cache, model.apply, model.logits, model.placement)
+    return Drafter(model.params, *_model_functions(*given))
 
 
 @functools.lru_cache(maxsize=64)
-def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any, Any]:
+def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -> Any:
     """Returns the functions of a drafter; equal ones for equal models, to share programs."""
 
     def init(params: Any, batch_size: int, max_length: int) -> Any:
@@ -129,7 +129,7 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any) -> tuple[Any, Any
             return logits(params, hidden[:, -1]), (cache,)
 
         last, previous = _token_at(token_ids, positions - 1), _token_at(token_ids, positions - 2)
-        options = {"positions": positions, "num_tokens": num_tokens, **options}
+        options |= {"positions": positions, "num_tokens": num_tokens, "placement": placement}
         drafts, (cache,) = propose_step(step, (cache, previous), last, **options)
         return drafts, cache
 

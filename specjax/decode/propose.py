@@ -20,7 +20,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import pvary_like
+from specjax.mesh import Placement, pvary_like
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import DraftVocabulary, read_vocabulary
 from specjax.processing.history import History
@@ -139,6 +139,7 @@ def _draft_tokens(
     vocabulary: DraftVocabulary | None = None,
     implementation: str | Implementation | None = None,
     num_drawn: Any = None,
+    placement: Placement | None = None,
 ) -> tuple[Draft, Any]:
     """Returns what `propose` does; only the first `num_drawn` tokens, i32[], if it is given."""
     check_draft_methods(draft_sample_method, rejection_sample_method)
@@ -153,7 +154,8 @@ def _draft_tokens(
     rules, filters = read_draft_sampling(sampling, size, greedy)
     rules, history = _read_history(rules, history, size, vocabulary)
     keys = check_keys(keys, size)
-    options = CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation))
+    resolved = resolve_implementation(implementation)
+    options = CallOptions(check_noise_dtype(noise_dtype), resolved, placement=placement)
 
     def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))

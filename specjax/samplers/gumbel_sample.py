@@ -125,7 +125,13 @@ def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     )
     run = functools.partial(sample_shard, options=options)
     check_vma = not options.implementation.interpret
-    return shard_map_batch(run, arrays.logits, check_vma)(arrays, None)
+    placement = options.placement
+    if placement is None:
+        return shard_map_batch(run, arrays.logits, check_vma)(arrays, None)
+    # Each device draws for its own requests: GSPMD would bring a kernel all rows.
+    requests = placement.spec()
+    mapped = placement.map(run, (requests,), requests, check_vma)
+    return jax.tree.map(lambda x: x[:size], mapped(jax.tree.map(placement.pad, arrays)))
 
 
 def sample_shard(arrays: SampleArrays, shared: None = None, *, options: CallOptions) -> Sample:

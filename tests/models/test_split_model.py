@@ -1,5 +1,6 @@
 """A model over the devices of a mesh gives the tokens of one device, and its weights stay put."""
 
+import collections
 import dataclasses
 import functools
 
@@ -13,6 +14,9 @@ from over_devices import collectives
 
 import specjax
 from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.decode.init_and_step import check_arguments
+from specjax.decode.loop import run_step
+from specjax.decode.prefill import run_prefill
 from specjax.implementation import DeviceFacts, Implementation
 from specjax.mesh import parse_mesh
 from specjax.models import (
@@ -283,24 +287,58 @@ def test_the_kernels_of_a_step_run_on_each_share():
     np.testing.assert_allclose(split, one, atol=5e-5)
 
 
-@pytest.mark.parametrize(("tokens", "num_kernels"), [(1, 9), (100, 0)])
-def test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them(tokens, num_kernels):
+HOPPER = Implementation("triton", device=DeviceFacts((9.0,)))
+
+
+def on_h200s(replicate=False):
+    """A model on H200s that are not there, two for the requests and two for the weights."""
     config = dataclasses.replace(WIDE, dtype="bfloat16")
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     mesh = AbstractMesh((2, 2), ("data", "model"), abstract_device=device)
-    placement = parse_mesh(mesh)
-    implementation = Implementation("triton", device=DeviceFacts((9.0,)))
-    shapes = share_shapes(config, placement)
-    model = model_of_shares(config, shapes, placement, implementation=implementation)
-    ids = jax.ShapeDtypeStruct((4, tokens), jnp.int32)
+    placement = parse_mesh(mesh, replicate)
+    return model_of_shares(
+        config, share_shapes(config, placement), placement, implementation=HOPPER
+    )
+
+
+@pytest.mark.parametrize(("tokens", "num_kernels"), [(1, 9), (100, 0)])
+def test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them(tokens, num_kernels):
+    model, ids = on_h200s(), jax.ShapeDtypeStruct((4, tokens), jnp.int32)
 
     def step(params, ids):
         return model.apply(params, ids, ids, model.init_cache(4, 300))
 
-    with jax.sharding.use_abstract_mesh(placement.mesh):
-        traced = jax.jit(step).trace(shapes, ids)
+    with jax.sharding.use_abstract_mesh(model.placement.mesh):
+        traced = jax.jit(step).trace(model.params, ids)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("xla.gpu.triton") == num_kernels
     assert text.count("stablehlo.all_reduce") == 3
     # Of the product before a sum none begins the next launch early: the sum is XLA's.
     assert text.count("griddepcontrol.launch_dependents") == (2 if num_kernels else 0)
+
+
+def primitives(jaxpr, is_inside=False):
+    """Names of a program's operations, each with whether it is inside `shard_map`."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        yield name, is_inside
+        parts = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr"))
+        for part in parts:
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner, is_inside or name == "shard_map")
+
+
+def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
+    """GSPMD brings a kernel the rows of all devices."""
+    target, drafter = on_h200s(), specjax.model_drafter(on_h200s(replicate=True))
+    options = dict(config=specjax.SpeculativeConfig(2), implementation=HOPPER)
+    ids, lengths = np.zeros((4, 8), np.int32), np.full(4, 8)
+    given = dict(keys=keys_of(4), max_new_tokens=9, temperature=np.float32(0.7))
+    with jax.sharding.use_abstract_mesh(target.placement.mesh):
+        checked = check_arguments(target, drafter, ids, lengths, **given, **options)
+        state = run_prefill.eval_shape(target, drafter, **checked)
+        traced = run_step.trace(target, drafter, state, **options)
+    found = collections.Counter(primitives(traced.jaxpr.jaxpr))
+    assert found["pallas_call", True] > 20
+    assert found["pallas_call", False] == 0

@@ -68,6 +68,13 @@ MUTATIONS = (
         "requests that devices do not divide are not filled up",
     ),
     Mutation(
+        "specjax.samplers.gumbel_sample.sample_batch",
+        "if placement is None:",
+        "if placement is None or size:",
+        split_models("test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd"),
+        "the kernels that draw for a draft model are given the rows of all devices",
+    ),
+    Mutation(
         "specjax.decode.target_rows._vocabulary_split",
         "target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None)",
         "target.split_logits is None",
