@@ -146,8 +146,7 @@ def _draft_tokens(
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
     token_ids, positions, temperature = _check_batch(token_ids, positions, temperature)
     size = token_ids.shape[0]
-    greedy = draft_sample_method == "greedy"
-    coupled = rejection_sample_method == "coupled"
+    greedy, coupled = draft_sample_method == "greedy", rejection_sample_method == "coupled"
     # A greedy draft is one-hot, and what is verified by coupling needs no q.
     has_no_q = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
@@ -182,8 +181,7 @@ def _draft_tokens(
     if has_no_q:
         # The temperature tells tokens drawn with the target's noise from likeliest ones.
         return Draft(rows[0], temperature=None if greedy else temperature), carry
-    ids, logits, logprobs, logsumexp, *cutoff = rows
-    draft = Draft(ids, logits, temperature, logprobs, logsumexp, *cutoff)
+    draft = Draft(rows[0], rows[1], temperature, *rows[2:])
     return draft._replace(token_map=vocabulary and vocabulary.token_map), carry
 
 
