@@ -17,16 +17,15 @@ from test_laws import check_counts, make_keys
 import specjax
 from specjax import Origin, SamplingParams, SpeculativeConfig
 
-# Without XLA's optimisations so many texts run for longer than their program compiles.
-pytestmark = [pytest.mark.once, pytest.mark.lenient, pytest.mark.optimised]
+pytestmark = [pytest.mark.once, pytest.mark.lenient]
 
-V, K, LENGTH, PROMPT = 3, 3, 6, (1, 2)
-# Of the tables of 160 seeds this one shows both faults best. Of 50,000 texts of 6 tokens a residual
-# without rho is seen with probability 0.999 (asserted below), and drafts keyed by position alone
-# give a chi-square of 1,300 where 520 is expected and 700 refused.
-NUM_REQUESTS, SEED = 50_000, 23
+V, K, LENGTH, PROMPT = 3, 3, 4, (1, 2)
+# Of the tables of 300 seeds this one shows both faults best. Of 13,000 texts of 4 tokens a residual
+# without rho is seen with probability 0.999 (asserted below). Drafts keyed by position alone need
+# more: 24,000 gave a chi-square of 318 where 80 is expected and 155 refused.
+NUM_REQUESTS, SEED = 20_000, 244
 # Requests after those, of which each row keeps its two likeliest tokens: so few show as much.
-NUM_CUT, TOP_K = 8_000, 2
+NUM_CUT, TOP_K = 4_000, 2
 
 
 @functools.cache
@@ -47,7 +46,7 @@ def rows_after(table, top_k=V):
 
 @functools.cache
 def decode():
-    """Texts [B, 6] and the origins of their tokens; more is generated, so that K stays 3."""
+    """Texts [B, LENGTH] and the origins of their tokens; more is generated, so that K stays 3."""
     target, draft = map(bigrams.model, tables())
     size = NUM_REQUESTS + NUM_CUT
     output = specjax.generate(
@@ -85,7 +84,7 @@ def without_rho(target, draft):
 def check_texts(texts, origins, **options):
     # A step ends with the token that it does not accept. The first has no drafts.
     num_drafted_steps = np.sum(origins[:, :-1] != Origin.ACCEPTED, axis=1)
-    assert np.mean(num_drafted_steps >= 3) > 0.2
+    assert np.mean(num_drafted_steps >= 3) > 0.1
     target, draft = (rows_after(table, **options) for table in tables())
     distribution = oracle.joint_distribution(target, LENGTH)
     check_counts(texts, distribution, without_rho(target, draft))
