@@ -50,6 +50,7 @@ def measured(ours="2026-01-01T10:00:00+00:00", theirs="2026-01-01T10:30:00+00:00
         (["gpu.coupled_texts"], ["K=2 float32"]),
         (["gpu.split", "--cases", "gumbel_fp32"], ["gumbel_fp32 B=2"]),
         (["gpu.filtered"], ["nothing asked", "all three"]),
+        (["gpu.mesh", "--batch", "2", "--cases", "sums"], ["sums"]),
         (["gpu.decode", "--batch", "2"], ["plain step", "speculative step"]),
         (["gpu.cold_start", "--case", "plain"], ['{"first":']),
         (["gpu.engine", "--cases", "queue", "late"], ["case=mixed load", "case=late prompt"]),
