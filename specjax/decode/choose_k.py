@@ -7,10 +7,14 @@ A token is tested if all drafted before it in its step were accepted. The K of a
 before any of its tokens is drafted, so that the output follows the target whatever is chosen. The
 rates are counted in integers and looked up: no rounding depends on the batch.
 
-    shared k = argmax_k sum_b speed_b[k]                 one number for all requests, for an engine
+An engine's step takes as long as its longest draft makes it, also for slots that draft less. Of B
+slots the others are taken to gain as much as the request itself, but for a quarter that gains none:
 
-A step takes as long as its longest draft makes it, so that shorter ones gain nothing. Past steps of
-others decide then, too. The output of each request follows the target all the same.
+    speed[k] = (1 + share * (rate + ... + rate^k)) / step_costs[k]       share = 3/4 + 1/(4 B)
+
+    shared k = argmax_k sum_b speed_b[k]                 or one number for all requests
+
+With a shared one, past steps of others decide, too. Each output follows the target all the same.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +32,7 @@ __all__ = [
     "add_step",
     "choose_k",
     "choose_shared_k",
+    "ever_drafts",
     "init_history",
     "k_by_rate",
     "speeds_by_rate",
@@ -64,17 +69,23 @@ def init_history(lengths: jax.Array) -> DraftHistory:
     return DraftHistory(zeros, zeros, lengths - 1)
 
 
-def k_by_rate(config: SpeculativeConfig) -> Any:
+def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     """Returns the best k of each acceptance rate 0, 1/64, ..., 1, i32[65]; None without "auto".
 
     Made on the host in float64; the smallest k of equal speed.
+
+    Args:
+      config: with the costs of steps.
+      num_slots: B, of an engine.
 
     Example:
       >>> config = SpeculativeConfig("auto", step_costs=(1.0, 1.25, 1.75))
       >>> k_by_rate(config)[[0, 16, 24, 32, 64]].tolist()
       [0, 0, 1, 1, 2]
+      >>> k_by_rate(config, num_slots=16)[[0, 16, 24, 32, 64]].tolist()
+      [0, 0, 1, 1, 2]
     """
-    best = _best_by_rate(config)
+    best = _best_by_rate(config, 0.75 + 0.25 / num_slots)
     return None if best is None else best.k.astype(np.int32)
 
 
@@ -86,16 +97,31 @@ def speeds_by_rate(config: SpeculativeConfig) -> Any:
       >>> speeds_by_rate(config)[32].tolist()  # 1 / 1, 1.5 / 1.25, 1.75 / 1.75
       [1.0, 1.2000000476837158, 1.0]
     """
-    best = _best_by_rate(config)
+    best = _best_by_rate(config, 1.0)
     return None if best is None else best.tokens_per_second.astype(np.float32)
 
 
-def _best_by_rate(config: SpeculativeConfig) -> Any:
+def ever_drafts(table: Any) -> bool:
+    """Returns whether a request ever drafts; without a draft its rate stays what it was at first.
+
+    Args:
+      table: from `k_by_rate`, or from `speeds_by_rate` if all requests share a k.
+
+    Example:
+      >>> dear = SpeculativeConfig("auto", step_costs=(1.0, 2.0, 3.0))
+      >>> ever_drafts(k_by_rate(dear)), ever_drafts(k_by_rate(SpeculativeConfig("auto")))
+      (False, True)
+    """
+    first = table[_PRIOR_ACCEPTED * _NUM_RATES // _PRIOR_TESTED]
+    return bool(first if table.ndim == 1 else np.argmax(first))
+
+
+def _best_by_rate(config: SpeculativeConfig, share: float) -> Any:
     if config.step_costs is None:
         return None
     rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
     lengths = theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
-    return theory.best_k(lengths, config.step_costs)
+    return theory.best_k(1 + share * (lengths - 1), config.step_costs)
 
 
 def add_step(

@@ -34,12 +34,12 @@ class Engine:
     between the steps of the others. What it gets depends on its own key, prompt and parameters, on
     the models, `config` and the engine's shapes; not on its slot, nor on what else is decoded.
 
-    The constructor compiles; no request compiles anything. One thread runs the engine, by `step`,
-    `run` or an iteration over a request; other threads may `submit` and `abort`.
+    The constructor compiles, no request does. One thread runs the engine, by `step`, `run` or an
+    iteration over a request; other threads may `submit` and `abort`.
 
     Args:
       target: the model whose distribution the output follows.
-      drafter: as in `generate`, or None.
+      drafter: as in `generate`, or None. It is left out where K = "auto" would never draft.
       config: a `SpeculativeConfig`. None is the default one.
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
@@ -118,6 +118,8 @@ class Engine:
         )
         defaults = parse_defaults(sampling)
         settings = slot_settings(arguments["settings"], defaults, config, k_by_load)
+        if settings.k_by_rate is None and arguments["settings"].k_by_rate is not None:
+            drafter = None
         options = {name: arguments[name] for name in ("config", "implementation")}
         chunk_size = min(arguments["chunk_size"], max_length)
         sizes = {"num_slots": num_slots, "max_length": max_length, "chunk_size": chunk_size}

@@ -7,7 +7,7 @@ import numpy as np
 from specjax.checks import check_flag
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import pad_eos
-from specjax.decode.choose_k import speeds_by_rate
+from specjax.decode.choose_k import ever_drafts, k_by_rate, speeds_by_rate
 from specjax.decode.state_and_info import Settings
 from specjax.engine.request_sampling import spread_over_slots
 from specjax.engine.submission import MOST_STOP_IDS
@@ -23,7 +23,7 @@ def slot_settings(
     config: SpeculativeConfig | None,
     k_by_load: bool,
 ) -> Settings:
-    """Returns the settings of slots.
+    """Returns the settings of slots, without `k_by_rate` if no request would ever draft.
 
     Args:
       settings: of a batch of as many requests, checked.
@@ -42,6 +42,10 @@ def slot_settings(
                 'and SpeculativeConfig("auto", ...).'
             )
         settings = settings._replace(k_by_rate=speeds_by_rate(config))
+    elif config is not None and settings.k_by_rate is not None:
+        settings = settings._replace(k_by_rate=k_by_rate(config, num_slots))
+    if settings.k_by_rate is not None and not ever_drafts(settings.k_by_rate):
+        settings = settings._replace(k_by_rate=None)
     no_stop_ids: Any = pad_eos(np.zeros(0, np.int32), MOST_STOP_IDS)
     given: dict[str, Any] = {
         "temperature": np.ones(num_slots, np.float32),

@@ -19,6 +19,7 @@ from specjax.decode.choose_k import (
     add_step,
     choose_k,
     choose_shared_k,
+    ever_drafts,
     init_history,
     k_by_rate,
     speeds_by_rate,
@@ -55,13 +56,24 @@ def test_the_best_k_has_the_most_expected_tokens_for_its_cost():
     rng = np.random.default_rng(0)
     for size in (2, 3, 5, 33):
         costs = tuple(np.cumsum(rng.uniform(0.05, 1, size)))
-        best = k_by_rate(SpeculativeConfig("auto", step_costs=costs))
-        for number, k in enumerate(best):
-            rate = number / 64
-            tokens = [sum(rate**i for i in range(n + 1)) for n in range(size)]
-            speeds = np.array(tokens) / costs
-            assert speeds[k] >= speeds.max() * (1 - 1e-12)
+        for num_slots in (1, 16):
+            best = k_by_rate(SpeculativeConfig("auto", step_costs=costs), num_slots)
+            # Of an engine's slots but one a quarter gains none of what the others do.
+            share = (1 + 0.75 * (num_slots - 1)) / num_slots
+            for number, k in enumerate(best):
+                rate = number / 64
+                tokens = [1 + share * sum(rate**i for i in range(1, n + 1)) for n in range(size)]
+                speeds = np.array(tokens) / costs
+                assert speeds[k] >= speeds.max() * (1 - 1e-12)
     assert k_by_rate(SpeculativeConfig(3)) is None
+
+
+def test_a_table_ever_drafts_if_it_does_at_the_rate_that_requests_begin_with():
+    # 39/64: of two drafted tokens 1.98 are expected, and 1.82 where one of twelve gains nothing.
+    for cost, alone, of_three, by_load in ((1.8, 1, 1, 1), (1.9, 1, 0, 1), (2.0, 0, 0, 0)):
+        config = SpeculativeConfig("auto", step_costs=(1.0, 9.0, cost))
+        tables = k_by_rate(config), k_by_rate(config, 3), speeds_by_rate(config)
+        assert list(map(ever_drafts, tables)) == [alone, of_three, by_load]
 
 
 def chosen(outcomes, config=CONFIG):

@@ -256,6 +256,15 @@ def test_k_by_load_changes_what_is_drafted_and_no_greedy_or_coupled_text(method)
     assert drafted != drafted_alone
 
 
+def test_an_engine_whose_steps_cost_too_much_with_drafts_is_one_without_a_drafter():
+    config = SpeculativeConfig("auto", step_costs=(1.0, 1.9, 1.9))
+    engine, plain = make_engine(config=config), make_engine(None, config=config)
+    assert engine.slot_bytes == plain.slot_bytes
+    values = ASKED[3].values | {"sampling": None}
+    found, wanted = (e.submit(ASKED[3].prompt, **values).result() for e in (engine, plain))
+    assert what_came(found) == what_came(wanted)
+
+
 def test_k_by_load_needs_a_k_that_is_chosen():
     for drafter, config in ((BY_MODEL, CONFIG), (None, SpeculativeConfig("auto"))):
         with pytest.raises(ValueError, match=r"k_by_load is True, .* needs a drafter"):

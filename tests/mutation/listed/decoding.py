@@ -302,6 +302,20 @@ MUTATIONS = (
         "a step computes fewer rows than its longest draft needs",
     ),
     Mutation(
+        "specjax.decode.choose_k.k_by_rate",
+        "0.75 + 0.25 / num_slots",
+        "1.0",
+        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        "in a full engine a request drafts as if each step were its own",
+    ),
+    Mutation(
+        "specjax.decode.choose_k.ever_drafts",
+        "np.argmax(first)",
+        "np.max(first)",
+        choose_k("test_a_table_ever_drafts_if_it_does_at_the_rate_that_requests_begin_with"),
+        "an engine that draws one K for all keeps a drafter that never drafts",
+    ),
+    Mutation(
         "specjax.decode.choose_k.choose_shared_k",
         "is_active[:, None]",
         "(is_active | True)[:, None]",
