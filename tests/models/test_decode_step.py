@@ -71,20 +71,30 @@ def close(found, wanted):
 
 def in_units_of_rows(found, wanted):
     """Both in units of the wanted rows' root mean square: taps are not normed, as states are."""
-    scale = jnp.sqrt(jnp.mean(wanted**2, axis=-1, keepdims=True))
-    scale = jnp.where(scale == 0, 1, scale)
+    scale = np.sqrt(np.mean(wanted**2, axis=-1, keepdims=True))
+    scale = np.where(scale == 0, 1, scale)
     return found / scale, wanted / scale
+
+
+def larger(x):
+    """Four times a matrix, a vector and a tenth, in its dtype."""
+    return x * x.dtype.type(4) if x.ndim > 1 else x + x.dtype.type(0.1)
+
+
+def random_ids(seed, shape):
+    ids = jax.random.randint(jax.random.key(seed), shape, 0, LLAMA.vocab_size, jnp.int32)
+    return np.asarray(ids)
 
 
 @functools.cache
 def prefill(config, dtype):
     """Parameters whose attention is not uniform, two prompts' lengths and cache, in plain JAX."""
     model = build(dataclasses.replace(config, dtype=dtype), seed=3, implementation="xla")
-    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x + 0.1, model.params)
-    lengths = jnp.array([CONTEXT, CONTEXT - 25], jnp.int32)
-    place = jnp.arange(CONTEXT, dtype=jnp.int32)[None]
-    positions = jnp.where(place < lengths[:, None], place, -1)
-    ids = jax.random.randint(jax.random.key(0), positions.shape, 0, config.vocab_size, jnp.int32)
+    params = jax.tree.map(larger, jax.device_get(model.params))
+    lengths = np.array([CONTEXT, CONTEXT - 25], np.int32)
+    place = np.arange(CONTEXT, dtype=np.int32)[None]
+    positions = np.where(place < lengths[:, None], place, -1)
+    ids = random_ids(0, positions.shape)
     _, cache = jax.jit(model.apply)(params, ids, positions, model.init_cache(2, SLOTS))
     return params, lengths, cache
 
@@ -99,36 +109,41 @@ STEPS = [((3, 1), 2), ((1, 1), 0), ((0, 3), 0), ((3, 2), 0)]
 
 
 @functools.cache
-def decode(config, implementation, dtype="float32"):
-    """Hidden states and taps of steps, zeros where a request had no token, and the cache."""
+def decode(config, implementation, dtype="float32", width=0):
+    """Hidden states and taps of steps, zeros where a request had no token, and the cache.
+
+    width: least number of columns of a step; one of as many as another shares its program.
+    """
     params, lengths, cache = prefill(config, dtype)
     config = dataclasses.replace(config, dtype=dtype)
     apply = build(config, params, implementation=implementation).apply_with_taps
     apply = jax.jit(apply, static_argnums=4)
     states, taps = [], []
     for number, (sizes, taken_back) in enumerate(STEPS):
-        width = max(sizes)
-        place = jnp.arange(width, dtype=jnp.int32)[None]
-        fed = place < jnp.array(sizes, jnp.int32)[:, None]
-        positions = jnp.where(fed, lengths[:, None] + place, -1)
-        shape = (2, width)
-        ids = jax.random.randint(jax.random.key(number), shape, 0, config.vocab_size, jnp.int32)
+        place = np.arange(max(*sizes, width), dtype=np.int32)[None]
+        fed = place < np.array(sizes)[:, None]
+        positions = np.where(fed, lengths[:, None] + place, -1)
+        ids = random_ids(number, fed.shape)
         hidden, features, cache = apply(params, ids, positions, cache, taps_of(config))
-        assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
-        states.append(jnp.where(fed[..., None], hidden, 0))
-        taps.append(jnp.where(fed[..., None], features, 0))
-        lengths = lengths + jnp.array(sizes) - jnp.minimum(jnp.array(sizes), taken_back)
-    return states, taps, cache
+        hidden, features = (np.asarray(x, np.float32) for x in (hidden, features))
+        assert np.isfinite(hidden).all()
+        states.append(np.where(fed[..., None], hidden, 0))
+        taps.append(np.where(fed[..., None], features, 0))
+        lengths = (
+            lengths + np.array(sizes, np.int32) - np.minimum(sizes, taken_back, dtype=np.int32)
+        )
+    return states, taps, jax.device_get(cache)
 
 
+# Steps of one token are steps of one column, and in the larger program of three columns.
 @pytest.mark.parametrize(
-    ("kind", "alone"), [("llama", True), ("llama", False), ("qwen", False), ("gemma", True)]
+    ("kind", "alone", "width"), [("llama", True, 1), ("qwen", False, 1), ("gemma", True, 3)]
 )
-def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, kernels):
+def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, width, kernels):
     # Two splits of the cache, so that each has blocks to go through.
     through = Implementation(kernels, (DecodeConfig(alone, num_kv_splits=2),))
-    *wanted, cache = decode(KINDS[kind], "xla")
-    *found, own = decode(KINDS[kind], through)
+    *wanted, cache = decode(KINDS[kind], "xla", width=width)
+    *found, own = decode(KINDS[kind], through, width=width)
     for step, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         # Each hidden state and each tap of it by itself.
         rows = (x.reshape(*x.shape[:2], -1, KINDS[kind].hidden_size) for x in (step, other))
@@ -145,7 +160,7 @@ def test_short_floats_err_as_much_through_the_kernels_as_without():
 
     def error(steps):
         pairs = zip(steps, exact, strict=True)
-        return [jnp.linalg.norm(x.astype(jnp.float32) - y) for x, y in pairs]
+        return [np.linalg.norm(x - y) for x, y in pairs]
 
     for ours, theirs in zip(error(found), error(plain), strict=True):
         assert 0 < ours < 1.5 * theirs
@@ -276,10 +291,17 @@ def test_what_a_row_does_not_see_is_not_in_it_and_what_it_sees_is_not_hidden(alo
                 np.testing.assert_array_equal(found, jnp.where(spoils, jnp.nan, wanted_after))
 
 
+def init_nothing(*prompts):
+    return ()
+
+
 def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(kernels):
     config, bad = TransformerConfig(64, 32, 48, 1, 2, 1, 16), 60
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, build(config, seed=3).params)
     params |= {"embedding": params["embedding"].at[bad].set(jnp.nan)}
+    models = {
+        name: build(config, params, implementation=name) for name in dict.fromkeys(["xla", kernels])
+    }
 
     def propose(params, state, token_ids, hidden, *, config, num_tokens, **options):
         width = config.num_speculative_tokens
@@ -288,7 +310,7 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
 
     def decode(implementation, drafter):
         output = specjax.generate(
-            build(config, params, implementation=implementation),
+            models[implementation],
             drafter,
             jnp.array([[7, 8, 9], [10, 11, -1]]),
             jnp.array([3, 2]),
@@ -304,9 +326,8 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
     wanted = decode("xla", None)
     assert not jnp.any(wanted == bad)
     for first in (bad, int(wanted[0, 3])):
-        found = decode(
-            kernels, specjax.whole_prompt_drafter(jnp.int32(first), lambda *_: (), propose)
-        )
+        drafter = specjax.whole_prompt_drafter(jnp.int32(first), init_nothing, propose)
+        found = decode(kernels, drafter)
         np.testing.assert_array_equal(found[0], wanted[0])
 
 
@@ -391,9 +412,10 @@ def test_splits_are_counted_from_zero_whatever_the_memory_held(kernels):
 def test_a_batch_under_vmap_is_each_by_itself(alone, kernels):
     through = Implementation(kernels, (DecodeConfig(alone),))
     params, lengths, cache = prefill(LLAMA, "float32")
-    apply = jax.jit(build(LLAMA, params, implementation=through).apply)
-    ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
-    wanted, _ = apply(params, ids, positions, cache)
+    plain, apply = (build(LLAMA, params, implementation=x).apply for x in ("xla", through))
+    ids, positions = np.array([[3, 4], [5, 6]], np.int32), lengths[:, None] + np.arange(2)
+    positions = positions.astype(np.int32)
+    wanted, _ = jax.jit(plain)(params, ids, positions, cache)
 
     def by_itself(ids, positions, cache):
         cache = jax.tree.map(lambda x: x[None], cache)
@@ -449,7 +471,8 @@ def test_derivatives_and_wide_positions_are_those_of_plain_jax(kernels):
 
 def test_a_derivative_by_some_weights_alone_is_that_of_plain_jax(kernels):
     params, lengths, cache = prefill(LLAMA, "float32")
-    ids, positions = jnp.array([[3, 4], [5, 6]]), lengths[:, None] + jnp.arange(2)[None]
+    ids, positions = np.array([[3, 4], [5, 6]], np.int32), lengths[:, None] + np.arange(2)
+    positions = positions.astype(np.int32)
 
     def slope(implementation, weight):
         apply = build(LLAMA, params, implementation=implementation).apply

@@ -30,11 +30,11 @@ def test_acceptance_of_generate_is_the_overlap_at_every_position_of_a_step(tmp_p
     taps = tuple(fields["eagle_aux_hidden_state_layer_ids"])
 
     @jax.jit
-    def forward(text):
+    def forward(model, text):
         place = jnp.arange(len(text), dtype=jnp.int32)[None]
-        cache = target.init_cache(1, len(text))
-        hidden, states, _ = target.apply_with_taps(target.params, text[None], place, cache, taps)
-        return target.logits(target.params, hidden[0]), states[0]
+        cache = model.init_cache(1, len(text))
+        hidden, states, _ = model.apply_with_taps(model.params, text[None], place, cache, taps)
+        return model.logits(model.params, hidden[0]), states[0]
 
     prompts, lengths = code_prompts()
     room, acceptance = prompts.shape[1] + 32, Acceptance(K)
@@ -46,7 +46,7 @@ def test_acceptance_of_generate_is_the_overlap_at_every_position_of_a_step(tmp_p
         key = text.tobytes()
         if key not in seen:
             padded = np.pad(text, (0, room - len(text)))
-            seen[key] = [np.asarray(x, np.float64) for x in forward(padded)]
+            seen[key] = [np.asarray(x, np.float64) for x in forward(target, padded)]
         logits, states = seen[key]
         size = min(accepted + 1, judged)
         drafted = text[begin : begin + size]

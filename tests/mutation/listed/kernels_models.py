@@ -36,7 +36,7 @@ MUTATIONS = (
         "specjax.models.kernel_step.decode_step",
         "states[tap][:, :tokens]",
         "states[tap - 1][:, :tokens]",
-        few(f"{_STEPS}[interpret-llama-True]"),
+        few(f"{_STEPS}[interpret-llama-True-1]"),
         "a tap is one layer too early where kernels run",
     ),
     Mutation(
@@ -106,7 +106,7 @@ MUTATIONS = (
         f"{_MODELS}add_rms_norm.add_rms_norm",
         "offset=offset",
         "offset=0.0",
-        few(f"{_STEPS}[interpret-gemma-True]"),
+        few(f"{_STEPS}[interpret-gemma-True-3]"),
         "the norm's weight lacks its offset",
     ),
     Mutation(
@@ -127,14 +127,14 @@ MUTATIONS = (
         f"{_MODELS}add_rms_norm.add_rms_norm_kernel",
         "sum(parts[1:], parts[0])",
         "parts[0]",
-        few(f"{_STEPS}[interpret-llama-True]"),
+        few(f"{_STEPS}[interpret-llama-True-1]"),
         "only the first part of a product is added",
     ),
     Mutation(
         f"{_MODELS}add_rms_norm.add_rms_norm_kernel",
         "weight + offset",
         "weight",
-        few(f"{_STEPS}[interpret-gemma-True]"),
+        few(f"{_STEPS}[interpret-gemma-True-3]"),
         "the norm's weight lacks its offset",
     ),
     Mutation(
@@ -211,7 +211,7 @@ MUTATIONS = (
         f"{_MODELS}request_qkv.RequestQKV._normed",
         "scale.astype(jnp.float32) + offset",
         "scale.astype(jnp.float32)",
-        few(f"{_STEPS}[interpret-gemma-True]"),
+        few(f"{_STEPS}[interpret-gemma-True-3]"),
         "the weight of a head's norm lacks its offset",
     ),
     Mutation(
