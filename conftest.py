@@ -141,6 +141,7 @@ _LONGEST_FILES = (
     "tests/engine/test_engine.py",
     "tests/decode/test_generate.py",
     "tests/repo/test_frozen.py",
+    "tests/models/test_split_model.py",
     "tests/repo/test_examples.py",
     "tests/samplers/test_block_rejection_sample.py",
     "tests/decode/test_sampling_params.py",
