@@ -36,9 +36,7 @@ MUTATIONS = (
         "specjax.pallas.coupled.draw_and_compare",
         "& jnp.isfinite(log_sum)",
         "& (token >= 0)",
-        coupled_sampling(
-            "test_an_invalid_row_that_decides_emits_nothing_from_there_on[interpret]"
-        ),
+        coupled_sampling("test_an_invalid_row_that_decides_emits_nothing_from_there_on[interpret]"),
         "an invalid row may accept what happens to be drawn from it",
     ),
     Mutation(
