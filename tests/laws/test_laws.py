@@ -24,10 +24,10 @@ from specjax.core.residual import residual_probs
 pytestmark = pytest.mark.once
 
 ALPHA = 1e-6
-# The settings' seeds are those of a few hundred whose 5 % fault shows in the fewest requests, 3,000
-# to 9,000; that of the masked one shows noise shared by draft and residual in 3,000. One number of
-# requests, and few vocabularies: settings share programs.
-NUM_REQUESTS = 10_000
+# The settings' seeds are those of some hundreds whose 5 % fault shows in the fewest requests, 1,200
+# to 3,500. The masked one takes 5,100, and shows noise shared by draft and residual in 2,000. One
+# number of requests, and few vocabularies: settings share programs.
+NUM_REQUESTS = 5_500
 
 
 class Samplers(NamedTuple):
@@ -101,16 +101,16 @@ def masked_setting():
 
 
 def adversarial_setting():
-    target = 0.5 * np.random.default_rng(40).normal(size=(3, 16)).astype(np.float32)
+    target = 0.3 * np.random.default_rng(40).normal(size=(3, 16)).astype(np.float32)
     return Setting(target=target, draft=-target[:2])
 
 
 SETTINGS = {
-    "alike": lambda: random_setting(61, 2, 5, spread=0.5),
+    "alike": lambda: random_setting(18, 2, 5, spread=0.5),
     "masked and cut at a temperature": masked_setting,
     "a draft opposed to its target": adversarial_setting,
-    "a draft of fewer tokens": lambda: random_setting(3, 2, 5, 3),
-    "a draft of more tokens": lambda: random_setting(3, 2, 5, 6),
+    "a draft of fewer tokens": lambda: random_setting(324, 2, 5, 3),
+    "a draft of more tokens": lambda: random_setting(1312, 2, 5, 6),
 }
 
 
@@ -280,7 +280,7 @@ def test_accepted_plus_residual_mass_is_the_target():
     [
         ("alike", NUM_REQUESTS),
         ("masked and cut at a temperature", NUM_REQUESTS),
-        ("a draft opposed to its target", 28_000),
+        ("a draft opposed to its target", 15_000),
         ("a draft of fewer tokens", NUM_REQUESTS),
         ("a draft of more tokens", NUM_REQUESTS),
     ],
@@ -299,7 +299,7 @@ def test_synthetic_acceptance_has_the_rates_asked_for(implementation):
 
 def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementation):
     n = NUM_REQUESTS
-    setting = SETTINGS["alike"]()
+    setting = random_setting(3, 2, 5, spread=0.5)
     tokens = np.argmax(setting.target[:2], axis=1)
     keys = make_keys(n, 1)
     step = library_samplers(implementation).verify(
@@ -316,9 +316,9 @@ def test_drafts_held_fixed_and_verified_as_one_hot_follow_the_target(implementat
 
 
 def markov_tables(vocab_size=3):
-    rng = np.random.default_rng(34)
-    base = rng.normal(size=(vocab_size, vocab_size))
-    other = base + rng.normal(size=base.shape)
+    rng = np.random.default_rng(3)
+    base = 1.5 * rng.normal(size=(vocab_size, vocab_size))
+    other = base + 1.5 * rng.normal(size=base.shape)
     return base.astype(np.float32), other.astype(np.float32)
 
 
