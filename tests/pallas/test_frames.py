@@ -18,10 +18,6 @@ MOST_FRAMES = 7
 SMALL, LARGE, K, VOCAB = 3, 18, 2, 301
 
 
-class Entered(Exception):
-    """A kernel's body was entered."""
-
-
 def make_draft(*lead):
     """A sampled draft without statistics, which more kernels serve than any other."""
     return specjax.Draft(jnp.zeros(lead, jnp.int32), jnp.zeros((*lead, VOCAB)))
@@ -82,26 +78,22 @@ def decode(b):
     return model.apply(model.params, ids, ids, model.init_cache(b, 80))
 
 
-def frames_to_kernel(call, number, monkeypatch):
-    """Names of the package's functions between a call and kernel `number`; None past the last."""
+def frames_to_kernels(call, monkeypatch):
+    """Names of the package's functions between a call and each kernel that it enters."""
     program_id, entered = pl.program_id, []
 
     def enter(axis):
-        entered.append(axis)
-        if len(entered) > number:
-            raise Entered
+        """Called once by the body of each kernel."""
+        frames = traceback.walk_stack(None)
+        names = [f.f_code.co_name for f, _ in frames if f.f_code.co_filename.startswith(PACKAGE)]
+        names.reverse()
+        entered.append(names[1 : names.index("launch") + 1])
         return program_id(axis)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pl, "program_id", enter)
-        jax.clear_caches()
-        try:
-            jax.eval_shape(call)
-        except Entered as error:
-            stack = traceback.extract_tb(error.__traceback__)
-            names = [each.name for each in stack if each.filename.startswith(PACKAGE)]
-            return names[1 : names.index("launch") + 1]
-    return None
+    monkeypatch.setattr(pl, "program_id", enter)
+    jax.clear_caches()
+    jax.eval_shape(call)
+    return entered
 
 
 @pytest.mark.parametrize(
@@ -119,18 +111,16 @@ def frames_to_kernel(call, number, monkeypatch):
 def test_few_frames_stand_between_a_call_and_each_of_its_kernels(
     call, size, num_kernels, monkeypatch
 ):
-    for number in range(num_kernels):
-        names = frames_to_kernel(lambda: call(size), number, monkeypatch)
-        assert names is not None, f"{call.__name__} entered {number} kernels."
+    entered = frames_to_kernels(lambda: call(size), monkeypatch)
+    assert len(entered) == num_kernels
+    for names in entered:
         assert len(names) <= MOST_FRAMES, names
-    assert frames_to_kernel(lambda: call(size), num_kernels, monkeypatch) is None
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_few_frames_stand_between_a_decode_step_and_each_of_its_kernels(size, monkeypatch):
+    entered = frames_to_kernels(lambda: decode(size), monkeypatch)
     # The products, norms and attention of one layer, and the first and last norm.
-    for number in range(9):
-        names = frames_to_kernel(lambda: decode(size), number, monkeypatch)
-        assert names is not None, f"{number} kernels were entered."
+    assert len(entered) == 9
+    for names in entered:
         assert len(names[names.index("decode_step") :]) <= MOST_FRAMES, names
-    assert frames_to_kernel(lambda: decode(size), 9, monkeypatch) is None
