@@ -152,17 +152,12 @@ def test_one_gather_suffices_for_coupled_sampling(is_ragged):
     keys, logits = make_keys(BATCH), jnp.asarray(case["target_logits"]).at[3, 1, 5].set(jnp.nan)
     rest = dict(positions=jnp.asarray(case["positions"]), cutoff=jnp.asarray(case["cutoff"]))
     rest["temperature"] = jnp.asarray(case["temperature"])
-    drawn = specjax.coupled_sample(
-        jnp.zeros((BATCH, 0), jnp.int32),
-        logits[:, :1],
-        keys=keys,
-        **rest | {"cutoff": rest["cutoff"][:, :1]},
-    )
-    # What the target draws first is drafted by two requests of three.
+    # What the target draws first, whatever is drafted, is drafted by two requests of three.
+    tokens, cut = np.array(case["token_ids"]), dict(num_tokens=jnp.asarray(case["num_tokens"]))
+    first = specjax.coupled_sample(jnp.asarray(tokens), logits, keys=keys, **rest, **cut)
     agrees = np.arange(BATCH) % 3 > 0
-    tokens = np.array(case["token_ids"])
-    tokens[agrees, 0] = np.asarray(drawn.token_ids)[agrees, 0]
-    verify, cut = specjax.coupled_sample, dict(num_tokens=jnp.asarray(case["num_tokens"]))
+    tokens[agrees, 0] = np.asarray(first.token_ids)[agrees, 0]
+    verify = specjax.coupled_sample
     rows = PartitionSpec(None, None, "model")
     if is_ragged:
         counts = np.clip(case["num_tokens"], 0, K)
