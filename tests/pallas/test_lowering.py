@@ -24,7 +24,6 @@ from specjax.implementation import (
     resolve_implementation,
     visible_devices,
 )
-from specjax.markov_chain import markov_chain
 from specjax.models import (
     DFlashConfig,
     Eagle3Config,
@@ -79,9 +78,20 @@ def on_gpu():
 
 
 def lower(function, *shapes, platform="cuda"):
-    """The module's text; every deprecation on the way is an error, as everywhere in the tests."""
+    """The module's text, or with no platform what is traced, which takes half as long.
+
+    Every deprecation on the way is an error, as everywhere in the tests.
+    """
     traced = jax.jit(function).trace(*shapes)
+    if platform is None:
+        return str(traced.jaxpr)
     return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def build_shapes(config, implementation=None):
+    """A model of which nothing is drawn: its parameters are shapes."""
+    params = jax.eval_shape(lambda: build(config).params)
+    return build(config, params, implementation=implementation)
 
 
 def num_kernels(text):
@@ -209,13 +219,19 @@ def schedule(request):
     return Implementation("triton", (config,))
 
 
-@pytest.mark.parametrize("noise_dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sampling_lowers_for_cuda(dtype, noise_dtype):
+# Logits are float32 before they meet a cutoff or the noise: each of all three is met once or twice.
+@pytest.mark.parametrize(
+    ("dtype", "noise_dtype", "cutoff"),
+    [
+        (jnp.bfloat16, jnp.float32, False),
+        (jnp.bfloat16, jnp.float64, True),
+        once(jnp.float16, jnp.float32, True),
+        once(jnp.float32, jnp.float64, False),
+    ],
+)
+def test_sampling_lowers_for_cuda(dtype, noise_dtype, cutoff):
     with on_gpu(), noise_context(noise_dtype):
-        for cutoff in (False, True):
-            text = sample_text(dtype, cutoff=cutoff, noise_dtype=noise_dtype)
-            assert num_kernels(text) == 2
+        assert num_kernels(sample_text(dtype, cutoff=cutoff, noise_dtype=noise_dtype)) == 2
 
 
 @pytest.mark.parametrize(
@@ -292,8 +308,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("kind", [once("one-hot"), "drawn"])
-@pytest.mark.parametrize("rule", RULES)
+# Of a one-hot draft the rules differ in which rows they read: of a set of tokens, or of one.
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [*((rule, "drawn") for rule in RULES), once("relaxed", "one-hot"), once("lenience", "one-hot")],
+)
 def test_every_rule_lowers_for_cuda(rule, kind):
     def verify(draft, target_logits, options):
         return specjax.rejection_sample(
@@ -308,29 +327,38 @@ def test_every_rule_lowers_for_cuda(rule, kind):
         assert num_kernels(lower(verify, draft, target, options)) == 3
 
 
-@pytest.mark.parametrize("batch_size", [2, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "batch_size"),
+    [
+        (jnp.bfloat16, 2),
+        (jnp.bfloat16, 8),
+        once(jnp.float16, 8),
+        once(jnp.float32, 2),
+    ],
+)
 def test_a_step_of_decoding_lowers_for_cuda(dtype, batch_size):
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=jnp.dtype(dtype).name)
     config = dataclasses.replace(config, layer_windows=(9,), attention_softcap=5.0)
-    model = build(config)
+    model = build_shapes(config)
     cache = jax.eval_shape(lambda: model.init_cache(batch_size, 300))
     ids = shape(batch_size, 3, dtype=I32)
     # Four products, one of them with a gate; attention in two; where norms may wait, a sum that
     # begins one before, behind and between the layer's halves.
     number = 6 if dtype == jnp.float16 else 9
-    # Of a prompt's tokens none of it is for.
-    prompt = shape(batch_size, 40, dtype=I32)
     with on_gpu():
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache)) == number
+        if (dtype, batch_size) != (jnp.bfloat16, 2):
+            return
         assert num_kernels(lower(model.apply, model.params, ids, ids, cache, platform="cpu")) == 0
+        # Of a prompt's tokens none of it is for.
+        prompt = shape(batch_size, 40, dtype=I32)
         assert num_kernels(lower(model.apply, model.params, prompt, prompt, cache)) == 0
 
 
 @pytest.mark.once
 @pytest.mark.lenient
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_block_of_a_dflash_head_lowers_for_cuda(batch_size):
+def test_a_block_of_a_dflash_head_lowers_for_cuda():
+    batch_size = 4
     layer = TransformerConfig(64, 512, 512, 1, 4, 2, 64, qk_norm=True, dtype="bfloat16")
     config = DFlashConfig(layer, 64, taps=(0, 1), block_size=7, mask_token_id=63)
     functions = dflash_functions(config)
@@ -351,9 +379,14 @@ def test_a_step_with_an_eagle3_head_lowers_to_kernels_and_copies_no_weights():
     """Every product but that with the lm_head; no gather or scatter gives V floats of a row."""
     config = TransformerConfig(5000, 512, 512, 1, 4, 2, 64, tie_word_embeddings=False)
     config = dataclasses.replace(config, dtype="bfloat16")
-    target, head = build(config), Eagle3Config(config, 512, 1000, taps=(0, 1))
-    params = build_eagle3(head) | {"token_map": jnp.arange(1000, dtype=I32)}
-    drafter = eagle3_drafter(target, head, params)
+    head = Eagle3Config(config, 512, 1000, taps=(0, 1))
+
+    def make():
+        params = build_eagle3(head) | {"token_map": jnp.arange(1000, dtype=I32)}
+        target = build(config)
+        return params, target, eagle3_drafter(target, head, params)
+
+    params, target, drafter = jax.eval_shape(make)
     settings = specjax.SpeculativeConfig(num_speculative_tokens=K)
 
     def init(target, drafter):
@@ -382,9 +415,9 @@ def test_a_step_with_an_eagle3_head_lowers_to_kernels_and_copies_no_weights():
     assert not [kind for kind in moves if re.search(r"5000x(bf16|f32)", kind)]
 
 
-@pytest.mark.parametrize(("slots", "number"), [once(60, 9), once(1000, 9), (3000, 10)])
+@pytest.mark.parametrize(("slots", "number"), [once(1000, 9), (3000, 10)])
 def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, number):
-    model = build(TransformerConfig(64, 512, 512, 1, 4, 1, 128, dtype="bfloat16"))
+    model = build_shapes(TransformerConfig(64, 512, 512, 1, 4, 1, 128, dtype="bfloat16"))
     cache = jax.eval_shape(lambda: model.init_cache(4, slots))
     ids = shape(4, 1, dtype=I32)
     with on_gpu():
@@ -410,7 +443,7 @@ def test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own(slots, nu
 def test_a_kernel_starts_early_only_where_one_of_ours_reads(kind, number):
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
     gpu = HOPPER if number else Implementation(device=DeviceFacts((8.0,)))
-    model = build(dataclasses.replace(config, **kind), implementation=gpu)
+    model = build_shapes(dataclasses.replace(config, **kind), gpu)
     cache = jax.eval_shape(lambda: model.init_cache(8, 300))
     ids = shape(8, 1, dtype=I32)
 
@@ -457,7 +490,7 @@ def read_early(function, *shapes):
 
 def test_a_derivative_by_some_weights_is_of_the_step_without_kernels():
     config = TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype="bfloat16")
-    model = build(config, implementation=HOPPER)
+    model = build_shapes(config, HOPPER)
     cache = jax.eval_shape(lambda: model.init_cache(8, 300))
     ids = shape(8, 1, dtype=I32)
 
@@ -478,7 +511,7 @@ def test_a_derivative_by_some_weights_is_of_the_step_without_kernels():
 @pytest.mark.parametrize("dtype", ["float32", once("bfloat16")])
 def test_parameters_of_another_dtype_than_the_caches_lower_for_cuda(dtype):
     other = {"float32": jnp.bfloat16, "bfloat16": jnp.float32}[dtype]
-    model = build(TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=dtype))
+    model = build_shapes(TransformerConfig(64, 512, 512, 1, 4, 2, 64, dtype=dtype))
     params = jax.tree.map(lambda x: shape(*x.shape, dtype=other), model.params)
     cache, ids = jax.eval_shape(lambda: model.init_cache(8, 300)), shape(8, 1, dtype=I32)
     with on_gpu():
@@ -488,7 +521,7 @@ def test_parameters_of_another_dtype_than_the_caches_lower_for_cuda(dtype):
 def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map():
     # Inside shard_map no abstract mesh says that a GPU is compiled for.
     config = TransformerConfig(64, 32, 32, 1, 2, 1, 16)
-    model = build(config, implementation=on_devices(None, (8.0,)))
+    model = build_shapes(config, on_devices(None, (8.0,)))
     mesh = h200_mesh(AxisType.Auto)
 
     def begin(params, ids):
@@ -501,7 +534,8 @@ def test_a_step_of_decoding_lowers_for_cuda_inside_shard_map():
         assert num_kernels(lower(mapped, model.params, shape(8, 3, dtype=I32))) == 9
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# `test_no_row_of_logits_is_copied_to_float32` lowers those of float16.
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, once(jnp.float32)])
 def test_cutoffs_lower_for_cuda(dtype):
     filters = {"top_k": I32, "top_p": F32, "min_p": F32}
 
@@ -510,17 +544,19 @@ def test_cutoffs_lower_for_cuda(dtype):
             logits, temperature=temperature, implementation="triton", **filters
         )
 
+    # One filter or all, and of each dtype, a row is read alike: a long one by all at once.
+    asked = [(list(filters), VOCAB)]
+    if dtype == jnp.bfloat16:
+        asked = [(["top_k"], VOCAB), (["top_p"], VOCAB), (["min_p"], VOCAB)]
+        asked += [(list(filters), 300_000)]
     with on_gpu():
-        for names in (["top_k"], ["top_p"], ["min_p"], list(filters)):
-            asked = {name: shape(BATCH, dtype=filters[name]) for name in names}
-            # One filter or all, a row is read alike: a long one by all at once.
-            for vocab_size in (VOCAB, 300_000) if len(names) == 3 else (VOCAB,):
-                logits = shape(BATCH, vocab_size, dtype=dtype)
-                assert num_kernels(lower(cut, logits, shape(BATCH), asked)) == 2
+        for names, vocab_size in asked:
+            given = {name: shape(BATCH, dtype=filters[name]) for name in names}
+            logits = shape(BATCH, vocab_size, dtype=dtype)
+            assert num_kernels(lower(cut, logits, shape(BATCH), given)) == 2
 
 
-@pytest.mark.parametrize(("name", "some"), [("xla", False), ("triton", True)])
-def test_a_named_implementation_is_that_of_everything_a_proposal_does(name, some):
+def test_a_named_implementation_is_that_of_everything_a_proposal_does():
     def propose(table, token_ids, keys, positions, top_k):
         def step(carry, fed, at):
             return table[fed], carry
@@ -533,37 +569,14 @@ def test_a_named_implementation_is_that_of_everything_a_proposal_does(name, some
             keys=keys,
             positions=positions,
             sampling=specjax.SamplingParams(top_k=top_k),
-            implementation=name,
+            implementation="triton",
         )[0]
 
     batch = shape(BATCH, dtype=I32)
     with on_gpu():
         text = lower(propose, shape(VOCAB, VOCAB), batch, key_shapes(), batch, batch)
     # A cutoff in two launches, and a draw in two.
-    assert num_kernels(text) == 4 * some
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", ["xla", "triton"])
-def test_a_named_implementation_is_that_of_everything_a_decode_does(name):
-    model = markov_chain(jnp.full((8, 8), 1 / 8))
-
-    def decode(prompts, lengths, keys, top_k):
-        return specjax.generate(
-            model,
-            specjax.model_drafter(model),
-            prompts,
-            lengths,
-            keys=keys,
-            max_new_tokens=2,
-            sampling=specjax.SamplingParams(top_k=top_k),
-            implementation=name,
-        ).token_ids
-
-    batch = shape(BATCH, dtype=I32)
-    with on_gpu():
-        text = str(jax.make_jaxpr(decode)(shape(BATCH, 3, dtype=I32), batch, key_shapes(), batch))
-    assert ("pallas_call" in text) == (name == "triton")
+    assert num_kernels(text) == 4
 
 
 @pytest.mark.once
@@ -601,14 +614,26 @@ def test_no_row_of_logits_is_copied_to_float32(dtype):
     assert f"x{VOCAB}xf32>" not in text
 
 
-@pytest.mark.parametrize("kind", ["drawn", "one-hot", "without statistics", "everything"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_verification_lowers_for_cuda(dtype, kind):
+# Rows of other dtypes are read by the same loads: those of drafts with their statistics or without.
+@pytest.mark.parametrize(
+    ("dtype", "kind", "synthetic"),
+    [
+        (jnp.bfloat16, "drawn", False),
+        (jnp.bfloat16, "drawn", True),
+        (jnp.bfloat16, "one-hot", True),
+        (jnp.bfloat16, "without statistics", True),
+        (jnp.bfloat16, "everything", False),
+        once(jnp.float16, "without statistics", False),
+        once(jnp.float16, "everything", False),
+        once(jnp.float32, "without statistics", False),
+        once(jnp.float32, "everything", True),
+    ],
+)
+def test_verification_lowers_for_cuda(dtype, kind, synthetic):
     with on_gpu():
-        # Without statistics one more launch reads the draft.
-        for synthetic in (False, True) if dtype == jnp.bfloat16 else (kind == "drawn",):
-            text = verify_text(kind, dtype, synthetic=synthetic)
-            assert num_kernels(text) == 2 + (kind in ("without statistics", "recomputed"))
+        text = verify_text(kind, dtype, synthetic=synthetic)
+    # Without statistics one more launch reads the draft.
+    assert num_kernels(text) == 2 + (kind == "without statistics")
 
 
 def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedule):
@@ -634,13 +659,18 @@ def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedul
         token_ids=shape(BATCH * K, dtype=I32), logits=shape(BATCH * K, 200, dtype=jnp.bfloat16)
     )
     with on_gpu():
-        for rule, method, number in (
+        calls = [
             (None, specjax.rejection_sample, 3),
             (None, specjax.block_rejection_sample, 5),
             (RULES["ensemble"], specjax.rejection_sample, 4),
-        ):
+        ]
+        # Small batches and large ones find a draft's rows alike.
+        [sizes] = schedule.configs
+        for rule, method, number in calls[: 1 if sizes.max_small_batch else None]:
             text = lower(functools.partial(verify, rule, method), draft, rows, keys)
             assert num_kernels(text) >= number
+        if sizes.max_small_batch:
+            return
         text = lower(
             ragged,
             flat,
@@ -655,19 +685,21 @@ def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedul
 def test_both_schedules_lower_for_cuda(noise_dtype, schedule):
     with on_gpu(), noise_context(noise_dtype):
         options = dict(noise_dtype=noise_dtype, implementation=schedule)
-        for kind in ("drawn", "one-hot", "everything"):
-            text = verify_text(kind, synthetic=kind == "everything", **options)
-            assert num_kernels(text) >= 2
+        assert num_kernels(verify_text("everything", synthetic=True, **options)) >= 2
         assert num_kernels(verify_text("without statistics", **options)) >= 3
+        if noise_dtype == jnp.float64:
+            return
+        assert num_kernels(verify_text("drawn", **options)) >= 2
+        assert num_kernels(verify_text("one-hot", **options)) >= 2
         assert num_kernels(sample_text(**options)) == 2
 
 
-def cutoff_text(*, implementation):
+def cutoff_text(*, implementation, platform="cuda"):
     def cut(logits, top_k):
         options = dict(temperature=1.0, top_k=top_k, implementation=implementation)
         return specjax.logit_cutoff(logits, **options)
 
-    return lower(cut, shape(BATCH, VOCAB), shape(BATCH, dtype=I32))
+    return lower(cut, shape(BATCH, VOCAB), shape(BATCH, dtype=I32), platform=platform)
 
 
 @pytest.mark.once
@@ -683,14 +715,16 @@ def cutoff_text(*, implementation):
 def test_sizes_of_kernels_that_are_passed_reach_the_kernels(text, changes):
     configs = [KernelConfig(), *(KernelConfig(**change) for change in changes)]
     with on_gpu():
-        default = text(implementation="triton")
-        texts = [text(implementation=Implementation("triton", (each,))) for each in configs]
+        default = text(implementation="triton", platform=None)
+        passed = [Implementation("triton", (each,)) for each in configs]
+        texts = [text(implementation=each, platform=None) for each in passed]
     assert texts[0] == default
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("synthetic", [False, once(True)])
-@pytest.mark.parametrize("kind", ["drawn", "one-hot", "everything"])
+@pytest.mark.parametrize(
+    ("kind", "synthetic"), [("drawn", False), ("one-hot", True), once("everything", True)]
+)
 def test_ragged_verification_lowers_for_cuda(kind, synthetic):
     with on_gpu():
         assert num_kernels(ragged_text(kind, synthetic=synthetic)) == 2
@@ -701,7 +735,7 @@ def test_ragged_verification_with_float64_noise_lowers_for_cuda():
         assert num_kernels(ragged_text("everything", noise_dtype=jnp.float64)) == 2
 
 
-@pytest.mark.parametrize("vocab_size", [once(1), once(127), once(129), once(32_000), 300_000])
+@pytest.mark.parametrize("vocab_size", [once(1), once(129), 300_000])
 def test_any_vocabulary_lowers_for_cuda(vocab_size):
     with on_gpu():
         assert num_kernels(verify_text("drawn", vocab_size=vocab_size)) == 2
@@ -709,15 +743,14 @@ def test_any_vocabulary_lowers_for_cuda(vocab_size):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("batch_size", [1, 17, 256, 1024])
-def test_any_batch_lowers_for_cuda(batch_size):
+@pytest.mark.parametrize(("batch_size", "kind"), [(1, "one-hot"), (17, "drawn"), (1024, "one-hot")])
+def test_any_batch_lowers_for_cuda(batch_size, kind):
     with on_gpu():
-        for kind in ("drawn", "one-hot"):
-            assert num_kernels(verify_text(kind, batch_size=batch_size)) >= 2
+        assert num_kernels(verify_text(kind, batch_size=batch_size)) >= 2
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("k", [0, 1, 32])
+@pytest.mark.parametrize("k", [0, 32])
 def test_any_number_of_drafts_lowers_for_cuda(k):
     with on_gpu():
         assert num_kernels(verify_text("drawn", k=k)) == 2
@@ -756,7 +789,7 @@ def mesh_call(implementation):
     return verify, shapes
 
 
-@pytest.mark.parametrize("name", [None, "triton"])
+@pytest.mark.parametrize("name", [None, once("triton")])
 def test_verification_lowers_inside_shard_map_which_checks_what_varies(name):
     mesh = h200_mesh(AxisType.Auto)
     verify, shapes = mesh_call(name)
@@ -797,10 +830,10 @@ def test_a_split_vocabulary_lowers_to_two_kernels_and_a_gather_or_two(kind, num_
     assert text.count('"stablehlo.all_gather"') == num_gathers
 
 
-@pytest.mark.parametrize("name", [None, "triton"])
-def test_verification_lowers_on_a_mesh_of_explicit_axes(name):
+def test_verification_lowers_on_a_mesh_of_explicit_axes():
+    """As JAX chooses the kernels; those that are named are frozen on such a mesh."""
     mesh = h200_mesh(AxisType.Explicit)
-    verify, shapes = mesh_call(name)
+    verify, shapes = mesh_call(None)
     with jax.sharding.use_abstract_mesh(mesh):
         text = lower(verify, *on_mesh(mesh, shapes))
     assert num_kernels(text) == 2
@@ -821,9 +854,9 @@ def on_devices(name, capabilities=(), **facts):
 
 @pytest.mark.once
 def test_none_is_plain_jax_where_there_is_no_gpu():
-    options = dict(implementation=on_devices(None), platform="cpu")
-    assert num_kernels(sample_text(**options)) == 0
-    assert num_kernels(verify_text("drawn", **options)) == 0
+    options = dict(implementation=on_devices(None), platform=None)
+    assert "pallas_call" not in sample_text(**options)
+    assert "pallas_call" not in verify_text("drawn", **options)
 
 
 def call(implementation):
@@ -890,15 +923,15 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("named", ["triton", "interpret"])
-def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence(named):
+def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence():
     without = on_devices(None, (9.0,), has_pallas_triton=False)
     with on_gpu():
-        assert num_kernels(sample_text(implementation=without)) == 0
-        assert num_kernels(verify_text("drawn", implementation=without)) == 0
+        for text in (sample_text, functools.partial(verify_text, "drawn")):
+            assert "pallas_call" not in text(implementation=without, platform=None)
     assert call(without).token_ids.shape == (2,)
-    with pytest.raises(ValueError, match=f"'{named}' names .* and JAX .* has no Pallas Triton"):
-        call(dataclasses.replace(without, name=named))
+    for named in ("triton", "interpret"):
+        with pytest.raises(ValueError, match=f"'{named}' names .* and JAX .* has no Pallas Triton"):
+            call(dataclasses.replace(without, name=named))
 
 
 def test_the_library_does_not_need_pallas_to_be_imported():
@@ -930,7 +963,6 @@ warnings.simplefilter("error")
 import test_lowering
 with test_lowering.on_gpu():
     assert test_lowering.num_kernels(test_lowering.sample_text()) == 2
-    assert test_lowering.num_kernels(test_lowering.verify_text("drawn")) == 2
 """
     run = subprocess.run(
         [sys.executable, "-c", program],
