@@ -28,14 +28,14 @@ MUTATIONS = (
         f"{_PALLAS}load_request.Plan.is_reduced",
         "i <= n if",
         "i < n if",
-        _small("V = 129"),
+        _small("V = 1025"),
         "the bonus token's row is not reduced",
     ),
     Mutation(
         f"{_PALLAS}reduce_rows.locate_tile",
         "request.first_target_row + i",
         "request.first_target_row",
-        _small("V = 129"),
+        _small("V = 1025"),
         "every row of a request is reduced from its first",
     ),
     Mutation(
@@ -70,7 +70,7 @@ MUTATIONS = (
         f"{_PALLAS}reduce_rows.locate_tile",
         "scale, cutoff,",
         "scale, None,",
-        _small("V = 129"),
+        _small("V = 1025"),
         "the target's cutoff is ignored where rows are reduced",
     ),
     Mutation(
@@ -129,7 +129,7 @@ MUTATIONS = (
         f"{_PALLAS}next_token.load_accepted_prefix",
         "i <= request.num_draft_tokens",
         "i < request.num_draft_tokens",
-        _small("V = 129"),
+        _small("V = 1025"),
         "a small batch's request that accepts all its drafts has no stop",
     ),
     Mutation(
@@ -242,7 +242,7 @@ MUTATIONS = (
         f"{_PALLAS}blocks.load_raw_logits",
         "token_id < logits.shape[1]",
         "token_id <= logits.shape[1]",
-        _small("V = 129"),
+        _small("V = 1025"),
         "a row has one logit more than it holds",
     ),
     Mutation(
@@ -263,7 +263,7 @@ MUTATIONS = (
         f"{_PALLAS}blocks.reduce_tile",
         "row_tile.scale[None], row_tile.cutoff",
         "jnp.ones_like(row_tile.scale)[None], row_tile.cutoff",
-        _small("V = 129"),
+        _small("V = 1025"),
         "blocks are reduced at temperature 1",
     ),
     Mutation(
@@ -347,7 +347,7 @@ MUTATIONS = (
         f"{_PALLAS}emit_tokens.residual_draw_kernel",
         "draw_and_arrive, tile_index == 0)",
         "draw_and_arrive, tile_index == 1)",
-        _small("V = 129"),
+        _small("synthetic"),
         "the second tile's program writes what needs no residual, if there is one",
     ),
     Mutation(
