@@ -5,6 +5,7 @@ teams are tested there member by member, from memory as the others would leave i
 on a GPU.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,8 @@ def test_wide_rows_have_the_cutoffs_of_a_sort(dtype):
     rows = wide_rows(6, VOCAB, dtype)
     found, each = cut(rows, "interpret", num_search_programs=2, **SMALL)
     check(rows, found, each)
+    if dtype != jnp.float32:
+        return
     # And where the buffer is too small for a row that is not wide, which one program then reads, in
     # one step of three chunks per share.
     config = SMALL | dict(max_reread=1000, num_buffered_logits=100, row_search=Tile(512, 4))
@@ -82,6 +85,7 @@ def test_wide_rows_have_the_cutoffs_of_a_sort(dtype):
 class Memory(NamedTuple):
     counters: teams.Counters
     sums: Any
+    own: Any  # i32[2], the rank of the program that runs and the size of its team
 
 
 class Left(NamedTuple):
@@ -90,13 +94,14 @@ class Left(NamedTuple):
     result: Any
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def run_one(program, memory, num_results):
     """What one program leaves in memory, and its results i32 or f32."""
     outputs = jax.tree.map(lambda x: output(x.shape, x.dtype), memory)
     return launch(
         program,
         memory,
-        Left(*outputs, output((num_results,))),
+        Left(outputs.counters, outputs.sums, output((num_results,))),
         num_programs=1,
         num_warps=4,
         interpret=True,
@@ -106,8 +111,32 @@ def run_one(program, memory, num_results):
 
 def empty_memory(**counters):
     values = {name: counters.get(name, 0) for name in teams.Counters._fields}
-    counts = teams.Counters(**{name: jnp.array([x], jnp.int32) for name, x in values.items()})
-    return Memory(counts, jnp.full(teams.sums_shape(1, KernelConfig()).shape, jnp.nan))
+    counts = teams.Counters(**{name: np.array([x], np.int32) for name, x in values.items()})
+    sums = np.full(teams.sums_shape(1, KernelConfig()).shape, np.nan, np.float32)
+    return Memory(counts, sums, np.zeros(2, np.int32))
+
+
+def join(memory, out):
+    team = teams.form_team(out.counters, jnp.int32(0), 4)
+    out.result[0] = team.rank.astype(jnp.float32)
+    out.result[1] = team.size.astype(jnp.float32)
+
+
+def ask(memory, out):
+    """As a member, the others of whose team have arrived."""
+    num_pivots = KernelConfig().num_pivots
+    rank, size = memory.own[0], memory.own[1]
+    out.counters.arrived[0] = size - 1
+    pivot = jax.lax.iota(jnp.int32, num_pivots)
+    out.result[pivot] = teams.ask_shares(
+        teams.Team(rank, size),
+        teams.TeamMemory(out.counters, out.sums),
+        jnp.int32(0),
+        jnp.int32(2),
+        lambda share: (share * num_pivots + pivot).astype(jnp.float32) * 0.1,
+        lambda parts: jnp.sum(parts, axis=0),
+        interpret=True,
+    )
 
 
 @pytest.mark.once
@@ -125,16 +154,11 @@ def empty_memory(**counters):
     ],
 )
 def test_a_team_has_those_who_joined_before_it_was_closed(before, rank, size):
-    def join(memory, out):
-        team = teams.form_team(out.counters, jnp.int32(0), 4)
-        out.result[0] = team.rank.astype(jnp.float32)
-        out.result[1] = team.size.astype(jnp.float32)
-
     left = run_one(join, empty_memory(**before), 2)
     np.testing.assert_array_equal(left.result, [rank, size])
     if size < 4:
         # A program that joins later finds the team closed, and of the same size.
-        later = run_one(join, Memory(left.counters, left.sums), 2)
+        later = run_one(join, Memory(left.counters, left.sums, np.zeros(2, np.int32)), 2)
         np.testing.assert_array_equal(later.result, [size, size])
 
 
@@ -146,25 +170,11 @@ def test_members_ask_each_share_once_and_know_the_same():
     for size in (1, 3, 16):
         memory = empty_memory()
         for rank in range(size):
-
-            def member(memory, out, rank=rank, size=size):
-                # As if the others had arrived.
-                out.counters.arrived[0] = jnp.int32(size - 1)
-                pivot = jax.lax.iota(jnp.int32, num_pivots)
-                out.result[pivot] = teams.ask_shares(
-                    teams.Team(jnp.int32(rank), jnp.int32(size)),
-                    teams.TeamMemory(out.counters, out.sums),
-                    jnp.int32(0),
-                    jnp.int32(2),
-                    lambda share: (share * num_pivots + pivot).astype(jnp.float32) * 0.1,
-                    lambda parts: jnp.sum(parts, axis=0),
-                    interpret=True,
-                )
-
-            left = run_one(member, memory, num_pivots)
+            own = np.array([rank, size], np.int32)
+            left = run_one(ask, memory._replace(own=own), num_pivots)
             # None but the last knows all that it adds up.
             assert np.all(np.isnan(left.result)) == (rank < size - 1)
-            memory = Memory(left.counters, left.sums)
+            memory = Memory(left.counters, left.sums, own)
         merged[size] = np.asarray(left.result)
     index = np.arange(teams.NUM_SHARES)[:, None] * num_pivots + np.arange(num_pivots)
     np.testing.assert_allclose(merged[1], 0.1 * index.sum(axis=0), rtol=1e-6)
