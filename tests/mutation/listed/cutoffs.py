@@ -6,6 +6,7 @@ from .tests import cutoff_teams, cutoffs, pivots, searches
 __all__ = ["MUTATIONS"]
 
 _SORT = "test_cutoffs_are_those_of_a_sort"
+_NARROW = "test_narrow_logits_are_read_exactly"
 _ANY = "test_cutoffs_are_those_of_a_sort_for_any_values"
 _HAND = "test_cutoffs_computed_by_hand"
 _OFF = "test_filters_that_are_off_and_greedy_rows_keep_all"
@@ -100,7 +101,7 @@ _REFERENCE = (
         f"{_THRESHOLD}_row_facts",
         "jnp.where(cuts, low, row.low)",
         "jnp.maximum(low, row.low)",
-        cutoffs(f"{_SORT}[xla-129]", f"{_SORT}[xla-1025]"),
+        cutoffs(f"{_NARROW}[xla-1025-float16]"),
         "what top-p weighs is cut by min-p's bound before top-k's",
     ),
     Mutation(
@@ -245,7 +246,7 @@ _KERNELS = (
         f"{_PALLAS}cutoff.bound.bound_cutoff",
         "row.cuts_p & ~row.cuts_k",
         "row.cuts_p",
-        cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_NARROW}[interpret-1025-float16]"),
         "top-p's bound cuts what top-k keeps",
     ),
     Mutation(
@@ -266,14 +267,14 @@ _KERNELS = (
         f"{_PALLAS}cutoff.bound.bound_cutoff.least_mass",
         "size=SUB_BLOCK",
         "size=1",
-        cutoffs(f"{_SORT}[interpret-5000]", f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-5000]"),
         "a sub-block that reaches a logit counts whole",
     ),
     Mutation(
         f"{_PALLAS}cutoff.candidates.classify_sub_blocks",
         "holds_several = reaches & (other_mass >=",
         "holds_several = reaches & (0 * other_mass >",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-5000]"),
         "every sub-block gives its largest logit alone",
     ),
     Mutation(
@@ -287,14 +288,14 @@ _KERNELS = (
         f"{_PALLAS}cutoff.candidates.compact_candidates",
         "num_chosen + (chunk_size - 1), chunk_size)",
         "num_chosen, chunk_size)",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-5000]"),
         "the last sub-blocks, which do not fill a batch, are not read",
     ),
     Mutation(
         f"{_PALLAS}cutoff.candidates._compact_chunk",
         "jnp.cumsum(ones, axis=1, dtype=jnp.int32) - 1",
         "jnp.cumsum(ones, axis=1, dtype=jnp.int32)",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-5000]"),
         "the candidates of a sub-block begin one index too late",
     ),
     Mutation(
@@ -308,21 +309,21 @@ _KERNELS = (
         f"{_PALLAS}cutoff.search.search_candidates",
         "fits, no_cutoff = count <= num_register_logits",
         "fits, no_cutoff = count <= 2 * num_register_logits",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_NARROW}[interpret-1025-float16]"),
         "a program searches among fewer candidates than there are",
     ),
     Mutation(
         f"{_PALLAS}cutoff.rows._search_row",
         "(count > buffer.values.shape[1])",
         "(count > 2 * buffer.values.shape[1])",
-        cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
+        cutoffs(f"{_NARROW}[interpret-1025-float16]"),
         "candidates beyond the buffer are taken for cut",
     ),
     Mutation(
         f"{_PALLAS}cutoff.search.search_candidates",
         "MemoryRow(values, b, count,",
         "MemoryRow(values, b, count - 1,",
-        cutoffs(f"{_SORT}[interpret-1025]", f"{_SORT}[interpret-5000]"),
+        cutoffs(f"{_NARROW}[interpret-1025-float16]"),
         "the last candidate is not searched",
     ),
     Mutation(
@@ -336,7 +337,7 @@ _KERNELS = (
         f"{_PALLAS}cutoff.bound.store_sub_blocks",
         "reduce_blocks(x, scale[None]",
         "reduce_blocks(x, jnp.ones_like(scale)[None]",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-5000]"),
         "sub-blocks are summed at temperature 1",
     ),
     Mutation(
@@ -371,7 +372,7 @@ _KERNELS = (
         f"{_PALLAS}cutoff.search.search_candidates",
         "count + (tile.size - 1)",
         "count",
-        cutoffs(f"{_SORT}[interpret-1025]"),
+        cutoffs(f"{_SORT}[interpret-5000]"),
         "the last tile, which is not full, is not searched",
     ),
     Mutation(
