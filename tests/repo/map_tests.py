@@ -61,6 +61,7 @@ GONE = {
 # A function of now, and why its parameters, or more than its name, are others.
 FILE = "one test per file of the package"
 MESSAGE = "a parameter is the text of an error"
+ALIKE = "cases whose programs differ in nothing that other cases do not have are left out"
 DRAWS = "fewer draws, of settings whose faults show in fewer"
 CHANGED = {
     "test_a_token_the_draft_cannot_draw_is_rejected": (
@@ -101,6 +102,23 @@ CHANGED = {
     "test_an_architecture_without_a_head_for_the_next_token_is_refused": "a case has another name",
     "test_an_architecture_that_predicts_tokens_or_is_not_named_passes": "a case has another name",
     "test_wrong_synthetic_numbers_are_refused_in_a_sentence_that_names_them": MESSAGE,
+    "test_sampling_lowers_for_cuda": ALIKE,
+    "test_a_step_of_decoding_lowers_for_cuda": ALIKE,
+    "test_parts_of_a_long_cache_are_put_together_by_a_launch_of_its_own": ALIKE,
+    "test_cutoffs_lower_for_cuda": ALIKE,
+    "test_verification_lowers_for_cuda": ALIKE,
+    "test_ragged_verification_lowers_for_cuda": ALIKE,
+    "test_any_vocabulary_lowers_for_cuda": ALIKE,
+    "test_any_batch_lowers_for_cuda": ALIKE,
+    "test_any_number_of_drafts_lowers_for_cuda": ALIKE,
+    "test_verification_lowers_on_a_mesh_of_explicit_axes": ALIKE,
+    "test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence": ALIKE,
+    "test_cutoffs_are_those_of_a_sort": ALIKE,
+    "test_narrow_logits_are_read_exactly": ALIKE,
+    "test_none_is_a_filter_that_is_off": ALIKE,
+    "test_the_blocks_that_are_gathered_are_those_that_matter": ALIKE,
+    "test_samples_are_the_reference_s": ALIKE,
+    "test_all_together_are_their_definition": ALIKE,
 }
 
 
