@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from verify_cases import BATCH, VOCAB, K, library, make_draft, make_keys, mixed_case, run
+from verify_cases import BATCH, VOCAB, K, exact, library, make_draft, make_keys, mixed_case, run
 
 import specjax
 
@@ -67,19 +67,40 @@ def check_same(ours, theirs):
     chex.assert_trees_all_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
 
 
+def check_exact(ours, case):
+    """Decisions are those of the padded form, where rounding cannot decide."""
+    theirs = exact(case)
+    sure = theirs.certain
+    assert np.mean(sure) > 0.9
+    for name in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(getattr(ours, name)[sure], getattr(theirs, name)[sure], name)
+    np.testing.assert_allclose(ours.logprobs[sure], theirs.logprobs[sure], atol=2e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_equals_padded(seed, implementation):
+    """In plain JAX bit for bit; of the kernels the padded form is held against the same oracle."""
     case, ragged, cu = ragged_case(seed)
-    padded = run(library(implementation), case)
-    assert set(np.asarray(padded.num_accepted).tolist()) == set(range(K + 1))
-    check_same(run_ragged(ragged, cu, implementation), padded)
+    ours = run_ragged(ragged, cu, implementation)
+    assert set(np.asarray(ours.num_accepted).tolist()) == set(range(K + 1))
+    if implementation == "xla":
+        check_same(ours, run(library(implementation), case))
+    else:
+        check_exact(ours, case)
 
 
 def test_ragged_equals_padded_under_synthetic_rates(implementation):
+    """With rows of draft logits in an order of their own."""
     case, ragged, cu = ragged_case(3)
     rates = np.random.default_rng(3).random((BATCH, K)).astype(np.float32)
-    padded = run(library(implementation), case | dict(conditional_rates=rates))
-    check_same(run_ragged(ragged, cu, implementation, conditional_rates=jnp.asarray(rates)), padded)
+    ours = run_ragged(in_other_rows(ragged), cu, implementation, conditional_rates=rates)
+    check_exact(ours, case | dict(conditional_rates=rates))
+
+
+def in_other_rows(ragged):
+    order = np.random.default_rng(5).permutation(NUM_ROWS)
+    rows = np.argsort(order).astype(np.int32)
+    return ragged | dict(draft_logits=ragged["draft_logits"][order], rows=rows)
 
 
 def test_rows_of_padding_touch_nothing(implementation):
@@ -90,18 +111,12 @@ def test_rows_of_padding_touch_nothing(implementation):
     assert np.all(np.isfinite(np.asarray(ours.logprobs)))
 
 
+# The interpreter finds them with rates, above.
+@pytest.mark.interpreted_elsewhere
 def test_ragged_logits_are_found_through_rows(implementation):
     _, ragged, cu = ragged_case(5)
     ours = run_ragged(ragged, cu, implementation)
-    order = np.random.default_rng(5).permutation(NUM_ROWS)
-    moved = ragged | dict(
-        draft_logits=ragged["draft_logits"][order], rows=np.argsort(order).astype(np.int32)
-    )
-    moved_result = run_ragged(moved, cu, implementation)
-    chex.assert_trees_all_equal(moved_result[:3], ours[:3])
-    # Interpreted it is another program, which XLA may round otherwise.
-    rtol = 0 if implementation == "xla" else 1e-6
-    chex.assert_trees_all_close(moved_result.logprobs, ours.logprobs, rtol=rtol, atol=0)
+    chex.assert_trees_all_equal(run_ragged(in_other_rows(ragged), cu, implementation), ours)
 
 
 def test_more_drafts_than_a_request_has_rows_are_not_read(implementation):
@@ -118,9 +133,11 @@ def test_a_request_with_more_than_the_most_drafts_has_its_first_verified(k, impl
     """Its later drafts are not verified, and the row after the last verified is its bonus."""
     case, ragged, cu = ragged_case(6)
     case["num_tokens"] = np.minimum(case["num_tokens"], k)
-    padded = run(library(implementation), case)
+    theirs = exact(case)
     ours = run_ragged(ragged, cu, implementation, k=k)
-    chex.assert_trees_all_equal(ours.token_ids, padded.token_ids[:, : k + 1])
+    np.testing.assert_array_equal(
+        ours.token_ids[theirs.certain], theirs.token_ids[theirs.certain, : k + 1]
+    )
 
 
 @pytest.mark.parametrize(
