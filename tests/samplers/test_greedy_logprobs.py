@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
+import oracle_block
 import pytest
 from verify_cases import K, make_draft, make_keys, mixed_case, with_sizes
 
@@ -59,25 +61,31 @@ def verify(kind, case, implementation, greedy_logprobs):
     return jax.device_get(step)
 
 
-@functools.cache
-def with_logprobs(kind):
-    return verify(kind, shared_case(), "xla", True)
+def exact(kind):
+    """The oracle's, which knows nothing of the option."""
+    case = shared_case()
+    one = {"block": oracle_block.verify_one, "coupled": oracle.couple_one}
+    return oracle.verify(
+        keys=np.asarray(jax.random.key_data(make_keys(BATCH))),
+        one=one.get(kind, oracle.verify_one),
+        **case,
+    )
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_tokens_are_the_same_and_greedy_requests_have_no_logprobs(kind, implementation):
-    case, theirs = shared_case(), with_logprobs(kind)
+    case, theirs = shared_case(), exact(kind)
     kernels = with_sizes(implementation, max_small_batch=CALLS[kind])
     ours = verify(kind, case, kernels, False)
-    greedy = case["temperature"] < 1e-5
+    greedy, sure = case["temperature"] < 1e-5, theirs.certain
+    assert np.mean(sure) > 0.9
     assert set(theirs.num_accepted[greedy].tolist()) == set(range(K + 1))
     assert np.any(theirs.num_emitted[greedy] == theirs.num_accepted[greedy])
-    for mine, other in zip(ours[:3], theirs[:3], strict=True):
-        np.testing.assert_array_equal(mine, other)
+    for name in ("token_ids", "num_accepted", "num_emitted"):
+        np.testing.assert_array_equal(getattr(ours, name)[sure], getattr(theirs, name)[sure], name)
     np.testing.assert_array_equal(ours.logprobs[greedy], 0)
-    np.testing.assert_allclose(
-        ours.logprobs[~greedy], theirs.logprobs[~greedy], atol=2e-6, rtol=1e-6
-    )
+    random = sure & ~greedy
+    np.testing.assert_allclose(ours.logprobs[random], theirs.logprobs[random], atol=2e-4)
 
 
 def test_the_branch_of_a_greedy_request_exponentiates_nothing():

@@ -425,12 +425,12 @@ def couple_one(r):
         return tokens, logprobs, 0, certain
     for i in range(n + 1):
         logp = log_softmax(r.target_logits[i], r.temperature, r.cutoff[i])
-        given = i == n and 0 <= r.bonus < r.target_logits.shape[1]
+        if i == n and 0 <= r.bonus < r.target_logits.shape[1]:
+            given = -np.inf if logp is None else logp[r.bonus]
+            return [*tokens, int(r.bonus)], [*logprobs, given], n, certain
         if logp is None:
             return tokens, logprobs, i, certain
-        if given:
-            token, clear = int(r.bonus), True
-        elif r.temperature < GREEDY_BELOW:
+        if r.temperature < GREEDY_BELOW:
             token, clear = int(np.argmax(logp)), True
         else:
             w = kept(r.target_logits[i], r.cutoff[i]) / r.temperature
