@@ -48,19 +48,6 @@ def apply(verify, draft, target_logits, options):
     return verify(draft, target_logits, **options)
 
 
-def test_jit_and_vmap_change_nothing(implementation):
-    verify = functools.partial(apply, library(implementation))
-    batches = [arguments(gathered(small_case(seed)), seed) for seed in range(2)]
-    plain = [verify(*batch) for batch in batches]
-    stacked = jax.jit(jax.vmap(verify))(*jax.tree.map(lambda *x: jnp.stack(x), *batches))
-    for i in range(2):
-        chex.assert_trees_all_equal(
-            jax.tree.map(lambda x, i=i: x[i], stacked)._replace(logprobs=None),
-            plain[i]._replace(logprobs=None),
-        )
-        chex.assert_trees_all_close(stacked.logprobs[i], plain[i].logprobs, atol=1e-5)
-
-
 def test_scan_and_while_loop_change_nothing(implementation):
     """Steps at positions 0, 10, 20, 30: scans of two steps inside a while loop of two.
 
@@ -93,26 +80,30 @@ def exported(function, *arguments):
     return jax.export.export(jax.jit(function), disabled_checks=[triton])(*arguments).serialize()
 
 
-def test_an_exported_verification_comes_back(implementation):
-    draft, target_logits, options = arguments(gathered(small_case(2)))
-    keys = jax.random.key_data(options.pop("keys"))
+def test_jit_and_vmap_change_nothing(implementation):
+    """Neither does the export of both, and what comes back is a `Verification`."""
 
-    def verify(draft, target_logits, key_data, options):
-        keys = jax.random.wrap_key_data(key_data)
-        return library(implementation)(draft, target_logits, keys=keys, **options)
+    def verify(draft, target_logits, options):
+        keys = jax.random.wrap_key_data(options["keys"])
+        return library(implementation)(draft, target_logits, **options | {"keys": keys})
 
-    plain = verify(draft, target_logits, keys, options)
-    blob = exported(verify, draft, target_logits, keys, options)
-    again = jax.export.deserialize(blob).call(draft, target_logits, keys, options)
-    assert isinstance(again, Verification)
-    chex.assert_trees_all_equal(again[:3], plain[:3])
-    chex.assert_trees_all_close(again.logprobs, plain.logprobs, atol=1e-5)
+    batches = [arguments(gathered(small_case(seed)), seed) for seed in range(2)]
+    for *_, options in batches:
+        options["keys"] = jax.random.key_data(options["keys"])
+    draft, target_logits, options = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    blob = exported(jax.vmap(verify), draft, target_logits, options)
+    again = jax.export.deserialize(blob).call
     # One program takes greedy requests, random ones, and both.
-    for temperature in (0.0, 0.7, 1.0):
-        options["temperature"] = jnp.full((BATCH,), temperature, jnp.float32).at[0].set(0.0)
-        again = jax.export.deserialize(blob).call(draft, target_logits, keys, options)
-        plain = verify(draft, target_logits, keys, options)
-        chex.assert_trees_all_equal(again[:3], plain[:3])
+    mixed = jnp.full((2, BATCH), 0.7, jnp.float32).at[:, 0].set(0.0)
+    for temperature in (options["temperature"], 0 * mixed, mixed, 0 * mixed + 1):
+        changed = options | {"temperature": temperature}
+        ours = again(draft, target_logits, changed)
+        assert isinstance(ours, Verification)
+        for i in range(2):
+            one = jax.tree.map(lambda x, i=i: x[i], (draft, target_logits, changed))
+            plain, mine = verify(*one), jax.tree.map(lambda x, i=i: x[i], ours)
+            chex.assert_trees_all_equal(mine._replace(logprobs=None), plain._replace(logprobs=None))
+            chex.assert_trees_all_close(mine.logprobs, plain.logprobs, atol=1e-5)
 
 
 @pytest.mark.interpreted_elsewhere
