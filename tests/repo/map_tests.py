@@ -54,6 +54,12 @@ GONE = {
     "test_an_old_gpu_stays_old_under_a_mesh_that_names_it": (
         "`test_triton_on_an_old_gpu_is_refused_by_its_capability`, under a mesh and without one"
     ),
+    "test_an_exported_verification_comes_back": (
+        "`test_jit_and_vmap_change_nothing`: that program is exported, too"
+    ),
+    "test_a_mixed_temperature_batch_compiles_once": (
+        "`test_jit_and_vmap_change_nothing`: one exported program takes every temperature"
+    ),
     "test_parts_for_xla_are_as_many_as_for_the_kernels": (
         "the plain step imitates no parts: `test_decode_step.py` compares it with the kernels"
     ),
@@ -62,8 +68,37 @@ GONE = {
 FILE = "one test per file of the package"
 MESSAGE = "a parameter is the text of an error"
 ALIKE = "cases whose programs differ in nothing that other cases do not have are left out"
+ONE_BATCH = "cases are requests of one batch"
+ELSEWHERE = "the interpreter meets it in another test"
 DRAWS = "fewer draws, of settings whose faults show in fewer"
 CHANGED = {
+    "test_zero_drafts_emit_one_bonus_token": ONE_BATCH,
+    "test_the_bonus_is_what_plain_sampling_draws_at_its_position": ONE_BATCH,
+    "test_minus_one_ends_the_drafts_like_num_tokens": ONE_BATCH,
+    "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual": ONE_BATCH,
+    "test_an_invalid_target_row_emits_nothing_from_there_on": ONE_BATCH,
+    "test_an_invalid_draft_row_is_verified_as_one_hot": ONE_BATCH,
+    "test_a_draft_row_whose_carried_sum_is_not_finite_is_verified_as_one_hot": ONE_BATCH,
+    "test_a_draft_whose_carried_log_q_is_invalid_is_verified_as_one_hot": ONE_BATCH,
+    "test_a_draft_of_an_invalid_temperature_is_verified_as_one_hot": ONE_BATCH,
+    "test_an_invalid_temperature_emits_nothing": ONE_BATCH,
+    "test_a_given_bonus_replaces_the_sampled_one": ONE_BATCH,
+    "test_a_given_bonus_outside_the_vocabulary_is_sampled_as_usual": ONE_BATCH,
+    "test_a_given_bonus_without_drafts_is_the_only_token": ONE_BATCH,
+    "test_an_invalid_row_that_decides_emits_nothing_from_there_on": ONE_BATCH,
+    "test_tokens_do_not_depend_on_the_most_drafts_of_the_batch": ELSEWHERE,
+    "test_ragged_logits_are_found_through_rows": ELSEWHERE,
+    "test_an_exported_draft_comes_back": ELSEWHERE,
+    "test_synthetic_batches_follow_their_rates_and_the_ordinary_residual": (
+        "rates of each position are in `test_absent_fields_mean_their_defaults_and_scalars_..`"
+    ),
+    "test_a_change_of_values_compiles_nothing": "scalars have a test of their own",
+    "test_ragged_batches_read_the_map_as_padded_ones_do": "a method for each implementation",
+    "test_emitted_tokens_follow_the_enumeration": "lenience is a factor in the standard rule",
+    "test_the_kernels_emit_the_reference_s_tokens": "one rule holds two",
+    "test_verification_takes_subnormal_logits_for_zero": "each size with one way to accept",
+    "test_decisions_are_those_of_numpy": "trees of the larger draft vocabulary have float64 noise",
+    "test_tokens_are_the_oracle_s": "sizes of other tests are left to them",
     "test_a_token_the_draft_cannot_draw_is_rejected": (
         "an id past the draft's vocabulary is in `test_rejection_sample.py`"
     ),
