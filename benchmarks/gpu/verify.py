@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="the JSON; other sections there are kept")
     parser.add_argument("--only", choices=SECTIONS, help="one section of four")
     parser.add_argument("--seconds", type=float, default=90, help="stop the sweep of tiles then")
-    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, interpreted, no file")
+    parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, on a CPU, no file")
     args = parser.parse_args()
     if not args.smoke and jax.default_backend() != "gpu":
         sys.exit("JAX sees no GPU here; --smoke rehearses on a CPU.")
