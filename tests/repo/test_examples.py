@@ -95,7 +95,7 @@ def test_the_tail_of_each_noise_has_the_error_that_its_words_allow(tmp_path):
 
 
 def test_synthetic_acceptance_gives_the_length_that_was_asked_for(run):
-    sizes = ("--repeats", 1, "--requests", 5000, "--layers", 1, "--max-new-tokens", 48)
+    sizes = ("--repeats", 1, "--requests", 2000, "--layers", 1, "--max-new-tokens", 48)
     text = run("synthetic_acceptance.py", *sizes)
     lengths = rows_of(text, r"([\d.]+) expected, ([\d.]+) \+- ([\d.]+)")
     assert len(lengths) == 3
