@@ -8,9 +8,12 @@ before any of its tokens is drafted, so that the output follows the target whate
 rates are counted in integers and looked up: no rounding depends on the batch.
 
 An engine's step takes as long as its longest draft makes it, also for slots that draft less. Of B
-slots the others are taken to gain as much as the request itself, but for a quarter that gains none:
+slots a part of the others is taken to gain as much as the request itself, the rest nothing:
 
-    speed[k] = (1 + share * (rate + ... + rate^k)) / step_costs[k]       share = 3/4 + 1/(4 B)
+    speed[k] = (1 + share * (rate + ... + rate^k)) / step_costs[k]     share = part + (1 - part) / B
+
+The part is a quarter, as measured. It is three quarters with the default costs, which no machine
+gave: they would end all drafting.
 
     shared k = argmax_k sum_b speed_b[k]                 or one number for all requests
 
@@ -25,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import theory
-from specjax.config import SpeculativeConfig
+from specjax.config import DEFAULT_STEP_COSTS, SpeculativeConfig
 
 __all__ = [
     "DraftHistory",
@@ -83,9 +86,10 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
       >>> k_by_rate(config)[[0, 16, 24, 32, 64]].tolist()
       [0, 0, 1, 1, 2]
       >>> k_by_rate(config, num_slots=16)[[0, 16, 24, 32, 64]].tolist()
-      [0, 0, 1, 1, 2]
+      [0, 0, 0, 0, 1]
     """
-    best = _best_by_rate(config, 0.75 + 0.25 / num_slots)
+    part = 0.75 if config.step_costs == DEFAULT_STEP_COSTS else 0.25
+    best = _best_by_rate(config, part + (1 - part) / num_slots)
     return None if best is None else best.k.astype(np.int32)
 
 

@@ -193,7 +193,7 @@ def logging_model():
     return specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
 
 
-COSTS = (1.0, 1.4, 1.5, 1.6, 1.7)
+COSTS = (1.0, 1.2, 1.25, 1.3, 1.35)
 
 
 @pytest.mark.once

@@ -303,7 +303,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.choose_k.k_by_rate",
-        "0.75 + 0.25 / num_slots",
+        "part + (1 - part) / num_slots",
         "1.0",
         choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "in a full engine a request drafts as if each step were its own",
