@@ -311,7 +311,7 @@ def test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of
 
 @pytest.mark.once
 def test_a_listing_of_logprobs_stands_below_the_text(capsys, pair):
-    assert run_generate(pair, *SAMPLING, "--draft", "none") == 0
+    assert run_generate(pair, *SAMPLING, "--draft", "ngram") == 0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("token "))
