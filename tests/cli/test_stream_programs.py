@@ -19,7 +19,8 @@ TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
 KINDS = {
     "auto": (DRAFTER, SpeculativeConfig("auto", step_costs=(1.0, 1.6, 1.9, 2.2))),
-    "three": (DRAFTER, SpeculativeConfig(3)),
+    # Prompt lookup finds nothing in some steps, which compute the rows of three drafts then.
+    "three": (specjax.ngram_drafter(), SpeculativeConfig(3)),
 }
 
 
@@ -73,7 +74,7 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
         "config": config,
         "max_new_tokens": 30,
         "temperature": np.array([0.7, 1.0], np.float32),
-        "num_logprobs": 2,
+        "num_logprobs": 2 if kind == "auto" else None,
     }
     state = specjax.init(MODEL, drafter, ids, lengths, **options)
     programs = StreamPrograms(
@@ -95,5 +96,5 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
             break
         state, _ = specjax.step(MODEL, drafter, state, config=config)
         parts = programs.draft(drafter, programs.step(MODEL, drafter, parts))
-    assert drafted >= ({0, 3} if kind == "auto" else {0})
+    assert drafted >= ({0, 3} if kind == "auto" else {0, 1})
     assert programs.seconds_waited > 0

@@ -26,10 +26,18 @@ def i32(*values):
     return jnp.array(values, jnp.int32)
 
 
+def normal(seed, shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# One program for the shapes of a case, where each of its operations would be one.
+gather_drafts = jax.jit(specjax.gather_drafts)
+
+
 @functools.cache
 def make_cache():
     """Drawn drafts of six requests at two temperatures, with every field filled."""
-    logits = 2 * jax.random.normal(jax.random.key(0), (SLOTS, K, DRAFT_VOCAB))
+    logits = jnp.asarray(normal(0, (SLOTS, K, DRAFT_VOCAB)) * np.float32(2))
     temperature = jnp.tile(jnp.array([1.0, 0.7], jnp.float32), 3)
     draft, _ = specjax.propose(
         lambda i, token_ids, positions: (jax.lax.dynamic_index_in_dim(logits, i, 1, False), i + 1),
@@ -47,13 +55,14 @@ def make_cache():
 def close_target(cache):
     """Target logits near the cached draft's, so that every length is accepted."""
     size = cache.token_ids.shape[0]
-    noise = jax.random.normal(jax.random.key(100), (size, K + 1, VOCAB))
-    return 0.5 * noise.at[:, :K, :DRAFT_VOCAB].add(2 * cache.logits)
+    noise = normal(100, (size, K + 1, VOCAB))
+    noise[:, :K, :DRAFT_VOCAB] += 2 * np.asarray(cache.logits)
+    return jnp.asarray(np.float32(0.5) * noise)
 
 
 def test_counts_take_the_first_drafts_of_each_request():
     cache = Draft(jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32))
-    draft = specjax.gather_drafts(cache, i32(7, 8, 9), i32(7, 8, 9), i32(2, 0, 1))
+    draft = gather_drafts(cache, i32(7, 8, 9), i32(7, 8, 9), i32(2, 0, 1))
     assert draft.num_tokens.tolist() == [2, 0, 1]
     rows = [row[:n] for row, n in zip(draft.token_ids.tolist(), [2, 0, 1], strict=True)]
     assert rows == [[1, 2], [], [5]]
@@ -77,7 +86,7 @@ def test_counts_take_the_first_drafts_of_each_request():
 )
 def test_drafts_follow_their_requests(request_ids, wanted, counts, slots):
     cache = make_cache()
-    draft = specjax.gather_drafts(cache, IDS, i32(*request_ids), i32(*wanted))
+    draft = gather_drafts(cache, IDS, i32(*request_ids), i32(*wanted))
     assert draft.num_tokens.tolist() == counts
     for name in ("token_ids", "temperature", "logprobs", "logsumexp", "cutoff"):
         values, held = getattr(draft, name), getattr(cache, name)
@@ -91,25 +100,25 @@ def test_drafts_follow_their_requests(request_ids, wanted, counts, slots):
 def test_empty_slots_match_no_request():
     cached = i32(10, -1, 12, -1, -2, 15)
     requests = i32(-1, 12, -2, 11, 15)
-    draft = specjax.gather_drafts(make_cache(), cached, requests, i32(3, 3, 3, 3, 3))
+    draft = gather_drafts(make_cache(), cached, requests, i32(3, 3, 3, 3, 3))
     assert draft.num_tokens.tolist() == [0, 2, 0, 0, 3]
 
 
 def test_a_cached_draft_that_is_inactive_or_short_stays_so():
     token_ids = jnp.array([[4, -1, 6], [1, 2, 3], [-1, 2, 3]], jnp.int32)
     cache = Draft(token_ids, num_tokens=i32(3, -1, 3))
-    draft = specjax.gather_drafts(cache, i32(0, 1, 2), i32(2, 1, 0), i32(3, 3, 3))
+    draft = gather_drafts(cache, i32(0, 1, 2), i32(2, 1, 0), i32(3, 3, 3))
     assert draft.num_tokens.tolist() == [0, 0, 1]
 
 
 def test_gathering_what_was_gathered_composes_the_rows():
     cache = make_cache()
     first = i32(13, 10, 15, 11)
-    once = specjax.gather_drafts(cache, IDS, first, i32(3, 2, 3, 3))
-    twice = specjax.gather_drafts(once, first, i32(11, 13, 10), i32(3, 3, 3))
+    once = gather_drafts(cache, IDS, first, i32(3, 2, 3, 3))
+    twice = gather_drafts(once, first, i32(11, 13, 10), i32(3, 3, 3))
     assert twice.rows.tolist() == [1, 3, 0]
     assert twice.num_tokens.tolist() == [3, 3, 2]
-    straight = specjax.gather_drafts(cache, IDS, i32(11, 13, 10), i32(3, 3, 2))
+    straight = gather_drafts(cache, IDS, i32(11, 13, 10), i32(3, 3, 2))
     chex.assert_trees_all_equal(twice, straight)
 
 
@@ -155,7 +164,7 @@ def test_gathered_drafts_are_verified_as_they_are_in_place(one_hot):
     assert len(set(whole.num_accepted.tolist())) > 1
     # One request is left out, another comes twice.
     order = np.array([5, 0, 2, 1, 4, 1])
-    draft = specjax.gather_drafts(cache, IDS, IDS[order], jnp.full(SLOTS, K, jnp.int32))
+    draft = gather_drafts(cache, IDS, IDS[order], jnp.full(SLOTS, K, jnp.int32))
     again = verify(
         draft,
         target_logits[order],
@@ -170,11 +179,11 @@ def test_fewer_gathered_drafts_are_verified_as_fewer_sampled_ones():
     cache, keys = make_cache(), make_keys(SLOTS)
     target_logits = close_target(cache)
     wanted = i32(1, 2, 0, 3, 1, -1)
-    draft = specjax.gather_drafts(cache, IDS, IDS, wanted)
+    draft = gather_drafts(cache, IDS, IDS, wanted)
     ours = verify(draft, target_logits, keys, 0)
     cut = verify(cache._replace(num_tokens=wanted), target_logits, keys, 0)
     chex.assert_trees_all_equal(ours, cut)
-    stranger = specjax.gather_drafts(cache, IDS, IDS + 50, jnp.full(SLOTS, K, jnp.int32))
+    stranger = gather_drafts(cache, IDS, IDS + 50, jnp.full(SLOTS, K, jnp.int32))
     ours = verify(stranger, target_logits, keys, 0, temperature=1.0)
     plain = specjax.gumbel_sample(
         target_logits[:, 0], keys=keys, positions=0, stream=Stream.TARGET, temperature=1.0
@@ -189,7 +198,7 @@ def test_a_cache_at_temperature_zero_is_verified_as_one_hot():
     lost = cache._replace(
         temperature=jnp.zeros(SLOTS, jnp.float32), logits=jnp.full_like(cache.logits, jnp.nan)
     )
-    draft = specjax.gather_drafts(lost, IDS, IDS[::-1], jnp.full(SLOTS, K, jnp.int32))
+    draft = gather_drafts(lost, IDS, IDS[::-1], jnp.full(SLOTS, K, jnp.int32))
     ours = verify(draft, target_logits[::-1], keys[::-1], 0, temperature=1.0)
     bare = Draft(draft.token_ids, num_tokens=draft.num_tokens)
     theirs = verify(bare, target_logits[::-1], keys[::-1], 0, temperature=1.0)
@@ -255,7 +264,7 @@ def test_probabilities_are_one_distribution_per_token(shape):
 
 
 SIZE = 5
-TABLE = 2 * jax.random.normal(jax.random.key(42), (3, DRAFT_VOCAB, DRAFT_VOCAB))
+TABLE = jnp.asarray(normal(42, (3, DRAFT_VOCAB, DRAFT_VOCAB)) * np.float32(2))
 
 
 def bigram_step(carry, token_ids, positions):

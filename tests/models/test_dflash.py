@@ -152,13 +152,17 @@ def test_a_block_runs_through_the_kernels(kernels, alone):
     """Wide enough for products in parts, over a cache in two splits; one request drafts none."""
     layer = TransformerConfig(64, 128, 128, 1, 4, 2, 32, qk_norm=True)
     config = DFlashConfig(layer, 64, taps=(1, 2), block_size=3, mask_token_id=63)
-    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x + 0.1, build_dflash(config))
-    table = jax.random.normal(jax.random.key(1), (64, 128))
-    features = jax.random.normal(jax.random.key(2), (3, 70, 256))
-    context = jnp.arange(70, dtype=jnp.int32)[None]
-    context = jnp.where(context < jnp.array([[70], [3], [1]]), context, -1)
-    place = jnp.array([[70, 71, 72], [3, 4, 5], [-1, -1, -1]], jnp.int32)
-    ids, steps = jnp.array([[5, 63, 63], [9, 63, 63], [2, 63, 63]]), []
+    params = jax.device_get(build_dflash(config))
+    params = jax.tree.map(
+        lambda x: x * np.float32(4) if x.ndim > 1 else x + np.float32(0.1), params
+    )
+    rng = np.random.default_rng(1)
+    table = rng.normal(size=(64, 128)).astype(np.float32)
+    features = rng.normal(size=(3, 70, 256)).astype(np.float32)
+    context = np.arange(70, dtype=np.int32)[None]
+    context = np.where(context < np.array([[70], [3], [1]]), context, -1)
+    place = np.array([[70, 71, 72], [3, 4, 5], [-1, -1, -1]], np.int32)
+    ids, steps = np.array([[5, 63, 63], [9, 63, 63], [2, 63, 63]], np.int32), []
     through = Implementation(kernels, (DecodeConfig(alone, num_kv_splits=2),))
     for implementation in ("xla", through):
         functions = dflash_functions(config, implementation)
@@ -167,8 +171,8 @@ def test_a_block_runs_through_the_kernels(kernels, alone):
         for part in (slice(0, 66), slice(66, 70)):
             cache = append(params, weights, features[:, part], context[:, part], cache)
         states, cache = apply(params, table, ids, place, cache)
-        steps.append((states[:2], cache))
+        steps.append((np.asarray(states)[:2], cache))
     # On a GPU the tensor cores round float32.
     tolerance = 1e-2 if has_gpu() else 5e-5
-    for found, wanted in zip(*map(jax.tree.leaves, steps), strict=True):
+    for found, wanted in zip(*map(jax.tree.leaves, jax.device_get(steps)), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)

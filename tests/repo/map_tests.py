@@ -60,6 +60,9 @@ GONE = {
     "test_a_mixed_temperature_batch_compiles_once": (
         "`test_jit_and_vmap_change_nothing`: one exported program takes every temperature"
     ),
+    "test_sampling_parameters_reach_the_drafts": (
+        "`test_what_decoding_drafts_from_is_what_training_unrolls` looks at the cutoff"
+    ),
     "test_parts_for_xla_are_as_many_as_for_the_kernels": (
         "the plain step imitates no parts: `test_decode_step.py` compares it with the kernels"
     ),
@@ -99,6 +102,17 @@ CHANGED = {
     "test_verification_takes_subnormal_logits_for_zero": "each size with one way to accept",
     "test_decisions_are_those_of_numpy": "trees of the larger draft vocabulary have float64 noise",
     "test_tokens_are_the_oracle_s": "sizes of other tests are left to them",
+    "test_greedy_speculation_is_plain_greedy_decoding": ALIKE,
+    "test_streaming_gives_the_tokens_of_generate": ALIKE,
+    "test_steps_through_the_kernels_are_those_of_plain_jax": ALIKE,
+    "test_tokens_fed_in_pieces_give_what_they_give_at_once": ALIKE,
+    "test_a_ragged_batch_gives_what_each_request_gives_alone": ALIKE,
+    "test_a_request_does_not_depend_on_where_padding_stands": ALIKE,
+    "test_a_rewind_leaves_no_trace": ALIKE,
+    "test_top_logprobs_are_those_of_the_definition": ALIKE,
+    "test_zeros_of_both_signs_tie_and_so_do_subnormal_numbers": ALIKE,
+    "test_a_draft_holds_the_distribution_it_was_sampled_from": ALIKE,
+    "test_logprobs_are_those_of_the_rows_that_decided": ALIKE,
     "test_a_token_the_draft_cannot_draw_is_rejected": (
         "an id past the draft's vocabulary is in `test_rejection_sample.py`"
     ),
