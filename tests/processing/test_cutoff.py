@@ -360,10 +360,8 @@ def test_sampling_with_a_cutoff_follows_the_truncated_distribution():
     n, v, temperature = 20_000, 16, 0.8
     row = np.random.default_rng(5).normal(size=v).astype(np.float32)
     row[3] = -INF
-    cutoff = specjax.logit_cutoff(
-        jnp.asarray(row), temperature=temperature, top_k=9, top_p=0.9, min_p=0.02
-    )
-    p = distribution(row, temperature, float(cutoff))
+    [cutoff] = cutoffs([row], temperature=temperature, top_k=9, top_p=0.9, min_p=0.02)
+    p = distribution(row, temperature, cutoff)
     assert 2 < np.count_nonzero(p) < 9
     sample = specjax.gumbel_sample(
         jnp.broadcast_to(jnp.asarray(row), (n, v)),
@@ -385,8 +383,9 @@ def test_verification_with_cutoffs_follows_the_truncated_distribution():
     rng = np.random.default_rng(11)
     q_row = rng.normal(size=v).astype(np.float32)
     p_rows = (q_row + rng.normal(size=(2, v))).astype(np.float32)
-    cut = functools.partial(specjax.logit_cutoff, temperature=temperature, top_k=8, top_p=0.85)
-    q_cutoff, p_cutoff = cut(jnp.asarray(q_row)), cut(jnp.asarray(p_rows))
+    rows = [q_row, *p_rows]
+    q_cutoff, *p_cutoff = cutoffs(rows, temperature=temperature, top_k=8, top_p=0.85)
+    p_cutoff = jnp.stack(p_cutoff)
     p, q = (
         distribution(p_rows[0], temperature, p_cutoff[0]),
         distribution(q_row, temperature, q_cutoff),
@@ -422,11 +421,11 @@ def test_verification_with_cutoffs_follows_the_truncated_distribution():
 
 
 def test_a_cutoff_of_minus_infinity_is_none():
-    logits = jnp.asarray(np.random.default_rng(7).normal(size=(64, 300)).astype(np.float32))
+    logits = jnp.asarray(np.random.default_rng(7).normal(size=(NUM_ROWS, WIDTH)).astype(np.float32))
     draw = functools.partial(
         specjax.gumbel_sample, logits, keys=jax.random.key(2), positions=0, stream=0
     )
-    all_kept = specjax.logit_cutoff(logits, temperature=1.0, top_k=0)
+    all_kept = cutoffs(logits, top_k=0)
     jax.tree.map(np.testing.assert_array_equal, draw(), draw(cutoff=all_kept))
 
 
