@@ -40,7 +40,8 @@ def _run_in_folder(folder, tmp_path, monkeypatch):
 
 
 def check(**options):
-    return check_draft(read_pair(types.SimpleNamespace(**{"draft": HEAD, **options})))
+    given = {"draft": HEAD, "mesh": None} | options
+    return check_draft(read_pair(types.SimpleNamespace(**given)))
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):

@@ -63,6 +63,12 @@ GONE = {
     "test_sampling_parameters_reach_the_drafts": (
         "`test_what_decoding_drafts_from_is_what_training_unrolls` looks at the cutoff"
     ),
+    "predicted_lengths": (
+        "`specjax.theory` computes lengths: `tests/theory/test_theory.py` enumerates all outcomes"
+    ),
+    "test_predicted_lengths_are_those_of_all_outcomes_enumerated": (
+        "`test_rates_and_lengths_of_a_step_are_those_of_all_that_it_may_emit`, of `specjax.theory`"
+    ),
     "test_parts_for_xla_are_as_many_as_for_the_kernels": (
         "the plain step imitates no parts: `test_decode_step.py` compares it with the kernels"
     ),
@@ -168,6 +174,20 @@ CHANGED = {
     "test_the_blocks_that_are_gathered_are_those_that_matter": ALIKE,
     "test_samples_are_the_reference_s": ALIKE,
     "test_all_together_are_their_definition": ALIKE,
+    "test_one_hot_batches_carry_no_logits": ELSEWHERE,
+    "test_any_vocabularies_and_any_number_of_drafts": ELSEWHERE,
+    "test_float64_noise_is_the_oracle_s": ELSEWHERE,
+    "test_tokens_anywhere_see_what_plain_jax_lets_them_see": "norms of heads are a case's, too",
+    "test_a_kernel_starts_early_only_where_one_of_ours_reads": (
+        "norms of heads are taken in the kernels of attention"
+    ),
+    "test_a_wrong_config_is_refused_in_a_sentence_that_names_the_argument": MESSAGE,
+    "test_a_wrong_call_is_refused_by_name": MESSAGE,
+    "test_what_cannot_be_done_is_refused_in_a_sentence": MESSAGE,
+    "test_the_gpu_benchmarks_rehearse_on_a_cpu": "benchmarks have been added",
+    "test_a_public_function_names_its_arguments_and_what_it_returns": FILE,
+    "test_a_checkpoint_writes_and_its_sibling_drafts": "a head is a sibling, too",
+    "test_training_brings_a_head_near_to_the_target": "a kind of head is a parameter",
 }
 
 
