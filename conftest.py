@@ -84,6 +84,7 @@ def _few_optimisations():
             jax.config.update(name, False)
 
 
+_EXAMPLES_ONCE = ("specjax/models/", "specjax/adapters/")
 _ONCE_IN_WHOLE = re.compile(r"^pytestmark = .*\bpytest\.mark\.once\b", re.MULTILINE)
 
 
@@ -93,6 +94,12 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path.suffix != ".py" or "not once" not in map(str.strip, words):
         return None
     return bool(_ONCE_IN_WHOLE.search(collection_path.read_text(encoding="utf-8"))) or None
+
+
+def pytest_itemcollected(item):
+    """Examples of models are `once`: what they show of JAX, those of other rooms show in less."""
+    if isinstance(item, pytest.DoctestItem) and item.nodeid.startswith(_EXAMPLES_ONCE):
+        item.add_marker(pytest.mark.once)
 
 
 @pytest.hookimpl(wrapper=True)

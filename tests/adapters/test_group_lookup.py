@@ -8,6 +8,9 @@ import specjax
 from specjax.adapters.tunix import group_lookup_drafter
 from specjax.markov_chain import markov_chain
 
+# A drafter like others: those of specjax.decode say what another JAX does to one.
+pytestmark = pytest.mark.once
+
 CONFIG = specjax.SpeculativeConfig(num_speculative_tokens=3)
 
 

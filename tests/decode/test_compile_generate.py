@@ -48,6 +48,7 @@ def path(compiled, tmp_path_factory):
     return path
 
 
+@pytest.mark.once
 def test_calls_give_the_tokens_of_generate_and_compile_nothing(compiled):
     keys = jax.random.split(jax.random.key(2), B)
     calls = [
