@@ -101,6 +101,7 @@ def test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut(
     assert path.read_bytes() == data
 
 
+@pytest.mark.once
 def test_malformed_lines_are_named_by_number_and_refused_or_left_out(generate, capsys, tmp_path):
     lines = [LINES[3], "{", '{"prompt": ""}', *["[]"] * 4, LINES[3]]
     assert generate(lines) == (2, {})

@@ -123,6 +123,7 @@ def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
     assert len(set(texts[0]["token_ids"])) > 3
 
 
+@pytest.mark.once
 def test_json_holds_text_tokens_and_numbers_that_agree(capsys, pair):
     report = run_json(capsys, pair)
     ids, metrics, timings = report["token_ids"], report["metrics"], report["timings"]

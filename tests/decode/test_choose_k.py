@@ -198,6 +198,7 @@ def test_streaming_with_auto_gives_the_tokens_of_generate():
     assert {0, 2} <= set(np.max(drafted, axis=1).tolist())
 
 
+@pytest.mark.once
 def test_other_costs_are_other_values_of_the_same_program():
     keys = bigrams.keys(B)
     state = generate(DRAFTERS["model"], keys=keys, function=specjax.init)

@@ -386,7 +386,7 @@ def test_an_invalid_temperature_emits_nothing():
     np.testing.assert_array_equal(output.finish, [Finish.LENGTH] + [Finish.INVALID] * 3)
 
 
-@pytest.mark.parametrize("drafter", [None, "model"])
+@pytest.mark.parametrize("drafter", [None, pytest.param("model", marks=pytest.mark.once)])
 def test_streaming_gives_the_tokens_of_generate(drafter):
     proposer, model = DRAFTERS.get(drafter), bigrams.model(TARGET)
     config = SpeculativeConfig(num_speculative_tokens=3)

@@ -961,12 +961,14 @@ def test_the_deprecation_of_pallas_triton_is_the_library_s_own_business():
 import warnings
 warnings.simplefilter("error")
 import jax, jax.numpy as jnp, specjax
-from specjax.implementation import DeviceFacts, Implementation
-gpu = Implementation("triton", device=DeviceFacts((9.0,)))
-options = dict(keys=jax.random.key(0), positions=0, stream=0, implementation=gpu)
+from jax.sharding import AbstractDevice, AbstractMesh
+options = dict(keys=jax.random.key(0), positions=0, stream=0, implementation="triton")
 sample = jax.jit(lambda logits: specjax.gumbel_sample(logits, **options))
-traced = sample.trace(jax.ShapeDtypeStruct((2, 500), jnp.float32))
-assert traced.lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") == 2
+gpu = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("batch",), abstract_device=gpu)):
+    traced = sample.trace(jax.ShapeDtypeStruct((2, 500), jnp.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+assert text.count("xla.gpu.triton") == 2
 """
     run = subprocess.run(
         [sys.executable, "-c", program],

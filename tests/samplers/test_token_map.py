@@ -209,6 +209,7 @@ def test_jit_vmap_and_export_read_the_map():
         np.testing.assert_array_equal(ours.token_ids[i], plain[i].token_ids)
 
 
+@pytest.mark.once
 def test_gathered_drafts_keep_their_map(implementation):
     case = with_statistics(scattered_case(10))
     draft, target_logits, options = arguments(case)
