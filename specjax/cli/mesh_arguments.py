@@ -24,7 +24,7 @@ def add_mesh_options(group: Any) -> None:
 
 
 def check_mesh_options(options: argparse.Namespace) -> None:
-    """Refuses a number of devices below 1, and a draft over no mesh."""
+    """Refuses a number of devices below 1, and `--replicate-draft` without a mesh."""
     if options.mesh is not None and options.mesh < 1:
         raise ValueError(f"--mesh is {options.mesh}; it needs to be >= 1.")
     if options.mesh is None and options.replicate_draft:

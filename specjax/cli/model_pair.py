@@ -100,8 +100,8 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
     facts = models.read_draft(pair.draft_spec, pair.target_config)
     if facts.kind != "model" and pair.load_target:
         raise ValueError(
-            "--mesh splits the target, and a draft head reads its whole tables; give --draft the "
-            "folder of a draft model, ngram or none."
+            "--mesh splits the target, and a draft head reads the target's whole tables; give "
+            "--draft a draft model (model, where --target is not given, or a folder) or ngram."
         )
     if facts.kind != "model":
         warning = _warn_of_verifier(pair, facts.verifier)

@@ -80,9 +80,15 @@ def make_programs(
       **options: `config` and `implementation`, static options of a step.
 
     Raises:
-      ValueError: if a cache has a leaf without an axis of requests, or drafts say where each
-        request's logits lie.
+      ValueError: if requests lie over several devices of a mesh, a cache has a leaf without an
+        axis of requests, or drafts say where each request's logits lie.
     """
+    placement = target.placement
+    if placement is not None and placement.round_up(1) > 1:
+        raise ValueError(
+            f"the target's mesh has {placement.round_up(1)} devices on its axis 'data'; an engine "
+            "moves requests between slots and needs one: jax.make_mesh((1, N), ('data', 'model'))."
+        )
     empty = functools.partial(
         slots.empty_slots,
         target,

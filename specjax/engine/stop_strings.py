@@ -55,10 +55,11 @@ class StoppedText:
 
     def _release(self, text: str) -> str:
         held = self._held + text
-        ends = [at for at in map(held.find, self._stop) if at >= 0]
+        ends = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
         if ends:
             self.stopped = True
-            piece, self._held = held[: min(ends)], ""
+            # The first to be complete, of several the longest: whatever tokens spell them.
+            piece, self._held = held[: min(ends)[1]], ""
         else:
             size = max((_overlap(held, stop) for stop in self._stop), default=0)
             piece, self._held = held[: len(held) - size], held[len(held) - size :]

@@ -20,11 +20,21 @@ class Pieces:
 
 @pytest.mark.parametrize(
     "stop",
-    [("abd",), ("🙂", "ababd"), ("c", "abc"), ("ababe", "end"), ("no such", "ends"), (" e",)],
+    [
+        ("abd",),
+        ("🙂", "ababd"),
+        ("c", "abc"),
+        ("b", "ab"),
+        ("ababd", "ba"),
+        ("ababe", "end"),
+        ("no such", "ends"),
+        (" e",),
+    ],
 )
 def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(stop):
-    ends = [at for at in map(TEXT.find, stop) if at >= 0]
-    expected = TEXT[: min(ends)] if ends else TEXT
+    # The first that is complete, of several the longest.
+    ends = [(TEXT.find(each) + len(each), TEXT.find(each)) for each in stop if each in TEXT]
+    expected = TEXT[: min(ends)[1]] if ends else TEXT
     data = TEXT.encode()
     rng = np.random.default_rng(0)
     for _ in range(40):

@@ -4,6 +4,7 @@ import bigrams
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import specjax
 from specjax import SpeculativeConfig
@@ -23,6 +24,17 @@ OPTIONS = {
 
 
 PARTS = {"begin_prefill", "read_prompt_chunk", "compute_rows", "commit_rows", "run_draft"}
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_of_jax():
+    """As in the command: a program that XLA read from JAX's cache is written without its code."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def stream(folder, prompts, drafter=DRAFTER):

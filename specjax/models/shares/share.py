@@ -64,21 +64,21 @@ def share_config(config: TransformerConfig, num_shares: int) -> TransformerConfi
     if heads % num_shares:
         raise ValueError(
             f"num_attention_heads is {heads}, and the mesh's axis 'model' has {num_shares} "
-            "devices; each needs as many heads: take a number of devices that divides the heads, "
-            "or replicate=True (--replicate-draft)."
+            "devices, which do not divide it; take a number of devices that does, or load the "
+            "model with replicate=True (--replicate-draft, for a draft)."
         )
     if groups % num_shares and num_shares % groups:
         raise ValueError(
             f"num_key_value_heads is {groups}, and the mesh's axis 'model' has {num_shares} "
             "devices; one of the two needs to divide the other: then heads are split, or each is "
-            "replicated on the devices that share it. Take another mesh, or replicate=True "
-            "(--replicate-draft)."
+            "replicated on the devices that share it. Take another mesh, or load the model with "
+            "replicate=True (--replicate-draft, for a draft)."
         )
     if config.intermediate_size % num_shares:
         raise ValueError(
             f"intermediate_size is {config.intermediate_size}, and the mesh's axis 'model' has "
             f"{num_shares} devices, which do not divide it; take a number of devices that does, or "
-            "replicate=True (--replicate-draft)."
+            "load the model with replicate=True (--replicate-draft, for a draft)."
         )
     # Whole blocks of noise: none lies on two devices, and the kernels read such rows.
     num_blocks = -(-config.vocab_size // (num_shares * SAMPLING_BLOCK))
