@@ -1,4 +1,4 @@
-"""What the GPU benchmarks measure: calls of the public functions, by name, at one shape."""
+"""Times calls of the public functions on a GPU, by name, at one shape."""
 
 import contextlib
 import math
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from benchmarks.gpu.cases import CASES, PROGRAMS, Case, Program
 from benchmarks.gpu.inputs import (
     BYTES_PER_US,
     Inputs,
@@ -36,76 +37,8 @@ class Options(NamedTuple):
     stream: jax.Array
 
 
-class Program(NamedTuple):
-    """One compilation; cases that differ in data alone share it.
-
-    Attributes:
-      kind: "verify", "block", "couple", "sample", "sample with scalars" or "categorical".
-      implementation: None for the kernels, or "xla".
-      one_hot: drafts without logits.
-      synthetic: given rates.
-      noise: "float32" or "float64".
-      graphs: traced with command buffers left on.
-      greedy_logprobs: of verification.
-    """
-
-    kind: str
-    implementation: str | None = None
-    one_hot: bool = False
-    synthetic: bool = False
-    noise: str = "float32"
-    graphs: bool = False
-    greedy_logprobs: bool = True
-
-
-class Case(NamedTuple):
-    """A program and its data; `rates` are those of another case, or one number for all."""
-
-    program: str
-    temperature: float = 0.7
-    rates: str | float | None = None
-
-
 # Kinds that verify drafted tokens.
 VERIFIED = {"verify", "block", "couple"}
-PROGRAMS = {
-    "drawn": Program("verify"),
-    "onehot": Program("verify", one_hot=True),
-    "without_logprobs": Program("verify", greedy_logprobs=False),
-    "synthetic": Program("verify", synthetic=True),
-    "block": Program("block"),
-    "coupled": Program("couple", one_hot=True),
-    "gumbel_fp32": Program("sample"),
-    "gumbel_fp64": Program("sample", noise="float64"),
-    "gumbel_scalars": Program("sample with scalars"),
-    "drawn_graphs": Program("verify", graphs=True),
-    "gumbel_graphs": Program("sample", graphs=True),
-    "xla_drawn": Program("verify", "xla"),
-    "xla_gumbel": Program("sample", "xla"),
-    "categorical": Program("categorical", "xla"),
-}
-CASES = {
-    "drawn_0.7": Case("drawn"),
-    "drawn_1": Case("drawn", temperature=1.0),
-    "onehot_0.7": Case("onehot"),
-    "onehot_1": Case("onehot", temperature=1.0),
-    "greedy": Case("drawn", temperature=0.0),
-    "greedy_without_logprobs": Case("without_logprobs", temperature=0.0),
-    "synthetic_as_drawn_0.7": Case("synthetic", rates="drawn_0.7"),
-    "synthetic_0.9": Case("synthetic", rates=0.9),
-    "block_0.7": Case("block"),
-    "block_1": Case("block", temperature=1.0),
-    "coupled_0.7": Case("coupled"),
-    "coupled_1": Case("coupled", temperature=1.0),
-    "gumbel_fp32": Case("gumbel_fp32"),
-    "gumbel_fp64": Case("gumbel_fp64"),
-    "gumbel_scalars": Case("gumbel_scalars"),
-    "drawn_0.7_graphs": Case("drawn_graphs"),
-    "gumbel_fp32_graphs": Case("gumbel_graphs"),
-    "xla_drawn_0.7": Case("xla_drawn"),
-    "xla_gumbel_fp32": Case("xla_gumbel"),
-    "categorical": Case("categorical"),
-}
 
 
 class Effort(NamedTuple):
@@ -117,7 +50,7 @@ class Effort(NamedTuple):
     kernels: str = "triton"
 
 
-# What compiles fastest: a kernel in Pallas' interpreter takes three times as long as plain JAX.
+# Plain JAX, which compiles in a third of the interpreter's time.
 REHEARSAL = Effort(runs=2, calls=2, most_sets=2, kernels="xla")
 
 

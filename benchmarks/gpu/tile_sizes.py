@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.calls import CASES, Bench, Effort
+from benchmarks.gpu.calls import Bench, Effort
+from benchmarks.gpu.cases import CASES
 from benchmarks.gpu.inputs import Shape
 from benchmarks.gpu.loop import Lowered, compile_all
 from specjax.implementation import Implementation
