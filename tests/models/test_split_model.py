@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from decoder_features import FEATURES
 from jax.sharding import AbstractDevice, AbstractMesh
 from over_devices import collectives
 
@@ -21,7 +22,6 @@ from specjax.implementation import DeviceFacts, Implementation
 from specjax.mesh import parse_mesh
 from specjax.models import (
     HeadConfig,
-    RopeScaling,
     TransformerConfig,
     build,
     head_drafter,
@@ -49,24 +49,14 @@ CONFIG = TransformerConfig(
     tie_word_embeddings=False,
     qkv_bias=True,
 )
-# The features of all families at once, and one key-value head for two devices.
+# One key-value head for two devices.
 FULL = dataclasses.replace(
     CONFIG,
+    **FEATURES,
     num_hidden_layers=2,
     num_key_value_heads=1,
     tie_word_embeddings=True,
-    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8),
-    local_rope_theta=100.0,
-    layer_windows=(3, None),
-    out_bias=True,
-    qk_norm=True,
-    sandwich_norms=True,
-    norm_offset=1.0,
     embedding_scale=8.0,
-    query_scale=0.5,
-    attention_softcap=5.0,
-    logit_softcap=9.0,
-    hidden_act="gelu_pytorch_tanh",
 )
 K, PROMPT, LENGTHS = 3, np.arange(24).reshape(3, 8) * 7, np.array([8, 5, 2])
 
@@ -158,10 +148,10 @@ def test_what_travels_is_smaller_than_a_device_has_of_any_matrix(folders):
     assert max(size for _, size in collectives(program)) < smallest
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_step_of_one_token_sums_rows_and_nothing_else(is_wrong):
+@pytest.mark.parametrize(("data", "is_wrong"), [(1, False), (2, False), (1, True)])
+def test_a_step_of_one_token_sums_rows_and_nothing_else(data, is_wrong):
     """A product that gathers a weight, as GSPMD has it for few rows, is seen."""
-    model = split_model(FULL, random_params(FULL), mesh=mesh_of(1, 2))
+    model = split_model(FULL, random_params(FULL), mesh=mesh_of(data, 2))
 
     def step(params, ids, cache):
         if is_wrong:
@@ -171,7 +161,8 @@ def test_a_step_of_one_token_sums_rows_and_nothing_else(is_wrong):
             }
         return model.apply(params, ids, ids, cache)
 
-    ids, cache = jnp.zeros((1, 1), jnp.int32), jax.eval_shape(lambda: model.init_cache(1, 16))
+    ids = jnp.zeros((data, 1), jnp.int32)
+    cache = jax.eval_shape(lambda: model.init_cache(data, 16))
     program = jax.jit(step).lower(model.params, ids, cache).compile()
     rows = [("all-reduce", FULL.hidden_size)] * (2 * FULL.num_hidden_layers + 1)
     assert (collectives(program) == rows) != is_wrong
@@ -192,6 +183,22 @@ def test_every_family_has_the_states_and_logits_of_one_device():
     real = np.asarray(positions) >= 0
     for ours, theirs in zip(split, one, strict=True):
         np.testing.assert_allclose(ours[real], theirs[real], atol=2e-5)
+
+
+def test_an_engine_gives_the_tokens_of_one_device(folders):
+    """Plain decoding of three requests in two slots, whose caches lie over two devices."""
+    key = jax.random.key(0)
+
+    def texts(**options):
+        target = load(folders[0], **options)[0]
+        engine = specjax.Engine(target, None, num_slots=2, max_length=16, prefill_chunk_size=4)
+        asked = [engine.submit(PROMPT[i, :5], key=key, max_new_tokens=6) for i in range(3)]
+        engine.run()
+        return [request.token_ids for request in asked]
+
+    assert texts(mesh=mesh_of(1, 2)) == texts()
+    with pytest.raises(ValueError, match="mesh has 2 devices on its axis 'data'; an engine moves"):
+        texts(mesh=mesh_of(2, 2))
 
 
 def test_what_reads_whole_rows_gets_them_gathered():
@@ -234,7 +241,7 @@ def test_a_folder_is_read_as_its_arrays_are_split(tmp_path, tied, replicate):
 
 
 def test_a_key_value_head_lies_on_the_devices_of_its_queries():
-    """Of 8 query and 2 key-value heads, devices 0 and 1 of 4 have the first key-value head."""
+    """Four devices split 8 query heads; two and two of them have the same key-value head."""
     config = dataclasses.replace(CONFIG, num_attention_heads=8)
     ranges = [share_ranges(config, 4, ("qkv",), share) for share in range(4)]
     heads = [[(each.start // 16, each.stop // 16) for each in own] for own in ranges]

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoder_features import FEATURES
 
-from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
+from specjax.models import TransformerConfig, build, causal_hidden
 from specjax.models.attention import attend
 from specjax.models.shared_math import AttentionSpec
 
@@ -20,24 +21,7 @@ CONFIG = TransformerConfig(
     num_key_value_heads=2,
     head_dim=6,
 )
-# The features of all families at once.
-FULL = dataclasses.replace(
-    CONFIG,
-    tie_word_embeddings=False,
-    rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 8),
-    local_rope_theta=100.0,
-    layer_windows=(3, None),
-    qkv_bias=True,
-    out_bias=True,
-    qk_norm=True,
-    sandwich_norms=True,
-    norm_offset=1.0,
-    embedding_scale=24**0.5,
-    query_scale=0.5,
-    attention_softcap=5.0,
-    logit_softcap=9.0,
-    hidden_act="gelu_pytorch_tanh",
-)
+FULL = dataclasses.replace(CONFIG, **FEATURES, tie_word_embeddings=False, embedding_scale=24**0.5)
 LENGTH, SLOTS = 10, 16
 
 
