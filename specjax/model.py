@@ -38,7 +38,8 @@ class Model:
         is a model that hands out none.
       placement: the `specjax.mesh.Placement` of a model that lies over devices, or None.
       split_logits: `logits` that are not gathered, of a model whose vocabulary lies over the
-        `model` axis of its placement: [..., W] of W >= V columns, those past V padding. Or None.
+        `model` axis of its placement: [..., N * W] of N devices' W tokens each, N * W >= V,
+        those past V padding. Or None.
     """
 
     params: Any

@@ -7,8 +7,8 @@ A token is tested if all drafted before it in its step were accepted. The K of a
 before any of its tokens is drafted, so that the output follows the target whatever is chosen. The
 rates are counted in integers and looked up: no rounding depends on the batch.
 
-An engine's step takes as long as its longest draft makes it, also for slots that draft less. Of B
-slots a part of the others is taken to gain as much as the request itself, the rest nothing:
+An engine's step takes as long as its longest draft makes it, also for slots that draft less. The
+rule assumes that a part of the other B - 1 slots gains what the request gains, the rest nothing:
 
     speed[k] = (1 + share * (rate + ... + rate^k)) / step_costs[k]     share = part + (1 - part) / B
 

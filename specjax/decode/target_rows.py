@@ -48,7 +48,8 @@ class TargetRows(NamedTuple):
       raw_logits: [B, K + 1, V], or None where they are not listed.
       logits: [B, K + 1, V], processed.
       cutoff: f32[B, K + 1], or None.
-      split: of the vocabulary, where `logits` are [B, K + 1, W] of `Model.split_logits`; or None.
+      split: of the vocabulary, where `logits` are [B, K + 1, N * W] of `Model.split_logits`; or
+        None.
       placement: of the target, or None.
     """
 

@@ -58,7 +58,7 @@ class Engine:
       implementation: as in `generate`.
 
     Attributes:
-      slot_bytes: bytes on the device that one slot takes.
+      slot_bytes: bytes that one slot takes, on all devices of a mesh together.
       num_slots: as given.
       max_length: as given.
 

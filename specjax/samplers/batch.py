@@ -103,7 +103,7 @@ def verify_over_mesh(
 
     Args:
       arrays: what `VerifyArrays.from_draft` makes of checked arguments, B >= 1. Rows of a split
-        vocabulary are [B, K + 1, W], padding included; the draft's are whole.
+        vocabulary are [B, K + 1, N * W], W of each device, padding included; the draft's are whole.
       placement: of the target.
       split: of `target_logits`, or None.
       options: static, without a split.
@@ -153,7 +153,7 @@ def verify_over_mesh(
 def _reads_parts(arrays: VerifyArrays, split: VocabularySplit, options: CallOptions) -> bool:
     """Returns whether a verification takes rows whose vocabulary lies over devices."""
     is_plain = options.rule is None and arrays.token_map is None and arrays.draft_rows is None
-    # Of longer rows of a draft the sums are known, or columns that are cut would be missing.
+    # Columns past V are cut: a draft that has some needs its `logsumexp`.
     width = 0 if arrays.draft_logits is None else arrays.draft_logits.shape[-1]
     is_alike = width <= split.vocab_size or arrays.draft_logsumexp is not None
     missing = missing_of_verification(arrays, options)

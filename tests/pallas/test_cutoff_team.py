@@ -123,7 +123,7 @@ def join(memory, out):
 
 
 def ask(memory, out):
-    """As a member, the others of whose team have arrived."""
+    """Asks for shares of pivots as a member of a team in which all others have arrived."""
     num_pivots = KernelConfig().num_pivots
     rank, size = memory.own[0], memory.own[1]
     out.counters.arrived[0] = size - 1

@@ -218,7 +218,7 @@ def first_rows(case, size):
 
 
 def test_both_schedules_emit_the_same_bits_for_the_same_request(schedule):
-    """Of a batch of 32 and of its first 8: other tiles, other programs, the same arithmetic."""
+    """32 requests and the first 8 of them run in different tiles and programs, and agree."""
     case, keys = mixed_case(0, BATCH, K, VOCAB), make_keys(BATCH)
     whole = run(library(schedule), case, keys)
     some = run(library(schedule), first_rows(case, FEW), keys[:FEW])

@@ -831,7 +831,7 @@ def test_a_split_vocabulary_lowers_to_two_kernels_and_a_gather_or_two(kind, num_
 
 
 def test_verification_lowers_on_a_mesh_of_explicit_axes():
-    """As JAX chooses the kernels; those that are named are frozen on such a mesh."""
+    """`implementation=None` finds the kernels; `test_frozen.py` has the call that names them."""
     mesh = h200_mesh(AxisType.Explicit)
     verify, shapes = mesh_call(None)
     with jax.sharding.use_abstract_mesh(mesh):

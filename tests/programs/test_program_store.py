@@ -28,7 +28,7 @@ PARTS = {"begin_prefill", "read_prompt_chunk", "compute_rows", "commit_rows", "r
 
 @pytest.fixture(autouse=True)
 def _no_cache_of_jax():
-    """As in the command: a program that XLA read from JAX's cache is written without its code."""
+    """JAX's cache is off, as in the command: XLA saves a program from there without its code."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

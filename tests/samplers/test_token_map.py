@@ -120,7 +120,7 @@ def flat(case):
 
 @pytest.mark.once
 def test_ragged_batches_read_the_map_as_padded_ones_do(implementation):
-    """Of each implementation one method: rows end to end are found alike by both."""
+    """The interpreter runs the standard method, plain JAX block: both find ragged rows alike."""
     method = "standard" if getattr(implementation, "interpret", False) else "block"
     case = with_statistics(scattered_case(6))
     padded = run(mapped_call(METHODS[method], implementation), case)

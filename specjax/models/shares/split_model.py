@@ -38,7 +38,8 @@ def split_model(
 
     Args:
       config: sizes and constants.
-      params: as in `build`, of the whole model; None draws what `build` draws.
+      params: as in `build`, of the whole model; None draws what `build` draws,
+        whole on one device first.
       mesh: a `jax.sharding.Mesh` with an axis "data", an axis "model", or both.
       replicate: whether every device has all weights, as may suit a small draft.
       seed: of the random weights.
@@ -63,7 +64,7 @@ def split_model(
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
 
     def put(path: Any, array: Any, spec: PartitionSpec) -> jax.Array:
-        # On the host, so that no device holds a whole array that it is to have a share of.
+        # From the host each device is sent its share alone.
         array = np.asarray(array)
         if placement.model is not None:
             keys = tuple(entry.key for entry in path)
