@@ -143,7 +143,12 @@ def add_and_begin_norm(
 
 
 def matmul(
-    x: jax.Array, matrix: jax.Array, choice: KernelChoice, *, next_is_kernel: bool = False
+    x: jax.Array,
+    matrix: jax.Array,
+    choice: KernelChoice,
+    *,
+    next_is_kernel: bool = False,
+    is_summed: bool = False,
 ) -> jax.Array:
     """Returns the product of [B, T, E] with [E, N] as parts [Q, B, T, N].
 
@@ -152,10 +157,12 @@ def matmul(
       matrix: what they are multiplied by.
       choice: of the kernels.
       next_is_kernel: whether a kernel of ours alone reads the parts: then it may start early.
+      is_summed: whether products of other devices are added: then no part is rounded.
     """
     tiling = _tiling(matmul_tiling, x, matrix, matrix.shape[1], choice)
     if tiling is None:
-        return (x @ matrix)[None]
+        dtype = jnp.float32 if is_summed else None
+        return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
     pdl = next_is_kernel and choice.supports_pdl
     return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
 
@@ -169,6 +176,7 @@ def glu(
     norm: NormSpec,
     activation: Callable[[jax.Array], jax.Array],
     next_is_kernel: bool,
+    is_summed: bool,
 ) -> jax.Array:
     """Returns (activation(x @ gate) * (x @ up)) @ down as parts [Q, B, T, E].
 
@@ -180,6 +188,7 @@ def glu(
       norm: of the input.
       activation: of the gate.
       next_is_kernel: as in `matmul`.
+      is_summed: as in `matmul`.
     """
     tiling = _tiling(glu_tiling, x.rows, gate_up, len(down), choice)
     if tiling is None:
@@ -198,7 +207,7 @@ def glu(
             pdl=next_waits and choice.supports_pdl,
             interpret=choice.interpret,
         )
-    return matmul(y, down, choice, next_is_kernel=next_is_kernel)
+    return matmul(y, down, choice, next_is_kernel=next_is_kernel, is_summed=is_summed)
 
 
 def attention(

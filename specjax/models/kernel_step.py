@@ -187,9 +187,11 @@ def _advance(
     )
     out, bias = layer.attention.out, layer.attention.out_bias
     axis_name = layer.attention.axis_name
+    is_summed = axis_name is not None
     if bias is None:
-        is_kernel = layer.attention_out_norm is None and defers and axis_name is None
-        parts = _sum_parts(matmul(y, out[...], choice, next_is_kernel=is_kernel), axis_name)
+        is_kernel = layer.attention_out_norm is None and defers and not is_summed
+        parts = matmul(y, out[...], choice, next_is_kernel=is_kernel, is_summed=is_summed)
+        parts = _sum_parts(parts, axis_name)
     else:
         parts = summed_linear(y, out, bias, axis_name)[None]
     x, normed = _add_and_begin(layer.mlp_norm, x, parts, layer.attention_out_norm, choice)
@@ -200,10 +202,8 @@ def _advance(
         choice,
         norm=layer.mlp_norm.spec,
         activation=mlp.activation,
-        next_is_kernel=next_is_kernel
-        and layer.mlp_out_norm is None
-        and defers
-        and axis_name is None,
+        next_is_kernel=next_is_kernel and layer.mlp_out_norm is None and defers and not is_summed,
+        is_summed=is_summed,
     )
     return x, _sum_parts(parts, axis_name), cache
 

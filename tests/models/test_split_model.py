@@ -294,6 +294,33 @@ def test_the_kernels_of_a_step_run_on_each_share():
     np.testing.assert_allclose(split, one, atol=5e-5)
 
 
+# Shares of 32 columns, which no kernel multiplies in bfloat16.
+NARROW = TransformerConfig(256, 64, 64, 1, 4, 4, 16, dtype="bfloat16")
+
+
+@pytest.mark.interpret
+def test_no_part_is_rounded_before_the_devices_add_theirs():
+    """Both sums of a layer are 1: of 257, which bfloat16 rounds to 256, and -256."""
+    params = jax.tree.map(np.ones_like, random_params(NARROW))
+    attention, mlp = (params["layers"][0][name] for name in ("attention", "mlp"))
+    parts = np.repeat([8, -8], 32)
+    parts[0] += 1
+    # Values of attention and MLP are 1: the activation of 32, times a 32nd.
+    attention["qkv"] /= 64
+    attention["out"] *= parts[:, None]
+    mlp["gate_up"] *= np.repeat([1 / 2, 1 / 2048], 64)
+    mlp["down"] *= parts[:, None]
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    model = split_model(NARROW, params, mesh=mesh_of(1, 2), implementation="interpret")
+
+    @jax.jit
+    def run(model):
+        ids = jnp.zeros((1, 1), jnp.int32)
+        return model.apply_with_taps(model.params, ids, ids, model.init_cache(1, 16), (1,))[1]
+
+    np.testing.assert_array_equal(run(model).astype(jnp.float32), 3)
+
+
 HOPPER = Implementation("triton", device=DeviceFacts((9.0,)))
 
 

@@ -41,10 +41,24 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.models.kernel_step._advance",
-        "defers and axis_name is None\n        parts",
+        "defers and not is_summed\n        parts",
         "defers\n        parts",
         _LOWERED,
         "a sum of XLA's may begin before the product is stored",
+    ),
+    Mutation(
+        "specjax.models.kernel_ops.matmul",
+        "jnp.float32 if is_summed else None",
+        "None",
+        split_models("test_no_part_is_rounded_before_the_devices_add_theirs"),
+        "a device rounds its part of a product before it is added",
+    ),
+    Mutation(
+        "specjax.models.kernel_ops.glu",
+        "is_summed=is_summed",
+        "is_summed=False",
+        split_models("test_no_part_is_rounded_before_the_devices_add_theirs"),
+        "a device rounds its part of an MLP's product before it is added",
     ),
     Mutation(
         "specjax.samplers.batch.verify_over_mesh",
