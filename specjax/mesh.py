@@ -13,7 +13,6 @@ __all__ = [
     "check_unsharded",
     "parse_mesh",
     "pvary_like",
-    "refuse_split",
     "shard_map_batch",
 ]
 
@@ -92,21 +91,6 @@ def parse_mesh(mesh: Any, replicate: bool = False) -> Placement:
         mesh = Mesh(mesh.devices, names, axis_types=types)
     data, model = (name if name in names else None for name in ("data", "model"))
     return Placement(mesh, data, None if replicate else model)
-
-
-def refuse_split(target: Any, what: str) -> None:
-    """Raises `ValueError` for a target whose weights lie over devices.
-
-    Args:
-      target: a `Model`.
-      what: cannot read them.
-    """
-    if target.placement is not None and target.placement.model is not None:
-        raise ValueError(
-            f"the target's weights lie over the mesh's axis {target.placement.model!r}; {what} "
-            "reads the target's whole tables. Load the target with replicate=True, or take "
-            "another drafter."
-        )
 
 
 def pvary_like(tree: Any, *like: Any, without: str | None = None) -> Any:

@@ -19,7 +19,7 @@ def add_mesh_options(group: Any) -> None:
     group.add_argument(
         "--replicate-draft",
         action="store_true",
-        help="with --mesh: every device has the whole draft model",
+        help="with --mesh: every device has the whole draft model, as it has a draft head",
     )
 
 

@@ -98,11 +98,6 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
     if pair.draft_spec in ("ngram", "none"):
         return CheckedDraft()
     facts = models.read_draft(pair.draft_spec, pair.target_config)
-    if facts.kind != "model" and pair.load_target:
-        raise ValueError(
-            "--mesh splits the target, and a draft head reads the target's whole tables; give "
-            "--draft a draft model (model, where --target is not given, or a folder) or ngram."
-        )
     if facts.kind != "model":
         warning = _warn_of_verifier(pair, facts.verifier)
         most = facts.max_speculative_tokens

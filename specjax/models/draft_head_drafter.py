@@ -11,9 +11,9 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation
-from specjax.mesh import refuse_split
 from specjax.model import Model
 from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
+from specjax.models.head_target import HeadTarget, head_target
 
 __all__ = ["head_drafter"]
 
@@ -58,10 +58,10 @@ def head_drafter(
       Li et al., 2024, arXiv:2401.15077: EAGLE.
       DeepSeek-AI, 2024, arXiv:2412.19437: multi-token prediction.
     """
-    refuse_split(target, "a draft head")
     check_head(config, target.params["embedding"].shape[-1])
-    functions = _drafter_functions(config, target.logits, implementation)
-    return Drafter({"target": target.params, "head": params}, *functions)
+    shared = head_target(target)
+    functions = _drafter_functions(config, shared, implementation)
+    return Drafter({"target": target.params, "head": shared.place(params)}, *functions)
 
 
 class _State(NamedTuple):
@@ -73,11 +73,10 @@ class _State(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _drafter_functions(
-    head: HeadConfig, logits: Any, implementation: str | Implementation | None
+    head: HeadConfig, target: HeadTarget, implementation: str | Implementation | None
 ) -> tuple[Any, Any, Any]:
     init_cache, apply = draft_head_functions(head, implementation)
-
-    feed = functools.partial(_feed_tokens, apply)
+    feed = functools.partial(_feed_tokens, target, target.on_each_device(apply))
 
     def init(params: Any, batch_size: int, max_length: int) -> _State:
         return _State(init_cache(batch_size, max_length), jnp.zeros((batch_size,), jnp.int32))
@@ -117,7 +116,7 @@ def _drafter_functions(
             ids = jnp.concatenate([previous, token[:, None]], axis=1)
             states, cache = feed(params, ids, hidden, fed_positions, cache)
             last = states[:, -1].astype(dtype)
-            return logits(params["target"], last), (cache, last, token[:, None])
+            return target.logits(params["target"], last), (cache, last, token[:, None])
 
         drafts, (cache, _, _) = propose_step(
             step,
@@ -126,6 +125,7 @@ def _drafter_functions(
             positions=positions,
             num_tokens=num_tokens,
             config=config,
+            placement=target.placement,
             **options,
         )
         return drafts, state._replace(cache=cache)
@@ -134,6 +134,7 @@ def _drafter_functions(
 
 
 def _feed_tokens(
+    target: HeadTarget,
     apply: Any,
     params: Any,
     ids: jax.Array,
@@ -142,6 +143,6 @@ def _feed_tokens(
     cache: Any,
 ) -> Any:
     """Feeds `ids[:, 1:]`, with `hidden` for the last token and zeros for the others."""
-    embedded = params["target"]["embedding"][ids]
+    embedded = target.embed(params["target"]["embedding"], ids)
     hidden = jnp.pad(hidden[:, None], ((0, 0), (ids.shape[1] - 2, 0), (0, 0)))
     return apply(params["head"], embedded[:, 1:], embedded[:, :-1], hidden, positions, cache)

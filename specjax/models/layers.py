@@ -23,6 +23,7 @@ __all__ = [
     "Layer",
     "MLP",
     "RMSNorm",
+    "embed_tokens",
     "linear",
     "residual_add",
     "rms_norm",
@@ -89,6 +90,23 @@ def summed_linear(
     y = sum_shares(jnp.matmul(x, matrix[...], preferred_element_type=jnp.float32), axis_name)
     y = y if bias is None else y + bias[...].astype(jnp.float32)[None, None]
     return y.astype(x.dtype)
+
+
+def embed_tokens(table: jax.Array, token_ids: jax.Array, axis_name: str | None) -> jax.Array:
+    """Returns embeddings [B, T, E], of a table whose rows lie over a mesh axis, if they do.
+
+    Args:
+      table: [V, E], this device's rows.
+      token_ids: i32[B, T], of the whole vocabulary.
+      axis_name: the mesh axis, or None.
+    """
+    if axis_name is None:
+        return table[token_ids]
+    # One device has each token's row, and the others add 0.
+    rows = token_ids - jax.lax.axis_index(axis_name) * len(table)
+    is_here = (rows >= 0) & (rows < len(table))
+    here = jnp.where(is_here[..., None], table[jnp.where(is_here, rows, 0)], 0)
+    return jax.lax.psum(here, axis_name)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, spec: NormSpec) -> jax.Array:

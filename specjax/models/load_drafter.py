@@ -104,7 +104,8 @@ def load_drafter(
 
     Args:
       folder: with config.json, which says what it is, and model.safetensors.
-      target: from `load` or `build`; a head runs on its states.
+      target: from `load`, `build` or `split_model`; a head runs on its states. Over devices each
+        has the whole draft, as `load(folder, mesh=mesh, replicate=True)` gives a model.
       dtype: as in `load`; None is the target's for a head that reads taps, which have it.
       implementation: of the draft's steps, as in `build`.
 
@@ -122,7 +123,9 @@ def load_drafter(
     """
     kind = draft_kind(folder)
     if kind == "model":
-        return model_drafter(load(folder, dtype, implementation=implementation)[0])
+        mesh = None if target.placement is None else target.placement.mesh
+        options: dict[str, Any] = {"mesh": mesh, "replicate": True}
+        return model_drafter(load(folder, dtype, implementation=implementation, **options)[0])
     if kind == "head":
         params, own = load_head(folder, dtype)
         return head_drafter(target, own, params, implementation=implementation)

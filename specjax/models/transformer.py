@@ -17,7 +17,7 @@ from specjax.model import Model
 from specjax.models.attention import AttentionBackend
 from specjax.models.choose_step import run_decoder
 from specjax.models.config import TransformerConfig
-from specjax.models.layers import Layer, RMSNorm, weight
+from specjax.models.layers import Layer, RMSNorm, embed_tokens, weight
 from specjax.models.rope import rope_cos_sin
 
 __all__ = [
@@ -53,14 +53,7 @@ class Transformer(nnx.Module):
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Returns the scaled embeddings [B, T, E] of tokens."""
-        table = self.embedding[...]
-        if self.axis_name is None:
-            return self._scaled(table[token_ids])
-        # One device has each token's row, and the others add 0.
-        rows = token_ids - jax.lax.axis_index(self.axis_name) * len(table)
-        is_here = (rows >= 0) & (rows < len(table))
-        here = jnp.where(is_here[..., None], table[jnp.where(is_here, rows, 0)], 0)
-        return self._scaled(jax.lax.psum(here, self.axis_name))
+        return self._scaled(embed_tokens(self.embedding[...], token_ids, self.axis_name))
 
     def _scaled(self, embeddings: jax.Array) -> jax.Array:
         scale = self.config.embedding_scale

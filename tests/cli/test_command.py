@@ -524,7 +524,6 @@ GREEDY = {"temperature": 0.0}
         (["x", "--sead", "1"], "unrecognized arguments: --sead"),
         (["x", "--mesh", "0"], "--mesh is 0; it needs to be >= 1"),
         (["x", "--mesh", "9"], r"--mesh is 9; JAX sees \d devices? here"),
-        (["x", "--mesh", "2"], "and a draft head reads the target's whole tables; give "),
         (["x", "--replicate-draft"], "--replicate-draft is given without --mesh"),
         (["x", "--prompt-file", "y"], "one of them"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),

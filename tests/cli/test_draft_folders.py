@@ -103,9 +103,11 @@ def test_a_head_of_blocks_drafts_a_whole_block_and_no_more(capsys, folder):
 
 
 def test_a_greedy_text_of_a_head_is_the_target_s_and_an_option_gives_another_k(capsys, folder):
+    """Also of a target over two devices, each of which has the whole head."""
     shared = ["--target", TARGET, "--temperature", "0", "--max-new-tokens", "16", "--json"]
     reports = []
-    for draft in (["none"], [HEAD], [HEAD, "--num-speculative-tokens", "1"]):
+    other = ["--num-speculative-tokens", "1", "--mesh", "2"]
+    for draft in (["none"], [HEAD], [HEAD, *other]):
         assert main(["generate", "def f(n):", *shared, "--draft", *draft]) == 0
         reports.append(json.loads(capsys.readouterr().out))
     assert len({tuple(report["token_ids"]) for report in reports}) == 1

@@ -21,9 +21,16 @@ from specjax.decode.prefill import run_prefill
 from specjax.implementation import DeviceFacts, Implementation
 from specjax.mesh import parse_mesh
 from specjax.models import (
+    DFlashConfig,
+    Eagle3Config,
     HeadConfig,
     TransformerConfig,
     build,
+    build_dflash,
+    build_eagle3,
+    build_head,
+    dflash_drafter,
+    eagle3_drafter,
     head_drafter,
     load,
     save,
@@ -268,12 +275,72 @@ def test_another_mesh_is_refused(mesh):
         split_model(CONFIG, mesh=mesh)
 
 
-def test_arrays_over_devices_are_not_saved_and_give_no_head_its_tables(tmp_path):
+def test_arrays_over_devices_are_not_saved(tmp_path):
     model = split_model(CONFIG, random_params(CONFIG), mesh=mesh_of(1, 2))
     with pytest.raises(ValueError, match="Parameters of split_model have other shapes"):
         save(tmp_path, model.params, CONFIG, tokenizer())
-    with pytest.raises(ValueError, match="a draft head reads the target's whole tables"):
-        head_drafter(model, HeadConfig(64, 96, 4, 2, 16), None)
+
+
+# Heads of CONFIG that have no tables of their own.
+LAYER = dataclasses.replace(CONFIG, qkv_bias=False, qk_norm=True)
+HEADS = {
+    "last state": HeadConfig(64, 96, 4, 2, 16),
+    "EAGLE-3": Eagle3Config(LAYER, 64, 300, taps=(0, 1), has_lm_head=False),
+    "DFlash": DFlashConfig(LAYER, 300, taps=(0, 1), block_size=K + 1, mask_token_id=299),
+}
+
+
+def head_params(kind):
+    """Random weights of a head."""
+    build = {"last state": build_head, "EAGLE-3": build_eagle3, "DFlash": build_dflash}[kind]
+    return build(HEADS[kind])
+
+
+def head_of(target, kind, params, implementation=None):
+    """The drafter of a head."""
+    drafters = {"last state": head_drafter, "EAGLE-3": eagle3_drafter, "DFlash": dflash_drafter}
+    return drafters[kind](target, HEADS[kind], params, implementation=implementation)
+
+
+def draft_by(drafter, features, implementation=None):
+    """Reads prompts and drafts, as a step does."""
+    given = features if drafter.taps else features[..., : CONFIG.hidden_size]
+    size, width = features.shape[:2]
+    ids = jnp.asarray(PROMPT[:size, :width] % 300, jnp.int32)
+    place, lengths = jnp.arange(width)[None], jnp.asarray(LENGTHS[:size] // 2, jnp.int32)
+    positions = jnp.where(place < lengths[:, None] - 1, place, -1)
+    state = drafter.init(drafter.params, size, 16)
+    state = drafter.extend(drafter.params, state, ids, positions, given)
+    draft, _ = drafter.propose(
+        drafter.params,
+        state,
+        ids,
+        features[:, 0, : CONFIG.hidden_size],
+        keys=keys_of(size),
+        positions=lengths,
+        num_tokens=jnp.full(size, K),
+        temperature=jnp.ones(size),
+        config=specjax.SpeculativeConfig(K),
+        implementation=implementation,
+    )
+    return draft.token_ids, draft.logits
+
+
+def test_heads_draft_on_a_split_target_as_on_one_device():
+    """By its tables, of which every device has a share; two of them have three requests."""
+    params = random_params(CONFIG)
+    targets = build(CONFIG, params), split_model(CONFIG, params, mesh=mesh_of(2, 2))
+    features = np.random.default_rng(0).normal(size=(3, 4, 128)).astype(np.float32)
+
+    @jax.jit
+    def run(drafters):
+        return [draft_by(drafter, features) for drafter in drafters]
+
+    heads = {kind: head_params(kind) for kind in HEADS}
+    one, split = (run([head_of(x, *head) for head in heads.items()]) for x in targets)
+    for ours, theirs in zip(split, one, strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
 
 
 # Wide enough for products in parts on a share.
@@ -324,9 +391,9 @@ def test_no_part_is_rounded_before_the_devices_add_theirs():
 HOPPER = Implementation("triton", device=DeviceFacts((9.0,)))
 
 
-def on_h200s(replicate=False):
+def on_h200s(replicate=False, config=WIDE):
     """A model on H200s that are not there, two for the requests and two for the weights."""
-    config = dataclasses.replace(WIDE, dtype="bfloat16")
+    config = dataclasses.replace(config, dtype="bfloat16")
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     mesh = AbstractMesh((2, 2), ("data", "model"), abstract_device=device)
     placement = parse_mesh(mesh, replicate)
@@ -375,4 +442,20 @@ def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
         traced = run_step.trace(target, drafter, state, **options)
     found = collections.Counter(primitives(traced.jaxpr.jaxpr))
     assert found["pallas_call", True] > 20
+    assert found["pallas_call", False] == 0
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_no_kernel_of_a_draft_head_is_left_to_gspmd(kind):
+    target = on_h200s(config=CONFIG)
+
+    def draft(params, head, features):
+        placed = dataclasses.replace(target, params=params)
+        return draft_by(head_of(placed, kind, head, HOPPER), features, HOPPER)
+
+    head, features = head_params(kind), jnp.zeros((2, 4, 128), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(target.placement.mesh):
+        traced = jax.jit(draft).trace(target.params, head, features)
+    found = collections.Counter(primitives(traced.jaxpr.jaxpr))
+    assert found["pallas_call", True] > 4
     assert found["pallas_call", False] == 0

@@ -6,7 +6,7 @@ taps are not known yet, and after it.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,13 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.draft import Draft
 from specjax.implementation import Implementation
-from specjax.mesh import refuse_split
 from specjax.model import Model
+from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
 from specjax.models.heads.draft_rows import draft_rows
 from specjax.models.heads.head_target import check_target
 
 __all__ = ["check_dflash", "dflash_drafter"]
-
-
-class _Target(NamedTuple):
-    """The functions of the target that a head uses, and its number of tokens."""
-
-    logits: Any
-    vocab_size: int
 
 
 def check_dflash(
@@ -109,22 +102,21 @@ def dflash_drafter(
     References:
       Chen et al., 2026, arXiv:2602.06036: DFlash.
     """
-    refuse_split(target, "a draft head")
-    vocab_size, hidden_size = target.params["embedding"].shape
+    shared = head_target(target)
     check_dflash(
         config,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
+        hidden_size=target.params["embedding"].shape[1],
+        vocab_size=shared.vocab_size,
         num_layers=len(target.params["layers"]),
     )
     functions = dflash_functions(config, implementation)
+    params = shared.place(params)
     head = {name: params[name] for name in params if name != "token_map"}
     parts = {"head": head, "context": functions.context(head)}
     if not (config.has_embedding and config.has_lm_head):
         parts["target"] = target.params
     if "token_map" in params:
         parts["token_map"] = params["token_map"]
-    shared = _Target(target.logits, vocab_size)
     return Drafter(
         parts,
         *_drafter_functions(config, shared, implementation),
@@ -135,10 +127,11 @@ def dflash_drafter(
 
 @functools.lru_cache(maxsize=64)
 def _drafter_functions(
-    head: DFlashConfig, target: _Target, implementation: str | Implementation | None
+    head: DFlashConfig, target: HeadTarget, implementation: str | Implementation | None
 ) -> tuple[Any, Any, Any]:
     """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
     functions = dflash_functions(head, implementation)
+    append = target.on_each_device(lambda params, *arrays: functions.append(*params, *arrays))
 
     def init(params: Any, batch_size: int, max_length: int) -> Any:
         return functions.init_cache(batch_size, max_length)
@@ -146,7 +139,8 @@ def _drafter_functions(
     def extend(
         params: Any, cache: Any, token_ids: jax.Array, positions: jax.Array, features: Any
     ) -> Any:
-        return functions.append(params["head"], params["context"], features, positions, cache)
+        weights = params["head"], params["context"]
+        return append(weights, features, positions, cache)
 
     return init, extend, functools.partial(_draft, head, functions, target)
 
@@ -154,7 +148,7 @@ def _drafter_functions(
 def _draft(
     head: DFlashConfig,
     functions: DFlashFunctions,
-    target: _Target,
+    target: HeadTarget,
     params: Any,
     cache: Any,
     token_ids: jax.Array,
@@ -178,18 +172,43 @@ def _draft(
     place = positions[:, None] - 1 + jnp.arange(head.block_size, dtype=jnp.int32)[None]
     place = jnp.where(num_tokens[:, None] >= 0, place, -1)
     ids = jnp.concatenate([last_token, masks], axis=1)
-    table = params["head"]["decoder"] if head.has_embedding else params["target"]
-    states, cache = functions.apply(params["head"], table["embedding"], ids, place, cache)
+    states, cache = _run_block(head, functions, target, params, ids, place, cache)
     first = 0 if head.sample_from_anchor else 1
     logits = _logits(head, target, params, states[:, first : first + k], hidden.dtype)
     if "token_map" in params:
         options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
-    options = {"positions": positions, "num_tokens": num_tokens, "config": config, **options}
-    return draft_rows(logits, **options), cache
+    options |= {"positions": positions, "num_tokens": num_tokens, "placement": target.placement}
+    return draft_rows(logits, config=config, **options), cache
+
+
+def _run_block(
+    head: DFlashConfig,
+    functions: DFlashFunctions,
+    target: HeadTarget,
+    params: Any,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+    """Returns hidden states [B, T, E] of a block, and the cache."""
+    owner = params["head"]["decoder"] if head.has_embedding else params["target"]
+    table = owner["embedding"]
+    if target.placement is None:
+        states, cache = functions.apply(params["head"], table, token_ids, positions, cache)
+        return states, cache
+    rows = table[token_ids] if head.has_embedding else target.embed(table, token_ids)
+
+    def on_device(params: Any, rows: jax.Array, positions: jax.Array, cache: Any) -> Any:
+        # The block's own rows are the table.
+        ids = jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
+        return functions.apply(params, rows.reshape(-1, rows.shape[-1]), ids, positions, cache)
+
+    states, cache = target.on_each_device(on_device)(params["head"], rows, positions, cache)
+    return states, cache
 
 
 def _logits(
-    head: DFlashConfig, target: _Target, params: Any, states: jax.Array, dtype: Any
+    head: DFlashConfig, target: HeadTarget, params: Any, states: jax.Array, dtype: Any
 ) -> jax.Array:
     """Returns draft logits [B, K, V_d], by the target's lm_head if the head has none."""
     if not head.has_lm_head:

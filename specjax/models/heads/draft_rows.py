@@ -18,6 +18,7 @@ from specjax.core.noise import Stream, fold_in_rows
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
+from specjax.mesh import Placement
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import read_vocabulary
 from specjax.processing.history import History
@@ -45,6 +46,7 @@ def draft_rows(
     token_map: jax.Array | None = None,
     vocab_size: int | None = None,
     implementation: str | Implementation | None = None,
+    placement: Placement | None = None,
 ) -> Draft:
     """Returns the draft of one step of a decode loop, whose q is the product of the rows.
 
@@ -60,6 +62,7 @@ def draft_rows(
       token_map: i32[V_d], or None.
       vocab_size: V, with a map alone.
       implementation: of the draws and the cutoffs.
+      placement: of the model whose rows they are, or None.
 
     Example:
       >>> draft = draft_rows(
@@ -71,7 +74,7 @@ def draft_rows(
     """
     given: dict[str, Any] = {"sampling": sampling, "keys": keys, "positions": positions}
     given |= {"token_map": token_map, "vocab_size": vocab_size, "temperature": temperature}
-    given |= {"config": config, "implementation": implementation}
+    given |= {"config": config, "implementation": implementation, "placement": placement}
     if sampling is None or not split_sampling(sampling)[0].reads_drafted:
         return _draw_all(logits, **given)._replace(num_tokens=num_tokens)
 
@@ -95,11 +98,13 @@ def _draw_all(
     token_map: jax.Array | None,
     vocab_size: int | None,
     implementation: str | Implementation | None,
+    placement: Placement | None,
 ) -> Draft:
     """Returns a draft of every row, by one call of the sampler."""
     size, k, _ = logits.shape
     greedy, coupled = config.draft_sample_method == "greedy", config.draws_on_target_stream
-    options = CallOptions(config.noise_dtype, resolve_implementation(implementation))
+    resolved = resolve_implementation(implementation)
+    options = CallOptions(config.noise_dtype, resolved, placement=placement)
     rules, filters = read_draft_sampling(sampling, size, greedy)
     vocabulary, history = read_vocabulary(token_map, vocab_size), History()
     if vocabulary is not None:

@@ -15,19 +15,12 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation
-from specjax.mesh import refuse_split
 from specjax.model import Model
+from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
 from specjax.models.heads.head_target import check_target
 
 __all__ = ["check_eagle3", "eagle3_drafter"]
-
-
-class _Target(NamedTuple):
-    """The functions of the target that a head uses, and its number of tokens."""
-
-    logits: Any
-    vocab_size: int
 
 
 class _State(NamedTuple):
@@ -111,15 +104,15 @@ def eagle3_drafter(
     References:
       Li et al., 2025, arXiv:2503.01840: EAGLE-3.
     """
-    refuse_split(target, "a draft head")
-    vocab_size, hidden_size = target.params["embedding"].shape
+    shared = head_target(target)
     check_eagle3(
         config,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
+        hidden_size=target.params["embedding"].shape[1],
+        vocab_size=shared.vocab_size,
         num_layers=len(target.params["layers"]),
     )
-    functions = _drafter_functions(config, _Target(target.logits, vocab_size), implementation)
+    functions = _drafter_functions(config, shared, implementation)
+    params = shared.place(params)
     head = {name: params[name] for name in params if name != "token_map"}
     shares = not (config.has_embedding and config.has_lm_head)
     parts = {"head": head} | ({"target": target.params} if shares else {})
@@ -130,10 +123,13 @@ def eagle3_drafter(
 
 @functools.lru_cache(maxsize=64)
 def _drafter_functions(
-    head: Eagle3Config, target: _Target, implementation: str | Implementation | None
+    head: Eagle3Config, target: HeadTarget, implementation: str | Implementation | None
 ) -> tuple[Any, Any, Any]:
     """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
     functions = eagle3_functions(head, implementation)
+    functions = functions._replace(
+        fuse=target.on_each_device(functions.fuse), apply=target.on_each_device(functions.apply)
+    )
 
     def init(params: Any, batch_size: int, max_length: int) -> _State:
         last = jnp.zeros((batch_size, head.layer.hidden_size), head.layer.dtype)
@@ -146,7 +142,7 @@ def _drafter_functions(
         before = jnp.concatenate([state.last[:, None], states[:, :-1]], axis=1)
         # The pair of a token at position 0 would be at -1, which is none.
         pairs = jnp.maximum(positions - 1, -1)
-        tokens = _embed(head, params, token_ids)
+        tokens = _embed(head, target, params, token_ids)
         _, cache = functions.apply(params["head"], tokens, before, pairs, state.cache)
         # Of every request the tokens come first, and padding after them.
         num_read = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
@@ -159,7 +155,7 @@ def _drafter_functions(
 def _draft(
     head: Eagle3Config,
     functions: Eagle3Functions,
-    target: _Target,
+    target: HeadTarget,
     params: Any,
     state: _State,
     token_ids: jax.Array,
@@ -174,7 +170,7 @@ def _draft(
     def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
         cache, last = carry
         pairs = jnp.where(num_tokens >= 0, position - 1, -1)[:, None]
-        tokens = _embed(head, params, token[:, None])
+        tokens = _embed(head, target, params, token[:, None])
         outputs, cache = functions.apply(params["head"], tokens, last[:, None], pairs, cache)
         last = outputs[:, 0]
         rows = functions.decode(params["head"], last)
@@ -184,13 +180,13 @@ def _draft(
     last_token = jnp.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
     if "token_map" in params:
         options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
-    options = {"positions": positions, "num_tokens": num_tokens, **options}
+    options |= {"positions": positions, "num_tokens": num_tokens, "placement": target.placement}
     drafts, (cache, _) = propose_step(step, (state.cache, state.last), last_token, **options)
     return drafts, state._replace(cache=cache)
 
 
 def _logits(
-    head: Eagle3Config, target: _Target, params: Any, rows: jax.Array, dtype: Any
+    head: Eagle3Config, target: HeadTarget, params: Any, rows: jax.Array, dtype: Any
 ) -> jax.Array:
     """Returns draft logits [B, V_d] of rows [B, H], by the target's lm_head if there is no own."""
     if head.has_lm_head:
@@ -202,8 +198,9 @@ def _logits(
     return logits if head.logit_scale == 1.0 else logits * head.logit_scale
 
 
-def _embed(config: Eagle3Config, params: Any, token_ids: jax.Array) -> jax.Array:
+def _embed(head: Eagle3Config, target: HeadTarget, params: Any, token_ids: jax.Array) -> jax.Array:
     """Returns the embeddings [B, T, H] of tokens, by the target's table if the head has none."""
-    owner = params["head" if config.has_embedding else "target"]
-    table: jax.Array = owner["embedding"]
-    return table[token_ids]
+    if head.has_embedding:
+        table: jax.Array = params["head"]["embedding"]
+        return table[token_ids]
+    return target.embed(params["target"]["embedding"], token_ids)

@@ -26,7 +26,7 @@ MUTATIONS = (
         "a device goes on with its own part of a product",
     ),
     Mutation(
-        "specjax.models.transformer.Transformer.embed",
+        "specjax.models.layers.embed_tokens",
         "jnp.where(is_here[..., None], table",
         "jnp.where(rows[..., None] < len(table), table",
         _FAMILIES,
@@ -59,6 +59,27 @@ MUTATIONS = (
         "is_summed=False",
         split_models("test_no_part_is_rounded_before_the_devices_add_theirs"),
         "a device rounds its part of an MLP's product before it is added",
+    ),
+    Mutation(
+        "specjax.models.head_target.HeadTarget.embed",
+        "return embed_tokens(table, token_ids, placement.model)",
+        "return table[token_ids]",
+        split_models("test_heads_draft_on_a_split_target_as_on_one_device"),
+        "a head looks a token up in the share that a device has",
+    ),
+    Mutation(
+        "specjax.models.head_target.HeadTarget.on_each_device",
+        "if placement is None:",
+        "if placement is None or function:",
+        split_models("test_no_kernel_of_a_draft_head_is_left_to_gspmd"),
+        "the kernels of a draft head are given the rows of all devices",
+    ),
+    Mutation(
+        "specjax.models.head_target.head_target",
+        "if target.split_logits is not None:",
+        "if False:",
+        split_models("test_heads_draft_on_a_split_target_as_on_one_device"),
+        "a table's padding counts as tokens of the target",
     ),
     Mutation(
         "specjax.samplers.batch.verify_over_mesh",
