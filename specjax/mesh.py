@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "Placement",
+    "call_on_auto_axes",
     "check_unsharded",
     "parse_mesh",
+    "put_whole",
     "pvary_like",
     "shard_map_batch",
 ]
@@ -86,11 +89,86 @@ def parse_mesh(mesh: Any, replicate: bool = False) -> Placement:
             f"mesh has axes {list(names)}; it needs 'data', over which requests lie, and 'model', "
             "over which weights lie, or one of them."
         )
-    types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, Mesh):
-        mesh = Mesh(mesh.devices, names, axis_types=types)
+        mesh = _with_auto_axes(mesh)
     data, model = (name if name in names else None for name in ("data", "model"))
     return Placement(mesh, data, None if replicate else model)
+
+
+def put_whole(placement: Placement | None, tree: Any) -> Any:
+    """Returns a pytree whose arrays lie whole on every device of a placement, if there is one.
+
+    Traced arrays and shapes are returned as they are.
+    """
+    if placement is None:
+        return tree
+    whole = placement.sharding(PartitionSpec())
+
+    def put(x: Any) -> Any:
+        is_there = isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+        return jax.device_put(x, whole) if is_there else x
+
+    return jax.tree.map(put, tree)
+
+
+def call_on_auto_axes(
+    function: Callable[..., Any], target: Any, *operands: Any, like: Any, **keywords: Any
+) -> Any:
+    """Calls a function where the axes of the mesh are Auto, as a model over devices needs it.
+
+    Arrays with explicit axes are given to it as arrays that lie there and say so no more. What it
+    returns has the caller's axes again; nothing moves.
+
+    Args:
+      function: of the other arguments.
+      target: a `Model`.
+      *operands: pytrees.
+      like: a pytree of a few of the arrays, which say whether the caller's axes are explicit where
+        no context of `jax.set_mesh` does.
+      **keywords: pytrees.
+
+    Raises:
+      ValueError: inside `jit`, of a model over devices.
+    """
+    operands, placement = (target, *operands), target.placement
+    arrays = [leaf for leaf in jax.tree.leaves(like) if isinstance(leaf, jax.Array)]
+    kinds = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
+    if not any(AxisType.Explicit in kind.axis_types for kind in kinds):
+        return function(*operands, **keywords)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((operands, keywords))):
+        if placement is None:
+            return function(*operands, **keywords)
+        raise ValueError(
+            "a mesh has explicit axes here, and inside jit a model over devices needs Auto ones; "
+            "call this outside jit, or inside jax.sharding.auto_axes."
+        )
+    theirs = [jax.sharding.get_mesh(), *(getattr(x.sharding, "mesh", None) for x in arrays)]
+    mesh = next(each for each in theirs if each and AxisType.Explicit in each.axis_types)
+    own = _with_auto_axes(mesh) if placement is None else placement.mesh
+    with jax.set_mesh(own):
+        operands, keywords = _relabel((operands, keywords), own)
+        outputs = function(*operands, **keywords)
+    return _relabel(outputs, mesh)
+
+
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _relabel(tree: Any, mesh: Mesh) -> Any:
+    """Returns arrays that lie where they lay, on a mesh of the same devices and other types."""
+
+    def relabel(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(leaf, jax.Array) or not isinstance(sharding, NamedSharding):
+            return leaf
+        if sharding.mesh == mesh:
+            return leaf
+        is_alike = sharding.mesh.shape_tuple == mesh.shape_tuple
+        spec = sharding.spec if is_alike else PartitionSpec()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(relabel, tree)
 
 
 def pvary_like(tree: Any, *like: Any, without: str | None = None) -> Any:

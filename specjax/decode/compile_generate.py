@@ -21,6 +21,7 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.prefill import begin_compilation
 from specjax.implementation import Implementation
+from specjax.mesh import call_on_auto_axes, put_whole
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.cache_folder import is_cache_in_use
@@ -36,8 +37,7 @@ from specjax.programs.saved_programs import (
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 
 # Rules that are one number per request.
-_ARRAYS = ("bias", "allowed", "bad_words", "grammar")
-_NUMBERS = [x for x in SamplingParams._fields if x not in _ARRAYS]
+_NUMBERS = sorted({*SamplingParams._fields} - {"bias", "allowed", "bad_words", "grammar"})
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 
 
@@ -45,8 +45,7 @@ _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 class CompiledGenerate:
     """The programs of `generate` for one batch size, one capacity and one set of rules.
 
-    `compile_generate` and `load_compiled` make it. A call takes the arguments of `generate` that
-    are data, returns what `generate` returns, and compiles nothing.
+    A call takes `generate`'s arguments that are data, returns what it returns, compiles nothing.
 
     Attributes:
       options: what is compiled in: `batch_size`, `num_eos_token_ids` and arguments of `generate`.
@@ -78,8 +77,8 @@ class CompiledGenerate:
         """Returns what `generate` returns for these arguments and the options compiled in.
 
         Args:
-          target: a `Model` with the functions compiled in, and parameters of those shapes.
-          drafter: a `Drafter` like that, or None.
+          target: with the functions compiled in, and parameters of those shapes.
+          drafter: like that, or None.
           prompt_token_ids: i32[B, L], as each of the following in `generate`.
           prompt_lengths: i32[B].
           keys: typed threefry keys, [B] or ().
@@ -111,8 +110,10 @@ class CompiledGenerate:
             data["settings"] = settings = settings._replace(keys=fold(settings.keys))
         check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
         check_functions(list_functions(target=target, drafter=drafter), self.functions)
+        data = put_whole(target.placement, data)
         with explain_out_of_memory(target, drafter, *data["prompt"].shape):
-            return run(target, drafter, prefill(target, drafter, **data))
+            state = call_on_auto_axes(prefill, target, drafter, like=keys, **data)
+            return call_on_auto_axes(run, target, drafter, state, like=keys)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the programs to a file, which `load_compiled` reads.
@@ -124,11 +125,12 @@ class CompiledGenerate:
 
         Raises:
           OSError: if the file cannot be written.
-          ValueError: if the config has a rule.
+          ValueError: if the config has a rule, and for a model over devices.
         """
+        if self.functions.get("target.placement") is not None:
+            raise ValueError("Programs of a model over devices are not saved; compile them anew.")
         options = self.options | {"config": self.options["config"].to_json()}
-        description = {"options": options, "arguments": self.arguments}
-        write_programs(path, description, self.serialize())
+        write_programs(path, {"options": options, "arguments": self.arguments}, self.serialize())
 
 
 def compile_generate(
@@ -145,14 +147,14 @@ def compile_generate(
     logprobs_mode: str = "raw",
     implementation: str | Implementation | None = None,
 ) -> CompiledGenerate:
-    """Compiles `generate` before the first prompt, for one device.
+    """Compiles `generate` before the first prompt, for one device or the mesh of the target.
 
     The parameters may be `jax.ShapeDtypeStruct`s: weights can be loaded meanwhile or later. The
     folder of `enable_compilation_cache` is read and written. A call of the result gives the tokens
     of `generate` and compiles nothing.
 
     Args:
-      target: a `Model`; of its parameters, only shapes and dtypes are read.
+      target: a `Model`; of its parameters, only shapes, dtypes and shardings are read.
       drafter: a `Drafter`, or None.
       batch_size: B, a Python int >= 1.
       max_length: S, the tokens of a request, prompt and text, that buffers have room for.
@@ -206,9 +208,9 @@ def compile_generate(
         **options,
     )
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
-    if any(sharding and len(sharding.device_set) > 1 for sharding in shardings):
-        raise ValueError("Parameters lie on several devices; compile_generate compiles for one.")
-    begun = begin_compilation(run_loop, target, drafter, data | static)
+    if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
+        raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
+    begun = begin_compilation(run_loop, target, drafter, put_whole(target.placement, data) | static)
     lowered = [fold, *(program.lowered for program in begun)]
     programs = [fold.compile(), *(program.compilation.result() for program in begun)]
     return CompiledGenerate(
@@ -235,8 +237,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
       `CompiledGenerate`.
 
     Raises:
-      ValueError: for a file of another kind, of another specjax, jax, jaxlib or device, or a cut
-        one.
+      ValueError: for a file of another kind, specjax, jax, jaxlib or device, or a cut one.
       OSError: if the file cannot be read.
 
     Example:
@@ -280,8 +281,7 @@ def _read_arguments(
 
     sampling = settings.sampling
     if sampling is not None:
-        numbers = {name: for_each(getattr(sampling, name)) for name in _NUMBERS}
-        sampling = sampling._replace(**numbers)
+        sampling = sampling._replace(**{x: for_each(getattr(sampling, x)) for x in _NUMBERS})
     data["settings"] = settings._replace(
         temperature=for_each(settings.temperature),
         eos_token_ids=pad_eos(settings.eos_token_ids, num_eos_token_ids),

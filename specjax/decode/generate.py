@@ -17,7 +17,7 @@ from specjax.decode.metrics import Metrics
 from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState
 from specjax.implementation import Implementation
-from specjax.mesh import pvary_like
+from specjax.mesh import call_on_auto_axes, pvary_like
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 
@@ -145,7 +145,9 @@ def generate(
         implementation=implementation,
     )
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
-        return prefill_and_run(run_loop, target, drafter, **arguments)
+        run = functools.partial(prefill_and_run, run_loop)
+        like = arguments["prompt"], arguments["settings"]
+        return call_on_auto_axes(run, target, drafter, like=like, **arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))

@@ -1,5 +1,6 @@
 """`init` and `step`: decoding with speculation one step at a time, for streaming."""
 
+import functools
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from specjax.decode.loop import run_step
 from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.implementation import Implementation, resolve_implementation
+from specjax.mesh import call_on_auto_axes
 from specjax.model import Model
 from specjax.processing.row_masks import with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams, read_sampling
@@ -118,7 +120,9 @@ def init(
         masked = with_first_mask(settings.sampling, allowed, size, num_rows)
         arguments["settings"] = settings._replace(sampling=masked)
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
-        state, _ = prefill_and_run(run_step, target, drafter, **arguments)
+        run = functools.partial(prefill_and_run, run_step)
+        like = arguments["prompt"], arguments["settings"]
+        state, _ = call_on_auto_axes(run, target, drafter, like=like, **arguments)
         return state
 
 
@@ -183,7 +187,8 @@ def step(
     size = state.lengths.shape[0]
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))
-    return run_step(target, drafter, state, **options)
+    like = state.token_ids, state.settings
+    return call_on_auto_axes(run_step, target, drafter, state, like=like, **options)
 
 
 def check_arguments(

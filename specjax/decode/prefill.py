@@ -103,13 +103,20 @@ def begin_compilation(
 ) -> tuple[LoweredProgram, LoweredProgram]:
     """Returns `run_prefill` and `run`, which are being compiled.
 
-    The first is compiled, or read from a cache, while Python traces the second.
+    The first is compiled, or read from a cache, while Python traces the second. Of a model over
+    devices the second is traced after that: where a state lies is known from the first.
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
         lowered = _prefill_program().lower(target, drafter, **arguments)
         prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
         state = run_prefill.eval_shape(target, drafter, **arguments)
+        if target.placement is not None:
+            shardings = prefill.compilation.result().output_shardings
+            state = jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                *(state, shardings),
+            )
         lowered = run.lower(target, drafter, state, **_step_options(arguments))
         return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
     finally:

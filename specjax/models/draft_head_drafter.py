@@ -11,6 +11,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import put_whole
 from specjax.model import Model
 from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
 from specjax.models.head_target import HeadTarget, head_target
@@ -61,7 +62,8 @@ def head_drafter(
     check_head(config, target.params["embedding"].shape[-1])
     shared = head_target(target)
     functions = _drafter_functions(config, shared, implementation)
-    return Drafter({"target": target.params, "head": shared.place(params)}, *functions)
+    params = put_whole(target.placement, params)
+    return Drafter({"target": target.params, "head": params}, *functions)
 
 
 class _State(NamedTuple):

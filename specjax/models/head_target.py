@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from specjax.mesh import Placement
@@ -73,18 +72,6 @@ class HeadTarget(NamedTuple):
             return jax.tree.map(lambda x: x[:size], outputs)
 
         return run
-
-    def place(self, params: Any) -> Any:
-        """Returns a head's parameters, those that are there whole on every device of the target."""
-        if self.placement is None:
-            return params
-        whole = self.placement.sharding(PartitionSpec())
-
-        def put(x: Any) -> Any:
-            is_there = isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
-            return jax.device_put(x, whole) if is_there else x
-
-        return jax.tree.map(put, params)
 
 
 def head_target(target: Model) -> HeadTarget:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 from decoder_features import FEATURES
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from over_devices import collectives
 
 import specjax
@@ -206,6 +206,37 @@ def test_an_engine_gives_the_tokens_of_one_device(folders):
     assert texts(mesh=mesh_of(1, 2)) == texts()
     with pytest.raises(ValueError, match="mesh has 2 devices on its axis 'data'; an engine moves"):
         texts(mesh=mesh_of(2, 2))
+
+
+def test_calls_inside_explicit_axes_give_arrays_of_these_axes(folders, tmp_path):
+    """The prompts, too, say over which axis they lie; and so do those of compiled programs."""
+    mesh, rows = mesh_of(2, 2), jax.P("data")
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    target, options = load(folders[0], mesh=mesh)[0], dict(max_new_tokens=2)
+    programs = specjax.compile_generate(target, None, batch_size=2, max_length=32)
+    options |= dict(keys=keys_of(2), temperature=np.zeros(2, np.float32))
+    with jax.set_mesh(mesh):
+        given = jax.device_put((PROMPT[:2], LENGTHS[:2]), NamedSharding(mesh, rows))
+        state = specjax.init(target, None, *given, **options, max_length=32)
+        state = specjax.step(target, None, state)[0]
+        outputs = [specjax.generate(target, None, *given, **options, max_length=32)]
+        outputs += [programs(target, None, *given, **options), state]
+        # They may be read with the caller's own.
+        for output in outputs:
+            assert (output.lengths == given[1] + 2).all()
+        step = functools.partial(specjax.step, target, None)
+        with pytest.raises(ValueError, match="call this outside jit, or inside jax"):
+            jax.eval_shape(step, state)
+        on_auto = jax.sharding.auto_axes(step, axes=mesh.axis_names, out_sharding=jax.P())
+        assert jax.eval_shape(on_auto, state)[0].lengths.shape == (2,)
+    assert outputs[0].token_ids.sharding == NamedSharding(mesh, rows)
+    texts = [np.asarray(output.token_ids) for output in outputs]
+    for text in texts[1:]:
+        np.testing.assert_array_equal(text, texts[0])
+    _, one = compiled(folders, None, False)
+    np.testing.assert_array_equal(texts[0][0, :10], one.token_ids[0, :10])
+    with pytest.raises(ValueError, match="Programs of a model over devices are not saved"):
+        programs.save(tmp_path / "programs")
 
 
 def test_what_reads_whole_rows_gets_them_gathered():

@@ -15,6 +15,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import put_whole
 from specjax.model import Model
 from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
@@ -110,7 +111,7 @@ def dflash_drafter(
         num_layers=len(target.params["layers"]),
     )
     functions = dflash_functions(config, implementation)
-    params = shared.place(params)
+    params = put_whole(target.placement, params)
     head = {name: params[name] for name in params if name != "token_map"}
     parts = {"head": head, "context": functions.context(head)}
     if not (config.has_embedding and config.has_lm_head):

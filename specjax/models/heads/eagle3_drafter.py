@@ -15,6 +15,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.draft import Draft
 from specjax.implementation import Implementation
+from specjax.mesh import put_whole
 from specjax.model import Model
 from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
@@ -112,7 +113,7 @@ def eagle3_drafter(
         num_layers=len(target.params["layers"]),
     )
     functions = _drafter_functions(config, shared, implementation)
-    params = shared.place(params)
+    params = put_whole(target.placement, params)
     head = {name: params[name] for name in params if name != "token_map"}
     shares = not (config.has_embedding and config.has_lm_head)
     parts = {"head": head} | ({"target": target.params} if shares else {})

@@ -61,6 +61,27 @@ MUTATIONS = (
         "a device rounds its part of an MLP's product before it is added",
     ),
     Mutation(
+        "specjax.mesh.call_on_auto_axes",
+        "return _relabel(outputs, mesh)",
+        "return outputs",
+        split_models("test_calls_inside_explicit_axes_give_arrays_of_these_axes"),
+        "what comes back cannot be read with the caller's arrays",
+    ),
+    Mutation(
+        "specjax.mesh.call_on_auto_axes",
+        "operands, keywords = _relabel((operands, keywords), own)",
+        "pass",
+        split_models("test_calls_inside_explicit_axes_give_arrays_of_these_axes"),
+        "prompts of explicit axes are traced with a model of Auto ones",
+    ),
+    Mutation(
+        "specjax.decode.prefill.begin_compilation",
+        "if target.placement is not None:",
+        "if False:",
+        split_models("test_calls_inside_explicit_axes_give_arrays_of_these_axes"),
+        "steps are compiled for a state that lies elsewhere",
+    ),
+    Mutation(
         "specjax.models.head_target.HeadTarget.embed",
         "return embed_tokens(table, token_ids, placement.model)",
         "return table[token_ids]",
