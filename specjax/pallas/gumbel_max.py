@@ -34,6 +34,7 @@ __all__ = [
     "draw_row_token",
     "draw_token",
     "exclude_token",
+    "exclude_weight",
     "num_padded_blocks",
 ]
 
@@ -156,6 +157,17 @@ def draw_token(
     return Draw(select_one(token_id, mask), logit, jnp.max(scores))
 
 
+def exclude_weight(
+    token_id: jax.Array, is_excluded: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the `token_log_weights` of `draw_token` without a token, where it is excluded."""
+
+    def exclude(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
+        return jnp.where(is_excluded & (ids == token_id), -jnp.inf, logprobs)
+
+    return exclude
+
+
 def exclude_token(
     row: SamplingRow,
     block_log_masses: jax.Array,
@@ -167,10 +179,7 @@ def exclude_token(
 
     Its block is summed again without it. Also returns the `token_log_weights` of `draw_token`.
     """
-
-    def exclude(ids: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return jnp.where(is_excluded & (ids == token_id), -jnp.inf, logprobs)
-
+    exclude = exclude_weight(token_id, is_excluded)
     block_index = jax.lax.iota(jnp.int32, block_log_masses.shape[0])
     if row.first_token is not None:
         block_index += divmod_i32(row.first_token, SAMPLING_BLOCK)[0]

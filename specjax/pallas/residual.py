@@ -26,7 +26,7 @@ from specjax.pallas.gumbel_max import (
     draw_row_noise,
     draw_token,
 )
-from specjax.pallas.launch import divmod_i32, make_exp2, output, select_one
+from specjax.pallas.launch import make_exp2, output, select_one
 from specjax.pallas.load_request import DraftedToken, Plan, load_draft_ids
 from specjax.pallas.next_token import AcceptedPrefix, draw_row, next_address, row_block_logprobs
 from specjax.pallas.reduce_rows import ReducedRows
@@ -35,7 +35,6 @@ from specjax.pallas.target_rows import VerifiedRows
 
 __all__ = [
     "TileWinners",
-    "best_tile",
     "choose_winner",
     "draw_residual",
     "draw_tile",
@@ -79,15 +78,23 @@ def load_draft_logprobs(
 ) -> jax.Array:
     """Loads log q at token ids >= 0 of the target's vocabulary; -inf where the draft has none."""
     assert drafted is not None
-    row, draft_id = drafted.row, load_draft_ids(arrays, token_id)
     first = load_first_token(arrays)
     if first is None:
-        x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
-        x = mask_below_cutoff(x, row.cutoff)
-    else:
-        column = token_id - first
-        x = load_logits(arrays.draft_logits, row.row_index, column, row.cutoff, column >= 0)
+        return _load_draft_columns(arrays, drafted, token_id)
+    row, column = drafted.row, token_id - first
+    x = load_logits(arrays.draft_logits, row.row_index, column, row.cutoff, column >= 0)
     return token_logprobs(x, drafted.normalizer, row.temperature.scale)
+
+
+def _load_draft_columns(
+    arrays: VerifyArrays, drafted: DraftedToken, column: jax.Array
+) -> jax.Array:
+    """Loads log q at columns >= 0 of this device, which are token ids where rows are whole."""
+    row, draft_id = drafted.row, load_draft_ids(arrays, column)
+    x = load_raw_logits(arrays.draft_logits, row.row_index, draft_id)
+    return token_logprobs(
+        mask_below_cutoff(x, row.cutoff), drafted.normalizer, row.temperature.scale
+    )
 
 
 def load_residual_terms(
@@ -123,16 +130,16 @@ def reduce_masses(
 
     The draft was sampled. A rule has weights of its own, also for a one-hot draft.
     """
-    token_id, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
-    first = load_first_token(arrays)
-    if first is not None:
-        token_id += first
+    # Columns of this device: with the id of its first token, which is loaded, Triton would not see
+    # that a thread's logits lie together, and would load each by itself.
+    column, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
     if plan.log_weights is not None:
-        logprobs = prefix.row.logprobs(token_id)
-        weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
+        logprobs = prefix.row.logprobs(column)
+        weights = plan.log_weights(arrays, prefix, column, logprobs, plan)
         return jnp.sum(exp_scaled(weights, exp2=exp2), axis=-1)
-    draft_logprobs = load_draft_logprobs(arrays, prefix.drafted, token_id)
-    logprobs = _row_times_rho(prefix).logprobs(token_id)
+    assert prefix.drafted is not None
+    draft_logprobs = _load_draft_columns(arrays, prefix.drafted, column)
+    logprobs = _row_times_rho(prefix)._replace(first_token=None).logprobs(column)
     return jnp.sum(residual_probs(logprobs, draft_logprobs, exp2), axis=-1)
 
 
@@ -199,10 +206,7 @@ def draw_tile(
     """Draws a token from one tile of a residual, and stores it as the tile's winner in a row."""
     # The noise depends on no logit: it is computed while the logits are being loaded.
     address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
-    num_blocks, first = plan.tile.num_blocks, load_first_token(arrays)
-    if first is not None:
-        first_block += divmod_i32(first, SAMPLING_BLOCK)[0]
-    noise = draw_noise(address, first_block, num_blocks, plan.noise_dtype, plan.threefry)
+    noise = draw_noise(address, first_block, plan.tile.num_blocks, plan.noise_dtype, plan.threefry)
     masses = reduce_masses(arrays, prefix, tile_index, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -233,7 +237,7 @@ def choose_winner(
       row: i32, the residual among them.
       plan: of the launch.
     """
-    total, winner = best_tile(winners, row)
+    total, winner = _best_tile(winners, row)
 
     def draw_from_row() -> Draw:
         address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
@@ -247,7 +251,7 @@ def choose_winner(
     return jax.lax.cond(has_residual, lambda: winner, draw_from_row)
 
 
-def best_tile(winners: TileWinners, row: jax.Array) -> tuple[jax.Array, Draw]:
+def _best_tile(winners: TileWinners, row: jax.Array) -> tuple[jax.Array, Draw]:
     """Returns the mass f32[] of a row of tiles, and what its best tile drew."""
     masses, scores, tokens, logits = [
         load_padded(values, row, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)

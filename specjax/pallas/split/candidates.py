@@ -5,7 +5,6 @@ all but that token: the one that scores best is right. Where no device has mass 
 other tokens compete, which are drawn from the target's row as it is.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +15,13 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
-from specjax.core.residual import MIN_RESIDUAL_MASS
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.pallas.gumbel_max import (
-    BlockNoise,
     Draw,
     draw_noise,
     draw_token,
     exclude_token,
+    exclude_weight,
     num_padded_blocks,
 )
 from specjax.pallas.launch import cond_or, divmod_i32, output
@@ -34,7 +33,7 @@ from specjax.pallas.next_token import (
     next_address,
     row_block_logprobs,
 )
-from specjax.pallas.residual import TileWinners, best_tile
+from specjax.pallas.residual import load_residual_terms
 from specjax.verification import Verification
 
 __all__ = ["choose", "proposal_shape", "store_proposal"]
@@ -61,7 +60,7 @@ def store_proposal(
     arrays: VerifyArrays,
     rows: Any,
     prefix: AcceptedPrefix,
-    winners: TileWinners | None,
+    log_masses: Any,
     out: Any,
     plan: Plan,
 ) -> None:
@@ -71,7 +70,7 @@ def store_proposal(
       arrays: the call's arrays.
       rows: the target rows, with the partials of this device's blocks.
       prefix: the accepted prefix.
-      winners: of the tiles of residuals, or None where no draft has logits.
+      log_masses: of the blocks of residuals, f32[B, blocks], or None where no draft has logits.
       out: reference of `proposal_shape`.
       plan: of the launch.
     """
@@ -80,7 +79,7 @@ def store_proposal(
     none = Draw(jnp.int32(0), nothing, nothing)
     candidate = cond_or(
         is_random,
-        lambda: _propose(arrays, rows, prefix, winners, plan),
+        lambda: _propose(arrays, rows, prefix, log_masses, plan),
         _Candidate(none, jnp.float32(0), none),
     )
     score = jnp.where(is_random, candidate.draw.score, jnp.float32(0))
@@ -92,14 +91,13 @@ def store_proposal(
         is_here = (column >= 0) & (column < arrays.target_logits.shape[1])
         score = jnp.where(is_given, jnp.where(is_here, jnp.float32(0), nothing), score)
         is_decided |= is_given
-    least = jnp.where(prefix.from_residual, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
     result = emitted(arrays, prefix, lambda: candidate.draw, plan)
     other = candidate.other
     scalars = {
         _ACCEPTED: result.num_accepted,
         _EMITTED: result.num_emitted,
         _MASS: jnp.where(is_decided, jnp.float32(1), candidate.mass),
-        _LEAST: jnp.where(is_decided, jnp.float32(0), least),
+        _LEAST: jnp.where(is_decided, jnp.float32(0), _least(prefix)),
         _SCORE: score,
         _OTHER_SCORE: other.score,
         _OTHER_TOKEN: other.token,
@@ -120,51 +118,57 @@ def _as_i32(value: jax.Array) -> jax.Array:
 
 
 def _propose(
-    arrays: VerifyArrays,
-    rows: Any,
-    prefix: AcceptedPrefix,
-    winners: TileWinners | None,
-    plan: Plan,
+    arrays: VerifyArrays, rows: Any, prefix: AcceptedPrefix, residual_log_masses: Any, plan: Plan
 ) -> _Candidate:
     """Draws from this device's share of the residual, or of the row without a one-hot draft."""
+    address, width = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
+    first_block, _ = divmod_i32(arrays.first_token[0], SAMPLING_BLOCK)
+    num_blocks, dtype, drafted = num_padded_blocks(width), plan.noise_dtype, prefix.drafted
+    noise = draw_noise(address, first_block, num_blocks, dtype, plan.threefry)
+    is_excluded = prefix.rejected & ~prefix.from_residual
 
-    def make_noise() -> BlockNoise:
-        address, width = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
-        first_block, _ = divmod_i32(arrays.first_token[0], SAMPLING_BLOCK)
-        num_blocks, dtype = num_padded_blocks(width), plan.noise_dtype
-        return draw_noise(address, first_block, num_blocks, dtype, plan.threefry)
+    def load_row() -> jax.Array:
+        return row_block_logprobs(arrays, rows, prefix, plan)
 
-    def take_logprobs(_: jax.Array, logprobs: jax.Array) -> jax.Array:
-        return logprobs
+    def load_rest() -> jax.Array:
+        if drafted is None:
+            return load_row()
+        vocab_size = plan.vocab_size(arrays)
+        return exclude_token(prefix.row, load_row(), drafted.token_id, is_excluded, vocab_size)[0]
 
-    def or_other(draw: Draw, mass: jax.Array, least: float) -> _Candidate:
-        def from_whole_row() -> Draw:
-            log_masses = row_block_logprobs(arrays, rows, prefix, plan)
-            return draw_token(prefix.row, log_masses, make_noise(), take_logprobs)
+    def load_residual() -> jax.Array:
+        block = jax.lax.iota(jnp.int32, num_blocks)
+        at, inside = residual_log_masses.at[prefix.request.b, block], block * SAMPLING_BLOCK < width
+        return plgpu.load(at, mask=inside, other=jnp.float32(-jnp.inf))
 
-        none = draw._replace(score=jnp.float32(-jnp.inf))
-        return _Candidate(draw, mass, cond_or(mass <= least, from_whole_row, none))
+    def weigh(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        if drafted is None:
+            return logprobs
+        exclude = exclude_weight(drafted.token_id, is_excluded)
+        if residual_log_masses is None:
+            return exclude(token_id, logprobs)
+        return jax.lax.cond(
+            prefix.from_residual,
+            lambda: residual_logprobs(*load_residual_terms(arrays, prefix, token_id, logprobs)),
+            lambda: exclude(token_id, logprobs),
+        )
 
-    def from_row() -> _Candidate:
-        log_masses = row_block_logprobs(arrays, rows, prefix, plan)
-        weights: Callable[[jax.Array, jax.Array], jax.Array] = take_logprobs
-        if prefix.drafted is not None:
-            rejected_one_hot = prefix.rejected & ~prefix.from_residual
-            token_id, vocab_size = prefix.drafted.token_id, plan.vocab_size(arrays)
-            log_masses, weights = exclude_token(
-                prefix.row, log_masses, token_id, rejected_one_hot, vocab_size
-            )
-        draw = draw_token(prefix.row, log_masses, make_noise(), weights)
-        return or_other(draw, jnp.sum(exp_scaled(log_masses)), 0)
+    def draw_from_whole_row() -> Draw:
+        return draw_token(prefix.row, load_row(), noise, lambda _, logprobs: logprobs)
 
-    if winners is None:
-        return from_row()
+    log_masses = (
+        load_rest()
+        if residual_log_masses is None
+        else jax.lax.cond(prefix.from_residual, load_residual, load_rest)
+    )
+    mass, draw = jnp.sum(exp_scaled(log_masses)), draw_token(prefix.row, log_masses, noise, weigh)
+    none = draw._replace(score=jnp.full_like(draw.score, -jnp.inf))
+    return _Candidate(draw, mass, cond_or(mass <= _least(prefix), draw_from_whole_row, none))
 
-    def from_residual() -> _Candidate:
-        mass, draw = best_tile(winners, prefix.request.b)
-        return or_other(draw, mass, MIN_RESIDUAL_MASS)
 
-    return jax.lax.cond(prefix.from_residual, from_residual, from_row)
+def _least(prefix: AcceptedPrefix) -> jax.Array:
+    """Returns the mass of all devices that is no mass."""
+    return jnp.where(prefix.from_residual, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
 
 def choose(told: jax.Array, plan: Plan) -> Verification:

@@ -1,4 +1,13 @@
-"""`rejection_sample` of a split vocabulary: two launches on every device, a message after each."""
+"""`rejection_sample` of a split vocabulary: two launches on every device, a message after each.
+
+A residual's block is drawn by masses, as in a large batch of whole rows. The devices' shares of the
+blocks have no block in common, so a row's best block is the best of the devices' best ones:
+
+    argmax_i (log mass_i + g_i) = argmax_d max_{i of device d} (log mass_i + g_i)
+
+The token is drawn within the block by the device that has it. So no mass travels: a device sends
+the token of its best block, and that block's score.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,7 +24,7 @@ from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, 
 from specjax.pallas.load_request import Plan
 from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
-from specjax.pallas.residual import draw_tile, winners_shape
+from specjax.pallas.residual import store_log_masses
 from specjax.pallas.split.candidates import choose, proposal_shape, store_proposal
 from specjax.pallas.split.shared_rows import SharedRows, first_token_of, with_shared_tiles
 from specjax.verification import Verification
@@ -24,10 +33,10 @@ __all__ = ["split_draw_kernel", "verify_split"]
 
 
 class _Proposed(NamedTuple):
-    """What a device proposes, the winners of its residuals' tiles or None, and counters."""
+    """What a device proposes, log-masses f32[B, blocks] of residuals or None, and counters."""
 
     proposals: Any
-    winners: Any
+    log_masses: Any
     counters: Any
 
 
@@ -56,17 +65,18 @@ def verify_split(arrays: VerifyArrays, plan: Plan, tile: Tile) -> Verification:
 
 def _draw(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> jax.Array:
     """Launches `split_draw_kernel`, and returns what this device proposes."""
-    num_requests, has_residual = plan.num_requests, arrays.draft_logits is not None
-    tiles = (num_requests, _num_tiles(arrays, plan))
+    num_requests, num_tiles = plan.num_requests, _num_tiles(arrays, plan)
+    has_residual = arrays.draft_logits is not None
+    num_blocks = num_tiles * plan.tile.num_blocks
     return launch(
         functools.partial(split_draw_kernel, plan=plan),
         DrawOperands(arrays, rows),
         _Proposed(
             proposal_shape(plan),
-            winners_shape(tiles, plan) if has_residual else None,
+            output((num_requests, num_blocks)) if has_residual else None,
             output(rows.counters.shape, jnp.uint32),
         ),
-        num_programs=tiles[0] * tiles[1],
+        num_programs=num_requests * num_tiles,
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
         in_place={"counters": rows.counters},
@@ -81,35 +91,39 @@ def _num_tiles(arrays: VerifyArrays, plan: Plan) -> int:
 
 
 def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, plan: Plan) -> None:
-    """Draws a token from each tile of a residual; a request's last program proposes the best.
+    """Reduces a tile of a residual; a request's last program draws, and proposes the token.
 
-    Formula: that of `residual_draw_kernel`, of this device's tokens; without a residual that of
-    `verify_draw_kernel`. Scores are of whole rows, so that the best device's is the best of all.
+    Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`, of this device's
+    blocks. Masses and noise are those of whole rows, so the best device's score is the best of all.
     Grid: B * tiles programs of 4 or 8 warps; one owns a tile of this device's share of the target
     row that rejected and of its draft row. Without draft logits B programs.
     Bytes per request: each program reads the (m, l) of all devices' tiles of K + 1 rows. A rejected
-    sampled draft adds 2 width * itemsize; else 8 for each of this device's blocks of the row, and
-    two blocks of logits. 32 + 8 (K + 1) are written.
+    sampled draft adds 2 width * itemsize, width / 128 * 4 written and read, and two blocks of
+    logits; else 8 for each of this device's blocks of the row, and two blocks of logits.
+    32 + 8 (K + 1) are written.
+    Why masses: a draw in each tile is a chain of reductions, noise and loads that most programs
+    would end in vain. Here one of a request's tiles has it, while others still read.
     Why every program evaluates: all of a row's tiles are a few hundred numbers, and a launch of its
     own that evaluates them would take longer.
     Memory order: `is_last_arrival` on `counters[b]`, which `verify_reduce_kernel` zeroed.
-    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318;
+    Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
     """
     arrays, num_tiles = operands.arrays, _num_tiles(operands.arrays, plan)
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     prefix = _load_prefix(arrays, operands.rows, b, plan)
     is_last = tile_index == 0
-    if out.winners is not None:
+    if out.log_masses is not None:
 
-        def draw_and_arrive() -> jax.Array:
-            draw_tile(arrays, prefix, tile_index, out.winners, b, plan)
+        def reduce_and_arrive() -> jax.Array:
+            store_log_masses(arrays, prefix, tile_index, out.log_masses, b, plan)
             return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
 
-        is_last = cond_or(prefix.from_residual, draw_and_arrive, is_last)
+        is_last = cond_or(prefix.from_residual, reduce_and_arrive, is_last)
 
     @pl.when(is_last)
     def _() -> None:
-        store_proposal(arrays, operands.rows, prefix, out.winners, out.proposals, plan)
+        store_proposal(arrays, operands.rows, prefix, out.log_masses, out.proposals, plan)
 
 
 def _load_prefix(

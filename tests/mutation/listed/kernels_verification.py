@@ -323,7 +323,7 @@ MUTATIONS = (
         "a small batch draws from what rounding leaves of p == q",
     ),
     Mutation(
-        f"{_PALLAS}residual.best_tile",
+        f"{_PALLAS}residual._best_tile",
         "first_argmax(scores)",
         "first_argmax(masses)",
         _small("V = 1025"),
@@ -386,14 +386,14 @@ MUTATIONS = (
         "without log-probabilities a greedy request accepts from a row that holds +inf",
     ),
     Mutation(
-        f"{_PALLAS}residual.load_draft_logprobs",
+        f"{_PALLAS}residual._load_draft_columns",
         "(x, row.cutoff)",
         "(x, None)",
         edges("test_what_the_draft_cut_off_is_all_that_an_equal_target_leaves[interpret]"),
         "the draft's cutoff is ignored in the residual",
     ),
     Mutation(
-        f"{_PALLAS}residual.load_draft_logprobs",
+        f"{_PALLAS}residual._load_draft_columns",
         "row.temperature.scale",
         "jnp.float32(1)",
         _large("random"),

@@ -82,9 +82,9 @@ MUTATIONS = (
         "in the kernels q of the drafted token is read at the target's id",
     ),
     Mutation(
-        f"{_PALLAS}residual.load_draft_logprobs",
-        "load_draft_ids(arrays, token_id)",
-        "token_id",
+        f"{_PALLAS}residual._load_draft_columns",
+        "load_draft_ids(arrays, column)",
+        "column",
         token_maps(f"{_EQUAL}[interpret-standard]", f"{_EQUAL}[interpret-block]"),
         "in the kernels the residual is without the map",
     ),
