@@ -22,15 +22,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import specjax
 from benchmarks.gpu.inputs import Shape, draw_keys, draw_rows, draw_sets, num_sets, with_tokens
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
+from benchmarks.gpu.messages import AXIS, EXCHANGES, exchange
 from benchmarks.gpu.verify import environment
+from specjax.implementation import Implementation
+from specjax.pallas.kernel_config import KernelConfig, Tile
 
-AXIS, WHOLE = "model", PartitionSpec()
+WHOLE = PartitionSpec()
 SHAPES = [Shape(b, 5, v, "bfloat16") for v in (262144, 131072) for b in (64, 8)]
 SMALL = [Shape(2, 1, 512, "bfloat16")]
 
 
 class Case(NamedTuple):
-    """A call: `verify`, `block`, `couple`, `sample` or `messages`; its temperature and drafts.
+    """A call: `verify`, `block`, `couple`, `sample`, `messages` or `sums`; its temperature, drafts.
 
     A `rate` is that at which each drafted token is accepted, whatever it is.
     """
@@ -50,6 +53,7 @@ CASES = {
     "block_0.7": Case("block"),
     "coupled_0.7": Case("couple", one_hot=True),
     "messages": Case("messages"),
+    "messages_as_sums": Case("sums"),
 }
 # Plain JAX takes long to compile.
 PLAIN = ("drawn_0.7", "gumbel_fp32")
@@ -57,12 +61,16 @@ NO_KERNELS = ("block_0.7",)
 
 
 class Effort(NamedTuple):
-    """Runs of a case, calls of a run, calls of an iteration, and what "the kernels" are here."""
+    """Runs of a case, calls of a run, calls of an iteration, and what "the kernels" are here.
+
+    `split_kernels` are those of split rows, if they have a tile of their own.
+    """
 
     runs: int = 7
     calls: int = 480
     each: int = 6
     kernels: str = "triton"
+    split_kernels: Implementation | None = None
 
 
 REHEARSAL = Effort(runs=1, calls=1, each=1, kernels="interpret")
@@ -85,17 +93,6 @@ def run_call(
     functions = {"verify": specjax.rejection_sample, "block": specjax.block_rejection_sample}
     step = functions[case.call](inputs.draft, inputs.target_logits, **common)
     return step, step.num_emitted
-
-
-def exchange(inputs: Any, keys: Any, positions: jax.Array, temperature: Any) -> Any:
-    """The messages of a call of `rejection_sample` alone: the second depends on the first."""
-    logits = inputs.target_logits
-    size, num_rows, width = logits.shape
-    tiles = jnp.zeros((size * num_rows, 3 * -(-width // 8192) + 2)) + positions[0]
-    told = jax.lax.all_gather(tiles, AXIS)
-    proposals = jnp.zeros((size, 8 + 2 * num_rows), jnp.int32) + told[-1, 0, 0].astype(jnp.int32)
-    told = jax.lax.all_gather(proposals, AXIS, to="invarying")
-    return told, told[-1, :, 0]
 
 
 def specs_of(inputs: Any, vocab_size: int) -> Any:
@@ -145,12 +142,13 @@ class Bench:
         kernels = self.effort.kernels
         for name in names:
             case = CASES[name]
-            if case.call == "messages":
-                yield self._lower(name, "split", exchange, is_split=True, calls=self.effort.each)
+            if case.call in EXCHANGES:
+                call = functools.partial(exchange, EXCHANGES[case.call])
+                yield self._lower(name, "split", call, is_split=True, calls=self.effort.each)
                 continue
             one = functools.partial(run_call, case)
             yield self._lower(name, "whole", functools.partial(one, implementation=kernels), False)
-            ways = {"split": kernels, "split, plain JAX": "xla"}
+            ways = {"split": self.effort.split_kernels or kernels, "split, plain JAX": "xla"}
             if name in NO_KERNELS:
                 del ways["split"]
             if name not in (*PLAIN, *NO_KERNELS):
@@ -250,6 +248,9 @@ def main() -> None:
     parser.add_argument(
         "--xla", nargs="+", default=[], metavar="NAME=VALUE", help="compiler options, split alone"
     )
+    parser.add_argument(
+        "--residual", nargs=2, type=int, metavar=("SIZE", "WARPS"), help="its tile, split alone"
+    )
     parser.add_argument("--smoke", action="store_true", help="rehearse: tiny, interpreted, no file")
     args = parser.parse_args()
     if args.smoke and jax.config.jax_num_cpu_devices < 2:
@@ -258,6 +259,9 @@ def main() -> None:
         sys.exit("JAX does not see two GPUs here; --smoke rehearses on a CPU.")
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     effort, shapes = (REHEARSAL, SMALL) if args.smoke else (Effort(), SHAPES[: args.shapes])
+    if args.residual:
+        sizes = KernelConfig(residual=Tile(*args.residual))
+        effort = effort._replace(split_kernels=Implementation(effort.kernels, (sizes,)))
     options = dict(each.split("=", 1) for each in args.xla)
     start, command = time.perf_counter(), ["python", "-m", "benchmarks.gpu.split", *sys.argv[1:]]
     section: dict[str, Any] = {
