@@ -50,7 +50,7 @@ class Effort(NamedTuple):
     texts: tuple[int, int] = (20, 500)
     late: int = 1000
     bare: int = 48
-    chunk: int = 128
+    chunk: int = 256
 
     @property
     def max_length(self) -> int:

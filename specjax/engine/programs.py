@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from specjax.decode.drafters import Drafter
+from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.decode.target_rows import count_rows
 from specjax.engine import slots
@@ -15,7 +16,7 @@ from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.model import Model
 
-__all__ = ["Programs", "make_programs", "row_lengths", "warm_up"]
+__all__ = ["Programs", "default_chunk_size", "make_programs", "row_lengths", "warm_up"]
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _LEAST_ROW = 512
@@ -129,6 +130,15 @@ def make_programs(
         slot_bytes=row_bytes(shapes, axes),
         vocab_size=jax.eval_shape(target.logits, target.params, hidden).shape[-1],
     )
+
+
+def default_chunk_size() -> int:
+    """Returns how many tokens of a prompt are read at once.
+
+    An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads the
+    padding of a chunk as slowly as its tokens.
+    """
+    return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
 
 
 def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:

@@ -151,9 +151,14 @@ class Scheduler:
                 self._emptied.add(slot)
 
     def _fill_slots(self) -> None:
-        """Reads one chunk for every empty slot, at least one, and admits whose prompt is read."""
+        """Reads chunks of waiting prompts, and admits requests whose prompt is read.
+
+        Two chunks for every empty slot keep more slots busy than one. No more than prompts wait: a
+        single one is no reason to keep those in the slots waiting for two chunks.
+        """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
-        num_chunks = max(1, len(empty))
+        with self._queue_lock:
+            num_chunks = max(1, min(2 * len(empty), len(self._groups)))
         while (group := self._first_group()) is not None:
             if not group.is_read():
                 if not num_chunks:

@@ -300,10 +300,10 @@ def test_heads_that_the_devices_do_not_divide_are_refused(fields, devices, messa
         split_model(config, mesh=mesh_of(1, devices))
 
 
-@pytest.mark.parametrize("mesh", [(2,), jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])])
-def test_another_mesh_is_refused(mesh):
-    with pytest.raises(ValueError, match="or one of them"):
-        split_model(CONFIG, mesh=mesh)
+def test_another_mesh_is_refused():
+    for mesh in ((2,), jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
+        with pytest.raises(ValueError, match="or one of them"):
+            split_model(CONFIG, mesh=mesh)
 
 
 def test_arrays_over_devices_are_not_saved(tmp_path):
