@@ -55,14 +55,14 @@ def pad_blocks(rows, devices):
     return jnp.pad(jnp.asarray(rows), width, constant_values=jnp.nan)
 
 
-def split_call(inputs, devices, tile, **options):
+def split_call(inputs, devices, tile, kernels, **options):
     """The program of a case over devices, and its arguments."""
     sizes = KernelConfig(target=Tile(tile, 4), residual=Tile(tile, 4))
     verify = functools.partial(
         specjax.rejection_sample,
         axis_name="model",
         vocab_size=VOCAB,
-        implementation=Implementation("interpret", (sizes,)),
+        implementation=Implementation(kernels, (sizes,)),
         **options,
     )
 
@@ -95,11 +95,23 @@ CASES = {
 }
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_give_the_tokens_of_whole_rows(name):
+    if jax.device_count() < 2 or jax.default_backend() != "gpu":
+        pytest.skip("needs two GPUs")
+    make, _, options = CASES[name]
+    compare_with_whole_rows(make(), 2, "triton", options)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows(name):
     make, devices, options = CASES[name]
-    inputs = make()
-    program, arrays = split_call(inputs, devices, 128, **options)
+    compare_with_whole_rows(make(), devices, "interpret", options)
+
+
+def compare_with_whole_rows(inputs, devices, kernels, options):
+    program, arrays = split_call(inputs, devices, 128, kernels, **options)
     assert num_messages(program) == 2
     kinds, most = most_numbers(program)
     assert kinds == {"all-gather"}
