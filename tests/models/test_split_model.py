@@ -192,6 +192,36 @@ def test_every_family_has_the_states_and_logits_of_one_device():
         np.testing.assert_allclose(ours[real], theirs[real], atol=2e-5)
 
 
+def text_of(model, noise):
+    """Tokens of every request that score best by logits and noise, and by how much."""
+
+    def step(carry, noise):
+        t, ids, cache = carry
+        places = jnp.broadcast_to(t, ids.shape)
+        hidden, cache = model.apply(model.params, ids, places, cache)
+        scores = model.logits(model.params, hidden[:, 0]).astype(jnp.float32) + noise
+        two = jax.lax.top_k(scores, 2)[0]
+        ids = jnp.argmax(scores, axis=-1, keepdims=True)
+        return (t + 1, ids, cache), (ids[:, 0], two[:, 0] - two[:, 1])
+
+    size = noise.shape[1]
+    start = (0, jnp.arange(size)[:, None], model.init_cache(size, len(noise)))
+    return jax.lax.scan(step, start, noise)[1]
+
+
+def test_in_bfloat16_texts_part_at_near_ties_alone():
+    """Half of the requests are greedy, half sampled. A wrong share parts them at any gap."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG))
+    noise = np.random.default_rng(0).gumbel(size=(24, 8, 300)).astype(np.float32)
+    noise[:, ::2] = 0
+    models = build(config, params), split_model(config, params, mesh=mesh_of(1, 2))
+    (one, gaps), (split, _) = jax.device_get([jax.jit(text_of)(x, noise) for x in models])
+    first, parts = (one != split).argmax(axis=0), (one != split).any(axis=0)
+    assert (gaps[first, np.arange(8)] < 0.05)[parts].all()
+    assert parts.sum() < 4
+
+
 def test_an_engine_gives_the_tokens_of_one_device(folders):
     """Plain decoding of three requests in two slots, whose caches lie over two devices."""
     key = jax.random.key(0)
