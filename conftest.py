@@ -27,7 +27,7 @@ _TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
 if importlib.util.find_spec(_TRITON_DIALECT) is None:
     sys.modules[_TRITON_DIALECT] = types.ModuleType(_TRITON_DIALECT)
 # Before the first use of a backend. They share the cores: one device is no slower for it.
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 # Most of the tests' time is compilation. Two fifths of that are passes that shorten loops until
 # nothing changes, a third of the rest XLA's newer way to emit fusions, which later versions cannot
 # leave out. LLVM is given each program as one module, where many cost more, and operations are not

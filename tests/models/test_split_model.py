@@ -130,8 +130,9 @@ def compiled(folders, shape, replicate):
     return program, jax.device_get(program(*arguments))
 
 
-# One axis of two devices with a draft on each; requests over two pairs of devices, unevenly.
-@pytest.mark.parametrize(("shape", "replicate"), [((1, 2), True), ((2, 2), False)])
+# One axis of two devices with a draft on each; three requests over two rows of four devices, where
+# two share a key-value head and the last has no token.
+@pytest.mark.parametrize(("shape", "replicate"), [((1, 2), True), ((2, 4), False)])
 def test_tokens_greedy_and_sampled_are_those_of_one_device(folders, shape, replicate):
     _, one = compiled(folders, None, False)
     _, split = compiled(folders, shape, replicate)
