@@ -12,7 +12,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `batch` | decodes a file of prompts through the engine |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and says which is best |
 | `json_report` | what `--json` prints, and whether a text is exact |
-| `terminal` | what appears on a terminal |
+| `terminal`, `streams` | what appears on a terminal; standard streams, errors and exit codes |
 
 No other package imports this one.
 """

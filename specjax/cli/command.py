@@ -8,12 +8,11 @@ import functools
 import gc
 import importlib.util
 import json
-import os
 import pathlib
 import signal
 import sys
 from concurrent import futures
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
 import jax
 
@@ -27,6 +26,13 @@ from specjax.cli.generate import (
 )
 from specjax.cli.json_report import json_report
 from specjax.cli.prompts import read_prompt, read_prompts
+from specjax.cli.streams import (
+    exit_on_interrupt,
+    exit_on_terminate,
+    flush_or_discard,
+    open_missing_streams,
+    print_error,
+)
 from specjax.config import SpeculativeConfig
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.cache_folder import command_folder, enable_compilation_cache
@@ -184,7 +190,7 @@ def _run_command(argv: list[str] | None) -> int:
         try:
             options, job, terminal = _read_command(argv, exit_stack)
         except (ValueError, OSError, RuntimeError) as error:
-            return _print_error(error, 2)
+            return print_error(error, 2)
         try:
             if options.command == "sweep":
                 from specjax.cli.sweep.run_sweep import run_sweep
@@ -198,49 +204,10 @@ def _run_command(argv: list[str] | None) -> int:
                 return 0
             result = _run_generate(options, job, terminal)
         except (jax.errors.JaxRuntimeError, MemoryError, ArithmeticError, ValueError) as error:
-            return _print_error(error, 1)
+            return print_error(error, 1)
     if result.finish == "invalid_logits":
-        return _print_error(ValueError("the target's logits turned invalid."), 1)
+        return print_error(ValueError("the target's logits turned invalid."), 1)
     return 0
-
-
-def _print_error(error: Exception, code: int) -> int:
-    message = str(error) or "there is not enough memory; take a smaller model or batch."
-    if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename} cannot be read: {error.strerror}."
-    elif isinstance(error, RuntimeError):
-        # The first line of a JAX error says what happened; pages follow.
-        message = message.split("\n")[0]
-    # Standard error itself may be broken; the exit code remains.
-    with contextlib.suppress(OSError):
-        print("specjax:", " ".join(message.split()), file=sys.stderr)
-    return code
-
-
-def _exit_on_interrupt(*_: Any) -> NoReturn:
-    # Not by an exception, which can crash the process if it passes through a compilation.
-    if sys.stderr.isatty():
-        os.write(2, b"\x1b[?25h\n")
-    os._exit(130)
-
-
-def _exit_on_terminate(*_: Any) -> NoReturn:
-    os._exit(143)
-
-
-def _open_missing_streams() -> None:
-    """Opens the null device for standard input or error of a process started without them."""
-    for name, mode in (("stdin", "r"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-
-
-def _flush_or_discard(stream: TextIO) -> None:
-    """Flushes a stream; drops what it cannot write, which would fail again when Python exits."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -259,13 +226,13 @@ def main(argv: list[str] | None = None) -> int:
       141: the reader closed the output.
       143: terminated.
     """
-    _open_missing_streams()
+    open_missing_streams()
     if argv is None:
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, _exit_on_interrupt)
+            signal.signal(signal.SIGINT, exit_on_interrupt)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # Between two instructions of Python: a line that is being written becomes whole.
-            signal.signal(signal.SIGTERM, _exit_on_terminate)
+            signal.signal(signal.SIGTERM, exit_on_terminate)
         # A trace makes a million objects that live on. Python would search them for cycles again
         # and again, a tenth of the time to a short text's end, and once more when it ends: frozen
         # ones are not searched. What has to be flushed or removed waits for no search.
@@ -273,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         atexit.register(gc.freeze)
     if sys.stdout is None:
         # Refused before minutes of work whose result would be lost.
-        return _print_error(
+        return print_error(
             ValueError("standard output is closed; the output cannot be written."), 1
         )
     try:
@@ -289,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 141
     except OSError as error:
-        return _print_error(ValueError(f"the output cannot be written: {error.strerror}."), 1)
+        return print_error(ValueError(f"the output cannot be written: {error.strerror}."), 1)
     finally:
-        _flush_or_discard(sys.stdout)
-        _flush_or_discard(sys.stderr)
+        flush_or_discard(sys.stdout)
+        flush_or_discard(sys.stderr)

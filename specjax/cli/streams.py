@@ -1,0 +1,56 @@
+"""Standard streams of the command, the sentence on one if it fails, and ends by a signal."""
+
+import contextlib
+import os
+import sys
+from typing import Any, NoReturn, TextIO
+
+__all__ = [
+    "exit_on_interrupt",
+    "exit_on_terminate",
+    "flush_or_discard",
+    "open_missing_streams",
+    "print_error",
+]
+
+
+def print_error(error: Exception, code: int) -> int:
+    """Prints what went wrong in a line on standard error, and returns the exit code."""
+    message = str(error) or "there is not enough memory; take a smaller model or batch."
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename} cannot be read: {error.strerror}."
+    elif isinstance(error, RuntimeError):
+        # The first line of a JAX error says what happened; pages follow.
+        message = message.split("\n")[0]
+    # Standard error itself may be broken; the exit code remains.
+    with contextlib.suppress(OSError):
+        print("specjax:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def exit_on_interrupt(*_: Any) -> NoReturn:
+    """Ends the process, as a handler of SIGINT."""
+    # Not by an exception, which can crash the process if it passes through a compilation.
+    if sys.stderr.isatty():
+        os.write(2, b"\x1b[?25h\n")
+    os._exit(130)
+
+
+def exit_on_terminate(*_: Any) -> NoReturn:
+    """Ends the process, as a handler of SIGTERM."""
+    os._exit(143)
+
+
+def open_missing_streams() -> None:
+    """Opens the null device for standard input or error of a process started without them."""
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def flush_or_discard(stream: TextIO) -> None:
+    """Flushes a stream; drops what it cannot write, which would fail again when Python exits."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
