@@ -145,6 +145,7 @@ _LONGEST_FILES = (
     "tests/repo/test_frozen.py",
     "tests/decode/test_generate.py",
     "tests/samplers/test_edges.py",
+    "tests/cli/test_processes.py",
     "tests/repo/test_examples.py",
     "tests/decode/test_sampling_params.py",
     "tests/cli/test_command.py",

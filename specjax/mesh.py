@@ -40,6 +40,13 @@ class Placement:
         """Returns how many devices share the weights."""
         return 1 if self.model is None else self.mesh.shape[self.model]
 
+    @property
+    def num_processes(self) -> int:
+        """Returns how many processes have devices of the mesh; 1 for an abstract mesh."""
+        if not isinstance(self.mesh, Mesh):
+            return 1
+        return len({device.process_index for device in self.mesh.devices.flat})
+
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Returns the specification of arrays [B, ...] whose next axes lie over `axes`."""
         return PartitionSpec(self.data, *axes)

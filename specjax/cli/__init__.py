@@ -13,6 +13,7 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and says which is best |
 | `json_report` | what `--json` prints, and whether a text is exact |
 | `terminal`, `streams` | what appears on a terminal; standard streams, errors and exit codes |
+| `mesh_arguments`, `processes` | models over the devices of one process, or of several |
 
 No other package imports this one.
 """

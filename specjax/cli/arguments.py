@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.cli.batch.arguments import add_batch_options, check_batch_options
 from specjax.cli.mesh_arguments import add_mesh_options, check_mesh_options
+from specjax.cli.processes import add_process_options, check_process_options
 from specjax.cli.speculation_arguments import add_speculation_options, make_config
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
@@ -112,6 +113,7 @@ def _add_model_options(group: Any) -> None:
         "head, or ngram if --target is given",
     )
     add_mesh_options(group)
+    add_process_options(group)
 
 
 def _add_decoding_options(group: Any) -> None:
@@ -215,6 +217,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")
     parse_sampling_options(options)
+    check_process_options(options)
     check_batch_options(options)
     drafting = {
         "num-speculative-tokens": options.num_speculative_tokens is not None,

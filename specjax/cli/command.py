@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib.util
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -25,6 +26,7 @@ from specjax.cli.generate import (
     stream_text,
 )
 from specjax.cli.json_report import json_report
+from specjax.cli.processes import check_alike, is_writer, join_processes
 from specjax.cli.prompts import read_prompt, read_prompts
 from specjax.cli.streams import (
     exit_on_interrupt,
@@ -91,6 +93,7 @@ def _read_generate_job(
         models=describe_configs(pair),
         rule=options.rule,
     )
+    check_alike(options, make_job.keywords)
     # Weights are read while Python traces the programs, and while XLA compiles them. No spinner: a
     # long load shows a progress bar.
     with futures.ThreadPoolExecutor(1) as pool:
@@ -149,12 +152,13 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
     from specjax.cli.terminal import Terminal
 
-    terminal = Terminal(quiet=not is_sweep and options.quiet)
+    terminal = Terminal(quiet=not is_sweep and (options.quiet or not is_writer(options)))
     if is_sweep:
         from specjax.cli.sweep.run_sweep import read_workload
 
         enable_compilation_cache()
         return options, read_workload(options, texts, terminal), terminal
+    join_processes(options)
     if options.use_fp64_gumbel:
         exit_stack.enter_context(jax.enable_x64(True))
     if is_batch:
@@ -168,16 +172,19 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
 
 def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
     shown: dict[str, Any] = {"begin": terminal.print_prompt, "show": terminal.print_text}
+    writes, streams = is_writer(options), is_writer(options) and not options.json
     result, timings = stream_text(
         job,
         spinner=terminal.spinner,
         waits_for_all=options.compare,
-        **({} if options.json else shown),
+        **(shown if streams else {}),
     )
-    if not options.json:
+    if streams:
         terminal.end_line()
     if options.compare:
         timings = compare_with_plain(job, timings, spinner=terminal.spinner)
+    if not writes:
+        return result
     if options.json:
         print(json.dumps(json_report(job, result, timings)))
     else:
@@ -220,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
       The exit code.
 
       0: done.
-      1: the target's logits turned invalid, or the output could not be written.
+      1: the target's logits turned invalid, another process of the run was lost, or the output
+        could not be written.
       2: arguments or files were refused; a sentence on standard error says why.
       130: interrupted.
       141: the reader closed the output.
@@ -243,6 +251,15 @@ def main(argv: list[str] | None = None) -> int:
         return print_error(
             ValueError("standard output is closed; the output cannot be written."), 1
         )
+    code = _run_and_flush(argv)
+    if code and argv is None and jax.distributed.is_initialized():
+        # In order, JAX would wait for the other processes, which may wait for this one.
+        os._exit(code)
+    return code
+
+
+def _run_and_flush(argv: list[str] | None) -> int:
+    """Returns the exit code of the command, whose output is written or cannot be."""
     try:
         try:
             return _run_command(argv)

@@ -35,12 +35,17 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
     """Returns what `models.load` is given for the target, and for the draft.
 
     Raises:
-      ValueError: if JAX sees fewer devices.
+      ValueError: if JAX sees fewer devices, or those of several processes are more.
     """
     if options.mesh is None:
         return {}, {}
-    devices = jax.devices()
+    devices, num_processes = jax.devices(), jax.process_count()
     if len(devices) < options.mesh:
         raise ValueError(f"--mesh is {options.mesh}; JAX sees {len(devices)} devices here.")
+    if num_processes > 1 and len(devices) > options.mesh:
+        raise ValueError(
+            f"--mesh is {options.mesh}; the {num_processes} processes have {len(devices)} devices, "
+            "and all of them take part. On GPUs, CUDA_VISIBLE_DEVICES says which a process has."
+        )
     given = {"mesh": jax.make_mesh((options.mesh,), ("model",), devices=devices[: options.mesh])}
     return given, given | {"replicate": options.replicate_draft}

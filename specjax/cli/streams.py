@@ -5,6 +5,8 @@ import os
 import sys
 from typing import Any, NoReturn, TextIO
 
+import jax
+
 __all__ = [
     "exit_on_interrupt",
     "exit_on_terminate",
@@ -22,6 +24,8 @@ def print_error(error: Exception, code: int) -> int:
     elif isinstance(error, RuntimeError):
         # The first line of a JAX error says what happened; pages follow.
         message = message.split("\n")[0]
+        if jax.distributed.is_initialized():
+            message = f"another process of the run may be lost: {message}"
     # Standard error itself may be broken; the exit code remains.
     with contextlib.suppress(OSError):
         print("specjax:", " ".join(message.split()), file=sys.stderr)

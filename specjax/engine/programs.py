@@ -59,6 +59,22 @@ class Programs(NamedTuple):
     vocab_size: int
 
 
+def _check_placement(target: Model) -> None:
+    """Refuses a mesh that an engine's host cannot move requests over alone."""
+    placement = target.placement
+    if placement is not None and placement.num_processes > 1:
+        raise ValueError(
+            f"the target's mesh has devices of {placement.num_processes} processes, and an engine "
+            "runs in one process: its host alone knows what was submitted and when. Give each "
+            "process an engine on its own devices, or use generate."
+        )
+    if placement is not None and placement.round_up(1) > 1:
+        raise ValueError(
+            f"the target's mesh has {placement.round_up(1)} devices on its axis 'data'; an engine "
+            "moves requests between slots and needs one: jax.make_mesh((1, N), ('data', 'model'))."
+        )
+
+
 def make_programs(
     target: Model,
     drafter: Drafter | None,
@@ -81,15 +97,10 @@ def make_programs(
       **options: `config` and `implementation`, static options of a step.
 
     Raises:
-      ValueError: if requests lie over several devices of a mesh, a cache has a leaf without an
-        axis of requests, or drafts say where each request's logits lie.
+      ValueError: if a mesh has several processes or several devices for requests, a cache has a
+        leaf without an axis of requests, or drafts say where each request's logits lie.
     """
-    placement = target.placement
-    if placement is not None and placement.round_up(1) > 1:
-        raise ValueError(
-            f"the target's mesh has {placement.round_up(1)} devices on its axis 'data'; an engine "
-            "moves requests between slots and needs one: jax.make_mesh((1, N), ('data', 'model'))."
-        )
+    _check_placement(target)
     empty = functools.partial(
         slots.empty_slots,
         target,

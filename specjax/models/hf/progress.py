@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -17,11 +18,13 @@ _SECONDS_BEFORE_BAR = 1.0
 def loading_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Yields a function that counts loaded bytes; after a second a bar appears on standard error.
 
+    Of several processes the first one alone shows it.
+
     Args:
       description: stands next to the bar.
       total: bytes to load.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty() or jax.process_index():
         yield lambda _: None
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())

@@ -69,7 +69,9 @@ def split_model(
         if placement.model is not None:
             keys = tuple(entry.key for entry in path)
             array = split_array(array, config, placement.num_shares, keys)
-        return jax.device_put(array, placement.sharding(spec))
+        # Not by `device_put`, which brings what several processes have together and compares it.
+        sharding = placement.sharding(spec)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     split = jax.tree.map_with_path(put, params, param_specs(config, placement))
     return model_of_shares(config, split, placement, implementation=implementation)

@@ -12,6 +12,7 @@ from . import (
     heads,
     kernels_models,
     kernels_verification,
+    processes,
     requests,
     rules,
     sampling,
@@ -47,4 +48,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + split.MUTATIONS
     + adapters.MUTATIONS
     + shares.MUTATIONS
+    + processes.MUTATIONS
 )

@@ -36,6 +36,7 @@ __all__ = [
     "logprobs",
     "metrics",
     "noise",
+    "processes",
     "processing",
     "products",
     "ragged",
@@ -104,6 +105,7 @@ layer_programs = _of("programs/test_by_layer.py")
 logprobs = _of("decode/test_logprobs.py")
 metrics = _of("decode/test_metrics.py")
 noise = _of("core/test_noise.py")
+processes = _of("cli/test_processes.py")
 processing = _of("processing/test_process_logits.py")
 products = _of("models/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")

@@ -1,0 +1,167 @@
+"""`--coordinator` and `--process`: a text by several processes, each with devices of its own.
+
+    options, prompt, seed         given to each process alike; a digest of them is compared once
+    folder -> shares              each process reads those of its own devices
+    prompt, keys -> devices       each process copies its own, equal to the others'
+    a step -> sums over devices   one program, the same in each; by gloo on CPUs, NCCL on GPUs
+    tokens -> every process       each reads its device's copy and decides by it whether to go on
+    text, report                  written by process 0
+
+All that travels is JAX's. The loop on the host reads tokens alone, never the clock: a process that
+took a step which another does not take would wait for it. JAX's coordinator, a service of process
+0, has each process's heartbeats, and ends all of them when one has none.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+__all__ = [
+    "HEARTBEAT_SECONDS",
+    "add_process_options",
+    "check_alike",
+    "check_process_options",
+    "is_writer",
+    "join_processes",
+]
+
+# JAX's own 100 s are longer than a person waits for a text that does not go on.
+HEARTBEAT_SECONDS = 20
+# Options that a process may have of its own. What the files that they name hold is compared.
+_OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
+_OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet", "no_baseline"}
+
+
+def add_process_options(group: Any) -> None:
+    """Adds the options to a group of a parser."""
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 waits for the others, for --process",
+    )
+    group.add_argument(
+        "--process",
+        type=_parse_process,
+        metavar="I/N",
+        help="this is process I of N, from 0, each started with the same prompt and options; "
+        "--mesh counts the devices of all; process 0 writes the text",
+    )
+
+
+def _parse_process(text: str) -> tuple[int, int]:
+    """Returns the process's number and how many there are."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None or int(numbers[1]) >= int(numbers[2]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no process I/N with 0 <= I < N; the first of two is 0/2"
+        )
+    return int(numbers[1]), int(numbers[2])
+
+
+def check_process_options(options: argparse.Namespace) -> None:
+    """Refuses one option without the other or without a mesh, and what one process alone can do."""
+    if (options.process is None) != (options.coordinator is None):
+        given, missing = ("process", "coordinator")[:: 1 if options.process else -1]
+        raise ValueError(f"--{given} is given without --{missing}; several processes need both.")
+    if options.process is None:
+        return
+    port = re.fullmatch(r".+:(\d+)", options.coordinator)
+    if port is None or not 0 < int(port[1]) < 2**16:
+        raise ValueError(
+            f"--coordinator is {options.coordinator!r}; it needs to be the HOST:PORT of process 0."
+        )
+    if options.mesh is None:
+        raise ValueError("--process is given without --mesh, the devices of all processes.")
+    if options.input is not None:
+        raise ValueError(
+            "--process is given and --input; a file of prompts is decoded by one process, whose "
+            "engine decides alone what comes next. Give each process a part of the file."
+        )
+
+
+def is_writer(options: argparse.Namespace) -> bool:
+    """Returns whether this process writes the text: the only one does, and process 0."""
+    return options.process is None or options.process[0] == 0
+
+
+def join_processes(options: argparse.Namespace) -> None:
+    """Waits until all processes are there; does nothing without `--process`, or if they are.
+
+    Raises:
+      ValueError: if they are not there after five minutes, or the port is in use.
+    """
+    if options.process is None or jax.distributed.is_initialized():
+        return
+    index, count = options.process
+    try:
+        jax.distributed.initialize(
+            options.coordinator,
+            num_processes=count,
+            process_id=index,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"process {index} of {count} cannot join the others at {options.coordinator} "
+            f"({str(error).splitlines()[0]})."
+        ) from None
+
+
+def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
+    """Refuses processes that were given different things; without `--process` there is one.
+
+    Weights are not compared.
+
+    Args:
+      options: from `parse_options`.
+      job: fields of the `GenerateJob` that the options ask for, but for its models.
+
+    Raises:
+      ValueError: on every process, with the numbers of those that differ from process 0.
+    """
+    if options.process is None:
+        return
+    digest = np.frombuffer(_digest(options, job), np.uint32)
+    with _closed_output():
+        digests = np.asarray(multihost_utils.process_allgather(digest))
+    others = np.flatnonzero((digests != digests[0]).any(axis=-1)).tolist()
+    if others:
+        raise ValueError(
+            f"process {' and '.join(map(str, others))} and process 0 were given different prompts, "
+            "options, models or versions of JAX; every process needs the same."
+        )
+
+
+@contextlib.contextmanager
+def _closed_output() -> Iterator[None]:
+    """Drops what is written on standard output meanwhile: gloo reports there that it connected."""
+    sys.stdout.flush()
+    kept, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(null)
+
+
+def _digest(options: argparse.Namespace, job: Mapping[str, Any]) -> bytes:
+    """Returns the SHA-256 of all that decides what a process computes, but for weights."""
+    given = {name: x for name, x in sorted(vars(options).items()) if name not in _OWN_OPTIONS}
+    config = job["config"].num_speculative_tokens, job["config"].step_costs
+    said = (given, config, job["prompt_ids"], job["models"], jax.__version__)
+    digest = hashlib.sha256(repr(said).encode())
+    for leaf in map(np.asarray, jax.tree.leaves(job["sampling"])):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return digest.digest()
