@@ -13,7 +13,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments
 from specjax.engine.group import make_group
 from specjax.engine.memory import explain_slots_out_of_memory
-from specjax.engine.programs import default_chunk_size, make_programs, warm_up
+from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.request_sampling import parse_defaults
 from specjax.engine.scheduler import Scheduler
@@ -43,8 +43,7 @@ class Engine:
       config: a `SpeculativeConfig`. None is the default one.
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
-      prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. None
-        is 256 on a GPU, which reads them in the time of a step, and 128 elsewhere.
+      prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128.
       max_waiting: most requests that wait for a slot, a Python int >= 1.
       sampling: `SamplingParams` with the fields that requests may set, and the values of requests
         that do not; each for one request. None is no field.
@@ -99,8 +98,6 @@ class Engine:
         takes_matchers: bool = False,
         implementation: str | Implementation | None = None,
     ) -> None:
-        if prefill_chunk_size is None:
-            prefill_chunk_size = default_chunk_size()
         num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
         why = "the requests that wait for a slot"
         self._max_waiting = check_count("max_waiting", max_waiting, 1, why)
@@ -114,7 +111,7 @@ class Engine:
             config=config,
             max_new_tokens=1,
             max_length=max_length,
-            prefill_chunk_size=prefill_chunk_size,
+            prefill_chunk_size=choose_chunk_size(prefill_chunk_size),
             num_logprobs=num_logprobs,
             logprobs_mode=logprobs_mode,
             implementation=implementation,

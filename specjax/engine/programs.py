@@ -16,7 +16,7 @@ from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.model import Model
 
-__all__ = ["Programs", "default_chunk_size", "make_programs", "row_lengths", "warm_up"]
+__all__ = ["Programs", "choose_chunk_size", "make_programs", "row_lengths", "warm_up"]
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _LEAST_ROW = 512
@@ -143,12 +143,14 @@ def make_programs(
     )
 
 
-def default_chunk_size() -> int:
-    """Returns how many tokens of a prompt are read at once.
+def choose_chunk_size(given: int | None) -> int:
+    """Returns how many tokens of a prompt are read at once: as given, or by the device.
 
     An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads the
     padding of a chunk as slowly as its tokens.
     """
+    if given is not None:
+        return given
     return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
 
 

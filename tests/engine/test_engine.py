@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
+from scipy import stats
 
 import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
@@ -263,6 +264,25 @@ def test_an_engine_whose_steps_cost_too_much_with_drafts_is_one_without_a_drafte
     values = ASKED[3].values | {"sampling": None}
     found, wanted = (e.submit(ASKED[3].prompt, **values).result() for e in (engine, plain))
     assert what_came(found) == what_came(wanted)
+
+
+@pytest.mark.once
+def test_a_k_by_load_that_goes_up_and_down_follows_the_target():
+    # Each next K depends on which drafts of the request and of the others were accepted.
+    config = SpeculativeConfig("auto", rejection_sample_method="standard", step_costs=COSTS)
+    engine = make_engine(config=config, k_by_load=True)
+    num_requests, requests = 1200, []
+    for index in range(num_requests):
+        key = jax.random.fold_in(KEYS[0], index)
+        requests.append(engine.submit([0, 1], key=key, max_new_tokens=4))
+        if index % 7 in (0, 6):
+            engine.run()
+    engine.run()
+    assert len({tuple(r.metrics.num_drafted.tolist()) for r in requests}) > 1
+    wanted = bigrams.joint_probs(TARGET, [0, 1], 3).ravel()
+    index = [np.ravel_multi_index(tuple(r.token_ids[:3]), (V,) * 3) for r in requests]
+    found = np.bincount(index, minlength=V**3)
+    assert stats.chisquare(found, num_requests * wanted).pvalue > 1e-3
 
 
 def test_k_by_load_needs_a_k_that_is_chosen():
