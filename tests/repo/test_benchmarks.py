@@ -347,6 +347,7 @@ def test_steps_are_timed_from_one_beginning_to_the_next(benchmark):
         ("cutoff", "cutoff_table", "docs/measurements.md"),
         ("cutoff", "brief_table", "docs/speed.md"),
         ("decode", "decode_table", "docs/measurements.md"),
+        ("mesh", "mesh_table", "docs/scaling.md"),
     ],
 )
 def test_the_tables_of_the_documents_are_those_of_the_measurements(
@@ -358,6 +359,22 @@ def test_the_tables_of_the_documents_are_those_of_the_measurements(
     assert (
         benchmark("tables.publish").put_between_markers(text, table, made.BEGIN, made.END) == text
     ), f"run benchmarks.tables.{name}, as it says itself, for {document}"
+
+
+def test_the_cost_model_is_near_the_measured_steps(benchmark):
+    made, found = (
+        benchmark("tables.mesh"),
+        json.loads(RESULT.with_name("h200_mesh.json").read_text()),
+    )
+    cases = [*found["one pair"]["cases"], *found["pair"]["cases"], *found["large"]["cases"]]
+    near = [
+        abs(made.step_ms(config, case["devices"]) / case["median_ms"] - 1)
+        for case in cases
+        for name, config in (("plain step", made.TARGET), ("large, plain step", made.LARGE))
+        if case["case"] == name and case["B"] == 1
+    ]
+    assert len(near) == 4
+    assert max(near) < 0.15
 
 
 @pytest.mark.parametrize(

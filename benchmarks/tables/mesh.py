@@ -1,0 +1,116 @@
+"""Makes the tables of models over several GPUs: what was measured, and what a cost model says.
+
+python -m benchmarks.tables.mesh benchmarks/results/h200_mesh.json --readme docs/scaling.md
+
+    step_ms(N) = bytes / N / BANDWIDTH + products * PRODUCT + L * LAYER + sums * SUM
+
+The four constants are those of plain steps on one and two H200s. What a step of several rows adds
+is not in it: more of a cache, and products that more rows slow down.
+"""
+
+import dataclasses
+from typing import Any
+
+from benchmarks.gpu.decode import DRAFT, TARGET, K
+from benchmarks.gpu.mesh import LARGE
+from benchmarks.tables.publish import publish_from_json
+from specjax.models import TransformerConfig
+
+BEGIN, END = "<!-- mesh-table -->", "<!-- /mesh-table -->"
+
+# The sizes of Llama 3.1 405B; 810 GB.
+LARGEST = dataclasses.replace(
+    LARGE,
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+)
+# Bytes per us; us of a product besides its bytes; us of what else a layer launches, on one GPU and
+# on several, whose parts are added first; us of a sum over two GPUs, by NCCL in a CUDA graph; us of
+# verification and sampling.
+BANDWIDTH, PRODUCT, LAYER, SPLIT_LAYER, SUM, REST = 4.46e6, 2.3, 11.2, 13.0, 7.5, 100.0
+
+
+def weight_bytes(config: TransformerConfig) -> int:
+    """Bytes that a step reads of a model in bfloat16; embeddings are looked up."""
+    width = config.head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
+    attention = config.hidden_size * (width + config.head_dim * config.num_attention_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    return 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
+
+
+def sum_bytes(config: TransformerConfig, batch: int, tokens: int) -> int:
+    """Bytes of one sum of a step: float32 rows, no fewer than eight."""
+    return 4 * max(8, batch * tokens) * config.hidden_size
+
+
+def step_ms(config: TransformerConfig, devices: int, sum_us: float = SUM) -> float:
+    """Milliseconds of a step of a few rows on so many GPUs, by the cost model."""
+    layers = config.num_hidden_layers
+    us = weight_bytes(config) / devices / BANDWIDTH + PRODUCT * (4 * layers + 1) + REST
+    if devices == 1:
+        return (us + LAYER * layers) / 1e3
+    return (us + SPLIT_LAYER * layers + sum_us * (2 * layers + 1)) / 1e3
+
+
+def mesh_table(result: dict[str, Any]) -> str:
+    """Both tables, as markdown."""
+    return "\n".join([*measured(result), "", *predicted()])
+
+
+def measured(result: dict[str, Any]) -> list[str]:
+    """Lines of the times of one and two GPUs, next to the model's."""
+    one, graphs, plain, large = (
+        {(case["case"], case["B"]): case for case in cases if case["devices"] == devices}
+        for cases, devices in (
+            (result["one pair"]["cases"], 1),
+            (result["pair"]["cases"], 2),
+            (result["one pair"]["cases"], 2),
+            (result["large"]["cases"], 2),
+        )
+    )
+    lines = [
+        "| | B | one GPU, ms | two GPUs, ms | times as fast "
+        "| sums in graphs, ms | times as fast | of it sums | cost model, ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, batch in graphs:
+        whole = one[name.split(",")[0], batch]["median_ms"]
+        split, graph = plain[name, batch]["median_ms"], graphs[name, batch]
+        cells = [name, batch, f"{whole:.2f}", f"{split:.2f}", f"{whole / split:.2f}"]
+        cells += [f"{graph['median_ms']:.2f}", f"{whole / graph['median_ms']:.2f}"]
+        cells += [f"{graph['profile']['collectives_us'] / 1e3:.2f}", f"{model_ms(name):.2f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for (name, batch), case in large.items():
+        ms, sums = case["median_ms"], case["profile"]["collectives_us"] / 1e3
+        cells = [f"70B: {name.removeprefix('large, ')}", str(batch), "", f"{ms:.2f}", "", "", ""]
+        lines.append(f"| {' | '.join(cells)} | {sums:.2f} | {step_ms(LARGE, 2):.2f} |")
+    return lines
+
+
+def model_ms(name: str) -> float:
+    """Milliseconds of a case on two GPUs, by the cost model."""
+    drafts = {"speculative step, draft split": 2, "speculative step, draft whole": 1}
+    step = step_ms(TARGET, 2)
+    return step + K * step_ms(DRAFT, drafts[name]) if name in drafts else step
+
+
+def predicted() -> list[str]:
+    """Lines of what the model says of more GPUs."""
+    head = ["GB of weights", *(f"{n} GPUs" for n in (2, 4, 8))]
+    lines = [f"| plain step, ms | {' | '.join(head)} | of it sums |", "|---|---|---|---|---|---|"]
+    for name, config in {"8B": TARGET, "70B": LARGE, "405B": LARGEST}.items():
+        size = weight_bytes(config) / 1e9
+        cells = [name, f"{size:.0f}"]
+        for devices in (2, 4, 8):
+            fits = size / devices < 130
+            low, high = (step_ms(config, devices, sum_us) for sum_us in (SUM, 2 * SUM))
+            cells.append(f"{low:.1f} to {high:.1f}" if fits else "too large")
+        sums = (2 * config.num_hidden_layers + 1) * SUM / 1e3
+        lines.append(f"| {' | '.join(cells)} | {sums:.1f} to {2 * sums:.1f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    publish_from_json(__doc__, mesh_table, BEGIN, END)
