@@ -17,13 +17,14 @@ import contextlib
 import hashlib
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "HEARTBEAT_SECONDS",
@@ -96,12 +97,16 @@ def is_writer(options: argparse.Namespace) -> bool:
 def join_processes(options: argparse.Namespace) -> None:
     """Waits until all processes are there; does nothing without `--process`, or if they are.
 
+    JAX ends this process if they are not there after five minutes.
+
     Raises:
-      ValueError: if they are not there after five minutes, or the port is in use.
+      ValueError: if the coordinator's port is in use, or JAX has computed something before.
     """
     if options.process is None or jax.distributed.is_initialized():
         return
     index, count = options.process
+    if index == 0:
+        _check_port(options.coordinator)
     try:
         jax.distributed.initialize(
             options.coordinator,
@@ -114,6 +119,20 @@ def join_processes(options: argparse.Namespace) -> None:
         raise ValueError(
             f"process {index} of {count} cannot join the others at {options.coordinator} "
             f"({str(error).splitlines()[0]})."
+        ) from None
+
+
+def _check_port(coordinator: str) -> None:
+    """Refuses a port on which another program listens, where JAX would crash."""
+    port = int(coordinator.rpartition(":")[2])
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=is_dual).close()
+    except OSError as error:
+        raise ValueError(
+            f"--coordinator is {coordinator!r}; process 0 cannot listen on that port of this host "
+            f"({error.strerror})."
         ) from None
 
 
@@ -132,14 +151,28 @@ def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
     if options.process is None:
         return
     digest = np.frombuffer(_digest(options, job), np.uint32)
+    devices = jax.devices()
     with _closed_output():
-        digests = np.asarray(multihost_utils.process_allgather(digest))
-    others = np.flatnonzero((digests != digests[0]).any(axis=-1)).tolist()
+        digests = _gather(digest, devices)
+    differ = (digests != digests[0]).any(axis=-1)
+    others = sorted({devices[i].process_index for i in np.flatnonzero(differ)})
     if others:
         raise ValueError(
             f"process {' and '.join(map(str, others))} and process 0 were given different prompts, "
             "options, models or versions of JAX; every process needs the same."
         )
+
+
+def _gather(row: np.ndarray, devices: list[jax.Device]) -> np.ndarray:
+    """Returns [len(devices), ...], the row of each device's process, from all at once."""
+    mesh = Mesh(np.asarray(devices), ("device",))
+    split, whole = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec("device"), PartitionSpec())
+    )
+    shape = (len(devices), *row.shape)
+    rows = jax.make_array_from_callback(shape, split, lambda _: row[None])
+    # By a collective of all devices, as those of the models are: gloo connects them but once.
+    return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ class Pair:
 
     def _start(self):
         address = f"localhost:{free_port()}"
+        # JAX warns of proxies, which it asks for other hosts.
+        kept = {name: x for name, x in os.environ.items() if "_proxy" not in name.lower()}
         changes = {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "JAX_NUM_CPU_DEVICES": "1",
@@ -76,7 +78,7 @@ class Pair:
             words = [*command, *options_of(self._folders), "--coordinator", address]
             process = subprocess.Popen(
                 [sys.executable, one_of_two.__file__, *words],
-                env=os.environ | changes,
+                env=kept | changes,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stack.enter_context(errors.open("w")),
@@ -199,3 +201,11 @@ PROCESS = ["--process", "0/2", "--coordinator", "localhost:1"]
 def test_wrong_options_of_processes_are_refused(capsys, options, message):
     assert main(["generate", "x", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_on_which_another_program_listens_is_refused(capsys):
+    with socket.create_server(("", 0)) as other:
+        address = f"localhost:{other.getsockname()[1]}"
+        options = ["--mesh", "2", "--process", "0/2", "--coordinator", address]
+        assert main(["generate", "x", *options]) == 2
+    assert "process 0 cannot listen on that port of this host" in capsys.readouterr().err
