@@ -32,7 +32,7 @@ def coupled(draft, *arguments, **options):
 METHODS = {
     "token": (specjax.rejection_sample, GPT2, 4, 1),
     "block": (specjax.block_rejection_sample, GPT2, 2, 2),
-    "coupled": (coupled, QWEN, 2, 1),
+    "coupled": (coupled, QWEN, 8, 1),
 }
 ROWS, REQUESTS = PartitionSpec("data", None, "model"), PartitionSpec("data")
 
