@@ -41,7 +41,10 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
         return {}, {}
     devices, num_processes = jax.devices(), jax.process_count()
     if len(devices) < options.mesh:
-        raise ValueError(f"--mesh is {options.mesh}; JAX sees {len(devices)} devices here.")
+        number = "1 device" if len(devices) == 1 else f"{len(devices)} devices"
+        more = f" JAX_NUM_CPU_DEVICES={options.mesh} makes so many of a CPU."
+        hint = more if devices[0].platform == "cpu" and num_processes == 1 else ""
+        raise ValueError(f"--mesh is {options.mesh}; JAX sees {number} here.{hint}")
     if num_processes > 1 and len(devices) > options.mesh:
         raise ValueError(
             f"--mesh is {options.mesh}; the {num_processes} processes have {len(devices)} devices, "

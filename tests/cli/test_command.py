@@ -523,7 +523,7 @@ GREEDY = {"temperature": 0.0}
         (["x", *SYNTHETIC, "--synthetic-acceptance-rate", "nan"], "acceptance-rate is nan"),
         (["x", "--sead", "1"], "unrecognized arguments: --sead"),
         (["x", "--mesh", "0"], "--mesh is 0; it needs to be >= 1"),
-        (["x", "--mesh", "9"], r"--mesh is 9; JAX sees \d devices? here"),
+        (["x", "--mesh", "9"], r"JAX sees 8 devices here. JAX_NUM_CPU_DEVICES=9 makes so many"),
         (["x", "--replicate-draft"], "--replicate-draft is given without --mesh"),
         (["x", "--prompt-file", "y"], "one of them"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read: No such file"),
