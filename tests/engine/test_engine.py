@@ -360,14 +360,24 @@ def test_a_long_prompt_is_read_between_the_steps_of_others():
     short = engine.submit([1], key=KEYS[0], max_new_tokens=40)
     for _ in range(3):
         engine.step()
-    long = engine.submit([1, 2] * 10, key=KEYS[1], max_new_tokens=2)
-    num_tokens = []
-    while not long.token_ids:
-        engine.step()
-        num_tokens.append(len(short.token_ids))
+
+    def tokens_until_the_first_of(num_waiting):
+        prompts = [[1, 2] * 10, [3]][:num_waiting]
+        first, *_ = [engine.submit(x, key=KEYS[1], max_new_tokens=2) for x in prompts]
+        num_tokens = []
+        while not first.token_ids:
+            engine.step()
+            num_tokens.append(len(short.token_ids))
+        while engine.num_waiting or engine.num_running > 1:
+            engine.step()
+        return num_tokens
+
     # Five chunks of four tokens, and a step and its reading; the other gains a token in each.
-    assert len(num_tokens) == 6
-    assert np.diff(num_tokens).tolist() == [1] * 5
+    alone, together = tokens_until_the_first_of(1), tokens_until_the_first_of(2)
+    assert len(alone) == 6
+    assert np.diff(alone).tolist() == [1] * 5
+    # With two prompts waiting, two chunks at once.
+    assert len(together) == 4
 
 
 @pytest.mark.parametrize(

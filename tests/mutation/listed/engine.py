@@ -10,6 +10,7 @@ _FEATURES = "test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_req
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
+_LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
 _COMMAND = "test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of_it"
@@ -30,6 +31,20 @@ MUTATIONS = (
         "self._groups.appendleft(group)",
         soaks("test_a_soak_finds_nothing_wrong"),
         "last come, first served",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._fill_slots",
+        "min(2 * len(empty), len(self._groups))",
+        "2 * len(empty)",
+        engines(_LONG),
+        "a prompt that waits alone keeps the others waiting for two chunks",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._fill_slots",
+        "2 * len(empty)",
+        "len(empty)",
+        engines(_LONG),
+        "one chunk for an empty slot",
     ),
     Mutation(
         "specjax.engine.request.Request.add",
