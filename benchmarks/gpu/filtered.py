@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import specjax
-from benchmarks.gpu.cutoff import CASES, asked
+from benchmarks.gpu.cutoff import CASES, asked, kernels
 from benchmarks.gpu.inputs import Inputs, Shape, draw_keys, draw_sets, draw_tokens, num_sets
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
 from benchmarks.gpu.verify import environment
@@ -23,11 +23,6 @@ from benchmarks.gpu.verify import environment
 SHAPE, TEMPERATURE = Shape(64, 5, 131072, "bfloat16"), 0.7
 CALLS, RUNS = 288, 5
 PLAIN, ALL = "nothing asked", "all three"
-
-
-def kernels() -> str:
-    """What "the kernels" are here: a CPU rehearses with plain JAX, which compiles fastest."""
-    return "triton" if jax.default_backend() == "gpu" else "xla"
 
 
 def cutoffs(logits: jax.Array, options: dict[str, jax.Array]) -> jax.Array:
