@@ -10,6 +10,7 @@ from specjax.models import (
     TransformerConfig,
     build,
     build_eagle3,
+    load,
     load_tokenizer,
     pretrained_folder,
     save,
@@ -53,3 +54,14 @@ def write_checkpoints(folder):
     params = build_eagle3(HEAD) | {"token_map": jnp.arange(0, 4096, 4)}
     name, verifier = "EAGLE3-Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
     save_eagle3(folder / "path" / "to" / name, params, HEAD, verifier=verifier)
+
+
+def write_shallow(folder, role, num_layers, dtype=None):
+    """Writes the first layers of an embedded model, which compile in less time than all of them."""
+    model, config = load(pretrained_folder(role), dtype)
+    layers = {n: model.params["layers"][n] for n in range(num_layers)}
+    windows = config.layer_windows[:num_layers]
+    config = dataclasses.replace(config, num_hidden_layers=num_layers, layer_windows=windows)
+    tokenizer = load_tokenizer(pretrained_folder(role))
+    save(folder, model.params | {"layers": layers}, config, tokenizer)
+    return folder
