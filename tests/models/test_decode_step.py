@@ -137,7 +137,7 @@ def decode(config, implementation, dtype="float32", width=0):
 
 # Steps of one token are steps of one column, and in the larger program of three columns.
 @pytest.mark.parametrize(
-    ("kind", "alone", "width"), [("llama", True, 1), ("qwen", False, 1), ("gemma", True, 3)]
+    ("kind", "alone", "width"), [("llama", True, 1), ("qwen", False, 3), ("gemma", True, 3)]
 )
 def test_steps_through_the_kernels_are_those_of_plain_jax(kind, alone, width, kernels):
     # Two splits of the cache, so that each has blocks to go through.
