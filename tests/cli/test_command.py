@@ -167,8 +167,10 @@ def test_a_comparison_with_plain_decoding_changes_no_token(capsys, pair):
 
 
 @pytest.mark.once
-def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair):
+def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair, monkeypatch):
     """Rows of logits are gathered for penalties and listings."""
+    # Each of XLA's flags for sums in graphs is set where it was not given.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
     options = ["--draft", "none", "--repetition-penalty", "1.2", "--logprobs", "2"]
     one, split = (run_json(capsys, pair, *options, *mesh) for mesh in ([], ["--mesh", "2"]))
     assert split["token_ids"] == one["token_ids"]
@@ -177,6 +179,9 @@ def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair):
         assert ours["rank"] == theirs["rank"]
         assert [x["token_id"] for x in ours["top"]] == [x["token_id"] for x in theirs["top"]]
     assert split["timings"]["compile_seconds"] > 0
+    given, *more = os.environ["XLA_FLAGS"].split()
+    assert given == "--xla_gpu_enable_command_buffer=FUSION"
+    assert more == ["--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"]
 
 
 def test_a_text_of_one_token_has_no_speed(capsys, pair):
