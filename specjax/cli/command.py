@@ -158,7 +158,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
 
         enable_compilation_cache()
         return options, read_workload(options, texts, terminal), terminal
-    join_processes(options)
+    join_processes(options, spinner=terminal.spinner)
     if options.use_fp64_gumbel:
         exit_stack.enter_context(jax.enable_x64(True))
     if is_batch:

@@ -19,15 +19,19 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.cli.streams import end_with_error
+
 __all__ = [
     "HEARTBEAT_SECONDS",
+    "JOIN_SECONDS",
     "add_process_options",
     "check_alike",
     "check_process_options",
@@ -37,6 +41,7 @@ __all__ = [
 
 # JAX's own 100 s are longer than a person waits for a text that does not go on.
 HEARTBEAT_SECONDS = 20
+JOIN_SECONDS = 300
 # Options that a process may have of its own. What the files that they name hold is compared.
 _OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
 _OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet", "no_baseline"}
@@ -94,10 +99,16 @@ def is_writer(options: argparse.Namespace) -> bool:
     return options.process is None or options.process[0] == 0
 
 
-def join_processes(options: argparse.Namespace) -> None:
+def join_processes(
+    options: argparse.Namespace, *, spinner: Callable[[str], Any] = contextlib.nullcontext
+) -> None:
     """Waits until all processes are there; does nothing without `--process`, or if they are.
 
-    JAX ends this process if they are not there after five minutes.
+    Ends this process with the code 2 and a sentence if they are not there after `JOIN_SECONDS`.
+
+    Args:
+      options: from `parse_options`.
+      spinner: returns a context that says for what this process waits.
 
     Raises:
       ValueError: if the coordinator's port is in use, or JAX has computed something before.
@@ -107,19 +118,31 @@ def join_processes(options: argparse.Namespace) -> None:
     index, count = options.process
     if index == 0:
         _check_port(options.coordinator)
+    late = ValueError(
+        f"the {count} processes were not all at {options.coordinator} in {JOIN_SECONDS} s; each "
+        "needs the same --coordinator, on which process 0 listens, and a number of its own."
+    )
+    # JAX, which waits no longer than it is told, would crash.
+    timer = threading.Timer(JOIN_SECONDS, end_with_error, (late, 2))
+    timer.daemon = True
+    timer.start()
     try:
-        jax.distributed.initialize(
-            options.coordinator,
-            num_processes=count,
-            process_id=index,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-        )
+        with spinner(f"waiting for all {count} processes"):
+            jax.distributed.initialize(
+                options.coordinator,
+                num_processes=count,
+                process_id=index,
+                initialization_timeout=2 * JOIN_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+            )
     except RuntimeError as error:
         raise ValueError(
             f"process {index} of {count} cannot join the others at {options.coordinator} "
             f"({str(error).splitlines()[0]})."
         ) from None
+    finally:
+        timer.cancel()
 
 
 def _check_port(coordinator: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 __all__ = [
+    "end_with_error",
     "exit_on_interrupt",
     "exit_on_terminate",
     "flush_or_discard",
@@ -32,12 +33,23 @@ def print_error(error: Exception, code: int) -> int:
     return code
 
 
+def end_with_error(error: Exception, code: int) -> NoReturn:
+    """Ends the process from any thread, whatever another one waits for, with a sentence."""
+    _end_spinner()
+    os._exit(print_error(error, code))
+
+
 def exit_on_interrupt(*_: Any) -> NoReturn:
     """Ends the process, as a handler of SIGINT."""
     # Not by an exception, which can crash the process if it passes through a compilation.
+    _end_spinner()
+    os._exit(130)
+
+
+def _end_spinner() -> None:
+    """Shows the cursor, which a spinner hides, on a line of its own."""
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h\n")
-    os._exit(130)
 
 
 def exit_on_terminate(*_: Any) -> NoReturn:

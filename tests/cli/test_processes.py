@@ -19,6 +19,8 @@ from test_command import TARGET, write_model
 
 import specjax
 from specjax.cli import main
+from specjax.cli.arguments import parse_options
+from specjax.cli.processes import join_processes
 from specjax.models import load
 
 pytestmark = pytest.mark.lenient
@@ -209,3 +211,15 @@ def test_a_port_on_which_another_program_listens_is_refused(capsys):
         options = ["--mesh", "2", "--process", "0/2", "--coordinator", address]
         assert main(["generate", "x", *options]) == 2
     assert "process 0 cannot listen on that port of this host" in capsys.readouterr().err
+
+
+def test_processes_that_do_not_come_are_given_up_in_a_sentence(capsys, monkeypatch):
+    """JAX would crash, and waits without looking at what Python asks."""
+    given_up, codes = threading.Event(), []
+    monkeypatch.setattr("specjax.cli.processes.JOIN_SECONDS", 0.05)
+    monkeypatch.setattr("os._exit", lambda code: (codes.append(code), given_up.set()))
+    monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: given_up.wait(20))
+    options = ["--mesh", "2", "--process", "1/2", "--coordinator", "localhost:1"]
+    join_processes(parse_options(["generate", "x", *options])[0])
+    assert codes == [2]
+    assert "the 2 processes were not all at localhost:1 in 0.05 s" in capsys.readouterr().err

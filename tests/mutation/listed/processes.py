@@ -5,6 +5,7 @@ from .tests import processes
 
 __all__ = ["MUTATIONS"]
 
+_LATE = processes("test_processes_that_do_not_come_are_given_up_in_a_sentence")
 _LOST = processes("test_a_lost_process_ends_the_other_within_a_minute_and_says_so")
 _REFUSED = processes("test_calls_give_every_process_the_tokens_of_one_device_or_a_refusal")
 _WRITTEN = processes("test_a_text_of_two_processes_is_that_of_one_device_and_the_first_writes_it")
@@ -23,6 +24,13 @@ MUTATIONS = (
         "heartbeat_timeout_seconds=100",
         _LOST,
         "the others wait for a lost process as long as JAX does",
+    ),
+    Mutation(
+        "specjax.cli.processes.join_processes",
+        "timer.start()",
+        "timer.cancel()",
+        _LATE,
+        "a process that waits for others crashes",
     ),
     Mutation(
         "specjax.cli.processes._digest",
