@@ -15,6 +15,8 @@ _SUMS_IN_GRAPHS = {
     "DYNAMIC_SLICE_FUSION,COLLECTIVES",
     "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": "false",
 }
+# The last JAX whose XLA is known to have them. XLA aborts the process where it has not.
+_LAST_JAX = (0, 11)
 
 
 def add_mesh_options(group: Any) -> None:
@@ -66,6 +68,8 @@ def load_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
 
 def _put_sums_in_graphs() -> None:
     """Sets flags of XLA, which it reads when JAX's first backend starts; those given stay."""
+    if jax.__version_info__[:2] > _LAST_JAX:
+        return
     given = os.environ.get("XLA_FLAGS", "")
     more = [f"--{name}={value}" for name, value in _SUMS_IN_GRAPHS.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, [given, *more]))

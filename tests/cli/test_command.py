@@ -1,5 +1,6 @@
 """The `specjax` command, through `main` and once as a process."""
 
+import argparse
 import dataclasses
 import io
 import json
@@ -20,6 +21,7 @@ from specjax.cli import main
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact
+from specjax.cli.mesh_arguments import load_options
 from specjax.cli.terminal import Terminal
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
@@ -172,7 +174,10 @@ def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair, monkeypatch)
     # Each of XLA's flags for sums in graphs is set where it was not given.
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
     options = ["--draft", "none", "--repetition-penalty", "1.2", "--logprobs", "2"]
-    one, split = (run_json(capsys, pair, *options, *mesh) for mesh in ([], ["--mesh", "2"]))
+    # README's command gives a CPU so many devices.
+    pattern = r"JAX_NUM_CPU_DEVICES=(\d) specjax generate .*(--mesh) \1\n"
+    number, option = re.search(pattern, (ROOT / "README.md").read_text()).groups()
+    one, split = (run_json(capsys, pair, *options, *mesh) for mesh in ([], [option, number]))
     assert split["token_ids"] == one["token_ids"]
     assert len(split["logprobs"]) == len(one["logprobs"]) == 20
     for ours, theirs in zip(split["logprobs"], one["logprobs"], strict=True):
@@ -182,6 +187,14 @@ def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair, monkeypatch)
     given, *more = os.environ["XLA_FLAGS"].split()
     assert given == "--xla_gpu_enable_command_buffer=FUSION"
     assert more == ["--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"]
+
+
+def test_xla_is_given_no_flag_that_a_later_jax_may_not_know(monkeypatch):
+    """It would abort the process."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    load_options(argparse.Namespace(mesh=2, replicate_draft=False))
+    assert os.environ["XLA_FLAGS"] == ""
 
 
 def test_a_text_of_one_token_has_no_speed(capsys, pair):
