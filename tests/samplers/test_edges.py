@@ -90,6 +90,7 @@ def check_same(ours, theirs, requests=REQUESTS):
     )
 
 
+@pytest.mark.interpreted_elsewhere
 def test_carried_statistics_change_nothing(implementation):
     case = mixed_case(5)
     plain = run(library(implementation), case)
@@ -98,6 +99,7 @@ def test_carried_statistics_change_nothing(implementation):
     assert same > 0.98
 
 
+@pytest.mark.interpreted_elsewhere
 def test_synthetic_batches_follow_their_rates_and_the_ordinary_residual(implementation):
     case = mixed_case(8)
     rates = np.random.default_rng(8).choice([0.0, 0.3, 0.7, 1.0], (BATCH, K))
