@@ -66,7 +66,6 @@ def _decodes():
     few = SamplingParams(
         top_k=jnp.array([5, 40], jnp.int32), repetition_penalty=jnp.array([1.2, 1.0], jnp.float32)
     )
-    yield "generate, ngram", whole_decode("ngram", *inputs)
     yield "generate, sampling parameters", whole_decode("model", *inputs, few)
 
 

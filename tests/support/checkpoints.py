@@ -37,7 +37,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 def write_checkpoint(path, config, seed=0):
     """Writes a model with the tokenizer and a template; its texts are not one token repeated."""
-    params = jax.tree.map(lambda a: a * jnp.asarray(2, a.dtype), build(config, seed=seed).params)
+    # By NumPy: of arrays of JAX each shape would be a program.
+    params = jax.device_get(build(config, seed=seed).params)
+    params = jax.tree.map(lambda a: a * a.dtype.type(2), params)
     save(path, params, config, load_tokenizer(pretrained_folder("target")))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
