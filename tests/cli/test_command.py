@@ -116,7 +116,7 @@ class FakeTerminal(io.StringIO):
 @pytest.mark.once
 def test_a_greedy_text_does_not_depend_on_what_drafts(capsys, pair):
     options = ("--temperature", "0")
-    drafts = ("none", "ngram", pair[1], pair[0])
+    drafts = ("none", pair[1], pair[0])
     texts = [run_json(capsys, pair, "--draft", draft, *options) for draft in drafts]
     assert len({text["text"] for text in texts}) == 1
     assert len({tuple(text["token_ids"]) for text in texts}) == 1
