@@ -140,3 +140,15 @@ def accepted_steps(target, drafter, prompts, lengths, *, temperature, num_drafte
             text[b, length : length + num_drafted] = pending.token_ids[b]
             accepted = int(info.verification.num_accepted[b])
             yield text[b], int(length), pending.logits[b], accepted
+
+
+def check_greedy_texts(whole_forward, target, output, lengths):
+    """Asserts that each written token is the likeliest of the target's logits after those before.
+
+    whole_forward: of the target and a text, all of one length; what follows a token is not seen.
+    """
+    for row, length, end in zip(output.token_ids, lengths, output.lengths.tolist(), strict=True):
+        text, written = np.maximum(row, 0), np.arange(length, end)
+        logits = np.asarray(whole_forward(target, text)[0])
+        np.testing.assert_array_equal(logits[written - 1].argmax(-1), text[written])
+    assert (output.lengths > np.array(lengths)).all()
