@@ -16,7 +16,7 @@ _SUMS_IN_GRAPHS = {
     "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": "false",
 }
 # The last JAX whose XLA is known to have them. XLA aborts the process where it has not.
-_LAST_JAX = (0, 11)
+_LAST_JAX = (0, 12)
 
 
 def add_mesh_options(group: Any) -> None:
