@@ -98,6 +98,10 @@ CHANGED = {
     "test_tokens_do_not_depend_on_the_most_drafts_of_the_batch": ELSEWHERE,
     "test_ragged_logits_are_found_through_rows": ELSEWHERE,
     "test_an_exported_draft_comes_back": ELSEWHERE,
+    "test_tokens_do_not_depend_on_device_count": ELSEWHERE,
+    "test_carried_statistics_change_nothing": ELSEWHERE,
+    "test_heads_of_any_size_and_as_many_tokens_as_fit": ALIKE,
+    "test_a_batch_under_vmap_is_each_by_itself": "each request is a batch of one, of few requests",
     "test_synthetic_batches_follow_their_rates_and_the_ordinary_residual": (
         "rates of each position are in `test_absent_fields_mean_their_defaults_and_scalars_..`"
     ),
