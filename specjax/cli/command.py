@@ -26,7 +26,7 @@ from specjax.cli.generate import (
     stream_text,
 )
 from specjax.cli.json_report import json_report
-from specjax.cli.processes import check_alike, is_writer, join_processes
+from specjax.cli.processes import check_alike, is_writer, join_processes, refuse_together
 from specjax.cli.prompts import read_prompt, read_prompts
 from specjax.cli.streams import (
     exit_on_interrupt,
@@ -51,15 +51,34 @@ def _read_generate_job(
     terminal: Any,
     folder: pathlib.Path | None,
 ) -> GenerateJob:
-    # Weights are read last: everything that can be refused is refused before.
+    with refuse_together(options):
+        pair, make_job = _check_generate_job(options, config, text, terminal, folder)
+    check_alike(options, make_job.keywords)
+    from specjax.cli.model_pair import load_pair, pair_shapes
+
+    # Weights are read last, while Python traces the programs, and while XLA compiles them. No
+    # spinner: a long load shows a progress bar.
+    with futures.ThreadPoolExecutor(1) as pool:
+        weights = pool.submit(load_pair, pair)
+        shapes = pair_shapes(pair)
+        programs = None if shapes is None else begin_programs(make_job(*shapes))
+        return make_job(*weights.result(), programs=programs)
+
+
+def _check_generate_job(
+    options: argparse.Namespace,
+    config: SpeculativeConfig,
+    text: str,
+    terminal: Any,
+    folder: pathlib.Path | None,
+) -> tuple[Any, functools.partial[GenerateJob]]:
+    """Returns the pair, and the job but for its models; what can be refused is refused here."""
     with terminal.spinner("reading the folders"):
         from specjax import models
         from specjax.cli.model_pair import (
             check_draft,
             describe_configs,
             encode_prompt,
-            load_pair,
-            pair_shapes,
             read_pair,
         )
 
@@ -93,14 +112,7 @@ def _read_generate_job(
         models=describe_configs(pair),
         rule=options.rule,
     )
-    check_alike(options, make_job.keywords)
-    # Weights are read while Python traces the programs, and while XLA compiles them. No spinner: a
-    # long load shows a progress bar.
-    with futures.ThreadPoolExecutor(1) as pool:
-        weights = pool.submit(load_pair, pair)
-        shapes = pair_shapes(pair)
-        programs = None if shapes is None else begin_programs(make_job(*shapes))
-        return make_job(*weights.result(), programs=programs)
+    return pair, make_job
 
 
 def _with_grammar(

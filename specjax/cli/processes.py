@@ -37,11 +37,14 @@ __all__ = [
     "check_process_options",
     "is_writer",
     "join_processes",
+    "refuse_together",
 ]
 
 # JAX's own 100 s are longer than a person waits for a text that does not go on.
 HEARTBEAT_SECONDS = 20
 JOIN_SECONDS = 300
+# In place of a SHA-256.
+_NO_DIGEST = np.zeros(8, np.uint32)
 # Options that a process may have of its own. What the files that they name hold is compared.
 _OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
 _OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet", "no_baseline"}
@@ -116,6 +119,8 @@ def join_processes(
     if options.process is None or jax.distributed.is_initialized():
         return
     index, count = options.process
+    if count == 1:
+        return
     if index == 0:
         _check_port(options.coordinator)
     late = ValueError(
@@ -159,6 +164,17 @@ def _check_port(coordinator: str) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def refuse_together(options: argparse.Namespace) -> Iterator[None]:
+    """Has the others' `check_alike` refuse, too, where this process refuses what it was given."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError):
+        if options.process is not None:
+            _gather(_NO_DIGEST)
+        raise
+
+
 def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
     """Refuses processes that were given different things; without `--process` there is one.
 
@@ -169,25 +185,33 @@ def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
       job: fields of the `GenerateJob` that the options ask for, but for its models.
 
     Raises:
-      ValueError: on every process, with the numbers of those that differ from process 0.
+      ValueError: on every process, with the numbers of those that differ from process 0, or that
+        refused what they were given.
     """
     if options.process is None:
         return
-    digest = np.frombuffer(_digest(options, job), np.uint32)
-    devices = jax.devices()
-    with _closed_output():
-        digests = _gather(digest, devices)
-    differ = (digests != digests[0]).any(axis=-1)
-    others = sorted({devices[i].process_index for i in np.flatnonzero(differ)})
+    digests = _gather(np.frombuffer(_digest(options, job), np.uint32))
+    refused = _name_processes((digests == _NO_DIGEST).all(axis=-1))
+    if refused:
+        raise ValueError(f"{refused} refused what was given there, and said why.")
+    others = _name_processes((digests != digests[0]).any(axis=-1))
     if others:
         raise ValueError(
-            f"process {' and '.join(map(str, others))} and process 0 were given different prompts, "
-            "options, models or versions of JAX; every process needs the same."
+            f"{others} and process 0 were given different prompts, options, models or versions of "
+            "JAX; every process needs the same."
         )
 
 
-def _gather(row: np.ndarray, devices: list[jax.Device]) -> np.ndarray:
-    """Returns [len(devices), ...], the row of each device's process, from all at once."""
+def _name_processes(marked: np.ndarray) -> str:
+    """Returns the processes of the marked devices, as a sentence names them; "" for none."""
+    devices = jax.devices()
+    numbers = sorted({devices[i].process_index for i in np.flatnonzero(marked)})
+    return f"process {' and '.join(map(str, numbers))}" if numbers else ""
+
+
+def _gather(row: np.ndarray) -> np.ndarray:
+    """Returns [D, ...], the row of each device's process, from all D devices at once."""
+    devices = jax.devices()
     mesh = Mesh(np.asarray(devices), ("device",))
     split, whole = (
         NamedSharding(mesh, spec) for spec in (PartitionSpec("device"), PartitionSpec())
@@ -195,7 +219,8 @@ def _gather(row: np.ndarray, devices: list[jax.Device]) -> np.ndarray:
     shape = (len(devices), *row.shape)
     rows = jax.make_array_from_callback(shape, split, lambda _: row[None])
     # By a collective of all devices, as those of the models are: gloo connects them but once.
-    return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
+    with _closed_output():
+        return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
 
 
 @contextlib.contextmanager

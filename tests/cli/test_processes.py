@@ -164,11 +164,14 @@ def test_the_documented_commands_give_a_drafted_text(pair, folders, capsys):
 def test_calls_give_every_process_the_tokens_of_one_device_or_a_refusal(pair, folders):
     prompts, given = one_of_two.arguments()
     one = specjax.generate(load(folders[0])[0], None, *prompts, **given)
-    for _, seen in pair.ask("call"):
+    replies = [seen for _, seen in pair.ask("call")]
+    for seen in replies:
         assert seen["texts"] == [specjax.unpad(one.token_ids)] * 2
         assert seen["least_share"] == 0.5
         assert "an engine runs in one process" in seen["engine"]
         assert seen["other_prompt"].startswith("process 1 and process 0 were given different ")
+    others = "process 1 refused what was given there, and said why."
+    assert [seen["refused"] for seen in replies] == [others, "a folder is missing"]
 
 
 def test_a_lost_process_ends_the_other_within_a_minute_and_says_so(pair):
@@ -223,3 +226,10 @@ def test_processes_that_do_not_come_are_given_up_in_a_sentence(capsys, monkeypat
     join_processes(parse_options(["generate", "x", *options])[0])
     assert codes == [2]
     assert "the 2 processes were not all at localhost:1 in 0.05 s" in capsys.readouterr().err
+
+
+def test_one_process_of_one_waits_for_none(monkeypatch):
+    """Else gloo would say on standard output that it found no other."""
+    monkeypatch.setattr("jax.distributed.initialize", None)
+    options = ["--mesh", "2", "--process", "0/1", "--coordinator", "localhost:1"]
+    join_processes(parse_options(["generate", "x", *options])[0])

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 import specjax
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.processes import check_alike, join_processes
+from specjax.cli.processes import check_alike, join_processes, refuse_together
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.models import load
 
@@ -66,6 +66,14 @@ def refusal_of(function, *args, **options):
         return str(error)
 
 
+def read_but_the_second(options, job):
+    """Process 1 refuses what it was given."""
+    with refuse_together(options):
+        if jax.process_index():
+            raise ValueError("a folder is missing")
+    check_alike(options, job)
+
+
 def call(command):
     """What the Python API gives and refuses."""
     options, config = parse_options(command)
@@ -77,6 +85,7 @@ def call(command):
         "least_share": least_share(split),
         "engine": refusal_of(specjax.Engine, split, None, num_slots=1, max_length=16),
         "other_prompt": refusal_of(check_alike, options, other),
+        "refused": refusal_of(read_but_the_second, options, other),
     }
 
 

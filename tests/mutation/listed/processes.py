@@ -33,6 +33,13 @@ MUTATIONS = (
         "a process that waits for others crashes",
     ),
     Mutation(
+        "specjax.cli.processes.check_alike",
+        "_name_processes((digests == _NO_DIGEST).all(axis=-1))",
+        '""',
+        _REFUSED,
+        "what another process refused is called a difference",
+    ),
+    Mutation(
         "specjax.cli.processes._digest",
         'config, job["prompt_ids"], job',
         "config, job",
