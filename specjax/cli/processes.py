@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -132,15 +133,17 @@ def join_processes(
     timer.daemon = True
     timer.start()
     try:
-        with spinner(f"waiting for all {count} processes"):
-            jax.distributed.initialize(
+        # This thread waits in Python, which answers an interrupt.
+        with spinner(f"waiting for all {count} processes"), futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(
+                jax.distributed.initialize,
                 options.coordinator,
                 num_processes=count,
                 process_id=index,
                 initialization_timeout=2 * JOIN_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-            )
+            ).result()
     except RuntimeError as error:
         raise ValueError(
             f"process {index} of {count} cannot join the others at {options.coordinator} "

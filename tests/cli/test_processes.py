@@ -217,14 +217,20 @@ def test_a_port_on_which_another_program_listens_is_refused(capsys):
 
 
 def test_processes_that_do_not_come_are_given_up_in_a_sentence(capsys, monkeypatch):
-    """JAX would crash, and waits without looking at what Python asks."""
-    given_up, codes = threading.Event(), []
+    """JAX would crash, and waits without looking at what Python asks: an interrupt, for one."""
+    given_up, codes, threads = threading.Event(), [], []
+
+    def wait(*_, **__):
+        threads.append(threading.current_thread())
+        given_up.wait(20)
+
     monkeypatch.setattr("specjax.cli.processes.JOIN_SECONDS", 0.05)
     monkeypatch.setattr("os._exit", lambda code: (codes.append(code), given_up.set()))
-    monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: given_up.wait(20))
+    monkeypatch.setattr("jax.distributed.initialize", wait)
     options = ["--mesh", "2", "--process", "1/2", "--coordinator", "localhost:1"]
     join_processes(parse_options(["generate", "x", *options])[0])
     assert codes == [2]
+    assert threads != [threading.main_thread()]
     assert "the 2 processes were not all at localhost:1 in 0.05 s" in capsys.readouterr().err
 
 
