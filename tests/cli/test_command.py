@@ -190,7 +190,7 @@ def test_a_text_of_models_over_devices_is_that_of_one(capsys, pair, monkeypatch)
 
 
 def test_xla_is_given_no_flag_that_a_later_jax_may_not_know(monkeypatch):
-    """It would abort the process."""
+    """XLA ends the process at a flag that it does not know."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
     load_options(argparse.Namespace(mesh=2, replicate_draft=False))
