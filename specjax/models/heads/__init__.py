@@ -14,7 +14,7 @@ A head reads the target's residual stream after some layers, its taps. Open `eag
 | `folder_kind` | tells by config.json what a folder drafts with |
 | `head_fields` | what the formats of `config.json` have in common: layer, taps, drafted tokens |
 | `head_tensors` | tensors under the names of every format, and the draft's vocabulary |
-| `head_target` | refuses a head of another target |
+| `check_target` | refuses a head of another target |
 | `head_writer` | writes what the folders of both kinds have in common |
 
 The modules here import `models.hf`, which reads files, and the decoder's modules; the package

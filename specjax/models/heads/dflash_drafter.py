@@ -18,9 +18,9 @@ from specjax.implementation import Implementation
 from specjax.mesh import put_whole
 from specjax.model import Model
 from specjax.models.head_target import HeadTarget, head_target
+from specjax.models.heads.check_target import check_target
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
 from specjax.models.heads.draft_rows import draft_rows
-from specjax.models.heads.head_target import check_target
 
 __all__ = ["check_dflash", "dflash_drafter"]
 

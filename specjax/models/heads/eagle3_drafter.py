@@ -18,8 +18,8 @@ from specjax.implementation import Implementation
 from specjax.mesh import put_whole
 from specjax.model import Model
 from specjax.models.head_target import HeadTarget, head_target
+from specjax.models.heads.check_target import check_target
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
-from specjax.models.heads.head_target import check_target
 
 __all__ = ["check_eagle3", "eagle3_drafter"]
 
