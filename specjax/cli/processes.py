@@ -140,6 +140,9 @@ def join_processes(
                 options.coordinator,
                 num_processes=count,
                 process_id=index,
+                # Slurm's or MPI's number of a process would be taken for that of its one GPU,
+                # which CUDA_VISIBLE_DEVICES has numbered anew.
+                cluster_detection_method="deactivate",
                 initialization_timeout=2 * JOIN_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=HEARTBEAT_SECONDS,

@@ -75,6 +75,8 @@ class Pair:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "JAX_NUM_CPU_DEVICES": "1",
             "JAX_PLATFORMS": "cpu",
+            # JAX would ask this cluster which devices are whose, and warn that it cannot.
+            "KUBERNETES_SERVICE_HOST": "localhost",
         }
         for command, errors in zip(documented_commands(), self.errors, strict=True):
             words = [*command, *options_of(self._folders), "--coordinator", address]

@@ -27,6 +27,13 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.cli.processes.join_processes",
+        'cluster_detection_method="deactivate"',
+        "cluster_detection_method=None",
+        _WRITTEN,
+        "a cluster says which devices a process has",
+    ),
+    Mutation(
+        "specjax.cli.processes.join_processes",
         "timer.start()",
         "timer.cancel()",
         _LATE,
