@@ -26,6 +26,8 @@ from specjax.cli.sweep.choice import (
 from specjax.cli.sweep.inputs import measure_acceptance
 from specjax.cli.sweep.measure import Workload
 from specjax.cli.sweep.report import conclusion, report_tables
+from specjax.cli.sweep.run_sweep import read_workload
+from specjax.cli.terminal import Terminal
 from specjax.config import SpeculativeConfig
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
@@ -225,6 +227,20 @@ def test_a_target_that_drafts_for_itself_keeps_every_draft(capsys, pair):
         assert sentence in sentences
         assert re.search(rf"measured over {measured}\b", sentences)
         assert "1 prompts" not in sentences
+
+
+def test_a_target_over_devices_keeps_the_drafts_that_it_keeps_on_one(capsys, pair):
+    """By lookup drafts of one token, whose programs are the fewest."""
+    command = ["sweep", "ab ab ab", *pair[:2], *SMALL, "--draft", "ngram", "--temperature", "0"]
+    command += ["--max-speculative-tokens", "1"]
+    workload = read_workload(parse_options(command)[0], ["ab ab ab"], Terminal(quiet=True))[1]
+    one = measure_acceptance(workload, 1, lambda stage: None)
+    assert main([*command, "--json", "--mesh", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["acceptance"]["num_kept"] == one.num_accepted
+    assert {0, 1} == set(*one.num_accepted)
+    assert [len(row["synthetic"]) for row in report["sweep"]] == [1, 2]
+    assert len(report["step_costs"]) == 2
 
 
 def test_a_step_that_ends_a_text_keeps_the_drafts_up_to_the_end():
