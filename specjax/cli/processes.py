@@ -203,8 +203,8 @@ def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
     others = _name_processes((digests != digests[0]).any(axis=-1))
     if others:
         raise ValueError(
-            f"{others} and process 0 were given different prompts, options, models or versions of "
-            "JAX; every process needs the same."
+            f"{others} and process 0 were given different prompts, options, models, tokenizers or "
+            "versions of JAX; every process needs the same."
         )
 
 
@@ -248,7 +248,8 @@ def _digest(options: argparse.Namespace, job: Mapping[str, Any]) -> bytes:
     given = {name: x for name, x in sorted(vars(options).items()) if name not in _OWN_OPTIONS}
     config = job["config"].num_speculative_tokens, job["config"].step_costs
     said = (given, config, job["prompt_ids"], job["models"], jax.__version__)
-    digest = hashlib.sha256(repr(said).encode())
+    # The tokenizer says where a text has a stop string, after which a process takes no step.
+    digest = hashlib.sha256(repr(said).encode() + job["tokenizer"].to_str().encode())
     for leaf in map(np.asarray, jax.tree.leaves(job["sampling"])):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
     return digest.digest()

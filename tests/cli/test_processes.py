@@ -171,7 +171,9 @@ def test_calls_give_every_process_the_tokens_of_one_device_or_a_refusal(pair, fo
         assert seen["texts"] == [specjax.unpad(one.token_ids)] * 2
         assert seen["least_share"] == 0.5
         assert "an engine runs in one process" in seen["engine"]
-        assert seen["other_prompt"].startswith("process 1 and process 0 were given different ")
+        assert seen["alike"] is None
+        for said in seen["others"]:
+            assert said.startswith("process 1 and process 0 were given different ")
     others = "process 1 refused what was given there, and said why."
     assert [seen["refused"] for seen in replies] == [others, "a folder is missing"]
 

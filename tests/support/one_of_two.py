@@ -10,6 +10,7 @@ import sys
 
 import jax
 import numpy as np
+import tokenizers
 from jax.experimental import multihost_utils
 
 import specjax
@@ -66,6 +67,11 @@ def refusal_of(function, *args, **options):
         return str(error)
 
 
+def tokenizer_of(token):
+    """A tokenizer of one token."""
+    return tokenizers.Tokenizer(tokenizers.models.BPE({token: 0}, []))
+
+
 def read_but_the_second(options, job):
     """Process 1 refuses what it was given."""
     with refuse_together(options):
@@ -79,13 +85,16 @@ def call(command):
     options, config = parse_options(command)
     join_processes(options)
     split = load(options.target, mesh=jax.make_mesh((2,), ("model",)))[0]
-    other = {"prompt_ids": [jax.process_index()], "config": config, "models": "", "sampling": None}
+    job = dict(prompt_ids=[], config=config, models="", sampling=None, tokenizer=tokenizer_of("a"))
+    prompt = job | {"prompt_ids": [jax.process_index()]}
+    tokenizer = job | {"tokenizer": tokenizer_of("ab"[jax.process_index()])}
     return {
         "texts": decode(options.target),
         "least_share": least_share(split),
         "engine": refusal_of(specjax.Engine, split, None, num_slots=1, max_length=16),
-        "other_prompt": refusal_of(check_alike, options, other),
-        "refused": refusal_of(read_but_the_second, options, other),
+        "alike": refusal_of(check_alike, options, job),
+        "others": [refusal_of(check_alike, options, other) for other in (prompt, tokenizer)],
+        "refused": refusal_of(read_but_the_second, options, job),
     }
 
 

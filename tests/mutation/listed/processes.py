@@ -54,6 +54,13 @@ MUTATIONS = (
         "processes of different prompts decode together",
     ),
     Mutation(
+        "specjax.cli.processes._digest",
+        'job["tokenizer"].to_str()',
+        '""',
+        _REFUSED,
+        "one process may see a stop string that another does not",
+    ),
+    Mutation(
         "specjax.mesh.Placement.num_processes",
         "device.process_index for",
         "0 for",
