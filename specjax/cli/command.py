@@ -176,7 +176,9 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
     if is_batch:
         enable_compilation_cache()
         return options, _read_batch_job(options, config, terminal), terminal
-    folder = command_folder()
+    # What a model over devices runs is compiled at its calls, and kept by JAX. Several processes
+    # keep nothing: one might find what another compiles.
+    folder = command_folder() if options.mesh is None or jax.distributed.is_initialized() else None
     if folder is None:
         enable_compilation_cache()
     return options, _read_generate_job(options, config, texts[0], terminal, folder), terminal

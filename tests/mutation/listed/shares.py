@@ -137,4 +137,11 @@ MUTATIONS = (
         commands("test_a_text_of_models_over_devices_is_that_of_one"),
         "cutoffs and listings take padding for tokens",
     ),
+    Mutation(
+        "specjax.cli.command._read_command",
+        "options.mesh is None or jax.distributed.is_initialized()",
+        "True",
+        commands("test_a_text_of_models_over_devices_is_that_of_one"),
+        "the command compiles for two devices each time",
+    ),
 )
