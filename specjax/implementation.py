@@ -18,6 +18,7 @@ import jax
 __all__ = [
     "DeviceFacts",
     "Implementation",
+    "is_for_cpu_alone",
     "resolve_implementation",
     "select",
     "visible_devices",
@@ -144,6 +145,20 @@ def select(
     if implementation.name == "auto":
         return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=xla)
     return kernels
+
+
+def is_for_cpu_alone(implementation: Implementation) -> bool:
+    """Returns whether what is traced runs on a CPU: JAX sees nothing else, no mesh names another.
+
+    Then plain JAX for other devices is not traced. An export for one from here is right, but slow.
+
+    Args:
+      implementation: a resolved one.
+    """
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    is_elsewhere = target is not None and target.platform != "cpu"
+    has_gpu = bool(implementation.device_facts().capabilities)
+    return not (has_gpu or is_elsewhere) and jax.default_backend() == "cpu"
 
 
 @functools.cache

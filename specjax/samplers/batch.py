@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.core.token_map import invert_token_map
-from specjax.implementation import select
+from specjax.implementation import is_for_cpu_alone, select
 from specjax.mesh import Placement, pvary_like
 from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.samplers.verify_xla import verify_batch
@@ -169,18 +169,24 @@ def verify_flat(arrays: VerifyArrays, options: CallOptions) -> Verification:
 
 def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArrays], Verification]:
     """Returns the function that verifies flat rows: the reference or the kernels."""
-    reference = functools.partial(_verify_by_reference, options=options)
+    cpu_alone = is_for_cpu_alone(options.implementation)
     missing = missing_of_verification(arrays, options)
     if not may_run_kernels(options, arrays.target_logits.shape[1], missing):
-        return reference
+        return functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
     from specjax.pallas.verify import verify_rows
 
+    # Where JAX chooses, a GPU runs the kernels, and the reference is left for a CPU.
+    cpu_alone |= options.implementation.name == "auto"
+    reference = functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
     kernels = functools.partial(verify_rows, options=options)
     return select(options.implementation, reference, kernels)
 
 
-def _verify_by_reference(arrays: VerifyArrays, options: CallOptions) -> Verification:
-    return resize_tokens(verify_batch(arrays, options), options.max_draft_tokens + 1)
+def _verify_by_reference(
+    arrays: VerifyArrays, options: CallOptions, cpu_alone: bool
+) -> Verification:
+    verification = verify_batch(arrays, options, cpu_alone)
+    return resize_tokens(verification, options.max_draft_tokens + 1)
 
 
 def empty_verification(num_rows: int) -> Verification:

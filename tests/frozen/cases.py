@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 import specjax
 from specjax import Draft, SamplingParams, SpeculativeConfig
 from specjax.core import rules
+from specjax.implementation import DeviceFacts, Implementation
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
@@ -62,7 +63,10 @@ def context(case):
 
 
 def implementation(platform):
-    return "triton" if platform == CUDA else "xla"
+    """The kernels, or plain JAX with what it would run on the GPU of a machine that has one."""
+    if platform == CUDA:
+        return "triton"
+    return Implementation("xla", device=DeviceFacts((8.0,)))
 
 
 def _sample(logits, keys, positions, temperature, cutoff=None, **options):

@@ -859,6 +859,25 @@ def test_none_is_plain_jax_where_there_is_no_gpu():
     assert "pallas_call" not in verify_text("drawn", **options)
 
 
+def test_what_a_cpu_alone_runs_is_traced_for_no_other_device():
+    """Plain JAX maps over requests on a CPU, and verifies them side by side elsewhere."""
+
+    def num_choices(implementation):
+        def verify(logits):
+            keys = jax.random.split(jax.random.key(0), 2)
+            options = dict(keys=keys, positions=0, temperature=1.0, implementation=implementation)
+            return specjax.rejection_sample(Draft(jnp.zeros((2, 0), I32)), logits, **options)
+
+        return str(jax.make_jaxpr(verify)(jnp.zeros((2, 1, 5)))).count("platform_index[")
+
+    assert num_choices(on_devices("xla")) == (jax.default_backend() != "cpu")
+    assert num_choices(on_devices("xla", (8.0,))) == 1
+    with on_gpu():
+        assert num_choices(on_devices("xla")) == 1
+        # The kernels, or what is left for a CPU.
+        assert num_choices(on_devices(None)) == 1
+
+
 def call(implementation):
     return specjax.gumbel_sample(
         jnp.zeros((2, 5), jnp.float32),

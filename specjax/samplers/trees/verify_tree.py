@@ -1,5 +1,6 @@
 """Verification of the trees of a batch: for each request a walk or a traversal, and its output."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions
 from specjax.core.temperature import parse_temperature
+from specjax.implementation import is_for_cpu_alone
 from specjax.mesh import pvary_like
 from specjax.samplers.request import LogitRows
 from specjax.samplers.trees.traverse import traverse_tree
@@ -88,12 +90,12 @@ def verify_trees(
     def one(tree: Tree) -> TreeVerification:
         return verify_tree(tree, target, draft, max_depth, options.noise_dtype)
 
-    return jax.lax.platform_dependent(
-        trees,
-        cpu=lambda t: jax.lax.map(one, t),
-        # A few at once: each holds several rows of float32.
-        default=lambda t: jax.lax.map(one, t, batch_size=_TREES),
-    )
+    in_turn = functools.partial(jax.lax.map, one)
+    if is_for_cpu_alone(options.implementation):
+        return in_turn(trees)
+    # A few at once: each holds several rows of float32.
+    side_by_side = functools.partial(in_turn, batch_size=_TREES)
+    return jax.lax.platform_dependent(trees, cpu=in_turn, default=side_by_side)
 
 
 def _flat_rows(logits: jax.Array, cutoff: jax.Array | None) -> LogitRows:
