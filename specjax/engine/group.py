@@ -70,8 +70,8 @@ class PromptGroup:
         """Returns the slots with the first waiting request in one of them, and the request."""
         request = self.waiting.popleft()
         settings = self._settings[request]
-        row = self._row_for(programs, programs.row_lengths[-1])
-        slots = programs.admit(slots, row, np.int32(slot), self._prompt, settings)
+        assert self._row is not None
+        slots = programs.admit(slots, self._row, np.int32(slot), self._prompt, settings)
         return slots, request
 
 

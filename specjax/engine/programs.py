@@ -1,7 +1,7 @@
 """The compiled programs of an engine, bound to its models and options, and the bytes they need."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,7 @@ class Programs(NamedTuple):
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `() -> PromptRow` of length S, without a drafter's state.
       prefill_target_chunk: `prefill_chunk` of such a row.
-      admit: `(slots, row, slot, prompt[1, S], request) -> slots`.
+      admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, rows: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
@@ -130,7 +130,7 @@ def make_programs(
         prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
-        admit=functools.partial(slots.admit, axes=axes),
+        admit=functools.partial(slots.admit, target, drafter, axes=axes),
         step=functools.partial(
             slots.step_slots, target, drafter, row_buckets=_row_buckets(shapes), **options
         ),
@@ -199,8 +199,8 @@ def warm_up(
     first = np.int32(0)
     nothing = np.zeros((1, chunk_size), np.int32), np.full((1, chunk_size), -1, np.int32)
     for _ in range(2):
-        row = _read_nothing(programs, nothing)
-        state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
+        for row in _rows_of_each_length(programs, nothing):
+            state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state, allowed)
         parked = programs.park(state, first)
         row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
@@ -211,12 +211,13 @@ def warm_up(
     return state
 
 
-def _read_nothing(programs: Programs, nothing: tuple[np.ndarray, np.ndarray]) -> PromptRow:
-    """Runs what reads prompts, in rows of every length, and returns the last row."""
+def _rows_of_each_length(programs: Programs, nothing: tuple[Any, Any]) -> Iterator[PromptRow]:
+    """Yields the rows that a prompt without tokens is read into."""
     last = programs.row_lengths[-1]
     row = programs.new_row(max_length=programs.row_lengths[0])
-    for length in programs.row_lengths[1:]:
+    for length in programs.row_lengths:
+        if length > programs.row_lengths[0]:
+            programs.grow_row(row, max_length=last)
+            row = programs.grow_row(row, max_length=length)
         row = programs.prefill_chunk(row, *nothing)
-        programs.grow_row(row, max_length=last)
-        row = programs.grow_row(row, max_length=length)
-    return programs.prefill_chunk(row, *nothing)
+        yield row

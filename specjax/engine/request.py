@@ -66,6 +66,7 @@ class Request:
     def __init__(
         self,
         prompt_token_ids: list[int],
+        max_new_tokens: int,
         text: StoppedText | None,
         run: Callable[[], bool],
         run_async: Callable[[], Awaitable[bool]],
@@ -78,6 +79,7 @@ class Request:
         self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self._max_new_tokens = max_new_tokens
         self._text, self._run, self._run_async = text, run, run_async
         self._metrics: tuple[Metrics, int] | None = None
         self._matched, self._drafted = matched, list[int]()
@@ -86,6 +88,11 @@ class Request:
     def text(self) -> str | None:
         """The text so far, up to a stop string; None without a tokenizer."""
         return None if self._text is None else self._text.text
+
+    @property
+    def num_left(self) -> int:
+        """Most tokens that it may still get."""
+        return self._max_new_tokens - len(self.token_ids)
 
     @property
     def metrics(self) -> Metrics | None:

@@ -1,7 +1,8 @@
 """The host's part: which prompt is read next, which request is in which slot, and what it got.
 
 A round fills the empty slots, dispatches a step, and then reads what the step before gave, while
-the device computes. So a request that ended is known one step later.
+the device computes. So a request that ended is known one step later, unless it had to end: a step
+gives it a token at least, and it may get no more.
 """
 
 import asyncio
@@ -19,6 +20,9 @@ from specjax.engine.request import Request
 from specjax.engine.slot_data import StepOutput
 
 __all__ = ["InFlight", "Scheduler"]
+
+# Prompts that are read before a slot is empty. Each takes the memory of a slot.
+_READ_AHEAD = 2
 
 
 class InFlight(NamedTuple):
@@ -115,7 +119,7 @@ class Scheduler:
 
     def _begin_round(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
-        self._empty_ended()
+        self._empty_slots()
         self._fill_slots()
         self._release_emptied()
         if not self.num_running:
@@ -143,47 +147,55 @@ class Scheduler:
         """Whether a request is left that has not ended, or a step that was not read."""
         return bool(self._in_flight) or self.num_running > 0 or self.num_waiting > 0
 
-    def _empty_ended(self) -> None:
-        """Empties the slots of requests that the host ended: aborted, or at a stop string."""
+    def _empty_slots(self) -> None:
+        """Empties slots of requests that the host ended, and that steps not yet read will end."""
         for slot, request in enumerate(self._occupants):
-            if request is not None and request.finish_reason is not None:
-                self._occupants[slot] = None
+            if request is None:
+                continue
+            num_steps = sum(step.occupants[slot] is request for step in self._in_flight)
+            if request.finish_reason is not None:
                 self._emptied.add(slot)
+            elif request.num_left > num_steps:
+                continue
+            self._occupants[slot] = None
 
     def _fill_slots(self) -> None:
         """Reads chunks of waiting prompts, and admits requests whose prompt is read.
 
-        Two chunks for every empty slot keep more slots busy than one. No more than prompts wait: a
-        single one is no reason to keep those in the slots waiting for two chunks.
+        Two chunks, and two for every empty slot after the first, keep more slots busy than one. No
+        more than prompts wait: a single one is no reason to keep those in the slots waiting for two
+        chunks.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         with self._queue_lock:
-            num_chunks = max(1, min(2 * len(empty), len(self._groups)))
-        while (group := self._first_group()) is not None:
-            if not group.is_read():
-                if not num_chunks:
-                    return
-                num_chunks -= group.read_chunk(self._programs, self._chunk_size)
-            elif empty:
+            num_chunks = max(1, min(2 * max(1, len(empty)), len(self._groups)))
+        while groups := self._first_groups():
+            if empty and groups[0].is_read():
                 slot = empty.pop(0)
                 with self._queue_lock:
-                    self._slots, request = group.put(self._programs, self._slots, slot)
+                    self._slots, request = groups[0].put(self._programs, self._slots, slot)
                 self._occupants[slot] = request
                 self._emptied.discard(slot)
-            else:
+                continue
+            unread = next((group for group in groups if not group.is_read()), None)
+            if unread is None or not num_chunks:
                 return
+            num_chunks -= unread.read_chunk(self._programs, self._chunk_size)
 
-    def _first_group(self) -> PromptGroup | ParkedRequest | None:
-        """Returns the first group that has a request waiting."""
+    def _first_groups(self) -> list[PromptGroup | ParkedRequest]:
+        """Returns the first groups that have a request waiting."""
+        first: list[PromptGroup | ParkedRequest] = []
         with self._queue_lock:
-            while self._groups:
-                group = self._groups[0]
+            for group in self._groups:
                 while group.waiting and group.waiting[0].finish_reason is not None:
                     group.waiting.popleft()
                 if group.waiting:
-                    return group
+                    first.append(group)
+                if len(first) == _READ_AHEAD:
+                    break
+            while self._groups and self._groups[0] not in first[:1]:
                 self._groups.popleft()
-        return None
+        return first
 
     def _release_emptied(self) -> None:
         """Says to the device which slots no request is in any more."""

@@ -138,6 +138,8 @@ def prefill_chunk(
 
 @functools.partial(jax.jit, static_argnames="axes", donate_argnames="slots")
 def admit(
+    target: Model,
+    drafter: Drafter | None,
     slots: DecodeState,
     row: PromptRow,
     slot: jax.Array,
@@ -149,14 +151,17 @@ def admit(
     """Returns the slots with a request in one of them, which begins with the next step.
 
     Args:
+      target: as in `Engine`.
+      drafter: as in `Engine`.
       slots: before.
-      row: that has read the prompt but for its last token.
+      row: that has read the prompt but for its last token, of any length that holds it.
       slot: i32.
       prompt: i32[1, S]; what follows the prompt is ignored.
       request: its settings.
       axes: from `state_axes`.
     """
     last = take_row(slots, axes, slot)
+    row = grow_row(target, drafter, row, max_length=prompt.shape[1])
     lengths = jnp.asarray(request.prompt_length)[None]
     index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
     token_ids = jnp.where(index < lengths[:, None], prompt, -1)

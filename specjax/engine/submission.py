@@ -117,7 +117,8 @@ def make_request(given: Submission, options: EngineOptions, run: Any, run_async:
     # A tokenizer cannot decode ids that it does not have.
     context = ids if given.error is None else []
     text = None if tokenizer is None else StoppedText(tokenizer, context, given.stop)
-    request = Request(ids, text, run, run_async, given.matched)
+    most = int(given.settings.max_length) - len(ids)
+    request = Request(ids, most, text, run, run_async, given.matched)
     if given.error is not None:
         request.end(FinishReason.REFUSED, given.error)
     return request

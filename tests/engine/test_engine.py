@@ -339,20 +339,32 @@ def test_no_request_compiles_anything():
 
 def test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step():
     engine = plain_engine()
+    greedy = {"key": KEYS[0], "temperature": 0}
+
+    def check_ends(num_tokens, requests, num_empty):
+        # A request of n tokens has its slot for n steps, and the host reads the last in one more.
+        slots, ends = [0, 0], []
+        for n in num_tokens:
+            slot = slots.index(min(slots))
+            ends.append(slots[slot] + n + 1)
+            slots[slot] += n + num_empty
+        first, at_end = engine.num_steps, {}
+        while engine.step():
+            for i, request in enumerate(requests):
+                if request.finish_reason:
+                    at_end.setdefault(i, engine.num_steps - first)
+        last = engine.num_steps - first
+        assert [len(request.token_ids) for request in requests] == list(num_tokens)
+        assert [at_end.get(i, last) for i in range(len(requests))] == [min(x, last) for x in ends]
+
+    # The host knows the step in which a request has all its tokens, and not where a stop token is.
     num_tokens = [3, 1, 5, 2, 2, 7, 1, 4]
-    requests = [engine.submit([1], key=KEYS[0], max_new_tokens=n) for n in num_tokens]
-    # A request of n tokens has its slot for n steps, and the host learns of its end in one more.
-    slots, ends = [0, 0], []
-    for n in num_tokens:
-        slot = slots.index(min(slots))
-        slots[slot] += n + 1
-        ends.append(slots[slot])
-    at_end = {}
-    while engine.step():
-        for i, request in enumerate(requests):
-            if request.finish_reason:
-                at_end.setdefault(i, engine.num_steps)
-    assert [at_end.get(i, engine.num_steps) for i in range(len(requests))] == ends
+    requests = [engine.submit([1], **greedy, max_new_tokens=n) for n in num_tokens]
+    check_ends(num_tokens, requests, num_empty=0)
+    text = requests[5].token_ids
+    stops = [text[i] for i in (0, 2, 1, 1, 0, 2)]
+    requests = [engine.submit([1], **greedy, stop_token_ids=token) for token in stops]
+    check_ends([1 + text.index(token) for token in stops], requests, num_empty=1)
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others():
@@ -378,6 +390,21 @@ def test_a_long_prompt_is_read_between_the_steps_of_others():
     assert np.diff(alone).tolist() == [1] * 5
     # With two prompts waiting, two chunks at once.
     assert len(together) == 4
+
+
+def test_the_next_prompt_is_read_before_a_slot_is_empty():
+    engine = plain_engine()
+    others = [engine.submit([1], key=KEYS[0], max_new_tokens=n) for n in (12, 12)]
+    engine.step()
+    waiting = [engine.submit([1, 2] * 13, key=KEYS[i], max_new_tokens=2) for i in range(3)]
+    while engine.num_waiting == 3:
+        engine.step()
+    # Both that were read have slots at once; the third is read meanwhile.
+    assert (engine.num_waiting, engine.occupancy) == (1, 1)
+    engine.step()
+    engine.step()
+    assert [len(request.token_ids) for request in others] == [12, 12]
+    assert [len(request.token_ids) for request in waiting] == [2, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -504,7 +531,7 @@ def test_a_preempted_request_gets_the_same_tokens(drops_cache):
     num_preempted = num_rounds = 0
     while engine.step():
         num_rounds += 1
-        if num_rounds % 3 == 0:
+        if num_rounds % 2 == 0:
             num_preempted += any(engine.preempt(r, drops_cache=drops_cache) for r in requests)
     assert num_preempted > 6
     assert list(map(what_came, requests)) == alone()

@@ -12,6 +12,8 @@ _GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_co
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
+_AHEAD = "test_the_next_prompt_is_read_before_a_slot_is_empty"
+_GENERATE = "test_a_request_gets_what_generate_gives"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
 _COMMAND = "test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of_it"
 _LINES = "test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut"
@@ -34,17 +36,38 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "min(2 * len(empty), len(self._groups))",
-        "2 * len(empty)",
+        "min(2 * max(1, len(empty)), len(self._groups))",
+        "2 * max(1, len(empty))",
         engines(_LONG),
         "a prompt that waits alone keeps the others waiting for two chunks",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "2 * len(empty)",
-        "len(empty)",
+        "2 * max(1, len(empty))",
+        "max(1, len(empty))",
         engines(_LONG),
         "one chunk for an empty slot",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._fill_slots",
+        "for group in groups if",
+        "for group in groups[:1] if",
+        engines(_AHEAD),
+        "the second prompt is read when a slot is empty",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._empty_slots",
+        "num_left > num_steps",
+        "num_left > 0",
+        engines(_SERVED),
+        "a slot whose request has all its tokens waits until the host reads them",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._empty_slots",
+        "num_left > num_steps",
+        "num_left > num_steps + 1",
+        engines(_SERVED),
+        "a request loses its slot before its last step",
     ),
     Mutation(
         "specjax.engine.request.Request.add",
@@ -92,8 +115,15 @@ MUTATIONS = (
         "specjax.engine.slots.grow_row",
         "put_beginning(new_row(target, drafter, max_length=max_length), row)",
         "new_row(target, drafter, max_length=max_length)",
-        engines(_GROWN),
+        engines(_GENERATE),
         "a row that grows forgets what was read",
+    ),
+    Mutation(
+        "specjax.engine.group.PromptGroup._row_for",
+        "programs.grow_row(self._row, max_length=length)",
+        "programs.new_row(max_length=length)",
+        engines(_GROWN),
+        "a row that grows between two chunks forgets what was read",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._begin_round",
