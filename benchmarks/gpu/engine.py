@@ -143,7 +143,9 @@ def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
         for _ in range(effort.queue)
     ]
     low, high = effort.prompts
-    times = measure_times(engine, [low, (low + high) // 2, high], effort.bare)
+    held = [prompt + new // 2 for prompt, new in sizes[: engine.num_slots]]
+    longer = [(length + high) // 2 for length in held]
+    times = measure_times(engine, [[low] * engine.num_slots, held, longer], effort.bare)
     first, occupied = engine.num_steps, engine._scheduler.num_occupied
     requests = [
         engine.submit(prompt_of(prompt, i), key=jax.random.key(i), max_new_tokens=new)

@@ -2,9 +2,10 @@
 
     bound = sum of chunk_ms[row length]  +  sum over steps of step_ms(tokens in all slots then)
 
-Chunks are timed in rows of each length, steps with empty slots and with full ones at several
-lengths; no host waits between. What lies between two lengths is interpolated. Copies of rows into
-slots count nothing. In which step a request has a slot follows from how many steps each took.
+Chunks are timed in rows of each length, steps with empty slots and with slots of unequal lengths,
+as the queue's are: attention takes longer for them than for as many tokens in equal rows. No host
+waits between. What lies between two sums of lengths is interpolated. Copies of rows into slots
+count nothing. In which step a request has a slot follows from how many steps each took.
 """
 
 import heapq
@@ -44,12 +45,12 @@ def fill(
     return requests
 
 
-def measure_times(engine: specjax.Engine, lengths: list[int], runs: int) -> Times:
+def measure_times(engine: specjax.Engine, lengths: list[list[int]], runs: int) -> Times:
     """Times chunks and steps of an engine without requests.
 
     Args:
       engine: with nothing to do.
-      lengths: of prompts that fill its slots.
+      lengths: of prompts that fill its slots, the fewest tokens first.
       runs: chunks or steps of each kind.
     """
     scheduler = engine._scheduler
@@ -67,8 +68,8 @@ def measure_times(engine: specjax.Engine, lengths: list[int], runs: int) -> Time
         chunk_ms[length] = 1e3 * (time.perf_counter() - start) / runs
         del row
     step_ms = [(0.0, bare_step_ms(engine, runs))]
-    for length in sorted(lengths):
-        prompts = [[seed % 97] * length for seed in range(engine.num_slots)]
+    for each in lengths:
+        prompts = [[seed % 97] * length for seed, length in enumerate(each)]
         requests = fill(engine, prompts, None)
         before = int(np.sum(scheduler._slots.lengths))
         taken = bare_step_ms(engine, runs)
