@@ -55,8 +55,18 @@ class Placement:
         """Returns a specification on this mesh."""
         return NamedSharding(self.mesh, spec)
 
+    def check_axes(self) -> None:
+        """Refuses a context of explicit axes, on which no array of the model lies."""
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            raise ValueError(
+                "a mesh of explicit axes is in use here, as by jax.set_mesh, and the model lies on "
+                "Auto ones. Make and run an Engine outside it; inside it call generate, init and "
+                "step, and functions of a Model through jax.sharding.auto_axes."
+            )
+
     def map(self, function: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
         """Returns a function that runs on the shares of all devices; arguments of `shard_map`."""
+        self.check_axes()
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
         )

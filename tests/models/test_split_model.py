@@ -232,9 +232,17 @@ def test_an_engine_gives_the_tokens_of_one_device(folders):
         engine = specjax.Engine(target, None, num_slots=2, max_length=16, prefill_chunk_size=4)
         asked = [engine.submit(PROMPT[i, :5], key=key, max_new_tokens=6) for i in range(3)]
         engine.run()
-        return [request.token_ids for request in asked]
+        return engine, [request.token_ids for request in asked]
 
-    assert texts(mesh=mesh_of(1, 2)) == texts()
+    split, ours = texts(mesh=mesh_of(1, 2))
+    assert ours == texts()[1]
+    # One that was made before is refused where it would compute.
+    with jax.set_mesh(mesh_of(1, 2)):
+        split.submit([1, 2], key=key)
+        for run in (split.run, lambda: texts(mesh=mesh_of(1, 2))):
+            with pytest.raises(ValueError, match="Make and run an Engine outside"):
+                run()
+    split.run()
     with pytest.raises(ValueError, match="mesh has 2 devices on its axis 'data'; an engine moves"):
         texts(mesh=mesh_of(2, 2))
 

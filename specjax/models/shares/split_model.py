@@ -128,6 +128,7 @@ class _Steps:
         shares.
         """
         own, placement = self.own, self.placement
+        placement.check_axes()
         groups = own.num_key_value_heads * placement.num_shares
         shape = (placement.round_up(batch_size), groups, max_length, own.head_dim)
         sharding = placement.sharding(placement.spec(placement.model))

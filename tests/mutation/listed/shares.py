@@ -138,6 +138,13 @@ MUTATIONS = (
         "cutoffs and listings take padding for tokens",
     ),
     Mutation(
+        "specjax.mesh.Placement.check_axes",
+        "AxisType.Explicit in",
+        "None in",
+        split_models("test_an_engine_gives_the_tokens_of_one_device"),
+        "an engine inside explicit axes fails in JAX's words",
+    ),
+    Mutation(
         "specjax.cli.command._read_command",
         "options.mesh is None or jax.distributed.is_initialized()",
         "True",
