@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from specjax.draft import Draft
 
@@ -24,87 +25,133 @@ class VocabularySplit:
     Attributes:
       axis_name: the mesh axis.
       vocab_size: V, without the padding at the end of the axis.
+      mesh: that of arrays whose sharding says how they lie, which `map_parts` divides among
+        devices. None inside `shard_map`, where an array is a device's part.
+      requests: with `mesh`, the axes over which the leading axis of the rows lies, or None.
     """
 
     axis_name: str
     vocab_size: int
+    mesh: Mesh | AbstractMesh | None = None
+    requests: Any = None
 
 
 def parse_split(
     axis_name: Any,
     vocab_size: Any,
-    logits: jax.Array,
+    logits: Any,
     implementation: str | None = None,
     draft: Draft | None = None,
     rule: Any = None,
 ) -> VocabularySplit | None:
-    """Returns the split of rows of logits inside `shard_map`, None for whole rows.
+    """Returns the split of rows of logits, None for whole rows.
 
     Args:
-      axis_name: the mesh axis, or None.
+      axis_name: the mesh axis of a device's part of rows inside `shard_map`. None asks the sharding
+        of the logits.
       vocab_size: V, or None for all that the axis holds.
-      logits: [..., width], this device's part of each row.
+      logits: [..., width], this device's part of each row; without `axis_name` whole arrays.
       implementation: the name of the implementation; None where there is no choice.
       draft: of a verification, or None.
       rule: of a verification, or None.
 
     Returns:
-      `VocabularySplit` or None.
+      `VocabularySplit` or None. Rows whose sharding splits them are whole for a call that cannot
+      read parts, unless it names `vocab_size`.
 
     Raises:
       ValueError: for an axis that there is not, a size that does not fit, or kernels by name.
     """
     if axis_name is None:
-        if vocab_size is not None:
+        mesh, axis_name, requests = _axes_of(logits)
+        if axis_name is None:
+            _check_no_size(vocab_size)
+            return None
+        size = mesh.shape[axis_name]
+    else:
+        # An axis of vmap has a size, too, and is none of a mesh.
+        if not isinstance(axis_name, str) or axis_name not in _manual_axes():
             raise ValueError(
-                f"vocab_size is {vocab_size!r} without axis_name; it is the size of a vocabulary "
-                "that lies over a mesh axis. Cut whole rows: logits[..., :vocab_size]."
+                f"axis_name is {axis_name!r}; it needs the name of one mesh axis, inside shard_map."
             )
-        return None
-    # An axis of vmap has a size, too, and is none of a mesh.
-    if not isinstance(axis_name, str) or axis_name not in _manual_axes():
-        raise ValueError(
-            f"axis_name is {axis_name!r}; it needs the name of one mesh axis, inside shard_map."
-        )
-    size = jax.lax.axis_size(axis_name)
-    width = logits.shape[-1]
-    if width < _LEAST_WIDTH:
-        raise ValueError(
-            f"logits have {width} tokens on each device of axis {axis_name!r}; a split vocabulary "
-            f"needs at least {_LEAST_WIDTH} there. Pass whole rows without axis_name."
-        )
+        mesh, requests, size = None, None, jax.lax.axis_size(axis_name)
+    most = logits.shape[-1] * (size if mesh is None else 1)
+    reason = _why_whole(axis_name, most // size, logits, draft, rule)
+    if reason is not None:
+        if mesh is not None and vocab_size is None:
+            return None
+        raise ValueError(reason)
     if implementation in ("triton", "interpret"):
         raise ValueError(
-            f"implementation={implementation!r} names the kernels, which read whole rows; with "
-            "axis_name it needs None or 'xla'."
+            f"implementation={implementation!r} names the kernels, which read whole rows; over "
+            f"devices of axis {axis_name!r} it needs None or 'xla'."
         )
-    most = width * size
     true = most if vocab_size is None else vocab_size
     if not isinstance(true, int) or isinstance(true, bool) or not 1 <= true <= most:
         raise ValueError(
             f"vocab_size is {vocab_size!r}; it needs a Python int from 1 to {most}, the tokens of "
-            f"{size} devices with {width} each."
+            f"{size} devices with {most // size} each."
         )
-    if draft is not None:
-        _check_draft(draft, width, rule)
-    return VocabularySplit(axis_name, true)
+    return VocabularySplit(axis_name, true, mesh, requests)
 
 
 def _manual_axes() -> tuple[str, ...]:
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
-def _check_draft(draft: Draft, width: int, rule: Any) -> None:
-    """Refuses what a split vocabulary does not go with: other widths, a token map, a rule."""
+def _axes_of(logits: Any) -> tuple[Any, str | None, Any]:
+    """Returns the mesh, the axis of the vocabulary and those of the requests of a sharded array.
+
+    A traced array tells its Explicit axes alone. None for all three of an array that lies whole,
+    or over several axes.
+    """
+    nowhere = None, None, None
+    is_traced = isinstance(logits, jax.core.Tracer)
+    sharding: Any = jax.typeof(logits) if is_traced else logits
+    sharding = getattr(sharding, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return nowhere
+    mesh, spec = sharding.mesh, sharding.spec
+    if len(spec) < logits.ndim or spec[-1] is None or _manual_axes():
+        return nowhere
+    names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    split_over = [name for name in names if mesh.shape[name] > 1]
+    if len(split_over) != 1:
+        return nowhere
+    return mesh, split_over[0], spec[0] if logits.ndim > 1 else None
+
+
+def _check_no_size(vocab_size: Any) -> None:
+    if vocab_size is not None:
+        raise ValueError(
+            f"vocab_size is {vocab_size!r} without axis_name, and no sharding says that the "
+            "vocabulary lies over a mesh axis (inside jit Explicit axes alone are seen). Cut whole "
+            "rows: logits[..., :vocab_size]."
+        )
+
+
+def _why_whole(
+    axis_name: str, width: int, logits: Any, draft: Draft | None, rule: Any
+) -> str | None:
+    """Says what asks for whole rows: narrow parts, a rule, drafts of other tokens; or None."""
+    if width < _LEAST_WIDTH:
+        return (
+            f"logits have {width} tokens on each device of axis {axis_name!r}; a split vocabulary "
+            f"needs at least {_LEAST_WIDTH} there. Pass whole rows without axis_name."
+        )
+    if draft is None:
+        return None
     if rule is not None:
-        raise ValueError("rule is given with axis_name; rules read whole rows of logits.")
+        return f"rule is given over axis {axis_name!r}; rules read whole rows of logits."
     if draft.token_map is not None:
-        raise ValueError(
-            "draft.token_map is given with axis_name; it needs draft.logits at the target's ids: "
-            "scatter them to V, -inf elsewhere."
+        return (
+            f"draft.token_map is given over axis {axis_name!r}; a split vocabulary needs "
+            "draft.logits at the target's ids: scatter them to V, -inf elsewhere."
         )
-    if draft.logits is not None and draft.logits.shape[-1] != width:
-        raise ValueError(
-            f"draft.logits has {draft.logits.shape[-1]} tokens on each device and target_logits "
-            f"{width}; with axis_name they need the same tokens there: pad them with -inf."
+    if draft.logits is not None and draft.logits.shape[-1] != logits.shape[-1]:
+        return (
+            f"draft.logits has {draft.logits.shape[-1]} tokens and target_logits "
+            f"{logits.shape[-1]}; over axis {axis_name!r} they need the same tokens there: pad "
+            "them with -inf."
         )
+    return None

@@ -20,7 +20,7 @@ from specjax.core.logsumexp import (
 from specjax.core.split.rows import first_token, take_each, true_row
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.core.temperature import parse_temperature
-from specjax.mesh import shard_map_batch
+from specjax.map_parts import map_parts
 from specjax.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
@@ -157,9 +157,10 @@ def list_top_logprobs(
     trailing_ones = (1,) * (len(leading) - temperature.ndim)
     temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
     batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
-    if split is not None or logits.ndim == 1:
-        return _top_logprobs(*batch, n=n, split=split)
-    return shard_map_batch(lambda batch, _: _top_logprobs(*batch, n=n), logits)(batch, ())
+    run = functools.partial(_top_logprobs, n=n, split=split)
+    if logits.ndim == 1 if split is None else split.mesh is None:
+        return run(*batch)
+    return map_parts(lambda batch, _: run(*batch), logits, split, [logits])(batch, ())
 
 
 def empty_logprobs(config: LogprobsConfig | None, shape: tuple[int, ...]) -> TopLogprobs | None:

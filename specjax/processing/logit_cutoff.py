@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from specjax.checks import as_array, check_logits, parse_array, parse_optional
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation, resolve_implementation, select
-from specjax.mesh import pvary_like, shard_map_batch
+from specjax.map_parts import map_parts
+from specjax.mesh import pvary_like
 from specjax.processing.cutoff_xla import cutoff_of_rows
 from specjax.vocabulary_split import VocabularySplit, parse_split
 
@@ -131,9 +132,10 @@ def find_cutoff(
         return jnp.zeros(leading, jnp.float32)
     batch = _once_per_row(logits, temperature, filters)
     run = functools.partial(cutoff_shard, implementation=implementation, split=split)
-    if not leading:
+    check_vma = not implementation.interpret
+    if not leading and (split is None or split.mesh is None):
         return run(jax.tree.map(lambda x: x[None], batch), None)[0]
-    return shard_map_batch(run, logits, check_vma=not implementation.interpret)(batch, None)
+    return map_parts(run, logits, split, [logits], check_vma=check_vma)(batch, None)
 
 
 def _once_per_row(logits: jax.Array, temperature: jax.Array, filters: Filters) -> _Batch:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.split.rows import first_token
-from specjax.mesh import shard_map_batch
+from specjax.map_parts import map_parts
 from specjax.processing.bad_words import forbid_words
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
@@ -107,7 +107,10 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
 
     batch = (rows, per_request, history, drafted, columns)
     whole = (shared, first_row, grammar, token_map)
-    processed: jax.Array = shard_map_batch(process, rows)(batch, whole)
+    counts = () if history.counts is None else history.counts
+    over_vocabulary = (rows, rules.bias, rules.allowed, *counts)
+    mapped = map_parts(process, rows, split, over_vocabulary, keeps_vocabulary=True)
+    processed: jax.Array = mapped(batch, whole)
     return processed.reshape(logits.shape)
 
 

@@ -76,7 +76,8 @@ def process_logits(
         verification, i for step i of a draft.
       axis_name: as in `gumbel_sample`. `bias`, `allowed` and `history.counts` are then of the
         tokens that this device has, as `logits` are; ids stay those of the whole vocabulary. A mask
-        in words needs a multiple of 32 tokens on each device. Without `grammar`.
+        in words needs a multiple of 32 tokens on each device. Without `grammar`. None asks the
+        sharding of `logits`, and all of these are whole arrays.
 
     Returns:
       Logits of the shape and dtype of `logits`. One array of that size is made, none in float32.
@@ -115,7 +116,7 @@ def process_logits(
     )
     rules = check_rules(rules, size, num_rows)
     split = parse_split(axis_name, None, logits)
-    check_rules_split(rules, vocab_size, split)
+    split = check_rules_split(rules, vocab_size, split)
     check_widths(rules, vocab_size)
     first_row = parse_array("first_row", first_row, jnp.int32, ())
     history = check_history(rules, History() if history is None else history, size, vocab_size)

@@ -162,18 +162,35 @@ def check_widths(rules: LogitRules, vocab_size: int) -> None:
         check_shape("allowed", allowed, (*allowed.shape[:-1], width))
 
 
-def check_rules_split(rules: LogitRules, width: int, split: VocabularySplit | None) -> None:
-    """Refuses a grammar over devices, and a mask in words where a word would lie on two of them."""
+def check_rules_split(
+    rules: LogitRules, width: int, split: VocabularySplit | None
+) -> VocabularySplit | None:
+    """Returns the split of the rows for these rules, None where they need whole rows.
+
+    Args:
+      rules: checked.
+      width: of the logits.
+      split: of the logits.
+
+    Raises:
+      ValueError: with `axis_name` for a grammar, and for a mask in words one of which would lie on
+        two devices.
+    """
     if split is None:
-        return
-    if rules.grammar is not None:
-        raise ValueError("grammar is given with axis_name; grammars read whole rows of logits.")
+        return None
+    reason = None
+    width //= 1 if split.mesh is None else split.mesh.shape[split.axis_name]
     allowed = rules.allowed
-    if allowed is not None and allowed.dtype != jnp.bool_ and width % _BITS_PER_WORD:
-        raise ValueError(
+    if rules.grammar is not None:
+        reason = "grammar is given with axis_name; grammars read whole rows of logits."
+    elif allowed is not None and allowed.dtype != jnp.bool_ and width % _BITS_PER_WORD:
+        reason = (
             f"allowed is in words of {_BITS_PER_WORD} tokens and each device has {width} tokens; "
             f"with axis_name that needs a multiple of {_BITS_PER_WORD}, or a mask of bool."
         )
+    if reason is not None and split.mesh is None:
+        raise ValueError(reason)
+    return split if reason is None else None
 
 
 def check_history(

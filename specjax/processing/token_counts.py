@@ -4,6 +4,7 @@
 reads the whole text again.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,10 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, parse_array
+from specjax.core.split.rows import first_token
+from specjax.map_parts import map_parts
 from specjax.mesh import pvary_like, shard_map_batch
+from specjax.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
     "TokenCounts",
@@ -105,7 +109,8 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
     """Returns the counts with the tokens of a step added: B * n additions.
 
     Args:
-      counts: `TokenCounts` before the step.
+      counts: `TokenCounts` before the step. Where `generated` says that V lies over a mesh axis,
+        each device adds to its own tokens.
       token_ids: i32[B, n], generated tokens. Ids outside [0, V) are not counted.
       num_tokens: i32[B] in [0, n], how many tokens of each row are counted.
 
@@ -132,23 +137,37 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
         raise ValueError(f"token_ids has shape {token_ids.shape}; it needs [{size}, n].")
     num_tokens = jnp.asarray(parse_array("num_tokens", num_tokens, jnp.int32, (size,)))
     token_ids = jnp.asarray(parse_array("token_ids", token_ids, jnp.int32, token_ids.shape))
-    return add_to_counts(counts, token_ids, num_tokens)
+    split = parse_split(None, None, counts.generated)
+    if split is None:
+        return add_to_counts(counts, token_ids, num_tokens)
+    return _add_over_devices(counts, token_ids, num_tokens, split=split)
 
 
-def add_to_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Array) -> TokenCounts:
+def add_to_counts(
+    counts: TokenCounts,
+    token_ids: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    split: VocabularySplit | None = None,
+) -> TokenCounts:
     """Returns what `update_counts` returns, of checked arrays."""
-    vocab_size = counts.generated.shape[1]
 
     def add(batch: Any, _: Any) -> jax.Array:
         generated, token_ids, num_tokens = batch
+        vocab_size = generated.shape[1]
+        if split is not None:
+            token_ids = token_ids - first_token(vocab_size, split)
         index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         counted = (index < num_tokens[:, None]) & (token_ids >= 0)
         rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
         ids = jnp.where(counted, token_ids, vocab_size)
         return generated.at[rows, ids].add(1, mode="drop")
 
-    batch = (counts.generated, token_ids, num_tokens)
-    return counts._replace(generated=shard_map_batch(add, counts.generated)(batch, ()))
+    rows = counts.generated
+    mapped = map_parts(add, rows, split, [rows], keeps_vocabulary=True)
+    return counts._replace(generated=mapped((rows, token_ids, num_tokens), ()))
 
+
+_add_over_devices = functools.partial(jax.jit, static_argnames="split")(add_to_counts)
 
 jax.export.register_namedtuple_serialization(TokenCounts, serialized_name="specjax.TokenCounts")

@@ -13,6 +13,7 @@ from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.core.token_map import invert_token_map
 from specjax.implementation import is_for_cpu_alone, select
+from specjax.map_parts import map_parts
 from specjax.mesh import Placement, pvary_like
 from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.samplers.verify_xla import verify_batch
@@ -25,8 +26,8 @@ __all__ = [
     "key_words_per_request",
     "once_per_request",
     "resize_tokens",
-    "verify_flat",
     "verify_over_mesh",
+    "verify_ragged",
     "verify_shard",
 ]
 
@@ -161,10 +162,27 @@ def _reads_parts(arrays: VerifyArrays, split: VocabularySplit, options: CallOpti
     return is_plain and is_alike and not (by_name and missing)
 
 
-def verify_flat(arrays: VerifyArrays, options: CallOptions) -> Verification:
-    """Verifies flat rows, of arrays that stand in the call once per request."""
-    arrays = pvary_like(arrays, arrays, without=options.axis_name)
-    return _verifier(arrays, options)(arrays)
+def verify_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
+    """Verifies requests laid end to end; every device has all of them.
+
+    Args:
+      arrays: from `once_per_request`, rows of logits flat.
+      options: static.
+
+    Returns:
+      `Verification`.
+    """
+
+    def run(_: None, arrays: VerifyArrays) -> Verification:
+        arrays = pvary_like(arrays, arrays, without=options.axis_name)
+        return _verifier(arrays, options)(arrays)
+
+    if options.split is None or options.split.mesh is None:
+        return run(None, arrays)
+    split = dataclasses.replace(options.split, requests=None)
+    rows = (arrays.target_logits, arrays.draft_logits)
+    check_vma = not options.implementation.interpret
+    return map_parts(run, rows[0], split, rows, check_vma=check_vma)(None, arrays)
 
 
 def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArrays], Verification]:

@@ -18,7 +18,7 @@ from specjax.checks import (
 )
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import shard_map_batch
+from specjax.map_parts import map_parts
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
@@ -153,4 +153,6 @@ def _coupled_sample(arrays: VerifyArrays, *, options: CallOptions) -> Verificati
     arrays = once_per_request(arrays, size, num_rows - 1)
     run = functools.partial(verify_shard, options=options)
     check_vma = not options.implementation.interpret
-    return shard_map_batch(run, arrays.target_logits, check_vma)(arrays, SharedArrays())
+    rows = arrays.target_logits
+    mapped = map_parts(run, rows, options.split, [rows], check_vma=check_vma)
+    return mapped(arrays, SharedArrays())

@@ -22,7 +22,12 @@ from specjax.checks import (
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded
-from specjax.samplers.batch import empty_verification, once_per_request, resize_tokens, verify_flat
+from specjax.samplers.batch import (
+    empty_verification,
+    once_per_request,
+    resize_tokens,
+    verify_ragged,
+)
 from specjax.verification import Verification
 from specjax.vocabulary_split import parse_split
 
@@ -135,4 +140,4 @@ def _coupled_sample_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Ver
     if not arrays.token_ids.shape[0]:
         options = dataclasses.replace(options, max_draft_tokens=0)
     arrays = once_per_request(arrays, size, options.max_draft_tokens)
-    return resize_tokens(verify_flat(arrays, options), num_rows)
+    return resize_tokens(verify_ragged(arrays, options=options), num_rows)

@@ -19,7 +19,8 @@ from specjax.checks import (
 from specjax.core.gumbel_max import sample_row
 from specjax.core.noise import batch_addresses
 from specjax.implementation import Implementation, resolve_implementation, select
-from specjax.mesh import pvary_like, shard_map_batch
+from specjax.map_parts import map_parts
+from specjax.mesh import pvary_like
 from specjax.sample import Sample
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.split_kernels import may_run_kernels
@@ -65,8 +66,10 @@ def gumbel_sample(
         `specjax.implementation.Implementation` also carries sizes of the kernels.
       axis_name: inside `shard_map`, the mesh axis over which V lies. `logits` is then this device's
         part of each row, of at least 128 tokens, and the sample is the same on each. None for
-        whole rows.
-      vocab_size: with `axis_name`, V; what the axis holds past it is padding. None is all of it.
+        whole arrays. Where the sharding of `logits` splits V over a mesh axis, each device reads
+        its part, too; inside `jit` that is seen of Explicit axes.
+      vocab_size: V, where it lies over a mesh axis; what the axis holds past it is padding. None is
+        all of it.
 
     Returns:
       `Sample`; token -1 and log-probability 0 for a row with NaN or +inf, -inf
@@ -127,7 +130,8 @@ def sample_batch(arrays: SampleArrays, *, options: CallOptions) -> Sample:
     check_vma = not options.implementation.interpret
     placement = options.placement
     if placement is None:
-        return shard_map_batch(run, arrays.logits, check_vma)(arrays, None)
+        rows = arrays.logits
+        return map_parts(run, rows, options.split, [rows], check_vma=check_vma)(arrays, None)
     # Each device draws for its own requests: GSPMD would bring a kernel all rows.
     requests = placement.spec()
     mapped = placement.map(run, (requests,), requests, check_vma)

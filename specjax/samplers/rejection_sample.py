@@ -22,7 +22,7 @@ from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import shard_map_batch
+from specjax.map_parts import map_parts
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
@@ -86,7 +86,8 @@ def rejection_sample(
         "interpret" the kernels in Pallas' interpreter, for tests. A
         `specjax.implementation.Implementation` also carries sizes of the kernels.
       axis_name: as in `gumbel_sample`, for `target_logits` and `draft.logits`, which then have the
-        same tokens on a device; without `rule` and `draft.token_map`.
+        same tokens on a device; without `rule` and `draft.token_map`. With them None gathers rows
+        that a sharding splits.
       vocab_size: as in `gumbel_sample`.
 
     Returns:
@@ -184,8 +185,8 @@ def check_verification(
 @functools.partial(jax.jit, static_argnames="options")
 def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
     """Runs what `check_verification` returns."""
-    target_logits = arrays.target_logits
-    size, num_rows = target_logits.shape[:2]
+    rows = (arrays.target_logits, arrays.draft_logits)
+    size, num_rows = arrays.target_logits.shape[:2]
     if size == 0:
         return empty_verification(num_rows)
     arrays = once_per_request(arrays, size, num_rows - 1)
@@ -196,7 +197,7 @@ def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verificat
         arrays = arrays._replace(draft_logits=None)
     run = functools.partial(verify_shard, options=options)
     check_vma = not options.implementation.interpret
-    return shard_map_batch(run, target_logits, check_vma)(arrays, shared)
+    return map_parts(run, rows[0], options.split, rows, check_vma=check_vma)(arrays, shared)
 
 
 def verify_draft(arrays: VerifyArrays, *, options: CallOptions) -> Verification:

@@ -30,7 +30,7 @@ from specjax.samplers.batch import (
     empty_verification,
     once_per_request,
     resize_tokens,
-    verify_flat,
+    verify_ragged,
 )
 from specjax.verification import Verification
 from specjax.vocabulary_split import parse_split
@@ -190,4 +190,4 @@ def run_ragged_verification(arrays: VerifyArrays, *, options: CallOptions) -> Ve
     if not arrays.token_ids.shape[0]:
         options = dataclasses.replace(options, max_draft_tokens=0)
     arrays = once_per_request(arrays, size, options.max_draft_tokens)
-    return resize_tokens(verify_flat(arrays, options), num_rows)
+    return resize_tokens(verify_ragged(arrays, options=options), num_rows)

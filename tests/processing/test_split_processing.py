@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from over_devices import WHOLE, most_numbers, over_devices, pad, split
+from jax.sharding import AxisType, NamedSharding
+from over_devices import WHOLE, mesh_of, most_numbers, over_devices, pad, split
 
 import specjax
 
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.once
 
 BATCH, ROWS, VOCAB = 4, 2, 50257
 DRAFTED = jnp.array([[5], [40000], [50256], [-1]])
+LAST = jnp.array([[12565, 50256, 1], [12566, -1, 2], [30000, 30000, 3], [50257, 0, 4]])
 
 
 def arrays_of(rng):
@@ -30,9 +32,11 @@ def arrays_of(rng):
 
 def process(logits, bias, allowed, generated, prompt, **axis):
     """Processed logits, the cutoff of each row, and the likeliest tokens."""
-    history = specjax.History(
-        jnp.array([[7, 3]] * BATCH), jnp.full(BATCH, 2), specjax.TokenCounts(generated, prompt)
-    )
+    counts = specjax.TokenCounts(generated, prompt)
+    # Inside shard_map a caller subtracts a device's first token from the ids.
+    if "axis_name" not in axis:
+        counts = specjax.update_counts(counts, LAST, jnp.full(BATCH, 2))
+    history = specjax.History(jnp.array([[7, 3]] * BATCH), jnp.full(BATCH, 2), counts)
     processed = specjax.process_logits(
         logits,
         bias=bias,
@@ -43,7 +47,7 @@ def process(logits, bias, allowed, generated, prompt, **axis):
         bad_words=jnp.array([[40000, -1], [3, 12345], [5, 50256]]),
         history=history,
         drafted_token_ids=DRAFTED,
-        **{name: value for name, value in axis.items() if name == "axis_name"},
+        axis_name=axis.get("axis_name"),
     )
     temperature = jnp.array([1.0, 0.7, 1.0, 0.0])
     cutoff = specjax.logit_cutoff(
@@ -61,22 +65,44 @@ def process(logits, bias, allowed, generated, prompt, **axis):
     return processed, cutoff, listed
 
 
-def test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels():
-    arrays = arrays_of(np.random.default_rng(2))
+def parts_of(arrays):
+    """Arrays as four devices have them, and how they lie."""
     parts = {name: pad(array, fill=1) for name, array in arrays.items()}
     parts["logits"] = pad(arrays["logits"])
-    specs = {name: split(array) for name, array in parts.items()}
+    return parts, {name: split(array) for name, array in parts.items()}
+
+
+def test_results_are_the_same_on_every_device_of_an_axis_by_name():
+    """Others would be refused; nothing is compiled."""
+    parts, specs = parts_of(arrays_of(np.random.default_rng(2)))
 
     def call(arrays):
         return process(**arrays, axis_name="model", vocab_size=VOCAB)
 
-    program = over_devices(call, (parts,), (specs,), out_specs=(specs["logits"], WHOLE, WHOLE))
+    out_specs = (specs["logits"], WHOLE, WHOLE)
+    mapped = jax.shard_map(call, mesh=mesh_of(), in_specs=(specs,), out_specs=out_specs)
+    processed, cutoff, listed = jax.eval_shape(mapped, parts)
+    assert processed.shape == parts["logits"].shape
+    assert cutoff.shape == listed.rank.shape == (BATCH, ROWS)
+
+
+def test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels():
+    """The arrays say by their types how they lie."""
+    arrays = arrays_of(np.random.default_rng(2))
+    parts, specs = parts_of(arrays)
+    mesh = mesh_of(kind=AxisType.Explicit)
+    parts = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in parts.items()}
+
+    def call(arrays):
+        return process(**arrays, vocab_size=VOCAB)
+
+    program = jax.jit(call).lower(parts).compile()
     kinds, most = most_numbers(program)
     assert kinds == {"all-gather", "all-reduce", "collective-permute"}
     assert most <= BATCH * ROWS * (VOCAB / 128 + 4096) < parts["logits"].size / 4
     processed, cutoff, listed = program(parts)
     whole = jax.jit(lambda arrays: process(**arrays))(arrays)
-    np.testing.assert_array_equal(processed[..., :VOCAB], whole[0])
+    np.testing.assert_array_equal(np.asarray(processed)[..., :VOCAB], whole[0])
     assert np.isneginf(whole[0]).any(axis=(0, 1))[[40000, 12345, 50256]].all()
     np.testing.assert_array_equal(cutoff, whole[1])
     np.testing.assert_array_equal(listed.token_ids, whole[2].token_ids)
@@ -85,7 +111,7 @@ def test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_trave
     np.testing.assert_allclose(listed.logprob, whole[2].logprob, atol=2e-6, rtol=1e-6)
 
 
-def test_a_mask_in_words_that_lie_on_two_devices_is_refused():
+def test_a_mask_in_words_that_lie_on_two_devices_is_refused_by_name_and_read_whole_otherwise():
     arrays = (jnp.zeros((1, 4 * 144)), jnp.zeros((4 * 5,), jnp.uint32))
 
     def call(logits, allowed):
@@ -93,6 +119,9 @@ def test_a_mask_in_words_that_lie_on_two_devices_is_refused():
 
     with pytest.raises(ValueError, match="a multiple of 32"):
         over_devices(call, arrays, tuple(map(split, arrays)), out_specs=split(arrays[0]))
+    logits = jax.device_put(arrays[0], NamedSharding(mesh_of(), split(arrays[0])))
+    whole = jnp.full((18,), -1, jnp.int32)
+    np.testing.assert_array_equal(specjax.process_logits(logits, allowed=whole), arrays[0])
 
 
 def test_a_grammar_of_whole_rows_is_refused_as_one():

@@ -27,7 +27,7 @@ PACKAGE = ROOT / "specjax"
 FLOORS = (
     ("draft", "verification", "sample", "model"),
     ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io", "vocabulary_split"),
-    ("call_arrays", "checks", "programs"),
+    ("call_arrays", "checks", "map_parts", "programs"),
     ("core",),
     ("config", "pallas"),
     ("samplers", "processing", "theory"),

@@ -4,17 +4,20 @@ Whatever stands past the vocabulary's end is NaN, so that every number that read
 """
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
-from over_devices import DEVICES, most_numbers, over_devices, pad, split
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from over_devices import DEVICES, mesh_of, most_numbers, over_devices, pad, split
 from verify_cases import make_draft, make_keys, mixed_case
 
 import specjax
 from specjax.core.rules import standard
+from specjax.samplers.gumbel_sample import sample_batch
+from specjax.vocabulary_split import parse_split
 
 pytestmark = pytest.mark.once
 
@@ -28,11 +31,88 @@ def coupled(draft, *arguments, **options):
     return specjax.coupled_sample(draft.token_ids, *arguments, **options)
 
 
-# By method: the vocabulary, the devices that it lies over, and those that the requests lie over.
+def ragged(draft, logits, **options):
+    """Requests of K drafts each, laid end to end."""
+    draft = draft._replace(num_tokens=options.pop("num_tokens"))
+    return specjax.rejection_sample_ragged(
+        draft,
+        logits,
+        cu_num_draft_tokens=K * jnp.arange(BATCH + 1),
+        max_draft_tokens=K,
+        **options,
+    )
+
+
+def by_axis_name(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
+    """What a verification inside `shard_map` returns, and its program."""
+    specs = jax.tree.map(lambda _: REQUESTS, draft)._replace(logits=ROWS)
+    arrays = (draft, logits, keys, rest)
+
+    def call(draft, logits, keys, rest):
+        return verify(draft, logits, keys=keys, axis_name="model", vocab_size=vocab_size, **rest)
+
+    program = over_devices(call, arrays, (specs, ROWS, REQUESTS, REQUESTS), devices, REQUESTS, data)
+    return program(*arrays), program
+
+
+def lay(logits, devices, data=1, kind=AxisType.Auto):
+    """Rows of logits that lie over a mesh, of the requests over its axis "data"."""
+    between = (None,) * (logits.ndim - 2)
+    requests = "data" if data > 1 else None
+    spec = PartitionSpec(requests, *between, "model")
+    return jax.device_put(logits, NamedSharding(mesh_of(devices, data, kind), spec))
+
+
+def by_sharding(verify, draft, logits, keys, rest, *, vocab_size, devices, data, inside):
+    """What a verification of arrays over Auto axes returns, and its program: that of `inside`."""
+    module, name = inside
+    module = importlib.import_module(f"specjax.samplers.{module}")
+    jitted, programs = getattr(module, name), []
+
+    def compile_and_run(arrays, *, options):
+        programs.append(jitted.lower(arrays, options=options).compile())
+        return programs[0](arrays)
+
+    draft = draft._replace(logits=lay(draft.logits, devices, data))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, compile_and_run)
+        logits = lay(logits, devices, data)
+        ours = verify(draft, logits, keys=keys, vocab_size=vocab_size, **rest)
+    return ours, programs[0]
+
+
+def by_type(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
+    """What a verification inside `jit` of arrays over Explicit axes returns, and its program."""
+    draft = draft._replace(logits=lay(draft.logits, devices, data, AxisType.Explicit))
+    arrays = (draft, lay(logits, devices, data, AxisType.Explicit), keys, rest)
+
+    def call(draft, logits, keys, rest):
+        return verify(draft, logits, keys=keys, vocab_size=vocab_size, **rest)
+
+    program = jax.jit(call).lower(*arrays).compile()
+    return program(*arrays), program
+
+
+def flat(x):
+    """Rows of requests laid end to end."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+# By method: how a call is told of the split, the vocabulary, the devices that it lies over, and
+# those that the requests lie over.
+BLOCK = ("block_rejection_sample", "run_verification")
+RAGGED = ("rejection_sample_ragged", "run_ragged_verification")
 METHODS = {
-    "token": (specjax.rejection_sample, GPT2, 4, 1),
-    "block": (specjax.block_rejection_sample, GPT2, 2, 2),
-    "coupled": (coupled, QWEN, 8, 1),
+    "token": (specjax.rejection_sample, by_axis_name, GPT2, 4, 1),
+    "ragged": (ragged, functools.partial(by_sharding, inside=RAGGED), GPT2, 8, 1),
+    "block": (
+        specjax.block_rejection_sample,
+        functools.partial(by_sharding, inside=BLOCK),
+        GPT2,
+        2,
+        2,
+    ),
+    "coupled": (coupled, by_type, QWEN, 8, 1),
 }
 ROWS, REQUESTS = PartitionSpec("data", None, "model"), PartitionSpec("data")
 
@@ -57,30 +137,105 @@ def arguments(case):
     return {name: jnp.asarray(case[name]) for name in names}
 
 
+@functools.cache
+def whole_rows(method):
+    """What a method makes of whole rows, of requests laid end to end as of padded ones."""
+    verify, _, vocab_size, *_ = METHODS["token" if method == "ragged" else method]
+    inputs = case(vocab_size)
+    logits, keys = jnp.asarray(inputs["target_logits"]), make_keys(BATCH)
+    return verify(make_draft(inputs), logits, keys=keys, **arguments(inputs))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_whole_rows_and_no_row_travels(method):
-    verify, vocab_size, devices, data = METHODS[method]
-    inputs, keys = case(vocab_size), make_keys(BATCH)
-    draft, logits = make_draft(inputs), jnp.asarray(inputs["target_logits"])
-    whole = verify(draft, logits, keys=keys, **arguments(inputs))
+    verify, run, vocab_size, devices, data = METHODS[method]
+    inputs = case(vocab_size)
+    draft, rest = make_draft(inputs), arguments(inputs)
+    logits = pad(jnp.asarray(inputs["target_logits"]), devices)
     draft = draft._replace(logits=pad(draft.logits, devices))
-    arrays = (draft, pad(logits, devices), keys, arguments(inputs))
-    draft_specs = jax.tree.map(lambda _: REQUESTS, draft)._replace(logits=ROWS)
-
-    def call(draft, logits, keys, rest):
-        return verify(draft, logits, keys=keys, axis_name="model", vocab_size=vocab_size, **rest)
-
-    specs = (draft_specs, ROWS, REQUESTS, REQUESTS)
-    program = over_devices(call, arrays, specs, devices, REQUESTS, data)
+    if method == "ragged":
+        fields = {name: x for name, x in draft._asdict().items() if x is not None and x.ndim > 1}
+        draft = draft._replace(num_tokens=None, **jax.tree.map(flat, fields))
+        rest |= {"cutoff": flat(rest["cutoff"]), "num_tokens": jnp.asarray(inputs["num_tokens"])}
+        logits = flat(logits)
+    ours, program = run(
+        verify,
+        draft,
+        logits,
+        make_keys(BATCH),
+        rest,
+        vocab_size=vocab_size,
+        devices=devices,
+        data=data,
+    )
     kinds, most = most_numbers(program)
     assert kinds == {"all-gather", "all-reduce", "collective-permute"}
     num_rows = BATCH * (K + 1) / data
     assert most <= num_rows * (vocab_size / 128 + 4096) < num_rows * vocab_size / devices
-    ours = program(*arrays)
+    whole = whole_rows(method)
     assert {0, K} <= set(np.asarray(ours.num_accepted).tolist())
     for name in ("token_ids", "num_accepted", "num_emitted"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(whole, name))
     np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["padded", "end to end"])
+@pytest.mark.parametrize("method", ["rejection", "block_rejection", "coupled"])
+def test_every_verification_asks_for_the_axis_and_for_the_size(method, ends):
+    name = f"{method}_sample_ragged" if ends else f"{method}_sample"
+    ids, logits = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 2, 512))
+    laid = dict(cu_num_draft_tokens=np.arange(3), max_draft_tokens=1) if ends else {}
+    ids, logits = (flat(ids), flat(logits)) if ends else (ids, logits)
+    draft = ids if method == "coupled" else specjax.Draft(ids)
+    verify = functools.partial(
+        getattr(specjax, name), draft, logits, keys=make_keys(2), positions=0, **laid
+    )
+    with pytest.raises(ValueError, match="it needs the name of one mesh axis"):
+        verify(axis_name="other")
+    with pytest.raises(ValueError, match="vocab_size is 500 without axis_name"):
+        verify(vocab_size=500)
+
+
+@pytest.mark.parametrize(("devices", "kind"), [(2, AxisType.Auto), (4, AxisType.Explicit)])
+def test_samples_of_rows_whose_sharding_splits_them_are_those_of_whole_rows(devices, kind):
+    """Parts of Qwen's vocabulary over two and four devices begin within a block."""
+    rows = jax.random.normal(jax.random.key(1), (4, QWEN))
+    sample = functools.partial(
+        specjax.gumbel_sample, keys=make_keys(4), positions=3, stream=specjax.Stream.TARGET
+    )
+    whole = sample(rows)
+    parts = lay(rows, devices, kind=kind)
+    if kind == AxisType.Explicit:
+        program = jax.jit(sample).lower(parts).compile()
+        assert most_numbers(program)[1] <= 4 * (QWEN / 128 + 4096)
+        ours = program(parts)
+    else:
+        ours = sample(parts)
+        compiled = sample_batch._cache_size()
+        sample(parts + 1)
+        assert sample_batch._cache_size() == compiled
+    np.testing.assert_array_equal(ours.token_ids, whole.token_ids)
+    np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("width", "fields", "rule"),
+    [
+        (127, {}, None),
+        (128, dict(logits=np.zeros((1, 1, 99), np.float32)), None),
+        (128, dict(token_map=np.arange(128 * DEVICES)), None),
+        (128, {}, standard()),
+    ],
+)
+def test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their_size(
+    width, fields, rule
+):
+    logits = lay(jnp.zeros((1, 2, width * DEVICES)), DEVICES)
+    draft = specjax.Draft(jnp.zeros((1, 1), jnp.int32), logits=logits[:, :1])
+    draft = draft._replace(**fields)
+    assert parse_split(None, None, logits, draft=draft, rule=rule) is None
+    with pytest.raises(ValueError, match="axis 'model'"):
+        parse_split(None, width, logits, draft=draft, rule=rule)
 
 
 def test_a_program_that_gathers_rows_is_seen():

@@ -5,7 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 DEVICES = 4
 WHOLE = PartitionSpec()
@@ -25,11 +25,25 @@ def split(array):
     return PartitionSpec(*(None,) * (array.ndim - 1), "model")
 
 
+def mesh_of(devices=DEVICES, data=1, kind=AxisType.Auto):
+    """A mesh whose axis "model" has some devices, next to an axis "data"."""
+    used = jax.devices()[: data * devices]
+    types = (kind,) * 2
+    return jax.make_mesh((data, devices), ("data", "model"), axis_types=types, devices=used)
+
+
+def lay(mesh, tree, specs):
+    """A pytree of arrays that lie over a mesh as specs say; None is as they are."""
+
+    def put(spec, x):
+        return x if spec is None else jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, specs, tree, is_leaf=lambda spec: spec is None)
+
+
 def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE, data=1, **options):
     """The compiled program of a function whose arrays lie over devices, by `data`, as specs say."""
-    used = jax.devices()[: data * devices]
-    types = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((data, devices), ("data", "model"), axis_types=types, devices=used)
+    mesh = mesh_of(devices, data)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, **options)
     return jax.jit(mapped).lower(*arrays).compile()
 

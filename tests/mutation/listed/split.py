@@ -9,6 +9,11 @@ _ROWS = "specjax.core.split.rows."
 _EMPTY = "test_a_device_without_tokens_changes_no_sample"
 _PROCESSED = "test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels"
 _TOKENS = "test_tokens_are_those_of_whole_rows_and_no_row_travels"
+_SAMPLES_BY_SHARDING = "test_samples_of_rows_whose_sharding_splits_them_are_those_of_whole_rows"
+_WHOLE_BY_SHARDING = (
+    "test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their_size"
+)
+_WORDS = "test_a_mask_in_words_that_lie_on_two_devices_is_refused_by_name_and_read_whole_otherwise"
 _PALLAS = "specjax.pallas."
 _KERNELS = "test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows"
 _SAMPLES = "test_one_gather_suffices_for_the_samples_of_whole_rows"
@@ -140,6 +145,62 @@ MUTATIONS = (
         "jax.lax.pmax(num_likelier, split.axis_name)",
         split_processing(_PROCESSED),
         "a rank counts the likelier tokens of one device alone",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._axes_of",
+        "spec[-1] is None",
+        "spec[-1] is not None",
+        split_vocabulary(f"{_SAMPLES_BY_SHARDING}[4-AxisType.Explicit]"),
+        "rows are gathered whose sharding splits them",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._axes_of",
+        "jax.typeof(logits) if is_traced else logits",
+        "logits",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "inside jit no axis is seen, Explicit ones neither",
+    ),
+    Mutation(
+        "specjax.vocabulary_split.parse_split",
+        "most = logits.shape[-1] * (size if mesh is None else 1)",
+        "most = logits.shape[-1] * size",
+        split_vocabulary(_WHOLE_BY_SHARDING),
+        "the rows of whole arrays are taken for a device's part of longer ones",
+    ),
+    Mutation(
+        "specjax.vocabulary_split.parse_split",
+        "mesh is not None and vocab_size is None",
+        "mesh is not None",
+        split_vocabulary(_WHOLE_BY_SHARDING),
+        "padding is emitted where rows with a given size are gathered",
+    ),
+    Mutation(
+        "specjax.map_parts.map_parts.specs.spec",
+        "if not any(x is rows for rows in over_vocabulary):",
+        "if x.ndim < 3:",
+        split_vocabulary(f"{_TOKENS}[ragged]"),
+        "every device is given whole rows of flat logits",
+    ),
+    Mutation(
+        "specjax.map_parts.map_parts.call",
+        "specs(batch, split.requests)",
+        "specs(batch, None)",
+        split_vocabulary(f"{_TOKENS}[block]"),
+        "every device verifies all requests, in place of its own",
+    ),
+    Mutation(
+        "specjax.processing.token_counts.add_to_counts.add",
+        "token_ids - first_token(vocab_size, split)",
+        "token_ids",
+        split_processing(_PROCESSED),
+        "every device counts the first one's tokens",
+    ),
+    Mutation(
+        "specjax.processing.rule_checks.check_rules_split",
+        "return split if reason is None else None",
+        "return split",
+        split_processing(_WORDS),
+        "a mask in words is split within a word",
     ),
     Mutation(
         f"{_PALLAS}split.shared_rows.with_shared_tiles",
