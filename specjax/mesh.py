@@ -247,8 +247,10 @@ def shard_map_batch(
     )
 
     def reshard_and_call(batch: Any, shared: Any) -> Any:
-        batch = jax.tree.map(lambda x: jax.sharding.reshard(x, split), batch)
-        shared = jax.tree.map(lambda x: jax.sharding.reshard(x, whole), shared)
+        # Named with their mesh: outside `jax.set_mesh` a specification alone says no place.
+        by_request, everywhere = (NamedSharding(mesh, spec) for spec in (split, whole))
+        batch = jax.tree.map(lambda x: jax.sharding.reshard(x, by_request), batch)
+        shared = jax.tree.map(lambda x: jax.sharding.reshard(x, everywhere), shared)
         return mapped(batch, shared)
 
     return reshard_and_call

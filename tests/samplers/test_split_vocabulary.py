@@ -238,6 +238,13 @@ def test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their
         parse_split(None, width, logits, draft=draft, rule=rule)
 
 
+@pytest.mark.parametrize("width", [64, 128], ids=["gathered", "split"])
+def test_requests_stay_on_their_devices_outside_a_context_of_their_mesh(width):
+    rows = lay(jnp.zeros((2, 2 * width)), 2, data=2, kind=AxisType.Explicit)
+    sample = functools.partial(specjax.gumbel_sample, keys=make_keys(2), positions=0, stream=0)
+    assert jax.eval_shape(jax.jit(sample), rows).token_ids.sharding.spec == REQUESTS
+
+
 def test_a_program_that_gathers_rows_is_seen():
     logits = jnp.zeros((2, 4096))
     gather = functools.partial(jax.lax.all_gather, axis_name="model", axis=1, to="invarying")
