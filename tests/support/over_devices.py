@@ -5,7 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 DEVICES = 4
 WHOLE = PartitionSpec()
@@ -30,15 +30,6 @@ def mesh_of(devices=DEVICES, data=1, kind=AxisType.Auto):
     used = jax.devices()[: data * devices]
     types = (kind,) * 2
     return jax.make_mesh((data, devices), ("data", "model"), axis_types=types, devices=used)
-
-
-def lay(mesh, tree, specs):
-    """A pytree of arrays that lie over a mesh as specs say; None is as they are."""
-
-    def put(spec, x):
-        return x if spec is None else jax.device_put(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(put, specs, tree, is_leaf=lambda spec: spec is None)
 
 
 def over_devices(function, arrays, specs, devices=DEVICES, out_specs=WHOLE, data=1, **options):
