@@ -329,7 +329,8 @@ def test_a_key_value_head_lies_on_the_devices_of_its_queries():
     ("fields", "devices", "message"),
     [
         (dict(num_attention_heads=3, num_key_value_heads=3), 2, "num_attention_heads is 3, and"),
-        (dict(num_attention_heads=12, num_key_value_heads=3), 4, "num_key_value_heads is 3, and"),
+        (dict(num_attention_heads=6, num_key_value_heads=3), 2, "num_key_value_heads is 3, and"),
+        (dict(num_attention_heads=6, num_key_value_heads=3), 4, "num_attention_heads is 6, and"),
         (dict(intermediate_size=95), 2, "intermediate_size is 95, and"),
     ],
 )
@@ -337,6 +338,9 @@ def test_heads_that_the_devices_do_not_divide_are_refused(fields, devices, messa
     config = dataclasses.replace(CONFIG, **fields)
     with pytest.raises(ValueError, match=message):
         split_model(config, mesh=mesh_of(1, devices))
+    # Of shapes alone: to draw weights would take longer than all else here.
+    shapes = jax.tree.leaves(share_shapes(config, parse_mesh(mesh_of(1, devices), replicate=True)))
+    assert all(x.sharding.is_fully_replicated for x in shapes)
 
 
 def test_another_mesh_is_refused():
