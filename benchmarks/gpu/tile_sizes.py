@@ -17,7 +17,7 @@ GUMBEL_TILES = [(4096, 8), (8192, 8), (16384, 8)]
 PAIR_TILES = [(4096, 8), (8192, 8), (16384, 8)]
 DRAW_WARPS = [4]
 AT_ONCE = 6
-ANY_BATCH = 2**31
+ANY_BATCH = 2**31 - 1
 
 
 class Choice(NamedTuple):

@@ -1,8 +1,9 @@
 """How a row is cut among programs: sizes of tiles and warps, each with its reason."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from specjax.checks import check_count
 from specjax.core.noise import SAMPLING_BLOCK
 
 __all__ = ["KernelConfig", "Tile", "next_power_of_2"]
@@ -31,6 +32,23 @@ class Tile(NamedTuple):
         return -(-vocab_size // self.size)
 
 
+_MAX_WARPS, _MAX_SEARCH_PROGRAMS = 32, 16
+_TILES = ("row", "target", "residual", "buffer_search", "row_search")
+_WARPS = ("num_draw_warps", "num_search_warps", "num_judge_warps")
+_POWERS_OF_2 = (
+    *("num_pivots", "num_bound_groups", "num_noise_splits", "num_register_logits"),
+    *("small_reread_chunk", "large_reread_chunk"),
+)
+# The least value of each that is no power of two.
+_COUNTS = {
+    "num_search_programs": 1,
+    "num_judge_programs": 1,
+    "max_small_batch": 0,
+    "num_buffered_logits": 1,
+    "max_reread": 0,
+}
+
+
 def next_power_of_2(n: int) -> int:
     """Returns the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -41,12 +59,29 @@ def _limit(size: int, vocab_size: int) -> int:
     return min(size, max(SAMPLING_BLOCK, next_power_of_2(vocab_size)))
 
 
+def _check_tile(name: str, tile: Any) -> None:
+    """Refuses what is no tile of a row of logits."""
+    if not isinstance(tile, Tile):
+        raise ValueError(f"{name} is {tile!r}; it needs a Tile(size, num_warps), or None.")
+    _check_power_of_2(f"{name}.size", tile.size, SAMPLING_BLOCK)
+    _check_power_of_2(f"{name}.num_warps", tile.num_warps, 1, _MAX_WARPS)
+
+
+def _check_power_of_2(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuses what is no power of two, or below or above a limit."""
+    limits = f">= {least}" if most is None else f"from {least} to {most}"
+    count = check_count(name, value, least, f"a power of two {limits}")
+    if count != next_power_of_2(count) or (most is not None and count > most):
+        raise ValueError(f"{name} is {value!r}; it needs a power of two {limits}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """Sizes of the kernels of sampling, verification and cutoffs.
 
     A tile that is None is chosen by the shape of a call. Passed as
-    `implementation=Implementation("triton", (KernelConfig(...),))`.
+    `implementation=Implementation("triton", (KernelConfig(...),))`. A size that no kernel could
+    have is refused here, in a `ValueError`.
 
     Attributes:
       row: tile of a row of `gumbel_sample` and `logit_cutoff`, and of draft rows without
@@ -100,6 +135,25 @@ class KernelConfig:
     small_reread_chunk: int = 64
     large_reread_chunk: int = 256
     max_reread: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that Triton or a kernel would refuse late, in words of their own."""
+        given = {name: x for name, x in vars(self).items() if x is not None}
+        for name in given.keys() & _TILES:
+            _check_tile(name, given[name])
+        for name in given.keys() & _WARPS:
+            _check_power_of_2(name, given[name], 1, _MAX_WARPS)
+        for name in given.keys() & _POWERS_OF_2:
+            # No programs may make noise.
+            if (name, given[name]) != ("num_noise_splits", 0):
+                _check_power_of_2(name, given[name], 1)
+        for name in _COUNTS.keys() & given.keys():
+            check_count(name, given[name], _COUNTS[name], "as KernelConfig describes it")
+        if self.num_search_programs is not None and self.num_search_programs > _MAX_SEARCH_PROGRAMS:
+            raise ValueError(
+                f"num_search_programs is {self.num_search_programs}; it needs at most "
+                f"{_MAX_SEARCH_PROGRAMS} programs a row."
+            )
 
     def reduce_tile(self, num_rows: int, vocab_size: int) -> Tile:
         """Returns the tile of `gumbel_sample`, `logit_cutoff` and draft rows without statistics.

@@ -1,7 +1,7 @@
 """Wrong versions of the kernels that verify and draw, seen through Pallas' interpreter."""
 
 from ..mutation import Mutation
-from .tests import edges, greedy_logprobs, interpreted, sampling, threefry, verify
+from .tests import edges, greedy_logprobs, interpreted, kernel_configs, sampling, threefry, verify
 
 __all__ = ["MUTATIONS"]
 
@@ -493,5 +493,19 @@ MUTATIONS = (
         " options.max_draft_tokens),",
         _large("float64 noise, a draft of fewer tokens"),
         "noise is float32 whatever is asked",
+    ),
+    Mutation(
+        f"{_PALLAS}kernel_config._check_power_of_2",
+        "count != next_power_of_2(count)",
+        "False",
+        kernel_configs("test_a_size_that_no_kernel_could_have_is_refused"),
+        "Triton refuses a size that is no power of two, in its words",
+    ),
+    Mutation(
+        f"{_PALLAS}kernel_config.KernelConfig.__post_init__",
+        '!= ("num_noise_splits", 0)',
+        '!= ""',
+        kernel_configs("test_the_least_and_the_largest_sizes_are_taken"),
+        "no noise before the draw is refused",
     ),
 )

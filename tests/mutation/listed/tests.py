@@ -32,6 +32,7 @@ __all__ = [
     "head_folders",
     "interpreted",
     "json_schemas",
+    "kernel_configs",
     "laws",
     "logprobs",
     "metrics",
@@ -100,6 +101,7 @@ group_lookup = _of("adapters/test_group_lookup.py")
 head_folders = _of("models/test_head_folders.py")
 interpreted = _of("pallas/test_interpret.py")
 json_schemas = _of("grammars/test_json_schema.py")
+kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
 layer_programs = _of("programs/test_by_layer.py")
 logprobs = _of("decode/test_logprobs.py")
