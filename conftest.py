@@ -26,6 +26,9 @@ gc.set_threshold(200_000, 20, 100)
 _TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
 if importlib.util.find_spec(_TRITON_DIALECT) is None:
     sys.modules[_TRITON_DIALECT] = types.ModuleType(_TRITON_DIALECT)
+# Nothing here reads from which lines an operation comes; XLA carries them through every pass.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Before the first use of a backend. They share the cores: one device is no slower for it.
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of the tests' time is compilation. Two fifths of that are passes that shorten loops until
