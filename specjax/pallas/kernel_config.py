@@ -182,6 +182,17 @@ class KernelConfig:
             return Tile(_limit(4096, vocab_size), 4)
         return Tile(_limit(8192 if self.is_small(num_requests) else 16384, vocab_size), 8)
 
+    def split_residual_tile(self, num_requests: int, width: int) -> Tile:
+        """Returns the tile of a residual of which a device has `width` tokens.
+
+        Each program that draws reads how its request was judged. The largest tiles that leave two
+        programs to each multiprocessor do so least often: on two H200s 18.8 us for 21.5.
+        """
+        widest = Tile(32768, 8)
+        if self.residual is None and num_requests * (width // widest.size) >= 256:
+            return widest
+        return self.residual_tile(num_requests, width)
+
     def block_residual_tile(self, num_requests: int, vocab_size: int) -> Tile:
         """Returns the tile of a residual of block verification.
 

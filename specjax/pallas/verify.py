@@ -67,7 +67,7 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
         )
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     if options.split is not None:
-        return verify_split(arrays, plan, config.residual_tile(num_requests, vocab_size))
+        return verify_split(arrays, plan, config.split_residual_tile(num_requests, vocab_size))
     if options.method == "block" and arrays.draft_logits is not None:
         return verify_block(arrays, plan, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows
