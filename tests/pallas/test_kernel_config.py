@@ -31,3 +31,13 @@ def test_the_least_and_the_largest_sizes_are_taken():
     least = KernelConfig(row=Tile(128, 1), num_noise_splits=0, max_small_batch=0, max_reread=0)
     assert least.reduce_tile(1, 10**5) == Tile(128, 1)
     assert KernelConfig(num_draw_warps=32, num_search_programs=16).search_programs(1) == 16
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "width", "tile"),
+    [(64, 131072, Tile(32768, 8)), (63, 131072, Tile(16384, 8)), (8, 131072, Tile(4096, 4))],
+)
+def test_a_share_of_a_residual_has_large_tiles_where_these_fill_a_gpu(num_requests, width, tile):
+    assert KernelConfig().split_residual_tile(num_requests, width) == tile
+    own = Tile(8192, 4)
+    assert KernelConfig(residual=own).split_residual_tile(num_requests, width) == own
