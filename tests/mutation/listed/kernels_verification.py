@@ -1,11 +1,22 @@
 """Wrong versions of the kernels that verify and draw, seen through Pallas' interpreter."""
 
 from ..mutation import Mutation
-from .tests import edges, greedy_logprobs, interpreted, kernel_configs, sampling, threefry, verify
+from .tests import (
+    edges,
+    greedy_logprobs,
+    interpreted,
+    kernel_configs,
+    lowered,
+    sampling,
+    threefry,
+    verify,
+)
 
 __all__ = ["MUTATIONS"]
 
 _PALLAS = "specjax.pallas."
+_CHOICE = "specjax.implementation."
+_ALONE = "test_what_a_cpu_alone_runs_is_traced_for_no_other_device"
 _TOKENS = "test_verification_emits_the_reference_s_tokens"
 _OUTSIDE = "test_an_id_outside_the_vocabulary_is_rejected_into_the_residual"
 _ROUNDED = "test_a_residual_of_rounding_alone_falls_back_to_the_target"
@@ -507,5 +518,19 @@ MUTATIONS = (
         '!= ""',
         kernel_configs("test_the_least_and_the_largest_sizes_are_taken"),
         "no noise before the draw is refused",
+    ),
+    Mutation(
+        f"{_CHOICE}is_for_cpu_alone",
+        "(has_gpu or is_elsewhere)",
+        "has_gpu",
+        lowered(_ALONE),
+        "what is lowered for a GPU of an abstract mesh verifies requests one after another",
+    ),
+    Mutation(
+        f"{_CHOICE}is_for_cpu_alone",
+        "(has_gpu or is_elsewhere)",
+        "is_elsewhere",
+        lowered(_ALONE),
+        "on a GPU plain JAX verifies requests one after another",
     ),
 )

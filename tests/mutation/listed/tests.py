@@ -35,6 +35,7 @@ __all__ = [
     "kernel_configs",
     "laws",
     "logprobs",
+    "lowered",
     "metrics",
     "noise",
     "processes",
@@ -105,6 +106,7 @@ kernel_configs = _of("pallas/test_kernel_config.py")
 laws = _of("laws/test_laws.py")
 layer_programs = _of("programs/test_by_layer.py")
 logprobs = _of("decode/test_logprobs.py")
+lowered = _of("pallas/test_lowering.py")
 metrics = _of("decode/test_metrics.py")
 noise = _of("core/test_noise.py")
 processes = _of("cli/test_processes.py")
