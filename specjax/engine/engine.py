@@ -1,6 +1,5 @@
 """`Engine`: requests that come at any time, through one compiled step of a number of slots."""
 
-import queue
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from specjax.decode.init_and_step import check_arguments
 from specjax.engine.group import make_group
 from specjax.engine.memory import explain_slots_out_of_memory
 from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import Request
 from specjax.engine.request_sampling import parse_defaults
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.slot_settings import read_masks, slot_settings
@@ -100,7 +99,7 @@ class Engine:
     ) -> None:
         num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
         why = "the requests that wait for a slot"
-        self._max_waiting = check_count("max_waiting", max_waiting, 1, why)
+        max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
         arguments = check_arguments(
             target,
@@ -135,7 +134,7 @@ class Engine:
         with explain_slots_out_of_memory(self.slot_bytes, num_slots, max_length):
             any_request = read_submission([0, 0], self._options, key=keys[0])
             slots = warm_up(programs, chunk_size, any_request.settings, all_allowed)
-        self._scheduler = Scheduler(programs, slots, chunk_size, all_allowed)
+        self._scheduler = Scheduler(programs, slots, chunk_size, all_allowed, max_waiting)
 
     def submit(
         self,
@@ -234,12 +233,6 @@ class Engine:
     ) -> list[Request]:
         scheduler, count = self._scheduler, num_samples or 1
         given = read_submission(prompt_token_ids, self._options, **values)
-        num_waiting = self.num_waiting
-        if given.error is None and num_waiting + count > self._max_waiting:
-            raise queue.Full(
-                f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
-                f"{self._max_waiting}. Run the engine, or wait for requests to end."
-            )
         run = scheduler.take_step, scheduler.take_step_async
         requests = [make_request(given, self._options, *run) for _ in range(count)]
         if given.error is None:
@@ -248,7 +241,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Ends a request now, if it has not ended; its slot is empty from the next step on."""
-        request.end(FinishReason.ABORTED)
+        self._scheduler.abort(request)
 
     def preempt(self, request: Request, *, drops_cache: bool = False) -> bool:
         """Takes a request out of its slot and puts it first in the queue.
@@ -269,7 +262,10 @@ class Engine:
         """Dispatches one step of all slots and reads what the step before gave.
 
         Returns:
-          Whether a request is left that has not ended.
+          Whether another step is needed: for a request that has not ended, or to empty a slot.
+
+        Raises:
+          RuntimeError: while coroutines wait for a step.
         """
         return self._scheduler.take_step()
 
@@ -285,7 +281,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests in a slot."""
+        """Requests in a slot. One whose last token is in an unread step is in none."""
         return self._scheduler.num_running
 
     @property

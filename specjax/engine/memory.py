@@ -20,12 +20,13 @@ def explain_slots_out_of_memory(slot_bytes: int, num_slots: int, max_length: int
     Raises:
       MemoryError: with the bytes of a slot.
     """
-    needed = slot_bytes * (num_slots + 1)
+    # Two prompts are read, one of them into a row that grows out of one of half its length.
+    needed = slot_bytes * (2 * num_slots + 5) // 2
     error = MemoryError(
         f"The device has no room for {num_slots} slots: each takes {slot_bytes / 2**30:.2f} GiB "
-        f"({slot_bytes} bytes) at max_length {max_length}, and the prompt that is being read one "
-        f"more, {needed / 2**30:.2f} GiB together. Fewer num_slots or a smaller max_length take "
-        "less."
+        f"({slot_bytes} bytes) at max_length {max_length}, and prompts that are read two and "
+        f"a half more, {needed / 2**30:.2f} GiB together. Fewer num_slots or a smaller max_length "
+        "take less."
     )
     # None on a CPU, whose allocator says only when it is asked.
     facts = jax.devices()[0].memory_stats() or {}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.decode.drafters import Drafter
+from specjax.decode.drafters import Drafter, reads_chunks
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.decode.target_rows import count_rows
@@ -121,12 +121,15 @@ def make_programs(
             "engine moves requests between slots and needs drafts without."
         )
     axes = state_axes(shapes, cache_axes, drafter_axes)
+    # What a drafter makes of a whole prompt in a short row is no beginning of that in a longer one.
+    drafts = shapes.drafter_state
+    is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
     cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
     hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
     return Programs(
         new_row=functools.partial(slots.new_row, target, drafter),
         grow_row=functools.partial(slots.grow_row, target, drafter),
-        row_lengths=row_lengths(max_length, chunk_size),
+        row_lengths=(max_length,) if is_whole else row_lengths(max_length, chunk_size),
         prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
@@ -203,6 +206,7 @@ def warm_up(
             state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state, allowed)
         parked = programs.park(state, first)
+        state = programs.resume(state, parked, first)
         row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
         parked = parked._replace(target_cache=row.target_cache)
         state = programs.resume(state, parked, first)
@@ -213,11 +217,13 @@ def warm_up(
 
 def _rows_of_each_length(programs: Programs, nothing: tuple[Any, Any]) -> Iterator[PromptRow]:
     """Yields the rows that a prompt without tokens is read into."""
-    last = programs.row_lengths[-1]
     row = programs.new_row(max_length=programs.row_lengths[0])
-    for length in programs.row_lengths:
-        if length > programs.row_lengths[0]:
-            programs.grow_row(row, max_length=last)
+    yield row
+    for i, length in enumerate(programs.row_lengths):
+        if i:
             row = programs.grow_row(row, max_length=length)
-        row = programs.prefill_chunk(row, *nothing)
+        # The second chunk's row is one that a program returned.
+        row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
+        for longer in programs.row_lengths[i + 2 :]:
+            programs.grow_row(row, max_length=longer)
         yield row

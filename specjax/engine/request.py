@@ -1,6 +1,7 @@
 """`Request`: what a request of an engine asked for, what it has got so far, and why it ended."""
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self._max_new_tokens = max_new_tokens
+        # Another thread may abort the request while this one adds tokens.
+        self._lock = threading.RLock()
         self._text, self._run, self._run_async = text, run, run_async
         self._metrics: tuple[Metrics, int] | None = None
         self._matched, self._drafted = matched, list[int]()
@@ -138,13 +141,14 @@ class Request:
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Ends the request, if it has not ended: the first reason stays."""
-        if self.finish_reason is not None:
-            return
-        if self._text is not None:
-            self._text.flush()
-            reason = FinishReason.STOP_STRING if self._text.stopped else reason
-        self.error = error
-        self.finish_reason = reason
+        with self._lock:
+            if self.finish_reason is not None:
+                return
+            if self._text is not None:
+                self._text.flush()
+                reason = FinishReason.STOP_STRING if self._text.stopped else reason
+            self.error = error
+            self.finish_reason = reason
 
     @property
     def has_matcher(self) -> bool:
@@ -167,12 +171,17 @@ class Request:
             self.end(FinishReason.MATCHER_ERROR, what)
 
     def add(self, output: Any, slot: int) -> None:
-        """Adds what a step committed for the request in a slot.
+        """Adds what a step committed for the request in a slot, if it has not ended.
 
         Args:
           output: `StepOutput` of NumPy arrays.
           slot: the request's.
         """
+        with self._lock:
+            if self.finish_reason is None:
+                self._add(output, slot)
+
+    def _add(self, output: Any, slot: int) -> None:
         num_tokens, finish = int(output.num_tokens[slot]), int(output.finish[slot])
         self._metrics = output.metrics, slot
         for i in range(num_tokens):

@@ -6,6 +6,7 @@ gives it a token at least, and it may get no more.
 """
 
 import asyncio
+import queue
 import threading
 from collections import deque
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from specjax.decode.state_and_info import DecodeState
 from specjax.engine.group import ParkedRequest, PromptGroup
 from specjax.engine.programs import Programs
-from specjax.engine.request import Request
+from specjax.engine.request import FinishReason, Request
 from specjax.engine.slot_data import StepOutput
 
 __all__ = ["InFlight", "Scheduler"]
@@ -40,6 +41,7 @@ class Scheduler:
       slots: empty ones.
       chunk_size: tokens of a prompt that are read at once.
       all_allowed: masks of rows that allow every token, if requests may have matchers; else None.
+      max_waiting: most requests that wait.
 
     Attributes:
       num_steps: steps dispatched.
@@ -47,7 +49,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, programs: Programs, slots: DecodeState, chunk_size: int, all_allowed: Any
+        self,
+        programs: Programs,
+        slots: DecodeState,
+        chunk_size: int,
+        all_allowed: Any,
+        max_waiting: int,
     ) -> None:
         self._programs, self._slots, self._chunk_size = programs, slots, chunk_size
         self._all_allowed, self._on_device = all_allowed, jax.device_put(all_allowed)
@@ -55,6 +62,7 @@ class Scheduler:
         self._groups: deque[PromptGroup | ParkedRequest] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._emptied: set[int] = set()
+        self._max_waiting, self._some_aborted = max_waiting, False
         # Other threads submit.
         self._queue_lock = threading.Lock()
         self._shared_step: asyncio.Future[bool] | None = None
@@ -62,9 +70,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are in no slot."""
+        """Requests that are in no slot and have not ended."""
         with self._queue_lock:
-            return sum(len(group.waiting) for group in self._groups)
+            return self._count_waiting()
+
+    def _count_waiting(self) -> int:
+        waiting = (request for group in self._groups for request in group.waiting)
+        return sum(request.finish_reason is None for request in waiting)
 
     @property
     def num_running(self) -> int:
@@ -72,9 +84,24 @@ class Scheduler:
         return sum(request is not None for request in self._occupants)
 
     def enqueue(self, group: PromptGroup) -> None:
-        """Puts requests at the end of the queue."""
+        """Puts requests at the end of the queue.
+
+        Raises:
+          queue.Full: if too many would wait.
+        """
         with self._queue_lock:
+            num_waiting, count = self._count_waiting(), len(group.waiting)
+            if num_waiting + count > self._max_waiting:
+                raise queue.Full(
+                    f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
+                    f"{self._max_waiting}. Run the engine, or wait for requests to end."
+                )
             self._groups.append(group)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request; the next round lets go what was read of its prompt."""
+        request.end(FinishReason.ABORTED)
+        self._some_aborted = True
 
     def preempt(self, request: Request, drops_cache: bool) -> bool:
         """Takes a request out of its slot and puts it first in the queue, with its state.
@@ -97,7 +124,16 @@ class Scheduler:
         return True
 
     def take_step(self) -> bool:
-        """Takes what `Engine.step` takes, and returns whether work is left."""
+        """Takes what `Engine.step` takes, and returns whether work is left.
+
+        Raises:
+          RuntimeError: while coroutines wait for a step.
+        """
+        if self._is_shared():
+            raise RuntimeError(
+                "Coroutines wait for a step of this engine; iterate over requests with `async for` "
+                "until they have it."
+            )
         num_unread = self._begin_round()
         while len(self._in_flight) > num_unread:
             self._end_round(jax.device_get(self._in_flight[0].output))
@@ -113,12 +149,22 @@ class Scheduler:
                 self._end_round(await asyncio.to_thread(jax.device_get, output))
             return self._is_busy()
 
-        if self._shared_step is None or self._shared_step.done():
+        if not self._is_shared():
             self._shared_step = asyncio.ensure_future(take())
+        assert self._shared_step is not None
         return await asyncio.shield(self._shared_step)
+
+    def _is_shared(self) -> bool:
+        """Whether a step that coroutines share has not ended; a closed loop never ends one."""
+        step = self._shared_step
+        return step is not None and not step.done() and not step.get_loop().is_closed()
 
     def _begin_round(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
+        # Left unread by a round that was interrupted; masks need what they drafted.
+        while self._in_flight and self._has_matchers():
+            self._end_round(jax.device_get(self._in_flight[0].output))
+        self._drop_aborted()
         self._empty_slots()
         self._fill_slots()
         self._release_emptied()
@@ -181,6 +227,18 @@ class Scheduler:
             if unread is None or not num_chunks:
                 return
             num_chunks -= unread.read_chunk(self._programs, self._chunk_size)
+
+    def _drop_aborted(self) -> None:
+        """Takes aborted requests out of the queue, with what was read of their prompts."""
+        if not self._some_aborted:
+            return
+        self._some_aborted = False
+        with self._queue_lock:
+            for group in self._groups:
+                ended = [request for request in group.waiting if request.finish_reason is not None]
+                for request in ended:
+                    group.waiting.remove(request)
+            self._groups = deque(group for group in self._groups if group.waiting)
 
     def _first_groups(self) -> list[PromptGroup | ParkedRequest]:
         """Returns the first groups that have a request waiting."""

@@ -21,7 +21,8 @@ from specjax.engine.submission import read_submission
 
 V, S, K = 4, 48, 3
 TARGET, DRAFT = bigrams.pair(V, seed=1)
-MODEL = bigrams.model(TARGET)
+# Parameters that were put on a device: what programs return lies there, too.
+MODEL = bigrams.model(jax.device_put(jnp.asarray(TARGET, jnp.float32), jax.devices()[0]))
 BY_MODEL = specjax.model_drafter(bigrams.model(DRAFT))
 CONFIG = SpeculativeConfig(num_speculative_tokens=K)
 KEYS = [jax.random.key(seed) for seed in range(16)]
@@ -209,7 +210,9 @@ def test_a_step_has_the_rows_that_its_longest_draft_needs_and_compiles_nothing()
         return engine.submit(ASKED[i].prompt, **values[i])
 
     def set_table(table):
-        settings = scheduler._slots.settings._replace(k_by_rate=jax.device_put(table))
+        settings = scheduler._slots.settings._replace(
+            k_by_rate=jax.device_put(table, jax.devices()[0])
+        )
         scheduler._slots = scheduler._slots._replace(settings=settings)
 
     with compilations() as found:
@@ -480,6 +483,53 @@ def test_the_queue_is_bounded():
     engine.submit([1], key=KEYS[0], max_new_tokens=1)
     engine.run()
     assert [len(request.token_ids) for request in requests] == [2] * 3
+    # Those that were aborted wait no more, wherever they stand.
+    requests = [engine.submit([1], key=KEYS[0], max_new_tokens=2) for _ in range(3)]
+    engine.abort(requests[1])
+    assert engine.num_waiting == 2
+    last = engine.submit([1], key=KEYS[0], max_new_tokens=2)
+    engine.run()
+    assert [len(request.token_ids) for request in (*requests, last)] == [2, 0, 2, 2]
+
+
+def test_nothing_is_kept_of_prompts_that_were_aborted():
+    engine = plain_engine()
+    first = [engine.submit([1], key=KEYS[0], max_new_tokens=40) for _ in range(2)]
+    engine.step()
+    waiting = engine.submit([1, 2] * 6, key=KEYS[1], max_new_tokens=2)
+    for _ in range(3):
+        aborted = engine.submit([1, 2] * 6, key=KEYS[2])
+        for _ in range(4):
+            engine.step()
+        engine.abort(aborted)
+    engine.step()
+    assert len(engine._scheduler._groups) == engine.num_waiting == 1
+    engine.run()
+    assert [len(request.token_ids) for request in (*first, waiting)] == [40, 40, 2]
+
+
+def test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone():
+    def init(params, token_ids, lengths, max_length):
+        index = jnp.arange(max_length, dtype=jnp.int32)[None]
+        return jnp.where(index < lengths[:, None], token_ids, -1)
+
+    def propose(params, state, token_ids, hidden, *, num_tokens, **options):
+        drafted = (state[:, 511] + jnp.sum(state >= 0, axis=1)) % V
+        return specjax.Draft(jnp.tile(drafted[:, None], (1, K)), num_tokens=num_tokens), state
+
+    drafter = specjax.whole_prompt_drafter((), init, propose)
+    prompt = np.random.default_rng(0).integers(1, V, (1, 513))
+    sizes = {"max_length": 1026, "prefill_chunk_size": 300}
+    engine = make_engine(drafter, num_slots=1, **sizes)
+    request = engine.submit(prompt[0], key=KEYS[3], max_new_tokens=12).result()
+    output = specjax.generate(
+        MODEL, drafter, prompt, [513], keys=KEYS[3][None], max_new_tokens=12, config=CONFIG, **sizes
+    )
+    assert request.token_ids == output.token_ids[0, 513:525].tolist()
+    state = np.asarray(engine._scheduler._slots.drafter_state.state)
+    # The last token is no part of what was read before the first step.
+    assert state[0, :512].tolist() == prompt[0, :512].tolist()
+    assert (state[0, 512:] == -1).all()
 
 
 def test_too_many_slots_are_refused_with_the_bytes_of_one():
@@ -490,7 +540,10 @@ def test_too_many_slots_are_refused_with_the_bytes_of_one():
         return jnp.stack([token_ids, token_ids], axis=-1), cache
 
     huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
-    words = r"no room for 3 slots: each takes 49152.00 GiB \(52776558\d+ bytes\) at max_length 48"
+    words = (
+        r"no room for 3 slots: each takes 49152.00 GiB \(52776558\d+ bytes\) at max_length 48, and "
+    )
+    words += "prompts that are read two and a half more, 270336.00 GiB together"
     with pytest.raises(MemoryError, match=words):
         make_engine(None, target=huge)
 
@@ -614,3 +667,19 @@ def test_pieces_add_up_and_coroutines_share_the_steps():
 
     asyncio.run(read_all())
     assert order != sorted(order)
+
+
+def test_a_step_is_refused_while_coroutines_wait_for_one():
+    engine = plain_engine()
+    request = engine.submit([1], key=KEYS[0], max_new_tokens=9)
+
+    async def read_all():
+        reading = asyncio.ensure_future(anext(aiter(request)))
+        while not engine._scheduler._is_shared():
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="Coroutines wait for a step"):
+            engine.step()
+        await reading
+
+    asyncio.run(read_all())
+    assert len(request.result().token_ids) == 9
