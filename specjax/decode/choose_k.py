@@ -7,13 +7,17 @@ A token is tested if all drafted before it in its step were accepted. The K of a
 before any of its tokens is drafted, so that the output follows the target whatever is chosen. The
 rates are counted in integers and looked up: no rounding depends on the batch.
 
-An engine's step takes as long as its longest draft makes it, also for slots that draft less. The
-rule assumes that a part of the other B - 1 slots gains what the request gains, the rest nothing:
+An engine's step takes as long as its longest draft makes it, also for slots that draft less, and a
+request cannot know what the others draft: its K follows from its own past alone. The rule assumes
+that each of the other B - 1 slots has a usual rate and drafts the k' that is best for it:
 
-    speed[k] = (1 + share * (rate + ... + rate^k)) / step_costs[k]     share = part + (1 - part) / B
+    tokens[k] = 1 + rate + ... + rate^k
+    speed[k]  = (tokens[k] + (B - 1) * usual_tokens[k']) / step_costs[k]         k >= k'
 
-The part is a quarter, as measured. It is three quarters with the default costs, which no machine
-gave: they would end all drafting.
+No request drafts fewer than k', which would shorten no step, and it drafts more only where its own
+gain makes up for longer steps of all. Where k' is 0, hardly one ever drafts. The usual rate is
+0.55, less than most drafts have: costs leave out prompts that a drafter reads and drafts that ends
+of texts cut off.
 
     shared k = argmax_k sum_b speed_b[k]                 or one number for all requests
 
@@ -28,16 +32,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import theory
-from specjax.config import DEFAULT_STEP_COSTS, SpeculativeConfig
+from specjax.config import SpeculativeConfig
 
 __all__ = [
     "DraftHistory",
     "add_step",
     "choose_k",
     "choose_shared_k",
-    "ever_drafts",
     "init_history",
     "k_by_rate",
+    "settled_k",
     "speeds_by_rate",
 ]
 
@@ -50,6 +54,8 @@ _DECAY_SHIFT = 7
 # the embedded pair gained most among those that lose 2 % where no draft is ever accepted.
 _PRIOR_TESTED = 4 * _TOKEN
 _PRIOR_ACCEPTED = 2540
+# Of each drafted token, in the other slots of an engine.
+_USUAL_RATE = 0.55
 
 
 class DraftHistory(NamedTuple):
@@ -75,7 +81,7 @@ def init_history(lengths: jax.Array) -> DraftHistory:
 def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     """Returns the best k of each acceptance rate 0, 1/64, ..., 1, i32[65]; None without "auto".
 
-    Made on the host in float64; the smallest k of equal speed.
+    Made on the host in float64; the smallest k of equal speed, from k' on.
 
     Args:
       config: with the costs of steps.
@@ -86,11 +92,16 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
       >>> k_by_rate(config)[[0, 16, 24, 32, 64]].tolist()
       [0, 0, 1, 1, 2]
       >>> k_by_rate(config, num_slots=16)[[0, 16, 24, 32, 64]].tolist()
-      [0, 0, 0, 0, 1]
+      [1, 1, 1, 1, 1]
     """
-    part = 0.75 if config.step_costs == DEFAULT_STEP_COSTS else 0.25
-    best = _best_by_rate(config, part + (1 - part) / num_slots)
-    return None if best is None else best.k.astype(np.int32)
+    if config.step_costs is None:
+        return None
+    costs, tokens = np.asarray(config.step_costs), _tokens_by_rate(config)
+    usual_tokens = theory.acceptance_lengths(_USUAL_RATE ** np.arange(1, len(costs)))
+    others = int(theory.best_k(usual_tokens, costs).k) if num_slots > 1 else 0
+    total = tokens + (num_slots - 1) * usual_tokens[others]
+    best = others + theory.best_k(total[:, others:], costs[others:]).k
+    return best.astype(np.int32)
 
 
 def speeds_by_rate(config: SpeculativeConfig) -> Any:
@@ -101,31 +112,38 @@ def speeds_by_rate(config: SpeculativeConfig) -> Any:
       >>> speeds_by_rate(config)[32].tolist()  # 1 / 1, 1.5 / 1.25, 1.75 / 1.75
       [1.0, 1.2000000476837158, 1.0]
     """
-    best = _best_by_rate(config, 1.0)
-    return None if best is None else best.tokens_per_second.astype(np.float32)
+    if config.step_costs is None:
+        return None
+    best = theory.best_k(_tokens_by_rate(config), config.step_costs)
+    return best.tokens_per_second.astype(np.float32)
 
 
-def ever_drafts(table: Any) -> bool:
-    """Returns whether a request ever drafts; without a draft its rate stays what it was at first.
+def _tokens_by_rate(config: SpeculativeConfig) -> Any:
+    """Returns the expected tokens of a step at each rate and k, f64[65, K + 1]."""
+    assert config.step_costs is not None
+    rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
+    return theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
+
+
+def settled_k(table: Any) -> int | None:
+    """Returns the k of every request at any rate that it comes to, or None if rates decide.
+
+    A request that drafts nothing keeps the rate that it had at first.
 
     Args:
       table: from `k_by_rate`, or from `speeds_by_rate` if all requests share a k.
 
     Example:
       >>> dear = SpeculativeConfig("auto", step_costs=(1.0, 2.0, 3.0))
-      >>> ever_drafts(k_by_rate(dear)), ever_drafts(k_by_rate(SpeculativeConfig("auto")))
-      (False, True)
+      >>> settled_k(k_by_rate(dear)), settled_k(k_by_rate(SpeculativeConfig("auto")))
+      (0, None)
+      >>> cheap = SpeculativeConfig("auto", step_costs=(1.0, 1.1, 1.2))
+      >>> settled_k(k_by_rate(cheap, num_slots=16))
+      2
     """
-    first = table[_PRIOR_ACCEPTED * _NUM_RATES // _PRIOR_TESTED]
-    return bool(first if table.ndim == 1 else np.argmax(first))
-
-
-def _best_by_rate(config: SpeculativeConfig, share: float) -> Any:
-    if config.step_costs is None:
-        return None
-    rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
-    lengths = theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
-    return theory.best_k(1 + share * (lengths - 1), config.step_costs)
+    best = table if table.ndim == 1 else np.argmax(table, axis=1)
+    first = int(best[_PRIOR_ACCEPTED * _NUM_RATES // _PRIOR_TESTED])
+    return first if first == 0 or np.all(best == first) else None
 
 
 def add_step(

@@ -16,7 +16,7 @@ from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
 from specjax.engine.request import Request
 from specjax.engine.request_sampling import parse_defaults
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.slot_settings import read_masks, slot_settings
+from specjax.engine.slot_settings import choose_drafts, read_masks, slot_settings
 from specjax.engine.submission import EngineOptions, make_request, read_submission
 from specjax.grammars.row_masks import Matcher
 from specjax.implementation import Implementation
@@ -39,7 +39,9 @@ class Engine:
     Args:
       target: the model whose distribution the output follows.
       drafter: as in `generate`, or None. It is left out where K = "auto" would never draft.
-      config: a `SpeculativeConfig`. None is the default one.
+      config: a `SpeculativeConfig`. None is the default one. With K = "auto" a request drafts no
+        fewer tokens than are best at a usual rate of acceptance, as the others' drafts make the
+        step as long.
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
       prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128.
@@ -101,6 +103,7 @@ class Engine:
         why = "the requests that wait for a slot"
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
+        drafter, config, k_by_rate = choose_drafts(drafter, config, num_slots, k_by_load)
         arguments = check_arguments(
             target,
             drafter,
@@ -116,9 +119,7 @@ class Engine:
             implementation=implementation,
         )
         defaults = parse_defaults(sampling)
-        settings = slot_settings(arguments["settings"], defaults, config, k_by_load)
-        if settings.k_by_rate is None and arguments["settings"].k_by_rate is not None:
-            drafter = None
+        settings = slot_settings(arguments["settings"], defaults, k_by_rate)
         options = {name: arguments[name] for name in ("config", "implementation")}
         chunk_size = min(arguments["chunk_size"], max_length)
         sizes = {"num_slots": num_slots, "max_length": max_length, "chunk_size": chunk_size}

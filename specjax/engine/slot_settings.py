@@ -1,5 +1,6 @@
-"""What slots begin with: the settings that no request changes, and masks that allow every token."""
+"""What an engine is made with: the choice of K, settings of slots, and masks of all tokens."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -7,50 +8,69 @@ import numpy as np
 from specjax.checks import check_flag
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import pad_eos
-from specjax.decode.choose_k import ever_drafts, k_by_rate, speeds_by_rate
+from specjax.decode.choose_k import k_by_rate, settled_k, speeds_by_rate
+from specjax.decode.drafters import Drafter
 from specjax.decode.state_and_info import Settings
 from specjax.engine.request_sampling import spread_over_slots
 from specjax.engine.submission import MOST_STOP_IDS
 from specjax.grammars.row_masks import new_masks
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["read_masks", "slot_settings"]
+__all__ = ["choose_drafts", "read_masks", "slot_settings"]
 
 
-def slot_settings(
-    settings: Settings,
-    defaults: SamplingParams | None,
+def choose_drafts(
+    drafter: Drafter | None,
     config: SpeculativeConfig | None,
+    num_slots: int,
     k_by_load: bool,
-) -> Settings:
-    """Returns the settings of slots, without `k_by_rate` if no request would ever draft.
+) -> tuple[Drafter | None, SpeculativeConfig | None, Any]:
+    """Returns the drafter and the config of an engine, and its `k_by_rate` if rates decide.
+
+    Where every request would always draft the same number, the engine is one of that K, or of no
+    drafter: its steps hold nothing that chooses.
 
     Args:
-      settings: of a batch of as many requests, checked.
-      defaults: from `parse_defaults`.
+      drafter: as in `Engine`.
       config: as in `Engine`.
+      num_slots: B.
       k_by_load: as in `Engine`, unchecked.
 
     Raises:
       ValueError: for `k_by_load` without a K that is chosen.
     """
-    num_slots = settings.prompt_lengths.shape[0]
-    if check_flag("k_by_load", k_by_load):
-        if config is None or settings.k_by_rate is None:
+    is_by_load = check_flag("k_by_load", k_by_load)
+    if drafter is None or config is None or config.step_costs is None:
+        if is_by_load:
             raise ValueError(
                 "k_by_load is True, and num_speculative_tokens is no choice; it needs a drafter "
                 'and SpeculativeConfig("auto", ...).'
             )
-        settings = settings._replace(k_by_rate=speeds_by_rate(config))
-    elif config is not None and settings.k_by_rate is not None:
-        settings = settings._replace(k_by_rate=k_by_rate(config, num_slots))
-    if settings.k_by_rate is not None and not ever_drafts(settings.k_by_rate):
-        settings = settings._replace(k_by_rate=None)
+        return drafter, config, None
+    table = speeds_by_rate(config) if is_by_load else k_by_rate(config, num_slots)
+    k = settled_k(table)
+    if k is None:
+        return drafter, config, table
+    if k == 0:
+        return None, config, None
+    return drafter, dataclasses.replace(config, num_speculative_tokens=k, step_costs=None), None
+
+
+def slot_settings(settings: Settings, defaults: SamplingParams | None, k_by_rate: Any) -> Settings:
+    """Returns the settings of slots.
+
+    Args:
+      settings: of a batch of as many requests, checked.
+      defaults: from `parse_defaults`.
+      k_by_rate: from `choose_drafts`.
+    """
+    num_slots = settings.prompt_lengths.shape[0]
     no_stop_ids: Any = pad_eos(np.zeros(0, np.int32), MOST_STOP_IDS)
     given: dict[str, Any] = {
         "temperature": np.ones(num_slots, np.float32),
         "eos_token_ids": np.tile(no_stop_ids, (num_slots, 1)),
         "sampling": spread_over_slots(defaults, num_slots),
+        "k_by_rate": k_by_rate,
     }
     return settings._replace(**given)
 

@@ -19,9 +19,9 @@ from specjax.decode.choose_k import (
     add_step,
     choose_k,
     choose_shared_k,
-    ever_drafts,
     init_history,
     k_by_rate,
+    settled_k,
     speeds_by_rate,
 )
 from specjax.decode.draft_next import most_drafted
@@ -52,30 +52,42 @@ def texts(output):
 # The choice
 
 
+def tokens_of(rate, drafted):
+    """The expected tokens of a step in which each draft is accepted at the rate."""
+    return sum(rate**i for i in range(drafted + 1))
+
+
 def test_the_best_k_has_the_most_expected_tokens_for_its_cost():
     rng = np.random.default_rng(0)
     for size in (2, 3, 5, 33):
         costs = tuple(np.cumsum(rng.uniform(0.05, 1, size)))
+        usual = [tokens_of(0.55, n) for n in range(size)]
         for num_slots in (1, 16):
             best = k_by_rate(SpeculativeConfig("auto", step_costs=costs), num_slots)
-            # Of an engine's other slots a quarter gains what the request does.
-            share = (1 + 0.25 * (num_slots - 1)) / num_slots
+            # A request takes the other slots to draft as is best for a usual rate.
+            others = int(np.argmax(np.array(usual) / costs)) if num_slots > 1 else 0
             for number, k in enumerate(best):
-                rate = number / 64
-                tokens = [1 + share * sum(rate**i for i in range(1, n + 1)) for n in range(size)]
-                speeds = np.array(tokens) / costs
-                assert speeds[k] >= speeds.max() * (1 - 1e-12)
+                tokens = [tokens_of(number / 64, n) for n in range(others, size)]
+                speeds = (np.array(tokens) + (num_slots - 1) * usual[others]) / costs[others:]
+                assert k >= others
+                assert speeds[k - others] >= max(speeds) * (1 - 1e-12)
     assert k_by_rate(SpeculativeConfig(3)) is None
 
 
-def test_a_table_ever_drafts_if_it_does_at_the_rate_that_requests_begin_with():
-    # 39/64: of a step that drafts two 1.98 tokens are expected, and 1.49 as a mean of three slots.
-    for cost, alone, of_three, by_load in ((1.45, 1, 1, 1), (1.55, 1, 0, 1), (2.0, 0, 0, 0)):
-        config = SpeculativeConfig("auto", step_costs=(1.0, 9.0, cost))
+def test_k_is_settled_if_no_rate_that_requests_come_to_changes_it():
+    costs = {
+        # At 39/64, the rate of what is not known, no draft is worth it: so it stays.
+        (1.0, 9.0, 2.0): [0, 0, 0],
+        (1.0, 9.0, 1.9): [None, 0, None],
+        (1.0, 9.0, 1.55): [None, 2, None],
+        (1.0, 1.3, 1.45, 1.6): [None, None, None],
+    }
+    for each, wanted in costs.items():
+        config = SpeculativeConfig("auto", step_costs=each)
         tables = k_by_rate(config), k_by_rate(config, 3), speeds_by_rate(config)
-        assert list(map(ever_drafts, tables)) == [alone, of_three, by_load]
-    # The default costs are of no machine.
-    assert ever_drafts(k_by_rate(SpeculativeConfig("auto"), 64))
+        assert list(map(settled_k, tables)) == wanted, each
+    # The default costs are of no machine, and drafts are tried with them.
+    assert settled_k(k_by_rate(SpeculativeConfig("auto"), 64)) == 3
 
 
 def chosen(outcomes, config=CONFIG):

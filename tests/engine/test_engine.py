@@ -160,7 +160,8 @@ def features_drafter():
 
 @pytest.mark.once
 def test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time():
-    config = SpeculativeConfig("auto", step_costs=(1.0, 1.02, 1.04, 1.06))
+    # Two tokens are drafted, three at high rates.
+    config = SpeculativeConfig("auto", step_costs=(1.0, 1.3, 1.45, 1.6))
     engine = make_engine(features_drafter(), config=config)
     values = [ASKED[i].values | {"sampling": None, "temperature": i % 2} for i in range(12)]
 
@@ -201,7 +202,8 @@ COSTS = (1.0, 1.2, 1.25, 1.3, 1.35)
 @pytest.mark.once
 def test_a_step_has_the_rows_that_its_longest_draft_needs_and_compiles_nothing():
     """And a request gets the same from it alone and in company."""
-    engine = make_engine(target=logging_model(), config=SpeculativeConfig("auto", step_costs=COSTS))
+    # Of the default costs three tokens are drafted, four at high rates.
+    engine = make_engine(target=logging_model(), config=SpeculativeConfig("auto"))
     scheduler = engine._scheduler
     own_table = np.array(scheduler._slots.settings.k_by_rate)
     values = [request.values | {"sampling": None} for request in ASKED]
@@ -260,12 +262,17 @@ def test_k_by_load_changes_what_is_drafted_and_no_greedy_or_coupled_text(method)
     assert drafted != drafted_alone
 
 
-def test_an_engine_whose_steps_cost_too_much_with_drafts_is_one_without_a_drafter():
-    config = SpeculativeConfig("auto", step_costs=(1.0, 1.9, 1.9))
-    engine, plain = make_engine(config=config), make_engine(None, config=config)
-    assert engine.slot_bytes == plain.slot_bytes
+@pytest.mark.parametrize(
+    ("costs", "drafter", "k"), [((1.0, 1.9, 1.9), None, 4), ((1.0, 1.9, 1.2, 1.4), BY_MODEL, 2)]
+)
+def test_an_engine_whose_requests_all_draft_one_number_is_that_of_a_fixed_k(costs, drafter, k):
+    engine = make_engine(config=SpeculativeConfig("auto", step_costs=costs))
+    fixed = make_engine(drafter, config=SpeculativeConfig(k))
+    assert engine.slot_bytes == fixed.slot_bytes
+    for given in (engine, fixed):
+        assert given._scheduler._slots.draft_history is None
     values = ASKED[3].values | {"sampling": None}
-    found, wanted = (e.submit(ASKED[3].prompt, **values).result() for e in (engine, plain))
+    found, wanted = (e.submit(ASKED[3].prompt, **values).result() for e in (engine, fixed))
     assert what_came(found) == what_came(wanted)
 
 

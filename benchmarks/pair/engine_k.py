@@ -1,15 +1,16 @@
 """Times an engine on a mixed load at every fixed K, and where each request or the load chooses K.
 
-python -m benchmarks.cpu.engine_k --out benchmarks/results/cpu_engine_k.json
+python -m benchmarks.pair.engine_k --out benchmarks/results/cpu_engine_k.json
 
 Requests continue pieces of held-out files by the embedded target: of 20 to 200 tokens, by 16 to 96
 new ones, a third each at temperature 0, 0.7 and 1.2, fixed by a seed. What steps of k drafted
 tokens cost in such an engine, next to plain ones, is measured before; "auto" is given that table.
-All contenders alternate in one process.
+All contenders take turns in one process, each round in another order. A CPU's times are those of
+its processors, which other work lengthens least; a GPU's are of the wall.
 """
 
 import argparse
-import datetime
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ import numpy as np
 import specjax
 from benchmarks.cpu.engine import CHUNK, LONGEST, read_prompts
 from benchmarks.cpu.verify import environment
+from benchmarks.gpu.verify import environment as gpu_environment
 from specjax import models
 
 MOST_NEW, TEMPERATURES = 96, (0.0, 0.7, 1.2)
@@ -50,11 +52,26 @@ def mixed_load(number: int) -> Load:
     return Load(read_prompts(number), values)
 
 
-def make_engine(pair: Any, config: Any, num_slots: int, **options: Any) -> specjax.Engine:
-    """An engine for the load."""
+def make_engines(
+    pair: Any, num_slots: int, configs: list[tuple[Any, bool]]
+) -> list[specjax.Engine]:
+    """Engines for the load, compiled side by side: plain, then by configs and `k_by_load`."""
     target, drafter = pair
-    sizes: dict[str, Any] = {"num_slots": num_slots, "max_length": LONGEST + MOST_NEW}
-    return specjax.Engine(target, drafter, config, prefill_chunk_size=CHUNK, **sizes, **options)
+
+    def make(given: tuple[Any, bool]) -> specjax.Engine:
+        config, by_load = given
+        return specjax.Engine(
+            target,
+            None if config is None else drafter,
+            config,
+            num_slots=num_slots,
+            max_length=LONGEST + MOST_NEW,
+            prefill_chunk_size=CHUNK,
+            k_by_load=by_load,
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return list(pool.map(make, [(None, False), *configs]))
 
 
 def run(engine: specjax.Engine, load: Load) -> tuple[dict[str, float], list[list[int]]]:
@@ -77,13 +94,12 @@ def measure_step_costs(
     values = {"max_new_tokens": MOST_NEW, "temperature": 0.7}
     each = [{"key": jax.random.key(i), **values} for i in range(num_slots)]
     load = Load([[257] for _ in each], each)
-    engines = [make_engine((pair[0], None), None, num_slots)]
+    configs: list[tuple[Any, bool]] = []
     for k in range(1, most + 1):
         # Alone worth drafting, and at any rate.
         costs = tuple(1e-6 if i == k else 1.0 for i in range(most + 1))
-        engines.append(
-            make_engine(pair, specjax.SpeculativeConfig("auto", step_costs=costs), num_slots)
-        )
+        configs.append((specjax.SpeculativeConfig("auto", step_costs=costs), False))
+    engines = make_engines(pair, num_slots, configs)
     found: list[list[dict[str, float]]] = [[] for _ in engines]
     for _ in range(rounds):
         for engine, records in zip(engines, found, strict=True):
@@ -98,13 +114,13 @@ def measure_step_costs(
 def contenders(pair: Any, num_slots: int, costs: tuple[float, ...]) -> dict[str, specjax.Engine]:
     """An engine for each way to choose K."""
     auto = specjax.SpeculativeConfig("auto", step_costs=costs)
-    found = {"plain": make_engine((pair[0], None), None, num_slots)}
-    for k in range(1, len(costs)):
-        config = specjax.SpeculativeConfig(num_speculative_tokens=k)
-        found[f"K = {k}"] = make_engine(pair, config, num_slots)
-    found["auto"] = make_engine(pair, auto, num_slots)
-    found["auto, by load"] = make_engine(pair, auto, num_slots, k_by_load=True)
-    return found
+    configs: dict[str, tuple[Any, bool]] = {
+        f"K = {k}": (specjax.SpeculativeConfig(num_speculative_tokens=k), False)
+        for k in range(1, len(costs))
+    }
+    configs |= {"auto": (auto, False), "auto, by load": (auto, True)}
+    engines = make_engines(pair, num_slots, list(configs.values()))
+    return dict(zip(["plain", *configs], engines, strict=True))
 
 
 def summarise(seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -130,15 +146,18 @@ def summarise(seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 def measure(pair: Any, num_slots: int, most: int, load: Load, rounds: int) -> dict[str, Any]:
     """Everything for one number of slots."""
     costs = measure_step_costs(pair, num_slots, most, rounds)
-    engines = contenders(pair, num_slots, costs["cpu"])
+    clock = "cpu" if jax.default_backend() == "cpu" else "wall"
+    engines = contenders(pair, num_slots, costs[clock])
     few = Load(load.prompts[:num_slots], load.values[:num_slots])
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for engine in engines.values():
         run(engine, few)
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            seconds[name].append(run(engine, load)[0])
-    record = {"slots": num_slots, "step_costs": costs, "seconds": seconds}
+    names = list(engines)
+    for i in range(rounds):
+        # One after another in turn: what stands first in a round is not always the same.
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(run(engines[name], load)[0])
+    record = {"slots": num_slots, "step_costs": costs, "clock": clock, "seconds": seconds}
     return record | summarise(seconds)
 
 
@@ -153,22 +172,19 @@ def main() -> None:
     args = parser.parse_args()
     target, _ = models.load(models.pretrained_folder("target"))
     pair = target, models.load_drafter(models.pretrained_folder(args.draft), target)
-    load_before = os.getloadavg()
-    load = mixed_load(args.prompts)
-    records = []
-    for num_slots in args.slots:
-        record = measure(pair, num_slots, args.most, load, args.rounds)
-        records.append(record)
-        print(json.dumps({name: x for name, x in record.items() if name != "seconds"}, indent=1))
-    if args.out is None:
-        return
-    command = shlex.join(["python", "-m", "benchmarks.cpu.engine_k", *sys.argv[1:]])
-    where = environment() | {"command": command, "load_average": [load_before, os.getloadavg()]}
-    where["date"] = datetime.date.today().isoformat()
+    where = environment() if jax.default_backend() == "cpu" else gpu_environment()
+    where["command"] = shlex.join(["python", "-m", "benchmarks.pair.engine_k", *sys.argv[1:]])
+    where["load_average"] = os.getloadavg()
     setting = {"draft": args.draft, "prompts": args.prompts, "chunk": CHUNK, "most": args.most}
     setting |= {"temperatures": TEMPERATURES, "most_new_tokens": MOST_NEW}
-    record = {"environment": where, "setting": setting, "runs": records}
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    load = mixed_load(args.prompts)
+    whole: dict[str, Any] = {"environment": where, "setting": setting, "runs": []}
+    for num_slots in args.slots:
+        record = measure(pair, num_slots, args.most, load, args.rounds)
+        whole["runs"].append(record)
+        print(json.dumps({name: x for name, x in record.items() if name != "seconds"}, indent=1))
+        if args.out is not None:
+            args.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
