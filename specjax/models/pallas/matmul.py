@@ -134,7 +134,7 @@ def fused_glu_kernel(
 
 
 def _padded_rows(num_rows: int) -> jax.Array:
-    """Returns i32[M], row indices: padding reads a row again, so that no load needs a mask."""
+    """Returns i32[M], row indices: padding has those of rows, so that a load needs no mask."""
     return jax.lax.rem(jax.lax.iota(jnp.int32, pad_to_mma(num_rows)), jnp.int32(num_rows))
 
 
@@ -154,14 +154,18 @@ def _accumulate(
 
     Each is f32[M, block_n], or f32[block_n, M] with swapped operands.
     """
-    row = _padded_rows(operands.rows.shape[0])
-    column = jax.lax.iota(jnp.int32, tiling.block_n)
+    num_rows, zero = operands.rows.shape[0], jnp.zeros((), operands.rows.dtype)
+    row, column = _padded_rows(num_rows), jax.lax.iota(jnp.int32, tiling.block_n)
     offset = jax.lax.iota(jnp.int32, tiling.block_k)
     shape = (row.shape[0], tiling.block_n)
+    # Padding reads nothing here: every program reads all rows, whose lines lie in a few places.
+    is_row = (jax.lax.iota(jnp.int32, row.shape[0]) < num_rows)[:, None]
+    is_row = jnp.broadcast_to(is_row, (row.shape[0], tiling.block_k))
+    mask, other = (None, None) if num_rows == row.shape[0] else (is_row, zero)
 
     def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         k = i * tiling.block_k + offset
-        rows = plgpu.load(operands.rows.at[row[:, None], k[None]])
+        rows = plgpu.load(operands.rows.at[row[:, None], k[None]], mask=mask, other=other)
         tiles = [plgpu.load(operands.matrix.at[k[:, None], (n + column)[None]]) for n in starts]
         return [x + _product(rows, tile, tiling) for x, tile in zip(totals, tiles, strict=True)]
 
