@@ -20,6 +20,7 @@ from specjax.models.pallas.request_qkv import QKVOperands
 from specjax.models.pallas.tilings import (
     AttentionTiling,
     DecodeConfig,
+    MatmulTiling,
     attention_tiling,
     glu_tiling,
     matmul_tiling,
@@ -38,6 +39,7 @@ __all__ = [
     "kernel_choice",
     "kv_tiling",
     "matmul",
+    "product_tiling",
 ]
 
 
@@ -91,8 +93,7 @@ class PartialProduct(NamedTuple):
     def reduce(self, norm: NormSpec | None = None) -> jax.Array:
         """Returns the product [B, T, N], in float32 if anything was left to do.
 
-        Args:
-          norm: the deferred norm; read only if there are squares.
+        `norm` is the deferred one, read only if there are squares.
         """
         if self.parts.shape[0] == 1 and self.squares is None:
             return self.parts[0]
@@ -159,7 +160,7 @@ def matmul(
       next_is_kernel: whether a kernel of ours alone reads the parts: then it may start early.
       is_summed: whether products of other devices are added: then no part is rounded.
     """
-    tiling = _tiling(matmul_tiling, x, matrix, matrix.shape[1], choice)
+    tiling = product_tiling(x, matrix, choice)
     if tiling is None:
         dtype = jnp.float32 if is_summed else None
         return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
@@ -190,14 +191,14 @@ def glu(
       next_is_kernel: as in `matmul`.
       is_summed: as in `matmul`.
     """
-    tiling = _tiling(glu_tiling, x.rows, gate_up, len(down), choice)
+    tiling = product_tiling(x.rows, gate_up, choice, is_gated=True)
     if tiling is None:
         y = PartialProduct((x.rows @ gate_up)[None], x.squares).reduce(norm)
         gate, up = jnp.split(y, 2, axis=-1)
         y = (activation(gate) * up).astype(x.rows.dtype)
     else:
         # XLA's own product does not wait as a kernel of ours does.
-        next_waits = _tiling(matmul_tiling, x.rows, down, down.shape[1], choice) is not None
+        next_waits = product_tiling(x.rows, down, choice) is not None
         y = fused_glu(
             *x,
             gate_up,
@@ -273,23 +274,25 @@ def kv_tiling(
       keys: [B, G, S, D], of the cache.
       choice: of the kernels.
     """
-    padded, num_heads = rows
     return attention_tiling(
         positions,
         keys.shape,
-        num_padded_tokens=padded,
-        queries_per_kv=num_heads // keys.shape[1] - 2,
+        num_padded_tokens=rows[0],
+        queries_per_kv=rows[1] // keys.shape[1] - 2,
         itemsize=keys.dtype.itemsize,
         shared_memory_bytes=choice.shared_memory_bytes,
         config=choice.config,
     )
 
 
-def _tiling(
-    tiling: Callable[..., Any], x: jax.Array, matrix: jax.Array, width: int, choice: KernelChoice
-) -> Any:
-    """Returns the tiling of rows' product with a matrix; None if XLA multiplies."""
+def product_tiling(
+    x: Any, matrix: Any, choice: KernelChoice, *, is_gated: bool = False
+) -> MatmulTiling | None:
+    """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies."""
     if x.dtype != matrix.dtype:
         return None
-    rows = x.shape[0] * x.shape[1]
-    return tiling(rows, len(matrix), width, x.dtype.itemsize, choice.shared_memory_bytes)
+    rows, (size, width) = x.shape[0] * x.shape[1], matrix.shape
+    more = x.dtype.itemsize, choice.shared_memory_bytes
+    if is_gated:
+        return glu_tiling(rows, size, width // 2, *more)
+    return matmul_tiling(rows, size, width, *more)

@@ -25,6 +25,7 @@ from specjax.models.kernel_ops import (
     kernel_choice,
     kv_tiling,
     matmul,
+    product_tiling,
 )
 from specjax.models.layers import (
     Attention,
@@ -42,11 +43,20 @@ _MIN_ROWS = 8
 
 
 def _num_padding_tokens(batch: int, tokens: int) -> int:
-    """Returns how many more tokens each request is given, so that there are 8 rows to multiply.
+    """Returns how many more tokens each request is given, so that XLA has 8 rows to multiply.
 
-    A GPU's tensor cores take no fewer, and XLA reads weights at half the rate for fewer rows.
+    It reads weights at half the rate for fewer rows.
     """
     return max(-(-_MIN_ROWS // batch) - tokens, 0)
+
+
+def _is_in_kernels(layer: Layer, x: Any, choice: KernelChoice) -> bool:
+    """Returns whether kernels make all products of a layer: they pad rows to their tiles."""
+    attention, mlp = layer.attention, layer.mlp
+    tilings = [product_tiling(x, mlp.gate_up[...], choice, is_gated=True)]
+    for matrix in (attention.qkv, attention.out, mlp.down):
+        tilings.append(product_tiling(x, matrix[...], choice))
+    return None not in tilings and attention.out_bias is None and can_defer_norm(x)
 
 
 def decode_step(
@@ -69,7 +79,10 @@ def decode_step(
       taps: as in `run_decoder`.
     """
     choice, tokens = kernel_choice(implementation), token_ids.shape[1]
-    padding = _num_padding_tokens(*token_ids.shape)
+    rows = jax.ShapeDtypeStruct((*token_ids.shape, 1), model.embedding[...].dtype)
+    padding = 0
+    if not all(_is_in_kernels(layer, rows, choice) for layer in model.layers):
+        padding = _num_padding_tokens(*token_ids.shape)
     x = model.embed(jnp.pad(token_ids, ((0, 0), (0, padding))))
     cos_sin, written = model.cos_sin(positions), []
     norms: list[RMSNorm] = [*(layer.attention_norm for layer in model.layers), model.norm]

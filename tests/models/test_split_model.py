@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -479,20 +480,49 @@ def on_h200s(replicate=False, config=WIDE):
     )
 
 
-@pytest.mark.parametrize(("tokens", "num_kernels"), [(1, 9), (100, 0)])
-def test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them(tokens, num_kernels):
-    model, ids = on_h200s(), jax.ShapeDtypeStruct((4, tokens), jnp.int32)
+def lowered_step(model, tokens):
+    """The step of four requests, as StableHLO for a GPU."""
+    ids = jax.ShapeDtypeStruct((4, tokens), jnp.int32)
 
     def step(params, ids):
         return model.apply(params, ids, ids, model.init_cache(4, 300))
 
     with jax.sharding.use_abstract_mesh(model.placement.mesh):
         traced = jax.jit(step).trace(model.params, ids)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("tokens", "num_kernels"), [(1, 9), (100, 0)])
+def test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them(tokens, num_kernels):
+    text = lowered_step(on_h200s(), tokens)
     assert text.count("xla.gpu.triton") == num_kernels
     assert text.count("stablehlo.all_reduce") == 3
     # Of the product before a sum none begins the next launch early: the sum is XLA's.
     assert text.count("griddepcontrol.launch_dependents") == (2 if num_kernels else 0)
+
+
+# A share's products before a sum have two parts.
+DEEP = dataclasses.replace(WIDE, hidden_size=4096, intermediate_size=512, num_attention_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "message"),
+    [
+        pytest.param(DEEP, 1, "2x1x4096xf32", id="kernels need no padding"),
+        pytest.param(
+            dataclasses.replace(WIDE, out_bias=True), 1, "2x4x128xf32", id="XLA has eight rows"
+        ),
+    ],
+)
+def test_what_the_sums_of_a_step_send(config, tokens, message):
+    sent = re.findall(
+        r'"stablehlo.all_reduce".*?\}\) : \(tensor<(\S*)>',
+        lowered_step(on_h200s(config=config), tokens),
+        re.S,
+    )
+    # The embedding, attention and the MLP.
+    assert len(sent) == 3
+    assert sent[2] == message
 
 
 def primitives(jaxpr, is_inside=False):
