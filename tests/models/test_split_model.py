@@ -502,15 +502,16 @@ def test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them(tokens, num_k
 
 
 # A share's products before a sum have two parts.
-DEEP = dataclasses.replace(WIDE, hidden_size=4096, intermediate_size=512, num_attention_heads=8)
+DEEP = dataclasses.replace(WIDE, hidden_size=8192, intermediate_size=512, num_attention_heads=8)
 
 
 @pytest.mark.parametrize(
     ("config", "tokens", "message"),
     [
-        pytest.param(DEEP, 1, "2x1x4096xf32", id="kernels need no padding"),
+        pytest.param(DEEP, 1, "2x2x1x8192xf32", id="few rows travel as parts, and no padding"),
+        pytest.param(DEEP, 16, "1x2x16x8192xf32", id="parts of many rows are added before"),
         pytest.param(
-            dataclasses.replace(WIDE, out_bias=True), 1, "2x4x128xf32", id="XLA has eight rows"
+            dataclasses.replace(WIDE, out_bias=True), 1, "1x2x4x128xf32", id="XLA has eight rows"
         ),
     ],
 )

@@ -9,6 +9,7 @@ _FAMILIES = split_models("test_every_family_has_the_states_and_logits_of_one_dev
 _GATHERED = split_models("test_what_reads_whole_rows_gets_them_gathered")
 _KERNELS = split_models("test_the_kernels_of_a_step_run_on_each_share")
 _LOWERED = split_models("test_a_step_lowers_to_kernels_of_a_share_and_sums_between_them")
+_SENT = split_models("test_what_the_sums_of_a_step_send")
 
 MUTATIONS = (
     Mutation(
@@ -45,6 +46,27 @@ MUTATIONS = (
         "defers\n        parts",
         _LOWERED,
         "a sum of XLA's may begin before the product is stored",
+    ),
+    Mutation(
+        "specjax.models.kernel_step._sum_parts",
+        "> _MAX_SENT_NUMBERS",
+        "> 0",
+        _SENT,
+        "a launch adds few parts before they travel",
+    ),
+    Mutation(
+        "specjax.models.kernel_step._sum_parts",
+        "math.prod(parts.shape[1:]) * (len(parts) - 1)",
+        "0",
+        _SENT,
+        "parts of many rows travel",
+    ),
+    Mutation(
+        "specjax.models.kernel_step._is_in_kernels",
+        " and attention.out_bias is None",
+        "",
+        _SENT,
+        "XLA multiplies a single row",
     ),
     Mutation(
         "specjax.models.kernel_ops.matmul",
