@@ -27,8 +27,8 @@ LARGEST = dataclasses.replace(
     num_attention_heads=128,
 )
 # Bytes per us; us of a product besides its bytes; us of what else a layer launches, on one GPU and
-# on several, whose parts are added first; us of a sum over two GPUs, by NCCL in a CUDA graph; us of
-# verification and sampling.
+# on several, where no launch overlaps with a sum; us of a sum over two GPUs, by NCCL in a CUDA graph;
+# us of verification and sampling.
 BANDWIDTH, PRODUCT, LAYER, SPLIT_LAYER, SUM, REST = 4.46e6, 2.3, 11.2, 13.0, 7.5, 100.0
 
 
@@ -38,11 +38,6 @@ def weight_bytes(config: TransformerConfig) -> int:
     attention = config.hidden_size * (width + config.head_dim * config.num_attention_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     return 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
-
-
-def sum_bytes(config: TransformerConfig, batch: int, tokens: int) -> int:
-    """Bytes of one sum of a step: float32 rows, no fewer than eight."""
-    return 4 * max(8, batch * tokens) * config.hidden_size
 
 
 def step_ms(config: TransformerConfig, devices: int, sum_us: float = SUM) -> float:
@@ -61,30 +56,26 @@ def mesh_table(result: dict[str, Any]) -> str:
 
 def measured(result: dict[str, Any]) -> list[str]:
     """Lines of the times of one and two GPUs, next to the model's."""
-    one, graphs, plain, large = (
+    one, two, large = (
         {(case["case"], case["B"]): case for case in cases if case["devices"] == devices}
         for cases, devices in (
             (result["one pair"]["cases"], 1),
-            (result["pair"]["cases"], 2),
             (result["one pair"]["cases"], 2),
             (result["large"]["cases"], 2),
         )
     )
     lines = [
-        "| | B | one GPU, ms | two GPUs, ms | times as fast "
-        "| sums in graphs, ms | times as fast | of it sums | cost model, ms |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | B | one GPU, ms | two GPUs, ms | times as fast | of it sums | cost model, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, batch in graphs:
-        whole = one[name.split(",")[0], batch]["median_ms"]
-        split, graph = plain[name, batch]["median_ms"], graphs[name, batch]
+    for (name, batch), case in two.items():
+        whole, split = one[name.split(",")[0], batch]["median_ms"], case["median_ms"]
         cells = [name, batch, f"{whole:.2f}", f"{split:.2f}", f"{whole / split:.2f}"]
-        cells += [f"{graph['median_ms']:.2f}", f"{whole / graph['median_ms']:.2f}"]
-        cells += [f"{graph['profile']['collectives_us'] / 1e3:.2f}", f"{model_ms(name):.2f}"]
+        cells += [f"{case['profile']['collectives_us'] / 1e3:.2f}", f"{model_ms(name):.2f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     for (name, batch), case in large.items():
         ms, sums = case["median_ms"], case["profile"]["collectives_us"] / 1e3
-        cells = [f"70B: {name.removeprefix('large, ')}", str(batch), "", f"{ms:.2f}", "", "", ""]
+        cells = [f"70B: {name.removeprefix('large, ')}", str(batch), "", f"{ms:.2f}", ""]
         lines.append(f"| {' | '.join(cells)} | {sums:.2f} | {step_ms(LARGE, 2):.2f} |")
     return lines
 

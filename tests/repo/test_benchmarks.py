@@ -366,15 +366,15 @@ def test_the_cost_model_is_near_the_measured_steps(benchmark):
         benchmark("tables.mesh"),
         json.loads(RESULT.with_name("h200_mesh.json").read_text()),
     )
-    cases = [*found["one pair"]["cases"], *found["pair"]["cases"], *found["large"]["cases"]]
+    cases = [*found["one pair"]["cases"], *found["large"]["cases"]]
     near = [
         abs(made.step_ms(config, case["devices"]) / case["median_ms"] - 1)
         for case in cases
         for name, config in (("plain step", made.TARGET), ("large, plain step", made.LARGE))
         if case["case"] == name and case["B"] == 1
     ]
-    assert len(near) == 4
-    assert max(near) < 0.15
+    assert len(near) == 3
+    assert max(near) < 0.1
 
 
 @pytest.mark.parametrize(
