@@ -76,7 +76,7 @@ def sums(config: TransformerConfig, placement: Placement, batch: int, effort: Ef
     def loop(caches: Any, x: jax.Array) -> Any:
         return jax.lax.fori_loop(0, effort.iterations, lambda _, x: mapped(x), x), caches
 
-    # Eight rows, which XLA's products have; the kernels send the parts of one, half as many numbers.
+    # XLA's products have eight rows; the kernels' parts of one are half as many numbers.
     rows = jnp.zeros((batch, -(-8 // batch), config.hidden_size), jnp.float32)
     rows = jax.device_put(rows, placement.sharding(whole))
     return Timed(loop, (), (rows,), effort.iterations)

@@ -27,8 +27,8 @@ LARGEST = dataclasses.replace(
     num_attention_heads=128,
 )
 # Bytes per us; us of a product besides its bytes; us of what else a layer launches, on one GPU and
-# on several, where no launch overlaps with a sum; us of a sum over two GPUs, by NCCL in a CUDA graph;
-# us of verification and sampling.
+# on several, where no launch overlaps with a sum; us of a sum over two GPUs, by NCCL in a graph; us
+# of verification and sampling.
 BANDWIDTH, PRODUCT, LAYER, SPLIT_LAYER, SUM, REST = 4.46e6, 2.3, 11.2, 13.0, 7.5, 100.0
 
 
