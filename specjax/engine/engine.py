@@ -100,6 +100,7 @@ class Engine:
         implementation: str | Implementation | None = None,
     ) -> None:
         num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
+        max_length = check_count("max_length", max_length, 2, "the tokens that a slot holds")
         why = "the requests that wait for a slot"
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)

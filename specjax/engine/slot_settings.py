@@ -31,8 +31,8 @@ def choose_drafts(
     drafter: its steps hold nothing that chooses.
 
     Args:
-      drafter: as in `Engine`.
-      config: as in `Engine`.
+      drafter: as in `Engine`, unchecked.
+      config: as in `Engine`, unchecked.
       num_slots: B.
       k_by_load: as in `Engine`, unchecked.
 
@@ -40,7 +40,8 @@ def choose_drafts(
       ValueError: for `k_by_load` without a K that is chosen.
     """
     is_by_load = check_flag("k_by_load", k_by_load)
-    if drafter is None or config is None or config.step_costs is None:
+    costs = config.step_costs if isinstance(config, SpeculativeConfig) else None
+    if config is None or costs is None or not isinstance(drafter, Drafter):
         if is_by_load:
             raise ValueError(
                 "k_by_load is True, and num_speculative_tokens is no choice; it needs a drafter "

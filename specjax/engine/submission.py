@@ -173,7 +173,8 @@ def _parse_stop_ids(value: Any) -> np.ndarray:
 
 
 def _parse_stop(stop: str | Iterable[str], tokenizer: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
+    strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop is {stop!r}; it needs strings that are not empty.")
     if strings and tokenizer is None:

@@ -301,6 +301,23 @@ def test_k_by_load_needs_a_k_that_is_chosen():
             make_engine(drafter, config=config, k_by_load=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"config": "auto"}, "config is str; it needs a specjax.SpeculativeConfig"),
+        ({"drafter": MODEL}, "drafter is Model; it needs"),
+        ({"target": None}, "target is NoneType; it needs"),
+        ({"max_length": None}, "max_length is None; it needs a Python int >= 2"),
+        ({"num_slots": 0}, "num_slots is 0; it needs a Python int >= 1"),
+    ],
+)
+def test_an_engine_of_a_wrong_argument_is_refused(change, words):
+    # None of these requests would ever draft.
+    costs = SpeculativeConfig("auto", step_costs=(1.0, 2.0, 3.0))
+    with pytest.raises(ValueError, match=words):
+        make_engine(**({"config": costs} | change))
+
+
 @pytest.mark.once
 def test_a_request_gets_what_generate_gives():
     rows = [request.prompt for request in ASKED]
@@ -466,6 +483,7 @@ def test_nan_in_the_logits_of_one_request_ends_it_alone():
         ({"stop_token_ids": range(17)}, "at most 16"),
         ({"stop": ""}, "not empty"),
         ({"stop": "b"}, "no tokenizer"),
+        ({"stop": None}, "stop is None"),
         ({"sampling": SamplingParams(min_p=0.1)}, "sampling=SamplingParams\\(min_p=...\\)"),
         ({"sampling": SamplingParams(grammar=GRAMMAR)}, "sampling.grammar is given"),
         ({"sampling": SamplingParams(grammar_state=0)}, "grammar_state is given without"),
