@@ -264,7 +264,7 @@ class Engine:
         """Dispatches one step of all slots and reads what the step before gave.
 
         Returns:
-          Whether another step is needed: for a request that has not ended, or to empty a slot.
+          Whether another step is needed: whether a request has not ended.
 
         Raises:
           RuntimeError: while coroutines wait for a step.
@@ -283,7 +283,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests in a slot. One whose last token is in an unread step is in none."""
+        """Requests that had a slot and have not ended; some may be in none, with a step unread."""
         return self._scheduler.num_running
 
     @property

@@ -9,6 +9,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -80,8 +81,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that are in a slot."""
-        return sum(request is not None for request in self._occupants)
+        """Requests that were put in a slot, have not ended, and do not wait for another."""
+        going = set(self._going())
+        with self._queue_lock:
+            parked = (group for group in self._groups if isinstance(group, ParkedRequest))
+            going.difference_update(*(group.waiting for group in parked))
+        return len(going)
+
+    def _going(self) -> Iterator[Request]:
+        """Returns requests that had a slot and have not ended; some twice."""
+        each = (self._occupants, *(step.occupants for step in tuple(self._in_flight)))
+        return (one for row in each for one in row if one is not None and one.finish_reason is None)
 
     def enqueue(self, group: PromptGroup) -> None:
         """Puts requests at the end of the queue.
@@ -162,17 +172,17 @@ class Scheduler:
     def _begin_round(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
         # Left unread by a round that was interrupted; masks need what they drafted.
-        while self._in_flight and self._has_matchers():
+        while any(_has_matchers(step.occupants) for step in self._in_flight):
             self._end_round(jax.device_get(self._in_flight[0].output))
         self._drop_aborted()
         self._empty_slots()
         self._fill_slots()
         self._release_emptied()
-        if not self.num_running:
+        if not self._count_occupied():
             return 0
         self._dispatch_step()
         # The masks of the next step need what this one drafts.
-        return 0 if self._has_matchers() else 1
+        return 0 if _has_matchers(self._occupants) else 1
 
     def _end_round(self, output: StepOutput) -> None:
         """Gives the requests what the oldest step committed, and empties slots of those that ended.
@@ -189,9 +199,12 @@ class Scheduler:
             if is_here and output.finish[slot] != 0 and request.finish_reason is not None:
                 self._occupants[slot] = None
 
+    def _count_occupied(self) -> int:
+        return sum(request is not None for request in self._occupants)
+
     def _is_busy(self) -> bool:
-        """Whether a request is left that has not ended, or a step that was not read."""
-        return bool(self._in_flight) or self.num_running > 0 or self.num_waiting > 0
+        """Whether a request is left that has not ended."""
+        return any(True for _ in self._going()) or self.num_waiting > 0
 
     def _empty_slots(self) -> None:
         """Empties slots of requests that the host ended, and that steps not yet read will end."""
@@ -263,12 +276,9 @@ class Scheduler:
             self._slots = self._programs.release(self._slots, rows)
             self._emptied.clear()
 
-    def _has_matchers(self) -> bool:
-        return any(request is not None and request.has_matcher for request in self._occupants)
-
     def _row_masks(self) -> Any:
         """Returns the masks of the next step's rows, on the device; None if there are never any."""
-        if not self._has_matchers():
+        if not _has_matchers(self._occupants):
             return self._on_device
         masks = self._all_allowed.copy()
         for rows, request in zip(masks, self._occupants, strict=True):
@@ -282,4 +292,8 @@ class Scheduler:
             leaf.copy_to_host_async()
         self._in_flight.append(InFlight(output, tuple(self._occupants)))
         self.num_steps += 1
-        self.num_occupied += self.num_running
+        self.num_occupied += self._count_occupied()
+
+
+def _has_matchers(occupants: Iterable[Request | None]) -> bool:
+    return any(request is not None and request.has_matcher for request in occupants)

@@ -1,6 +1,7 @@
 """The engine: a request gets the tokens it would get alone, whatever else is decoded."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -611,6 +612,9 @@ def test_a_preempted_request_gets_the_same_tokens(drops_cache):
         num_rounds += 1
         if num_rounds % 2 == 0:
             num_preempted += any(engine.preempt(r, drops_cache=drops_cache) for r in requests)
+            # Each counts once, also the one with an unread step.
+            going = sum(request.finish_reason is None for request in requests)
+            assert engine.num_running + engine.num_waiting == going
     assert num_preempted > 6
     assert list(map(what_came, requests)) == alone()
 
@@ -671,14 +675,20 @@ def test_a_stop_string_ends_a_request_within_a_step_and_across_tokens():
     for request, (text, num_tokens) in zip(requests, expected, strict=True):
         assert request.finish_reason == "stop_string"
         assert (request.text, len(request.token_ids)) == (text, num_tokens)
+    # The device does not know that the last one has ended, and no step is left to take.
+    request = ask(i, stop=stop).submit(engine)
+    while engine.step():
+        assert request.finish_reason is None
+    assert (request.text, engine.num_running) == (text, 0)
 
 
 def test_pieces_add_up_and_coroutines_share_the_steps():
     engine = full_engine()
-    order = []
+    order, requests = [], []
 
     async def read(index):
         request = ASKED[index].submit(engine)
+        requests.append(request)
         pieces = []
         async for piece in request:
             pieces.append(piece)
@@ -687,11 +697,65 @@ def test_pieces_add_up_and_coroutines_share_the_steps():
         assert "".join(piece.text for piece in pieces) == alone()[index][5]
         assert what_came(request) == alone()[index]
 
+    async def count():
+        going = len(requests)
+        while going:
+            # Also while the step with a request's last token is read.
+            assert engine.num_running + engine.num_waiting == going
+            await asyncio.sleep(0)
+            going = sum(request.finish_reason is None for request in requests)
+
     async def read_all():
-        await asyncio.gather(*map(read, range(6)))
+        await asyncio.gather(*map(read, range(6)), count())
 
     asyncio.run(read_all())
     assert order != sorted(order)
+
+
+class Turns:
+    """A matcher that allows a token or two, by how many were read and which was the last."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def compute_bitmask(self):
+        first = (len(self.tokens) + sum(self.tokens[-1:])) % V
+        return np.uint32(1 << first | 1 << (2 * first + 1) % V).tobytes()
+
+    def try_consume_tokens(self, tokens):
+        is_allowed = np.frombuffer(self.compute_bitmask(), np.uint32)[0] >> tokens[0] & 1
+        self.tokens += tokens if is_allowed else []
+        return int(is_allowed)
+
+    def rollback(self, num_tokens):
+        del self.tokens[len(self.tokens) - num_tokens :]
+        return True
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_an_interrupted_step_is_read_before_the_next_masks(monkeypatch, is_preempted):
+    engine = plain_engine(takes_matchers=True)
+
+    def submit():
+        return engine.submit([1], key=KEYS[0], max_new_tokens=20, matcher=Turns())
+
+    def interrupt(tree):
+        raise KeyboardInterrupt
+
+    first = submit()
+    engine.step()
+    assert len(first.token_ids) == 1
+    expected, request, num_interrupts = first.result().token_ids, submit(), 0
+    while request.finish_reason is None:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(jax, "device_get", interrupt)
+            engine.step()
+        num_interrupts += len(engine._scheduler._in_flight)
+        if is_preempted:
+            engine.preempt(request)
+        engine.step()
+    assert (request.token_ids, request.error) == (expected, None)
+    assert num_interrupts > 3
 
 
 def test_a_step_is_refused_while_coroutines_wait_for_one():

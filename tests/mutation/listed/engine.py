@@ -11,6 +11,9 @@ _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
+_INTERRUPTED = "test_an_interrupted_step_is_read_before_the_next_masks"
+_STOPPED = "test_a_stop_string_ends_a_request_within_a_step_and_across_tokens"
+_COROUTINES = "test_pieces_add_up_and_coroutines_share_the_steps"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
 _AHEAD = "test_the_next_prompt_is_read_before_a_slot_is_empty"
 _GENERATE = "test_a_request_gets_what_generate_gives"
@@ -22,10 +25,38 @@ _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_n
 MUTATIONS = (
     Mutation(
         "specjax.engine.scheduler.Scheduler._begin_round",
-        "0 if self._has_matchers() else 1",
+        "0 if _has_matchers(self._occupants) else 1",
         "1",
-        json_schemas(_MATCHED),
-        "masks of a step are made before its draft is read",
+        engines(_INTERRUPTED),
+        "a step with masks is read by the call after it",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._begin_round",
+        "any(_has_matchers(step.occupants) for step in self._in_flight)",
+        "self._in_flight and _has_matchers(self._occupants)",
+        engines(_INTERRUPTED),
+        "masks of a request that was preempted after an interrupted step are made too early",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._is_busy",
+        "any(True for _ in self._going())",
+        "bool(self._in_flight)",
+        engines(_STOPPED),
+        "a step is asked for to read what a request got after its stop string",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._going",
+        "*(step.occupants for step in tuple(self._in_flight))",
+        "",
+        engines(_COROUTINES),
+        "a request counts nowhere while its last token is read",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler.num_running",
+        "going.difference_update(*(group.waiting for group in parked))",
+        "pass",
+        engines(_PREEMPTED),
+        "a preempted request with an unread step counts twice",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler.enqueue",
@@ -148,8 +179,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._begin_round",
-        "if self._has_matchers() else 1",
-        "if self._has_matchers() else 0",
+        "if _has_matchers(self._occupants) else 1",
+        "if _has_matchers(self._occupants) else 0",
         engines(_SERVED),
         "the host waits for every step before it dispatches the next",
     ),
