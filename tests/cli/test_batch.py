@@ -1,16 +1,20 @@
 """`specjax generate --input --output`: a file of prompts, whole lines, and runs that go on."""
 
+import argparse
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from test_command import PROMPT, SHORT, TARGET, write_model
 
 from specjax.cli import main
+from specjax.cli.arguments import SAMPLING_OPTIONS
+from specjax.cli.batch import run_batch
 from specjax.cli.batch.read_lines import read_lines
 
 pytestmark = pytest.mark.lenient
@@ -55,6 +59,15 @@ def generate(folders, tmp_path, monkeypatch):
         return code, {line["line"]: line for line in found}
 
     return run
+
+
+def test_the_queue_has_room_for_all_that_is_submitted_at_once(monkeypatch):
+    monkeypatch.setattr(run_batch, "Engine", lambda *models, **options: options["max_waiting"])
+    fields = dict.fromkeys(("logprobs", *SAMPLING_OPTIONS)) | {"num_slots": 4096}
+    config = types.SimpleNamespace(max_position_embeddings=512)
+    pair = types.SimpleNamespace(target_config=config, tokenizer=None)
+    job = run_batch.BatchJob(pair, None, None, None, [], argparse.Namespace(**fields), None, {})
+    assert run_batch._make_engine(job) == 2 * 4096
 
 
 @pytest.mark.once

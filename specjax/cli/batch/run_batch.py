@@ -35,6 +35,8 @@ _MOST_BYTES = 2**32
 # Buffers are rounded up to this, so that another file may find its programs in the cache.
 _LENGTH_STEP = 128
 _SHOWN_PROBLEMS = 5
+# Requests for each slot, more than one so that prompts are read before a slot is empty.
+_ROUNDS_AHEAD = 2
 
 
 class BatchJob(NamedTuple):
@@ -166,6 +168,7 @@ def _make_engine(job: BatchJob) -> Engine:
         job.config,
         num_slots=job.options.num_slots,
         max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
+        max_waiting=_ROUNDS_AHEAD * job.options.num_slots,
         sampling=SamplingParams(**defaults, grammar=job.grammar),
         tokenizer=job.pair.tokenizer,
         num_logprobs=job.options.logprobs,
@@ -207,8 +210,7 @@ def _decode(
 
     advance(describe())
     while left or running:
-        # Some more than there are slots, so that prompts are read before a slot is empty.
-        while left and len(running) < 2 * engine.num_slots:
+        while left and len(running) < _ROUNDS_AHEAD * engine.num_slots:
             line = left.popleft()
             running[line.number] = line, _submit(job, engine, line)
         engine.step()
