@@ -11,7 +11,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments
 from specjax.engine.group import make_group
-from specjax.engine.memory import explain_slots_out_of_memory
+from specjax.engine.memory import devices_of, explain_slots_out_of_memory
 from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
 from specjax.engine.request import Request
 from specjax.engine.request_sampling import parse_defaults
@@ -133,7 +133,8 @@ class Engine:
         self._options = EngineOptions(
             max_length, programs.vocab_size, defaults, tokenizer, takes_matchers
         )
-        with explain_slots_out_of_memory(self.slot_bytes, num_slots, max_length):
+        devices = devices_of(target)
+        with explain_slots_out_of_memory(devices, self.slot_bytes, num_slots, max_length):
             any_request = read_submission([0, 0], self._options, key=keys[0])
             slots = warm_up(programs, chunk_size, any_request.settings, all_allowed)
         self._scheduler = Scheduler(programs, slots, chunk_size, all_allowed, max_waiting)

@@ -1,18 +1,30 @@
 """Memory of an engine: says at the start what a slot needs, and whether the slots fit."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 
-__all__ = ["explain_slots_out_of_memory"]
+from specjax.model import Model
+
+__all__ = ["devices_of", "explain_slots_out_of_memory"]
+
+
+def devices_of(target: Model) -> set[Any]:
+    """Returns the devices that a target's parameters are on; JAX's first if they are on a host."""
+    leaves = (leaf for leaf in jax.tree.leaves(target.params) if isinstance(leaf, jax.Array))
+    return {device for leaf in leaves for device in leaf.devices()} or {jax.devices()[0]}
 
 
 @contextlib.contextmanager
-def explain_slots_out_of_memory(slot_bytes: int, num_slots: int, max_length: int) -> Iterator[None]:
-    """Refuses slots that the device has no room for, before or when they are made.
+def explain_slots_out_of_memory(
+    devices: Iterable[Any], slot_bytes: int, num_slots: int, max_length: int
+) -> Iterator[None]:
+    """Refuses slots that the devices have no room for, before or when they are made.
 
     Args:
+      devices: that hold the slots together.
       slot_bytes: of one slot.
       num_slots: B.
       max_length: S.
@@ -29,9 +41,11 @@ def explain_slots_out_of_memory(slot_bytes: int, num_slots: int, max_length: int
         "take less."
     )
     # None on a CPU, whose allocator says only when it is asked.
-    facts = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" in facts and needed > facts["bytes_limit"] - facts.get("bytes_in_use", 0):
-        raise error
+    facts = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in fact for fact in facts):
+        free = sum(fact["bytes_limit"] - fact.get("bytes_in_use", 0) for fact in facts)
+        if needed > free:
+            raise error
     try:
         yield
     except jax.errors.JaxRuntimeError as failure:

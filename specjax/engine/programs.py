@@ -205,9 +205,10 @@ def warm_up(
         for row in _rows_of_each_length(programs, nothing):
             state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state, allowed)
+        # No more than two rows at a time, as when prompts are read.
+        row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
         parked = programs.park(state, first)
         state = programs.resume(state, parked, first)
-        row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
         parked = parked._replace(target_cache=row.target_cache)
         state = programs.resume(state, parked, first)
         state = programs.release(state, np.ones(num_slots, bool))
