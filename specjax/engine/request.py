@@ -147,6 +147,10 @@ class Request:
             if self._text is not None:
                 self._text.flush()
                 reason = FinishReason.STOP_STRING if self._text.stopped else reason
+            if self._metrics is not None:
+                # What other slots counted is kept no longer.
+                metrics, slot = self._metrics
+                self._metrics = Metrics(*(count[slot : slot + 1].copy() for count in metrics)), 0
             self.error = error
             self.finish_reason = reason
 
@@ -189,7 +193,7 @@ class Request:
             self.logprobs.append(float(output.logprobs[slot, i]))
             self.origins.append(int(output.origins[slot, i]))
             if output.top_logprobs is not None:
-                top = TopLogprobs(*(values[slot, i] for values in output.top_logprobs))
+                top = TopLogprobs(*(values[slot, i].copy() for values in output.top_logprobs))
                 self.top_logprobs.append(top)
             self.token_ids.append(token_id)
             if self._text is not None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import threading
 
 import automata
 import bigrams
@@ -17,7 +18,12 @@ from scipy import stats
 
 import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
+from specjax.decode.metrics import Metrics
+from specjax.engine.memory import devices_of, explain_slots_out_of_memory
 from specjax.engine.programs import warm_up
+from specjax.engine.request import Request
+from specjax.engine.slot_data import StepOutput
+from specjax.engine.stop_strings import StoppedText
 from specjax.engine.submission import read_submission
 
 V, S, K = 4, 48, 3
@@ -518,6 +524,63 @@ def test_the_queue_is_bounded():
     assert [len(request.token_ids) for request in (*requests, last)] == [2, 0, 2, 2]
 
 
+def run_meanwhile(function):
+    """Runs a function in another thread, which goes on if it has to wait for this one."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(0.1)
+    return thread
+
+
+def test_the_queue_is_bounded_for_several_threads(monkeypatch):
+    engine = plain_engine(max_waiting=1)
+    scheduler, found, threads = engine._scheduler, [], []
+    count = scheduler._count_waiting
+
+    def submit():
+        try:
+            found.append(engine.submit([1], key=KEYS[0], max_new_tokens=1))
+        except queue.Full:
+            found.append(None)
+
+    def count_slowly():
+        num_waiting = count()
+        if not threads:
+            threads.append(None)
+            threads[0] = run_meanwhile(submit)
+        return num_waiting
+
+    monkeypatch.setattr(scheduler, "_count_waiting", count_slowly)
+    submit()
+    threads[0].join()
+    assert sorted(request is None for request in found) == [False, True]
+    engine.run()
+
+
+@pytest.mark.parametrize("is_added_first", [True, False])
+def test_a_text_ends_once_if_another_thread_aborts_it_meanwhile(is_added_first):
+    meanwhile, threads = [], []
+
+    class Slow(Letters):
+        def decode(self, ids, skip_special_tokens):
+            if meanwhile and (len(ids) > 1 or not is_added_first):
+                threads.append(run_meanwhile(meanwhile.pop()))
+            return super().decode(ids, skip_special_tokens)
+
+    request = Request([0], 9, StoppedText(Slow(), [0], ("da",)), None, None)
+    ones, metrics = np.ones((1, 2), np.int8), Metrics(*np.zeros((len(Metrics._fields), 1)))
+    output = StepOutput(np.array([[1, 3]]), [2], ones, ones, [0], metrics, None, None)
+    calls = [lambda: request.end("aborted"), lambda: request.add(output, 0)]
+    if not is_added_first:
+        calls.reverse()
+        request.add(output, 0)
+    # The second call of them begins while the first decodes a token.
+    meanwhile.append(calls[0])
+    calls[1]()
+    threads[0].join()
+    assert (request.finish_reason, request.token_ids, request.text) == ("aborted", [1, 3], "bd")
+
+
 def test_nothing_is_kept_of_prompts_that_were_aborted():
     engine = plain_engine()
     first = [engine.submit([1], key=KEYS[0], max_new_tokens=40) for _ in range(2)]
@@ -532,6 +595,16 @@ def test_nothing_is_kept_of_prompts_that_were_aborted():
     assert len(engine._scheduler._groups) == engine.num_waiting == 1
     engine.run()
     assert [len(request.token_ids) for request in (*first, waiting)] == [40, 40, 2]
+
+
+def test_a_request_that_ended_keeps_nothing_of_other_slots():
+    request = ASKED[1].submit(full_engine()).result()
+    assert what_came(request) == alone()[1]
+    for kept in (*request.metrics, *(values for top in request.top_logprobs for values in top)):
+        whole = kept
+        while isinstance(getattr(whole, "base", None), np.ndarray):
+            whole = whole.base
+        assert whole.size == kept.size
 
 
 def test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone():
@@ -572,6 +645,32 @@ def test_too_many_slots_are_refused_with_the_bytes_of_one():
     words += "prompts that are read two and a half more, 270336.00 GiB together"
     with pytest.raises(MemoryError, match=words):
         make_engine(None, target=huge)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_slots_have_the_room_of_all_devices_that_the_target_is_on(num_devices):
+    devices = jax.devices()[:num_devices]
+    mesh = jax.sharding.Mesh(np.array(devices), "model")
+    split = jax.NamedSharding(mesh, jax.P("model"))
+    params = [np.zeros(2), jax.device_put(np.zeros(2, np.float32), split)]
+    assert devices_of(dataclasses.replace(MODEL, params=params)) == set(devices)
+    assert devices_of(dataclasses.replace(MODEL, params=params[:1])) == {jax.devices()[0]}
+
+    class Device:
+        def __init__(self, num_free):
+            self._facts = {"bytes_limit": 50 + num_free, "bytes_in_use": 50}
+
+        def memory_stats(self):
+            return self._facts
+
+    # Three slots of 20 bytes, and rows of two and a half.
+    with explain_slots_out_of_memory([Device(110 // num_devices)] * num_devices, 20, 3, S):
+        pass
+    with (
+        pytest.raises(MemoryError, match="no room for 3 slots"),
+        explain_slots_out_of_memory([Device(109), *[Device(0)] * (num_devices - 1)], 20, 3, S),
+    ):
+        pass
 
 
 def test_a_cache_that_requests_share_is_refused():
@@ -643,21 +742,23 @@ def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch)
 def test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling():
     engine = full_engine()
     scheduler = engine._scheduler
-    programs = scheduler._programs._replace(row_lengths=(6, 13, S))
+    programs = scheduler._programs._replace(row_lengths=(4, 7, S))
     scheduler._programs = programs
     any_request = read_submission([0, 0], engine._options, key=KEYS[0])
     scheduler._slots = warm_up(programs, 4, any_request.settings, None)
     with compilations() as found:
         requests = [request.submit(engine) for request in ASKED]
-        samples = engine.submit_samples(2, [1, 2, 3] * 5, key=KEYS[0], max_new_tokens=3)
+        samples = engine.submit_samples(2, [1, 2, 3] * 3, key=KEYS[0], max_new_tokens=3)
         engine.run()
     assert found == []
     assert list(map(what_came, requests)) == alone()
     prompts = {len(request.prompt) for request in ASKED}
-    assert min(prompts) < 6 < 13 < max(prompts)
+    # Two chunks of four need a row of eight: the first row grows past the second.
+    assert min(prompts) < 4 < 8 < max(prompts)
+    assert prompts & {6, 7, 8}
     for i, sample in enumerate(samples):
         key = jax.random.fold_in(KEYS[0], i)
-        same = full_engine().submit([1, 2, 3] * 5, key=key, max_new_tokens=3).result()
+        same = full_engine().submit([1, 2, 3] * 3, key=key, max_new_tokens=3).result()
         assert what_came(same) == what_came(sample)
 
 

@@ -7,6 +7,9 @@ __all__ = ["MUTATIONS"]
 
 _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 _FEATURES = "test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time"
+_THREADS = "test_a_text_ends_once_if_another_thread_aborts_it_meanwhile"
+_KEPT = "test_a_request_that_ended_keeps_nothing_of_other_slots"
+_ROOM = "test_slots_have_the_room_of_all_devices_that_the_target_is_on"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
@@ -115,6 +118,62 @@ MUTATIONS = (
         "aborted requests have a place in the queue",
     ),
     Mutation(
+        "specjax.engine.scheduler.Scheduler.enqueue",
+        "with self._queue_lock",
+        "if self._queue_lock",
+        engines("test_the_queue_is_bounded_for_several_threads"),
+        "two threads take the last place in the queue",
+    ),
+    Mutation(
+        "specjax.engine.request.Request.end",
+        "with self._lock",
+        "if self._lock",
+        engines(_THREADS),
+        "text is decoded twice by a thread that aborts a request and one that adds tokens",
+    ),
+    Mutation(
+        "specjax.engine.request.Request.end",
+        "count[slot : slot + 1].copy()",
+        "count[slot : slot + 1]",
+        engines(_KEPT),
+        "a request that ended keeps what all slots counted",
+    ),
+    Mutation(
+        "specjax.engine.request.Request._add",
+        "values[slot, i].copy()",
+        "values[slot, i]",
+        engines(_KEPT),
+        "each token of a request keeps the listed tokens of all slots",
+    ),
+    Mutation(
+        "specjax.engine.request.Request.add",
+        "with self._lock",
+        "if self._lock",
+        engines(_THREADS),
+        "tokens are added to a request that another thread ends",
+    ),
+    Mutation(
+        "specjax.engine.programs._rows_of_each_length",
+        "programs.row_lengths[i + 2 :]",
+        "programs.row_lengths[i + 3 :]",
+        engines(_GROWN),
+        "a row that grows past the next length is compiled by a request",
+    ),
+    Mutation(
+        "specjax.engine.memory.explain_slots_out_of_memory",
+        "for device in devices",
+        "for device in list(devices)[:1]",
+        engines(_ROOM),
+        "slots over several devices need the room of one",
+    ),
+    Mutation(
+        "specjax.engine.memory.explain_slots_out_of_memory",
+        "2 * num_slots + 5",
+        "2 * num_slots + 4",
+        engines(_ROOM),
+        "a row that grows has no room next to the one that it grows out of",
+    ),
+    Mutation(
         "specjax.engine.programs.make_programs",
         "(max_length,) if is_whole else",
         "",
@@ -220,6 +279,13 @@ MUTATIONS = (
         "result = _result_of(job, state, length, text.stopped)",
         commands(_COMMAND),
         "tokens after the one that completed a stop string are listed",
+    ),
+    Mutation(
+        "specjax.cli.batch.run_batch._make_engine",
+        "max_waiting=_ROUNDS_AHEAD * job.options.num_slots",
+        "max_waiting=4096",
+        batches("test_the_queue_has_room_for_all_that_is_submitted_at_once"),
+        "a file through thousands of slots fills the queue before its first step",
     ),
     Mutation(
         "specjax.cli.batch.run_batch._stop",
