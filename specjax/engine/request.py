@@ -24,6 +24,7 @@ class FinishReason:
     STOP_STRING = "stop_string"
     INVALID_LOGITS = "invalid_logits"
     MATCHER_ERROR = "matcher_error"
+    TOKENIZER_ERROR = "tokenizer_error"
     REFUSED = "refused"
     ABORTED = "aborted"
 
@@ -61,7 +62,7 @@ class Request:
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
-      error: a sentence that says why a request was refused or what its matcher raised, or None.
+      error: a sentence: why it was refused, or what its matcher or tokenizer raised; or None.
     """
 
     def __init__(
@@ -144,8 +145,11 @@ class Request:
         with self._lock:
             if self.finish_reason is not None:
                 return
-            if self._text is not None:
-                self._text.flush()
+            if self._text is not None and reason != FinishReason.TOKENIZER_ERROR:
+                with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR):
+                    self._text.flush()
+                if self.finish_reason is not None:
+                    return
                 reason = FinishReason.STOP_STRING if self._text.stopped else reason
             if self._metrics is not None:
                 # What other slots counted is kept no longer.
@@ -162,17 +166,16 @@ class Request:
     def fill_masks(self, rows: np.ndarray) -> None:
         """Fills masks u32[K + 1, ceil(V / 32)] of its next step, all of whose past is read."""
         if self._matched is not None:
-            with self._matcher_errors():
+            with self._errors_of("matcher", FinishReason.MATCHER_ERROR):
                 self._matched.fill(self._drafted, rows)
 
     @contextlib.contextmanager
-    def _matcher_errors(self) -> Iterator[None]:
-        """Ends this request, and no other, if its matcher raises."""
+    def _errors_of(self, what: str, reason: str) -> Iterator[None]:
+        """Ends this request, and no other, if what the caller gave it raises."""
         try:
             yield
-        except Exception as error:  # The matcher is the caller's, and may raise anything.
-            what = f"its matcher raised {type(error).__name__}: {error}"
-            self.end(FinishReason.MATCHER_ERROR, what)
+        except Exception as error:  # It may raise anything.
+            self.end(reason, f"its {what} raised {type(error).__name__}: {error}")
 
     def add(self, output: Any, slot: int) -> None:
         """Adds what a step committed for the request in a slot, if it has not ended.
@@ -197,14 +200,15 @@ class Request:
                 self.top_logprobs.append(top)
             self.token_ids.append(token_id)
             if self._text is not None:
-                self._text.feed(token_id)
-                if self._text.stopped:
+                with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR):
+                    self._text.feed(token_id)
+                if self._text.stopped or self.finish_reason is not None:
                     break
         if self._text is not None and self._text.stopped:
             self.end(FinishReason.STOP_STRING)
         elif finish > 0:
             self.end(_REASONS[finish])
-        elif self._matched is not None:
-            with self._matcher_errors():
+        elif self._matched is not None and self.finish_reason is None:
+            with self._errors_of("matcher", FinishReason.MATCHER_ERROR):
                 self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])
             self._drafted = [token for token in output.drafted[slot].tolist() if token >= 0]

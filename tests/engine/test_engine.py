@@ -597,6 +597,36 @@ def test_nothing_is_kept_of_prompts_that_were_aborted():
     assert [len(request.token_ids) for request in (*first, waiting)] == [40, 40, 2]
 
 
+def test_a_tokenizer_that_raises_ends_one_request_and_no_other():
+    class Partial(Letters):
+        is_ended = False
+
+        def decode(self, ids, skip_special_tokens):
+            if 3 in ids or self.is_ended:
+                raise KeyError(3)
+            return super().decode(ids, skip_special_tokens)
+
+    engine = plain_engine(tokenizer=(tokenizer := Partial()))
+    only = np.zeros(V, np.float32)
+    only[3] = -np.inf
+    values = {"max_new_tokens": 20, "sampling": SamplingParams(bias=only)}
+    expected = engine.submit([1], key=KEYS[1], **values).result().token_ids
+    first = engine.submit([1], key=KEYS[0], max_new_tokens=20)
+    second = engine.submit([1], key=KEYS[1], **values)
+    engine.run()
+    assert (first.finish_reason, first.error) == (
+        "tokenizer_error",
+        "its tokenizer raised KeyError: 3",
+    )
+    assert first.token_ids.index(3) == len(first.token_ids) - 1
+    assert (second.token_ids, second.finish_reason) == (expected, "length")
+    # Also by the rest of a text, which is decoded at its end.
+    tokenizer.is_ended = True
+    last = Request([1], 9, StoppedText(tokenizer, [1], ()), None, None)
+    last.end("aborted")
+    assert (last.finish_reason, last.error) == ("tokenizer_error", first.error)
+
+
 def test_a_request_that_ended_keeps_nothing_of_other_slots():
     request = ASKED[1].submit(full_engine()).result()
     assert what_came(request) == alone()[1]

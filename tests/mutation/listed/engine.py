@@ -9,6 +9,7 @@ _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 _FEATURES = "test_a_drafter_that_reads_features_and_chooses_k_is_told_of_one_request_at_a_time"
 _THREADS = "test_a_text_ends_once_if_another_thread_aborts_it_meanwhile"
 _KEPT = "test_a_request_that_ended_keeps_nothing_of_other_slots"
+_TOKENIZER = "test_a_tokenizer_that_raises_ends_one_request_and_no_other"
 _ROOM = "test_slots_have_the_room_of_all_devices_that_the_target_is_on"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
 _GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
@@ -188,7 +189,21 @@ MUTATIONS = (
         "a matcher reads the tokens of earlier steps again",
     ),
     Mutation(
-        "specjax.engine.request.Request._matcher_errors",
+        "specjax.engine.request.Request.end",
+        "if self.finish_reason is not None:\n                    return\n                reason",
+        "reason",
+        engines(_TOKENIZER),
+        "a tokenizer that raises on the rest of a text leaves no error",
+    ),
+    Mutation(
+        "specjax.engine.request.Request._add",
+        'with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR)',
+        "if True",
+        engines(_TOKENIZER),
+        "a tokenizer that raises takes the tokens of other requests",
+    ),
+    Mutation(
+        "specjax.engine.request.Request._errors_of",
         "except Exception",
         "except ValueError",
         json_schemas(_MATCHED),
