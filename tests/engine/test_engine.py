@@ -269,6 +269,7 @@ def test_k_by_load_changes_what_is_drafted_and_no_greedy_or_coupled_text(method)
     assert drafted != drafted_alone
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("costs", "drafter", "k"), [((1.0, 1.9, 1.9), None, 4), ((1.0, 1.9, 1.2, 1.4), BY_MODEL, 2)]
 )
