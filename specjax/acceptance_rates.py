@@ -1,6 +1,5 @@
 """Rates of each position and mean tokens per step, each from the other."""
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+from specjax.check_number import check_number
 
 __all__ = [
     "acceptance_lengths",
@@ -49,7 +50,7 @@ def geometric_rates(mean_rate: float, K: int) -> jax.Array:
       >>> f"{jnp.cumprod(rates).mean():.3f}"
       '0.672'
     """
-    rate = _number("mean_rate", mean_rate, 0, 1)
+    rate = check_number("mean_rate", mean_rate, 0, 1)
     size = _size(K)
     if rate in (0, 1):
         return jnp.full(size, rate, jnp.float32)
@@ -91,7 +92,7 @@ def rates_for_length(length: float, K: int) -> jax.Array:
       Array([1. , 0.5, 0. , 0. ], dtype=float32)
     """
     size = _size(K)
-    num_accepted = _number("length", length, 1, size + 1) - 1
+    num_accepted = check_number("length", length, 1, size + 1) - 1
     return jnp.asarray(np.clip(num_accepted - np.arange(size), 0, 1), jnp.float32)
 
 
@@ -189,21 +190,6 @@ def _increasing_root(function: Callable[[float], float], low: float, high: float
         middle = (low + high) / 2
         low, high = (low, middle) if function(middle) >= 0 else (middle, high)
     return (low + high) / 2
-
-
-def _number(name: str, value: float, low: float, high: float) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-            f"{name} is a traced value; it needs to be a Python number, because the schedule is "
-            "solved on the host. Compute the rates outside jit and pass them in as data."
-        )
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not low <= number <= high:
-        raise ValueError(f"{name} is {value!r}; it needs to be a number in [{low}, {high}].")
-    return number
 
 
 def _size(K: int) -> int:

@@ -1,7 +1,6 @@
 """`SpeculativeConfig`: how a decode loop speculates, checked when it is made."""
 
 import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import acceptance_rates
+from specjax.check_number import check_number, to_float
 from specjax.core.rule import Rule, check_rule
 
 __all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]
@@ -53,6 +53,9 @@ class SpeculativeConfig:
         0, 1, ..., K tokens, relative to one another; `specjax sweep` measures them. They need not
         rise: a measured table is taken as it is. None is `DEFAULT_STEP_COSTS`. Without "auto",
         None.
+      usual_acceptance_rate: in [0, 1] with "auto", how often a drafted token is accepted whose
+        predecessors were, as `specjax sweep` measures it. An engine takes the drafts of other
+        slots to have it. None is 0.55.
       rule: a `specjax.Rule` by which "standard" accepts, such as `specjax.core.rules.relaxed(10,
         0.6)`, which is not exact. None is the standard rule. No other method takes one.
 
@@ -82,6 +85,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     use_fp64_gumbel: bool = False
     step_costs: tuple[float, ...] | None = None
+    usual_acceptance_rate: float | None = None
     rule: Rule | None = None
 
     def __post_init__(self) -> None:
@@ -100,14 +104,14 @@ class SpeculativeConfig:
                 'it needs to be "standard", because every other method accepts in its own way.'
             )
         if self.synthetic_acceptance_rate is not None:
-            rate = _number("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0, 1)
+            rate = check_number("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0, 1)
             self._set("synthetic_acceptance_rate", rate)
         if self.synthetic_acceptance_rates is not None:
             rates = _rates(self.synthetic_acceptance_rates, self.num_speculative_tokens)
             self._set("synthetic_acceptance_rates", rates)
         if self.synthetic_acceptance_length is not None:
             longest = self.num_speculative_tokens + 1
-            length = _number(
+            length = check_number(
                 "synthetic_acceptance_length", self.synthetic_acceptance_length, 1, longest
             )
             self._set("synthetic_acceptance_length", length)
@@ -166,6 +170,7 @@ class SpeculativeConfig:
             synthetic_acceptance_rates=None,
             synthetic_acceptance_length=None,
             step_costs=None if self.step_costs is None else (1.0,) * len(self.step_costs),
+            usual_acceptance_rate=None,
         )
 
     def _set(self, name: str, value: Any) -> None:
@@ -173,13 +178,15 @@ class SpeculativeConfig:
 
     def _resolve_auto(self) -> None:
         number, costs = self.num_speculative_tokens, self.step_costs
+        usual = self.usual_acceptance_rate
         if not isinstance(number, _LargestK) and not (isinstance(number, str) and number == "auto"):
             self._set("num_speculative_tokens", _num_tokens(number))
-            if costs is not None:
-                raise ValueError(
-                    f"step_costs is given, but num_speculative_tokens is {number}; it needs to be "
-                    '"auto" for that. Without it, step_costs is None.'
-                )
+            for name, value in [("step_costs", costs), ("usual_acceptance_rate", usual)]:
+                if value is not None:
+                    raise ValueError(
+                        f"{name} is given, but num_speculative_tokens is {number}; it needs to be "
+                        f'"auto" for that. Without it, {name} is None.'
+                    )
             return
         if self.rejection_sample_method == "synthetic":
             raise ValueError(
@@ -189,6 +196,8 @@ class SpeculativeConfig:
         costs = DEFAULT_STEP_COSTS if costs is None else _check_step_costs(costs)
         self._set("num_speculative_tokens", _LargestK(len(costs) - 1))
         self._set("step_costs", costs)
+        if usual is not None:
+            self._set("usual_acceptance_rate", check_number("usual_acceptance_rate", usual, 0, 1))
 
     def _check_synthetic_form(self) -> None:
         names = (
@@ -236,7 +245,7 @@ def _check_step_costs(values: Any) -> tuple[float, ...]:
             f"with 0, 1, ... drafted tokens; it {came}."
         )
     for k, cost in enumerate(costs):
-        if not 0 < _to_float(cost) <= np.finfo(np.float32).max:
+        if not 0 < to_float(cost) <= np.finfo(np.float32).max:
             raise ValueError(
                 f"step_costs[{k}] is {cost!r}; a step's time needs to be a number > 0, and finite "
                 "in float32."
@@ -261,21 +270,6 @@ def _check_draft_sample_method(method: Any) -> None:
         )
 
 
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    number = _to_float(value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} is {value!r}; it needs to be a number in [{low}, {high}].")
-    return number
-
-
-def _to_float(value: Any) -> float:
-    """Returns a number as a float, and NaN for what is none."""
-    try:
-        return math.nan if isinstance(value, (str, bool)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
 def _rates(values: Any, size: int) -> tuple[float, ...]:
     name = "synthetic_acceptance_rates"
     try:
@@ -288,7 +282,9 @@ def _rates(values: Any, size: int) -> tuple[float, ...]:
         raise ValueError(
             f"{name} has {len(values)} rates for {size} draft tokens; it needs one for each."
         )
-    rates = tuple(_number(f"{name}[{index}]", value, 0, 1) for index, value in enumerate(values))
+    rates = tuple(
+        check_number(f"{name}[{index}]", value, 0, 1) for index, value in enumerate(values)
+    )
     for index in range(1, size):
         if rates[index] > rates[index - 1]:
             raise ValueError(

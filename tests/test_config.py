@@ -94,6 +94,12 @@ def test_auto_stays_auto_and_an_integer_an_integer():
     for change in ({"num_speculative_tokens": 4}, {"num_speculative_tokens": 3}):
         with pytest.raises(ValueError, match=r'step_costs is given, but .*; it needs to be "auto"'):
             dataclasses.replace(auto, **change)
+    words = r'usual_acceptance_rate is given, but .*; it needs to be "auto"'
+    with pytest.raises(ValueError, match=words):
+        SpeculativeConfig(4, usual_acceptance_rate=0.7)
+    usual = dataclasses.replace(auto, usual_acceptance_rate=np.float32(0.5))
+    assert (type(usual.usual_acceptance_rate), usual.usual_acceptance_rate) == (float, 0.5)
+    assert usual.compile_key() == auto.compile_key()
 
 
 def test_a_compile_key_keeps_all_that_a_compiled_function_depends_on():

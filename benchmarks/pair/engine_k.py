@@ -4,13 +4,15 @@ python -m benchmarks.pair.engine_k --out benchmarks/results/cpu_engine_k.json
 
 Requests continue pieces of held-out files by the embedded target: of 20 to 200 tokens, by 16 to 96
 new ones, a third each at temperature 0, 0.7 and 1.2, fixed by a seed. What steps of k drafted
-tokens cost in such an engine, next to plain ones, is measured before; "auto" is given that table.
+tokens cost in such an engine, next to plain ones, is measured before, and so is the acceptance rate
+of as many other requests; "auto" is given both. "auto, no rate" is given the costs alone.
 All contenders take turns in one process, each round in another order. A CPU's times are those of
 its processors, which other work lengthens least; a GPU's are of the wall.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -38,18 +40,18 @@ class Load(NamedTuple):
     values: list[dict[str, Any]]
 
 
-def mixed_load(number: int) -> Load:
-    """Requests of several lengths and temperatures, fixed by a seed."""
-    rng = np.random.default_rng(1)
+def mixed_load(number: int, seed: int = 1) -> Load:
+    """Requests of several lengths and temperatures, others for each seed."""
+    rng = np.random.default_rng(seed)
     values: list[dict[str, Any]] = [
         {
-            "key": jax.random.key(i),
+            "key": jax.random.key(i + (seed - 1) * number),
             "max_new_tokens": int(rng.integers(16, MOST_NEW + 1)),
             "temperature": TEMPERATURES[i % 3],
         }
         for i in range(number)
     ]
-    return Load(read_prompts(number), values)
+    return Load(read_prompts(seed * number)[-number:], values)
 
 
 def make_engines(
@@ -74,8 +76,8 @@ def make_engines(
         return list(pool.map(make, [(None, False), *configs]))
 
 
-def run(engine: specjax.Engine, load: Load) -> tuple[dict[str, float], list[list[int]]]:
-    """Seconds of the load through an engine, and its texts."""
+def run(engine: specjax.Engine, load: Load) -> tuple[dict[str, float], list[specjax.Request]]:
+    """Seconds of the load through an engine, and its requests."""
     wall, cpu, steps = time.perf_counter(), time.process_time(), engine.num_steps
     requests = [
         engine.submit(prompt, **values)
@@ -83,13 +85,17 @@ def run(engine: specjax.Engine, load: Load) -> tuple[dict[str, float], list[list
     ]
     engine.run()
     seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    return seconds | {"steps": engine.num_steps - steps}, [r.token_ids for r in requests]
+    return seconds | {"steps": engine.num_steps - steps}, requests
 
 
-def measure_step_costs(
-    pair: Any, num_slots: int, most: int, rounds: int
-) -> dict[str, tuple[float, ...]]:
-    """Full steps' times that draft 0, ..., `most` tokens, relative to plain ones; by each clock."""
+def measure_costs_and_rate(
+    pair: Any, num_slots: int, most: int, rounds: int, sample: Load
+) -> tuple[dict[str, tuple[float, ...]], float]:
+    """Full steps' times that draft 0, ..., `most` tokens, by each clock, and a load's usual rate.
+
+    The times are relative to plain steps. The rate is the r of which 1 + r + ... + r^most is the
+    mean number of tokens that a step of a request commits.
+    """
     # No prompts: chunks of them would be in the time.
     values = {"max_new_tokens": MOST_NEW, "temperature": 0.7}
     each = [{"key": jax.random.key(i), **values} for i in range(num_slots)]
@@ -108,17 +114,28 @@ def measure_step_costs(
     for clock in ("wall", "cpu"):
         times = [np.median([record[clock] / record["steps"] for record in x]) for x in found]
         table[clock] = tuple(round(float(x / times[0]), 3) for x in times)
-    return table
+    counts = [request.metrics for request in run(engines[-1], sample)[1]]
+    length = sum(x.num_emitted for x in counts) / sum(x.num_steps for x in counts)
+    rates = np.linspace(0, 1, 1001)
+    lengths = (rates[:, None] ** np.arange(most + 1)).sum(1)
+    return table, float(rates[np.argmin(abs(lengths - length))])
 
 
-def contenders(pair: Any, num_slots: int, costs: tuple[float, ...]) -> dict[str, specjax.Engine]:
+def contenders(
+    pair: Any, num_slots: int, costs: tuple[float, ...], rate: float
+) -> dict[str, specjax.Engine]:
     """An engine for each way to choose K."""
-    auto = specjax.SpeculativeConfig("auto", step_costs=costs)
+    alone = specjax.SpeculativeConfig("auto", step_costs=costs)
+    auto = dataclasses.replace(alone, usual_acceptance_rate=rate)
     configs: dict[str, tuple[Any, bool]] = {
         f"K = {k}": (specjax.SpeculativeConfig(num_speculative_tokens=k), False)
         for k in range(1, len(costs))
     }
-    configs |= {"auto": (auto, False), "auto, by load": (auto, True)}
+    configs |= {
+        "auto": (auto, False),
+        "auto, no rate": (alone, False),
+        "auto, by load": (auto, True),
+    }
     engines = make_engines(pair, num_slots, list(configs.values()))
     return dict(zip(["plain", *configs], engines, strict=True))
 
@@ -134,7 +151,7 @@ def summarise(seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     for clock, each in medians.items():
         best = min(fixed, key=each.__getitem__)
         summary[f"best_fixed_by_{clock}"] = best
-        for name in ("auto", "auto, by load"):
+        for name in (name for name in seconds if name.startswith("auto")):
             for other in ("plain", best):
                 pairs = zip(seconds[other], seconds[name], strict=True)
                 ratios = [slow[clock] / fast[clock] for slow, fast in pairs]
@@ -145,20 +162,20 @@ def summarise(seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 def measure(pair: Any, num_slots: int, most: int, load: Load, rounds: int) -> dict[str, Any]:
     """Everything for one number of slots."""
-    costs = measure_step_costs(pair, num_slots, most, rounds)
+    sample = mixed_load(len(load.prompts), seed=2)
+    costs, rate = measure_costs_and_rate(pair, num_slots, most, rounds, sample)
     clock = "cpu" if jax.default_backend() == "cpu" else "wall"
-    engines = contenders(pair, num_slots, costs[clock])
+    engines = contenders(pair, num_slots, costs[clock], rate)
     few = Load(load.prompts[:num_slots], load.values[:num_slots])
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for engine in engines.values():
         run(engine, few)
-    names = list(engines)
-    for i in range(rounds):
-        # One after another in turn: what stands first in a round is not always the same.
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for name in rng.permutation(list(engines)):
             seconds[name].append(run(engines[name], load)[0])
-    record = {"slots": num_slots, "step_costs": costs, "clock": clock, "seconds": seconds}
-    return record | summarise(seconds)
+    record = {"slots": num_slots, "step_costs": costs, "usual_acceptance_rate": rate}
+    return record | {"clock": clock, "seconds": seconds} | summarise(seconds)
 
 
 def main() -> None:

@@ -222,6 +222,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
     drafting = {
         "num-speculative-tokens": options.num_speculative_tokens is not None,
         "step-costs": options.step_costs is not None,
+        "usual-acceptance-rate": options.usual_acceptance_rate is not None,
         "rejection-sample-method synthetic": options.rejection_sample_method == "synthetic",
         "draft-sample-method greedy": options.draft_sample_method == "greedy",
         "rule": options.rule is not None,

@@ -142,15 +142,20 @@ def _with_trained_k(
 ) -> SpeculativeConfig:
     """Returns the config with the K that a head was trained for, if no option asks for another.
 
-    Where K is "auto", it goes by the step costs that lie next to the head, if no option gives some.
+    Where K is "auto", it goes by the step costs and the usual rate that lie next to the head, if no
+    option gives them.
     """
     k, asked = draft.num_speculative_tokens, (options.num_speculative_tokens, options.step_costs)
-    if config.step_costs is not None and asked[1] is None and draft.step_costs is not None:
-        config = dataclasses.replace(config, step_costs=draft.step_costs)
+    if config.step_costs is not None:
+        names = ("step_costs", "usual_acceptance_rate")
+        own = {name: getattr(draft, name) for name in names if getattr(options, name) is None}
+        config = dataclasses.replace(config, **{x: y for x, y in own.items() if y is not None})
     if k is None or asked != (None, None) or options.rejection_sample_method == "synthetic":
         draft.check_k(config.num_speculative_tokens, "--num-speculative-tokens")
         return config
-    return dataclasses.replace(config, num_speculative_tokens=k, step_costs=None)
+    return dataclasses.replace(
+        config, num_speculative_tokens=k, step_costs=None, usual_acceptance_rate=None
+    )
 
 
 def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> tuple[Any, Any, Any]:

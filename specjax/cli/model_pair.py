@@ -77,12 +77,14 @@ class CheckedDraft(NamedTuple):
       warning: a sentence for people, or None.
       max_speculative_tokens: the largest K that it drafts, or None.
       step_costs: for K = "auto", or None.
+      usual_acceptance_rate: for K = "auto" of a file of prompts, or None.
     """
 
     num_speculative_tokens: int | None = None
     warning: str | None = None
     max_speculative_tokens: int | None = None
     step_costs: tuple[float, ...] | None = None
+    usual_acceptance_rate: float | None = None
 
     def check_k(self, k: int, option: str) -> None:
         """Refuses a K that is larger than what it drafts."""
@@ -98,10 +100,11 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
     if pair.draft_spec in ("ngram", "none"):
         return CheckedDraft()
     facts = models.read_draft(pair.draft_spec, pair.target_config)
+    auto = facts.step_costs, facts.usual_acceptance_rate
     if facts.kind != "model":
         warning = _warn_of_verifier(pair, facts.verifier)
         most = facts.max_speculative_tokens
-        return CheckedDraft(facts.num_speculative_tokens, warning, most, facts.step_costs)
+        return CheckedDraft(facts.num_speculative_tokens, warning, most, *auto)
     target_vocab = pair.tokenizer.get_vocab()
     # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()
@@ -111,7 +114,7 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
             f"({len(draft_vocab)} and {len(target_vocab)} tokens); a draft needs the target's "
             "tokenizer, token for token."
         )
-    return CheckedDraft(step_costs=facts.step_costs)
+    return CheckedDraft(None, None, None, *auto)
 
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:

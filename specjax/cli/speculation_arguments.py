@@ -63,6 +63,12 @@ def add_speculation_options(group: Any) -> None:
             "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
             "of `specjax sweep` on this machine; default: a cautious table, or that next to a head",
         ),
+        "usual_acceptance_rate": (
+            float,
+            "R",
+            "for auto with --input: how often a drafted token is accepted after those before it, "
+            "from 0 to 1, as `specjax sweep` says; default: 0.55, or that next to a head",
+        ),
         "rule": (
             str,
             "RULE",

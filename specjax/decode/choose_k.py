@@ -15,9 +15,9 @@ that each of the other B - 1 slots has a usual rate and drafts the k' that is be
     speed[k]  = (tokens[k] + (B - 1) * usual_tokens[k']) / step_costs[k]         k >= k'
 
 No request drafts fewer than k', which would shorten no step, and it drafts more only where its own
-gain makes up for longer steps of all. Where k' is 0, hardly one ever drafts. The usual rate is
-0.55, less than most drafts have: costs leave out prompts that a drafter reads and drafts that ends
-of texts cut off.
+gain makes up for longer steps of all. Where k' is 0, hardly one ever drafts. The usual rate is the
+config's. Where it has none it is 0.55, less than most drafts have: costs leave out prompts that a
+drafter reads and drafts that ends of texts cut off.
 
     shared k = argmax_k sum_b speed_b[k]                 or one number for all requests
 
@@ -54,7 +54,7 @@ _DECAY_SHIFT = 7
 # the embedded pair gained most among those that lose 2 % where no draft is ever accepted.
 _PRIOR_TESTED = 4 * _TOKEN
 _PRIOR_ACCEPTED = 2540
-# Of each drafted token, in the other slots of an engine.
+# Of each drafted token in the other slots of an engine, where the config has no usual rate.
 _USUAL_RATE = 0.55
 
 
@@ -84,7 +84,7 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     Made on the host in float64; the smallest k of equal speed, from k' on.
 
     Args:
-      config: with the costs of steps.
+      config: with the costs of steps and the usual rate.
       num_slots: B, of an engine.
 
     Example:
@@ -97,7 +97,8 @@ def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
     if config.step_costs is None:
         return None
     costs, tokens = np.asarray(config.step_costs), _tokens_by_rate(config)
-    usual_tokens = theory.acceptance_lengths(_USUAL_RATE ** np.arange(1, len(costs)))
+    usual = _USUAL_RATE if config.usual_acceptance_rate is None else config.usual_acceptance_rate
+    usual_tokens = theory.acceptance_lengths(usual ** np.arange(1, len(costs)))
     others = int(theory.best_k(usual_tokens, costs).k) if num_slots > 1 else 0
     total = tokens + (num_slots - 1) * usual_tokens[others]
     best = others + theory.best_k(total[:, others:], costs[others:]).k

@@ -54,7 +54,10 @@ def choose_drafts(
         return drafter, config, table
     if k == 0:
         return None, config, None
-    return drafter, dataclasses.replace(config, num_speculative_tokens=k, step_costs=None), None
+    fixed = dataclasses.replace(
+        config, num_speculative_tokens=k, step_costs=None, usual_acceptance_rate=None
+    )
+    return drafter, fixed, None
 
 
 def slot_settings(settings: Settings, defaults: SamplingParams | None, k_by_rate: Any) -> Settings:

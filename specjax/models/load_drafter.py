@@ -36,6 +36,7 @@ class DraftFacts(NamedTuple):
       verifier: the name of the target that a head was trained for, or None.
       max_speculative_tokens: the largest K that a head drafts, or None.
       step_costs: for K = "auto", of a `step_costs.json` in the folder, or None.
+      usual_acceptance_rate: for K = "auto" in an engine, of the same file, or None.
     """
 
     kind: DraftKind
@@ -44,6 +45,7 @@ class DraftFacts(NamedTuple):
     verifier: str | None = None
     max_speculative_tokens: int | None = None
     step_costs: tuple[float, ...] | None = None
+    usual_acceptance_rate: float | None = None
 
 
 def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
@@ -67,10 +69,12 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
     if not path.exists():
         return facts
     try:
-        costs = SpeculativeConfig("auto", step_costs=json.loads(path.read_text())["step_costs"])
-    except (ValueError, KeyError, TypeError) as error:
+        told = json.loads(path.read_text())
+        rate = told.get("usual_acceptance_rate")
+        auto = SpeculativeConfig("auto", step_costs=told["step_costs"], usual_acceptance_rate=rate)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no step_costs: {error}") from None
-    return facts._replace(step_costs=costs.step_costs)
+    return facts._replace(step_costs=auto.step_costs, usual_acceptance_rate=rate)
 
 
 def _read_facts(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:

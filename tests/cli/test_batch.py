@@ -168,12 +168,17 @@ def test_a_malformed_line_is_a_sentence(line, words):
     assert words in problems[0]
 
 
+RATE = ["--usual-acceptance-rate", "1"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--input", "a"], "--input is given without --output"),
         (["--num-slots", "3", "text"], "--num-slots is given without --input"),
         (["--skip-malformed", "text"], "--skip-malformed is given without --input"),
+        ([*RATE, "text"], "-acceptance-rate is given without --input"),
+        (["--input", "a", "--output", "b", "--draft", "none", *RATE], "-rate needs a draft"),
         (["--input", "a", "--output", "b", "text"], "--input is given and a prompt"),
         (["--input", "a", "--output", "b", "--json"], "--input is given and --json"),
         (["--input", "a", "--output", "b", "--num-slots", "0"], "--num-slots is 0"),

@@ -45,12 +45,12 @@ def check(**options):
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):
-    assert check(target=TARGET) == (3, None, None, None)
+    assert check(target=TARGET) == (3, None, None, None, None)
     shutil.copytree(folder / TARGET, folder / "another")
     num_tokens, warning, *_ = check(target="another")
     assert num_tokens == 3
     assert "was trained for Qwen/Qwen2.5-7B-Instruct, and the target is another" in warning
-    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None, None, None, None)
+    assert check(target=TARGET, draft="path/to/Qwen2.5-0.5B-Instruct") == (None,) * 5
 
 
 def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some():
@@ -73,7 +73,37 @@ def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some(
     assert choose_k(history, jnp.asarray(k_by_rate(SpeculativeConfig("auto"))))[0] == 0
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"step_costs": [1]}', "no JSON"])
+def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_one(
+    folder, tmp_path
+):
+    head = tmp_path / "head"
+    shutil.copytree(folder / HEAD, head)
+    text = json.dumps({"step_costs": [1, 1.5], "usual_acceptance_rate": 0.7})
+    (head / "step_costs.json").write_text(text)
+
+    def rate(*arguments):
+        files = ["--input", "a", "--output", "b", "--target", TARGET, "--draft", str(head)]
+        options, config = parse_options(["generate", *files, *arguments])
+        draft = check_draft(read_pair(options))
+        return _with_trained_k(config, options, draft).usual_acceptance_rate
+
+    auto = "--num-speculative-tokens", "auto"
+    assert rate(*auto) == 0.7
+    assert rate(*auto, "--usual-acceptance-rate", "0.5") == 0.5
+    # The head's own K is no choice.
+    assert rate() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        '{"step_costs": [1]}',
+        '{"step_costs": [1, 2], "usual_acceptance_rate": 2}',
+        "no JSON",
+    ],
+)
 def test_step_costs_that_are_none_are_refused(folder, tmp_path, text):
     head = tmp_path / "head"
     shutil.copytree(folder / HEAD, head)
@@ -92,7 +122,7 @@ def test_a_head_of_blocks_drafts_a_whole_block_and_no_more(capsys, folder):
     layer = dataclasses.replace(EAGLE3.layer, qk_norm=True)
     config = DFlashConfig(layer, layer.vocab_size, taps=(0, 1), block_size=6, mask_token_id=4159)
     save_dflash("blocks", build_dflash(config), config)
-    assert check(target=TARGET, draft="blocks") == (5, None, 5, None)
+    assert check(target=TARGET, draft="blocks") == (5, None, 5, None, None)
     command = ["--target", TARGET, "--draft", "blocks"]
     for given in (
         ["generate", "a", "--num-speculative-tokens", "6"],

@@ -195,6 +195,11 @@ def test_json_holds_numbers_that_agree(capsys, pair, tmp_path):
             assert point["closed_form"] * row["step_ms"]["median"] == pytest.approx(
                 2e3 * point["asked_length"]
             )
+    # Of the tokens that were tested, each after those before it.
+    tested = measured["num_steps"] * (1 + measured["rates"][0])
+    assert measured["usual_rate"] == pytest.approx(
+        measured["num_steps"] * sum(measured["rates"]) / tested
+    )
     costs = report["step_costs"]
     assert len(costs) == 3
     assert costs[0] == 1

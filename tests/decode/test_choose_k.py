@@ -61,9 +61,10 @@ def test_the_best_k_has_the_most_expected_tokens_for_its_cost():
     rng = np.random.default_rng(0)
     for size in (2, 3, 5, 33):
         costs = tuple(np.cumsum(rng.uniform(0.05, 1, size)))
-        usual = [tokens_of(0.55, n) for n in range(size)]
-        for num_slots in (1, 16):
-            best = k_by_rate(SpeculativeConfig("auto", step_costs=costs), num_slots)
+        for num_slots, rate in [(1, None), (1, 0.9), (16, None), (16, 0.9), (16, 0.0)]:
+            config = SpeculativeConfig("auto", step_costs=costs, usual_acceptance_rate=rate)
+            best = k_by_rate(config, num_slots)
+            usual = [tokens_of(0.55 if rate is None else rate, n) for n in range(size)]
             # A request takes the other slots to draft as is best for a usual rate.
             others = int(np.argmax(np.array(usual) / costs)) if num_slots > 1 else 0
             for number, k in enumerate(best):

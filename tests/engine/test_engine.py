@@ -23,6 +23,7 @@ from specjax.engine.memory import devices_of, explain_slots_out_of_memory
 from specjax.engine.programs import warm_up
 from specjax.engine.request import Request
 from specjax.engine.slot_data import StepOutput
+from specjax.engine.slot_settings import choose_drafts
 from specjax.engine.stop_strings import StoppedText
 from specjax.engine.submission import read_submission
 
@@ -301,6 +302,17 @@ def test_a_k_by_load_that_goes_up_and_down_follows_the_target():
     index = [np.ravel_multi_index(tuple(r.token_ids[:3]), (V,) * 3) for r in requests]
     found = np.bincount(index, minlength=V**3)
     assert stats.chisquare(found, num_requests * wanted).pvalue > 1e-3
+
+
+def test_an_engine_of_one_usual_k_is_that_of_this_k():
+    costs = SpeculativeConfig("auto", step_costs=(1.0, 1.6, 2.0, 2.3))
+    # At 0.55 no draft pays, at 0.9 the longest does.
+    for rate, k in [(None, None), (0.9, 3)]:
+        config = dataclasses.replace(costs, usual_acceptance_rate=rate)
+        drafter, chosen, table = choose_drafts(BY_MODEL, config, 16, False)
+        assert table is None
+        assert (drafter and chosen.num_speculative_tokens) == k
+    assert chosen == SpeculativeConfig(3)
 
 
 def test_k_by_load_needs_a_k_that_is_chosen():

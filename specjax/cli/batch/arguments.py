@@ -42,9 +42,14 @@ def check_batch_options(options: argparse.Namespace) -> None:
         given, missing = ("input", "output") if options.output is None else ("output", "input")
         raise ValueError(f"--{given} is given without --{missing}; a file of prompts needs both.")
     if options.input is None:
-        if options.num_slots is not None or options.skip_malformed:
-            name = "--skip-malformed" if options.num_slots is None else "--num-slots"
-            raise ValueError(f"{name} is given without --input, a file of prompts.")
+        alone = {
+            "--num-slots": options.num_slots is not None,
+            "--skip-malformed": options.skip_malformed,
+            "--usual-acceptance-rate": options.usual_acceptance_rate is not None,
+        }
+        for name, is_given in alone.items():
+            if is_given:
+                raise ValueError(f"{name} is given without --input, a file of prompts.")
         return
     others = {
         "a prompt": options.prompt,

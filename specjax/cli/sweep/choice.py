@@ -59,6 +59,13 @@ class Acceptance(NamedTuple):
         return [sum(n > i for n in counts) / max(len(counts), 1) for i in range(self.K)]
 
     @property
+    def usual_rate(self) -> float:
+        """How often a drafted token was accepted whose predecessors in the step were."""
+        counts = self.step_counts
+        num_tested = sum(min(n + 1, self.K) for n in counts)
+        return sum(counts) / max(num_tested, 1)
+
+    @property
     def lengths(self) -> list[float]:
         """Predicted mean tokens per step of K = 0, 1, ... drafted tokens."""
         lengths: list[float] = theory.acceptance_lengths(self.rates).tolist()

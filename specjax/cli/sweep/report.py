@@ -90,6 +90,7 @@ def _acceptance_counts(acceptance: Acceptance) -> dict[str, Any]:
         "num_emitted": len(steps) + sum(steps),
         "num_kept": acceptance.num_accepted,
         "rates": rates,
+        "usual_rate": acceptance.usual_rate,
         "conditional_rates": [
             after / before if before else 0.0
             for before, after in zip([1.0, *rates], rates, strict=False)
@@ -139,7 +140,10 @@ def conclusion(report: dict[str, Any]) -> list[str]:
         )
     if "step_costs" in report:
         costs = ",".join(f"{cost:g}" for cost in report["step_costs"])
-        sentences.append(f"--step-costs {costs} lets `specjax generate` choose by these times.")
+        sentences.append(
+            f"--step-costs {costs} lets `specjax generate` choose by these times, with --input and "
+            f"--usual-acceptance-rate {report['acceptance']['usual_rate']:.2f}, too."
+        )
     return sentences
 
 

@@ -316,6 +316,20 @@ MUTATIONS = (
         "a request makes all slots' steps longer for its own gain alone",
     ),
     Mutation(
+        "specjax.decode.choose_k.k_by_rate",
+        "_USUAL_RATE if config.usual_acceptance_rate is None else config.usual_acceptance_rate",
+        "_USUAL_RATE",
+        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        "the usual rate of a config is not read",
+    ),
+    Mutation(
+        "specjax.engine.slot_settings.choose_drafts",
+        "step_costs=None, usual_acceptance_rate=None",
+        "step_costs=None",
+        engines("test_an_engine_of_one_usual_k_is_that_of_this_k"),
+        "an engine whose requests all draft one number is refused where a usual rate is given",
+    ),
+    Mutation(
         "specjax.decode.choose_k.settled_k",
         "first == 0 or np.all",
         "np.all",
