@@ -25,7 +25,7 @@ from benchmarks.cpu.verify import environment
 from benchmarks.pair.heldout import HELDOUT, read_heldout
 from specjax import models
 
-TEMPERATURE, K, CHUNK = 0.7, 4, 32
+TEMPERATURE, K, CHUNK = 0.7, 4, 128
 LONGEST = 200
 
 Run = Callable[[list[list[int]]], list[list[int]]]
