@@ -18,9 +18,10 @@ from specjax.checks import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
+from specjax.decode.draw_loop import draw_tokens
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import Placement, pvary_like
+from specjax.mesh import Placement
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import DraftVocabulary, read_vocabulary
 from specjax.processing.history import History
@@ -177,7 +178,9 @@ def _draft_tokens(
         # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
-    rows, carry = _draw_tokens(draw, carry, token_ids, num_tokens, keys, num_drawn)
+    rows, carry = draw_tokens(
+        draw, carry, token_ids, num_tokens=num_tokens, keys=keys, num_drawn=num_drawn
+    )
     if has_no_q:
         # The temperature tells tokens drawn with the target's noise from likeliest ones.
         return Draft(rows[0], temperature=None if greedy else temperature), carry
@@ -229,32 +232,6 @@ def propose_step(
         **options,
     )
     return draft._replace(num_tokens=num_tokens), carry
-
-
-def _draw_tokens(
-    draw: Callable[..., Any],
-    carry: Any,
-    token_ids: jax.Array,
-    num_tokens: int,
-    keys: jax.Array,
-    num_drawn: Any,
-) -> tuple[list[jax.Array], Any]:
-    """Returns the outputs of K draws, each [B, K, ...] and the token ids first, and the carry."""
-    carry, last, outputs = draw(0, carry, token_ids, None)
-    # Every index holds the first draw until its own is made.
-    rows = [jnp.repeat(x[:, None], num_tokens, axis=1) for x in outputs]
-
-    def body(i: jax.Array, state: Any) -> Any:
-        carry, last, rows = state
-        carry, last, outputs = draw(i, carry, last, rows[0])
-        update = jax.lax.dynamic_update_index_in_dim
-        rows = [update(row, x, i, 1) for row, x in zip(rows, outputs, strict=True)]
-        return pvary_like((carry, last, rows), state)
-
-    start = (carry, last, rows)
-    end = num_tokens if num_drawn is None else num_drawn
-    carry, _, rows = jax.lax.fori_loop(1, end, body, pvary_like(start, start, keys))
-    return rows, carry
 
 
 def _read_history(

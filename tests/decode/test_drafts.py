@@ -369,6 +369,24 @@ def test_the_first_step_may_be_given_another_carry_than_it_returns():
     np.testing.assert_array_equal(carry["sum"], prompt.sum(axis=1) + fed)
 
 
+def test_proposals_of_arrays_over_explicit_axes_are_the_same():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    last, keys = i32(1, 2, 3, 4), make_keys(4)
+
+    def tokens(last, keys, sharding=None):
+        def step_fn(carry, token_ids, positions):
+            return TABLE[0].at[token_ids].get(out_sharding=sharding), carry
+
+        return specjax.propose(step_fn, (), last, num_tokens=K, keys=keys, positions=2)[0].token_ids
+
+    with jax.set_mesh(mesh):
+        laid = jax.device_put((last, keys), rows)
+        found = jax.jit(functools.partial(tokens, sharding=rows))(*laid)
+    assert found.sharding.spec == jax.P("data", None)
+    np.testing.assert_array_equal(found, tokens(last, keys))
+
+
 def test_one_key_is_folded_with_each_row():
     single = jax.random.key(7)
     each = jax.vmap(jax.random.fold_in, (None, 0))(single, jnp.arange(SIZE, dtype=jnp.uint32))
