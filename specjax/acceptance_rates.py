@@ -1,5 +1,6 @@
 """Rates of each position and mean tokens per step, each from the other."""
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specjax.check_number import check_number
-
 __all__ = [
     "acceptance_lengths",
+    "check_number",
     "conditional_rates",
     "expected_acceptance_length",
     "geometric_rates",
     "rates_for_length",
+    "to_float",
 ]
 
 # Below this a geometric schedule falls off faster than measured drafts do. Where no base reaches
@@ -190,6 +191,27 @@ def _increasing_root(function: Callable[[float], float], low: float, high: float
         middle = (low + high) / 2
         low, high = (low, middle) if function(middle) >= 0 else (middle, high)
     return (low + high) / 2
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> float:
+    """Returns a rate or a length as a float; refuses what is no number in [low, high]."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} is a traced value; it needs to be a Python number, because the schedule is "
+            "solved on the host. Compute the rates outside jit and pass them in as data."
+        )
+    number = to_float(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} is {value!r}; it needs to be a number in [{low}, {high}].")
+    return number
+
+
+def to_float(value: Any) -> float:
+    """Returns a number as a float, and NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _size(K: int) -> int:

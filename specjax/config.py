@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import acceptance_rates
-from specjax.check_number import check_number, to_float
+from specjax.acceptance_rates import check_number, to_float
 from specjax.core.rule import Rule, check_rule
 
 __all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]

@@ -98,7 +98,7 @@ def measure_costs_and_rate(
     """
     # No prompts: chunks of them would be in the time.
     values = {"max_new_tokens": MOST_NEW, "temperature": 0.7}
-    each = [{"key": jax.random.key(i), **values} for i in range(num_slots)]
+    each = [{"key": jax.random.key(i), **values} for i in range(4 * num_slots)]
     load = Load([[257] for _ in each], each)
     configs: list[tuple[Any, bool]] = []
     for k in range(1, most + 1):
@@ -112,7 +112,8 @@ def measure_costs_and_rate(
             records.append(run(engine, load)[0])
     table: dict[str, tuple[float, ...]] = {}
     for clock in ("wall", "cpu"):
-        times = [np.median([record[clock] / record["steps"] for record in x]) for x in found]
+        # The fastest of the runs: what else the host does only lengthens one.
+        times = [min(record[clock] / record["steps"] for record in x) for x in found]
         table[clock] = tuple(round(float(x / times[0]), 3) for x in times)
     counts = [request.metrics for request in run(engines[-1], sample)[1]]
     length = sum(x.num_emitted for x in counts) / sum(x.num_steps for x in counts)

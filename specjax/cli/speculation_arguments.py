@@ -55,7 +55,7 @@ def add_speculation_options(group: Any) -> None:
         "synthetic_acceptance_length": (
             float,
             "L",
-            "for synthetic: mean tokens per step, in [1, K + 1]",
+            "for synthetic: tokens per step, in [1, K + 1]",
         ),
         "step_costs": (
             _parse_step_costs,
@@ -66,8 +66,8 @@ def add_speculation_options(group: Any) -> None:
         "usual_acceptance_rate": (
             float,
             "R",
-            "for auto with --input: how often a drafted token is accepted after those before it, "
-            "from 0 to 1, as `specjax sweep` says; default: 0.55, or that next to a head",
+            "for auto with --input: how often a drafted token is accepted whose predecessors were; "
+            "default: 0.55, or that next to a head",
         ),
         "rule": (
             str,

@@ -18,7 +18,6 @@ from specjax.checks import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
-from specjax.decode.draw_loop import draw_tokens
 from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import Placement
@@ -28,6 +27,7 @@ from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_draft_sampling
+from specjax.programs.draw_loop import draw_tokens
 from specjax.sample import Sample
 from specjax.samplers.gumbel_sample import sample_batch
 
@@ -178,9 +178,7 @@ def _draft_tokens(
         # An invalid row gives -1, which ends the drafts; the model gets a token.
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
-    rows, carry = draw_tokens(
-        draw, carry, token_ids, num_tokens=num_tokens, keys=keys, num_drawn=num_drawn
-    )
+    rows, carry = draw_tokens(draw, carry, token_ids, keys, num_tokens, num_drawn)
     if has_no_q:
         # The temperature tells tokens drawn with the target's noise from likeliest ones.
         return Draft(rows[0], temperature=None if greedy else temperature), carry

@@ -113,14 +113,14 @@ MUTATIONS = (
         "the token before the last is fed at the place of the last",
     ),
     Mutation(
-        "specjax.decode.draw_loop.draw_tokens",
+        "specjax.programs.draw_loop.draw_tokens",
         ", out_sharding=x.sharding",
         "",
         drafts("test_proposals_of_arrays_over_explicit_axes_are_the_same"),
         "a proposal of requests over an explicit axis is refused",
     ),
     Mutation(
-        "specjax.decode.draw_loop.draw_tokens",
+        "specjax.programs.draw_loop.draw_tokens",
         "0 if is_one_loop else 1",
         "0",
         drafts("test_the_first_step_may_be_given_another_carry_than_it_returns"),

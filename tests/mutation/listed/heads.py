@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.cli.command._with_trained_k",
-        "asked[1] is None and",
+        " if getattr(options, name) is None",
         "",
         draft_folders(
             "test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some"

@@ -15,9 +15,8 @@ def draw_tokens(
     draw: Callable[..., Any],
     carry: Any,
     token_ids: jax.Array,
-    *,
-    num_tokens: int,
     keys: jax.Array,
+    num_tokens: int,
     num_drawn: Any = None,
 ) -> tuple[list[jax.Array], Any]:
     """Returns what K draws return, and the carry after the last.
@@ -31,8 +30,8 @@ def draw_tokens(
         [B, K], or None before any.
       carry: pytree.
       token_ids: i32[B], the last committed tokens.
-      num_tokens: K, a Python int >= 1.
       keys: [B], of the mesh axes that outputs vary over inside `shard_map`.
+      num_tokens: K, a Python int >= 1.
       num_drawn: i32[], how many are drawn. None is all. What the others hold says nothing.
 
     Returns:
