@@ -37,9 +37,8 @@ def add_speculation_options(group: Any) -> None:
             str,
             "METHOD",
             "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
-            "them; coupled: accept what the target draws too, which makes a seed's text the one "
-            "without drafts, and accepts as many greedy drafts and tokens of prompt lookup; "
-            "synthetic: accept at given rates",
+            "them; coupled: accept what the target draws too, so that a seed's text is the one "
+            "without drafts; synthetic: accept at given rates",
         ),
         "draft_sample_method": (
             str,
@@ -66,8 +65,7 @@ def add_speculation_options(group: Any) -> None:
         "usual_acceptance_rate": (
             float,
             "R",
-            "for auto with --input: how often a drafted token is accepted whose predecessors were; "
-            "default: 0.55, or that next to a head",
+            "for auto with --input: how often a draft is accepted; default: 0.55, or a head's own",
         ),
         "rule": (
             str,
