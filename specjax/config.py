@@ -54,8 +54,8 @@ class SpeculativeConfig:
         rise: a measured table is taken as it is. None is `DEFAULT_STEP_COSTS`. Without "auto",
         None.
       usual_acceptance_rate: in [0, 1] with "auto", how often a drafted token is accepted whose
-        predecessors were, as `specjax sweep` measures it. An engine takes the drafts of other
-        slots to have it. None is 0.55.
+        predecessors were, as `specjax sweep` measures it. An `Engine` takes the drafts of other
+        slots to have it; `generate` and an engine by `k_by_load` do not read it. None is 0.55.
       rule: a `specjax.Rule` by which "standard" accepts, such as `specjax.core.rules.relaxed(10,
         0.6)`, which is not exact. None is the standard rule. No other method takes one.
 
@@ -85,8 +85,8 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     use_fp64_gumbel: bool = False
     step_costs: tuple[float, ...] | None = None
-    usual_acceptance_rate: float | None = None
     rule: Rule | None = None
+    usual_acceptance_rate: float | None = None
 
     def __post_init__(self) -> None:
         self._resolve_auto()

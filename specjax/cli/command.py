@@ -145,12 +145,13 @@ def _with_trained_k(
     Where K is "auto", it goes by the step costs and the usual rate that lie next to the head, if no
     option gives them.
     """
-    k, asked = draft.num_speculative_tokens, (options.num_speculative_tokens, options.step_costs)
+    k, auto = draft.num_speculative_tokens, (options.step_costs, options.usual_acceptance_rate)
     if config.step_costs is not None:
         names = ("step_costs", "usual_acceptance_rate")
         own = {name: getattr(draft, name) for name in names if getattr(options, name) is None}
         config = dataclasses.replace(config, **{x: y for x, y in own.items() if y is not None})
-    if k is None or asked != (None, None) or options.rejection_sample_method == "synthetic":
+    asked = options.num_speculative_tokens, *auto
+    if k is None or asked != (None, None, None) or options.rejection_sample_method == "synthetic":
         draft.check_k(config.num_speculative_tokens, "--num-speculative-tokens")
         return config
     return dataclasses.replace(

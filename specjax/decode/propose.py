@@ -67,8 +67,8 @@ def propose(
     Args:
       step_fn: ``(carry, token_ids[B], positions[B]) -> (logits[B, V_d], carry)``. It feeds one
         token per request at that absolute position and returns the logits of the next token. The
-        first call is traced apart from the others, so it may take a carry of another structure
-        than it returns.
+        first call may take a carry of another structure than it returns: then it is traced apart
+        from the others.
       carry: pytree, for instance the draft model's cache.
       token_ids: i32[B], the last committed tokens, at ``positions - 1``.
       num_tokens: K, a Python int >= 1.

@@ -90,7 +90,8 @@ def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_o
     auto = "--num-speculative-tokens", "auto"
     assert rate(*auto) == 0.7
     assert rate(*auto, "--usual-acceptance-rate", "0.5") == 0.5
-    # The head's own K is no choice.
+    # A rate asks for a choice, as costs do; the head's own K is none.
+    assert rate("--usual-acceptance-rate", "0.5") == 0.5
     assert rate() is None
 
 

@@ -135,6 +135,8 @@ def _hash(
     own = [line.number, line.token_ids, _stop(options, line), line.values]
     # A rule's functions have no name that outlives a process; the option does.
     plain = repr(dataclasses.replace(config, rule=None))
+    # An output of a version without usual rates goes on.
+    plain = plain.replace(", usual_acceptance_rate=None", "")
     what = [describe_configs(pair), plain, options.rule, common, own]
     if grammar is not None:
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)

@@ -141,8 +141,8 @@ def conclusion(report: dict[str, Any]) -> list[str]:
     if "step_costs" in report:
         costs = ",".join(f"{cost:g}" for cost in report["step_costs"])
         sentences.append(
-            f"--step-costs {costs} lets `specjax generate` choose by these times, with --input and "
-            f"--usual-acceptance-rate {report['acceptance']['usual_rate']:.2f}, too."
+            f"--step-costs {costs} lets `specjax generate` choose by these times; "
+            f"with --input add --usual-acceptance-rate {report['acceptance']['usual_rate']:.2f}."
         )
     return sentences
 

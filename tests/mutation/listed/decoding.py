@@ -114,8 +114,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.programs.draw_loop.draw_tokens",
-        ", out_sharding=x.sharding",
-        "",
+        "not _is_on_a_mesh((carry, token_ids, keys))",
+        "True",
         drafts("test_proposals_of_arrays_over_explicit_axes_are_the_same"),
         "a proposal of requests over an explicit axis is refused",
     ),
