@@ -60,9 +60,9 @@ def test_a_saved_head_is_read_back(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert found == config
     facts = read_draft(tmp_path / "saved", TARGET)
-    assert facts[2:] == (3, "meta/Llama", config.max_speculative_tokens, None)
+    assert facts[2:] == (3, "meta/Llama", config.max_speculative_tokens, None, None)
     most = config.max_speculative_tokens
-    assert read_draft(tmp_path / "given", TARGET)[2:] == (most, None, most, None)
+    assert read_draft(tmp_path / "given", TARGET)[2:] == (most, None, most, None, None)
 
 
 INNER = heads.FIELDS["dflash_config"]
