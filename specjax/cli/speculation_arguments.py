@@ -26,59 +26,10 @@ _CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 
 def add_speculation_options(group: Any) -> None:
     """Adds an option for each field of `SpeculativeConfig`."""
-    option_texts = {
-        "num_speculative_tokens": (
-            _parse_k,
-            "K",
-            "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
-            "acceptance and --step-costs; default: a head's own, else auto, for synthetic 4",
-        ),
-        "rejection_sample_method": (
-            str,
-            "METHOD",
-            "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
-            "them; coupled: accept what the target draws too, so that a seed's text is the one "
-            "without drafts; synthetic: accept at given rates",
-        ),
-        "draft_sample_method": (
-            str,
-            "METHOD",
-            "probabilistic: sample drafted tokens; greedy: draft the most probable",
-        ),
-        "synthetic_acceptance_rate": (float, "R", "for synthetic: mean of the rates, in [0, 1]"),
-        "synthetic_acceptance_rates": (
-            _parse_numbers,
-            "R,R,...",
-            "for synthetic: K rates; rate i is the share of steps that accept positions 1 to i",
-        ),
-        "synthetic_acceptance_length": (
-            float,
-            "L",
-            "for synthetic: tokens per step, in [1, K + 1]",
-        ),
-        "step_costs": (
-            _parse_step_costs,
-            "C,C,...|FILE",
-            "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
-            "of `specjax sweep` on this machine; default: a cautious table, or that next to a head",
-        ),
-        "usual_acceptance_rate": (
-            float,
-            "R",
-            "for auto with --input: how often a draft is accepted; default: 0.55, or a head's own",
-        ),
-        "rule": (
-            str,
-            "RULE",
-            "for standard: another rule of acceptance, not exact: lenience:L accepts by "
-            "min(1, p / (L q)); typical:E,D where p > min(E, D exp(-entropy)); relaxed:N,D the N "
-            "most probable tokens within D of the top one; ensemble:A follows A p + (1 - A) q",
-        ),
-    }
     for field in _CONFIG_FIELDS:
         option = "--" + field.name.replace("_", "-")
-        if field.name in option_texts:
-            parse, metavar, text = option_texts[field.name]
+        if field.name in _OPTION_TEXTS:
+            parse, metavar, text = _OPTION_TEXTS[field.name]
             default = None if field.name == "num_speculative_tokens" else field.default
             if default is not None:
                 text += f"; default: {default}"
@@ -146,3 +97,57 @@ def _parse_rule(text: str) -> Rule:
         return make(*values)
     except ValueError as error:
         raise ValueError(f"rule is {text!r}: {error}") from None
+
+
+# How each option is parsed, its value's name, and its help.
+_OPTION_TEXTS = {
+    "num_speculative_tokens": (
+        _parse_k,
+        "K",
+        "drafted tokens per step (K), 1 to 32, or auto: as many as are worth it, by the past "
+        "acceptance and --step-costs; default: a head's own, else auto, for synthetic 4",
+    ),
+    "rejection_sample_method": (
+        str,
+        "METHOD",
+        "standard: accept by min(1, p / q); block: accept drafted tokens together, and more of "
+        "them; coupled: accept what the target draws too, which makes a seed's text the one "
+        "without drafts, and accepts as many greedy drafts and tokens of prompt lookup; "
+        "synthetic: accept at given rates",
+    ),
+    "draft_sample_method": (
+        str,
+        "METHOD",
+        "probabilistic: sample drafted tokens; greedy: draft the most probable",
+    ),
+    "synthetic_acceptance_rate": (float, "R", "for synthetic: mean of the rates, in [0, 1]"),
+    "synthetic_acceptance_rates": (
+        _parse_numbers,
+        "R,R,...",
+        "for synthetic: K rates; rate i is the share of steps that accept positions 1 to i",
+    ),
+    "synthetic_acceptance_length": (
+        float,
+        "L",
+        "for synthetic: mean tokens per step, in [1, K + 1]",
+    ),
+    "step_costs": (
+        _parse_step_costs,
+        "C,C,...|FILE",
+        "for auto: relative times of steps that draft 0, 1, ... tokens, or a FILE of the JSON "
+        "of `specjax sweep` on this machine; default: a cautious table, or that next to a head",
+    ),
+    "usual_acceptance_rate": (
+        float,
+        "R",
+        "for auto with --input: how often a drafted token is accepted whose predecessors were, in "
+        "[0, 1], as `specjax sweep` says; default: 0.55, or that next to a head",
+    ),
+    "rule": (
+        str,
+        "RULE",
+        "for standard: another rule of acceptance, not exact: lenience:L accepts by "
+        "min(1, p / (L q)); typical:E,D where p > min(E, D exp(-entropy)); relaxed:N,D the N "
+        "most probable tokens within D of the top one; ensemble:A follows A p + (1 - A) q",
+    ),
+}
