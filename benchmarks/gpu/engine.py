@@ -160,7 +160,9 @@ def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
     # The step that feeds the prompt's last token is none of speculation.
     lasting = [1 + int(x.metrics.num_steps) for x in requests if x.metrics is not None]
     asked = [(*size, steps) for size, steps in zip(sizes, lasting, strict=True)]
-    bound = bound_seconds(times, asked, engine.num_slots, engine._scheduler._chunk_size)
+    bound = bound_seconds(
+        times, asked, engine.num_slots, engine._scheduler._programs.chunk_sizes[-1]
+    )
     return {
         "case": "mixed load",
         "slots": engine.num_slots,

@@ -54,7 +54,8 @@ def measure_times(engine: specjax.Engine, lengths: list[list[int]], runs: int) -
       runs: chunks or steps of each kind.
     """
     scheduler = engine._scheduler
-    programs, size = scheduler._programs, scheduler._chunk_size
+    programs = scheduler._programs
+    size = programs.chunk_sizes[-1]
     chunk_ms = {}
     ids = np.zeros((1, size), np.int32)
     for length in programs.row_lengths:

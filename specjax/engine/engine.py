@@ -44,7 +44,8 @@ class Engine:
         step as long.
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
-      prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128.
+      prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128. On
+        a CPU the end of a prompt is read in half as many, where they are at least 64 and hold it.
       max_waiting: most requests that wait for a slot, a Python int >= 1.
       sampling: `SamplingParams` with the fields that requests may set, and the values of requests
         that do not; each for one request. None is no field.
@@ -136,8 +137,8 @@ class Engine:
         devices = devices_of(target)
         with explain_slots_out_of_memory(devices, self.slot_bytes, num_slots, max_length):
             any_request = read_submission([0, 0], self._options, key=keys[0])
-            slots = warm_up(programs, chunk_size, any_request.settings, all_allowed)
-        self._scheduler = Scheduler(programs, slots, chunk_size, all_allowed, max_waiting)
+            slots = warm_up(programs, any_request.settings, all_allowed)
+        self._scheduler = Scheduler(programs, slots, all_allowed, max_waiting)
 
     def submit(
         self,

@@ -46,15 +46,15 @@ class PromptGroup:
         """Returns whether the models have read all but the prompt's last token."""
         return self._row is not None and self._num_read >= self._num_tokens - 1
 
-    def read_chunk(self, programs: Programs, chunk_size: int) -> bool:
+    def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the models computed something."""
         end = self._num_tokens - 1
-        row = self._row_for(programs, min(self._num_read + chunk_size, end))
-        chunk = _next_chunk(self._prompt, self._num_read, end, chunk_size)
+        row = self._row_for(programs, min(self._num_read + programs.chunk_sizes[-1], end))
+        chunk = _next_chunk(self._prompt, self._num_read, end, programs.chunk_sizes)
         if chunk is None:
             return False
         self._row = programs.prefill_chunk(row, *chunk)
-        self._num_read += chunk_size
+        self._num_read += chunk[0].shape[1]
         return True
 
     def _row_for(self, programs: Programs, num_tokens: int) -> PromptRow:
@@ -114,16 +114,16 @@ class ParkedRequest:
             return True
         return self._row is not None and self._num_read >= self._committed()[1] - 1
 
-    def read_chunk(self, programs: Programs, chunk_size: int) -> bool:
+    def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the target computed something."""
         if self._row is None:
             self._row = programs.new_target_row()
         token_ids, length = self._committed()
-        chunk = _next_chunk(token_ids, self._num_read, length - 1, chunk_size)
+        chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_sizes)
         if chunk is None:
             return False
         self._row = programs.prefill_target_chunk(self._row, *chunk)
-        self._num_read += chunk_size
+        self._num_read += chunk[0].shape[1]
         return True
 
     def _committed(self) -> tuple[Any, int]:
@@ -145,12 +145,16 @@ class ParkedRequest:
 
 
 def _next_chunk(
-    token_ids: np.ndarray, begin: int, end: int, chunk_size: int
+    token_ids: np.ndarray, begin: int, end: int, sizes: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns tokens and positions i32[1, C] from `begin` on and before `end`; None if none are."""
-    size = min(chunk_size, end - begin)
-    if size <= 0:
+    """Returns tokens and positions from `begin` on and before `end`, None if none are.
+
+    Both are i32[1, C], with the least of the sizes that holds all of them, or the greatest.
+    """
+    if begin >= end:
         return None
+    chunk_size = next((size for size in sizes if size >= end - begin), sizes[-1])
+    size = min(chunk_size, end - begin)
     ids = np.zeros((1, chunk_size), np.int32)
     positions = np.full_like(ids, -1)
     ids[0, :size] = token_ids[0, begin : begin + size]

@@ -16,10 +16,19 @@ from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.model import Model
 
-__all__ = ["Programs", "choose_chunk_size", "make_programs", "row_lengths", "warm_up"]
+__all__ = [
+    "Programs",
+    "choose_chunk_size",
+    "choose_chunk_sizes",
+    "make_programs",
+    "row_lengths",
+    "warm_up",
+]
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _LEAST_ROW = 512
+# A chunk of fewer tokens takes a CPU most of the time of one of this many.
+_LEAST_CHUNK = 64
 
 
 class Programs(NamedTuple):
@@ -30,6 +39,8 @@ class Programs(NamedTuple):
       grow_row: `(row, *, max_length) -> PromptRow` of a greater length.
       row_lengths: lengths of the rows that a prompt is read into, one after another; the last
         is S. A chunk attends to all of its row.
+      chunk_sizes: numbers of tokens that are read at once, the least first. What is left of a
+        prompt is read in the least that holds it.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `() -> PromptRow` of length S, without a drafter's state.
       prefill_target_chunk: `prefill_chunk` of such a row.
@@ -46,6 +57,7 @@ class Programs(NamedTuple):
     new_row: Callable[..., PromptRow]
     grow_row: Callable[..., PromptRow]
     row_lengths: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]
     prefill_chunk: Callable[..., PromptRow]
     new_target_row: Callable[[], PromptRow]
     prefill_target_chunk: Callable[..., PromptRow]
@@ -93,7 +105,7 @@ def make_programs(
       settings: of one empty request in each slot.
       num_slots: B.
       max_length: S.
-      chunk_size: C.
+      chunk_size: C, the greatest.
       **options: `config` and `implementation`, static options of a step.
 
     Raises:
@@ -130,6 +142,7 @@ def make_programs(
         new_row=functools.partial(slots.new_row, target, drafter),
         grow_row=functools.partial(slots.grow_row, target, drafter),
         row_lengths=(max_length,) if is_whole else row_lengths(max_length, chunk_size),
+        chunk_sizes=choose_chunk_sizes(chunk_size),
         prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
@@ -155,6 +168,21 @@ def choose_chunk_size(given: int | None) -> int:
     if given is not None:
         return given
     return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
+
+
+def choose_chunk_sizes(chunk_size: int) -> tuple[int, ...]:
+    """Returns the sizes of chunks, the least first: C and, on a CPU, half of it for a prompt's end.
+
+    Args:
+      chunk_size: C.
+
+    Example:
+      >>> choose_chunk_sizes(128), choose_chunk_sizes(96)  # on a CPU
+      ((64, 128), (96,))
+    """
+    half = -(-chunk_size // 2)
+    has_half = jax.default_backend() == "cpu" and half >= _LEAST_CHUNK
+    return (half, chunk_size) if has_half else (chunk_size,)
 
 
 def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
@@ -184,29 +212,27 @@ def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
     return () if shapes.draft_history is None else (count_rows(shapes) // 2,)
 
 
-def warm_up(
-    programs: Programs, chunk_size: int, request: RequestSettings, allowed: Any
-) -> DecodeState:
+def warm_up(programs: Programs, request: RequestSettings, allowed: Any) -> DecodeState:
     """Runs every program, so that each is compiled, and returns slots with no request in any.
 
     Twice, as arrays that a program returned may be placed otherwise than those it was first given.
 
     Args:
       programs: of an engine.
-      chunk_size: C.
       request: settings of any request of two tokens.
       allowed: masks that allow all tokens, if a host masks rows; else None.
     """
     state = programs.empty_slots()
     num_slots, max_length = state.token_ids.shape
     first = np.int32(0)
-    nothing = np.zeros((1, chunk_size), np.int32), np.full((1, chunk_size), -1, np.int32)
     for _ in range(2):
-        for row in _rows_of_each_length(programs, nothing):
+        for row in _rows_of_each_length(programs):
             state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state, allowed)
         # No more than two rows at a time, as when prompts are read.
-        row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
+        row = programs.new_target_row()
+        for nothing in _empty_chunks(programs):
+            row = programs.prefill_target_chunk(row, *nothing)
         parked = programs.park(state, first)
         state = programs.resume(state, parked, first)
         parked = parked._replace(target_cache=row.target_cache)
@@ -216,7 +242,13 @@ def warm_up(
     return state
 
 
-def _rows_of_each_length(programs: Programs, nothing: tuple[Any, Any]) -> Iterator[PromptRow]:
+def _empty_chunks(programs: Programs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields tokens and positions of a chunk of each size that holds no token."""
+    for size in programs.chunk_sizes:
+        yield np.zeros((1, size), np.int32), np.full((1, size), -1, np.int32)
+
+
+def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
     """Yields the rows that a prompt without tokens is read into."""
     row = programs.new_row(max_length=programs.row_lengths[0])
     yield row
@@ -224,7 +256,8 @@ def _rows_of_each_length(programs: Programs, nothing: tuple[Any, Any]) -> Iterat
         if i:
             row = programs.grow_row(row, max_length=length)
         # The second chunk's row is one that a program returned.
-        row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
+        for nothing in _empty_chunks(programs):
+            row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
         for longer in programs.row_lengths[i + 2 :]:
             programs.grow_row(row, max_length=longer)
         yield row

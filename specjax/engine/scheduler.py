@@ -40,7 +40,6 @@ class Scheduler:
     Args:
       programs: of the engine.
       slots: empty ones.
-      chunk_size: tokens of a prompt that are read at once.
       all_allowed: masks of rows that allow every token, if requests may have matchers; else None.
       max_waiting: most requests that wait.
 
@@ -53,11 +52,10 @@ class Scheduler:
         self,
         programs: Programs,
         slots: DecodeState,
-        chunk_size: int,
         all_allowed: Any,
         max_waiting: int,
     ) -> None:
-        self._programs, self._slots, self._chunk_size = programs, slots, chunk_size
+        self._programs, self._slots = programs, slots
         self._all_allowed, self._on_device = all_allowed, jax.device_put(all_allowed)
         self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
         self._groups: deque[PromptGroup | ParkedRequest] = deque()
@@ -239,7 +237,7 @@ class Scheduler:
             unread = next((group for group in groups if not group.is_read()), None)
             if unread is None or not num_chunks:
                 return
-            num_chunks -= unread.read_chunk(self._programs, self._chunk_size)
+            num_chunks -= unread.read_chunk(self._programs)
 
     def _drop_aborted(self) -> None:
         """Takes aborted requests out of the queue, with what was read of their prompts."""

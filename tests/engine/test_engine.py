@@ -61,6 +61,14 @@ def full_engine():
     return make_engine(sampling=DEFAULTS, num_logprobs=2, tokenizer=Letters())
 
 
+def give_programs(engine, **programs):
+    """Other programs for an engine that has done nothing."""
+    scheduler = engine._scheduler
+    scheduler._programs = scheduler._programs._replace(**programs)
+    any_request = read_submission([0, 0], engine._options, key=KEYS[0])
+    scheduler._slots = warm_up(scheduler._programs, any_request.settings, None)
+
+
 @dataclasses.dataclass
 class Asked:
     prompt: list
@@ -748,6 +756,9 @@ def test_an_aborted_request_leaves_its_slot_to_the_next():
 @pytest.mark.parametrize("drops_cache", [False, True])
 def test_a_preempted_request_gets_the_same_tokens(drops_cache):
     engine = full_engine()
+    if drops_cache:
+        # It is read again, the last of it in the smaller chunk.
+        give_programs(engine, chunk_sizes=(2, 4))
     requests = [request.submit(engine) for request in ASKED]
     num_preempted = num_rounds = 0
     while engine.step():
@@ -782,13 +793,30 @@ def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch)
     assert len({tuple(sample.token_ids) for sample in samples}) > 1
 
 
+def test_the_end_of_a_prompt_is_read_in_a_smaller_chunk_that_holds_it():
+    engine = full_engine()
+    sizes, run_chunk = [], engine._scheduler._programs.prefill_chunk
+
+    def note(row, token_ids, positions):
+        sizes.append(token_ids.shape[1])
+        return run_chunk(row, token_ids, positions)
+
+    give_programs(engine, chunk_sizes=(2, 4), prefill_chunk=note)
+    with compilations() as found:
+        requests = [request.submit(engine) for request in ASKED]
+        engine.run()
+    assert found == []
+    assert list(map(what_came, requests)) == alone()
+    sizes.clear()
+    for num_tokens in (7, 8, 3):
+        # All but the last token are read.
+        engine.submit([1] * num_tokens, key=KEYS[0], max_new_tokens=1).result()
+    assert sizes == [4, 2, 4, 4, 2]
+
+
 def test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling():
     engine = full_engine()
-    scheduler = engine._scheduler
-    programs = scheduler._programs._replace(row_lengths=(4, 7, S))
-    scheduler._programs = programs
-    any_request = read_submission([0, 0], engine._options, key=KEYS[0])
-    scheduler._slots = warm_up(programs, 4, any_request.settings, None)
+    give_programs(engine, row_lengths=(4, 7, S))
     with compilations() as found:
         requests = [request.submit(engine) for request in ASKED]
         samples = engine.submit_samples(2, [1, 2, 3] * 3, key=KEYS[0], max_new_tokens=3)

@@ -175,6 +175,20 @@ MUTATIONS = (
         "a row that grows has no room next to the one that it grows out of",
     ),
     Mutation(
+        "specjax.engine.group._next_chunk",
+        "next((size for size in sizes if size >= end - begin), sizes[-1])",
+        "sizes[-1]",
+        engines("test_the_end_of_a_prompt_is_read_in_a_smaller_chunk_that_holds_it"),
+        "what is left of a prompt is read with more padding than it needs",
+    ),
+    Mutation(
+        "specjax.engine.group.ParkedRequest.read_chunk",
+        "self._num_read += chunk[0].shape[1]",
+        "self._num_read += programs.chunk_sizes[-1]",
+        engines(_PREEMPTED),
+        "a smaller chunk of a preempted request's text counts as a whole one",
+    ),
+    Mutation(
         "specjax.engine.programs.make_programs",
         "(max_length,) if is_whole else",
         "",
