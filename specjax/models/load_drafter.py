@@ -73,7 +73,7 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
         rate = told.get("usual_acceptance_rate")
         auto = SpeculativeConfig("auto", step_costs=told["step_costs"], usual_acceptance_rate=rate)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no step_costs: {error}") from None
+        raise ValueError(f"{path} is no file of step costs: {error}") from None
     return facts._replace(
         step_costs=auto.step_costs, usual_acceptance_rate=auto.usual_acceptance_rate
     )

@@ -109,7 +109,7 @@ def test_step_costs_that_are_none_are_refused(folder, tmp_path, text):
     head = tmp_path / "head"
     shutil.copytree(folder / HEAD, head)
     (head / "step_costs.json").write_text(text)
-    with pytest.raises(ValueError, match=r"step_costs\.json holds no step_costs"):
+    with pytest.raises(ValueError, match=r"step_costs\.json is no file of step costs"):
         check(target=TARGET, draft=str(head))
 
 

@@ -134,14 +134,26 @@ def _hash(
     common = {name: getattr(options, name) for name in names}
     own = [line.number, line.token_ids, _stop(options, line), line.values]
     # A rule's functions have no name that outlives a process; the option does.
-    plain = repr(dataclasses.replace(config, rule=None))
-    # An output of a version without usual rates goes on.
-    plain = plain.replace(", usual_acceptance_rate=None", "")
-    what = [describe_configs(pair), plain, options.rule, common, own]
+    what = [describe_configs(pair), _changed_fields(config), options.rule, common, own]
     if grammar is not None:
         tables = b"".join(np.asarray(table).tobytes() for table in grammar)
         what.append(hashlib.sha256(tables).hexdigest())
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _changed_fields(config: SpeculativeConfig) -> dict[str, str]:
+    """Returns the fields that are not at their defaults: one that is added later changes no hash.
+
+    A rule is left out.
+
+    Example:
+      >>> _changed_fields(SpeculativeConfig(num_speculative_tokens=3))
+      {'num_speculative_tokens': '3'}
+    """
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    values.pop("rule")
+    return {name: repr(value) for name, value in values.items() if value != defaults[name]}
 
 
 def _stop(options: argparse.Namespace, line: PromptLine) -> tuple[str, ...]:

@@ -182,13 +182,6 @@ MUTATIONS = (
         "what is left of a prompt is read with more padding than it needs",
     ),
     Mutation(
-        "specjax.engine.group.ParkedRequest.read_chunk",
-        "self._num_read += chunk[0].shape[1]",
-        "self._num_read += programs.chunk_sizes[-1]",
-        engines(_PREEMPTED),
-        "a smaller chunk of a preempted request's text counts as a whole one",
-    ),
-    Mutation(
         "specjax.engine.programs.make_programs",
         "(max_length,) if is_whole else",
         "",
