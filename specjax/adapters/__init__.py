@@ -2,6 +2,4 @@
 
 `tunix` is for google-tunix. Each library has a folder, and nothing else in the package imports it.
 `docs/adapters.md` shows how a model of any library becomes a `specjax.Model`.
-
-Imports the packages before it; imported by no other room.
 """

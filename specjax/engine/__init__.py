@@ -9,10 +9,10 @@
 `engine` is the public class, and the file to open first. `slots` holds the device's part, pure
 functions of a `DecodeState` whose requests are slots; `slot_data` is what goes in and out. `rows`
 takes one request's row out of such a state and puts one in. `programs` binds the functions to an
-engine, and `memory` says what a slot takes. `scheduler` is the host's part, and `group` is what
-waits in its queue. `submission` and `request_sampling` check what a request asks for, and `request`
-is what it gets. `stop_strings` and `text_stream` make text.
+engine, `slot_settings` holds what it was made with, and `memory` says what a slot takes.
+`scheduler` is the host's part, and `group` is what waits in its queue. `submission` and
+`request_sampling` check what a request asks for, and `request` is what it gets. `stop_strings` and
+`text_stream` make text.
 
 Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `S` `max_length`.
-Imports the packages before it, `grammars.row_masks` among them; `cli` imports it.
 """

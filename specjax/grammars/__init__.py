@@ -3,12 +3,12 @@
     schema -> pattern of bytes -> automaton of bytes -> automaton of tokens
     `json_schema`  `byte_pattern`  `byte_automaton`     `token_automaton`
 
-`token_bytes` reads the bytes of each token from a tokenizer. The last automaton runs on the
-device, by `specjax.processing.grammar`: decoding with it needs no host. For grammars that no small
-automaton holds, `row_masks` has a host's matchers mask the rows of each step, and
-`llguidance_matcher` makes such matchers.
+`schema_references` and `integer_bounds` serve the first. `token_bytes` reads the bytes of each
+token from a tokenizer. The last automaton runs on the device, by `specjax.processing.grammar`:
+decoding with it needs no host. For grammars that no small automaton holds, `row_masks` has a host's
+matchers mask the rows of each step, and `llguidance_matcher` makes such matchers.
 
-Open `json_schema` first. `engine` imports `row_masks` alone.
+Open `json_schema` first.
 """
 
 from specjax.grammars.json_schema import json_schema_grammar

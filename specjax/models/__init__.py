@@ -1,12 +1,13 @@
 """A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the two models that ship.
 
 Open `transformer` first. It stacks the layers of `layers`, in plain JAX with `attention` and
-`rope`. `config` says what differs between families. `choose_step` runs a step of a decoder in plain
-JAX or, by `kernel_step` and `kernel_ops`, in the kernels of `pallas/`; both use `shared_math`.
-`shares/` runs a decoder over the devices of a mesh. `hf/` reads and writes Hugging Face folders.
-`draft_head` and `draft_head_drafter` draft from the target's hidden states, and so do the heads
-that people publish, in `heads/`; `head_target` is what each uses of its target, and `load_drafter`
-loads any of them. `pretrained/` holds the target and the draft that ship.
+`rope`; `causal` runs whole sequences without a cache. `config` says what differs between families.
+`choose_step` runs a step of a decoder in plain JAX or, by `kernel_step` and `kernel_ops`, in the
+kernels of `pallas/`; both use `shared_math`. `shares/` runs a decoder over the devices of a mesh.
+`hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
+target's hidden states, and so do the heads that people publish, in `heads/`; `head_target` is what
+each uses of its target, and `load_drafter` loads any of them. `pretrained/` holds the target and
+the draft that ship.
 
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabulary. The command
 imports this package; the packages of sampling do not, so Flax is optional.

@@ -76,20 +76,15 @@ class _Drawn(NamedTuple):
 
 def verify_coupled(arrays: VerifyArrays, plan: Plan) -> Verification:
     """Verifies a batch by coupled sampling, K >= 1, and returns the call's result."""
-    if plan.is_small:
-        return _draw_small(arrays, plan)
-    rows = accept_rows(arrays, plan, draw_and_compare)
-    return launch(
-        functools.partial(coupled_write_kernel, plan=plan),
-        _Operands(arrays, rows),
-        plan.verification_shape(),
-        num_programs=plan.num_requests,
-        num_warps=1,
-        interpret=plan.interpret,
-    )
-
-
-def _draw_small(arrays: VerifyArrays, plan: Plan) -> Verification:
+    if not plan.is_small:
+        return launch(
+            functools.partial(coupled_write_kernel, plan=plan),
+            _Operands(arrays, accept_rows(arrays, plan, draw_and_compare)),
+            plan.verification_shape(),
+            num_programs=plan.num_requests,
+            num_warps=1,
+            interpret=plan.interpret,
+        )
     rows = reduce_rows(arrays, plan, every_row_draws=True)
     rows_shape = (plan.num_requests, plan.rows_per_request)
     return launch(

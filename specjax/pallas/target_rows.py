@@ -2,8 +2,8 @@
 
 In a small batch `verify_reduce_kernel` reduces every row, and every program of the next launch
 evaluates its request's drafted tokens. In a large batch `verify_accept_kernel` does both: the last
-program of a row to arrive evaluates it, by a function that the call gives. A call with a rule and
-coupled sampling take this kernel in a batch of any size.
+program of a row to arrive evaluates it, by a function that the call gives. A call with a rule takes
+this kernel in a batch of any size.
 
 In its grid the programs of row 0 of all requests come first, then those of row 1, and so on. The
 stop of a request is the row where its accepted prefix ends: a rejection, or the bonus row. The

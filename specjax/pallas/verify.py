@@ -28,7 +28,7 @@ from specjax.pallas.load_request import Plan, RequestScalars
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import load_draft_logprobs
-from specjax.pallas.split.sample import couple_split
+from specjax.pallas.split.sample import compare_draws, sample_split, target_samples
 from specjax.pallas.split.verify import verify_split
 from specjax.pallas.target_rows import (
     AcceptanceResult,
@@ -58,7 +58,8 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     # Without drafts every method draws from the first row, by the launches of `rejection_sample`.
     if options.method == "coupled" and options.max_draft_tokens:
         if options.split is not None:
-            return couple_split(unflattened, options)
+            samples = target_samples(unflattened, options.max_draft_tokens)
+            return compare_draws(unflattened, sample_split(samples, options), options)
         return verify_coupled(arrays, plan)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:

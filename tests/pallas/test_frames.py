@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import specjax
+from specjax.core.rules import relaxed
 from specjax.models import TransformerConfig, build
 
 pytestmark = pytest.mark.once
@@ -23,46 +24,56 @@ def make_draft(*lead):
     return specjax.Draft(jnp.zeros(lead, jnp.int32), jnp.zeros((*lead, VOCAB)))
 
 
+OPTIONS = {"keys": jax.random.key(0), "positions": 0, "implementation": "interpret"}
+
+
 def sample(b):
-    return specjax.gumbel_sample(
-        jnp.zeros((b, VOCAB)),
-        keys=jax.random.key(0),
-        positions=0,
-        stream=0,
-        implementation="interpret",
-    )
+    return specjax.gumbel_sample(jnp.zeros((b, VOCAB)), stream=0, **OPTIONS)
 
 
-def verify(b):
-    return specjax.rejection_sample(
-        make_draft(b, K),
-        jnp.zeros((b, K + 1, VOCAB)),
-        keys=jax.random.key(0),
-        positions=0,
-        implementation="interpret",
-    )
+def padded(function, draft=make_draft, **options):
+    """A call of a padded batch."""
+    return lambda b: function(draft(b, K), jnp.zeros((b, K + 1, VOCAB)), **OPTIONS, **options)
 
 
-def verify_ragged(b):
-    return specjax.rejection_sample_ragged(
-        make_draft(b * K),
+def ragged(function, draft=make_draft):
+    """A call of as many requests, laid end to end."""
+    return lambda b: function(
+        draft(b * K),
         jnp.zeros((b * (K + 1), VOCAB)),
         cu_num_draft_tokens=K * jnp.arange(b + 1),
         max_draft_tokens=K,
-        keys=jax.random.key(0),
-        positions=0,
-        implementation="interpret",
+        **OPTIONS,
     )
 
 
-def couple(b):
-    return specjax.coupled_sample(
-        jnp.zeros((b, K), jnp.int32),
-        jnp.zeros((b, K + 1, VOCAB)),
-        keys=jax.random.key(0),
-        positions=0,
-        implementation="interpret",
-    )
+def make_tokens(*lead):
+    return jnp.zeros(lead, jnp.int32)
+
+
+def over_devices(call):
+    """A call of rows whose vocabulary lies over two devices."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def put(*lead):
+        rows = jax.NamedSharding(mesh, jax.P(*(None,) * len(lead), "model"))
+        return jax.device_put(jnp.zeros((*lead, 512)), rows)
+
+    return lambda b: call(b, put)
+
+
+def verify_split(b, put):
+    zeros = jnp.zeros((b, K))
+    draft = specjax.Draft(make_tokens(b, K), put(b, K), logprobs=zeros, logsumexp=zeros)
+    return specjax.rejection_sample(draft, put(b, K + 1), **OPTIONS)
+
+
+def couple_split(b, put):
+    return specjax.coupled_sample(make_tokens(b, K), put(b, K + 1), **OPTIONS)
+
+
+def sample_split(b, put):
+    return specjax.gumbel_sample(put(b), stream=0, **OPTIONS)
 
 
 def cut(b):
@@ -96,18 +107,34 @@ def frames_to_kernels(call, monkeypatch):
     return entered
 
 
-@pytest.mark.parametrize(
-    ("call", "size", "num_kernels"),
-    [
-        (sample, SMALL, 2),
-        (verify, SMALL, 3),
-        (verify, LARGE, 4),
-        (verify_ragged, SMALL, 3),
-        (verify_ragged, LARGE, 4),
-        (couple, SMALL, 2),
-        (cut, SMALL, 2),
-    ],
-)
+# A call, its requests and the kernels that it launches.
+CASES = {
+    "sample": (sample, SMALL, 2),
+    "sample, split": (over_devices(sample_split), SMALL, 2),
+    "verify": (padded(specjax.rejection_sample), SMALL, 3),
+    "verify, large": (padded(specjax.rejection_sample), LARGE, 4),
+    "verify by a rule": (padded(specjax.rejection_sample, rule=relaxed(3, 0.5)), SMALL, 4),
+    "verify, few log-probabilities": (
+        padded(specjax.rejection_sample, greedy_logprobs=False),
+        LARGE,
+        3,
+    ),
+    "verify, ragged": (ragged(specjax.rejection_sample_ragged), SMALL, 3),
+    "verify, ragged and large": (ragged(specjax.rejection_sample_ragged), LARGE, 4),
+    "verify, split": (over_devices(verify_split), SMALL, 2),
+    "block": (padded(specjax.block_rejection_sample), SMALL, 5),
+    "block, large": (padded(specjax.block_rejection_sample), LARGE, 5),
+    "block, ragged": (ragged(specjax.block_rejection_sample_ragged), SMALL, 5),
+    "couple": (padded(specjax.coupled_sample, make_tokens), SMALL, 2),
+    "couple, large": (padded(specjax.coupled_sample, make_tokens), LARGE, 2),
+    "couple, ragged": (ragged(specjax.coupled_sample_ragged, make_tokens), SMALL, 2),
+    "couple, ragged and large": (ragged(specjax.coupled_sample_ragged, make_tokens), LARGE, 2),
+    "couple, split": (over_devices(couple_split), SMALL, 2),
+    "cut": (cut, SMALL, 2),
+}
+
+
+@pytest.mark.parametrize(("call", "size", "num_kernels"), CASES.values(), ids=CASES)
 def test_few_frames_stand_between_a_call_and_each_of_its_kernels(
     call, size, num_kernels, monkeypatch
 ):
@@ -120,7 +147,8 @@ def test_few_frames_stand_between_a_call_and_each_of_its_kernels(
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_few_frames_stand_between_a_decode_step_and_each_of_its_kernels(size, monkeypatch):
     entered = frames_to_kernels(lambda: decode(size), monkeypatch)
-    # The products, norms and attention of one layer, and the first and last norm.
+    # The products, norms and attention of one layer, and the first and last norm. Before
+    # `decode_step` stand the methods of the model, which choose it once.
     assert len(entered) == 9
     for names in entered:
         assert len(names[names.index("decode_step") :]) <= MOST_FRAMES, names

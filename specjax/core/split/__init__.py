@@ -8,5 +8,4 @@ a row goes through three functions of `rows`, and is the same number on every de
     take            the logits of some tokens, each from the device that has it
 
 So the sums, the order of ties and the noise are those of a whole row. Open `rows` first.
-Imported by `core` and `processing`; imports `specjax.core.noise`.
 """

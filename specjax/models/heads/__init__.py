@@ -6,6 +6,7 @@ A head reads the target's residual stream after some layers, its taps. Open `eag
 |---|---|
 | `eagle3` | EAGLE-3: its forward pass, its variants |
 | `eagle3_drafter` | its drafter |
+| `eagle3_unrolled` | a head over its own outputs, for training |
 | `eagle3_folder`, `eagle3_writer` | its folders: read in every format, written in one |
 | `dflash` | DFlash: its forward pass over a block, its variants |
 | `dflash_drafter` | its drafter |
@@ -16,7 +17,4 @@ A head reads the target's residual stream after some layers, its taps. Open `eag
 | `head_tensors` | tensors under the names of every format, and the draft's vocabulary |
 | `check_target` | refuses a head of another target |
 | `head_writer` | writes what the folders of both kinds have in common |
-
-The modules here import `models.hf`, which reads files, and the decoder's modules; the package
-`specjax.models` imports them.
 """

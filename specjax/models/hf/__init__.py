@@ -7,10 +7,9 @@ Open `checkpoint` first: it holds `load` and `save`.
 | `load_config`, `config_reader`, `*_fields` | `config.json` to `TransformerConfig` |
 | `config_writer` | `TransformerConfig` to `config.json` |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
+| `read_shares` | tensors onto the devices of a mesh |
 | `draft_head_folder` | folders of draft heads |
 | `tokenizer` | `tokenizer.json` |
 | `chat_template` | messages to a prompt |
 | `folder`, `progress` | files of a folder, a bar for long loads |
-
-`specjax.models` imports this package.
 """

@@ -40,7 +40,7 @@ from specjax.pallas.split.shared_rows import first_token_of
 from specjax.sample import Sample
 from specjax.verification import Verification
 
-__all__ = ["couple_split", "sample_split", "split_sample_kernel"]
+__all__ = ["compare_draws", "sample_split", "split_sample_kernel", "target_samples"]
 
 _MAX, _SUM, _TOKEN, _LOGIT, _SCORE = range(5)
 
@@ -144,28 +144,57 @@ def _choose(told: jax.Array, temperature: jax.Array) -> Sample:
     )
 
 
-def couple_split(arrays: VerifyArrays, options: CallOptions) -> Verification:
-    """Verifies a batch by coupled sampling: every row draws, and drafted tokens are compared.
+def target_samples(arrays: VerifyArrays, k: int) -> SampleArrays:
+    """Returns the arrays that draw every target row on the target's stream, as its request's.
 
     Args:
       arrays: flat rows of this device's columns, drafted tokens i32[B, K] or ragged i32[N].
+      k: K >= 1.
+    """
+    num_rows, first_row = arrays.target_logits.shape[0], _first_rows(arrays, k)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    if arrays.cu_num_draft_tokens is None:
+        owner = row // (k + 1)
+    else:
+        is_at_or_after = row[:, None] >= first_row[None, 1:]
+        owner = jnp.sum(is_at_or_after, axis=1, dtype=jnp.int32)
+    return SampleArrays(
+        logits=arrays.target_logits,
+        keys=arrays.keys[owner],
+        positions=arrays.positions[owner] + row - first_row[owner],
+        stream=jnp.full((num_rows,), Stream.TARGET, jnp.int32),
+        temperature=arrays.temperature[owner],
+        cutoff=arrays.target_cutoff,
+    )
+
+
+def _first_rows(arrays: VerifyArrays, k: int) -> jax.Array:
+    """Returns the first target row of each request, i32[B]."""
+    request = jnp.arange(arrays.temperature.shape[0], dtype=jnp.int32)
+    starts = arrays.cu_num_draft_tokens
+    return request * (k + 1) if starts is None else starts[:-1] + request
+
+
+def compare_draws(arrays: VerifyArrays, drawn: Sample, options: CallOptions) -> Verification:
+    """Returns the verification of drafted tokens by what every target row has drawn.
+
+    Args:
+      arrays: as in `target_samples`.
+      drawn: of every target row.
       options: static; K >= 1.
     """
-    k, size = options.max_draft_tokens, arrays.temperature.shape[0]
+    k = options.max_draft_tokens
     i = jnp.arange(k + 1, dtype=jnp.int32)[None]
     token_ids, num_given = arrays.token_ids, arrays.num_tokens
-    first_row = jnp.arange(size, dtype=jnp.int32) * (k + 1)
     if arrays.cu_num_draft_tokens is not None:
         starts = arrays.cu_num_draft_tokens[:-1]
         counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
         num_given = counts if num_given is None else jnp.minimum(num_given, counts)
         token_ids = jnp.take(token_ids, starts[:, None] + i[:, :k], mode="clip")
-        first_row = starts + jnp.arange(size, dtype=jnp.int32)
     last_row = arrays.target_logits.shape[0] - 1
     # The row of each request at each position; of a request's own, those up to its bonus row.
-    rows = jnp.minimum(first_row[:, None] + i, last_row)
+    rows = jnp.minimum(_first_rows(arrays, k)[:, None] + i, last_row)
     num_tokens = num_valid_drafts(token_ids, num_given)
-    drawn = sample_split(_samples_of(arrays, first_row, k), options)
     tokens, logprobs = drawn.token_ids[rows], drawn.logprobs[rows]
     greedy = parse_temperature(arrays.temperature).greedy[:, None]
     if not options.greedy_logprobs:
@@ -181,23 +210,4 @@ def couple_split(arrays: VerifyArrays, options: CallOptions) -> Verification:
         num_accepted=n,
         num_emitted=jnp.sum(is_emitted, axis=1, dtype=jnp.int32),
         logprobs=jnp.where(is_emitted, logprobs, jnp.float32(0)),
-    )
-
-
-def _samples_of(arrays: VerifyArrays, first_row: jax.Array, k: int) -> SampleArrays:
-    """Returns the arrays that draw every target row on the target's stream, as its request's."""
-    num_rows = arrays.target_logits.shape[0]
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    if arrays.cu_num_draft_tokens is None:
-        owner = row // (k + 1)
-    else:
-        is_at_or_after = row[:, None] >= first_row[None, 1:]
-        owner = jnp.sum(is_at_or_after, axis=1, dtype=jnp.int32)
-    return SampleArrays(
-        logits=arrays.target_logits,
-        keys=arrays.keys[owner],
-        positions=arrays.positions[owner] + row - first_row[owner],
-        stream=jnp.full((num_rows,), Stream.TARGET, jnp.int32),
-        temperature=arrays.temperature[owner],
-        cutoff=arrays.target_cutoff,
     )

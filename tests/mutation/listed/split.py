@@ -280,14 +280,14 @@ MUTATIONS = (
         "devices of little mass are drawn from as often as others",
     ),
     Mutation(
-        f"{_PALLAS}split.sample._samples_of",
+        f"{_PALLAS}split.sample.target_samples",
         "arrays.positions[owner] + row - first_row[owner]",
         "arrays.positions[owner]",
         split_kernels(f"{_COUPLED}[False]"),
         "all rows of a request are drawn by the noise of its first position",
     ),
     Mutation(
-        f"{_PALLAS}split.sample._samples_of",
+        f"{_PALLAS}split.sample.target_samples",
         "row[:, None] >= first_row[None, 1:]",
         "row[:, None] > first_row[None, 1:]",
         split_kernels(f"{_COUPLED}[True]"),
