@@ -173,6 +173,8 @@ def verification():
                 Case(by_rule, _verify_shapes("carried", SMALL, BF16, False), platform),
             )
         yield "float32", Case(verify, _verify_shapes("drawn", SMALL, F32, False), platform)
+    few = functools.partial(_verify, implementation="triton", greedy_logprobs=False)
+    yield "few log-probabilities", Case(few, _verify_shapes("carried", LARGE, BF16, False), CUDA)
     chosen = functools.partial(_verify, implementation=None)
     yield "chosen at lowering", Case(chosen, _verify_shapes("carried", SMALL, BF16, False), CUDA)
     yield from meshes()
@@ -194,6 +196,33 @@ def meshes():
             return verify(*jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), arrays))
 
     yield "explicit axes", Case(explicit, shapes, CUDA)
+
+
+def split():
+    """Calls of rows whose vocabulary lies over four devices."""
+    mesh, whole = gpu_mesh(AxisType.Auto), PartitionSpec()
+    options = {"implementation": "triton", "axis_name": "batch"}
+
+    def over(call, shapes):
+        """A function of arrays that are split where their last axis is the vocabulary."""
+
+        def spec(leaf):
+            is_row = leaf.ndim > 1 and leaf.shape[-1] == 4 * 1280
+            return PartitionSpec(*(None,) * (leaf.ndim - 1), "batch") if is_row else whole
+
+        specs = jax.tree.map(spec, shapes)
+        return Case(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=whole), shapes, CUDA)
+
+    def couple(token_ids, target, keys, positions):
+        return specjax.coupled_sample(token_ids, target, keys=keys, positions=positions, **options)
+
+    b, width = SMALL, 4 * 1280
+    draft = draft_shapes("carried", (b, K), b, BF16)
+    draft = draft._replace(logits=shape(b, K, width, dtype=BF16))
+    target = shape(b, K + 1, width, dtype=BF16)
+    others = (key_shapes(b), ints(b), shape(b), None, None, None)
+    yield "standard", over(functools.partial(_verify, **options), (draft, target, *others))
+    yield "coupled", over(couple, (ints(b, K), target, key_shapes(b), ints(b)))
 
 
 def ragged():
@@ -261,6 +290,44 @@ def coupled():
         for b in (SMALL, LARGE) if platform == CUDA else (SMALL,):
             shapes = (ints(b, K), shape(b, K + 1, VOCAB, dtype=BF16), key_shapes(b), ints(b))
             yield f"{b}", Case(call, (*shapes, shape(b), ints(b)), platform)
+        end_to_end = functools.partial(couple_ragged, implementation=implementation(platform))
+        b = SMALL
+        shapes = (ints(b * K), shape(b * (K + 1), VOCAB, dtype=BF16), ints(b + 1), key_shapes(b))
+        yield "ragged", Case(end_to_end, (*shapes, ints(b)), platform)
+
+
+def couple_ragged(token_ids, target, starts, keys, positions, **options):
+    return specjax.coupled_sample_ragged(
+        token_ids,
+        target,
+        cu_num_draft_tokens=starts,
+        max_draft_tokens=K,
+        keys=keys,
+        positions=positions,
+        **options,
+    )
+
+
+def trees():
+    """`tree_rejection_sample`, of one-hot and of sampled nodes."""
+
+    def verify(token_ids, parents, target, keys, positions, temperature, logits):
+        return specjax.tree_rejection_sample(
+            token_ids,
+            parents,
+            target,
+            max_depth=K,
+            keys=keys,
+            positions=positions,
+            draft_logits=logits,
+            temperature=temperature,
+        )
+
+    b, nodes = SMALL, 5
+    rows = shape(b, nodes + 1, VOCAB, dtype=BF16)
+    shapes = (ints(b, nodes), ints(b, nodes), rows, key_shapes(b), ints(b), shape(b))
+    for kind, logits in (("one-hot", None), ("drawn", rows)):
+        yield kind, Case(verify, (*shapes, logits))
 
 
 def cutoffs():
@@ -525,6 +592,8 @@ ROOMS = {
     "rejection_sample_ragged": ragged,
     "block_rejection_sample": block,
     "coupled_sample": coupled,
+    "tree_rejection_sample": trees,
+    "split vocabulary": split,
     "logit_cutoff": cutoffs,
     "processing": processing,
     "drafts": drafts,
