@@ -55,7 +55,7 @@ class StreamPrograms:
 
     Args:
       target: the model; only the shapes of its weights are read.
-      drafter: the drafter, likewise, or None for plain decoding.
+      drafter: the drafter, or None for plain decoding.
       arguments: of `run_prefill`; all prompts end in the same chunk.
       store: where programs of this kind are kept, or None.
 

@@ -176,8 +176,8 @@ def admit(
         sampling = sampling._replace(grammar=shared.grammar)
     counts = last.counts
     if counts is not None:
-        found = count_committed(token_ids, lengths, lengths, counts.generated.shape[1])
-        counts = found if counts.prompt is not None else found._replace(prompt=None)
+        counted = count_committed(token_ids, lengths, lengths, counts.generated.shape[1])
+        counts = counted if counts.prompt is not None else counted._replace(prompt=None)
     one = last._replace(
         token_ids=token_ids,
         lengths=lengths,

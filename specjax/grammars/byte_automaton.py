@@ -83,13 +83,13 @@ class _Edges:
 
         Without the others, which decide nothing, more subsets are equal.
         """
-        found, stack = set(states), list(states)
+        reachable, stack = set(states), list(states)
         while stack:
             for state in self.by_none[stack.pop()]:
-                if state not in found:
-                    found.add(state)
+                if state not in reachable:
+                    reachable.add(state)
                     stack.append(state)
-        return frozenset(x for x in found if x == end or self.by_byte[x] is not None)
+        return frozenset(x for x in reachable if x == end or self.by_byte[x] is not None)
 
 
 def byte_automaton(pattern: Pattern) -> ByteAutomaton:

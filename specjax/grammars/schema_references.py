@@ -46,13 +46,13 @@ def _inline(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]
         if others:
             raise ValueError(f"$ref {name!r} has {others} next to it; it needs to stand alone.")
         return _inline(definitions[name], definitions, (*inside, name))
-    found = dict(schema)
+    inlined = dict(schema)
     for key in ("items", "additionalProperties"):
-        if key in found:
-            found[key] = _inline(found[key], definitions, inside)
-    if isinstance(found.get("anyOf"), list):
-        found["anyOf"] = [_inline(option, definitions, inside) for option in found["anyOf"]]
-    if isinstance(found.get("properties"), Mapping):
-        properties = found["properties"].items()
-        found["properties"] = {key: _inline(x, definitions, inside) for key, x in properties}
-    return found
+        if key in inlined:
+            inlined[key] = _inline(inlined[key], definitions, inside)
+    if isinstance(inlined.get("anyOf"), list):
+        inlined["anyOf"] = [_inline(option, definitions, inside) for option in inlined["anyOf"]]
+    if isinstance(inlined.get("properties"), Mapping):
+        properties = inlined["properties"].items()
+        inlined["properties"] = {key: _inline(x, definitions, inside) for key, x in properties}
+    return inlined

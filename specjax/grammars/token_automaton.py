@@ -85,12 +85,12 @@ def _drop_dead_ends(reached: np.ndarray, accepts: np.ndarray) -> np.ndarray:
 
 def _drop_unreached(reached: np.ndarray) -> np.ndarray:
     """Returns the states that some text reaches, numbered in their order."""
-    found, waiting = {0}, [0]
+    reachable, waiting = {0}, [0]
     while waiting:
-        following = set(np.unique(reached[waiting.pop()]).tolist()) - found - {-1}
-        found |= following
+        following = set(np.unique(reached[waiting.pop()]).tolist()) - reachable - {-1}
+        reachable |= following
         waiting += following
-    kept = np.array(sorted(found))
+    kept = np.array(sorted(reachable))
     numbers = np.full(len(reached) + 1, -1, np.int32)
     numbers[kept] = np.arange(len(kept), dtype=np.int32)
     return numbers[reached[kept]]

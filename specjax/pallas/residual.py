@@ -171,16 +171,16 @@ def draw_residual(
     """
     block_index = jax.lax.iota(jnp.int32, noise.gumbels.shape[0])
     inside = block_index * SAMPLING_BLOCK < arrays.target_logits.shape[1]
-    least: Any = MIN_RESIDUAL_MASS
+    min_mass: Any = MIN_RESIDUAL_MASS
     mass_row, drafted = prefix.request.b, prefix.drafted
     if plan.log_weights is not None and drafted is not None:
-        least = jnp.where(drafted.one_hot, jnp.float32(0), jnp.float32(least))
+        min_mass = jnp.where(drafted.one_hot, jnp.float32(0), jnp.float32(min_mass))
     if prefix.log_rho is not None:
         mass_row = mass_row * plan.max_draft_tokens + prefix.num_accepted
-        least = jnp.float32(least) * jnp.exp(prefix.log_rho)
+        min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
     index, other = (mass_row, block_index), jnp.float32(-jnp.inf)
     log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
-    is_empty = jnp.sum(exp_scaled(log_masses)) <= least
+    is_empty = jnp.sum(exp_scaled(log_masses)) <= min_mass
     row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -244,10 +244,10 @@ def choose_winner(
         noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
         return draw_row(arrays, rows, prefix, noise, plan)
 
-    least: Any = MIN_RESIDUAL_MASS
+    min_mass: Any = MIN_RESIDUAL_MASS
     if prefix.log_rho is not None:
-        least = jnp.float32(least) * jnp.exp(prefix.log_rho)
-    has_residual = prefix.from_residual & (total > least)
+        min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
+    has_residual = prefix.from_residual & (total > min_mass)
     return jax.lax.cond(has_residual, lambda: winner, draw_from_row)
 
 

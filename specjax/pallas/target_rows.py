@@ -287,12 +287,12 @@ def _store_tile(
     token_id, logit = load_drafted_logit(arrays, request, i)
     blocks = reduce_tile(row_tile, plan.tile, plan.interpret, only_maxima)
     tile_max = store_blocks(blocks, row_tile, partials, at, plan.tile, plan.interpret)
-    most, drafted = flush_subnormals(tile_max), flush_subnormals(logit)
+    largest, drafted = flush_subnormals(tile_max), flush_subnormals(logit)
 
-    @pl.when(greedy & ~(most < drafted))
+    @pl.when(greedy & ~(largest < drafted))
     def decide_greedy() -> None:
         argmax = tile_argmax(row_tile, blocks.max, plan.tile)
         partials.tile_argmax[at, row_tile.tile_index] = argmax
         # Ties go to the lowest id. A masked token is not accepted, nor one of +inf.
-        is_argmax = (most == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)
+        is_argmax = (largest == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)
         pl.when(has_draft & ~is_argmax)(publish_stop)

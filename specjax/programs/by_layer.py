@@ -141,18 +141,18 @@ class _Call(NamedTuple):
 
 def _find_layers(jaxpr: Jaxpr) -> set[int]:
     """Returns the ids of inner functions that are layers."""
-    found: collections.Counter[int] = collections.Counter()
+    num_uses: collections.Counter[int] = collections.Counter()
 
     def count(jaxpr: Jaxpr) -> None:
         for equation in jaxpr.eqns:
             inner = _inner(equation)
             if inner is not None:
                 is_large = sum(map(_num_bytes, equation.invars)) >= _LEAST_BYTES
-                found[id(inner.jaxpr)] += is_large and not inner.consts
+                num_uses[id(inner.jaxpr)] += is_large and not inner.consts
                 count(inner.jaxpr)
 
     count(jaxpr)
-    return {key for key, number in found.items() if number > 1}
+    return {key for key, number in num_uses.items() if number > 1}
 
 
 def _inner(equation: JaxprEqn) -> ClosedJaxpr | None:

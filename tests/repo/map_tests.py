@@ -8,6 +8,7 @@ function is in none, and where its parameters changed and CHANGED gives no reaso
 
 import collections
 import csv
+import datetime
 import json
 import pathlib
 import subprocess
@@ -314,7 +315,7 @@ def write(commit, before, after, found):
     lines = [
         "# What every test became",
         "",
-        f"From {commit}, before the rooms, to now, with the tests that run on a GPU alone.",
+        f"From {commit}, before the rooms, to {datetime.date.today()}, with the GPU's tests.",
         f"`python tests/repo/map_tests.py {commit}` writes it and fails where a test is missing.",
         "",
         *table(

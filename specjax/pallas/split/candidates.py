@@ -171,17 +171,17 @@ def _least(prefix: AcceptedPrefix) -> jax.Array:
     return jnp.where(prefix.from_residual, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
 
-def choose(told: jax.Array, plan: Plan) -> Verification:
+def choose(gathered: jax.Array, plan: Plan) -> Verification:
     """Returns the result of a batch from the proposals of all devices, i32[D, B, columns]."""
-    numbers = jax.lax.bitcast_convert_type(told, jnp.float32)
+    numbers = jax.lax.bitcast_convert_type(gathered, jnp.float32)
     mass = jnp.sum(numbers[:, :, _MASS], axis=0)
     has_mass = mass > numbers[0, :, _LEAST]
     scores = jnp.where(has_mass[None], numbers[:, :, _SCORE], numbers[:, :, _OTHER_SCORE])
-    best, score = told[0], scores[0]
+    best, score = gathered[0], scores[0]
     # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
-    for device in range(1, told.shape[0]):
+    for device in range(1, gathered.shape[0]):
         is_better = scores[device] > score
-        best = jnp.where(is_better[:, None], told[device], best)
+        best = jnp.where(is_better[:, None], gathered[device], best)
         score = jnp.where(is_better, scores[device], score)
     num_rows = plan.rows_per_request
     tokens, logprobs = best[:, _NUM_SCALARS:][:, :num_rows], best[:, _NUM_SCALARS + num_rows :]

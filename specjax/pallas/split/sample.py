@@ -76,8 +76,8 @@ def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:
         num_warps=options.implementation.config(KernelConfig).num_draw_warps,
         interpret=options.implementation.interpret,
     )
-    told = jax.lax.all_gather(proposals.values, split.axis_name, to="invarying")
-    return _choose(told, arrays.temperature)
+    gathered = jax.lax.all_gather(proposals.values, split.axis_name, to="invarying")
+    return _choose(gathered, arrays.temperature)
 
 
 def split_sample_kernel(
@@ -120,20 +120,20 @@ def split_sample_kernel(
         out.values[b, jnp.int32(column)] = value
 
 
-def _choose(told: jax.Array, temperature: jax.Array) -> Sample:
+def _choose(gathered: jax.Array, temperature: jax.Array) -> Sample:
     """Returns the samples of rows from the proposals of all devices, f32[D, R, 5]."""
     parsed = parse_temperature(temperature)
-    partials = MaxSum(told[..., _MAX].T, told[..., _SUM].T)
+    partials = MaxSum(gathered[..., _MAX].T, gathered[..., _SUM].T)
     statistics = row_statistics(partials, parsed.scale)
     normalizer = statistics.normalizer
     log_masses = block_logprobs(partials, normalizer, parsed.scale).T
-    scores = jnp.where(log_masses == -jnp.inf, -jnp.inf, told[..., _SCORE] + log_masses)
-    scores = jnp.where(parsed.greedy[None], flush_subnormals(told[..., _MAX]), scores)
-    best, score = told[0], scores[0]
+    scores = jnp.where(log_masses == -jnp.inf, -jnp.inf, gathered[..., _SCORE] + log_masses)
+    scores = jnp.where(parsed.greedy[None], flush_subnormals(gathered[..., _MAX]), scores)
+    best, score = gathered[0], scores[0]
     # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
-    for device in range(1, told.shape[0]):
+    for device in range(1, gathered.shape[0]):
         is_better = scores[device] > score
-        best = jnp.where(is_better[:, None], told[device], best)
+        best = jnp.where(is_better[:, None], gathered[device], best)
         score = jnp.where(is_better, scores[device], score)
     valid = parsed.valid & statistics.valid
     logprob = token_logprobs(best[:, _LOGIT], normalizer, parsed.scale)

@@ -55,12 +55,12 @@ def verify_split(arrays: VerifyArrays, plan: Plan, tile: Tile) -> Verification:
     # A kernel's operands vary alike.
     arrays = pvary_like(arrays, arrays)
     rows = reduce_rows(arrays, plan)
-    told = jax.lax.all_gather(rows.shared.values, split.axis_name)
-    arrays = arrays._replace(shared=SharedRows(told))
+    gathered = jax.lax.all_gather(rows.shared.values, split.axis_name)
+    arrays = arrays._replace(shared=SharedRows(gathered))
     plan = plan._replace(tile=tile)
     proposals = _draw(arrays, rows._replace(shared=None), plan)
-    told = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
-    return choose(told, plan)
+    gathered = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
+    return choose(gathered, plan)
 
 
 def _draw(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> jax.Array:

@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}residual.draw_residual",
-        "is_empty = jnp.sum(exp_scaled(log_masses)) <= least",
+        "is_empty = jnp.sum(exp_scaled(log_masses)) <= min_mass",
         "is_empty = jnp.sum(exp_scaled(log_masses)) <= 0",
         edges(f"{_ROUNDED}[interpret-64]"),
         "a large batch draws from what rounding leaves of p == q",
@@ -328,7 +328,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}residual.choose_winner",
-        "total > least",
+        "total > min_mass",
         "total > 0",
         edges(f"{_ROUNDED}[interpret-8]"),
         "a small batch draws from what rounding leaves of p == q",

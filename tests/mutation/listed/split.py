@@ -274,8 +274,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}split.sample._choose",
-        "told[..., _SCORE] + log_masses",
-        "told[..., _SCORE]",
+        "gathered[..., _SCORE] + log_masses",
+        "gathered[..., _SCORE]",
         split_kernels(_SAMPLES, f"{_COUPLED}[False]"),
         "devices of little mass are drawn from as often as others",
     ),
