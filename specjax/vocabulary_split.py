@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from specjax.draft import Draft
 
@@ -66,6 +66,7 @@ def parse_split(
         mesh, axis_name, requests = _axes_of(logits)
         if axis_name is None:
             _check_no_size(vocab_size)
+            _check_draft_is_whole(logits, draft)
             return None
         size = mesh.shape[axis_name]
     else:
@@ -125,8 +126,20 @@ def _check_no_size(vocab_size: Any) -> None:
     if vocab_size is not None:
         raise ValueError(
             f"vocab_size is {vocab_size!r} without axis_name, and no sharding says that the "
-            "vocabulary lies over a mesh axis (inside jit Explicit axes alone are seen). Cut whole "
-            "rows: logits[..., :vocab_size]."
+            "vocabulary lies over one mesh axis (inside jit Explicit axes alone are seen). Cut "
+            "whole rows: logits[..., :vocab_size]."
+        )
+
+
+def _check_draft_is_whole(logits: Any, draft: Draft | None) -> None:
+    """Refuses a draft that is split over Explicit axes where the target lies on no mesh."""
+    if draft is None or draft.logits is None or not jax.typeof(logits).sharding.mesh.empty:
+        return
+    sharding = jax.typeof(draft.logits).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types and sharding.spec[-1] is not None:
+        raise ValueError(
+            f"draft.logits lie over mesh axis {sharding.spec[-1]!r}, and target_logits over none; "
+            "both need to lie on the mesh, or to be whole."
         )
 
 

@@ -126,7 +126,8 @@ def join_processes(
         _check_port(options.coordinator)
     late = ValueError(
         f"the {count} processes were not all at {options.coordinator} in {JOIN_SECONDS} s; each "
-        "needs the same --coordinator, on which process 0 listens, and a number of its own."
+        "needs the same --coordinator, on which process 0 listens, and a number of its own; or one "
+        "of them has ended, and has said why."
     )
     # JAX, which waits no longer than it is told, would crash.
     timer = threading.Timer(JOIN_SECONDS, end_with_error, (late, 2))

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import check_count, check_shape, parse_array
+from specjax.core.noise import fold_in_rows
+from specjax.mesh import Placement
 
 __all__ = [
     "LEAST_MAX_LENGTH",
     "choose_max_length",
     "explain_out_of_memory",
+    "fill_up",
     "on_host",
     "pad_eos",
     "pad_prompt",
@@ -108,6 +111,38 @@ def pad_prompt(prompt: Any, max_length: int) -> Any:
     padded = np.zeros((prompt.shape[0], max_length), np.int32)
     padded[:, : min(width, max_length)] = prompt[:, :max_length]
     return padded
+
+
+def fill_up(arguments: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
+    """Returns arguments of as many requests as the devices have alike: the last one is repeated.
+
+    Whole rows of logits would travel in every step of a batch that devices do not divide.
+
+    Args:
+      arguments: of `run_prefill`.
+      placement: of the target.
+    """
+    size = arguments["prompt"].shape[0]
+    num_filled = size if placement is None else placement.round_up(size)
+    if num_filled == size:
+        return arguments
+    settings, index = arguments["settings"], np.minimum(np.arange(num_filled), size - 1)
+    keys = settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size)
+
+    def repeat(x: Any, rank: int = 1) -> Any:
+        """Repeats what has an axis of requests, which the rank tells."""
+        return x[index] if x is not None and np.ndim(x) == rank else x
+
+    names = ("temperature", "prompt_lengths", "max_lengths")
+    each = {name: repeat(getattr(settings, name)) for name in names}
+    if (sampling := settings.sampling) is not None:
+        ranks = {name: 1 for name in sampling._fields if name != "grammar"}
+        ranks |= {"bias": 2, "allowed": 2, "bad_words": 3}
+        fields = {name: repeat(getattr(sampling, name), rank) for name, rank in ranks.items()}
+        each["sampling"] = sampling._replace(**fields)
+    filled = {name: arguments[name][index] for name in ("prompt", "lengths")}
+    settings = settings._replace(keys=keys[index], **each)
+    return arguments | filled | {"settings": settings}
 
 
 def pad_eos(ids: Any, least: int = _EOS_IDS) -> Any:

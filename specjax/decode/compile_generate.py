@@ -13,9 +13,9 @@ from jax.tree_util import keystr
 from specjax.checks import as_array, check_count
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
-from specjax.decode.capacity import explain_out_of_memory, on_host, pad_eos
+from specjax.decode.capacity import explain_out_of_memory, fill_up, on_host, pad_eos
 from specjax.decode.drafters import Drafter
-from specjax.decode.generate import Generation, run_loop
+from specjax.decode.generate import Generation, first_requests, run_loop
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -110,10 +110,11 @@ class CompiledGenerate:
             data["settings"] = settings = settings._replace(keys=fold(settings.keys))
         check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
         check_functions(list_functions(target=target, drafter=drafter), self.functions)
-        data = put_whole(target.placement, data)
+        data = put_whole(target.placement, fill_up(data, target.placement))
         with explain_out_of_memory(target, drafter, *data["prompt"].shape):
             state = call_on_auto_axes(prefill, target, drafter, like=keys, **data)
-            return call_on_auto_axes(run, target, drafter, state, like=keys)
+            generation = call_on_auto_axes(run, target, drafter, state, like=keys)
+        return first_requests(generation, self.options["batch_size"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the programs to a file, which `load_compiled` reads.
@@ -149,9 +150,8 @@ def compile_generate(
 ) -> CompiledGenerate:
     """Compiles `generate` before the first prompt, for one device or the mesh of the target.
 
-    The parameters may be `jax.ShapeDtypeStruct`s: weights can be loaded meanwhile or later. The
-    folder of `enable_compilation_cache` is read and written. A call of the result gives the tokens
-    of `generate` and compiles nothing.
+    The parameters may be `jax.ShapeDtypeStruct`s: weights can be loaded meanwhile or later. A call
+    of the result compiles nothing. The folder of `enable_compilation_cache` is read and written.
 
     Args:
       target: a `Model`; of its parameters, only shapes, dtypes and shardings are read.
@@ -210,7 +210,8 @@ def compile_generate(
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
-    begun = begin_compilation(run_loop, target, drafter, put_whole(target.placement, data) | static)
+    filled = put_whole(target.placement, fill_up(data, target.placement))
+    begun = begin_compilation(run_loop, target, drafter, filled | static)
     lowered = [fold, *(program.lowered for program in begun)]
     programs = [fold.compile(), *(program.compilation.result() for program in begun)]
     return CompiledGenerate(
@@ -227,8 +228,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
 
     Load only a file that you trust: its programs are unpickled, and they are code that runs. What
     made it, in JSON, is read and compared before that. The models' functions are those compiled
-    in. A call compares names, shapes and dtypes of parameters; that they are of these models is
-    the caller's to know.
+    in. A call compares names, shapes and dtypes of parameters, and cannot tell the models.
 
     Args:
       path: of the file.

@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import explain_out_of_memory
+from specjax.decode.capacity import explain_out_of_memory, fill_up
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
@@ -21,7 +21,7 @@ from specjax.mesh import call_on_auto_axes, pvary_like
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["Generation", "generate", "run_loop"]
+__all__ = ["Generation", "first_requests", "generate", "run_loop"]
 
 
 class Generation(NamedTuple):
@@ -146,8 +146,16 @@ def generate(
     )
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         run = functools.partial(prefill_and_run, run_loop)
-        like = arguments["prompt"], arguments["settings"]
-        return call_on_auto_axes(run, target, drafter, like=like, **arguments)
+        like, size = (arguments["prompt"], arguments["settings"]), arguments["prompt"].shape[0]
+        filled = fill_up(arguments, target.placement)
+        return first_requests(call_on_auto_axes(run, target, drafter, like=like, **filled), size)
+
+
+def first_requests(generation: Generation, size: int) -> Generation:
+    """Returns what the first requests got, without those of `fill_up`."""
+    if generation.lengths.shape[0] == size:
+        return generation
+    return jax.tree.map(lambda x: x[:size], generation)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))

@@ -267,6 +267,9 @@ def _top_k_over_devices(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `_top_k` returns of rows over devices, each of which gives its own n largest."""
     width, axis = rows.shape[-1], rows.ndim - 1
+    if not n:
+        shape = (*rows.shape[:-1], 0)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
     best, ids = _top_k(rows, min(n, width))
     ids = ids + first_token(width, split)
     # Devices stand in the order of ids, so that ties still go to the lowest.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +142,73 @@ def test_tokens_greedy_and_sampled_are_those_of_one_device(folders, shape, repli
     np.testing.assert_array_equal(split.token_ids, one.token_ids)
     np.testing.assert_array_equal(split.metrics.num_accepted, one.metrics.num_accepted)
     np.testing.assert_allclose(split.logprobs, one.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_no_row_of_logits_travels_where_devices_do_not_divide_the_requests(drafts):
+    target = split_model(TransformerConfig(2000, 16, 32, 1, 4, 2, 8), seed=3, mesh=mesh_of(2, 2))
+    drafter = specjax.ngram_drafter()
+    if drafts:
+        config = TransformerConfig(2000, 8, 16, 1, 2, 1, 4)
+        draft = split_model(config, seed=4, mesh=mesh_of(2, 2), replicate=True)
+        drafter = specjax.model_drafter(draft)
+
+    def decode(target, drafter, keys):
+        return specjax.generate(
+            target,
+            drafter,
+            np.ones((5, 8), np.int32),
+            np.full(5, 8),
+            keys=keys,
+            max_new_tokens=8,
+            max_length=24,
+            config=specjax.SpeculativeConfig(num_speculative_tokens=2),
+            temperature=np.ones(5, np.float32),
+        )
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    program = jax.jit(decode).lower(target, drafter, keys).compile()
+    # Blocks of rows, buffers of text, hidden states: less than a row of six requests' logits.
+    assert max(size for _, size in collectives(program)) < 2000
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_requests_that_devices_do_not_divide_keep_their_own_options(compiles):
+    config, rng = TransformerConfig(64, 16, 32, 1, 4, 2, 8), np.random.default_rng(0)
+    allowed, grammar_state = rng.random((3, 64)) < 0.7, np.array([-1, 0, 1], np.int32)
+    # An even token after an odd one, and the other way round.
+    parity = np.arange(64, dtype=np.int32) % 2
+    words = np.array([[0x55555555] * 2, [0xAAAAAAAA] * 2], np.uint32)
+    grammar = specjax.Grammar(np.array([[1, 0], [1, 0]], np.int32), parity, words)
+    sampling = specjax.SamplingParams(
+        top_k=np.array([0, 9, 5], np.int32),
+        top_p=0.9,
+        bias=rng.normal(size=(3, 64)).astype(np.float32),
+        allowed=allowed,
+        bad_words=rng.integers(0, 64, (3, 2, 1)).astype(np.int32),
+        grammar=grammar,
+        grammar_state=grammar_state,
+    )
+    arguments = {
+        "keys": jax.random.key(1),
+        "max_new_tokens": np.array([9, 4, 12], np.int32),
+        "temperature": np.array([1.0, 0.0, 0.7], np.float32),
+        "sampling": sampling,
+    }
+    static = {"max_length": 20, "num_logprobs": 2}
+    static["config"] = specjax.SpeculativeConfig(num_speculative_tokens=2)
+
+    def decode(mesh):
+        model = split_model(config, seed=3, mesh=mesh)
+        drafter, prompts = specjax.ngram_drafter(), (np.full((3, 4), 5), np.array([2, 4, 3]))
+        if not compiles:
+            return specjax.generate(model, drafter, *prompts, **arguments, **static)
+        compiled = specjax.compile_generate(
+            model, drafter, batch_size=3, sampling=sampling, **static
+        )
+        return compiled(model, drafter, *prompts, **arguments)
+
+    chex.assert_trees_all_close(decode(mesh_of(2, 1)), decode(mesh_of(1, 1)), atol=1e-4)
 
 
 def share_sizes(model):

@@ -325,3 +325,21 @@ def test_drafts_of_other_tokens_and_narrow_parts_are_refused(width, fields, mess
 
     with pytest.raises(ValueError, match=message):
         over_devices(call, (logits,), (split(logits),))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_ranks_of_split_rows_need_no_list(kind):
+    logits = jax.random.normal(jax.random.key(0), (2, 512))
+    ids = jnp.array([3, 500])
+    split_rows = lay(logits, 2, kind=kind)
+    ours, whole = (specjax.top_logprobs(rows, ids, 0) for rows in (split_rows, logits))
+    assert ours.token_ids.shape == (2, 0)
+    np.testing.assert_array_equal(ours.rank, whole.rank)
+
+
+def test_a_draft_over_explicit_axes_needs_its_target_there():
+    draft = specjax.Draft(
+        jnp.zeros((1, 1), jnp.int32), lay(jnp.zeros((1, 1, 512)), 2, kind=AxisType.Explicit)
+    )
+    with pytest.raises(ValueError, match=r"draft\.logits lie over mesh axis 'model'"):
+        specjax.rejection_sample(draft, jnp.zeros((1, 2, 512)), keys=make_keys(1), positions=0)

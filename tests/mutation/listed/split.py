@@ -1,7 +1,7 @@
 """Wrong versions of split vocabularies: padding, a block on two devices, the places of tokens."""
 
 from ..mutation import Mutation
-from .tests import split_kernels, split_processing, split_vocabulary
+from .tests import split_kernels, split_models, split_processing, split_vocabulary
 
 __all__ = ["MUTATIONS"]
 
@@ -9,6 +9,8 @@ _ROWS = "specjax.core.split.rows."
 _EMPTY = "test_a_device_without_tokens_changes_no_sample"
 _PROCESSED = "test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels"
 _TOKENS = "test_tokens_are_those_of_whole_rows_and_no_row_travels"
+_UNEVEN = "test_no_row_of_logits_travels_where_devices_do_not_divide_the_requests"
+_OWN_OPTIONS = "test_requests_that_devices_do_not_divide_keep_their_own_options"
 _SAMPLES_BY_SHARDING = "test_samples_of_rows_whose_sharding_splits_them_are_those_of_whole_rows"
 _WHOLE_BY_SHARDING = (
     "test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their_size"
@@ -292,5 +294,19 @@ MUTATIONS = (
         "row[:, None] > first_row[None, 1:]",
         split_kernels(f"{_COUPLED}[True]"),
         "the first row of a ragged request is drawn as the last one's of the request before",
+    ),
+    Mutation(
+        "specjax.decode.capacity.fill_up",
+        "num_filled = size if placement is None else placement.round_up(size)",
+        "num_filled = size",
+        split_models(f"{_UNEVEN}[False]"),
+        "rows of logits travel in every step of a batch that devices do not divide",
+    ),
+    Mutation(
+        "specjax.decode.capacity.fill_up",
+        'ranks |= {"bias": 2, "allowed": 2, "bad_words": 3}',
+        'ranks |= {"bias": 1, "allowed": 2, "bad_words": 3}',
+        split_models(f"{_OWN_OPTIONS}[False]"),
+        "copies of a request have no bias of their own",
     ),
 )
