@@ -212,7 +212,7 @@ def check_cumulative(cu_num_draft_tokens: Any) -> int:
     return cu_num_draft_tokens.shape[0] - 1
 
 
-def check_keys(keys: Any, batch_size: int) -> Any:
+def check_keys(keys: Any, batch_size: int, name: str = "keys") -> Any:
     """Returns typed threefry keys of shape () or [B]; refuses everything else."""
     cure = (
         "make typed threefry keys with jax.random.key(seed, impl='threefry2x32'), or "
@@ -221,10 +221,10 @@ def check_keys(keys: Any, batch_size: int) -> Any:
     dtype = getattr(keys, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         given = f"dtype {dtype}" if dtype is not None else type(keys).__name__
-        raise ValueError(f"keys has {given}, which is not a typed key; {cure}.")
+        raise ValueError(f"{name} has {given}, which is not a typed key; {cure}.")
     if str(jax.random.key_impl(keys)) != "threefry2x32":
         raise ValueError(
-            f"keys have the implementation {jax.random.key_impl(keys)}; noise is defined for "
+            f"{name} has the implementation {jax.random.key_impl(keys)}; noise is defined for "
             f"threefry2x32; {cure}."
         )
     if keys.shape not in ((), (batch_size,)):

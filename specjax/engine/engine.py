@@ -1,5 +1,6 @@
 """`Engine`: requests that come at any time, through one compiled step of a number of slots."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -130,10 +131,8 @@ class Engine:
         self.slot_bytes = programs.slot_bytes
         num_rows = 1 + (0 if drafter is None else options["config"].num_speculative_tokens)
         all_allowed = read_masks(takes_matchers, defaults, num_slots, num_rows, programs.vocab_size)
-        takes_matchers = all_allowed is not None
-        self._options = EngineOptions(
-            max_length, programs.vocab_size, defaults, tokenizer, takes_matchers
-        )
+        takes = all_allowed is not None
+        self._options = EngineOptions(max_length, programs.vocab_size, defaults, tokenizer, takes)
         devices = devices_of(target)
         with explain_slots_out_of_memory(devices, self.slot_bytes, num_slots, max_length):
             any_request = read_submission([0, 0], self._options, key=keys[0])
@@ -225,6 +224,7 @@ class Engine:
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
+        inspect.signature(self.submit).bind(prompt_token_ids, **options)
         why = "the requests of one prompt"
         if options.get("matcher") is not None:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax.decode.state_and_info import DecodeState
 from specjax.engine.group import ParkedRequest, PromptGroup
+from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.programs import Programs
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.slot_data import StepOutput
@@ -111,6 +112,7 @@ class Scheduler:
         request.end(FinishReason.ABORTED)
         self._some_aborted = True
 
+    @delayed_interrupts()
     def preempt(self, request: Request, drops_cache: bool) -> bool:
         """Takes a request out of its slot and puts it first in the queue, with its state.
 
@@ -167,6 +169,7 @@ class Scheduler:
         step = self._shared_step
         return step is not None and not step.done() and not step.get_loop().is_closed()
 
+    @delayed_interrupts()
     def _begin_round(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
         # Left unread by a round that was interrupted; masks need what they drafted.
@@ -182,6 +185,7 @@ class Scheduler:
         # The masks of the next step need what this one drafts.
         return 0 if _has_matchers(self._occupants) else 1
 
+    @delayed_interrupts()
     def _end_round(self, output: StepOutput) -> None:
         """Gives the requests what the oldest step committed, and empties slots of those that ended.
 
@@ -246,9 +250,8 @@ class Scheduler:
         self._some_aborted = False
         with self._queue_lock:
             for group in self._groups:
-                ended = [request for request in group.waiting if request.finish_reason is not None]
-                for request in ended:
-                    group.waiting.remove(request)
+                left = [request for request in group.waiting if request.finish_reason is None]
+                group.waiting = deque(left)
             self._groups = deque(group for group in self._groups if group.waiting)
 
     def _first_groups(self) -> list[PromptGroup | ParkedRequest]:

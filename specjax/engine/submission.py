@@ -99,6 +99,8 @@ def read_submission(
             raise ValueError(
                 "matcher is given, and the engine was made without; it needs takes_matchers=True."
             )
+        if not hasattr(matcher, "compute_bitmask"):
+            raise ValueError(f"matcher is {type(matcher).__name__}; it needs a grammars.Matcher.")
         matched = MatchedText(matcher, options.vocab_size, "the request")
         matched.mask()  # refused here if it is of another vocabulary
     return Submission(ids, padded, settings, _parse_stop(stop, options.tokenizer), error, matched)
@@ -151,14 +153,14 @@ def _read_prompt(
 
 
 def _check_key(key: Any) -> Any:
-    key = check_keys(key, 1)
-    if key.shape != ():
+    if getattr(key, "shape", ()) != ():
         raise ValueError(f"key has shape {key.shape}; a request needs one key, ().")
-    return key
+    return check_keys(key, 1, "key")
 
 
 def _parse_temperature(value: Any) -> np.ndarray:
-    temperature = np.asarray(parse_array("temperature", value, np.float32, ()))
+    with np.errstate(over="ignore"):
+        temperature = np.asarray(parse_array("temperature", value, np.float32, ()))
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature is {temperature}; it needs a finite number >= 0.")
     return temperature
@@ -176,7 +178,7 @@ def _parse_stop(stop: str | Iterable[str], tokenizer: Any) -> tuple[str, ...]:
     is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
     strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop is {stop!r}; it needs strings that are not empty.")
+        raise ValueError(f"stop is {strings!r}; it needs strings that are not empty.")
     if strings and tokenizer is None:
         raise ValueError(
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "

@@ -122,8 +122,7 @@ def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, pla
     """Writes log sum max(p - q, 0), or of a rule's weights, for every block of a residual's tile.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
-    rejected and of its draft row. With a rule and B <= 16 tiles and warps are those of
-    `residual_draw_kernel`.
+    rejected and of its draft row. With a rule and B <= 16 as in `residual_draw_kernel`.
     Bytes per request that rejected a sampled draft, or by a rule a draft of either kind:
     2 V * itemsize read, half without draft logits; V / 128 * 4 written. Other requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.

@@ -28,7 +28,7 @@ from specjax.core import rules
 from specjax.decode.drafters import ngram_drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.engine.text_stream import TextStream
+from specjax.engine.stop_strings import TextStream
 from specjax.models import TransformerConfig, build, pretrained_folder, save
 
 pytestmark = pytest.mark.lenient

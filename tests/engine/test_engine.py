@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import signal
 import threading
 
 import automata
@@ -502,8 +503,8 @@ def test_nan_in_the_logits_of_one_request_ends_it_alone():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"key": 3}, "keys has int"),
-        ({"key": bigrams.keys(2)}, "keys has shape"),
+        ({"key": 3}, "key has int"),
+        ({"key": bigrams.keys(2)}, "key has shape"),
         ({"key": bigrams.keys(1)}, "key has shape"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -1}, "temperature is -1"),
@@ -511,7 +512,7 @@ def test_nan_in_the_logits_of_one_request_ends_it_alone():
         ({"stop_token_ids": range(17)}, "at most 16"),
         ({"stop": ""}, "not empty"),
         ({"stop": "b"}, "no tokenizer"),
-        ({"stop": None}, "stop is None"),
+        ({"stop": None}, r"stop is \(None,\)"),
         ({"sampling": SamplingParams(min_p=0.1)}, "sampling=SamplingParams\\(min_p=...\\)"),
         ({"sampling": SamplingParams(grammar=GRAMMAR)}, "sampling.grammar is given"),
         ({"sampling": SamplingParams(grammar_state=0)}, "grammar_state is given without"),
@@ -525,6 +526,16 @@ def test_a_wrong_argument_is_refused(change, words):
     with pytest.raises(ValueError, match=words):
         engine.submit(**({"prompt_token_ids": [1], "key": KEYS[0]} | change))
     assert engine.num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"stops": "a"}, "unexpected keyword argument 'stops'"), ({}, "missing .* argument: 'key'")],
+)
+def test_samples_name_an_option_that_is_wrong(options, words):
+    key = {"key": KEYS[0]} if options else {}
+    with pytest.raises(TypeError, match=f"^{words}|^got an {words}"):
+        plain_engine().submit_samples(2, [1], **key, **options)
 
 
 def test_the_queue_is_bounded():
@@ -928,6 +939,34 @@ def test_an_interrupted_step_is_read_before_the_next_masks(monkeypatch, is_preem
         engine.step()
     assert (request.token_ids, request.error) == (expected, None)
     assert num_interrupts > 3
+
+
+def test_an_interrupt_waits_until_slots_and_requests_are_whole(monkeypatch):
+    engine, expected = full_engine(), alone()
+    step = engine._scheduler._programs.step
+
+    def interrupted(function):
+        def run(*operands):
+            signal.raise_signal(signal.SIGINT)
+            return function(*operands)
+
+        return run
+
+    programs = engine._scheduler._programs._replace(step=interrupted(step))
+    monkeypatch.setattr(engine._scheduler, "_programs", programs)
+    monkeypatch.setattr(Request, "add", interrupted(Request.add))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    requests, num_interrupts = [request.submit(engine) for request in ASKED], 0
+    try:
+        while num_interrupts < 300 and any(x.finish_reason is None for x in requests):
+            try:
+                engine.run()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert list(map(what_came, requests)) == expected
+    assert num_interrupts > 10
 
 
 def test_a_step_is_refused_while_coroutines_wait_for_one():

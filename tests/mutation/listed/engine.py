@@ -175,6 +175,13 @@ MUTATIONS = (
         "a row that grows has no room next to the one that it grows out of",
     ),
     Mutation(
+        "specjax.engine.interrupts.delayed_interrupts",
+        "signal.signal(signal.SIGINT, lambda *given: received.append(given))",
+        "",
+        engines("test_an_interrupt_waits_until_slots_and_requests_are_whole"),
+        "an interrupt while slots change loses tokens of requests",
+    ),
+    Mutation(
         "specjax.engine.group._next_chunk",
         "next((size for size in sizes if size >= end - begin), sizes[-1])",
         "sizes[-1]",
