@@ -15,7 +15,8 @@ from test_command import PROMPT, SHORT, TARGET, write_model
 from specjax.cli import main
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch import run_batch
-from specjax.cli.batch.read_lines import read_lines
+from specjax.cli.batch.output_file import OutputFile
+from specjax.cli.batch.read_lines import _NUMBERS, read_lines
 
 pytestmark = pytest.mark.lenient
 
@@ -150,7 +151,9 @@ def test_the_lines_that_the_documentation_shows_are_read():
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True"),
         ('{"prompt": "a", "temperature": NaN}', "temperature is nan; it needs a number"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "temperature": 1e400}', "temperature is inf; it needs a number"),
         ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296"),
+        *((f'{{"prompt": "a", "{name}": {10**401}}}', f"{name} is 1000") for name in _NUMBERS),
         ('{"prompt": "a", "stop": ["b", ""]}', "stop is"),
         ('{"prompt": "a", "id": [1]}', "id is"),
         ('{"prompt_token_ids": [1, true]}', "no list of integers"),
@@ -166,6 +169,16 @@ def test_a_malformed_line_is_a_sentence(line, words):
     assert len(problems) == 1
     assert problems[0].startswith("line 1: ")
     assert words in problems[0]
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "[]"])
+def test_an_output_whose_line_has_no_number_is_refused(tmp_path, number):
+    path = tmp_path / "out.jsonl"
+    path.write_text(
+        f'{{"line": 1, "request_hash": "a"}}\n{{"line": {number}, "request_hash": "b"}}\n'
+    )
+    with pytest.raises(ValueError, match="has a line 2 that is no output"):
+        OutputFile(path)
 
 
 RATE = ["--usual-acceptance-rate", "1"]
