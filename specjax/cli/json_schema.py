@@ -15,11 +15,21 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
     """Returns the grammar of `--json-schema`, or None if it is not given.
 
     Raises:
-      ValueError: if the file is no JSON object, its schema is refused, or nothing ends a text.
+      ValueError: if the file is no JSON object, its schema is refused or nested too deeply, or
+        nothing ends a text.
       OSError: if it cannot be read.
     """
     if options.json_schema is None:
         return None
+    try:
+        return _read_grammar(options, pair)
+    except RecursionError:
+        raise ValueError(
+            f"--json-schema {options.json_schema} is nested too deeply; it needs fewer levels."
+        ) from None
+
+
+def _read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar:
     config = pair.target_config
     try:
         schema = json.loads(pathlib.Path(options.json_schema).read_text(encoding="utf-8"))

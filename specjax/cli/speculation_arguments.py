@@ -76,7 +76,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
     try:
         with open(text, encoding="utf-8") as file:
             return tuple(json.load(file)["step_costs"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise argparse.ArgumentTypeError(
             f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
         ) from None

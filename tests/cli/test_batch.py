@@ -10,13 +10,14 @@ import time
 import types
 
 import pytest
-from test_command import PROMPT, SHORT, TARGET, write_model
+from test_command import PROMPT, SHORT, TARGET, byte_tokenizer, write_model
 
 from specjax.cli import main
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch import run_batch
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import _NUMBERS, read_lines
+from specjax.cli.json_schema import read_grammar
 
 pytestmark = pytest.mark.lenient
 
@@ -160,18 +161,19 @@ def test_the_lines_that_the_documentation_shows_are_read():
         ('{"prompt_token_ids": [2147483648]}', "beyond 32 bits"),
         ('{"messages": {}}', "messages is no list"),
         (b"\xff", "no JSON"),
+        ("[" * 200_000, "it is nested too deeply"),
     ],
 )
 def test_a_malformed_line_is_a_sentence(line, words):
     data = line if isinstance(line, bytes) else line.encode()
-    lines, problems = read_lines(data, list)
-    assert lines == []
+    lines, problems = read_lines(data + b'\n{"prompt": "a"}', list)
+    assert [line.number for line in lines] == [2]
     assert len(problems) == 1
     assert problems[0].startswith("line 1: ")
     assert words in problems[0]
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "[]"])
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "[]", "[" * 200_000])
 def test_an_output_whose_line_has_no_number_is_refused(tmp_path, number):
     path = tmp_path / "out.jsonl"
     path.write_text(
@@ -179,6 +181,16 @@ def test_an_output_whose_line_has_no_number_is_refused(tmp_path, number):
     )
     with pytest.raises(ValueError, match="has a line 2 that is no output"):
         OutputFile(path)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(tmp_path):
+    tokenizer, path = byte_tokenizer(), tmp_path / "schema.json"
+    pair = types.SimpleNamespace(target_config=TARGET, tokenizer=tokenizer, folder="f")
+    deep = '{"type": "array", "items": ' * 300 + '{"const": 1}' + "}" * 300
+    for text in ("[" * 200_000, deep):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is nested too deeply; it needs fewer levels"):
+            read_grammar(argparse.Namespace(json_schema=str(path)), pair)
 
 
 RATE = ["--usual-acceptance-rate", "1"]

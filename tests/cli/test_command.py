@@ -570,6 +570,12 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(capsys, arguments, sentenc
     assert re.search(sentence, refusal(capsys, *arguments))
 
 
+def test_step_costs_that_are_nested_too_deeply_are_refused(capsys, tmp_path):
+    (tmp_path / "costs.json").write_text("[" * 200_000)
+    message = refusal(capsys, "x", "--step-costs", str(tmp_path / "costs.json"))
+    assert "costs.json is no JSON object with step_costs" in message
+
+
 def test_a_prompt_that_is_empty_too_long_or_no_text_is_refused(capsys, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     assert "standard input is empty" in refusal(capsys, "-", "--target", pair[0])

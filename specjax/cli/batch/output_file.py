@@ -56,7 +56,7 @@ class OutputFile:
             try:
                 fields = json.loads(line)
                 self.done[int(fields["line"])] = str(fields["request_hash"])
-            except (ValueError, KeyError, TypeError, OverflowError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 raise ValueError(_foreign_line(path, number)) from None
         if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
             raise ValueError(_foreign_line(path, len(lines) + 1))

@@ -63,6 +63,8 @@ def read_lines(
             lines.append(_read_line(number, text, encode))
         except ValueError as error:
             problems.append(f"line {number}: {error}")
+        except RecursionError:  # Of the reader, of a value in a sentence, or of a chat template.
+            problems.append(f"line {number}: it is nested too deeply.")
     return lines, problems
 
 
