@@ -1,6 +1,7 @@
 """`specjax generate --input --output`: a file of prompts, whole lines, and runs that go on."""
 
 import argparse
+import errno
 import json
 import os
 import pathlib
@@ -11,10 +12,11 @@ import types
 
 import pytest
 from test_command import PROMPT, SHORT, TARGET, byte_tokenizer, write_model
+from test_files import limit_file_size
 
 from specjax.cli import main
 from specjax.cli.arguments import SAMPLING_OPTIONS
-from specjax.cli.batch import run_batch
+from specjax.cli.batch import output_file, run_batch
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import _NUMBERS, read_lines
 from specjax.cli.json_schema import read_grammar
@@ -191,6 +193,45 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match="is nested too deeply; it needs fewer levels"):
             read_grammar(argparse.Namespace(json_schema=str(path)), pair)
+
+
+def test_an_output_that_cannot_be_written_is_refused_by_its_path_before_weights_are_read(
+    generate, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("specjax.models.load", None)
+    (tmp_path / "file").touch()
+    reasons = {"no/a": errno.ENOENT, "file/a": errno.ENOTDIR, "a" * 300: errno.ENAMETOOLONG}
+    for name, number in reasons.items():
+        assert generate(LINES, output=name)[0] == 2
+        path, reason = tmp_path / name, os.strerror(number)
+        assert (
+            f"--output is {path}, which cannot be written: {reason}.\n" in capsys.readouterr().err
+        )
+    # What is refused for another reason leaves no file.
+    assert generate(["{"])[0] == 2
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_has_no_end_or_is_a_folder_is_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_file, "read_file", None)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, os.devnull):
+        with pytest.raises(ValueError, match=f"--output is {path}, which is no regular file"):
+            OutputFile(path)
+
+
+def test_a_line_that_finds_no_room_is_a_sentence_and_leaves_whole_lines(tmp_path):
+    path, line = tmp_path / "out.jsonl", {"line": 1, "request_hash": "a"}
+    with OutputFile(path) as file:
+        file.append(line)
+        before = path.read_bytes()
+        for room in (10, 0):  # A part of the next line, then nothing of it.
+            with (
+                limit_file_size(len(before) + room),
+                pytest.raises(ValueError, match=f"--output is {path}, which cannot be written: "),
+            ):
+                file.append(line)
+            assert path.read_bytes() == before
 
 
 RATE = ["--usual-acceptance-rate", "1"]

@@ -72,7 +72,7 @@ def read_batch(
 
     Raises:
       ValueError: for malformed lines, unless they are skipped; it names them by number. Also if the
-        output has lines of other prompts or options.
+        output has lines of other prompts or options, is no regular file or cannot be written.
     """
 
     def encode(prompt: str | list[Any]) -> list[int]:
@@ -103,6 +103,9 @@ def read_batch(
                 f"{options.output} has an output of line {number} of another prompt or with other "
                 "options; name another --output, or remove it."
             )
+    # Nothing is written to a file that has every line, which may be read-only.
+    if not lines or hashes.keys() - output.done.keys():
+        output.create()
     return BatchJob(pair, *load_pair(pair), config, lines, options, output, hashes, grammar)
 
 
@@ -110,7 +113,7 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
     """Decodes the lines that the output does not have yet.
 
     Raises:
-      OSError: if the output cannot be written.
+      ValueError: if the output cannot be written.
     """
     left = [line for line in job.lines if line.number not in job.output.done]
     if not left:
