@@ -234,6 +234,17 @@ def test_a_line_that_finds_no_room_is_a_sentence_and_leaves_whole_lines(tmp_path
             assert path.read_bytes() == before
 
 
+def test_an_input_without_a_valid_line_leaves_an_empty_output_and_says_so(
+    generate, capsys, tmp_path
+):
+    for name, lines in (("a", []), ("b", [" ", "{"])):
+        assert generate(lines, "--skip-malformed", output=name) == (0, {})
+        words = capsys.readouterr().err
+        assert f"{tmp_path / 'in.jsonl'} has no line to decode." in words
+        assert "has every line" not in words
+        assert (tmp_path / name).read_bytes() == b""
+
+
 RATE = ["--usual-acceptance-rate", "1"]
 
 

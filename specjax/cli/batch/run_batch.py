@@ -115,6 +115,9 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
     Raises:
       ValueError: if the output cannot be written.
     """
+    if not job.lines:
+        terminal.print_note(f"{job.options.input} has no line to decode.")
+        return
     left = [line for line in job.lines if line.number not in job.output.done]
     if not left:
         terminal.print_note(f"{job.options.output} has every line already.")
