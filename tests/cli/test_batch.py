@@ -18,8 +18,9 @@ from specjax.cli import main
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch import output_file, run_batch
 from specjax.cli.batch.output_file import OutputFile
-from specjax.cli.batch.read_lines import _NUMBERS, read_lines
+from specjax.cli.batch.read_lines import _NUMBERS, PromptLine, read_lines
 from specjax.cli.json_schema import read_grammar
+from specjax.config import SpeculativeConfig
 
 pytestmark = pytest.mark.lenient
 
@@ -74,6 +75,23 @@ def test_the_queue_has_room_for_all_that_is_submitted_at_once(monkeypatch):
     assert run_batch._make_engine(job) == 2 * 4096
 
 
+def test_a_refused_length_names_the_targets_limit_and_not_that_of_the_other_lines():
+    error = "what the engine says; its max_length is 128."
+    values = {"token_ids": [], "text": "", "metrics": None, "error": error}
+    request = types.SimpleNamespace(finish_reason="refused", **values)
+    config = types.SimpleNamespace(max_position_embeddings=500)
+    pair = types.SimpleNamespace(target_config=config)
+    options = argparse.Namespace(max_new_tokens=20, temperature=1.0, logprobs=None)
+    job = run_batch.BatchJob(pair, None, None, SpeculativeConfig(), [], options, None, {1: "a"})
+    long = (
+        "the prompt has 2 tokens and may get 499 new ones; together they may be at most 500, the "
+        "target's max_position_embeddings."
+    )
+    for num_new, sentence in ((499, long), (498, error)):
+        line = PromptLine(1, None, [1, 2], None, {"max_new_tokens": num_new})
+        assert run_batch._output_of(job, line, request)["error"] == sentence
+
+
 @pytest.mark.once
 def test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut(
     generate, folders, tmp_path, capsys
@@ -90,7 +108,7 @@ def test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut(
         7: "refused",
     }
     assert "token 260" in whole[5]["error"]
-    assert "500 new ones" in whole[7]["error"]
+    assert "500 new ones; together they may be at most 128" in whole[7]["error"]
     # The line's own seed is that of the command.
     alone = ["generate", PROMPT, "--target", folders[0], "--draft", folders[1], *SHORT]
     assert main([*alone, "--seed", "5", "--json"]) == 0

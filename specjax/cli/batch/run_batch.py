@@ -23,7 +23,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.engine import Engine
-from specjax.engine.request import Request
+from specjax.engine.request import FinishReason, Request
 from specjax.file_io import read_file
 from specjax.model import Model
 from specjax.processing.grammar import Grammar
@@ -249,6 +249,21 @@ def _decode(
     )
 
 
+def _error_of(job: BatchJob, line: PromptLine, request: Request) -> str | None:
+    """Returns what a request says, but for a length that is refused: the target's is the limit.
+
+    The engine would name its own, which is that of the other lines.
+    """
+    num_new, num_prompt = _value(job, line, "max_new_tokens"), len(line.token_ids)
+    most = job.pair.target_config.max_position_embeddings
+    if request.finish_reason != FinishReason.REFUSED or num_prompt + num_new <= most:
+        return request.error
+    return (
+        f"the prompt has {num_prompt} tokens and may get {num_new} new ones; together they may be "
+        f"at most {most}, the target's max_position_embeddings."
+    )
+
+
 def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, Any]:
     """Returns a line of the output."""
     listed = None
@@ -265,7 +280,7 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "text": request.text,
         "token_ids": request.token_ids,
         "finish_reason": request.finish_reason,
-        "error": request.error,
+        "error": _error_of(job, line, request),
         "num_prompt_tokens": len(line.token_ids),
         "logprobs": listed,
         "metrics": {name: count.tolist() for name, count in metrics.items()},
