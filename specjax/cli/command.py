@@ -77,6 +77,7 @@ def _check_generate_job(
         from specjax import models
         from specjax.cli.model_pair import (
             check_draft,
+            check_logprobs,
             describe_configs,
             encode_prompt,
             read_pair,
@@ -85,11 +86,7 @@ def _check_generate_job(
         pair = read_pair(options)
         if options.chat:
             text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
-        if (options.logprobs or 0) > pair.target_config.vocab_size:
-            raise ValueError(
-                f"--logprobs is {options.logprobs}; the target has "
-                f"{pair.target_config.vocab_size} tokens."
-            )
+        check_logprobs(options, pair)
         room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
         ids = encode_prompt(pair, text, chat=options.chat, **room)
         draft = check_draft(pair)
@@ -127,10 +124,11 @@ def _with_grammar(
 
 def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, terminal: Any) -> Any:
     from specjax.cli.batch.run_batch import read_batch
-    from specjax.cli.model_pair import check_draft, read_pair
+    from specjax.cli.model_pair import check_draft, check_logprobs, read_pair
 
     with terminal.spinner("reading the folders"):
         pair = read_pair(options)
+        check_logprobs(options, pair)
         draft = check_draft(pair)
     terminal.print_warning(draft.warning)
     config = _with_trained_k(config, options, draft)

@@ -16,6 +16,7 @@ __all__ = [
     "CheckedDraft",
     "ModelPair",
     "check_draft",
+    "check_logprobs",
     "describe_configs",
     "encode_prompt",
     "load_pair",
@@ -115,6 +116,13 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
             "tokenizer, token for token."
         )
     return CheckedDraft(None, None, None, *auto)
+
+
+def check_logprobs(options: argparse.Namespace, pair: ModelPair) -> None:
+    """Refuses `--logprobs` of more tokens than the target has."""
+    vocab_size = pair.target_config.vocab_size
+    if (options.logprobs or 0) > vocab_size:
+        raise ValueError(f"--logprobs is {options.logprobs}; the target has {vocab_size} tokens.")
 
 
 def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:

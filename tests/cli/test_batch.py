@@ -230,6 +230,15 @@ def test_an_output_that_cannot_be_written_is_refused_by_its_path_before_weights_
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_more_logprobs_than_the_target_has_tokens_are_refused_before_weights_are_read(
+    generate, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("specjax.models.load", None)
+    assert generate(LINES, "--logprobs", "261")[0] == 2
+    assert "--logprobs is 261; the target has 260 tokens." in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_an_output_that_has_no_end_or_is_a_folder_is_refused_unread(tmp_path, monkeypatch):
     monkeypatch.setattr(output_file, "read_file", None)
     os.mkfifo(tmp_path / "pipe")
