@@ -98,7 +98,7 @@ def _check_generate_job(
         text=text,
         prompt_ids=ids,
         config=_with_trained_k(config, options, draft),
-        key=jax.random.key(options.seed),
+        key=jax.random.key(options.seed, impl="threefry2x32"),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         eos_token_ids=pair.target_config.eos_token_ids,

@@ -10,6 +10,8 @@ import sys
 import time
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 from test_command import PROMPT, SHORT, TARGET, byte_tokenizer, write_model
 from test_files import limit_file_size
@@ -90,6 +92,21 @@ def test_a_refused_length_names_the_targets_limit_and_not_that_of_the_other_line
     for num_new, sentence in ((499, long), (498, error)):
         line = PromptLine(1, None, [1, 2], None, {"max_new_tokens": num_new})
         assert run_batch._output_of(job, line, request)["error"] == sentence
+
+
+def test_keys_of_lines_do_not_depend_on_what_jax_makes_by_default():
+    engine = types.SimpleNamespace(submit=lambda ids, key, **options: key)
+    pair = types.SimpleNamespace(target_config=TARGET)
+    options = argparse.Namespace(max_new_tokens=20, temperature=1.0, stop=(), seed=3)
+    job = run_batch.BatchJob(pair, None, None, None, [], options, None, {})
+
+    def key_of(values):
+        return run_batch._submit(job, engine, PromptLine(2, None, [1], None, values))
+
+    wanted = jax.random.key(5), jax.random.fold_in(jax.random.key(3), 2)
+    with jax.default_prng_impl("rbg"):
+        keys = key_of({"seed": 5}), key_of({})
+    assert all(map(jnp.array_equal, keys, wanted))
 
 
 @pytest.mark.once

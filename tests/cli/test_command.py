@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from specjax.cli import main
+from specjax.cli import command, main
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact
 from specjax.cli.mesh_arguments import load_options
+from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
@@ -217,6 +218,21 @@ def test_a_seed_reproduces_its_text_and_another_gives_another(capsys, pair):
         for seed in ("5", "5", "6")
     )
     assert first == again != other
+
+
+def test_a_key_does_not_depend_on_what_jax_makes_by_default(pair):
+    arguments = ["--target", pair[0], "--draft", pair[1], "--seed", "3"]
+    wanted = jax.random.key(3)
+    with jax.default_prng_impl("rbg"):
+        options, config = parse_options(["generate", "ab", *arguments, *SHORT])
+        terminal = Terminal(quiet=True)
+        job = command._check_generate_job(options, config, "ab", terminal, None)[1]
+        options, _ = parse_options(
+            ["sweep", "ab", *arguments, "--context", "8", "--steps", "4", *PLAIN]
+        )
+        workload = read_workload(options, ["ab"], terminal)[1]
+    assert jnp.array_equal(job.keywords["key"], wanted)
+    assert jnp.array_equal(workload.key, wanted)
 
 
 @pytest.mark.once

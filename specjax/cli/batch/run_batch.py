@@ -197,10 +197,10 @@ def _make_engine(job: BatchJob) -> Engine:
 
 def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
     sampling = {name: line.values[name] for name in SAMPLING_OPTIONS if name in line.values}
-    if "seed" in line.values:
-        key = jax.random.key(line.values["seed"])
-    else:
-        key = jax.random.fold_in(jax.random.key(job.options.seed), line.number)
+    # JAX_DEFAULT_PRNG_IMPL may name another implementation, which noise is not defined for.
+    key = jax.random.key(_value(job, line, "seed"), impl="threefry2x32")
+    if "seed" not in line.values:
+        key = jax.random.fold_in(key, line.number)
     return engine.submit(
         np.array(line.token_ids, np.int32),
         key=key,

@@ -86,7 +86,7 @@ def read_workload(
         batch_size=options.batch_size,
         context=options.context,
         temperature=options.temperature,
-        key=jax.random.key(options.seed),
+        key=jax.random.key(options.seed, impl="threefry2x32"),
         eos_token_ids=pair.target_config.eos_token_ids,
         max_new_tokens=options.max_new_tokens,
         draft_sample_method=options.draft_sample_method,
