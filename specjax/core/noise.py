@@ -34,6 +34,7 @@ __all__ = [
     "random_bits",
     "threefry2x32",
     "uniform",
+    "uniform_at_once",
     "uniform_from_bits",
 ]
 
@@ -229,6 +230,23 @@ def uniform(
     """
     bits = jnp.uint64 if dtype == jnp.float64 else jnp.uint32
     return uniform_from_bits(random_bits(at, index, bits, threefry))
+
+
+def uniform_at_once(at: Words, dtype: Any) -> jax.Array:
+    """Returns `uniform` of index 0 where addresses are a batch of drafted tokens; no kernel's.
+
+    A barrier parts the hash from the arithmetic. In one loop with the address's two hashes, LLVM's
+    vectorizer in jaxlib 0.12 takes a time on a CPU that is exponential in their rounds.
+
+    Args:
+      at: two u32 arrays.
+      dtype: float32 or float64.
+
+    Returns:
+      Array of `dtype`, in (0, 1).
+    """
+    bits = random_bits(at, jnp.uint32(0), jnp.uint64 if dtype == jnp.float64 else jnp.uint32)
+    return uniform_from_bits(jax.lax.optimization_barrier(bits))
 
 
 def gumbel(

@@ -18,7 +18,7 @@ from specjax.core.acceptance import log_ratio
 from specjax.core.block_acceptance import accept_block, cap_ratios
 from specjax.core.gumbel_max import gather_logits, token_logprobs
 from specjax.core.logsumexp import MaxSum, RowStatistics, block_partials, row_statistics_once
-from specjax.core.noise import Stream, address, uniform
+from specjax.core.noise import Stream, address, uniform_at_once
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.next_token_xla import AcceptedPrefix, residual_mass
@@ -148,7 +148,7 @@ def _judge(
 
     def draw_uniform(i: jax.Array) -> jax.Array:
         at = address(request.key, request.position + i, Stream.accept(i))
-        return uniform(at, jnp.uint32(0), noise_dtype)
+        return uniform_at_once(at, noise_dtype)
 
     uniforms = jax.vmap(draw_uniform)(index)
     return _Judged(length, logprobs, jnp.stack(log_rhos), jnp.pad(uniforms, (1, 0)))

@@ -28,7 +28,7 @@ from specjax.core.logsumexp import (
     block_partials,
     row_statistics_once,
 )
-from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform
+from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform, uniform_at_once
 from specjax.core.rule import Rule
 from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
@@ -141,7 +141,7 @@ def _accept_prefix(
         logprob = token_logprobs(logit, row.normalizer, scale)
         best = argmax_token(logits, partials, cutoff, target.split)
         if rule is None:
-            accepted = _accepts(request, i, drafted, logprob, best, target.vocab_size, dtype)
+            accepted = _accepts(request, i, drafted, logprob, best, target, dtype)
         else:
             rows = LogitRows(logits, cutoff)
             accepted = accepts_by_rule(request, i, drafted, logprob, best, rows, row, rule, dtype)
@@ -190,14 +190,17 @@ def _accepts(
     drafted: DraftedToken,
     logprob: jax.Array,
     best: jax.Array,
-    vocab_size: int,
+    target: LogitRows,
     noise_dtype: Any,
 ) -> jax.Array:
     """Returns whether drafted token i, of target log-probability `logprob`, is accepted."""
     at = address(request.key, request.position + i, Stream.accept(i))
-    u = uniform(at, jnp.uint32(0), noise_dtype)
+    if target.split is None:
+        u = uniform(at, jnp.uint32(0), noise_dtype)
+    else:
+        u = uniform_at_once(at, noise_dtype)
     if request.rates is not None:
-        in_vocabulary = (drafted.token_id >= 0) & (drafted.token_id < vocab_size)
+        in_vocabulary = (drafted.token_id >= 0) & (drafted.token_id < target.vocab_size)
         return in_vocabulary & accept_synthetic(u, request.rates[i])
     return jnp.where(
         parse_temperature(request.temperature).greedy,
