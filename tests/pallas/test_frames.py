@@ -51,28 +51,24 @@ def make_tokens(*lead):
     return jnp.zeros(lead, jnp.int32)
 
 
-def over_devices(call):
-    """A call of rows whose vocabulary lies over two devices."""
+def put(*lead):
+    """Rows whose vocabulary lies over two devices."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
-
-    def put(*lead):
-        rows = jax.NamedSharding(mesh, jax.P(*(None,) * len(lead), "model"))
-        return jax.device_put(jnp.zeros((*lead, 512)), rows)
-
-    return lambda b: call(b, put)
+    rows = jax.NamedSharding(mesh, jax.P(*(None,) * len(lead), "model"))
+    return jax.device_put(jnp.zeros((*lead, 512)), rows)
 
 
-def verify_split(b, put):
+def verify_split(b):
     zeros = jnp.zeros((b, K))
     draft = specjax.Draft(make_tokens(b, K), put(b, K), logprobs=zeros, logsumexp=zeros)
     return specjax.rejection_sample(draft, put(b, K + 1), **OPTIONS)
 
 
-def couple_split(b, put):
+def couple_split(b):
     return specjax.coupled_sample(make_tokens(b, K), put(b, K + 1), **OPTIONS)
 
 
-def sample_split(b, put):
+def sample_split(b):
     return specjax.gumbel_sample(put(b), stream=0, **OPTIONS)
 
 
@@ -110,7 +106,7 @@ def frames_to_kernels(call, monkeypatch):
 # A call, its requests and the kernels that it launches.
 CASES = {
     "sample": (sample, SMALL, 2),
-    "sample, split": (over_devices(sample_split), SMALL, 2),
+    "sample, split": (sample_split, SMALL, 2),
     "verify": (padded(specjax.rejection_sample), SMALL, 3),
     "verify, large": (padded(specjax.rejection_sample), LARGE, 4),
     "verify by a rule": (padded(specjax.rejection_sample, rule=relaxed(3, 0.5)), SMALL, 4),
@@ -121,7 +117,7 @@ CASES = {
     ),
     "verify, ragged": (ragged(specjax.rejection_sample_ragged), SMALL, 3),
     "verify, ragged and large": (ragged(specjax.rejection_sample_ragged), LARGE, 4),
-    "verify, split": (over_devices(verify_split), SMALL, 2),
+    "verify, split": (verify_split, SMALL, 2),
     "block": (padded(specjax.block_rejection_sample), SMALL, 5),
     "block, large": (padded(specjax.block_rejection_sample), LARGE, 5),
     "block, ragged": (ragged(specjax.block_rejection_sample_ragged), SMALL, 5),
@@ -129,7 +125,7 @@ CASES = {
     "couple, large": (padded(specjax.coupled_sample, make_tokens), LARGE, 2),
     "couple, ragged": (ragged(specjax.coupled_sample_ragged, make_tokens), SMALL, 2),
     "couple, ragged and large": (ragged(specjax.coupled_sample_ragged, make_tokens), LARGE, 2),
-    "couple, split": (over_devices(couple_split), SMALL, 2),
+    "couple, split": (couple_split, SMALL, 2),
     "cut": (cut, SMALL, 2),
 }
 
