@@ -119,7 +119,8 @@ class ParkedRequest:
         if self._row is None:
             self._row = programs.new_target_row()
         token_ids, length = self._committed()
-        chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_sizes)
+        # One size is enough for what is rare.
+        chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_sizes[-1:])
         if chunk is None:
             return False
         self._row = programs.prefill_target_chunk(self._row, *chunk)

@@ -43,7 +43,7 @@ class Programs(NamedTuple):
         prompt is read in the least that holds it.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `() -> PromptRow` of length S, without a drafter's state.
-      prefill_target_chunk: `prefill_chunk` of such a row.
+      prefill_target_chunk: `prefill_chunk` of such a row and a chunk of the greatest size.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, rows: bool[B]) -> slots`.
@@ -173,6 +173,8 @@ def choose_chunk_size(given: int | None) -> int:
 def choose_chunk_sizes(chunk_size: int) -> tuple[int, ...]:
     """Returns the sizes of chunks, the least first: C and, on a CPU, half of it for a prompt's end.
 
+    Each is one more copy of the models' layers to compile.
+
     Args:
       chunk_size: C.
 
@@ -230,9 +232,8 @@ def warm_up(programs: Programs, request: RequestSettings, allowed: Any) -> Decod
             state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
         state, output = programs.step(state, allowed)
         # No more than two rows at a time, as when prompts are read.
-        row = programs.new_target_row()
-        for nothing in _empty_chunks(programs):
-            row = programs.prefill_target_chunk(row, *nothing)
+        *_, largest = _empty_chunks(programs)
+        row = programs.prefill_target_chunk(programs.new_target_row(), *largest)
         parked = programs.park(state, first)
         state = programs.resume(state, parked, first)
         parked = parked._replace(target_cache=row.target_cache)

@@ -767,9 +767,6 @@ def test_an_aborted_request_leaves_its_slot_to_the_next():
 @pytest.mark.parametrize("drops_cache", [False, True])
 def test_a_preempted_request_gets_the_same_tokens(drops_cache):
     engine = full_engine()
-    if drops_cache:
-        # It is read again, the last of it in the smaller chunk.
-        give_programs(engine, chunk_sizes=(2, 4))
     requests = [request.submit(engine) for request in ASKED]
     num_preempted = num_rounds = 0
     while engine.step():
