@@ -99,8 +99,6 @@ def read_submission(
             raise ValueError(
                 "matcher is given, and the engine was made without; it needs takes_matchers=True."
             )
-        if not hasattr(matcher, "compute_bitmask"):
-            raise ValueError(f"matcher is {type(matcher).__name__}; it needs a grammars.Matcher.")
         matched = MatchedText(matcher, options.vocab_size, "the request")
         matched.mask()  # refused here if it is of another vocabulary
     return Submission(ids, padded, settings, _parse_stop(stop, options.tokenizer), error, matched)
