@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import numpy as np
 import oracle
 import oracle_block
 import pytest
+from scripts import ROOT
 from verify_cases import with_sizes
 
 import specjax
@@ -285,3 +289,21 @@ def test_a_mesh_changes_nothing():
         assert sharded.token_ids.sharding.spec[0] == "batch"
     for mine, theirs in zip(sharded[:3], plain[:3], strict=True):
         np.testing.assert_array_equal(np.asarray(mine), theirs)
+
+
+COMPILED = """
+import jax, jax.numpy as jnp, specjax
+draft = specjax.Draft(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4, 16)))
+specjax.block_rejection_sample(
+    draft, jnp.zeros((1, 5, 16)), keys=jax.random.key(0), positions=0, implementation="xla"
+)
+"""
+
+
+@pytest.mark.optimised
+def test_a_block_compiles_in_seconds_with_all_optimisations(tmp_path):
+    """The vectorizer of jaxlib 0.12 takes minutes unless a barrier parts hash and arithmetic."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, cwd=tmp_path, check=True, timeout=60
+    )
