@@ -541,7 +541,8 @@ def on_h200s(replicate=False, config=WIDE):
     """A model on H200s that are not there, two for the requests and two for the weights."""
     config = dataclasses.replace(config, dtype="bfloat16")
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
-    mesh = AbstractMesh((2, 2), ("data", "model"), abstract_device=device)
+    kinds = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((2, 2), ("data", "model"), kinds, abstract_device=device)
     placement = parse_mesh(mesh, replicate)
     return model_of_shares(
         config, share_shapes(config, placement), placement, implementation=HOPPER
