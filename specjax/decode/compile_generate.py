@@ -15,7 +15,7 @@ from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
 from specjax.decode.capacity import explain_out_of_memory, fill_up, on_host, pad_eos
 from specjax.decode.drafters import Drafter
-from specjax.decode.generate import Generation, first_requests, run_loop
+from specjax.decode.generate import Generation, run_loop, take_first_requests
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
@@ -114,7 +114,7 @@ class CompiledGenerate:
         with explain_out_of_memory(target, drafter, *data["prompt"].shape):
             state = call_on_auto_axes(prefill, target, drafter, like=keys, **data)
             generation = call_on_auto_axes(run, target, drafter, state, like=keys)
-        return first_requests(generation, self.options["batch_size"])
+        return take_first_requests(generation, self.options["batch_size"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the programs to a file, which `load_compiled` reads.

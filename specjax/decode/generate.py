@@ -21,7 +21,7 @@ from specjax.mesh import call_on_auto_axes, pvary_like
 from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["Generation", "first_requests", "generate", "run_loop"]
+__all__ = ["Generation", "generate", "run_loop", "take_first_requests"]
 
 
 class Generation(NamedTuple):
@@ -148,10 +148,11 @@ def generate(
         run = functools.partial(prefill_and_run, run_loop)
         like, size = (arguments["prompt"], arguments["settings"]), arguments["prompt"].shape[0]
         filled = fill_up(arguments, target.placement)
-        return first_requests(call_on_auto_axes(run, target, drafter, like=like, **filled), size)
+        generation = call_on_auto_axes(run, target, drafter, like=like, **filled)
+    return take_first_requests(generation, size)
 
 
-def first_requests(generation: Generation, size: int) -> Generation:
+def take_first_requests(generation: Generation, size: int) -> Generation:
     """Returns what the first requests got, without those of `fill_up`."""
     if generation.lengths.shape[0] == size:
         return generation

@@ -250,8 +250,8 @@ class Scheduler:
         self._some_aborted = False
         with self._queue_lock:
             for group in self._groups:
-                left = [request for request in group.waiting if request.finish_reason is None]
-                group.waiting = deque(left)
+                going = [request for request in group.waiting if request.finish_reason is None]
+                group.waiting = deque(going)
             self._groups = deque(group for group in self._groups if group.waiting)
 
     def _first_groups(self) -> list[PromptGroup | ParkedRequest]:
