@@ -10,9 +10,9 @@
 functions of a `DecodeState` whose requests are slots; `slot_data` is what goes in and out. `rows`
 takes one request's row out of such a state and puts one in. `programs` binds the functions to an
 engine, `slot_settings` holds what it was made with, and `memory` says what a slot takes.
-`scheduler` is the host's part, and `group` is what waits in its queue. `submission` and
-`request_sampling` check what a request asks for, and `request` is what it gets. `stop_strings`
-makes text. `interrupts` delays those that would leave slots half changed.
+`scheduler` is the host's part, `waiting_queue` its queue, and `group` what waits there.
+`submission` checks what a request asks for, and `request` is what it gets. `stop_strings` makes
+text. `interrupts` delays those that would leave slots half changed.
 
 Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `S` `max_length`.
 """

@@ -15,10 +15,9 @@ from specjax.engine.group import make_group
 from specjax.engine.memory import devices_of, explain_slots_out_of_memory
 from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
 from specjax.engine.request import Request
-from specjax.engine.request_sampling import parse_defaults
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.slot_settings import choose_drafts, read_masks, slot_settings
-from specjax.engine.submission import EngineOptions, make_request, read_submission
+from specjax.engine.submission import EngineOptions, make_request, parse_defaults, read_submission
 from specjax.grammars.row_masks import Matcher
 from specjax.implementation import Implementation
 from specjax.model import Model

@@ -6,8 +6,6 @@ gives it a token at least, and it may get no more.
 """
 
 import asyncio
-import queue
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.programs import Programs
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.slot_data import StepOutput
+from specjax.engine.waiting_queue import WaitingQueue
 
 __all__ = ["InFlight", "Scheduler"]
 
@@ -59,33 +58,22 @@ class Scheduler:
         self._programs, self._slots = programs, slots
         self._all_allowed, self._on_device = all_allowed, jax.device_put(all_allowed)
         self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
-        self._groups: deque[PromptGroup | ParkedRequest] = deque()
+        self._queue = WaitingQueue(max_waiting)
         self._in_flight: deque[InFlight] = deque()
         self._emptied: set[int] = set()
-        self._max_waiting, self._some_aborted = max_waiting, False
-        # Other threads submit.
-        self._queue_lock = threading.Lock()
+        self._some_aborted = False
         self._shared_step: asyncio.Future[bool] | None = None
         self.num_steps = self.num_occupied = 0
 
     @property
     def num_waiting(self) -> int:
         """Requests that are in no slot and have not ended."""
-        with self._queue_lock:
-            return self._count_waiting()
-
-    def _count_waiting(self) -> int:
-        waiting = (request for group in self._groups for request in group.waiting)
-        return sum(request.finish_reason is None for request in waiting)
+        return self._queue.num_waiting()
 
     @property
     def num_running(self) -> int:
         """Requests that were put in a slot, have not ended, and do not wait for another."""
-        going = set(self._going())
-        with self._queue_lock:
-            parked = (group for group in self._groups if isinstance(group, ParkedRequest))
-            going.difference_update(*(group.waiting for group in parked))
-        return len(going)
+        return len(set(self._going()) - self._queue.parked())
 
     def _going(self) -> Iterator[Request]:
         """Returns requests that had a slot and have not ended; some twice."""
@@ -98,14 +86,7 @@ class Scheduler:
         Raises:
           queue.Full: if too many would wait.
         """
-        with self._queue_lock:
-            num_waiting, count = self._count_waiting(), len(group.waiting)
-            if num_waiting + count > self._max_waiting:
-                raise queue.Full(
-                    f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
-                    f"{self._max_waiting}. Run the engine, or wait for requests to end."
-                )
-            self._groups.append(group)
+        self._queue.put(group)
 
     def abort(self, request: Request) -> None:
         """Ends a request; the next round lets go what was read of its prompt."""
@@ -129,8 +110,7 @@ class Scheduler:
         parked = self._programs.park(self._slots, np.int32(slot))
         self._occupants[slot] = None
         self._emptied.add(slot)
-        with self._queue_lock:
-            self._groups.appendleft(ParkedRequest(request, parked, drops_cache))
+        self._queue.put_first(ParkedRequest(request, parked, drops_cache))
         return True
 
     def take_step(self) -> bool:
@@ -175,7 +155,9 @@ class Scheduler:
         # Left unread by a round that was interrupted; masks need what they drafted.
         while any(_has_matchers(step.occupants) for step in self._in_flight):
             self._end_round(jax.device_get(self._in_flight[0].output))
-        self._drop_aborted()
+        if self._some_aborted:
+            self._some_aborted = False
+            self._queue.drop_ended()
         self._empty_slots()
         self._fill_slots()
         self._release_emptied()
@@ -228,12 +210,11 @@ class Scheduler:
         chunks.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
-        with self._queue_lock:
-            num_chunks = max(1, min(2 * max(1, len(empty)), len(self._groups)))
-        while groups := self._first_groups():
+        num_chunks = max(1, min(2 * max(1, len(empty)), self._queue.num_groups()))
+        while groups := self._queue.first(_READ_AHEAD):
             if empty and groups[0].is_read():
                 slot = empty.pop(0)
-                with self._queue_lock:
+                with self._queue.lock:
                     self._slots, request = groups[0].put(self._programs, self._slots, slot)
                 self._occupants[slot] = request
                 self._emptied.discard(slot)
@@ -242,32 +223,6 @@ class Scheduler:
             if unread is None or not num_chunks:
                 return
             num_chunks -= unread.read_chunk(self._programs)
-
-    def _drop_aborted(self) -> None:
-        """Takes aborted requests out of the queue, with what was read of their prompts."""
-        if not self._some_aborted:
-            return
-        self._some_aborted = False
-        with self._queue_lock:
-            for group in self._groups:
-                going = [request for request in group.waiting if request.finish_reason is None]
-                group.waiting = deque(going)
-            self._groups = deque(group for group in self._groups if group.waiting)
-
-    def _first_groups(self) -> list[PromptGroup | ParkedRequest]:
-        """Returns the first groups that have a request waiting."""
-        first: list[PromptGroup | ParkedRequest] = []
-        with self._queue_lock:
-            for group in self._groups:
-                while group.waiting and group.waiting[0].finish_reason is not None:
-                    group.waiting.popleft()
-                if group.waiting:
-                    first.append(group)
-                if len(first) == _READ_AHEAD:
-                    break
-            while self._groups and self._groups[0] not in first[:1]:
-                self._groups.popleft()
-        return first
 
     def _release_emptied(self) -> None:
         """Says to the device which slots no request is in any more."""

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import check_flag
@@ -11,7 +13,6 @@ from specjax.decode.capacity import pad_eos
 from specjax.decode.choose_k import k_by_rate, settled_k, speeds_by_rate
 from specjax.decode.drafters import Drafter
 from specjax.decode.state_and_info import Settings
-from specjax.engine.request_sampling import spread_over_slots
 from specjax.engine.submission import MOST_STOP_IDS
 from specjax.grammars.row_masks import new_masks
 from specjax.processing.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ def slot_settings(settings: Settings, defaults: SamplingParams | None, k_by_rate
     given: dict[str, Any] = {
         "temperature": np.ones(num_slots, np.float32),
         "eos_token_ids": np.tile(no_stop_ids, (num_slots, 1)),
-        "sampling": spread_over_slots(defaults, num_slots),
+        "sampling": _spread_over_slots(defaults, num_slots),
         "k_by_rate": k_by_rate,
     }
     return settings._replace(**given)
@@ -106,3 +107,13 @@ def read_masks(
             "its place, so an engine needs one of the two."
         )
     return new_masks(num_slots, num_rows, vocab_size)
+
+
+def _spread_over_slots(defaults: SamplingParams | None, num_slots: int) -> SamplingParams | None:
+    """Returns the defaults with a leading axis of slots, on the device; a grammar as it is."""
+    if defaults is None:
+        return None
+    rows = jax.tree.map(
+        lambda row: jnp.tile(row, (num_slots,) + (1,) * row.ndim), defaults._replace(grammar=None)
+    )
+    return rows._replace(grammar=jax.tree.map(jnp.asarray, defaults.grammar))

@@ -9,16 +9,24 @@ import numpy as np
 from specjax.checks import as_array, check_count, check_keys, parse_array, parse_ids
 from specjax.decode.capacity import pad_eos
 from specjax.engine.request import FinishReason, Request
-from specjax.engine.request_sampling import parse_request_sampling
 from specjax.engine.slot_data import RequestSettings
 from specjax.engine.stop_strings import StoppedText
 from specjax.grammars.row_masks import MatchedText, Matcher
-from specjax.processing.sampling_params import SamplingParams
+from specjax.processing.sampling_params import SamplingParams, read_sampling
 
-__all__ = ["EngineOptions", "MOST_STOP_IDS", "Submission", "make_request", "read_submission"]
+__all__ = [
+    "EngineOptions",
+    "MOST_STOP_IDS",
+    "Submission",
+    "make_request",
+    "parse_defaults",
+    "read_submission",
+]
 
 # How many there are is data up to this.
 MOST_STOP_IDS = 16
+# Axes of a field of one request.
+_RANKS = {"bias": 1, "allowed": 1, "bad_words": 2}
 
 
 class EngineOptions(NamedTuple):
@@ -88,7 +96,7 @@ def read_submission(
         prompt_length=np.int32(ids.size),
         max_length=np.int32(min(most, options.max_length)),
         stop_token_ids=_parse_stop_ids(stop_token_ids),
-        sampling=parse_request_sampling(sampling, options.sampling),
+        sampling=_parse_sampling(sampling, options.sampling),
     )
     padded = np.zeros((1, options.max_length), np.int32)
     if error is None:
@@ -183,3 +191,83 @@ def _parse_stop(stop: str | Iterable[str], tokenizer: Any) -> tuple[str, ...]:
             "or stop_token_ids."
         )
     return strings
+
+
+def parse_defaults(sampling: SamplingParams | None) -> SamplingParams | None:
+    """Returns the fields that requests may set, each a row without a batch axis; None for none.
+
+    Example:
+      >>> defaults = parse_defaults(SamplingParams(top_k=0, bias=np.zeros(3)))
+      >>> defaults.top_k.shape, defaults.bias.shape, defaults.top_p
+      ((), (3,), None)
+    """
+    if sampling is None:
+        return None
+    fields = read_sampling(sampling, 1)._asdict()
+    rows = {name: _row(name, value) for name, value in fields.items() if name != "grammar"}
+    is_given = any(row is not None for row in rows.values())
+    return SamplingParams(**rows, grammar=fields["grammar"]) if is_given else None
+
+
+def _row(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    value = np.asarray(value)
+    return value[0] if value.ndim > _RANKS.get(name, 0) else value
+
+
+def _parse_sampling(
+    sampling: SamplingParams | None, defaults: SamplingParams | None
+) -> SamplingParams | None:
+    """Returns a request's rows; what it does not set has the engine's value.
+
+    The tables of a grammar are not among them, as all requests share the engine's.
+
+    Raises:
+      ValueError: for a field that the engine was not made with, or one of another shape.
+    """
+    given = _parse_given(sampling, defaults)
+    if given is None:
+        return defaults and defaults._replace(grammar=None)
+    rows = {}
+    for name, default in (defaults or SamplingParams())._asdict().items():
+        value = getattr(given, name)
+        if name == "grammar":
+            continue
+        if value is None:
+            rows[name] = default
+        elif default is None:
+            raise ValueError(
+                f"sampling.{name} is given, and the engine was made without it; a field that "
+                f"requests may set is given to Engine, such as sampling=SamplingParams({name}=...) "
+                "with the value of requests that do not set it."
+            )
+        elif name == "bad_words" and all(map(int.__le__, value.shape, default.shape)):
+            missing = [
+                (0, most - size) for most, size in zip(default.shape, value.shape, strict=True)
+            ]
+            rows[name] = np.pad(value, missing, constant_values=-1)
+        elif (value.shape, value.dtype) != (default.shape, default.dtype):
+            raise ValueError(
+                f"sampling.{name} is {value.dtype}{list(value.shape)}; the engine was made with "
+                f"{default.dtype}{list(default.shape)}, and all requests need that."
+            )
+        else:
+            rows[name] = value
+    return SamplingParams(**rows)
+
+
+def _parse_given(
+    sampling: SamplingParams | None, defaults: SamplingParams | None
+) -> SamplingParams | None:
+    """Returns what a request sets, as rows; its first state is one of the engine's grammar."""
+    if not isinstance(sampling, SamplingParams):
+        return parse_defaults(sampling)
+    if sampling.grammar is not None:
+        raise ValueError(
+            "sampling.grammar is given; requests share the tables of the engine's grammar, and "
+            "sampling.grammar_state says in which of its states a text begins."
+        )
+    if sampling.grammar_state is not None and defaults is not None:
+        sampling = sampling._replace(grammar=defaults.grammar)
+    return parse_defaults(sampling)

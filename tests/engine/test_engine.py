@@ -566,8 +566,8 @@ def run_meanwhile(function):
 
 def test_the_queue_is_bounded_for_several_threads(monkeypatch):
     engine = plain_engine(max_waiting=1)
-    scheduler, found, threads = engine._scheduler, [], []
-    count = scheduler._count_waiting
+    waiting, found, threads = engine._scheduler._queue, [], []
+    count = waiting._count
 
     def submit():
         try:
@@ -582,7 +582,7 @@ def test_the_queue_is_bounded_for_several_threads(monkeypatch):
             threads[0] = run_meanwhile(submit)
         return num_waiting
 
-    monkeypatch.setattr(scheduler, "_count_waiting", count_slowly)
+    monkeypatch.setattr(waiting, "_count", count_slowly)
     submit()
     threads[0].join()
     assert sorted(request is None for request in found) == [False, True]
@@ -624,7 +624,7 @@ def test_nothing_is_kept_of_prompts_that_were_aborted():
             engine.step()
         engine.abort(aborted)
     engine.step()
-    assert len(engine._scheduler._groups) == engine.num_waiting == 1
+    assert engine._scheduler._queue.num_groups() == engine.num_waiting == 1
     engine.run()
     assert [len(request.token_ids) for request in (*first, waiting)] == [40, 40, 2]
 
