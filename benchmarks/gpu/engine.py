@@ -160,9 +160,7 @@ def mixed_load(engine: specjax.Engine, effort: Effort) -> dict[str, Any]:
     # The step that feeds the prompt's last token is none of speculation.
     lasting = [1 + int(x.metrics.num_steps) for x in requests if x.metrics is not None]
     asked = [(*size, steps) for size, steps in zip(sizes, lasting, strict=True)]
-    bound = bound_seconds(
-        times, asked, engine.num_slots, engine._scheduler._programs.chunk_sizes[-1]
-    )
+    bound = bound_seconds(times, asked, engine.num_slots, engine._scheduler._programs.chunk_size)
     return {
         "case": "mixed load",
         "slots": engine.num_slots,

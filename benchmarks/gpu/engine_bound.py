@@ -55,7 +55,7 @@ def measure_times(engine: specjax.Engine, lengths: list[list[int]], runs: int) -
     """
     scheduler = engine._scheduler
     programs = scheduler._programs
-    size = programs.chunk_sizes[-1]
+    size = programs.chunk_size
     chunk_ms = {}
     ids = np.zeros((1, size), np.int32)
     for length in programs.row_lengths:

@@ -1,7 +1,7 @@
 """The engine: requests that come at any time, through one compiled step of `num_slots` slots.
 
     submit    -> checks a request on the host and queues it
-    prefill   -> the first prompt of the queue is read into a row, one chunk between two steps
+    prefill   -> the first prompts of the queue are read into rows, in chunks between two steps
     admit     -> the row and the request's settings go into an empty slot
     step      -> every slot takes one step of `decode.loop`; its output starts for the host
     read      -> while the next step runs, the host gives each request its tokens and empties slots
@@ -9,7 +9,7 @@
 `engine` is the public class, and the file to open first. `slots` holds the device's part, pure
 functions of a `DecodeState` whose requests are slots; `slot_data` is what goes in and out. `rows`
 takes one request's row out of such a state and puts one in. `programs` binds the functions to an
-engine, `slot_settings` holds what it was made with, and `memory` says what a slot takes.
+engine, `slot_settings` holds what it was made with, and `start` compiles it.
 `scheduler` is the host's part, `waiting_queue` its queue, and `group` what waits there.
 `submission` checks what a request asks for, and `request` is what it gets. `stop_strings` makes
 text. `interrupts` delays those that would leave slots half changed.

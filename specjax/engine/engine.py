@@ -12,11 +12,11 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments
 from specjax.engine.group import make_group
-from specjax.engine.memory import devices_of, explain_slots_out_of_memory
-from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
+from specjax.engine.programs import choose_chunk_size, make_programs
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.slot_settings import choose_drafts, read_masks, slot_settings
+from specjax.engine.start import devices_of, explain_slots_out_of_memory, warm_up
 from specjax.engine.submission import EngineOptions, make_request, parse_defaults, read_submission
 from specjax.grammars.row_masks import Matcher
 from specjax.implementation import Implementation
@@ -45,7 +45,7 @@ class Engine:
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
       prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128. On
-        a CPU the end of a prompt is read in half as many, where they are at least 64 and hold it.
+        a CPU, prompts that wait are read up to 8 at a time, together twice as many tokens.
       max_waiting: most requests that wait for a slot, a Python int >= 1.
       sampling: `SamplingParams` with the fields that requests may set, and the values of requests
         that do not; each for one request. None is no field.
@@ -132,8 +132,8 @@ class Engine:
         all_allowed = read_masks(takes_matchers, defaults, num_slots, num_rows, programs.vocab_size)
         takes = all_allowed is not None
         self._options = EngineOptions(max_length, programs.vocab_size, defaults, tokenizer, takes)
-        devices = devices_of(target)
-        with explain_slots_out_of_memory(devices, self.slot_bytes, num_slots, max_length):
+        needed = self.slot_bytes, num_slots, max_length, programs.num_prompt_slots
+        with explain_slots_out_of_memory(devices_of(target), *needed):
             any_request = read_submission([0, 0], self._options, key=keys[0])
             slots = warm_up(programs, any_request.settings, all_allowed)
         self._scheduler = Scheduler(programs, slots, all_allowed, max_waiting)

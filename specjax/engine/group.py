@@ -1,21 +1,23 @@
 """What waits for slots: requests of one prompt, which is read once, or one that was preempted.
 
 Both are read chunk by chunk into a row, if there is something to read, and then put into slots.
+Several prompts may be read together: then their rows are those of a batch meanwhile.
 """
 
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
 from specjax.decode.state_and_info import DecodeState
-from specjax.engine.programs import Programs
+from specjax.engine.programs import BatchPrograms, Programs
 from specjax.engine.request import Request
 from specjax.engine.slot_data import PromptRow, RequestSettings
 from specjax.engine.submission import Submission
 
-__all__ = ["ParkedRequest", "PromptGroup", "make_group"]
+__all__ = ["PrefillBatch", "ParkedRequest", "PromptGroup", "Waiting", "make_group"]
 
 
 class PromptGroup:
@@ -49,13 +51,35 @@ class PromptGroup:
     def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the models computed something."""
         end = self._num_tokens - 1
-        row = self._row_for(programs, min(self._num_read + programs.chunk_sizes[-1], end))
-        chunk = _next_chunk(self._prompt, self._num_read, end, programs.chunk_sizes)
-        if chunk is None:
+        row = self._row_for(programs, min(self._num_read + programs.chunk_size, end))
+        if not self.num_left:
             return False
-        self._row = programs.prefill_chunk(row, *chunk)
-        self._num_read += chunk[0].shape[1]
+        self._row = programs.prefill_chunk(row, *self.take_chunk(programs.chunk_size))
         return True
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the models have not read: all but the prompt's last."""
+        return max(0, self._num_tokens - 1 - self._num_read)
+
+    def take_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the next tokens and their positions, two i32[1, C], which count as read."""
+        chunk = _next_chunk(self._prompt, self._num_read, self._num_tokens - 1, size)
+        self._num_read += size
+        return chunk
+
+    def fits(self, programs: Programs) -> bool:
+        """Returns whether the whole prompt has room in a row of the least length."""
+        return self._num_tokens - 1 <= programs.row_lengths[0]
+
+    def lend_row(self, programs: Programs) -> PromptRow:
+        """Returns the row, which is not here until `take_back`."""
+        row, self._row = self._row_for(programs, 0), None
+        return row
+
+    def take_back(self, row: PromptRow) -> None:
+        """Takes the row that was lent, with more of the prompt in it."""
+        self._row = row
 
     def _row_for(self, programs: Programs, num_tokens: int) -> PromptRow:
         """Returns the row, with room for the tokens and perhaps for as many again."""
@@ -119,12 +143,11 @@ class ParkedRequest:
         if self._row is None:
             self._row = programs.new_target_row()
         token_ids, length = self._committed()
-        # One size is enough for what is rare.
-        chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_sizes[-1:])
-        if chunk is None:
+        if self._num_read >= length - 1:
             return False
+        chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_size)
         self._row = programs.prefill_target_chunk(self._row, *chunk)
-        self._num_read += chunk[0].shape[1]
+        self._num_read += programs.chunk_size
         return True
 
     def _committed(self) -> tuple[Any, int]:
@@ -145,16 +168,64 @@ class ParkedRequest:
         return programs.resume(slots, parked, np.int32(slot)), self.waiting.popleft()
 
 
-def _next_chunk(
-    token_ids: np.ndarray, begin: int, end: int, sizes: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns tokens and positions from `begin` on and before `end`, None if none are.
+Waiting = PromptGroup | ParkedRequest
 
-    Both are i32[1, C], with the least of the sizes that holds all of them, or the greatest.
+
+class PrefillBatch:
+    """Prompts that are read together, as the rows of a batch.
+
+    Args:
+      programs: of the engine.
+      batch: `programs.batch`.
     """
-    if begin >= end:
-        return None
-    chunk_size = next((size for size in sizes if size >= end - begin), sizes[-1])
+
+    def __init__(self, programs: Programs, batch: BatchPrograms) -> None:
+        self._programs, self._batch = programs, batch
+        self._rows = batch.new_rows()
+        self._groups: dict[int, PromptGroup] = {}
+
+    def read(self, unread: Sequence[Waiting]) -> bool:
+        """Reads the next tokens of as many prompts as the batch has rows; returns whether it did.
+
+        Args:
+          unread: what is to be read, the first first.
+        """
+        # Those that were aborted wait for no slot.
+        groups = {i: group for i, group in self._groups.items() if group.waiting}
+        others = [group for group in unread if self._takes(group) and group not in groups.values()]
+        free = [index for index in range(self._batch.size) if index not in groups]
+        able = [*groups.values(), *others]
+        if unread[0] not in able or len(able) < self._batch.size:
+            return False
+        for index, group in zip(free, others, strict=False):
+            row = group.lend_row(self._programs)
+            self._rows = self._batch.put(self._rows, row, np.int32(index))
+            groups[index] = group
+        self._groups = groups
+        chunks = [groups[i].take_chunk(self._batch.num_tokens) for i in range(self._batch.size)]
+        token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
+        self._rows = self._batch.prefill(self._rows, token_ids, positions)
+        for group in able:
+            if not group.num_left:
+                self.give_back(group)
+        return True
+
+    def _takes(self, group: Waiting) -> TypeGuard[PromptGroup]:
+        """Returns whether something of a prompt is to be read that has room in a row."""
+        return isinstance(group, PromptGroup) and group.num_left > 0 and group.fits(self._programs)
+
+    def give_back(self, group: Waiting) -> None:
+        """Gives a prompt its row, if it is one of the batch's; it is read alone from now on."""
+        index = next((i for i, other in self._groups.items() if other is group), None)
+        if index is not None:
+            lent = self._groups.pop(index)
+            lent.take_back(self._batch.take(self._rows, np.int32(index)))
+
+
+def _next_chunk(
+    token_ids: np.ndarray, begin: int, end: int, chunk_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and positions from `begin` on and before `end`, two i32[1, C]."""
     size = min(chunk_size, end - begin)
     ids = np.zeros((1, chunk_size), np.int32)
     positions = np.full_like(ids, -1)

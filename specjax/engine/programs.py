@@ -1,7 +1,7 @@
 """The compiled programs of an engine, bound to its models and options, and the bytes they need."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,22 +13,44 @@ from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.decode.target_rows import count_rows
 from specjax.engine import slots
 from specjax.engine.rows import find_axes, row_bytes, state_axes
-from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
+from specjax.engine.slot_data import PromptRow, StepOutput
 from specjax.model import Model
 
 __all__ = [
+    "BatchPrograms",
     "Programs",
     "choose_chunk_size",
-    "choose_chunk_sizes",
     "make_programs",
     "row_lengths",
-    "warm_up",
 ]
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _LEAST_ROW = 512
-# A chunk of fewer tokens takes a CPU most of the time of one of this many.
-_LEAST_CHUNK = 64
+# Prompts that are read before a slot is empty. Each takes the memory of a slot.
+_AHEAD = 2
+# Prompts that a CPU reads at once, and the least of their tokens together. It multiplies fewer rows
+# otherwise: their last bits would be others.
+_MOST_PROMPTS, _LEAST_TOKENS = 8, 64
+
+
+class BatchPrograms(NamedTuple):
+    """The functions that read several prompts at once, as rows of a batch.
+
+    Attributes:
+      size: N, prompts that are read at once.
+      num_tokens: tokens of each.
+      new_rows: `() -> PromptRow` of N prompts, each of the least of `Programs.row_lengths`.
+      put: `(rows, row, index) -> rows` with the row of one prompt among them.
+      prefill: `(rows, token_ids[N, num_tokens], positions) -> rows`.
+      take: `(rows, index) -> PromptRow` of one prompt.
+    """
+
+    size: int
+    num_tokens: int
+    new_rows: Callable[[], PromptRow]
+    put: Callable[..., PromptRow]
+    prefill: Callable[..., PromptRow]
+    take: Callable[..., PromptRow]
 
 
 class Programs(NamedTuple):
@@ -39,11 +61,12 @@ class Programs(NamedTuple):
       grow_row: `(row, *, max_length) -> PromptRow` of a greater length.
       row_lengths: lengths of the rows that a prompt is read into, one after another; the last
         is S. A chunk attends to all of its row.
-      chunk_sizes: numbers of tokens that are read at once, the least first. What is left of a
-        prompt is read in the least that holds it.
+      chunk_size: C, tokens of a prompt that are read at once.
+      num_ahead: prompts that are read before a slot is empty, or are being read.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `() -> PromptRow` of length S, without a drafter's state.
-      prefill_target_chunk: `prefill_chunk` of such a row and a chunk of the greatest size.
+      prefill_target_chunk: `prefill_chunk` of such a row.
+      batch: of prompts that are read together, or None.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, rows: bool[B]) -> slots`.
@@ -51,16 +74,19 @@ class Programs(NamedTuple):
       resume: `(slots, parked, slot) -> slots`.
       empty_slots: `() -> slots`.
       slot_bytes: bytes that the state of a slot takes, its caches among them.
+      num_prompt_slots: how many slots' bytes prompts take that are being read.
       vocab_size: of the target's logits.
     """
 
     new_row: Callable[..., PromptRow]
     grow_row: Callable[..., PromptRow]
     row_lengths: tuple[int, ...]
-    chunk_sizes: tuple[int, ...]
+    chunk_size: int
+    num_ahead: int
     prefill_chunk: Callable[..., PromptRow]
     new_target_row: Callable[[], PromptRow]
     prefill_target_chunk: Callable[..., PromptRow]
+    batch: BatchPrograms | None
     admit: Callable[..., DecodeState]
     step: Callable[..., tuple[DecodeState, StepOutput]]
     release: Callable[..., DecodeState]
@@ -68,6 +94,7 @@ class Programs(NamedTuple):
     resume: Callable[..., DecodeState]
     empty_slots: Callable[[], DecodeState]
     slot_bytes: int
+    num_prompt_slots: float
     vocab_size: int
 
 
@@ -138,23 +165,39 @@ def make_programs(
     is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
     cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
     hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
+    lengths = (max_length,) if is_whole else row_lengths(max_length, chunk_size)
+    batch = _batch_programs(
+        target,
+        drafter,
+        tuple(jax.tree.leaves((cache_axes, drafter_axes))),
+        num_slots=num_slots,
+        row_length=lengths[0],
+        chunk_size=chunk_size,
+    )
+    # While so many of them are unread that they fill a batch, others wait that are read.
+    num_ahead = _AHEAD if batch is None else batch.size + batch.size // 2
+    num_batch_rows = 0 if batch is None else batch.size + num_ahead - _AHEAD
     return Programs(
         new_row=functools.partial(slots.new_row, target, drafter),
         grow_row=functools.partial(slots.grow_row, target, drafter),
-        row_lengths=(max_length,) if is_whole else row_lengths(max_length, chunk_size),
-        chunk_sizes=choose_chunk_sizes(chunk_size),
+        row_lengths=lengths,
+        chunk_size=chunk_size,
+        num_ahead=num_ahead,
         prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
+        batch=batch,
         admit=functools.partial(slots.admit, target, drafter, axes=axes),
         step=functools.partial(
             slots.step_slots, target, drafter, row_buckets=_row_buckets(shapes), **options
         ),
         release=slots.release,
-        park=functools.partial(slots.park, axes=axes),
-        resume=functools.partial(slots.resume, axes=axes),
+        park=functools.partial(slots.take, axes=axes),
+        resume=functools.partial(slots.put, axes=axes),
         empty_slots=empty,
         slot_bytes=row_bytes(shapes, axes),
+        # Two rows, one of which grows out of one of half its length.
+        num_prompt_slots=2.5 + num_batch_rows * lengths[0] / max_length,
         vocab_size=jax.eval_shape(target.logits, target.params, hidden).shape[-1],
     )
 
@@ -170,21 +213,33 @@ def choose_chunk_size(given: int | None) -> int:
     return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
 
 
-def choose_chunk_sizes(chunk_size: int) -> tuple[int, ...]:
-    """Returns the sizes of chunks, the least first: C and, on a CPU, half of it for a prompt's end.
+def _batch_programs(
+    target: Model,
+    drafter: Drafter | None,
+    axes: tuple[int, ...],
+    *,
+    num_slots: int,
+    row_length: int,
+    chunk_size: int,
+) -> BatchPrograms | None:
+    """Returns what reads several prompts at once, together two chunks; None but on a CPU.
 
-    Each is one more copy of the models' layers to compile.
-
-    Args:
-      chunk_size: C.
-
-    Example:
-      >>> choose_chunk_sizes(128), choose_chunk_sizes(96)  # on a CPU
-      ((64, 128), (96,))
+    A CPU reads the weights from memory once for all of them, and less padding: pieces are short. On
+    a GPU, rows of other prompts would change a prompt's last bits.
     """
-    half = -(-chunk_size // 2)
-    has_half = jax.default_backend() == "cpu" and half >= _LEAST_CHUNK
-    return (half, chunk_size) if has_half else (chunk_size,)
+    size = min(_MOST_PROMPTS, num_slots // 2)
+    is_small = size < 2 or 2 * chunk_size < _LEAST_TOKENS
+    if is_small or jax.default_backend() != "cpu":
+        return None
+    new_row = functools.partial(slots.new_row, target, drafter, max_length=row_length)
+    return BatchPrograms(
+        size=size,
+        num_tokens=-(-2 * chunk_size // size),
+        new_rows=functools.partial(new_row, size=size),
+        put=functools.partial(slots.put, axes=axes),
+        prefill=functools.partial(slots.prefill_chunk, target, drafter),
+        take=functools.partial(slots.take, axes=axes),
+    )
 
 
 def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
@@ -212,53 +267,3 @@ def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
     One, half of K: each holds the target's layers once more.
     """
     return () if shapes.draft_history is None else (count_rows(shapes) // 2,)
-
-
-def warm_up(programs: Programs, request: RequestSettings, allowed: Any) -> DecodeState:
-    """Runs every program, so that each is compiled, and returns slots with no request in any.
-
-    Twice, as arrays that a program returned may be placed otherwise than those it was first given.
-
-    Args:
-      programs: of an engine.
-      request: settings of any request of two tokens.
-      allowed: masks that allow all tokens, if a host masks rows; else None.
-    """
-    state = programs.empty_slots()
-    num_slots, max_length = state.token_ids.shape
-    first = np.int32(0)
-    for _ in range(2):
-        for row in _rows_of_each_length(programs):
-            state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
-        state, output = programs.step(state, allowed)
-        # No more than two rows at a time, as when prompts are read.
-        *_, largest = _empty_chunks(programs)
-        row = programs.prefill_target_chunk(programs.new_target_row(), *largest)
-        parked = programs.park(state, first)
-        state = programs.resume(state, parked, first)
-        parked = parked._replace(target_cache=row.target_cache)
-        state = programs.resume(state, parked, first)
-        state = programs.release(state, np.ones(num_slots, bool))
-        jax.device_get(output)
-    return state
-
-
-def _empty_chunks(programs: Programs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields tokens and positions of a chunk of each size that holds no token."""
-    for size in programs.chunk_sizes:
-        yield np.zeros((1, size), np.int32), np.full((1, size), -1, np.int32)
-
-
-def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
-    """Yields the rows that a prompt without tokens is read into."""
-    row = programs.new_row(max_length=programs.row_lengths[0])
-    yield row
-    for i, length in enumerate(programs.row_lengths):
-        if i:
-            row = programs.grow_row(row, max_length=length)
-        # The second chunk's row is one that a program returned.
-        for nothing in _empty_chunks(programs):
-            row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
-        for longer in programs.row_lengths[i + 2 :]:
-            programs.grow_row(row, max_length=longer)
-        yield row

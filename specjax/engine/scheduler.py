@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from specjax.decode.state_and_info import DecodeState
-from specjax.engine.group import ParkedRequest, PromptGroup
+from specjax.engine.group import ParkedRequest, PrefillBatch, PromptGroup
 from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.programs import Programs
 from specjax.engine.request import FinishReason, Request
@@ -23,8 +23,8 @@ from specjax.engine.waiting_queue import WaitingQueue
 
 __all__ = ["InFlight", "Scheduler"]
 
-# Prompts that are read before a slot is empty. Each takes the memory of a slot.
-_READ_AHEAD = 2
+# Prompts that are read as soon as they come, while no slot is empty.
+_MOST_READY = 2
 
 
 class InFlight(NamedTuple):
@@ -59,6 +59,8 @@ class Scheduler:
         self._all_allowed, self._on_device = all_allowed, jax.device_put(all_allowed)
         self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
         self._queue = WaitingQueue(max_waiting)
+        batch = programs.batch
+        self._batch = None if batch is None else PrefillBatch(programs, batch)
         self._in_flight: deque[InFlight] = deque()
         self._emptied: set[int] = set()
         self._some_aborted = False
@@ -207,11 +209,11 @@ class Scheduler:
 
         Two chunks, and two for every empty slot after the first, keep more slots busy than one. No
         more than prompts wait: a single one is no reason to keep those in the slots waiting for two
-        chunks.
+        chunks. A batch of prompts takes the time of two.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         num_chunks = max(1, min(2 * max(1, len(empty)), self._queue.num_groups()))
-        while groups := self._queue.first(_READ_AHEAD):
+        while groups := self._queue.first(self._programs.num_ahead):
             if empty and groups[0].is_read():
                 slot = empty.pop(0)
                 with self._queue.lock:
@@ -219,10 +221,17 @@ class Scheduler:
                 self._occupants[slot] = request
                 self._emptied.discard(slot)
                 continue
-            unread = next((group for group in groups if not group.is_read()), None)
-            if unread is None or not num_chunks:
+            unread = [group for group in groups if not group.is_read()]
+            if not unread or num_chunks <= 0:
                 return
-            num_chunks -= unread.read_chunk(self._programs)
+            if self._batch is not None and self._batch.read(unread):
+                num_chunks -= 2
+            elif empty or len(groups) - len(unread) < _MOST_READY:
+                if self._batch is not None:
+                    self._batch.give_back(unread[0])
+                num_chunks -= unread[0].read_chunk(self._programs)
+            else:
+                return
 
     def _release_emptied(self) -> None:
         """Says to the device which slots no request is in any more."""

@@ -12,7 +12,7 @@ __all__ = ["PromptRow", "RequestSettings", "StepOutput"]
 
 
 class PromptRow(NamedTuple):
-    """What the models know of one prompt while it is read: states of a batch of one.
+    """What the models know of a prompt while it is read: states of a batch of one, or of several.
 
     Attributes:
       target_cache: the target's cache.

@@ -1,7 +1,7 @@
 """The device's part: pure functions of a state of slots and of the row of a prompt being read."""
 
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,14 @@ __all__ = [
     "empty_slots",
     "grow_row",
     "new_row",
-    "park",
     "prefill_chunk",
+    "put",
     "release",
-    "resume",
     "step_slots",
+    "take",
 ]
 
+_State = TypeVar("_State", DecodeState, PromptRow)
 # The `finish` of a slot that no request is in, and of one that was taken from its request.
 _VACANT = -1
 
@@ -91,11 +92,11 @@ def _in_buffers_of_their_own(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-@functools.partial(jax.jit, static_argnames="max_length")
-def new_row(target: Model, drafter: Drafter | None, *, max_length: int) -> PromptRow:
-    """Returns a row in which nothing was read."""
-    drafter_state = _init_drafter(drafter, 1, max_length)
-    return _in_buffers_of_their_own(PromptRow(target.init_cache(1, max_length), drafter_state))
+@functools.partial(jax.jit, static_argnames=("max_length", "size"))
+def new_row(target: Model, drafter: Drafter | None, *, max_length: int, size: int = 1) -> PromptRow:
+    """Returns a row in which nothing was read, or `size` of them as one batch."""
+    drafter_state = _init_drafter(drafter, size, max_length)
+    return _in_buffers_of_their_own(PromptRow(target.init_cache(size, max_length), drafter_state))
 
 
 def _init_drafter(drafter: Drafter | None, size: int, max_length: int) -> Any:
@@ -118,14 +119,14 @@ def prefill_chunk(
     token_ids: jax.Array,
     positions: jax.Array,
 ) -> PromptRow:
-    """Returns the row after the models read a chunk of its prompt.
+    """Returns the row after the models read a chunk of its prompt; or the rows of a batch.
 
     Args:
       target: as in `Engine`.
       drafter: as in `Engine`.
       row: before the chunk.
-      token_ids: i32[1, C].
-      positions: i32[1, C], -1 where there is no token.
+      token_ids: i32[1, C], or i32[N, C] of a batch.
+      positions: of the same shape, -1 where there is no token.
     """
     taps = () if drafter is None else drafter.taps
     hidden, features, cache = apply_model(target, token_ids, positions, row.target_cache, taps)
@@ -276,14 +277,12 @@ def release(slots: DecodeState, rows: jax.Array) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames="axes")
-def park(slots: DecodeState, slot: jax.Array, *, axes: tuple[int, ...]) -> DecodeState:
-    """Returns the state of the request in a slot, as a batch of one."""
+def take(slots: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
+    """Returns what is in one slot, or in one row of a batch of prompts, as a batch of one."""
     return take_row(slots, axes, slot)
 
 
 @functools.partial(jax.jit, static_argnames="axes", donate_argnames="slots")
-def resume(
-    slots: DecodeState, parked: DecodeState, slot: jax.Array, *, axes: tuple[int, ...]
-) -> DecodeState:
-    """Returns the slots with a request that was parked in one of them."""
-    return put_row(slots, parked, axes, slot)
+def put(slots: _State, one: _State, slot: jax.Array, *, axes: tuple[int, ...]) -> _State:
+    """Returns the slots with what was taken in one of them."""
+    return put_row(slots, one, axes, slot)

@@ -4,12 +4,10 @@ import queue
 import threading
 from collections import deque
 
-from specjax.engine.group import ParkedRequest, PromptGroup
+from specjax.engine.group import ParkedRequest, Waiting
 from specjax.engine.request import Request
 
-__all__ = ["Waiting", "WaitingQueue"]
-
-Waiting = PromptGroup | ParkedRequest
+__all__ = ["WaitingQueue"]
 
 
 class WaitingQueue:

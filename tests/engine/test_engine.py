@@ -20,11 +20,11 @@ from scipy import stats
 import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.metrics import Metrics
-from specjax.engine.memory import devices_of, explain_slots_out_of_memory
-from specjax.engine.programs import warm_up
+from specjax.engine import slots
 from specjax.engine.request import Request
 from specjax.engine.slot_data import StepOutput
 from specjax.engine.slot_settings import choose_drafts
+from specjax.engine.start import devices_of, explain_slots_out_of_memory, warm_up
 from specjax.engine.stop_strings import StoppedText
 from specjax.engine.submission import read_submission
 
@@ -704,7 +704,7 @@ def test_too_many_slots_are_refused_with_the_bytes_of_one():
     words = (
         r"no room for 3 slots: each takes 49152.00 GiB \(52776558\d+ bytes\) at max_length 48, and "
     )
-    words += "prompts that are read two and a half more, 270336.00 GiB together"
+    words += r"prompts that are read 2\.5 more, 270336.00 GiB together"
     with pytest.raises(MemoryError, match=words):
         make_engine(None, target=huge)
 
@@ -726,11 +726,12 @@ def test_slots_have_the_room_of_all_devices_that_the_target_is_on(num_devices):
             return self._facts
 
     # Three slots of 20 bytes, and rows of two and a half.
-    with explain_slots_out_of_memory([Device(110 // num_devices)] * num_devices, 20, 3, S):
+    sizes = 20, 3, S, 2.5
+    with explain_slots_out_of_memory([Device(110 // num_devices)] * num_devices, *sizes):
         pass
     with (
         pytest.raises(MemoryError, match="no room for 3 slots"),
-        explain_slots_out_of_memory([Device(109), *[Device(0)] * (num_devices - 1)], 20, 3, S),
+        explain_slots_out_of_memory([Device(109), *[Device(0)] * (num_devices - 1)], *sizes),
     ):
         pass
 
@@ -801,25 +802,90 @@ def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch)
     assert len({tuple(sample.token_ids) for sample in samples}) > 1
 
 
-def test_the_end_of_a_prompt_is_read_in_a_smaller_chunk_that_holds_it():
-    engine = full_engine()
-    sizes, run_chunk = [], engine._scheduler._programs.prefill_chunk
+@pytest.fixture
+def read_together(monkeypatch):
+    """Prompts are read together from few tokens on; gives a list of the chunks that were read."""
+    monkeypatch.setattr("specjax.engine.programs._LEAST_TOKENS", 1)
+    shapes, read = [], slots.prefill_chunk
 
-    def note(row, token_ids, positions):
-        sizes.append(token_ids.shape[1])
-        return run_chunk(row, token_ids, positions)
+    def note(target, drafter, row, token_ids, positions):
+        shapes.append(token_ids.shape)
+        return read(target, drafter, row, token_ids, positions)
 
-    give_programs(engine, chunk_sizes=(2, 4), prefill_chunk=note)
+    monkeypatch.setattr(slots, "prefill_chunk", note)
+    return shapes
+
+
+@pytest.mark.once
+def test_prompts_that_are_read_together_give_what_each_gives_alone(read_together):
+    drafter, prompts = features_drafter(), [request.prompt for request in ASKED] * 2
+    # The longest is read alone until the others come.
+    longest = max(map(len, prompts))
+    prompts.sort(key=lambda prompt: len(prompt) < longest)
+    values = [ASKED[i % 12].values | {"sampling": None, "temperature": i % 2} for i in range(24)]
+    engine = make_engine(drafter, num_slots=6)
+    read_together.clear()
     with compilations() as found:
-        requests = [request.submit(engine) for request in ASKED]
-        engine.run()
+        expected = [
+            what_came(engine.submit(prompt, **given).result())
+            for prompt, given in zip(prompts, values, strict=True)
+        ]
+        assert set(read_together) == {(1, 4)}
+        num_alone = len(read_together)
+        read_together.clear()
+        requests = []
+        for prompt, given in zip(prompts, values, strict=True):
+            requests.append(engine.submit(prompt, **given))
+            if len(requests) == 1:
+                engine.step()
+        while engine.step():
+            if engine.num_steps % 3 == 0:
+                engine.preempt(requests[engine.num_steps % 24], drops_cache=True)
     assert found == []
-    assert list(map(what_came, requests)) == alone()
-    sizes.clear()
-    for num_tokens in (7, 8, 3):
-        # All but the last token are read.
-        engine.submit([1] * num_tokens, key=KEYS[0], max_new_tokens=1).result()
-    assert sizes == [4, 2, 4, 4, 2]
+    assert list(map(what_came, requests)) == expected
+    # Three prompts at once, three tokens of each; the rest alone.
+    assert read_together.count((3, 3)) > 10
+    assert 0 < read_together.count((1, 4)) < num_alone // 2
+
+
+def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
+    engine = make_engine(None, num_slots=4, max_length=400)
+    values = {"max_new_tokens": 2, "temperature": 0}
+    expected = engine.submit([1, 2] * 90, key=KEYS[0], **values).result().token_ids
+    busy = [engine.submit([1], key=KEYS[1], max_new_tokens=390) for _ in range(4)]
+    while engine.num_running < 4:
+        engine.step()
+    requests = [engine.submit([1, 2] * 90, key=KEYS[0], **values) for _ in range(3)]
+    read_together.clear()
+    engine.step()
+    assert read_together == [(2, 4)]
+    engine.abort(requests[0])
+    engine.step()
+    engine.abort(requests[1])
+    engine.abort(busy[0])
+    engine.run()
+    assert requests[2].token_ids == expected
+    # Two prompts of 179 tokens, the first 4 and 8 of which were read with others.
+    assert read_together.count((2, 4)) == 2
+
+
+def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together):
+    engine = make_engine(None, num_slots=4)
+    for most in (40, 40, 40, 9):
+        engine.submit([1], key=KEYS[0], max_new_tokens=most)
+    engine.step()
+    read_together.clear()
+    late = [engine.submit([1] * size, key=KEYS[1], max_new_tokens=5) for size in (30, 3, 3)]
+    began = []
+    while engine.step():
+        began += [request for request in late if request.token_ids and request not in began]
+    assert (2, 4) in read_together
+    assert began == late
+    # One of a single token is read at once.
+    for size in (1, 30, 30):
+        engine.submit([1] * size, key=KEYS[1], max_new_tokens=9)
+    engine.step()
+    assert engine.num_running == 1
 
 
 def test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling():

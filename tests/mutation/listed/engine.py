@@ -12,6 +12,7 @@ _KEPT = "test_a_request_that_ended_keeps_nothing_of_other_slots"
 _TOKENIZER = "test_a_tokenizer_that_raises_ends_one_request_and_no_other"
 _ROOM = "test_slots_have_the_room_of_all_devices_that_the_target_is_on"
 _SAMPLES = "test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once"
+_TOGETHER = "test_prompts_that_are_read_together_give_what_each_gives_alone"
 _GROWN = "test_prompts_are_read_into_rows_that_grow_and_give_the_same_without_compiling"
 _SERVED = "test_first_come_first_served_and_a_slot_is_empty_for_at_most_a_step"
 _LONG = "test_a_long_prompt_is_read_between_the_steps_of_others"
@@ -154,23 +155,23 @@ MUTATIONS = (
         "tokens are added to a request that another thread ends",
     ),
     Mutation(
-        "specjax.engine.programs._rows_of_each_length",
+        "specjax.engine.start._rows_of_each_length",
         "programs.row_lengths[i + 2 :]",
         "programs.row_lengths[i + 3 :]",
         engines(_GROWN),
         "a row that grows past the next length is compiled by a request",
     ),
     Mutation(
-        "specjax.engine.memory.explain_slots_out_of_memory",
+        "specjax.engine.start.explain_slots_out_of_memory",
         "for device in devices",
         "for device in list(devices)[:1]",
         engines(_ROOM),
         "slots over several devices need the room of one",
     ),
     Mutation(
-        "specjax.engine.memory.explain_slots_out_of_memory",
-        "2 * num_slots + 5",
-        "2 * num_slots + 4",
+        "specjax.engine.start.explain_slots_out_of_memory",
+        "(num_slots + num_prompt_slots)",
+        "(num_slots + 2)",
         engines(_ROOM),
         "a row that grows has no room next to the one that it grows out of",
     ),
@@ -182,11 +183,46 @@ MUTATIONS = (
         "an interrupt while slots change loses tokens of requests",
     ),
     Mutation(
-        "specjax.engine.group._next_chunk",
-        "next((size for size in sizes if size >= end - begin), sizes[-1])",
-        "sizes[-1]",
-        engines("test_the_end_of_a_prompt_is_read_in_a_smaller_chunk_that_holds_it"),
-        "what is left of a prompt is read with more padding than it needs",
+        "specjax.engine.group.PrefillBatch.read",
+        "self._rows = self._batch.put(self._rows, row, np.int32(index))",
+        "",
+        engines(_TOGETHER),
+        "a prompt is read after another one's in its row of the batch",
+    ),
+    Mutation(
+        "specjax.engine.group.PrefillBatch.read",
+        "unread[0] not in able or",
+        "",
+        engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
+        "prompts are read together while the first waits, which nothing is left of",
+    ),
+    Mutation(
+        "specjax.engine.group.PrefillBatch.read",
+        "in self._groups.items() if group.waiting",
+        "in self._groups.items()",
+        engines("test_an_aborted_prompt_leaves_its_place_in_a_batch"),
+        "an aborted prompt is read to its end",
+    ),
+    Mutation(
+        "specjax.engine.group.PrefillBatch.give_back",
+        "if other is group",
+        "if other is not group",
+        engines(_TOGETHER),
+        "a prompt gets the row of another one of its batch",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._fill_slots",
+        "self._batch.give_back(unread[0])",
+        "pass",
+        engines(_TOGETHER),
+        "a prompt that is read alone loses what a batch has read of it",
+    ),
+    Mutation(
+        "specjax.engine.scheduler.Scheduler._fill_slots",
+        "self._queue.first(self._programs.num_ahead)",
+        "sorted(self._queue.first(self._programs.num_ahead), key=lambda one: not one.is_read())",
+        engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
+        "a short prompt takes the slot of a longer one before it",
     ),
     Mutation(
         "specjax.engine.programs.make_programs",
