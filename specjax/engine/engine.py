@@ -33,8 +33,8 @@ class Engine:
     between the steps of the others. What it gets depends on its own key, prompt and parameters, on
     the models, `config` and the engine's shapes; not on its slot, nor on what else is decoded.
 
-    The constructor compiles, no request does. One thread runs the engine, by `step`, `run` or an
-    iteration over a request; other threads may `submit` and `abort`.
+    The constructor compiles, no request does. Any thread may submit, abort, preempt, or run the
+    engine by `step`, `run` or an iteration over a request; those that run it take turns.
 
     Args:
       target: the model whose distribution the output follows.
@@ -45,7 +45,7 @@ class Engine:
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
       prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128. On
-        a CPU, prompts that wait are read up to 8 at a time, together twice as many tokens.
+        a CPU, prompts that wait are read up to 16 at a time, a quarter of that of each or more.
       max_waiting: most requests that wait for a slot, a Python int >= 1.
       sampling: `SamplingParams` with the fields that requests may set, and the values of requests
         that do not; each for one request. None is no field.

@@ -72,14 +72,19 @@ class PromptGroup:
         """Returns whether the whole prompt has room in a row of the least length."""
         return self._num_tokens - 1 <= programs.row_lengths[0]
 
-    def lend_row(self, programs: Programs) -> PromptRow:
-        """Returns the row, which is not here until `take_back`."""
-        row, self._row = self._row_for(programs, 0), None
+    def lend_row(self) -> PromptRow | None:
+        """Returns the row, None if nothing was read yet; it is not here until `take_back`."""
+        row, self._row = self._row, None
         return row
 
-    def take_back(self, row: PromptRow) -> None:
-        """Takes the row that was lent, with more of the prompt in it."""
-        self._row = row
+    def take_back(self, row: PromptRow, length: int) -> None:
+        """Takes the row that was lent, with more of the prompt in it.
+
+        Args:
+          row: of this length.
+          length: in tokens.
+        """
+        self._row, self._row_length = row, length
 
     def _row_for(self, programs: Programs, num_tokens: int) -> PromptRow:
         """Returns the row, with room for the tokens and perhaps for as many again."""
@@ -177,11 +182,16 @@ class PrefillBatch:
     Args:
       programs: of the engine.
       batch: `programs.batch`.
+
+    Attributes:
+      num_chunks: how many chunks of one prompt have as many tokens.
     """
 
     def __init__(self, programs: Programs, batch: BatchPrograms) -> None:
         self._programs, self._batch = programs, batch
         self._rows = batch.new_rows()
+        self._empty_row = programs.new_row(max_length=programs.row_lengths[0])
+        self.num_chunks = -(-batch.size * batch.num_tokens // programs.chunk_size)
         self._groups: dict[int, PromptGroup] = {}
 
     def read(self, unread: Sequence[Waiting]) -> bool:
@@ -198,7 +208,8 @@ class PrefillBatch:
         if unread[0] not in able or len(able) < self._batch.size:
             return False
         for index, group in zip(free, others, strict=False):
-            row = group.lend_row(self._programs)
+            row = group.lend_row()
+            row = self._empty_row if row is None else row
             self._rows = self._batch.put(self._rows, row, np.int32(index))
             groups[index] = group
         self._groups = groups
@@ -219,7 +230,8 @@ class PrefillBatch:
         index = next((i for i, other in self._groups.items() if other is group), None)
         if index is not None:
             lent = self._groups.pop(index)
-            lent.take_back(self._batch.take(self._rows, np.int32(index)))
+            row = self._batch.take(self._rows, np.int32(index))
+            lent.take_back(row, self._programs.row_lengths[0])
 
 
 def _next_chunk(

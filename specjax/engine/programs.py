@@ -30,7 +30,7 @@ _LEAST_ROW = 512
 _AHEAD = 2
 # Prompts that a CPU reads at once, and the least of their tokens together. It multiplies fewer rows
 # otherwise: their last bits would be others.
-_MOST_PROMPTS, _LEAST_TOKENS = 8, 64
+_MOST_PROMPTS, _LEAST_TOKENS = 16, 64
 
 
 class BatchPrograms(NamedTuple):
@@ -222,19 +222,19 @@ def _batch_programs(
     row_length: int,
     chunk_size: int,
 ) -> BatchPrograms | None:
-    """Returns what reads several prompts at once, together two chunks; None but on a CPU.
+    """Returns what reads several prompts at once, together two chunks or more; None but on a CPU.
 
     A CPU reads the weights from memory once for all of them, and less padding: pieces are short. On
     a GPU, rows of other prompts would change a prompt's last bits.
     """
-    size = min(_MOST_PROMPTS, num_slots // 2)
+    size = min(_MOST_PROMPTS, num_slots // 4)
     is_small = size < 2 or 2 * chunk_size < _LEAST_TOKENS
     if is_small or jax.default_backend() != "cpu":
         return None
     new_row = functools.partial(slots.new_row, target, drafter, max_length=row_length)
     return BatchPrograms(
         size=size,
-        num_tokens=-(-2 * chunk_size // size),
+        num_tokens=max(-(-chunk_size // 4), -(-2 * chunk_size // size)),
         new_rows=functools.partial(new_row, size=size),
         put=functools.partial(slots.put, axes=axes),
         prefill=functools.partial(slots.prefill_chunk, target, drafter),

@@ -6,6 +6,7 @@ gives it a token at least, and it may get no more.
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ class Scheduler:
         self._in_flight: deque[InFlight] = deque()
         self._emptied: set[int] = set()
         self._some_aborted = False
+        # Held by the thread whose turn it is to step or preempt.
+        self._turn = threading.RLock()
         self._shared_step: asyncio.Future[bool] | None = None
         self.num_steps = self.num_occupied = 0
 
@@ -106,14 +109,15 @@ class Scheduler:
         Returns:
           Whether it was in a slot.
         """
-        if request not in self._occupants or request.finish_reason is not None:
-            return False
-        slot = self._occupants.index(request)
-        parked = self._programs.park(self._slots, np.int32(slot))
-        self._occupants[slot] = None
-        self._emptied.add(slot)
-        self._queue.put_first(ParkedRequest(request, parked, drops_cache))
-        return True
+        with self._turn:
+            if request not in self._occupants or request.finish_reason is not None:
+                return False
+            slot = self._occupants.index(request)
+            parked = self._programs.park(self._slots, np.int32(slot))
+            self._occupants[slot] = None
+            self._emptied.add(slot)
+            self._queue.put_first(ParkedRequest(request, parked, drops_cache))
+            return True
 
     def take_step(self) -> bool:
         """Takes what `Engine.step` takes, and returns whether work is left.
@@ -121,24 +125,27 @@ class Scheduler:
         Raises:
           RuntimeError: while coroutines wait for a step.
         """
-        if self._is_shared():
-            raise RuntimeError(
-                "Coroutines wait for a step of this engine; iterate over requests with `async for` "
-                "until they have it."
-            )
-        num_unread = self._begin_round()
-        while len(self._in_flight) > num_unread:
-            self._end_round(jax.device_get(self._in_flight[0].output))
-        return self._is_busy()
+        with self._turn:
+            if self._is_shared():
+                raise RuntimeError(
+                    "Coroutines wait for a step of this engine; iterate over requests with "
+                    "`async for` until they have it."
+                )
+            num_unread = self._begin_round()
+            while len(self._in_flight) > num_unread:
+                self._end_round(jax.device_get(self._in_flight[0].output))
+            return self._is_busy()
 
     async def take_step_async(self) -> bool:
         """Takes a step that coroutines share, and lets others run while the device does."""
 
         async def take() -> bool:
-            num_unread = self._begin_round()
+            with self._turn:
+                num_unread = self._begin_round()
             while len(self._in_flight) > num_unread:
-                output = self._in_flight[0].output
-                self._end_round(await asyncio.to_thread(jax.device_get, output))
+                output = await asyncio.to_thread(jax.device_get, self._in_flight[0].output)
+                with self._turn:
+                    self._end_round(output)
             return self._is_busy()
 
         if not self._is_shared():
@@ -209,7 +216,7 @@ class Scheduler:
 
         Two chunks, and two for every empty slot after the first, keep more slots busy than one. No
         more than prompts wait: a single one is no reason to keep those in the slots waiting for two
-        chunks. A batch of prompts takes the time of two.
+        chunks. A batch of prompts counts by its tokens.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         num_chunks = max(1, min(2 * max(1, len(empty)), self._queue.num_groups()))
@@ -225,7 +232,7 @@ class Scheduler:
             if not unread or num_chunks <= 0:
                 return
             if self._batch is not None and self._batch.read(unread):
-                num_chunks -= 2
+                num_chunks -= self._batch.num_chunks
             elif empty or len(groups) - len(unread) < _MOST_READY:
                 if self._batch is not None:
                     self._batch.give_back(unread[0])

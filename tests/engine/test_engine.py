@@ -589,6 +589,23 @@ def test_the_queue_is_bounded_for_several_threads(monkeypatch):
     engine.run()
 
 
+def test_threads_that_run_an_engine_take_turns():
+    engine, found = full_engine(), [None] * 12
+    requests = [request.submit(engine) for request in ASKED]
+
+    def run(first):
+        for index in range(first, 12, 3):
+            found[index] = what_came(requests[index].result())
+            engine.preempt(requests[(index + 5) % 12])
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone()
+
+
 @pytest.mark.parametrize("is_added_first", [True, False])
 def test_a_text_ends_once_if_another_thread_aborts_it_meanwhile(is_added_first):
     meanwhile, threads = [], []
@@ -823,7 +840,7 @@ def test_prompts_that_are_read_together_give_what_each_gives_alone(read_together
     longest = max(map(len, prompts))
     prompts.sort(key=lambda prompt: len(prompt) < longest)
     values = [ASKED[i % 12].values | {"sampling": None, "temperature": i % 2} for i in range(24)]
-    engine = make_engine(drafter, num_slots=6)
+    engine = make_engine(drafter, num_slots=12)
     read_together.clear()
     with compilations() as found:
         expected = [
@@ -849,11 +866,11 @@ def test_prompts_that_are_read_together_give_what_each_gives_alone(read_together
 
 
 def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
-    engine = make_engine(None, num_slots=4, max_length=400)
+    engine = make_engine(None, num_slots=8, max_length=400)
     values = {"max_new_tokens": 2, "temperature": 0}
     expected = engine.submit([1, 2] * 90, key=KEYS[0], **values).result().token_ids
-    busy = [engine.submit([1], key=KEYS[1], max_new_tokens=390) for _ in range(4)]
-    while engine.num_running < 4:
+    busy = [engine.submit([1], key=KEYS[1], max_new_tokens=390) for _ in range(8)]
+    while engine.num_running < 8:
         engine.step()
     requests = [engine.submit([1, 2] * 90, key=KEYS[0], **values) for _ in range(3)]
     read_together.clear()
@@ -870,8 +887,8 @@ def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
 
 
 def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together):
-    engine = make_engine(None, num_slots=4)
-    for most in (40, 40, 40, 9):
+    engine = make_engine(None, num_slots=8)
+    for most in (*[40] * 7, 9):
         engine.submit([1], key=KEYS[0], max_new_tokens=most)
     engine.step()
     read_together.clear()
