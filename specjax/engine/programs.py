@@ -28,9 +28,9 @@ __all__ = [
 _LEAST_ROW = 512
 # Prompts that are read before a slot is empty. Each takes the memory of a slot.
 _AHEAD = 2
-# Prompts that a CPU reads at once, and the least of their tokens together. It multiplies fewer rows
-# otherwise: their last bits would be others.
-_MOST_PROMPTS, _LEAST_TOKENS = 16, 64
+# Prompts that a CPU reads at once, and the least chunk where it does. A shorter one, read alone,
+# has other last bits than in a batch.
+_MOST_PROMPTS, _LEAST_CHUNK = 16, 64
 
 
 class BatchPrograms(NamedTuple):
@@ -228,8 +228,7 @@ def _batch_programs(
     a GPU, rows of other prompts would change a prompt's last bits.
     """
     size = min(_MOST_PROMPTS, num_slots // 4)
-    is_small = size < 2 or 2 * chunk_size < _LEAST_TOKENS
-    if is_small or jax.default_backend() != "cpu":
+    if size < 2 or chunk_size < _LEAST_CHUNK or jax.default_backend() != "cpu":
         return None
     new_row = functools.partial(slots.new_row, target, drafter, max_length=row_length)
     return BatchPrograms(

@@ -822,7 +822,7 @@ def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch)
 @pytest.fixture
 def read_together(monkeypatch):
     """Prompts are read together from few tokens on; gives a list of the chunks that were read."""
-    monkeypatch.setattr("specjax.engine.programs._LEAST_TOKENS", 1)
+    monkeypatch.setattr("specjax.engine.programs._LEAST_CHUNK", 1)
     shapes, read = [], slots.prefill_chunk
 
     def note(target, drafter, row, token_ids, positions):

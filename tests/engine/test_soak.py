@@ -9,7 +9,7 @@ pytestmark = pytest.mark.once
 
 def test_a_soak_finds_nothing_wrong(monkeypatch):
     # Its chunks are short; some prompts are read together all the same.
-    monkeypatch.setattr("specjax.engine.programs._LEAST_TOKENS", 1)
+    monkeypatch.setattr("specjax.engine.programs._LEAST_CHUNK", 1)
     record = soak(200)
     assert record["wrong"] == {}
     counts = record["counts"]

@@ -155,6 +155,13 @@ MUTATIONS = (
         "tokens are added to a request that another thread ends",
     ),
     Mutation(
+        "specjax.engine.scheduler.Scheduler.take_step",
+        "with self._turn",
+        "if self._turn",
+        engines("test_threads_that_run_an_engine_take_turns"),
+        "two threads step an engine at once",
+    ),
+    Mutation(
         "specjax.engine.start._rows_of_each_length",
         "programs.row_lengths[i + 2 :]",
         "programs.row_lengths[i + 3 :]",
