@@ -17,7 +17,7 @@ from specjax.engine.request import Request
 from specjax.engine.slot_data import PromptRow, RequestSettings
 from specjax.engine.submission import Submission
 
-__all__ = ["PrefillBatch", "ParkedRequest", "PromptGroup", "Waiting", "make_group"]
+__all__ = ["ParkedRequest", "PrefillBatch", "PromptGroup", "Waiting", "make_group"]
 
 
 class PromptGroup:

@@ -62,7 +62,6 @@ class Programs(NamedTuple):
       row_lengths: lengths of the rows that a prompt is read into, one after another; the last
         is S. A chunk attends to all of its row.
       chunk_size: C, tokens of a prompt that are read at once.
-      num_ahead: prompts that are read before a slot is empty, or are being read.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
       new_target_row: `() -> PromptRow` of length S, without a drafter's state.
       prefill_target_chunk: `prefill_chunk` of such a row.
@@ -74,7 +73,6 @@ class Programs(NamedTuple):
       resume: `(slots, parked, slot) -> slots`.
       empty_slots: `() -> slots`.
       slot_bytes: bytes that the state of a slot takes, its caches among them.
-      num_prompt_slots: how many slots' bytes prompts take that are being read.
       vocab_size: of the target's logits.
     """
 
@@ -82,7 +80,6 @@ class Programs(NamedTuple):
     grow_row: Callable[..., PromptRow]
     row_lengths: tuple[int, ...]
     chunk_size: int
-    num_ahead: int
     prefill_chunk: Callable[..., PromptRow]
     new_target_row: Callable[[], PromptRow]
     prefill_target_chunk: Callable[..., PromptRow]
@@ -94,8 +91,22 @@ class Programs(NamedTuple):
     resume: Callable[..., DecodeState]
     empty_slots: Callable[[], DecodeState]
     slot_bytes: int
-    num_prompt_slots: float
     vocab_size: int
+
+    @property
+    def num_ahead(self) -> int:
+        """Prompts that are read before a slot is empty, or are being read.
+
+        While so many are unread that they fill a batch, half as many wait that are read.
+        """
+        return _AHEAD if self.batch is None else self.batch.size + self.batch.size // 2
+
+    @property
+    def num_prompt_slots(self) -> float:
+        """How many slots' bytes prompts take that are being read."""
+        num_rows = 0 if self.batch is None else self.batch.size + self.num_ahead - _AHEAD
+        # Two more rows, one of which grows out of one of half its length.
+        return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
 
 
 def _check_placement(target: Model) -> None:
@@ -132,7 +143,7 @@ def make_programs(
       settings: of one empty request in each slot.
       num_slots: B.
       max_length: S.
-      chunk_size: C, the greatest.
+      chunk_size: C.
       **options: `config` and `implementation`, static options of a step.
 
     Raises:
@@ -163,30 +174,19 @@ def make_programs(
     # What a drafter makes of a whole prompt in a short row is no beginning of that in a longer one.
     drafts = shapes.drafter_state
     is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
-    cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
-    hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
     lengths = (max_length,) if is_whole else row_lengths(max_length, chunk_size)
-    batch = _batch_programs(
-        target,
-        drafter,
-        tuple(jax.tree.leaves((cache_axes, drafter_axes))),
-        num_slots=num_slots,
-        row_length=lengths[0],
-        chunk_size=chunk_size,
-    )
-    # While so many of them are unread that they fill a batch, others wait that are read.
-    num_ahead = _AHEAD if batch is None else batch.size + batch.size // 2
-    num_batch_rows = 0 if batch is None else batch.size + num_ahead - _AHEAD
+    row_axes = tuple(jax.tree.leaves((cache_axes, drafter_axes)))
+    new_row = functools.partial(slots.new_row, target, drafter)
+    prefill_chunk = functools.partial(slots.prefill_chunk, target, drafter)
     return Programs(
-        new_row=functools.partial(slots.new_row, target, drafter),
+        new_row=new_row,
         grow_row=functools.partial(slots.grow_row, target, drafter),
         row_lengths=lengths,
         chunk_size=chunk_size,
-        num_ahead=num_ahead,
-        prefill_chunk=functools.partial(slots.prefill_chunk, target, drafter),
+        prefill_chunk=prefill_chunk,
         new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
         prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
-        batch=batch,
+        batch=_batch_programs(new_row, prefill_chunk, row_axes, num_slots, lengths[0], chunk_size),
         admit=functools.partial(slots.admit, target, drafter, axes=axes),
         step=functools.partial(
             slots.step_slots, target, drafter, row_buckets=_row_buckets(shapes), **options
@@ -196,10 +196,15 @@ def make_programs(
         resume=functools.partial(slots.put, axes=axes),
         empty_slots=empty,
         slot_bytes=row_bytes(shapes, axes),
-        # Two rows, one of which grows out of one of half its length.
-        num_prompt_slots=2.5 + num_batch_rows * lengths[0] / max_length,
-        vocab_size=jax.eval_shape(target.logits, target.params, hidden).shape[-1],
+        vocab_size=_vocab_size(target),
     )
+
+
+def _vocab_size(target: Model) -> int:
+    cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
+    hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
+    size: int = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
+    return size
 
 
 def choose_chunk_size(given: int | None) -> int:
@@ -214,10 +219,9 @@ def choose_chunk_size(given: int | None) -> int:
 
 
 def _batch_programs(
-    target: Model,
-    drafter: Drafter | None,
+    new_row: Callable[..., PromptRow],
+    prefill_chunk: Callable[..., PromptRow],
     axes: tuple[int, ...],
-    *,
     num_slots: int,
     row_length: int,
     chunk_size: int,
@@ -230,13 +234,12 @@ def _batch_programs(
     size = min(_MOST_PROMPTS, num_slots // 4)
     if size < 2 or chunk_size < _LEAST_CHUNK or jax.default_backend() != "cpu":
         return None
-    new_row = functools.partial(slots.new_row, target, drafter, max_length=row_length)
     return BatchPrograms(
         size=size,
         num_tokens=max(-(-chunk_size // 4), -(-2 * chunk_size // size)),
-        new_rows=functools.partial(new_row, size=size),
+        new_rows=functools.partial(new_row, max_length=row_length, size=size),
         put=functools.partial(slots.put, axes=axes),
-        prefill=functools.partial(slots.prefill_chunk, target, drafter),
+        prefill=prefill_chunk,
         take=functools.partial(slots.take, axes=axes),
     )
 
