@@ -19,6 +19,8 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import (
     choose_max_length,
     explain_out_of_memory,
+    fill_up,
+    fill_up_masks,
     on_host,
     pad_eos,
     pad_prompt,
@@ -83,7 +85,8 @@ def init(
       implementation: None, "xla", "triton" or "interpret".
 
     Returns:
-      `DecodeState` with one token generated, which `step` takes.
+      `DecodeState` with one token generated, which `step` takes. Where a mesh's axis `data` does
+      not divide the requests, copies of the last one follow them in the state.
 
     Raises:
       ValueError: for what `generate` refuses.
@@ -122,7 +125,8 @@ def init(
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         run = functools.partial(prefill_and_run, run_step)
         like = arguments["prompt"], arguments["settings"]
-        state, _ = call_on_auto_axes(run, target, drafter, like=like, **arguments)
+        filled = fill_up(arguments, target.placement)
+        state, _ = call_on_auto_axes(run, target, drafter, like=like, **filled)
         return state
 
 
@@ -184,7 +188,7 @@ def step(
             f"begun {'with' if has_rates else 'without'} acceptance rates, which it keeps; step "
             "needs the config of init."
         )
-    size = state.lengths.shape[0]
+    size, allowed = state.lengths.shape[0], fill_up_masks(allowed, target.placement)
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))
     # One array of the state, since a step may last half a millisecond.

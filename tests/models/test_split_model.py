@@ -153,18 +153,16 @@ def test_no_row_of_logits_travels_where_devices_do_not_divide_the_requests(draft
         draft = split_model(config, seed=4, mesh=mesh_of(2, 2), replicate=True)
         drafter = specjax.model_drafter(draft)
 
+    config = specjax.SpeculativeConfig(num_speculative_tokens=2)
+
     def decode(target, drafter, keys):
-        return specjax.generate(
-            target,
-            drafter,
-            np.ones((5, 8), np.int32),
-            np.full(5, 8),
-            keys=keys,
-            max_new_tokens=8,
-            max_length=24,
-            config=specjax.SpeculativeConfig(num_speculative_tokens=2),
-            temperature=np.ones(5, np.float32),
-        )
+        prompts = np.ones((5, 8), np.int32), np.full(5, 8)
+        options = {"keys": keys, "max_new_tokens": 8, "max_length": 24, "config": config}
+        options["temperature"] = np.ones(5, np.float32)
+        if drafts:
+            return specjax.generate(target, drafter, *prompts, **options)
+        state = specjax.init(target, drafter, *prompts, **options)
+        return specjax.step(target, drafter, state, config=config)
 
     keys = jax.random.split(jax.random.key(0), 5)
     program = jax.jit(decode).lower(target, drafter, keys).compile()
@@ -172,8 +170,7 @@ def test_no_row_of_logits_travels_where_devices_do_not_divide_the_requests(draft
     assert max(size for _, size in collectives(program)) < 2000
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_requests_that_devices_do_not_divide_keep_their_own_options(compiles):
+def test_requests_that_devices_do_not_divide_keep_their_own_options():
     config, rng = TransformerConfig(64, 16, 32, 1, 4, 2, 8), np.random.default_rng(0)
     allowed, grammar_state = rng.random((3, 64)) < 0.7, np.array([-1, 0, 1], np.int32)
     # An even token after an odd one, and the other way round.
@@ -198,17 +195,26 @@ def test_requests_that_devices_do_not_divide_keep_their_own_options(compiles):
     static = {"max_length": 20, "num_logprobs": 2}
     static["config"] = specjax.SpeculativeConfig(num_speculative_tokens=2)
 
-    def decode(mesh):
-        model = split_model(config, seed=3, mesh=mesh)
-        drafter, prompts = specjax.ngram_drafter(), (np.full((3, 4), 5), np.array([2, 4, 3]))
-        if not compiles:
-            return specjax.generate(model, drafter, *prompts, **arguments, **static)
-        compiled = specjax.compile_generate(
-            model, drafter, batch_size=3, sampling=sampling, **static
-        )
-        return compiled(model, drafter, *prompts, **arguments)
+    prompts = np.full((3, 4), 5), np.array([2, 4, 3])
+    given = split_model(config, seed=3, mesh=mesh_of(2, 1)), specjax.ngram_drafter()
+    compiled = specjax.compile_generate(*given, batch_size=3, sampling=sampling, **static)
+    found = [
+        specjax.generate(*given, *prompts, **arguments, **static),
+        compiled(*given, *prompts, **arguments),
+    ]
+    # The same masks, given for every row.
+    others = arguments | {"sampling": sampling._replace(allowed=None)}
+    state = specjax.init(*given, *prompts, **others, **static, allowed=allowed)
+    while not state.finish.all():
+        rows = np.repeat(allowed[:, None], 3, axis=1)
+        state, _ = specjax.step(*given, state, config=static["config"], allowed=rows)
+    fields = [getattr(state, name) for name in specjax.Generation._fields]
+    found.append(jax.tree.map(lambda x: x[:3], specjax.Generation(*fields)))
 
-    chex.assert_trees_all_close(decode(mesh_of(2, 1)), decode(mesh_of(1, 1)), atol=1e-4)
+    one = split_model(config, seed=3, mesh=mesh_of(1, 1))
+    expected = specjax.generate(one, given[1], *prompts, **arguments, **static)
+    for output in found:
+        chex.assert_trees_all_close(output, expected, atol=1e-4)
 
 
 def share_sizes(model):

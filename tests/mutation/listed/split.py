@@ -304,9 +304,16 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.capacity.fill_up",
-        'ranks |= {"bias": 2, "allowed": 2, "bad_words": 3}',
-        'ranks |= {"bias": 1, "allowed": 2, "bad_words": 3}',
-        split_models(f"{_OWN_OPTIONS}[False]"),
+        "np.ndim(x) >= rank",
+        "np.ndim(x) == 1",
+        split_models(_OWN_OPTIONS),
         "copies of a request have no bias of their own",
+    ),
+    Mutation(
+        "specjax.decode.capacity.fill_up_masks",
+        "[_repeat_last(size, placement.round_up(size))]",
+        "",
+        split_models(_OWN_OPTIONS),
+        "masks of a step are refused where devices do not divide the requests",
     ),
 )
