@@ -50,7 +50,9 @@ def decode(folder):
     state = specjax.init(target, None, *prompts, **given)
     while not read(state.finish).all():
         state, _ = specjax.step(target, None, state)
-    return [specjax.unpad(read(tokens)) for tokens in (whole.token_ids, state.token_ids)]
+    # The state's last request is a copy of the one before it.
+    both = read(whole.token_ids), read(state.token_ids)[: len(prompts[0])]
+    return [specjax.unpad(tokens) for tokens in both]
 
 
 def least_share(model):
