@@ -34,7 +34,8 @@ class Engine:
     the models, `config` and the engine's shapes; not on its slot, nor on what else is decoded.
 
     The constructor compiles, no request does. Any thread may submit, abort, preempt, or run the
-    engine by `step`, `run` or an iteration over a request; those that run it take turns.
+    engine by `step`, `run` or an iteration over a request; those that run it take turns. Coroutines
+    share steps, those of one event loop.
 
     Args:
       target: the model whose distribution the output follows.

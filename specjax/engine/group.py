@@ -194,18 +194,24 @@ class PrefillBatch:
         self.num_chunks = -(-batch.size * batch.num_tokens // programs.chunk_size)
         self._groups: dict[int, PromptGroup] = {}
 
-    def read(self, unread: Sequence[Waiting]) -> bool:
+    def read(self, unread: Sequence[Waiting], most_chunks: int | None) -> bool:
         """Reads the next tokens of as many prompts as the batch has rows; returns whether it did.
 
         Args:
           unread: what is to be read, the first first.
+          most_chunks: in which the first is to be read, as a slot is empty; or None.
         """
-        # Those that were aborted wait for no slot.
-        groups = {i: group for i, group in self._groups.items() if group.waiting}
+        first = unread[0]
+        if not self._takes(first):
+            return False
+        num_readings = -(-first.num_left // self._batch.num_tokens)
+        if most_chunks is not None and num_readings * self.num_chunks > most_chunks:
+            return False
+        groups = dict(self._groups)
         others = [group for group in unread if self._takes(group) and group not in groups.values()]
         free = [index for index in range(self._batch.size) if index not in groups]
         able = [*groups.values(), *others]
-        if unread[0] not in able or len(able) < self._batch.size:
+        if len(able) < self._batch.size:
             return False
         for index, group in zip(free, others, strict=False):
             row = group.lend_row()
@@ -220,6 +226,10 @@ class PrefillBatch:
             if not group.num_left:
                 self.give_back(group)
         return True
+
+    def drop_ended(self) -> None:
+        """Lets prompts go that no request waits for any more."""
+        self._groups = {i: group for i, group in self._groups.items() if group.waiting}
 
     def _takes(self, group: Waiting) -> TypeGuard[PromptGroup]:
         """Returns whether something of a prompt is to be read that has room in a row."""

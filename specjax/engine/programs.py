@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.decode.drafters import Drafter, reads_chunks
@@ -26,10 +27,10 @@ __all__ = [
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _LEAST_ROW = 512
-# Prompts that are read before a slot is empty. Each takes the memory of a slot.
+# Prompts that are read before a slot is empty, without a batch. Each takes the memory of a slot.
 _AHEAD = 2
-# Prompts that a CPU reads at once, and the least chunk where it does. A shorter one, read alone,
-# has other last bits than in a batch.
+# Prompts that a CPU reads at once, and the least chunk where it does. A shorter one, and one of
+# bfloat16, has other last bits alone than in a batch.
 _MOST_PROMPTS, _LEAST_CHUNK = 16, 64
 
 
@@ -104,7 +105,8 @@ class Programs(NamedTuple):
     @property
     def num_prompt_slots(self) -> float:
         """How many slots' bytes prompts take that are being read."""
-        num_rows = 0 if self.batch is None else self.batch.size + self.num_ahead - _AHEAD
+        # Rows of the batch, those read ahead for it, and an empty one.
+        num_rows = 0 if self.batch is None else self.batch.size + self.num_ahead - _AHEAD + 1
         # Two more rows, one of which grows out of one of half its length.
         return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
 
@@ -210,8 +212,8 @@ def _vocab_size(target: Model) -> int:
 def choose_chunk_size(given: int | None) -> int:
     """Returns how many tokens of a prompt are read at once: as given, or by the device.
 
-    An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads the
-    padding of a chunk as slowly as its tokens.
+    An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads
+    padding as slowly as tokens.
     """
     if given is not None:
         return given
@@ -233,6 +235,9 @@ def _batch_programs(
     """
     size = min(_MOST_PROMPTS, num_slots // 4)
     if size < 2 or chunk_size < _LEAST_CHUNK or jax.default_backend() != "cpu":
+        return None
+    row = jax.eval_shape(functools.partial(new_row, max_length=row_length))
+    if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(row)):
         return None
     return BatchPrograms(
         size=size,

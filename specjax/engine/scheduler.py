@@ -98,7 +98,6 @@ class Scheduler:
         request.end(FinishReason.ABORTED)
         self._some_aborted = True
 
-    @delayed_interrupts()
     def preempt(self, request: Request, drops_cache: bool) -> bool:
         """Takes a request out of its slot and puts it first in the queue, with its state.
 
@@ -109,7 +108,7 @@ class Scheduler:
         Returns:
           Whether it was in a slot.
         """
-        with self._turn:
+        with self._turn, delayed_interrupts():
             if request not in self._occupants or request.finish_reason is not None:
                 return False
             slot = self._occupants.index(request)
@@ -151,6 +150,8 @@ class Scheduler:
         if not self._is_shared():
             self._shared_step = asyncio.ensure_future(take())
         assert self._shared_step is not None
+        if self._shared_step.get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError("Coroutines of another event loop wait for a step of this engine.")
         return await asyncio.shield(self._shared_step)
 
     def _is_shared(self) -> bool:
@@ -167,6 +168,8 @@ class Scheduler:
         if self._some_aborted:
             self._some_aborted = False
             self._queue.drop_ended()
+            if self._batch is not None:
+                self._batch.drop_ended()
         self._empty_slots()
         self._fill_slots()
         self._release_emptied()
@@ -231,7 +234,8 @@ class Scheduler:
             unread = [group for group in groups if not group.is_read()]
             if not unread or num_chunks <= 0:
                 return
-            if self._batch is not None and self._batch.read(unread):
+            most = num_chunks if empty else None
+            if self._batch is not None and self._batch.read(unread, most):
                 num_chunks -= self._batch.num_chunks
             elif empty or len(groups) - len(unread) < _MOST_READY:
                 if self._batch is not None:

@@ -21,6 +21,7 @@ import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.metrics import Metrics
 from specjax.engine import slots
+from specjax.engine.programs import _batch_programs as batch_programs
 from specjax.engine.request import Request
 from specjax.engine.slot_data import StepOutput
 from specjax.engine.slot_settings import choose_drafts
@@ -878,12 +879,34 @@ def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
     assert read_together == [(2, 4)]
     engine.abort(requests[0])
     engine.step()
+    assert all(group.waiting for group in engine._scheduler._batch._groups.values())
     engine.abort(requests[1])
     engine.abort(busy[0])
     engine.run()
     assert requests[2].token_ids == expected
     # Two prompts of 179 tokens, the first 4 and 8 of which were read with others.
     assert read_together.count((2, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "chunk_size", "dtype", "expected"),
+    [
+        (7, 128, np.float32, None),
+        (8, 128, np.float32, (2, 128)),
+        (16, 64, np.float32, (4, 32)),
+        (16, 63, np.float32, None),
+        (99, 128, np.float32, (16, 32)),
+        (99, 128, jnp.bfloat16, None),
+    ],
+)
+def test_prompts_are_read_together_where_that_changes_no_bit(
+    num_slots, chunk_size, dtype, expected
+):
+    def new_row(max_length, size=1):
+        return jnp.zeros((size, max_length), dtype)
+
+    batch = batch_programs(new_row, None, (0,), num_slots, 300, chunk_size)
+    assert (batch and (batch.size, batch.num_tokens)) == expected
 
 
 def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together):
@@ -898,6 +921,15 @@ def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together
         began += [request for request in late if request.token_ids and request not in began]
     assert (2, 4) in read_together
     assert began == late
+    # Where slots are empty, the first is not kept waiting for others to be read.
+    late = [engine.submit([1] * 42, key=KEYS[1], max_new_tokens=2) for _ in range(5)]
+    num_rounds = 0
+    while not late[0].token_ids:
+        num_rounds += 1
+        engine.step()
+    # Eleven chunks, at most five a round, then a step that is read in the next round.
+    assert num_rounds == 4
+    engine.run()
     # One of a single token is read at once.
     for size in (1, 30, 30):
         engine.submit([1] * size, key=KEYS[1], max_new_tokens=9)
