@@ -23,7 +23,6 @@ __all__ = [
     "choose_max_length",
     "explain_out_of_memory",
     "fill_up",
-    "fill_up_masks",
     "on_host",
     "pad_eos",
     "pad_prompt",
@@ -127,7 +126,7 @@ def fill_up(arguments: dict[str, Any], placement: Placement | None) -> dict[str,
     num_filled = size if placement is None else placement.round_up(size)
     if num_filled == size:
         return arguments
-    settings, index = arguments["settings"], _repeat_last(size, num_filled)
+    settings, index = arguments["settings"], np.minimum(np.arange(num_filled), size - 1)
     keys = settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size)
 
     def repeat(x: Any, rank: int = 1) -> Any:
@@ -144,23 +143,6 @@ def fill_up(arguments: dict[str, Any], placement: Placement | None) -> dict[str,
     filled = {name: arguments[name][index] for name in ("prompt", "lengths")}
     settings = settings._replace(keys=keys[index], **each)
     return arguments | filled | {"settings": settings}
-
-
-def _repeat_last(size: int, num_filled: int) -> np.ndarray:
-    return np.minimum(np.arange(num_filled), size - 1)
-
-
-def fill_up_masks(allowed: Any, placement: Placement | None) -> Any:
-    """Returns masks [B, ...] of as many requests as `fill_up` gives; what has other axes as it is.
-
-    Args:
-      allowed: of a step's rows, unchecked; or None.
-      placement: of the target.
-    """
-    if placement is None or np.ndim(allowed) != 3:
-        return allowed
-    size = np.shape(allowed)[0]
-    return jnp.asarray(allowed)[_repeat_last(size, placement.round_up(size))]
 
 
 def pad_eos(ids: Any, least: int = _EOS_IDS) -> Any:

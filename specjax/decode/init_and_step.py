@@ -20,7 +20,6 @@ from specjax.decode.capacity import (
     choose_max_length,
     explain_out_of_memory,
     fill_up,
-    fill_up_masks,
     on_host,
     pad_eos,
     pad_prompt,
@@ -150,7 +149,8 @@ def step(
       allowed: what each row of this step may emit: bool [B, K + 1, V], or words i32 or u32
         [B, K + 1, ceil(V / 32)]. Row i follows the i first drafted tokens of the state, and row K
         gives the bonus token. Of the target alone: the draft was drawn before. A state that `init`
-        began with `allowed` needs it in every step. `grammars.RowMasks` makes them.
+        began with `allowed` needs it in every step. `grammars.RowMasks` makes them. B counts the
+        state's requests, its copies of the last one, too.
       implementation: as in `init`.
 
     Returns:
@@ -188,7 +188,7 @@ def step(
             f"begun {'with' if has_rates else 'without'} acceptance rates, which it keeps; step "
             "needs the config of init."
         )
-    size, allowed = state.lengths.shape[0], fill_up_masks(allowed, target.placement)
+    size = state.lengths.shape[0]
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))
     # One array of the state, since a step may last half a millisecond.

@@ -136,6 +136,7 @@ class RowMasks:
                 f"prompt_lengths has shape {self._num_read.shape}; it needs one for each of "
                 f"{len(self._texts)} matchers."
             )
+        self._last_prompt = int(self._num_read[-1:].sum())
 
     def first(self) -> np.ndarray:
         """Returns the masks of the first generated token, u32[B, ceil(V / 32)], for `init`."""
@@ -148,16 +149,27 @@ class RowMasks:
     def of_rows(self, state: DecodeState) -> np.ndarray:
         """Returns the masks of the rows of a state's next step, u32[B, K + 1, ceil(V / 32)].
 
+        Copies of the last request, which follow the others where devices do not divide them, have
+        its masks.
+
         Args:
           state: from `init` or `step`, each state once and in their order.
 
         Raises:
-          ValueError: if a committed token may not follow: it was decoded without these masks.
+          ValueError: if a committed token may not follow: it was decoded without these masks. Or if
+            the state has other requests than matchers were given for.
         """
         read = (state.token_ids, state.lengths, state.finish)
         drafted = (state.draft.token_ids, state.draft.num_tokens)
         (token_ids, lengths, finish), (draft_ids, counts) = jax.device_get((read, drafted))
-        masks = new_masks(len(self._texts), draft_ids.shape[1] + 1, self._vocab_size)
+        size = len(self._texts)
+        prompts = token_ids[:, : self._last_prompt]
+        if not 0 < size <= len(prompts) or np.any(prompts[size:] != prompts[size - 1]):
+            raise ValueError(
+                f"the state has {len(token_ids)} requests, and masks are of {size} matchers; it "
+                "needs one for each, None for a request without a grammar."
+            )
+        masks = new_masks(size, draft_ids.shape[1] + 1, self._vocab_size)
         for b, text in enumerate(self._texts):
             if text is None or finish[b]:
                 continue
@@ -165,4 +177,4 @@ class RowMasks:
             self._num_read[b] = lengths[b]
             text.read(committed)
             text.fill(draft_ids[b].tolist()[: max(int(counts[b]), 0)], masks[b])
-        return masks
+        return masks[np.minimum(np.arange(len(token_ids)), size - 1)]

@@ -26,6 +26,22 @@ def state_of(token_ids, drafted, finish):
     )
 
 
+def test_copies_of_the_last_request_have_its_masks_and_others_are_refused():
+    def found(texts):
+        masks = RowMasks([automata.Matcher(0), automata.Matcher(1)], [1, 1], automata.V)
+        return masks.of_rows(state_of(texts, [[1, 4]] * len(texts), [0] * len(texts)))
+
+    first, second = [9, 1], [9, 2]
+    two, four = found([first, second]), found([first, second, second, second])
+    np.testing.assert_array_equal(four, two[[0, 1, 1, 1]])
+    assert (two[0] != two[1]).any()
+    # A copy may part from its request at a near-tie; no text but a prompt tells it.
+    found([first, second, [9, 3]])
+    for texts in ([first], [first, second, [8, 2]], [first, second, second, [8, 2]]):
+        with pytest.raises(ValueError, match=f"has {len(texts)} requests, and masks are of 2 mat"):
+            found(texts)
+
+
 def test_each_row_has_the_mask_after_the_tokens_before_it_and_the_matchers_go_back():
     starts = [0, 2, 1, None, 3]
     matchers = [None if start is None else automata.Matcher(start) for start in starts]

@@ -144,6 +144,13 @@ MUTATIONS = (
         "rows after a drafted token have no mask",
     ),
     Mutation(
+        f"{_MASKS}of_rows",
+        "np.any(prompts[size:] != prompts[size - 1])",
+        "False",
+        row_masks("test_copies_of_the_last_request_have_its_masks_and_others_are_refused"),
+        "requests without a matcher get the masks of the last one that has one",
+    ),
+    Mutation(
         "specjax.processing.row_masks.with_row_masks",
         "return _with_masks(sampling, masks)",
         "return sampling",

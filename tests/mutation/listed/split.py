@@ -309,11 +309,4 @@ MUTATIONS = (
         split_models(_OWN_OPTIONS),
         "copies of a request have no bias of their own",
     ),
-    Mutation(
-        "specjax.decode.capacity.fill_up_masks",
-        "[_repeat_last(size, placement.round_up(size))]",
-        "",
-        split_models(_OWN_OPTIONS),
-        "masks of a step are refused where devices do not divide the requests",
-    ),
 )
