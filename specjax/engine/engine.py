@@ -46,7 +46,7 @@ class Engine:
       num_slots: requests decoded at once, a Python int >= 1.
       max_length: most tokens of a prompt and its text together, a Python int >= 2.
       prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128. On
-        a CPU, prompts that wait are read up to 16 at a time, a quarter of that of each or more.
+        a CPU up to 16 waiting prompts are read together, a quarter as many tokens of each or more.
       max_waiting: most requests that wait for a slot, a Python int >= 1.
       sampling: `SamplingParams` with the fields that requests may set, and the values of requests
         that do not; each for one request. None is no field.

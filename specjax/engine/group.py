@@ -207,22 +207,20 @@ class PrefillBatch:
         num_readings = -(-first.num_left // self._batch.num_tokens)
         if most_chunks is not None and num_readings * self.num_chunks > most_chunks:
             return False
-        groups = dict(self._groups)
-        others = [group for group in unread if self._takes(group) and group not in groups.values()]
-        free = [index for index in range(self._batch.size) if index not in groups]
-        able = [*groups.values(), *others]
-        if len(able) < self._batch.size:
+        size, lent = self._batch.size, self._groups.values()
+        others = [group for group in unread if self._takes(group) and group not in lent]
+        free = [index for index in range(size) if index not in self._groups]
+        if len(others) < len(free):
             return False
         for index, group in zip(free, others, strict=False):
             row = group.lend_row()
             row = self._empty_row if row is None else row
             self._rows = self._batch.put(self._rows, row, np.int32(index))
-            groups[index] = group
-        self._groups = groups
-        chunks = [groups[i].take_chunk(self._batch.num_tokens) for i in range(self._batch.size)]
+            self._groups[index] = group
+        chunks = [self._groups[i].take_chunk(self._batch.num_tokens) for i in range(size)]
         token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
         self._rows = self._batch.prefill(self._rows, token_ids, positions)
-        for group in able:
+        for group in tuple(lent):
             if not group.num_left:
                 self.give_back(group)
         return True
