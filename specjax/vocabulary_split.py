@@ -57,13 +57,14 @@ def parse_split(
 
     Returns:
       `VocabularySplit` or None. Rows whose sharding splits them are whole for a call that cannot
-      read parts, unless it names `vocab_size`.
+      read parts, unless it names `vocab_size`. Rows over an axis of one device are whole without
+      `vocab_size`.
 
     Raises:
       ValueError: for an axis that there is not, a size that does not fit, or kernels by name.
     """
     if axis_name is None:
-        mesh, axis_name, requests = _axes_of(logits)
+        mesh, axis_name, requests = _axes_of(logits, vocab_size is not None)
         if axis_name is None:
             _check_no_size(vocab_size)
             _check_draft_is_whole(logits, draft)
@@ -100,26 +101,41 @@ def _manual_axes() -> tuple[str, ...]:
     return jax.sharding.get_abstract_mesh().manual_axes
 
 
-def _axes_of(logits: Any) -> tuple[Any, str | None, Any]:
+def _axes_of(logits: Any, has_size: bool) -> tuple[Any, str | None, Any]:
     """Returns the mesh, the axis of the vocabulary and those of the requests of a sharded array.
 
     A traced array tells its Explicit axes alone. None for all three of an array that lies whole,
-    or over several axes.
+    or over several axes. With `has_size` an axis of one device is one over which V lies.
     """
     nowhere = None, None, None
     is_traced = isinstance(logits, jax.core.Tracer)
     sharding: Any = jax.typeof(logits) if is_traced else logits
     sharding = getattr(sharding, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or _manual_axes():
         return nowhere
-    mesh, spec = sharding.mesh, sharding.spec
-    if len(spec) < logits.ndim or spec[-1] is None or _manual_axes():
-        return nowhere
-    names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    mesh = sharding.mesh
+    spec = [*sharding.spec, *[None] * (logits.ndim - len(sharding.spec))]
+    by_axis = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+    names = [name for name in by_axis[-1] if name is not None]
     split_over = [name for name in names if mesh.shape[name] > 1]
+    if has_size and not split_over:
+        split_over = (names or _unnamed_axes(mesh, sum(by_axis, ())))[:1]
     if len(split_over) != 1:
         return nowhere
     return mesh, split_over[0], spec[0] if logits.ndim > 1 else None
+
+
+def _unnamed_axes(mesh: Mesh | AbstractMesh, names: tuple[str | None, ...]) -> list[str]:
+    """Returns the Auto axes of one device that a sharding does not name.
+
+    XLA drops their names from what `jit` returns, so that V may lie over each of them. None for
+    the mesh of a traced array, which tells its Explicit axes alone.
+    """
+    if not isinstance(mesh, Mesh):
+        return []
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto_axes = [name for name, kind in types if kind == AxisType.Auto]
+    return [name for name in auto_axes if mesh.shape[name] == 1 and name not in names]
 
 
 def _check_no_size(vocab_size: Any) -> None:

@@ -3,6 +3,7 @@
 Whatever stands past the vocabulary's end is NaN, so that every number that reads it shows it.
 """
 
+import dataclasses
 import functools
 import importlib
 
@@ -179,6 +180,10 @@ def test_tokens_are_those_of_whole_rows_and_no_row_travels(method):
     np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6, rtol=1e-6)
 
 
+# A row whose largest logit is the last of 500 tokens, on a device with room for 512.
+UP_TO_499 = np.where(np.arange(512) < 500, np.arange(512), np.nan).astype(np.float32)
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["padded", "end to end"])
 @pytest.mark.parametrize("method", ["rejection", "block_rejection", "coupled"])
 def test_every_verification_asks_for_the_axis_and_for_the_size(method, ends):
@@ -188,12 +193,26 @@ def test_every_verification_asks_for_the_axis_and_for_the_size(method, ends):
     ids, logits = (flat(ids), flat(logits)) if ends else (ids, logits)
     draft = ids if method == "coupled" else specjax.Draft(ids)
     verify = functools.partial(
-        getattr(specjax, name), draft, logits, keys=make_keys(2), positions=0, **laid
+        getattr(specjax, name), draft, keys=make_keys(2), positions=0, temperature=0.0, **laid
     )
     with pytest.raises(ValueError, match="it needs the name of one mesh axis"):
-        verify(axis_name="other")
+        verify(logits, axis_name="other")
     with pytest.raises(ValueError, match="vocab_size is 500 without axis_name"):
-        verify(vocab_size=500)
+        verify(logits, vocab_size=500)
+    # An axis of one device counts. NaN after the vocabulary would end every request.
+    parts = lay(jnp.broadcast_to(UP_TO_499, logits.shape), 1)
+    assert verify(parts, vocab_size=500).token_ids.tolist() == [[499, -1]] * 2
+
+
+def test_an_axis_of_one_device_leaves_padding_out_of_what_is_cut_listed_and_drawn():
+    parts = lay(UP_TO_499[None], 1)
+    ids, cut = jnp.array([498]), dict(temperature=1.0, top_k=1)
+    assert specjax.logit_cutoff(parts, vocab_size=500, **cut).tolist() == [499]
+    listed = specjax.top_logprobs(parts, ids, 1, vocab_size=500)
+    assert (listed.token_ids.tolist(), listed.rank.tolist()) == ([[499]], [2])
+    greedy = dict(keys=make_keys(1), positions=0, stream=0, temperature=0.0, vocab_size=500)
+    sample = functools.partial(specjax.gumbel_sample, axis_name="model", **greedy)
+    assert over_devices(sample, (parts,), (split(parts),), 1)(parts).token_ids.tolist() == [499]
 
 
 @pytest.mark.parametrize(("devices", "kind"), [(2, AxisType.Auto), (4, AxisType.Explicit)])
@@ -216,6 +235,34 @@ def test_samples_of_rows_whose_sharding_splits_them_are_those_of_whole_rows(devi
         assert sample_batch._cache_size() == compiled
     np.testing.assert_array_equal(ours.token_ids, whole.token_ids)
     np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6)
+
+
+SHAPES = [(4, 2), (2, 4), (8, 1), (1, 8), (1, 1)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("data", "devices"), SHAPES)
+def test_vocab_size_is_of_the_axis_that_a_sharding_names_on_a_mesh_of_any_shape(
+    data, devices, kind
+):
+    """Of Auto axes `jit` returns rows whose sharding does not name the axes of one device."""
+    mesh = mesh_of(devices, data, kind)
+    rows = jax.device_put(jnp.zeros((8, 1024)), NamedSharding(mesh, PartitionSpec("data", "model")))
+    for parts in (rows, jax.jit(lambda x: x + 1)(rows)):
+        split = parse_split(None, 1000, parts)
+        assert (split.axis_name, split.vocab_size) == ("model", 1000)
+        # A mesh of one device tells a specification without a name from none.
+        assert parse_split(None, None, parts) == (
+            None if devices == 1 else dataclasses.replace(split, vocab_size=1024)
+        )
+    whole = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+    if devices > 1 or kind == AxisType.Explicit:
+        with pytest.raises(ValueError, match="vocab_size is 1000 without axis_name"):
+            parse_split(None, 1000, whole)
+    if kind == AxisType.Auto:
+        call = functools.partial(parse_split, None, 1000)
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match="vocab_size is 1000 without"):
+            jax.eval_shape(call, rows)
 
 
 @pytest.mark.parametrize(

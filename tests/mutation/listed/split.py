@@ -15,6 +15,7 @@ _SAMPLES_BY_SHARDING = "test_samples_of_rows_whose_sharding_splits_them_are_thos
 _WHOLE_BY_SHARDING = (
     "test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their_size"
 )
+_ANY_SHAPE = "test_vocab_size_is_of_the_axis_that_a_sharding_names_on_a_mesh_of_any_shape"
 _WORDS = "test_a_mask_in_words_that_lie_on_two_devices_is_refused_by_name_and_read_whole_otherwise"
 _PALLAS = "specjax.pallas."
 _KERNELS = "test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows"
@@ -150,10 +151,45 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.vocabulary_split._axes_of",
-        "spec[-1] is None",
-        "spec[-1] is not None",
+        "if mesh.shape[name] > 1",
+        "if mesh.shape[name] < 1",
         split_vocabulary(f"{_SAMPLES_BY_SHARDING}[4-AxisType.Explicit]"),
         "rows are gathered whose sharding splits them",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._axes_of",
+        "if has_size and not split_over:",
+        "if not split_over:",
+        split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
+        "rows on one device, of no given size, are read as split, without the kernels of whole rows",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._axes_of",
+        "if has_size and not split_over:",
+        "if has_size and len(names) > 1:",
+        split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Explicit]"),
+        "vocab_size is refused where the axis has one device",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._axes_of",
+        "(names or _unnamed_axes(mesh, sum(by_axis, ())))",
+        "names",
+        split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
+        "vocab_size is refused of what jit returns where the axis has one device",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._unnamed_axes",
+        " and name not in names",
+        "",
+        split_vocabulary(f"{_ANY_SHAPE}[1-8-AxisType.Auto]"),
+        "the vocabulary is said to lie over the axis of the requests",
+    ),
+    Mutation(
+        "specjax.vocabulary_split._unnamed_axes",
+        "not isinstance(mesh, Mesh)",
+        "mesh.empty",
+        split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
+        "inside jit a mesh whose axis has one device takes what no other mesh takes",
     ),
     Mutation(
         "specjax.vocabulary_split._axes_of",
