@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from machine import has_gpu
+from over_devices import over_devices, pad, split
+from verify_cases import with_sizes
 
 import specjax
 from specjax.core import subnormal
 from specjax.core.subnormal import flush_subnormals, largest_equal, smallest_equal
+from specjax.pallas.kernel_config import Tile
 
 pytestmark = pytest.mark.once
 
@@ -99,7 +102,7 @@ GREEDY = [0, 3, 9, 200, 270]
 NUM_KEPT = [VOCAB - 1, 3, 3, 2, 2]
 
 
-def draw(logits, temperature, cutoff, implementation):
+def draw(logits, temperature, cutoff, implementation, **options):
     return specjax.gumbel_sample(
         jnp.asarray(logits),
         keys=jax.random.key(0),
@@ -108,7 +111,23 @@ def draw(logits, temperature, cutoff, implementation):
         temperature=jnp.asarray(temperature, jnp.float32),
         cutoff=jnp.asarray(cutoff, jnp.float32),
         implementation=implementation,
+        **options,
     )
+
+
+@pytest.mark.interpret
+@pytest.mark.usefixtures("unflushed")
+def test_devices_compare_the_subnormal_maxima_of_greedy_rows_as_zeros():
+    """The last block lies on a device of its own."""
+    rows = pad(np.stack(ROWS), 512)
+    greedy = dict(axis_name="model", vocab_size=VOCAB)
+
+    def call(rows):
+        zeros = jnp.zeros(len(ROWS))
+        return draw(rows, zeros, zeros, "interpret", **greedy)
+
+    program = over_devices(call, (rows,), (split(rows),), 2, check_vma=False)
+    np.testing.assert_array_equal(program(rows).token_ids, GREEDY)
 
 
 @pytest.mark.usefixtures("unflushed")
@@ -148,10 +167,11 @@ COPIES = 4
 @pytest.mark.parametrize(("copies", "synthetic"), [(1, True), (COPIES, False)])
 @pytest.mark.usefixtures("unflushed")
 def test_verification_takes_subnormal_logits_for_zero(copies, synthetic, implementation):
-    """In a small batch, and in a large one, where a larger tile ends a greedy request early."""
+    """In a small batch, and in a large one, by the maxima of several tiles."""
     rows, drafted = np.tile(ROWS, (copies, 1)), np.tile(GREEDY, copies)
     rates = jnp.array([0.5], jnp.float32) if synthetic else None
-    step = verify(drafted, rows, rows, 0.0, implementation, rates)
+    kernels = with_sizes(implementation, target=Tile(128, 4))
+    step = verify(drafted, rows, rows, 0.0, kernels, rates)
     if not synthetic:
         np.testing.assert_array_equal(step.num_accepted, 1)
     tokens = np.asarray(step.token_ids)

@@ -241,11 +241,14 @@ def test_maps_that_do_not_fit_are_refused(options, sentence):
 
 
 def test_an_id_below_0_that_only_a_device_knows_is_a_token_that_no_vocabulary_holds():
-    """As -1 it would end the drafts because of what was drawn, which biases the output."""
-    logits = jnp.asarray([[0.0, 9.0]], jnp.float32)
+    """As -1 it would end the drafts because of what was drawn, which biases the output.
+
+    A row that is no distribution draws -1, which stays and does end them.
+    """
 
     @jax.jit
-    def one(token_map):
+    def one(token_map, best):
+        logits = jnp.stack([0 * best, best])[None]
         return specjax.propose(
             lambda carry, ids, at: (logits, carry),
             (),
@@ -258,4 +261,6 @@ def test_an_id_below_0_that_only_a_device_knows_is_a_token_that_no_vocabulary_ho
             vocab_size=VOCAB,
         )[0]
 
-    assert one(jnp.array([3, -1], jnp.int32)).token_ids.tolist() == [[2**31 - 1]]
+    token_map = jnp.array([3, -1], jnp.int32)
+    assert one(token_map, jnp.float32(9)).token_ids.tolist() == [[2**31 - 1]]
+    assert one(token_map, jnp.float32(jnp.nan)).token_ids.tolist() == [[-1]]

@@ -149,6 +149,12 @@ def test_siblings_drawn_at_one_address_are_seen():
         check_texts(decode(19, (THREE,), 1, place=trees.one_address)[0], table(19)[0])
 
 
+def test_drafts_of_a_temperature_and_a_cutoff_of_their_own_follow_the_target_jointly():
+    texts, _, _ = decode(39, (trees.TWO_BY_TWO,), 2, scales=(0.8, 1.6, np.log(0.2)))
+    p = table(39)[0] ** (1 / 0.8)
+    check_texts(texts, p / p.sum(axis=1, keepdims=True))
+
+
 def test_a_walk_is_plain_seeded_decoding():
     texts, target, keys = decode(18, (trees.TWO_BY_TWO, trees.CHAIN), LENGTH, one_hot=True)
     with np.errstate(divide="ignore"):

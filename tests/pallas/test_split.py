@@ -11,8 +11,10 @@ from over_devices import WHOLE, most_numbers, num_messages, over_devices
 from verify_cases import make_draft, make_keys, mixed_case, sampled_case, with_statistics
 
 import specjax
+from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
+from specjax.pallas.split.sample import compare_draws
 
 pytestmark = [pytest.mark.interpret, pytest.mark.once]
 
@@ -193,6 +195,29 @@ def test_one_gather_suffices_for_coupled_sampling(is_ragged):
     for field in ("token_ids", "num_accepted", "num_emitted"):
         np.testing.assert_array_equal(getattr(ours, field), getattr(whole, field))
     np.testing.assert_allclose(ours.logprobs, whole.logprobs, atol=2e-6, rtol=2e-6)
+
+
+def test_what_rows_have_drawn_counts_for_active_requests_up_to_an_invalid_row():
+    """Requests end to end: one that says more drafts than it has, and one of an invalid row.
+
+    The last two are inactive, of -1 drafts and of no temperature.
+    """
+    cu = np.array([0, 1, 3, 4, 5], np.int32)
+    # After the first request's draft its target draws what the second one drafts first.
+    drafted, drawn = np.array([7, 8, 9, 5, 6]), np.array([7, 8, 8, -1, 3, 5, 4, -1, -1])
+    arrays = VerifyArrays.from_draft(
+        specjax.Draft(jnp.asarray(drafted), num_tokens=jnp.array([5, 5, -1, 5])),
+        jnp.zeros((9, 1)),
+        cu_num_draft_tokens=jnp.asarray(cu),
+        keys=None,
+        positions=None,
+        temperature=jnp.array([1, 1, 1, jnp.nan]),
+    )
+    sample = specjax.Sample(jnp.asarray(drawn), -jnp.ones(9), None)
+    ours = compare_draws(arrays, sample, CallOptions(jnp.float32, None, 2, "coupled"))
+    assert ours.token_ids.tolist() == [[7, 8, -1], [8, -1, -1], [-1] * 3, [-1] * 3]
+    assert (ours.num_accepted.tolist(), ours.num_emitted.tolist()) == ([1, 1, 0, 0], [2, 1, 0, 0])
+    np.testing.assert_array_equal(ours.logprobs, -(np.asarray(ours.token_ids) >= 0).astype(float))
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,16 @@ def test_a_draft_of_another_vocabulary_is_masked_by_the_targets_ids():
 
 
 def test_columns_that_the_grammar_does_not_know_are_not_allowed():
-    found = allowed_columns(GRAMMAR, jnp.asarray(STARTS), V + 30)
-    for row, start in zip(found, STARTS.tolist(), strict=True):
-        assert row[:V].tolist() == automata.allowed_after(start, []).tolist()
-        assert row[V:].tolist() == [start < 0] * 30
+    """Whatever stands in the bits after the last token, also through a map of any ids."""
+    rest = ~np.uint32(2**V - 1)
+    grammar = GRAMMAR._replace(allowed=GRAMMAR.allowed | rest)
+    found = allowed_columns(grammar, jnp.asarray(STARTS), V + 30)
+    token_map = jnp.array([V - 1, V, -1, -32, 2**31 - 1, 0], jnp.int32)
+    mapped = allowed_columns(grammar, jnp.asarray(STARTS), 6, token_map)
+    for row, columns, start in zip(found, mapped, STARTS.tolist(), strict=True):
+        allowed, other = automata.allowed_after(start, []).tolist(), start < 0
+        assert row.tolist() == allowed + [other] * 30
+        assert columns.tolist() == [allowed[-1], other, other, other, other, allowed[0]]
 
 
 def test_a_state_that_the_grammar_does_not_have_allows_nothing():

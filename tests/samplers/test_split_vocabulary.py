@@ -3,7 +3,6 @@
 Whatever stands past the vocabulary's end is NaN, so that every number that reads it shows it.
 """
 
-import dataclasses
 import functools
 import importlib
 
@@ -127,6 +126,8 @@ def case(vocab_size):
     case["temperature"][:3], case["num_tokens"][:3] = (np.nan, 0, 1), (K, K, 1)
     case["cutoff"][:3] = case["draft_cutoff"][:3] = -np.inf
     case["draft_temperature"][:3] = 1
+    # The target draws what the request of an invalid temperature has drafted.
+    case["target_logits"][0, :K, 9] = 60
     case["draft_logits"] = case["draft_logits"][case.pop("rows")]
     case["draft_logits"][:3] = case["target_logits"][:3, :K]
     case["token_ids"][:3] = np.argmax(case["target_logits"][:3, :K], axis=-1)
@@ -200,7 +201,7 @@ def test_every_verification_asks_for_the_axis_and_for_the_size(method, ends):
     with pytest.raises(ValueError, match="vocab_size is 500 without axis_name"):
         verify(logits, vocab_size=500)
     # An axis of one device counts. NaN after the vocabulary would end every request.
-    parts = lay(jnp.broadcast_to(UP_TO_499, logits.shape), 1)
+    parts = lay(jnp.broadcast_to(UP_TO_499, logits.shape), 1, data=2)
     assert verify(parts, vocab_size=500).token_ids.tolist() == [[499, -1]] * 2
 
 
@@ -248,18 +249,18 @@ def test_vocab_size_is_of_the_axis_that_a_sharding_names_on_a_mesh_of_any_shape(
     """Of Auto axes `jit` returns rows whose sharding does not name the axes of one device."""
     mesh = mesh_of(devices, data, kind)
     rows = jax.device_put(jnp.zeros((8, 1024)), NamedSharding(mesh, PartitionSpec("data", "model")))
-    for parts in (rows, jax.jit(lambda x: x + 1)(rows)):
-        split = parse_split(None, 1000, parts)
-        assert (split.axis_name, split.vocab_size) == ("model", 1000)
-        # A mesh of one device tells a specification without a name from none.
-        assert parse_split(None, None, parts) == (
-            None if devices == 1 else dataclasses.replace(split, vocab_size=1024)
-        )
+    # Without a size the kernels of whole rows read what one device has.
+    is_split = devices > 1
+    assert (parse_split(None, None, rows) is not None) == is_split
+    split = parse_split(None, 1000, rows)
+    assert (split.axis_name, split.vocab_size, split.requests) == ("model", 1000, "data")
     whole = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
-    if devices > 1 or kind == AxisType.Explicit:
+    if is_split or kind == AxisType.Explicit:
         with pytest.raises(ValueError, match="vocab_size is 1000 without axis_name"):
             parse_split(None, 1000, whole)
     if kind == AxisType.Auto:
+        product = jax.jit(jnp.dot)(jnp.ones((8, 8)), rows)
+        assert parse_split(None, 1000, product).vocab_size == 1000
         call = functools.partial(parse_split, None, 1000)
         with jax.set_mesh(mesh), pytest.raises(ValueError, match="vocab_size is 1000 without"):
             jax.eval_shape(call, rows)

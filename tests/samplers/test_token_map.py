@@ -23,6 +23,7 @@ from verify_cases import (
 import specjax
 from specjax import Draft
 from specjax.core import rules
+from specjax.core.token_map import invert_token_map
 
 BATCH, K, VOCAB, DRAFT_VOCAB = 64, 3, 300, 150
 
@@ -253,6 +254,13 @@ def test_ids_outside_the_vocabulary_that_only_a_device_knows_are_rejected_and_co
         )
 
     check_against_oracle(verify, case)
+
+
+@pytest.mark.once
+def test_of_draft_ids_of_one_token_the_lowest_counts():
+    """A map on a device may repeat an id, and its inverse is the same on every processor."""
+    token_map = jnp.array([4, 0, 4, 7, -1, 0], jnp.int32)
+    assert invert_token_map(token_map, 6).tolist() == [1, 6, 6, 6, 0, 6]
 
 
 SMALL_MAP = np.array([4, 0, 3], np.int32)

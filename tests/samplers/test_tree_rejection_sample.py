@@ -41,20 +41,25 @@ def fill_nodes(rng, parents, rows):
 
 @functools.cache
 def batch(seed, draft_vocab, is_chain=False):
-    """Requests of every kind, and every edge: padding, ids of no token, q = 0, invalid rows."""
+    """Requests of every kind, and every edge: padding, ids of no token, q = 0, invalid rows.
+
+    Rows of a request are alike, so that cousins share tokens. A draft has a temperature of its own
+    and a cutoff that takes probability from it.
+    """
     rng = np.random.default_rng(seed)
     wide = max(V, draft_vocab)
-    base = 3 * rng.standard_normal((B, N + 1, wide))
+    base = 2.4 * rng.standard_normal((B, 1, wide)) + 1.8 * rng.standard_normal((B, N + 1, wide))
     draft_logits = base[..., :draft_vocab]
     spread = rng.choice([0.0, 0.5, 1.0, 2.0], (B, 1, 1), p=[0.2, 0.3, 0.3, 0.2])
     target_logits = (base + spread * rng.standard_normal(base.shape))[..., :V]
     temperature = rng.choice([0.7, 1.0, 1.3, 0.0, -1.0], B, p=[0.4, 0.25, 0.2, 0.1, 0.05])
     one_hot = np.where(np.arange(B) % 2, 0.0, np.nan)
-    draft_temperature = np.where(rng.random(B) < 0.15, one_hot, np.maximum(temperature, 0.5))
-    draft_cutoff = np.where(rng.random((B, N + 1)) < 0.3, -1.0, -np.inf)
+    draft_temperature = np.maximum(temperature, 0.5) * rng.choice([0.7, 1.0, 1.5], B)
+    draft_temperature = np.where(rng.random(B) < 0.15, one_hot, draft_temperature)
+    draft_cutoff = np.where(rng.random((B, N + 1)) < 0.3, 5.0, -np.inf)
     parents = np.broadcast_to(CHAIN, (B, N)) if is_chain else random_parents(rng)
     is_walk = (temperature < 1e-5) | ~(draft_temperature > 0)
-    rows = draft_logits / np.fmax(draft_temperature, 0.5)[:, None, None]
+    rows = draft_logits / np.fmax(draft_temperature, 0.35)[:, None, None]
     rows = np.where(draft_logits < draft_cutoff[..., None], -1e9, rows)
     likely = 10 * np.pad(target_logits, ((0, 0), (0, 0), (0, wide - V)), constant_values=-99)
     ids = fill_nodes(rng, parents, rows)
@@ -263,6 +268,38 @@ def test_an_empty_residual_falls_back_to_the_target_row():
         outside, without = (np.where(rejected, x, case["token_ids"]) for x in (SMALL + 5, -1))
         ours = verify(case | {"token_ids": outside})
         chex.assert_trees_all_equal(ours[:3], verify(case | {"token_ids": without})[:3])
+
+
+def test_a_residual_is_empty_by_its_share_of_the_rate():
+    """After a rejected child, 2^-20 of a node accepted at 1/16 is all that p has and q has not.
+
+    The node is accepted by the few uniforms below its rate then, and the token is what was left.
+    """
+    case, only = small_case(), SMALL - 1
+    draft_logits = np.zeros((B, N + 1, SMALL), np.float32)
+    target_logits = draft_logits.copy()
+    # p(x) = q(x) / 16 at the root's child; after it q is uniform but for the token that is left.
+    target_logits[:, 0, 0] = np.log(1 / 16 * 39 / (40 - 1 / 16))
+    draft_logits[:, 1, only] = -np.inf
+    target_logits[:, 1, only] = np.log(39 * 2.0**-16)
+    positions = np.arange(2**21)
+    key = np.asarray(jax.random.key_data(KEY))
+    at = oracle.address(key, positions, oracle.accept_stream(0))
+    u = oracle.uniform(oracle.words(at, 0))
+    positions = np.resize(positions[u < 2.0**-20.5], B)
+    assert np.unique(positions).size > 0
+    ids = np.broadcast_to([0, -1, SMALL + 5, -1, -1, -1, -1], (B, N))
+    ours = verify(
+        case
+        | dict(
+            token_ids=ids.astype(np.int32),
+            draft_logits=draft_logits,
+            target_logits=target_logits,
+            positions=positions.astype(np.int32),
+            keys=jnp.broadcast_to(KEY, (B,)),
+        )
+    )
+    np.testing.assert_array_equal(ours.token_ids, np.broadcast_to([0, only, -1], (B, 3)))
 
 
 def test_an_invalid_row_of_the_root_emits_nothing_and_an_invalid_request_neither():

@@ -13,6 +13,7 @@ from specjax.samplers.trees import tree
 
 CHAIN = (-1, 0, 1, -2, -2, -2)
 TWO_BY_TWO = (-1, -1, 0, 0, 1, 1)
+PLAIN = (1.0, 1.0, -np.inf)
 
 
 def one_address(parents):
@@ -21,7 +22,7 @@ def one_address(parents):
     return depths, jnp.where(depths < 0, indices, depths)
 
 
-def draw_tree(logits_after, last, parents, places, keys, positions):
+def draw_tree(logits_after, last, parents, places, keys, positions, temperature, cutoff):
     """Draws trees whose siblings are sampled without replacement.
 
     Args:
@@ -31,6 +32,8 @@ def draw_tree(logits_after, last, parents, places, keys, positions):
       places: depths and indices of the nodes, i32[B, N].
       keys: [B].
       positions: i32[B].
+      temperature: f32, of the draft.
+      cutoff: f32, of the draft.
 
     Returns:
       Token ids i32[B, N], and the rows [B, N + 1, V] after the root and the nodes.
@@ -50,6 +53,8 @@ def draw_tree(logits_after, last, parents, places, keys, positions):
             keys=keys,
             positions=positions + depths[:, v],
             stream=Stream.draft(indices[:, v]),
+            temperature=temperature,
+            cutoff=jnp.broadcast_to(cutoff, (size,)),
             implementation="xla",
         )
         return token_ids.at[:, v].set(sample.token_ids), None
@@ -62,13 +67,18 @@ def draw_tree(logits_after, last, parents, places, keys, positions):
 
 
 @functools.partial(jax.jit, static_argnames=("verify", "one_hot"))
-def _step(texts, lengths, parents, places, target, draft, keys, *, verify, one_hot):
+def _step(texts, lengths, parents, places, target, draft, keys, scales, *, verify, one_hot):
     """One step of every request: a tree is drawn and verified, and what it emits is appended."""
     requests = jnp.arange(texts.shape[0])
     last = texts[requests, lengths]
-    ids, rows = draw_tree(lambda x: draft[x], last, parents, places, keys, lengths)
+    temperature, draft_temperature, draft_cutoff = scales
+    drawn_at = (draft_temperature, draft_cutoff)
+    ids, rows = draw_tree(lambda x: draft[x], last, parents, places, keys, lengths, *drawn_at)
     after = jnp.maximum(jnp.concatenate([last[:, None], ids], axis=1), 0)
-    options = {} if one_hot else {"draft_logits": rows}
+    options = {"temperature": temperature}
+    if not one_hot:
+        options |= {"draft_logits": rows, "draft_temperature": draft_temperature}
+        options["draft_cutoff"] = jnp.full(rows.shape[:2], draft_cutoff)
     step = verify(ids, parents, target[after], max_depth=3, keys=keys, positions=lengths, **options)
     ends = lengths[:, None] + 1 + jnp.arange(4, dtype=jnp.int32)[None]
     ends = jnp.where(step.token_ids < 0, texts.shape[1], ends)
@@ -76,7 +86,7 @@ def _step(texts, lengths, parents, places, target, draft, keys, *, verify, one_h
     return texts, lengths + step.num_emitted
 
 
-def decode(verify, target, draft, shapes, length, keys, *, place=None, one_hot=False):
+def decode(verify, target, draft, shapes, length, keys, *, place=None, one_hot=False, scales=PLAIN):
     """Texts [B, length] after token 0, by steps whose trees take turns among `shapes`.
 
     Args:
@@ -88,6 +98,7 @@ def decode(verify, target, draft, shapes, length, keys, *, place=None, one_hot=F
       keys: [B].
       place: says where nodes are drawn, by their parents; None is where they are to be.
       one_hot: whether the nodes are verified as one-hot.
+      scales: the target's temperature, and the draft's temperature and cutoff.
     """
     size = keys.shape[0]
     with np.errstate(divide="ignore"):
@@ -95,11 +106,14 @@ def decode(verify, target, draft, shapes, length, keys, *, place=None, one_hot=F
     texts = jnp.zeros((size, 12), jnp.int32)  # of any length, so that they share a program
     assert length + 4 < texts.shape[1]
     lengths = jnp.zeros((size,), jnp.int32)
+    scales = [jnp.float32(x) for x in scales]
     options = dict(verify=verify, one_hot=one_hot)
     place = jax.jit(place or tree.place_nodes)
     for shape in itertools.cycle(shapes):
         parents = jnp.broadcast_to(jnp.asarray(shape, jnp.int32), (size, len(shape)))
-        texts, lengths = _step(texts, lengths, parents, place(parents), *rows, keys, **options)
+        texts, lengths = _step(
+            texts, lengths, parents, place(parents), *rows, keys, scales, **options
+        )
         # A text that is long enough waits.
         lengths = jnp.minimum(lengths, length)
         if np.min(lengths) == length:

@@ -1,7 +1,7 @@
 """Wrong versions of split vocabularies: padding, a block on two devices, the places of tokens."""
 
 from ..mutation import Mutation
-from .tests import split_kernels, split_models, split_processing, split_vocabulary
+from .tests import split_kernels, split_models, split_processing, split_vocabulary, subnormal
 
 __all__ = ["MUTATIONS"]
 
@@ -17,6 +17,9 @@ _WHOLE_BY_SHARDING = (
 )
 _ANY_SHAPE = "test_vocab_size_is_of_the_axis_that_a_sharding_names_on_a_mesh_of_any_shape"
 _WORDS = "test_a_mask_in_words_that_lie_on_two_devices_is_refused_by_name_and_read_whole_otherwise"
+_EVERY = "test_every_verification_asks_for_the_axis_and_for_the_size"
+_SUBNORMAL = "test_devices_compare_the_subnormal_maxima_of_greedy_rows_as_zeros"
+_DRAWN = "test_what_rows_have_drawn_counts_for_active_requests_up_to_an_invalid_row"
 _PALLAS = "specjax.pallas."
 _KERNELS = "test_two_gathers_of_numbers_suffice_for_the_tokens_of_whole_rows"
 _SAMPLES = "test_one_gather_suffices_for_the_samples_of_whole_rows"
@@ -161,7 +164,7 @@ MUTATIONS = (
         "if has_size and not split_over:",
         "if not split_over:",
         split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
-        "rows on one device, of no given size, are read as split, without the kernels of whole rows",
+        "rows on one device are read as split without a size, and miss the kernels of whole rows",
     ),
     Mutation(
         "specjax.vocabulary_split._axes_of",
@@ -330,6 +333,90 @@ MUTATIONS = (
         "row[:, None] > first_row[None, 1:]",
         split_kernels(f"{_COUPLED}[True]"),
         "the first row of a ragged request is drawn as the last one's of the request before",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample.compare_draws",
+        "is_emitted = active[:, None] & ",
+        "is_emitted = ",
+        split_kernels(_DRAWN),
+        "an inactive request emits what its first row has drawn",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample.compare_draws",
+        " & active[:, None]\n    n = ",
+        "\n    n = ",
+        why="an inactive request has drafted tokens accepted",
+        equivalent="it has -1 drafted tokens, or its rows have drawn -1, which is none of them",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample.compare_draws",
+        "counts if num_given is None else jnp.minimum(num_given, counts)",
+        "counts if num_given is None else num_given",
+        split_kernels(_DRAWN),
+        "a request whose num_tokens is above its count verifies the next one's drafts",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample.compare_draws",
+        "active[:, None] & is_valid & (i",
+        "active[:, None] & (i",
+        split_kernels(_DRAWN),
+        "the token of an invalid row is counted",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample.compare_draws",
+        "is_valid & (tokens == drafted)",
+        "(tokens == drafted)",
+        why="an invalid row accepts a drafted token",
+        equivalent="such a row has drawn -1, and no drafted token before the last counted one is",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample._choose",
+        "flush_subnormals(gathered[..., _MAX])",
+        "gathered[..., _MAX]",
+        subnormal(_SUBNORMAL),
+        "a device's largest subnormal logit is above another's zero",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample.split_sample_kernel.take_argmax",
+        "flush_subnormals(drawn.blocks.max)",
+        "drawn.blocks.max",
+        subnormal(_SUBNORMAL),
+        "a block's largest subnormal logit is above another's zero on its device",
+    ),
+    Mutation(
+        f"{_PALLAS}target_rows.evaluate_acceptance",
+        "flush_subnormals(tiles.max)",
+        "tiles.max",
+        subnormal("test_verification_takes_subnormal_logits_for_zero[interpret-4-False]"),
+        "a tile's largest subnormal logit is above another's zero, on one device or on several",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample._choose",
+        "scores[device] > score",
+        "scores[device] >= score",
+        split_kernels(_SAMPLES),
+        "of equal largest logits a greedy row takes that of the last device",
+    ),
+    Mutation(
+        f"{_PALLAS}split.sample._choose",
+        "jnp.where(log_masses == -jnp.inf, -jnp.inf, gathered[..., _SCORE] + log_masses)",
+        "gathered[..., _SCORE] + log_masses",
+        split_kernels(_SAMPLES),
+        "a device without mass scores NaN, which no other score is above",
+    ),
+    Mutation(
+        "specjax.samplers.coupled_xla.couple_request",
+        "first_false(drawn[0] & is_active(request))",
+        "first_false(drawn[0])",
+        split_vocabulary(f"{_TOKENS}[coupled]"),
+        "a request of an invalid temperature has drafted tokens accepted",
+    ),
+    Mutation(
+        "specjax.samplers.batch.verify_ragged",
+        "dataclasses.replace(options.split, requests=None)",
+        "options.split",
+        split_vocabulary(f"{_EVERY}[rejection-end to end]"),
+        "rows end to end are dealt to devices as if they were requests",
     ),
     Mutation(
         "specjax.decode.capacity.fill_up",

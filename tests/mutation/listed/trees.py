@@ -10,6 +10,7 @@ _NUMPY = tree_sampling("test_decisions_are_those_of_numpy[200]")
 _WALKED = tree_sampling("test_nodes_without_draft_logits_are_walked")
 _CHAIN = tree_sampling("test_a_chain_is_verified_as_by_block_rejection_sample")
 _NOTHING = tree_sampling("test_a_child_that_cannot_have_been_drawn_changes_nothing")
+_OWN_SCALES = "test_drafts_of_a_temperature_and_a_cutoff_of_their_own_follow_the_target_jointly"
 _INVALID = tree_sampling(
     "test_an_invalid_row_of_the_root_emits_nothing_and_an_invalid_request_neither"
 )
@@ -199,6 +200,69 @@ MUTATIONS = (
         "jnp.float32(-1)",
         tree_sampling("test_an_empty_residual_falls_back_to_the_target_row"),
         "an empty residual is divided by its mass",
+    ),
+    Mutation(
+        f"{_TREES}siblings.reject_child",
+        "after.is_rejected & (tree.parents + 1 == row)",
+        "after.is_rejected",
+        _NUMPY,
+        "rejected cousins' tokens leave q, too, in what siblings have left of it",
+    ),
+    Mutation(
+        f"{_TREES}siblings._after_siblings",
+        "siblings.is_rejected & (tree.parents + 1 == row)",
+        "siblings.is_rejected",
+        _NUMPY,
+        "rejected cousins take from p and q, so that tokens of probability 0 may come out",
+    ),
+    Mutation(
+        f"{_TREES}siblings._draft_logprobs",
+        "tree.draft_temperature",
+        "tree.temperature",
+        (*_NUMPY, *tree_laws(_OWN_SCALES)),
+        "q is taken at the target's temperature",
+    ),
+    Mutation(
+        f"{_TREES}siblings._draft_logprobs",
+        "gather_logits(logits, index, cutoff)",
+        "gather_logits(logits, index, None)",
+        (*_NUMPY, *tree_laws(_OWN_SCALES)),
+        "q is not zero below the draft's cutoff",
+    ),
+    Mutation(
+        f"{_TREES}traverse.traverse_tree",
+        "row_statistics_of(draft, tree.first_row, tree.draft_temperature",
+        "row_statistics_of(draft, tree.first_row, tree.temperature",
+        _NUMPY,
+        "q is normalised by the sum at the target's temperature",
+    ),
+    Mutation(
+        f"{_TREES}siblings.reject_child",
+        "jnp.float32(MIN_RESIDUAL_MASS) * jnp.exp(left.log_rate)",
+        "jnp.float32(MIN_RESIDUAL_MASS)",
+        tree_sampling("test_a_residual_is_empty_by_its_share_of_the_rate"),
+        "a residual of a small rate is empty that is none by its share of the rate",
+    ),
+    Mutation(
+        f"{_TREES}siblings.rate_after",
+        "jnp.log(mass) - jnp.log(total), jnp.float32(0)",
+        "jnp.log(mass) - jnp.log(total), jnp.float32(-jnp.inf)",
+        tree_sampling("test_an_empty_residual_falls_back_to_the_target_row"),
+        "after an id of no token nothing else is accepted where p is q",
+    ),
+    Mutation(
+        f"{_TREES}verify_tree.verify_tree",
+        "drawn.valid & ~drawn.greedy",
+        "drawn.valid",
+        _NUMPY,
+        "nodes of a draft temperature of 0 are traversed as if they were drawn at 1",
+    ),
+    Mutation(
+        f"{_TREES}traverse._accepts",
+        "tree.position + tree.depths[v]",
+        "tree.position",
+        _NUMPY,
+        "the uniform of a node is that of another position than its token's",
     ),
     Mutation(
         f"{_TREES}verify_tree.verify_tree",
