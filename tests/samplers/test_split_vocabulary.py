@@ -246,7 +246,7 @@ SHAPES = [(4, 2), (2, 4), (8, 1), (1, 8), (1, 1)]
 def test_vocab_size_is_of_the_axis_that_a_sharding_names_on_a_mesh_of_any_shape(
     data, devices, kind
 ):
-    """Of Auto axes `jit` returns rows whose sharding does not name the axes of one device."""
+    """What `jit` returns of Auto axes does not name those of one device."""
     mesh = mesh_of(devices, data, kind)
     rows = jax.device_put(jnp.zeros((8, 1024)), NamedSharding(mesh, PartitionSpec("data", "model")))
     # Without a size the kernels of whole rows read what one device has.

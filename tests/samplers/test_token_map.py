@@ -257,7 +257,7 @@ def test_ids_outside_the_vocabulary_that_only_a_device_knows_are_rejected_and_co
 
 
 @pytest.mark.once
-def test_of_draft_ids_of_one_token_the_lowest_counts():
+def test_the_lowest_draft_id_of_a_repeated_token_counts():
     """A map on a device may repeat an id, and its inverse is the same on every processor."""
     token_map = jnp.array([4, 0, 4, 7, -1, 0], jnp.int32)
     assert invert_token_map(token_map, 6).tolist() == [1, 6, 6, 6, 0, 6]

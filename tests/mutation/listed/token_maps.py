@@ -36,7 +36,7 @@ MUTATIONS = (
         f"{_CORE}invert_token_map",
         "none.at[index].min(",
         "none.at[index].set(",
-        token_maps("test_of_draft_ids_of_one_token_the_lowest_counts"),
+        token_maps("test_the_lowest_draft_id_of_a_repeated_token_counts"),
         "of repeated ids any one counts, by the order of a processor's writes",
     ),
     Mutation(
