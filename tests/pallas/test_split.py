@@ -139,6 +139,8 @@ def test_one_gather_suffices_for_the_samples_of_whole_rows():
     rows[1, 400], rows[2] = np.nan, -np.inf
     # All mass of a row is on the last device, of another on the first two.
     rows[3, :384], rows[4, 256:] = -np.inf, -np.inf
+    # Two devices have a greedy row's largest logit.
+    rows[0, [200, 300]] = 9
     options = dict(
         keys=make_keys(size),
         positions=jnp.arange(size),
