@@ -1,9 +1,19 @@
-"""Patterns of bytes: a set of bytes, a sequence, a choice, a repetition."""
+"""Patterns of bytes: a set of bytes, a sequence, a choice, a repetition, a list of members."""
 
 import dataclasses
 from collections.abc import Iterable
 
-__all__ = ["Bytes", "Choice", "Pattern", "Repeat", "Sequence", "byte_range", "literal", "optional"]
+__all__ = [
+    "Bytes",
+    "Choice",
+    "Members",
+    "Pattern",
+    "Repeat",
+    "Sequence",
+    "byte_range",
+    "literal",
+    "optional",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +46,24 @@ class Repeat:
     most: int | None = None
 
 
-Pattern = Bytes | Sequence | Choice | Repeat
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """Members in their order and a separator between two of them; those not required may miss."""
+
+    members: tuple["Pattern", ...]
+    is_required: tuple[bool, ...]
+    separator: "Pattern"
+
+
+Pattern = Bytes | Sequence | Choice | Repeat | Members
+
+
+_BYTES = tuple(Bytes(frozenset((value,))) for value in range(256))
 
 
 def literal(text: bytes) -> Pattern:
     """Returns a pattern of this text alone."""
-    return Sequence(tuple(Bytes(frozenset((value,))) for value in text))
+    return Sequence(tuple(map(_BYTES.__getitem__, text)))
 
 
 def byte_range(*ranges: tuple[int, int], without: Iterable[int] = ()) -> Bytes:

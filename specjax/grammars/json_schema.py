@@ -2,19 +2,19 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as shown  # an error shows the beginning of a long value
 from typing import Any
 
 from specjax.grammars import byte_pattern as bp
-from specjax.grammars.byte_automaton import byte_automaton
+from specjax.grammars.byte_automaton import MOST_STATES, byte_automaton
 from specjax.grammars.byte_pattern import Pattern, byte_range, literal, optional
-from specjax.grammars.integer_bounds import at_least, at_most
+from specjax.grammars.integer_bounds import at_least, at_most, between
 from specjax.grammars.schema_references import inline_references
-from specjax.grammars.token_automaton import token_automaton
+from specjax.grammars.token_automaton import most_states, token_automaton
 from specjax.processing.grammar import Grammar
 
 __all__ = ["json_schema_grammar", "schema_pattern"]
 
-_NOTES = ("title", "description", "default", "examples", "$schema", "$id", "$comment")
 _KEYWORDS = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),
@@ -25,7 +25,7 @@ _KEYWORDS = {
     "null": (),
 }
 _CLASSES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "number": (int, float)}
-_MOST_INTEGERS = 4096
+_MOST_DIGITS = 40
 _DIGIT = byte_range((0x30, 0x39))
 _HEX = byte_range((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 _TAIL = byte_range((0x80, 0xBF))
@@ -38,14 +38,15 @@ def json_schema_grammar(
 
     Texts are compact: no white space between values, properties in the schema's order, and none
     besides them. Every such text can be cut into tokens in any way. The arrays take
-    ``4 Q C + 4 V + 4 Q ceil(V / 32)`` bytes for Q states and C classes of tokens.
+    ``4 Q C + 4 V + 4 Q ceil(V / 32)`` bytes for Q states and C classes of tokens. A character of a
+    ``maxLength`` takes 14 states.
 
     Args:
       schema: with ``type`` (object, array, string, integer, number, boolean, null, or a list of
         these), ``enum`` and ``const`` (of that type, if there is one) or ``anyOf``; ``properties``
         and ``required``; ``items``, ``minItems``, ``maxItems``; ``minLength`` and ``maxLength``;
-        ``minimum`` or ``maximum`` of an integer, or both at most 4096 numbers apart; and ``$ref``
-        to ``$defs``, none of which is inside itself. A property that is not required may be absent.
+        ``minimum`` and ``maximum`` of an integer; and ``$ref`` to ``$defs``, none of which is
+        inside itself. A property that is not required may be absent.
       vocabulary: the bytes of each of the V tokens, as `token_bytes` returns them; empty for a
         token that is no text. V is the target's, padding included.
       eos_token_ids: the token or tokens that end a text. Give `generate` the same ones.
@@ -54,8 +55,9 @@ def json_schema_grammar(
       `Grammar` of NumPy arrays; `jax.device_put` places it once.
 
     Raises:
-      ValueError: for another keyword of JSON schema, for a schema that no text follows, or tokens
-        that complete no text.
+      ValueError: for another keyword of JSON schema, for a schema that no text follows or that is
+        nested too deeply, or tokens that complete no text. Or if Q is more than 65536, or ``4 Q C``
+        or ``4 Q ceil(V / 32)`` more than 512 MiB.
 
     Example:
       >>> vocabulary = [b"", b'{"a":', b"}", b"true", b"fal", b"se", b"null"]
@@ -68,7 +70,11 @@ def json_schema_grammar(
     References:
       Willard and Louf, 2023, arXiv:2307.09702.
     """
-    automaton = byte_automaton(schema_pattern(inline_references(schema), "the schema"))
+    try:
+        pattern = schema_pattern(inline_references(schema), "the schema")
+        automaton = byte_automaton(pattern, min(MOST_STATES, most_states(len(vocabulary))))
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply; it needs fewer levels.") from None
     return token_automaton(automaton, vocabulary, eos_token_ids)
 
 
@@ -76,29 +82,31 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
     """Returns the pattern of the compact JSON texts that a schema accepts.
 
     Args:
-      schema: a mapping.
+      schema: a mapping, as `inline_references` returns it.
       name: of the schema, for errors.
 
     Raises:
       ValueError: for a keyword or a value that is not read.
     """
     if not isinstance(schema, Mapping):
-        raise ValueError(f"{name} is {schema!r}; it needs an object of JSON schema's keywords.")
-    given = {key: value for key, value in schema.items() if key not in _NOTES}
-    kinds = _kinds(given, name)
+        raise ValueError(
+            f"{name} is {shown(schema)}; it needs an object of JSON schema's keywords."
+        )
+    kinds = _kinds(schema, name)
     for key in ("const", "enum", "anyOf"):
-        if key in given:
-            _refuse_others(given, (key, "type") if key != "anyOf" else (key,), name)
-            return _one_of(key, given[key], kinds, name)
+        if key in schema:
+            _refuse_others(schema, (key, "type") if key != "anyOf" else (key,), name)
+            return _one_of(key, schema[key], kinds, name)
     if not kinds:
         raise ValueError(
-            f"{name} has {sorted(given)} and no type, const, enum or anyOf; it needs one of them."
+            f"{name} has {shown(sorted(schema))} and no type, const, enum or anyOf; it needs one "
+            "of them."
         )
     known = [key for kind in kinds for key in _KEYWORDS[kind]]
     if "number" in kinds:  # a bound would be the number's, too
         known = [key for key in known if key not in _KEYWORDS["integer"]]
-    _refuse_others(given, ("type", *known), name)
-    return bp.Choice(tuple(_PATTERNS[kind](given, name) for kind in kinds))
+    _refuse_others(schema, ("type", *known), name)
+    return bp.Choice(tuple(_PATTERNS[kind](schema, name) for kind in kinds))
 
 
 def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
@@ -108,7 +116,9 @@ def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
     kinds = given["type"] if isinstance(given["type"], list) else [given["type"]]
     unknown = [kind for kind in kinds if kind not in list(_KEYWORDS)]
     if unknown or not kinds:
-        raise ValueError(f"{name} has type {unknown or kinds}; it needs some of {list(_KEYWORDS)}.")
+        raise ValueError(
+            f"{name} has type {shown(unknown or kinds)}; it needs some of {list(_KEYWORDS)}."
+        )
     return kinds
 
 
@@ -116,7 +126,8 @@ def _refuse_others(given: Mapping[str, Any], known: Iterable[str], name: str) ->
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ValueError(
-            f"{name} has {unknown}, which is not read here; these keywords are: {sorted(known)}."
+            f"{name} has {shown(unknown)}, which is not read here; these keywords are: "
+            f"{sorted(known)}."
         )
 
 
@@ -124,18 +135,20 @@ def _one_of(key: str, value: Any, kinds: list[str], name: str) -> Pattern:
     """Returns the pattern of `const`, `enum` or `anyOf`."""
     values = [value] if key == "const" else value
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{name} has {key} {value!r}; it needs a list that is not empty.")
+        raise ValueError(f"{name} has {key} {shown(value)}; it needs a list that is not empty.")
     if key == "anyOf":
         options = (schema_pattern(x, f"{name}.anyOf[{i}]") for i, x in enumerate(values))
         return bp.Choice(tuple(options))
     for x in values:
         if kinds and not any(_is_kind(x, kind) for kind in kinds):
-            raise ValueError(f"{name} has {x!r} in {key}; with its type it needs some of {kinds}.")
+            raise ValueError(
+                f"{name} has {shown(x)} in {key}; with its type it needs some of {kinds}."
+            )
     try:
         return bp.Choice(tuple(map(_value, values)))
     except ValueError:
         raise ValueError(
-            f"{name} has {key} {value!r}; NaN, infinity and half a surrogate pair are not JSON."
+            f"{name} has {key} {shown(value)}; NaN, infinity and half a surrogate pair are no JSON."
         ) from None
 
 
@@ -167,28 +180,22 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple
 def _object(given: Mapping[str, Any], name: str) -> Pattern:
     properties, required = given.get("properties", {}), given.get("required", [])
     if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        raise ValueError(f"{name} has required {required!r}; it needs a list of names.")
+        raise ValueError(f"{name} has required {shown(required)}; it needs a list of names.")
     if given.get("additionalProperties", False) is not False:
         raise ValueError(f"{name} has additionalProperties; only the listed ones are generated.")
     if not isinstance(properties, Mapping) or set(required) - set(properties):
         raise ValueError(
-            f"{name} requires {required} and has the properties {list(properties)}; it "
-            "needs each that it requires among them."
+            f"{name} requires {shown(required)} and has the properties {shown(list(properties))}; "
+            "it needs each that it requires among them."
         )
-    comma, after_others = literal(b","), bp.Sequence(())
-    # From the last property to the first: what follows if some property stands before, or none.
-    after_none: Pattern = bp.Sequence(())
-    for key, schema in reversed(list(properties.items())):
-        member = bp.Sequence(
-            (_value(key), literal(b":"), schema_pattern(schema, f"{name}.properties.{key}"))
+    members = tuple(
+        bp.Sequence(
+            (_value(key), literal(b":"), schema_pattern(x, f"{name}.properties.{key[:80]}"))
         )
-        first, later = bp.Sequence((member, after_others)), bp.Sequence((comma, member))
-        if key in required:
-            after_none, after_others = first, bp.Sequence((later, after_others))
-        else:
-            after_none = bp.Choice((first, after_none))
-            after_others = bp.Sequence((optional(later), after_others))
-    return bp.Sequence((literal(b"{"), after_none, literal(b"}")))
+        for key, x in properties.items()
+    )
+    listed = bp.Members(members, tuple(key in required for key in properties), literal(b","))
+    return bp.Sequence((literal(b"{"), listed, literal(b"}")))
 
 
 def _array(given: Mapping[str, Any], name: str) -> Pattern:
@@ -242,18 +249,19 @@ _CHARACTER = _character()
 
 def _integer(given: Mapping[str, Any], name: str) -> Pattern:
     low, high = given.get("minimum"), given.get("maximum")
-    if low is None and high is None:
-        return _DIGITS
-    if high is None and type(low) is int:
+    for key, bound in (("minimum", low), ("maximum", high)):
+        if bound is not None and (type(bound) is not int or abs(bound) >= 10**_MOST_DIGITS):
+            raise ValueError(
+                f"{name} has {key} {shown(bound)}; it needs an integer of at most {_MOST_DIGITS} "
+                "digits."
+            )
+    if low is None:
+        return _DIGITS if high is None else at_most(high)
+    if high is None:
         return at_least(low)
-    if low is None and type(high) is int:
-        return at_most(high)
-    if type(low) is not int or type(high) is not int or not 0 <= high - low <= _MOST_INTEGERS:
-        raise ValueError(
-            f"{name} has minimum {low!r} and maximum {high!r}; it needs integers, the second not "
-            f"less than the first and at most {_MOST_INTEGERS} more, or only one of them."
-        )
-    return bp.Choice(tuple(map(_value, range(low, high + 1))))
+    if high < low:
+        raise ValueError(f"{name} has minimum {low} and maximum {high}; no integer follows it.")
+    return between(low, high)
 
 
 _DIGITS = bp.Sequence(

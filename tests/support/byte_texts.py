@@ -1,0 +1,22 @@
+"""Texts of bytes that an automaton of a JSON schema accepts."""
+
+from specjax.grammars.byte_automaton import byte_automaton
+from specjax.grammars.json_schema import schema_pattern
+from specjax.grammars.schema_references import inline_references
+
+__all__ = ["accepts", "automaton_of"]
+
+
+def automaton_of(schema):
+    """The automaton of a schema's texts."""
+    return byte_automaton(schema_pattern(inline_references(schema), "the schema"))
+
+
+def accepts(automaton, text):
+    """Whether the bytes of a text lead from the first state to one where it may end."""
+    state = 0
+    for value in text:
+        state = automaton.next_states[state, value]
+        if state < 0:
+            return False
+    return bool(automaton.accepts[state])
