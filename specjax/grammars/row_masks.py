@@ -58,8 +58,7 @@ class MatchedText:
     def read(self, tokens: list[int]) -> None:
         """Reads committed tokens. Some matchers do not read the token that ends a text."""
         for token in tokens:
-            word = int(self.mask()[token // 32])
-            if not word >> token % 32 & 1:
+            if not self._is_token(token) or not int(self.mask()[token // 32]) >> token % 32 & 1:
                 raise ValueError(
                     f"{self._name} has token {token}, which may not follow; each init and step "
                     "needs the masks of its rows as allowed, and an exact method."
@@ -76,13 +75,15 @@ class MatchedText:
         rows[:] = self.mask()
         num_read = 0
         for i, token in enumerate(drafted):
-            inside = 0 <= token < self._vocab_size
-            if not inside or not self._matcher.try_consume_tokens([token]):
+            if not self._is_token(token) or not self._matcher.try_consume_tokens([token]):
                 break
             num_read += 1
             rows[i + 1 :] = self.mask()
         if num_read:
             self._matcher.rollback(num_read)
+
+    def _is_token(self, token: int) -> bool:
+        return 0 <= token < self._vocab_size
 
 
 def new_masks(size: int, num_rows: int, vocab_size: int) -> np.ndarray:

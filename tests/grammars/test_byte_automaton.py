@@ -61,6 +61,11 @@ def test_a_schema_without_bounds_that_a_machine_holds_is_refused_at_once(schema,
     assert time.process_time() - begin < 2
 
 
+def test_the_states_of_a_string_grow_as_its_bound():
+    sizes = [len(automaton_of({"type": "string", "maxLength": n}).accepts) for n in (10, 100, 1000)]
+    assert sizes == [143, 1403, 14003]
+
+
 def test_four_hundred_properties_are_no_deeper_than_one():
     properties = {f"p{i}": {"type": "null"} for i in range(400)}
     automaton = automaton_of({"type": "object", "properties": properties})

@@ -9,6 +9,7 @@ import pytest
 import specjax
 from specjax.draft import Draft
 from specjax.grammars import RowMasks
+from specjax.grammars.row_masks import MatchedText
 from specjax.markov_chain import markov_chain
 
 pytestmark = pytest.mark.once
@@ -78,6 +79,30 @@ def test_each_row_has_the_mask_after_the_tokens_before_it_and_the_matchers_go_ba
         masks.of_rows(
             state_of([*prompts[:1], [*prompts[1], 0], *prompts[2:]], drafted, [1, 0, 1, 1, 1])
         )
+
+
+class Strict(automata.Matcher):
+    """A matcher whose masks have a bit for ids that are no tokens, and that takes none of them."""
+
+    def compute_bitmask(self):
+        known = np.uint32(2**automata.V - 1)
+        return (np.frombuffer(super().compute_bitmask(), "<u4") | ~known).tobytes()
+
+    def try_consume_tokens(self, tokens):
+        assert all(0 <= token < automata.V for token in tokens)
+        return super().try_consume_tokens(tokens)
+
+
+@pytest.mark.parametrize("token", [-2, -1, automata.V, 31, 2**31 - 1])
+def test_a_matcher_is_handed_tokens_of_the_vocabulary_alone(token):
+    text = MatchedText(Strict(0), automata.V, "request 0")
+    rows = np.zeros((4, 1), np.uint32)
+    text.fill([1, token, 4], rows)
+    known = np.uint32(2**automata.V - 1)
+    expected = [processed.pack(automata.allowed_after(0, x)) for x in ([], [1])]
+    np.testing.assert_array_equal(rows[:2] & known, expected)
+    with pytest.raises(ValueError, match=f"request 0 has token {token}, which may not follow"):
+        text.read([1, token])
 
 
 def test_masks_of_another_form_are_refused():

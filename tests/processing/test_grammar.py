@@ -84,6 +84,22 @@ def test_columns_that_the_grammar_does_not_know_are_not_allowed():
         assert columns.tolist() == [allowed[-1], other, other, other, other, allowed[0]]
 
 
+def test_columns_outside_the_vocabulary_are_not_allowed_whatever_the_words_say():
+    grammar = GRAMMAR._replace(allowed=np.full_like(GRAMMAR.allowed, 2**32 - 1))
+    columns = jnp.array([-40, -1, 0, V - 1, V, 31, 32])
+    found = allowed_columns(grammar, jnp.zeros(1, jnp.int32), len(columns), columns)
+    assert found.tolist() == [[False, False, True, True, False, False, False]]
+
+
+def test_a_state_past_the_last_one_does_not_move():
+    states = jnp.array([D, D + 1, 2**31 - 1], jnp.int32)
+    for token in range(V):
+        token_ids = jnp.full((3, 1), token, jnp.int32)
+        assert (
+            advance(GRAMMAR, states, token_ids, jnp.ones(3, jnp.int32)).tolist() == states.tolist()
+        )
+
+
 def test_a_state_that_the_grammar_does_not_have_allows_nothing():
     sampling = SamplingParams(grammar=GRAMMAR, grammar_state=np.full(SIZE, D, np.int32))
     logits, _ = specjax.apply_sampling(jnp.asarray(LOGITS[:, 0]), sampling)

@@ -1,7 +1,17 @@
 """Wrong versions of grammars: which state a row is in, what it allows, and the automata."""
 
 from ..mutation import Mutation
-from .tests import draft_rows, engines, grammar_laws, grammars, json_schemas, row_masks
+from .tests import (
+    byte_automata,
+    draft_rows,
+    engines,
+    grammar_laws,
+    grammars,
+    json_schemas,
+    row_masks,
+    schema_references,
+    token_automata,
+)
 
 __all__ = ["MUTATIONS"]
 
@@ -14,6 +24,10 @@ _HOST = "test_several_steps_with_masks_of_a_host_follow_the_masked_target_jointl
 _GO_BACK = "test_each_row_has_the_mask_after_the_tokens_before_it_and_the_matchers_go_back"
 _FORMS = "test_masks_of_another_form_are_refused"
 _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
+_GROWS = "test_the_states_of_a_string_grow_as_its_bound"
+_LEADS = "test_every_token_leads_where_its_bytes_do_and_only_to_what_tokens_complete"
+_OUTSIDE = "test_columns_outside_the_vocabulary_are_not_allowed_whatever_the_words_say"
+_HANDED = "test_a_matcher_is_handed_tokens_of_the_vocabulary_alone"
 _ACCEPTS = "test_a_schema_accepts_its_compact_texts_and_no_others"
 
 MUTATIONS = (
@@ -21,8 +35,57 @@ MUTATIONS = (
         "specjax.grammars.byte_automaton._Edges.add",
         "known is None",
         "known is None or True",
-        json_schemas("test_optional_properties_share_what_follows_them"),
-        "what follows optional properties is added for each of them",
+        byte_automata(_GROWS),
+        "the bytes with which characters end are added for each kind of character",
+    ),
+    Mutation(
+        "specjax.grammars.byte_automaton._Edges._add_repeat",
+        "(last, self.add(part, end))",
+        "(end, self.add(part, end))",
+        byte_automata(_GROWS),
+        "an optional copy leads to every later one, and their number is squared",
+    ),
+    Mutation(
+        "specjax.grammars.byte_automaton._Edges._add_members",
+        "may_end = False",
+        "may_end = True",
+        json_schemas(f"{_ACCEPTS}[schema0-good0-bad0]"),
+        "a text ends before a required property if another stands before it",
+    ),
+    Mutation(
+        "specjax.grammars.integer_bounds._positive",
+        "len(last) - 2)",
+        "len(last) - 1)",
+        json_schemas("test_two_bounds_of_an_integer_accept_what_is_between_them"),
+        "an integer of as many digits as the greater bound is above it",
+    ),
+    Mutation(
+        "specjax.grammars.token_automaton._key",
+        "move.sources.tobytes() + move.targets.tobytes()",
+        "move.targets.tobytes()",
+        token_automata(_LEADS),
+        "tokens that lead to the same states from others are one class",
+    ),
+    Mutation(
+        "specjax.grammars.token_automaton.token_automaton",
+        "np.append(np.flatnonzero(automaton.accepts), end)",
+        "np.flatnonzero(automaton.accepts)",
+        token_automata(_LEADS),
+        "nothing follows the end-of-sequence token",
+    ),
+    Mutation(
+        "specjax.grammars.token_automaton._masks",
+        "_BITS_PER_WORD, num_classes - 1,",
+        "_BITS_PER_WORD, 0,",
+        token_automata(_LEADS),
+        "ids past the vocabulary are allowed where its first class is",
+    ),
+    Mutation(
+        "specjax.grammars.schema_references._is_note",
+        'key.startswith("x-")',
+        'key.startswith("x")',
+        schema_references("test_a_note_says_nothing_about_a_text_and_a_property_may_have_its_name"),
+        "a keyword that is no note is passed over",
     ),
     Mutation(
         "specjax.grammars.integer_bounds._compared",
@@ -81,6 +144,27 @@ MUTATIONS = (
         "the first id outside the vocabulary moves the state as its last token does",
     ),
     Mutation(
+        f"{_GRAMMAR}_next",
+        " & (states < num_states)",
+        "",
+        grammars("test_a_state_past_the_last_one_does_not_move"),
+        "a state past the last one moves as the last one does",
+    ),
+    Mutation(
+        f"{_GRAMMAR}allowed_columns",
+        "(columns >= 0) & ",
+        "",
+        grammars(_OUTSIDE),
+        "a draft's column without a token is allowed where the last word's bit is set",
+    ),
+    Mutation(
+        f"{_GRAMMAR}allowed_columns",
+        "(columns < grammar.token_classes.shape[0])",
+        "True",
+        grammars(_OUTSIDE),
+        "a column past the vocabulary is allowed where the last word's bit is set",
+    ),
+    Mutation(
         f"{_GRAMMAR}allowed_columns",
         "if token_map is None else token_map",
         "if True else token_map",
@@ -102,18 +186,39 @@ MUTATIONS = (
         "a slot goes on in the grammar's state of the request before",
     ),
     Mutation(
-        "specjax.grammars.token_automaton._drop_dead_ends",
-        "completes[reached[leads]]",
-        "True",
+        "specjax.grammars.token_automaton._keep_complete",
+        "completes = _reached(targets, sources, end, end + 1)",
+        "completes = np.ones(end + 1, bool)",
         json_schemas("test_a_token_after_which_no_text_can_be_completed_is_not_allowed"),
         "a token is allowed after which no text can be completed",
     ),
     Mutation(
-        "specjax.grammars.json_schema._object",
-        "bp.Choice((first, after_none))",
-        "first",
+        "specjax.grammars.byte_automaton._Edges._add_members",
+        "(first, after_none)",
+        "(first,)",
         json_schemas(f"{_ACCEPTS}[schema1-good1-bad1]"),
         "the first property that may be absent may not be",
+    ),
+    Mutation(
+        f"{_TEXT}_is_token",
+        "0 <= token",
+        "-(2**31) <= token",
+        row_masks(_HANDED),
+        "a negative id is handed to a matcher, or read as the last token",
+    ),
+    Mutation(
+        f"{_TEXT}_is_token",
+        "< self._vocab_size",
+        "<= self._vocab_size",
+        row_masks(_HANDED),
+        "the first id outside the vocabulary is handed to a matcher",
+    ),
+    Mutation(
+        f"{_TEXT}fill",
+        "not self._is_token(token) or ",
+        "",
+        row_masks(_HANDED),
+        "any drafted id is handed to a matcher",
     ),
     Mutation(
         f"{_TEXT}fill",

@@ -7,6 +7,7 @@ __all__ = [
     "batches",
     "block_laws",
     "block_verification",
+    "byte_automata",
     "capacity",
     "choose_k",
     "commands",
@@ -47,6 +48,7 @@ __all__ = [
     "sampled_decoding",
     "sampling",
     "pivots",
+    "schema_references",
     "searches",
     "stop_strings",
     "soaks",
@@ -57,6 +59,7 @@ __all__ = [
     "streamed",
     "subnormal",
     "theory",
+    "token_automata",
     "token_maps",
     "tokens",
     "transformer",
@@ -73,6 +76,7 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
 block_laws = _of("laws/test_block_laws.py")
 block_verification = _of("samplers/test_block_rejection_sample.py")
 capacity = _of("decode/test_capacity.py")
+byte_automata = _of("grammars/test_byte_automaton.py")
 batches = _of("cli/test_batch.py")
 choose_k = _of("decode/test_choose_k.py")
 commands = _of("cli/test_command.py")
@@ -122,6 +126,7 @@ searches = _of("core/test_bisection.py")
 pivots = _of("core/test_pivot_search.py")
 stop_strings = _of("engine/test_stop_strings.py")
 streamed = _of("cli/test_stream_programs.py")
+schema_references = _of("grammars/test_schema_references.py")
 subnormal = _of("core/test_subnormal.py")
 threefry = _of("pallas/test_threefry.py")
 theory = _of("theory/test_theory.py")
@@ -130,6 +135,7 @@ split_processing = _of("processing/test_split_processing.py")
 split_vocabulary = _of("samplers/test_split_vocabulary.py")
 split_kernels = _of("pallas/test_split.py")
 token_maps = _of("samplers/test_token_map.py")
+token_automata = _of("grammars/test_token_automaton.py")
 tokens = _of("decode/test_commit.py")
 transformer = _of("models/test_transformer.py")
 tree_laws = _of("laws/test_tree_laws.py")
