@@ -122,7 +122,12 @@ def _with_grammar(
     return (sampling or SamplingParams())._replace(grammar=read_grammar(options, pair))
 
 
-def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, terminal: Any) -> Any:
+def _read_batch_job(
+    options: argparse.Namespace,
+    config: SpeculativeConfig,
+    terminal: Any,
+    exit_stack: contextlib.ExitStack,
+) -> Any:
     from specjax.cli.batch.run_batch import read_batch
     from specjax.cli.model_pair import check_draft, check_logprobs, read_pair
 
@@ -132,7 +137,7 @@ def _read_batch_job(options: argparse.Namespace, config: SpeculativeConfig, term
         draft = check_draft(pair)
     terminal.print_warning(draft.warning)
     config = _with_trained_k(config, options, draft)
-    return read_batch(options, pair, config, terminal)
+    return read_batch(options, pair, config, terminal, exit_stack)
 
 
 def _with_trained_k(
@@ -179,7 +184,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
         exit_stack.enter_context(jax.enable_x64(True))
     if is_batch:
         enable_compilation_cache()
-        return options, _read_batch_job(options, config, terminal), terminal
+        return options, _read_batch_job(options, config, terminal, exit_stack), terminal
     # What a model over devices runs is compiled at its calls, and kept by JAX. Several processes
     # keep nothing: one might find what another compiles.
     folder = command_folder() if options.mesh is None or jax.distributed.is_initialized() else None

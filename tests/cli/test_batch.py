@@ -1,6 +1,8 @@
 """`specjax generate --input --output`: a file of prompts, whole lines, and runs that go on."""
 
 import argparse
+import contextlib
+import datetime
 import errno
 import json
 import os
@@ -17,15 +19,17 @@ from test_command import PROMPT, SHORT, TARGET, byte_tokenizer, write_model
 from test_files import limit_file_size
 
 from specjax.cli import main
-from specjax.cli.arguments import SAMPLING_OPTIONS
+from specjax.cli.arguments import SAMPLING_OPTIONS, parse_options
 from specjax.cli.batch import output_file, run_batch
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import _NUMBERS, PromptLine, read_lines
 from specjax.cli.json_schema import read_grammar
+from specjax.cli.model_pair import read_pair
 from specjax.config import SpeculativeConfig
 
 pytestmark = pytest.mark.lenient
 
+DATETIME = datetime.datetime
 ROOT = pathlib.Path(__file__).parents[2]
 LINES = [
     {"prompt": PROMPT, "seed": 5, "id": "a"},
@@ -257,7 +261,7 @@ def test_more_logprobs_than_the_target_has_tokens_are_refused_before_weights_are
 
 
 def test_an_output_that_has_no_end_or_is_a_folder_is_refused_unread(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_file, "read_file", None)
+    monkeypatch.setattr(output_file, "read_stream", None)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, os.devnull):
         with pytest.raises(ValueError, match=f"--output is {path}, which is no regular file"):
@@ -267,6 +271,7 @@ def test_an_output_that_has_no_end_or_is_a_folder_is_refused_unread(tmp_path, mo
 def test_a_line_that_finds_no_room_is_a_sentence_and_leaves_whole_lines(tmp_path):
     path, line = tmp_path / "out.jsonl", {"line": 1, "request_hash": "a"}
     with OutputFile(path) as file:
+        file.prepare()
         file.append(line)
         before = path.read_bytes()
         for room in (10, 0):  # A part of the next line, then nothing of it.
@@ -276,6 +281,117 @@ def test_a_line_that_finds_no_room_is_a_sentence_and_leaves_whole_lines(tmp_path
             ):
                 file.append(line)
             assert path.read_bytes() == before
+
+
+def test_an_output_to_which_another_run_writes_is_refused_until_that_ends(
+    generate, capsys, tmp_path, monkeypatch
+):
+    path, lines = tmp_path / "out.jsonl", '{"line": 1, "request_hash": "a"}\n'
+    path.write_text(lines + '{"line": 2, "requ')
+    words = f"--output is {path}, to which another run writes; wait for its end, or name another."
+    with OutputFile(path) as first:
+        for prepared in (False, True):
+            if prepared:
+                first.prepare()
+                first.append({"line": 2, "request_hash": "b"})
+            before = path.read_bytes()
+            with pytest.raises(ValueError, match=words):
+                OutputFile(path)
+            monkeypatch.setattr("specjax.models.load", None)
+            assert generate([{"prompt": "ab"}])[0] == 2
+            assert capsys.readouterr().err == f"specjax: {words}\n"
+            assert path.read_bytes() == before
+    with OutputFile(path) as second:
+        assert second.done == {1: "a", 2: "b"}
+
+
+def test_of_two_runs_that_make_one_output_the_later_is_refused(tmp_path):
+    """Neither found a file to lock; the first may have ended when the second makes it."""
+    path = tmp_path / "out.jsonl"
+    with OutputFile(path) as first, OutputFile(path) as second, OutputFile(path) as third:
+        first.prepare()
+        with pytest.raises(ValueError, match="to which another run writes"):
+            second.prepare()
+        first.append({"line": 1, "request_hash": "a"})
+        first.close()
+        with pytest.raises(ValueError, match="to which another run writes"):
+            third.prepare()
+    assert path.read_text() == '{"line": 1, "request_hash": "a"}\n'
+
+
+def test_a_run_that_is_refused_frees_its_output(generate, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"line": 1, "request_hash": "a"}\n')
+    assert generate([{"prompt": "ab"}])[0] == 2
+    OutputFile(path).close()
+    path.write_text("a report\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="line 1 that is no output"):
+            OutputFile(path)
+
+
+def test_where_files_cannot_be_locked_the_output_is_written_with_a_warning(
+    generate, capsys, tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(output_file.fcntl, "flock", refuse)
+    assert generate([" "]) == (0, {})
+    words = f"warning: {tmp_path / 'out.jsonl'} cannot be locked here; start no other run"
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_of_conversations_goes_on_on_another_day_with_the_date_of_the_first_run(
+    folders, tmp_path, monkeypatch
+):
+    days = {1: datetime.datetime(2026, 2, 3, 4, 5, 6, 789), 2: datetime.datetime(2027, 8, 9)}
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(pathlib.Path(folders[0], name).read_bytes())
+    template = "{{ strftime_now('%d %b %Y %H:%M:%S') }} {{ messages[0].content }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "in").write_text(
+        '{"prompt": "ab"}\n{"messages": [{"role": "user", "content": "ac"}]}\n'
+    )
+    (tmp_path / "plain").write_text('{"prompt": "ab"}\n')
+    monkeypatch.setattr(run_batch, "load_pair", lambda pair: (None, None))
+    texts = []
+
+    def read(day, output, lines="in"):
+        now = types.SimpleNamespace(now=lambda: days[day], fromisoformat=DATETIME.fromisoformat)
+        monkeypatch.setattr(run_batch, "datetime", types.SimpleNamespace(datetime=now))
+        files = ["--input", str(tmp_path / lines), "--output", str(tmp_path / output)]
+        options, config = parse_options(["generate", "--target", str(tmp_path), *files])
+        pair = read_pair(options)
+        with contextlib.ExitStack() as exit_stack:
+            job = run_batch.read_batch(options, pair, config, None, exit_stack)
+            texts.append(pair.tokenizer.decode(job.lines[-1].token_ids))
+            if not job.output.done:
+                line = {"line": 1, "request_hash": job.hashes[1], "date": job.date}
+                job.output.append(line)
+        return job
+
+    first, later, anew = read(1, "a"), read(2, "a"), read(2, "b")
+    assert texts == ["03 Feb 2026 04:05:06 ac"] * 2 + ["09 Aug 2027 00:00:00 ac"]
+    # Also the line without a conversation, which may be all that was written.
+    assert (first.date, later.date, anew.date) == ("2026-02-03T04:05:06",) * 2 + (
+        "2027-08-09T00:00:00",
+    )
+    assert later.hashes == first.hashes != anew.hashes
+    # Where no template asks for it there is no date, and a date that is none is no output.
+    assert read(1, "c", "plain").date is None
+    (tmp_path / "d").write_text('{"line": 1, "request_hash": "a", "date": "yesterday"}\n')
+    with pytest.raises(ValueError, match="line 1 that is no output"):
+        OutputFile(tmp_path / "d")
+
+
+def test_an_input_that_has_no_end_is_refused_after_as_much_as_a_stream_may_hold(
+    generate, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run_batch, "_MOST_BYTES_OF_STREAM", 1000)
+    assert generate([], "--input", "/dev/zero")[0] == 2
+    assert "/dev/zero has more than 1000 bytes" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_an_input_without_a_valid_line_leaves_an_empty_output_and_says_so(

@@ -2,15 +2,23 @@
 
 A line is appended by one write, so that a process that is ended between two leaves whole lines. The
 rest of one that was cut off, by SIGKILL or a full disk, is taken away before the next is appended.
+The file is locked before it is read, so that no other run writes what this one does not know of.
 """
 
+import contextlib
+import datetime
+import io
 import json
 import os
 import pathlib
+import sys
 from types import TracebackType
 from typing import Any
 
-from specjax.file_io import read_file
+from specjax.file_io import read_stream
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["OutputFile"]
 
@@ -27,18 +35,24 @@ class OutputFile:
 
     Attributes:
       done: by the number of an input's line, the hash of the request that its output is of.
+      date: that the first run's chat templates wrote, or None.
+      is_locked: False where a file that is there cannot be locked: on Windows, and on file systems
+        without locks.
 
     Raises:
-      ValueError: if the path is of no regular file, or the file has a line that this did not write.
+      ValueError: if the path is of no regular file, another run writes to the file, or it has a
+        line that this did not write.
       OSError: if it cannot be read.
 
     Example:
       >>> import tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "out.jsonl")
       >>> with OutputFile(path) as file:
+      ...     file.prepare()
       ...     file.append({"line": 1, "request_hash": "a"})
       >>> _ = path.write_text(path.read_text() + '{"line": 2, "requ')
       >>> with OutputFile(path) as file:
+      ...     file.prepare()
       ...     file.done
       {1: 'a'}
       >>> path.read_text()
@@ -47,66 +61,96 @@ class OutputFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = pathlib.Path(path)
-        exists = os.path.exists(path)
-        if exists and not os.path.isfile(path):  # Reading a pipe would wait for its end.
+        self._size = 0
+        self._num_read = 0
+        self._file: io.FileIO | None = None
+        self.done: dict[int, str] = {}
+        self.date: datetime.datetime | None = None
+        self.is_locked = True
+        if not os.path.exists(path):
+            return
+        if not os.path.isfile(path):  # Reading a pipe would wait for its end.
             raise ValueError(
                 f"--output is {path}, which is no regular file; it needs to be one, as a later run "
                 "reads which lines it has."
             )
-        data = read_file(path, _MOST_BYTES) if exists else b""
-        self._size = data.rfind(b"\n") + 1
+        with contextlib.ExitStack() as if_refused:
+            if_refused.callback(self.close)
+            try:
+                file = self._open()
+            except OSError:  # A file with every line may be read-only.
+                file = self._file = io.FileIO(self._path)
+            self._read(file)
+            if_refused.pop_all()
+
+    def _open(self) -> io.FileIO:
+        """Opens the file, makes it if there is none, and locks it until it is closed."""
+        file = self._file = io.FileIO(self._path, "ab+")
+        self.is_locked = sys.platform != "win32" and _lock(file, self._path)
+        return file
+
+    def _read(self, file: io.FileIO) -> None:
+        with open(file.fileno(), "rb", closefd=False) as reader:
+            reader.seek(0)
+            data = read_stream(reader, str(self._path), _MOST_BYTES)
+        self._num_read, self._size = len(data), data.rfind(b"\n") + 1
         lines, rest = data[: self._size].splitlines(), data[self._size :]
-        self._has_rest = bool(rest)
-        self.done: dict[int, str] = {}
         for number, line in enumerate(lines, start=1):
             try:
                 fields = json.loads(line)
                 self.done[int(fields["line"])] = str(fields["request_hash"])
+                if self.date is None and fields.get("date") is not None:
+                    self.date = datetime.datetime.fromisoformat(fields["date"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                raise ValueError(_foreign_line(path, number)) from None
+                raise ValueError(_foreign_line(self._path, number)) from None
         if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
-            raise ValueError(_foreign_line(path, len(lines) + 1))
+            raise ValueError(_foreign_line(self._path, len(lines) + 1))
 
-    def create(self) -> None:
-        """Makes an empty file if there is none; one that is there keeps all that it has.
+    def prepare(self) -> None:
+        """Makes the file if there is none, and takes away the rest of a line that was cut off.
 
         Raises:
-          ValueError: if it cannot be written.
+          ValueError: if it cannot be written, or another run has written to it meanwhile.
         """
-        os.close(self._open())
-
-    def __enter__(self) -> "OutputFile":
-        """Opens the file for lines."""
-        self._descriptor = self._open()
-        if self._has_rest:
-            os.ftruncate(self._descriptor, self._size)
-        return self
-
-    def _open(self) -> int:
         try:
-            return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            file = self._file or self._open()
+            if not file.writable():
+                # Raises why it could not be opened for lines.
+                io.FileIO(self._path, "ab").close()
+            if os.fstat(file.fileno()).st_size > self._num_read:
+                raise ValueError(_written_by_another(self._path))
+            file.truncate(self._size)
         except OSError as error:
             raise ValueError(_unwritable(self._path, error)) from None
 
     def append(self, fields: dict[str, Any]) -> None:
-        """Appends a line.
+        """Appends a line to a file that is prepared.
 
         Raises:
           ValueError: if it cannot be written; the file keeps what it had.
         """
+        assert self._file is not None
         try:
             line = json.dumps(fields, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:  # An id of half a surrogate pair, which JSON can name.
             line = json.dumps(fields).encode() + b"\n"
         try:
-            written = os.write(self._descriptor, line)
+            written = self._file.write(line)
             if written < len(line):
-                os.ftruncate(self._descriptor, self._size)
+                self._file.truncate(self._size)
                 raise OSError(28, "it has no room for a line")
         except OSError as error:
             # The command takes an OSError for one of its standard output.
             raise ValueError(_unwritable(self._path, error)) from None
         self._size += written
+
+    def close(self) -> None:
+        """Closes the file, and with that unlocks it."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> "OutputFile":
+        return self
 
     def __exit__(
         self,
@@ -114,7 +158,22 @@ class OutputFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._descriptor)
+        self.close()
+
+
+def _lock(file: io.FileIO, path: Any) -> bool:
+    """Returns whether a file could be locked; refuses one that another run has locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(_written_by_another(path)) from None
+    except OSError:  # A file system without locks.
+        return False
+    return True
+
+
+def _written_by_another(path: Any) -> str:
+    return f"--output is {path}, to which another run writes; wait for its end, or name another."
 
 
 def _unwritable(path: Any, error: OSError) -> str:

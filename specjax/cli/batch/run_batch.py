@@ -1,9 +1,12 @@
 """Decodes a file of prompts through an engine, and appends a line as each request ends."""
 
 import argparse
+import contextlib
 import dataclasses
+import datetime
 import hashlib
 import json
+import os
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -32,6 +35,8 @@ from specjax.processing.sampling_params import SamplingParams
 __all__ = ["BatchJob", "read_batch", "run_batch"]
 
 _MOST_BYTES = 2**32
+# A device or a pipe has no size and may have no end.
+_MOST_BYTES_OF_STREAM = 2**28
 # Buffers are rounded up to this, so that another file may find its programs in the cache.
 _LENGTH_STEP = 128
 _SHOWN_PROBLEMS = 5
@@ -52,6 +57,7 @@ class BatchJob(NamedTuple):
       output: where lines go, and which are there.
       hashes: of the requests, by the numbers of their lines.
       grammar: that every text follows, or None.
+      date: that chat templates wrote into prompts, in ISO 8601, or None.
     """
 
     pair: ModelPair
@@ -63,30 +69,61 @@ class BatchJob(NamedTuple):
     output: OutputFile
     hashes: dict[int, str]
     grammar: Grammar | None = None
+    date: str | None = None
+
+
+class _Clock:
+    """The local time of a run, or of the run whose output it goes on with.
+
+    Args:
+      first: the time of that other run, or None.
+
+    Attributes:
+      date: in ISO 8601 once the time is asked for, or if another run asked; None before.
+    """
+
+    def __init__(self, first: datetime.datetime | None) -> None:
+        self._now = first or datetime.datetime.now().replace(microsecond=0)
+        self.date = None if first is None else first.isoformat()
+
+    def strftime(self, form: str) -> str:
+        self.date = self._now.isoformat()
+        return self._now.strftime(form)
 
 
 def read_batch(
-    options: argparse.Namespace, pair: ModelPair, config: SpeculativeConfig, terminal: Any
+    options: argparse.Namespace,
+    pair: ModelPair,
+    config: SpeculativeConfig,
+    terminal: Any,
+    exit_stack: contextlib.ExitStack,
 ) -> BatchJob:
     """Returns the job that the options describe; the weights are read last.
 
+    The output is locked until `exit_stack` closes.
+
     Raises:
       ValueError: for malformed lines, unless they are skipped; it names them by number. Also if the
-        output has lines of other prompts or options, is no regular file or cannot be written.
+        output has lines of other prompts or options, another run writes to it, or it is no regular
+        file or cannot be written.
     """
+    output = exit_stack.enter_context(OutputFile(options.output))
+    clock = _Clock(output.date)
 
     def encode(prompt: str | list[Any]) -> list[int]:
         is_chat = options.chat or not isinstance(prompt, str)
         if is_chat:
             alone = [{"role": "user", "content": prompt}]
-            prompt = models.chat_prompt(pair.folder, alone if isinstance(prompt, str) else prompt)
+            messages = alone if isinstance(prompt, str) else prompt
+            prompt = models.chat_prompt(pair.folder, messages, strftime_now=clock.strftime)
         try:
             ids: list[int] = pair.tokenizer.encode(prompt, add_special_tokens=not is_chat).ids
         except Exception as error:  # The library raises a bare Exception.
             raise ValueError(f"the target's tokenizer cannot read it ({error}).") from None
         return ids
 
-    lines, problems = read_lines(read_file(options.input, _MOST_BYTES), encode)
+    limit = _MOST_BYTES if os.path.isfile(options.input) else _MOST_BYTES_OF_STREAM
+    lines, problems = read_lines(read_file(options.input, limit), encode)
     if problems:
         shown = " ".join(problems[:_SHOWN_PROBLEMS])
         more = len(problems) - _SHOWN_PROBLEMS
@@ -94,7 +131,6 @@ def read_batch(
         if not options.skip_malformed:
             raise ValueError(f"{options.input}: {shown} --skip-malformed leaves such lines out.")
         terminal.print_warning(f"{options.input}: {len(problems)} left out. {shown}")
-    output = OutputFile(options.output)
     grammar = read_grammar(options, pair)
     hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
     for number, digest in hashes.items():
@@ -105,8 +141,13 @@ def read_batch(
             )
     # Nothing is written to a file that has every line, which may be read-only.
     if not lines or hashes.keys() - output.done.keys():
-        output.create()
-    return BatchJob(pair, *load_pair(pair), config, lines, options, output, hashes, grammar)
+        output.prepare()
+        if not output.is_locked:
+            terminal.print_warning(
+                f"{options.output} cannot be locked here; start no other run with this --output."
+            )
+    loaded = load_pair(pair)
+    return BatchJob(pair, *loaded, config, lines, options, output, hashes, grammar, date=clock.date)
 
 
 def run_batch(job: BatchJob, terminal: Any) -> None:
@@ -124,7 +165,7 @@ def run_batch(job: BatchJob, terminal: Any) -> None:
         return
     with terminal.spinner("compiling"):
         engine = _make_engine(job)
-    with job.output, terminal.progress_bar(len(left)) as advance:
+    with terminal.progress_bar(len(left)) as advance:
         _decode(job, engine, deque(left), advance, terminal)
 
 
@@ -285,5 +326,6 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "logprobs": listed,
         "metrics": {name: count.tolist() for name, count in metrics.items()},
         "exact": follows_target(job.drafter, job.config, _value(job, line, "temperature")),
+        "date": job.date,
         "request_hash": job.hashes[line.number],
     }

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -48,7 +48,6 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
@@ -88,7 +87,16 @@ def _check_messages(messages: Any) -> None:
         )
 
 
-def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, Any]]) -> str:
+def _format_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def chat_prompt(
+    folder: str | os.PathLike[str],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    strftime_now: Callable[[str], str] = _format_now,
+) -> str:
     """Returns the prompt of a conversation, up to where the answer begins.
 
     The template is rendered in Jinja's sandbox. The prompt contains its special tokens: encode it
@@ -98,6 +106,7 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
       folder: a Hugging Face folder with chat_template.jinja, or with a chat_template in
         tokenizer_config.json. The one named "default" is used if there are several.
       messages: each with a "role" and a "content", oldest first.
+      strftime_now: formats a date for templates that write one; by default the local time's.
 
     Returns:
       The prompt.
@@ -129,7 +138,9 @@ def chat_prompt(folder: str | os.PathLike[str], messages: Sequence[Mapping[str, 
         "documents": None,
     }
     try:
-        template = _make_environment().from_string(text)
+        environment = _make_environment()
+        environment.globals["strftime_now"] = strftime_now
+        template = environment.from_string(text)
         return template.render(**special_tokens | variables, add_generation_prompt=True)
     except Exception as error:  # A template is a program and may raise anything.
         reason = " ".join(str(error).split()) or type(error).__name__
