@@ -1,14 +1,48 @@
-"""Reads files up to a size limit, and writes them completely or not at all."""
+"""Reads files up to a size limit, quotes what they hold, writes them completely or not at all."""
 
 import contextlib
 import os
 import pathlib
+import reprlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["read_file", "read_stream", "replace_file"]
+__all__ = ["quote", "read_file", "read_stream", "replace_file", "shorten"]
+
+# Most characters of a text inside a sentence.
+_MOST_SHOWN = 160
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MOST_SHOWN
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
+
+
+def shorten(text: str) -> str:
+    """Returns a text for a sentence, without its middle if it has more than 160 characters.
+
+    Args:
+      text: from a file, of any length.
+
+    Example:
+      >>> len(shorten("a" * 1000))
+      160
+    """
+    half = (_MOST_SHOWN - 3) // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[: half + 1]}...{text[-half:]}"
+
+
+def quote(value: Any) -> str:
+    """Returns the `repr` of a value for a sentence, of at most 160 characters.
+
+    Args:
+      value: from a file: of any size, and nested as deeply as JSON can be.
+
+    Example:
+      >>> quote({"a": ["b", 1.5]})
+      "{'a': ['b', 1.5]}"
+    """
+    return shorten(_REPR.repr(value))
 
 
 def read_file(path: str | os.PathLike[str], limit: int) -> bytes:

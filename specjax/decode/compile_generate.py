@@ -227,8 +227,9 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     """Reads what `CompiledGenerate.save` wrote; nothing is traced or compiled.
 
     Load only a file that you trust: its programs are unpickled, and they are code that runs. What
-    made it, in JSON, is read and compared before that. The models' functions are those compiled
-    in. A call compares names, shapes and dtypes of parameters, and cannot tell the models.
+    made it, in JSON, and a digest of all of it are compared before that. The models' functions are
+    those compiled in. A call compares names, shapes and dtypes of parameters, and cannot tell the
+    models.
 
     Args:
       path: of the file.
@@ -237,7 +238,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
       `CompiledGenerate`.
 
     Raises:
-      ValueError: for a file of another kind, specjax, jax, jaxlib or device, or a cut one.
+      ValueError: for a file of another kind, specjax, jax, jaxlib or device, or a damaged one.
       OSError: if the file cannot be read.
 
     Example:
@@ -252,13 +253,19 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
       [[0, 1, 0, 1]]
     """
     description, saved = read_programs(path)
-    options = description["options"]
-    auto = {"num_speculative_tokens": "auto"} if options["config"]["step_costs"] else {}
-    options["config"] = SpeculativeConfig(**options["config"] | auto)
-    listed = None if options["num_logprobs"] is None else TopLogprobs._make(TopLogprobs._fields)
+    try:
+        options, arguments = description["options"], description["arguments"]
+        auto = {"num_speculative_tokens": "auto"} if options["config"]["step_costs"] else {}
+        options["config"] = SpeculativeConfig(**options["config"] | auto)
+        listed = None if options["num_logprobs"] is None else TopLogprobs._make(TopLogprobs._fields)
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{path} says other things of its programs than this specjax writes; compile and save "
+            "it here."
+        ) from None
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
-    return CompiledGenerate(options, description["arguments"], programs, lambda: saved, {})
+    return CompiledGenerate(options, arguments, programs, lambda: saved, {})
 
 
 def _read_arguments(

@@ -1,7 +1,8 @@
 """Compiled programs as bytes, and a file of them.
 
-A file is one line of JSON, which says what made the programs and what they are, then the programs.
-The line is read first, and a file that was made by anything else than this process is refused.
+A file is one line of JSON, which says what made the programs and what they are, then the programs,
+then the SHA-256 of all before it. The line is read first, and a file that was made by anything else
+than this process is refused. Nothing is unpickled before the digest is compared.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from specjax.file_io import replace_file
+from specjax.file_io import quote, replace_file
 from specjax.programs.cache_folder import processor_id
 
 __all__ = [
@@ -31,9 +32,10 @@ __all__ = [
     "write_programs",
 ]
 
-_FORMAT = "specjax.CompiledGenerate 1"
+_FORMAT = "specjax.CompiledGenerate 2"
 _START = b'{"format": "specjax.CompiledGenerate'
 _MOST_HEADER_BYTES = 2**26
+_DIGEST_BYTES = 32
 
 
 def describe_process() -> dict[str, str]:
@@ -119,16 +121,12 @@ def write_programs(
         "made_by": describe_process(),
         "description": description,
         "programs": [(len(data), *counts) for data, *counts in programs],
-        "sha256": _digest(programs),
     }
+    line = json.dumps(header, default=operator.index).encode() + b"\n"
+    content = line + b"".join(program.data for program in programs)
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(path) as temporary, temporary.open("wb") as file:
-        file.write(json.dumps(header, default=operator.index).encode() + b"\n")
-        file.writelines(program.data for program in programs)
-
-
-def _digest(programs: Sequence[SavedProgram]) -> str:
-    return hashlib.sha256(b"".join(program.data for program in programs)).hexdigest()
+    with replace_file(path) as temporary:
+        temporary.write_bytes(content + hashlib.sha256(content).digest())
 
 
 def read_programs(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[SavedProgram]]:
@@ -142,24 +140,32 @@ def read_programs(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Sa
         start = file.read(len(_START))
         if start != _START:
             raise ValueError(f"{path} holds no compiled programs of specjax.")
+        line = start + file.readline(_MOST_HEADER_BYTES)
         try:
-            header = json.loads(start + file.readline(_MOST_HEADER_BYTES))
-            made_by = {"file format": header["format"]} | header["made_by"]
-            description, sizes = header["description"], [size for size, *_ in header["programs"]]
-        except (ValueError, KeyError, TypeError):
+            header = json.loads(line)
+            made_by = {"file format": header["format"], **header["made_by"]}
+            description, parts = header["description"], header["programs"]
+            num_bytes = sum(size for size, _, _ in parts) + _DIGEST_BYTES
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{path} has no whole first line; save it again.") from None
         here = {"file format": _FORMAT} | describe_process()
         for name, value in here.items():
             if made_by.get(name) != value:
                 raise ValueError(
-                    f"{path} was compiled with {name} {made_by.get(name)}, and this is {value}; "
-                    "compile and save it here."
+                    f"{path} was compiled with {name} {quote(made_by.get(name))}, and this is "
+                    f"{value!r}; compile and save it here."
                 )
-        programs = [SavedProgram(file.read(size), *counts) for size, *counts in header["programs"]]
-        if [len(program.data) for program in programs] != sizes or file.read(1):
+        size = os.fstat(file.fileno()).st_size - len(line)  # Negative for a pipe.
+        if size != num_bytes:
             raise ValueError(f"{path} has not as many bytes as its first line says; save it again.")
-    if header.get("sha256") != _digest(programs):
+        data = file.read(size)
+    data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if hashlib.sha256(line + data).digest() != digest:
         raise ValueError(f"{path} holds other bytes than were saved; save it again.")
+    programs = []
+    for size, *counts in parts:
+        programs.append(SavedProgram(data[:size], *counts))
+        data = data[size:]
     return description, programs
 
 

@@ -14,6 +14,7 @@ import specjax
 from specjax import SamplingParams, SpeculativeConfig
 from specjax.core.rules import lenience
 from specjax.markov_chain import markov_chain
+from specjax.programs.saved_programs import read_programs, write_programs
 
 B, S = 2, 16
 PROBS = [[0.1, 0.6, 0.3], [0.5, 0.1, 0.4], [0.4, 0.5, 0.1]]
@@ -133,9 +134,14 @@ def test_other_functions_than_those_compiled_in_are_refused(compiled):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b'"jaxlib": "', b'"jaxlib": "9.', "compiled with jaxlib 9.* and this is"),
-        (b'"specjax": "', b'"specjax": "9.', "compiled with specjax 9"),
-        (b'"device": "', b'"device": "another ', "compiled with device another"),
+        (b'"jaxlib": "', b'"jaxlib": "9.', "compiled with jaxlib '9.* and this is"),
+        (b'"specjax": "', b'"specjax": "9.', "compiled with specjax '9"),
+        (b'"device": "', b'"device": "another ', "compiled with device 'another"),
+        (
+            b"Generate 2",
+            b"Generate 1",
+            "with file format 'specjax.CompiledGenerate 1', and this is",
+        ),
         (b"specjax.C", b"something.C", "holds no compiled programs of specjax"),
     ],
 )
@@ -157,16 +163,30 @@ def test_programs_of_a_rule_are_not_saved(compiled, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_was_cut_is_refused_and_one_that_was_loaded_is_saved_again(path, tmp_path):
-    again, cut = tmp_path / "absent" / "folder" / "again", tmp_path / "cut"
+def test_a_file_that_was_loaded_is_saved_again(path, tmp_path):
+    again = tmp_path / "absent" / "folder" / "again"
     specjax.load_compiled(path).save(again)
     assert again.read_bytes() == path.read_bytes()
-    cut.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="not as many bytes"):
-        specjax.load_compiled(cut)
-    cut.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match="other bytes than were saved"):
-        specjax.load_compiled(cut)
-    cut.write_bytes(path.read_bytes()[:99])
-    with pytest.raises(ValueError, match="no whole first line"):
-        specjax.load_compiled(cut)
+
+
+def test_a_damaged_file_is_refused_before_anything_of_it_is_unpickled(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("specjax.decode.compile_generate.load_program", None)
+    whole, damaged = path.read_bytes(), tmp_path / "damaged"
+    for data in (whole[:-1], whole[:-1] + b"?", whole.replace(b'_size": 2', b'_size": 3'), b""):
+        damaged.write_bytes(data)
+        with pytest.raises(ValueError, match=f"^{damaged} .*[.]$"):
+            specjax.load_compiled(damaged)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {},
+        {"options": [], "arguments": {}},
+        {"options": {"config": {"step_costs": None}}, "arguments": {}},
+    ],
+)
+def test_a_description_of_another_specjax_of_this_version_is_refused(description, path, tmp_path):
+    write_programs(tmp_path / "other", description, read_programs(path)[1])
+    with pytest.raises(ValueError, match="other says other things of its programs than this"):
+        specjax.load_compiled(tmp_path / "other")
