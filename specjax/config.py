@@ -11,6 +11,7 @@ import numpy as np
 from specjax import acceptance_rates
 from specjax.acceptance_rates import check_number, to_float
 from specjax.core.rule import Rule, check_rule
+from specjax.file_io import quote
 
 __all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]
 
@@ -239,7 +240,7 @@ def _check_step_costs(values: Any) -> tuple[float, ...]:
     except TypeError:
         costs = ()
     if not 2 <= len(costs) <= _MOST_SPECULATIVE_TOKENS + 1:
-        came = f"has {len(costs)} of them" if costs else f"is {values!r}"
+        came = f"has {len(costs)} of them" if costs else f"is {quote(values)}"
         raise ValueError(
             f"step_costs needs 2 to {_MOST_SPECULATIVE_TOKENS + 1} numbers, the times of steps "
             f"with 0, 1, ... drafted tokens; it {came}."
@@ -247,8 +248,8 @@ def _check_step_costs(values: Any) -> tuple[float, ...]:
     for k, cost in enumerate(costs):
         if not 0 < to_float(cost) <= np.finfo(np.float32).max:
             raise ValueError(
-                f"step_costs[{k}] is {cost!r}; a step's time needs to be a number > 0, and finite "
-                "in float32."
+                f"step_costs[{k}] is {quote(cost)}; a step's time needs to be a number > 0, and "
+                "finite in float32."
             )
     return tuple(float(cost) for cost in costs)
 

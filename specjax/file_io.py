@@ -16,20 +16,22 @@ _MOST_SHOWN = 160
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MOST_SHOWN
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
+_REPR.maxlevel = 3
 
 
-def shorten(text: str) -> str:
-    """Returns a text for a sentence, without its middle if it has more than 160 characters.
+def shorten(text: object, most: int = _MOST_SHOWN) -> str:
+    """Returns the `str` of a value, without its middle if it has more than `most` characters.
 
     Args:
-      text: from a file, of any length.
+      text: such as a name in a file, or what a library says of one.
+      most: >= 8.
 
     Example:
-      >>> len(shorten("a" * 1000))
-      160
+      >>> shorten("abcdefghijkl", 9)
+      'abc...jkl'
     """
-    half = (_MOST_SHOWN - 3) // 2
-    return text if len(text) <= _MOST_SHOWN else f"{text[: half + 1]}...{text[-half:]}"
+    text, half = str(text), (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def quote(value: Any) -> str:

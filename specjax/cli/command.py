@@ -219,7 +219,7 @@ def _run_command(argv: list[str] | None) -> int:
     with contextlib.ExitStack() as exit_stack:
         try:
             options, job, terminal = _read_command(argv, exit_stack)
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
             return print_error(error, 2)
         try:
             if options.command == "sweep":

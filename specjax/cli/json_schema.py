@@ -2,13 +2,15 @@
 
 import argparse
 import json
-import pathlib
 
 from specjax.cli.model_pair import ModelPair
+from specjax.file_io import read_file
 from specjax.grammars import json_schema_grammar, token_bytes
 from specjax.processing.grammar import Grammar
 
 __all__ = ["read_grammar"]
+
+_MOST_BYTES = 2**24
 
 
 def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
@@ -31,8 +33,9 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
 
 def _read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar:
     config = pair.target_config
+    data = read_file(options.json_schema, _MOST_BYTES)
     try:
-        schema = json.loads(pathlib.Path(options.json_schema).read_text(encoding="utf-8"))
+        schema = json.loads(data.decode())
     except ValueError as error:
         raise ValueError(f"--json-schema {options.json_schema} is not JSON: {error}.") from None
     if not isinstance(schema, dict):

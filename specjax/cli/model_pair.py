@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from specjax import models
 from specjax.cli.mesh_arguments import load_options
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
+from specjax.file_io import shorten
 from specjax.model import Model
 
 __all__ = [
@@ -131,8 +132,8 @@ def _warn_of_verifier(pair: ModelPair, verifier: str | None) -> str | None:
     if verifier is None or pathlib.PurePath(verifier).name.lower() == folder.lower():
         return None
     return (
-        f"the head {pair.draft_spec} was trained for {verifier}, and the target is {pair.folder}; "
-        "if they differ, few of its drafts are accepted."
+        f"the head {pair.draft_spec} was trained for {shorten(verifier)}, and the target is "
+        f"{pair.folder}; if they differ, few of its drafts are accepted."
     )
 
 
@@ -191,7 +192,9 @@ def encode_prompt(
         # A chat template has already written the special tokens that begin a text.
         ids: list[int] = pair.tokenizer.encode(text, add_special_tokens=not chat).ids
     except Exception as error:  # The library raises a bare Exception.
-        raise ValueError(f"the target's tokenizer cannot read the prompt ({error}).") from None
+        raise ValueError(
+            f"the target's tokenizer cannot read the prompt ({shorten(error)})."
+        ) from None
     max_length = pair.target_config.max_position_embeddings
     if not ids:
         raise ValueError("the prompt has no tokens; give a longer one.")

@@ -176,7 +176,7 @@ def refuse_together(options: argparse.Namespace) -> Iterator[None]:
     """Has the others' `check_alike` refuse, too, where this process refuses what it was given."""
     try:
         yield
-    except (ValueError, OSError, RuntimeError):
+    except (ValueError, OSError, RuntimeError, MemoryError):
         if options.process is not None:
             _gather(_NO_DIGEST)
         raise

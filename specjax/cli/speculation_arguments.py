@@ -11,6 +11,7 @@ from typing import Any
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.rule import Rule
+from specjax.file_io import quote, read_file
 
 __all__ = ["add_speculation_options", "make_config"]
 
@@ -21,6 +22,7 @@ _RULES: dict[str, tuple[Callable[..., Rule], tuple[type, ...], str]] = {
     "relaxed": (rules.relaxed, (int, float), "10,0.6"),
     "ensemble": (rules.ensemble, (float,), "0.5"),
 }
+_MOST_BYTES = 2**24
 _CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 
 
@@ -58,7 +60,7 @@ def _parse_numbers(text: str, example: str = "0.8,0.6,0.4") -> tuple[float, ...]
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of numbers; separate them by commas, like {example}"
+            f"{quote(text)} is no list of numbers; separate them by commas, like {example}"
         ) from None
 
 
@@ -74,8 +76,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
     try:
-        with open(text, encoding="utf-8") as file:
-            return tuple(json.load(file)["step_costs"])
+        return tuple(json.loads(read_file(text, _MOST_BYTES))["step_costs"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise argparse.ArgumentTypeError(
             f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"

@@ -1,11 +1,14 @@
 """Standard streams of the command, the sentence on one if it fails, and ends by a signal."""
 
 import contextlib
+import errno
 import os
 import sys
 from typing import Any, NoReturn, TextIO
 
 import jax
+
+from specjax.file_io import shorten
 
 __all__ = [
     "end_with_error",
@@ -16,11 +19,21 @@ __all__ = [
     "print_error",
 ]
 
+# A library may quote a whole file.
+_MOST_CHARACTERS = 4000
+
 
 def print_error(error: Exception, code: int) -> int:
     """Prints what went wrong in a line on standard error, and returns the exit code."""
-    message = str(error) or "there is not enough memory; take a smaller model or batch."
-    if isinstance(error, OSError) and error.filename is not None:
+    message = str(error)
+    is_mapped = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or is_mapped:
+        if not message.endswith("."):  # Of Python or a library, not a sentence of this package.
+            reason = f" ({message})" if message else ""
+            message = f"there is not enough memory{reason}; take a smaller model, file or batch."
+    elif isinstance(error, RecursionError):
+        message = "a file is nested too deeply; it needs fewer levels."
+    elif isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename} cannot be read: {error.strerror}."
     elif isinstance(error, RuntimeError):
         # The first line of a JAX error says what happened; pages follow.
@@ -29,7 +42,8 @@ def print_error(error: Exception, code: int) -> int:
             message = f"another process of the run may be lost: {message}"
     # Standard error itself may be broken; the exit code remains.
     with contextlib.suppress(OSError):
-        print("specjax:", " ".join(message.split()), file=sys.stderr)
+        sentence = shorten(" ".join(message.split()), _MOST_CHARACTERS)
+        print("specjax:", sentence, file=sys.stderr)
     return code
 
 

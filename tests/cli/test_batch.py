@@ -202,6 +202,11 @@ def test_the_lines_that_the_documentation_shows_are_read():
         ('{"prompt_token_ids": [2147483648]}', "beyond 32 bits"),
         ('{"messages": {}}', "messages is no list"),
         (b"\xff", "no JSON"),
+        (json.dumps({"prompt": "a", "a" * 10**6: 1}), "aaa is no field"),
+        (json.dumps({"prompt": "a", "id": ["a" * 10**6] * 9}), "id is ['aaa"),
+        (json.dumps({"prompt": "a", "seed": "1" * 10**6}), "seed is '111"),
+        (json.dumps({"prompt": ["a" * 10**6]}), "prompt is ['aaa"),
+        (json.dumps({"prompt": "a", "stop": {"a" * 10**6: 1}}), "stop is {'aaa"),
         ("[" * 200_000, "it is nested too deeply"),
     ],
 )
@@ -212,6 +217,7 @@ def test_a_malformed_line_is_a_sentence(line, words):
     assert len(problems) == 1
     assert problems[0].startswith("line 1: ")
     assert words in problems[0]
+    assert len(problems[0]) < 400
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "[]", "[" * 200_000])

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from specjax.cli import command, main
+from specjax.cli import command, main, streams
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact
@@ -572,6 +573,8 @@ GREEDY = {"temperature": 0.0}
             ["--prompt-file", "/dev/zero"],
             "/dev/zero has more than 16777216 bytes; it needs to have",
         ),
+        (["x", "--step-costs", "/dev/zero"], "/dev/zero is no JSON object with step_costs"),
+        (["x", "--json-schema", "/dev/zero"], "/dev/zero has more than 16777216 bytes"),
         (["--prompt-file", os.devnull], f"{os.devnull} is empty"),
         (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),
         (["x", "--draft", "/no/such/folder"], "/no/such/folder is not a folder"),
@@ -584,6 +587,43 @@ GREEDY = {"temperature": 0.0}
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(capsys, arguments, sentence):
     assert re.search(sentence, refusal(capsys, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "there is not enough memory; take a smaller model, file or batch."),
+        (
+            MemoryError("Unable to allocate 8 GiB"),
+            "there is not enough memory (Unable to allocate 8 GiB); take a smaller model, file or "
+            "batch.",
+        ),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "there is not enough memory ([Errno 12] Cannot allocate memory); take a smaller model, "
+            "file or batch.",
+        ),
+        (MemoryError("a slot takes 3 GiB; make fewer."), "a slot takes 3 GiB; make fewer."),
+        (RecursionError("in comparison"), "a file is nested too deeply; it needs fewer levels."),
+    ],
+    ids=repr,
+)
+def test_memory_or_levels_that_end_while_files_are_read_are_a_sentence(
+    error, sentence, capsys, monkeypatch
+):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("specjax.models.load_config", fail)
+    assert refusal(capsys, "x") == f"specjax: {sentence}\n"
+
+
+def test_a_sentence_of_megabytes_loses_its_middle(capsys):
+    assert streams.print_error(ValueError("a " * 10**6 + "end."), 2) == 2
+    words = capsys.readouterr().err
+    assert len(words) < 4100
+    assert words.startswith("specjax: a a a a")
+    assert words.endswith("a a end.\n")
 
 
 def test_step_costs_that_are_nested_too_deeply_are_refused(capsys, tmp_path):

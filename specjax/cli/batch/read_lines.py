@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.cli.arguments import MAX_TEMPERATURE, SAMPLING_OPTIONS
+from specjax.file_io import quote, shorten
 
 __all__ = ["PromptLine", "read_lines"]
 
@@ -79,10 +80,10 @@ def _read_line(
         raise ValueError("it is no JSON object.")
     unknown = set(fields) - {*_PROMPTS, *_NUMBERS, "id", "stop"}
     if unknown:
-        raise ValueError(f"{min(unknown)} is no field that is known.")
+        raise ValueError(f"{shorten(min(unknown))} is no field that is known.")
     name = fields.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
-        raise ValueError(f"id is {name!r}; it needs a string or an integer.")
+        raise ValueError(f"id is {quote(name)}; it needs a string or an integer.")
     values = {key: _check_number(key, fields[key]) for key in _NUMBERS if key in fields}
     stop = _check_stop(fields["stop"]) if "stop" in fields else None
     return PromptLine(number, name, _read_prompt(fields, encode), stop, values)
@@ -103,7 +104,7 @@ def _read_prompt(
             raise ValueError("prompt_token_ids holds an integer beyond 32 bits.")
         return value
     if given[0] == "prompt" and not (isinstance(value, str) and value):
-        raise ValueError(f"prompt is {value!r}; it needs a string that is not empty.")
+        raise ValueError(f"prompt is {quote(value)}; it needs a string that is not empty.")
     if given[0] == "messages" and not isinstance(value, list):
         raise ValueError("messages is no list.")
     return encode(value)
@@ -116,14 +117,14 @@ def _check_number(name: str, value: Any) -> Any:
     # Finite limits leave out NaN and infinities; math.isfinite fails on an integer beyond float64.
     if not is_number or not low <= value <= high:
         noun = "an integer" if kind is int else "a number"
-        raise ValueError(f"{name} is {value!r}; it needs {noun} in [{low:g}, {high:g}].")
+        raise ValueError(f"{name} is {quote(value)}; it needs {noun} in [{low:g}, {high:g}].")
     return np.dtype(np.int64 if kind is int else np.float64).type(value).item()
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else None
     if strings is None or not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop is {value!r}; it needs strings that are not empty.")
+        raise ValueError(f"stop is {quote(value)}; it needs strings that are not empty.")
     return strings
 
 

@@ -27,7 +27,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.engine import Engine
 from specjax.engine.request import FinishReason, Request
-from specjax.file_io import read_file
+from specjax.file_io import read_file, shorten
 from specjax.model import Model
 from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
@@ -119,7 +119,7 @@ def read_batch(
         try:
             ids: list[int] = pair.tokenizer.encode(prompt, add_special_tokens=not is_chat).ids
         except Exception as error:  # The library raises a bare Exception.
-            raise ValueError(f"the target's tokenizer cannot read it ({error}).") from None
+            raise ValueError(f"the target's tokenizer cannot read it ({shorten(error)}).") from None
         return ids
 
     limit = _MOST_BYTES if os.path.isfile(options.input) else _MOST_BYTES_OF_STREAM

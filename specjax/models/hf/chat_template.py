@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import pathlib
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specjax.file_io import quote, shorten
 from specjax.models.hf.folder import find_folder, read_json_object, read_small_file
 
 __all__ = ["chat_prompt"]
@@ -82,7 +82,7 @@ def _check_messages(messages: Any) -> None:
     is_sequence = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     if not is_sequence or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(
-            f"messages is {reprlib.repr(messages)}; it needs to be a list of mappings with a role "
+            f"messages is {quote(messages)}; it needs to be a list of mappings with a role "
             "and a content, such as [{'role': 'user', 'content': 'Hello.'}]."
         )
 
@@ -144,4 +144,4 @@ def chat_prompt(
         return template.render(**special_tokens | variables, add_generation_prompt=True)
     except Exception as error:  # A template is a program and may raise anything.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{source} cannot render this conversation ({reason}).") from None
+        raise ValueError(f"{source} cannot render this conversation ({shorten(reason)}).") from None

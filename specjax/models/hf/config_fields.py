@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from specjax.file_io import quote
 from specjax.models.config import ACTIVATIONS, DTYPES
 
 __all__ = ["SIZES", "read_field", "read_scale"]
@@ -105,7 +106,7 @@ def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
     field = _FIELDS[name]
     value = fields.get(name, field.default)
     if not field.is_valid(value):
-        raise ValueError(f"{source} has {name} {value!r}; it needs to be {field.requirement}.")
+        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be {field.requirement}.")
     return value
 
 
@@ -123,7 +124,7 @@ def read_scale(name: str, group: str, fields: dict[str, Any], source: str) -> fl
     """
     if not _is_scale(fields.get(name)):
         raise ValueError(
-            f"{source} has {group} with {name} {fields.get(name)!r}; it needs to be a positive "
-            "number."
+            f"{source} has {group} with {name} {quote(fields.get(name))}; it needs to be a "
+            "positive number."
         )
     return float(fields[name])

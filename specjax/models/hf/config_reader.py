@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from specjax.file_io import quote
 from specjax.models.config import TransformerConfig
 from specjax.models.hf.config_fields import SIZES, read_field
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
@@ -172,7 +173,7 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
     if family is None:
         names = ", ".join(map(repr, _FAMILIES))
         raise ValueError(
-            f"{source} has model_type {model_type!r}; it needs to be one of "
+            f"{source} has model_type {quote(model_type)}; it needs to be one of "
             f"{names}, or 'gemma3', whose text model is loaded."
         )
     # The multimodal model ignores this field of its text model.

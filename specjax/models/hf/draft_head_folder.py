@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
-from specjax.file_io import replace_file
+from specjax.file_io import quote, replace_file
 from specjax.models.draft_head import HeadConfig
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.config_fields import read_field
@@ -96,7 +96,7 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
     fields, source = _read_fields(folder)
     if fields.get("model_type") != _MODEL_TYPE:
         raise ValueError(
-            f"{source} has model_type {fields.get('model_type')!r}; a draft head "
+            f"{source} has model_type {quote(fields.get('model_type'))}; a draft head "
             f"has {_MODEL_TYPE!r}."
         )
     unknown = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_REQUIRED_FIELDS})

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from specjax.file_io import shorten
 from specjax.models.hf.folder import read_small_file, refuse_lfs_pointer
 
 __all__ = ["MappedTensors"]
@@ -122,9 +123,9 @@ class MappedTensors:
             name = next(iter(unread))
             more = f", and {len(unread) - 1} more that are not read" if len(unread) > 1 else ""
             raise ValueError(
-                f"{unread[name]} holds {name}{more}; config.json asks for no such tensor, but the "
-                "logits may depend on it. Correct config.json, or remove from the file what is "
-                "not part of the model."
+                f"{unread[name]} holds {shorten(name)}{more}; config.json asks for no such tensor, "
+                "but the logits may depend on it. Correct config.json, or remove from the file "
+                "what is not part of the model."
             )
 
     def _is_vision_tensor(self, name: str) -> bool:
@@ -170,8 +171,8 @@ class MappedTensors:
         tensor = self._find_tensor(name)
         if tensor is None and name in self._files:
             raise ValueError(
-                f"{self.source} names '{self._files[name].name}' for the tensor {name}, which "
-                "that file does not hold."
+                f"{self.source} names '{shorten(self._files[name].name)}' for the tensor "
+                f"{name}, which that file does not hold."
             )
         if tensor is None:
             raise ValueError(f"{self.source} has no tensor {name}; config.json asks for it.")
@@ -195,8 +196,10 @@ def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
         ) from None
     for name in sorted(set(names.values())):
         # Only names, no paths: an index must not point outside its folder.
-        if name.name != str(name) or not (index.parent / name).is_file():
-            raise ValueError(f"{index} names '{name}'; there is no such file in its folder.")
+        if name.name != str(name) or not os.path.isfile(index.parent / name):
+            raise ValueError(
+                f"{index} names '{shorten(name)}'; there is no such file in its folder."
+            )
     return {tensor: index.parent / name for tensor, name in names.items()}
 
 
@@ -207,7 +210,7 @@ def _map_file(path: pathlib.Path) -> dict[str, _MappedTensor]:
         with safetensors.safe_open(path, framework="numpy"):
             pass
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({error}).") from None
+        raise ValueError(f"{path} cannot be read as safetensors ({shorten(error)}).") from None
     file_bytes = np.memmap(path, mode="r")
     start = 8 + int.from_bytes(file_bytes[:8].tobytes(), "little")
     header: dict[str, Any] = json.loads(file_bytes[8:start].tobytes())

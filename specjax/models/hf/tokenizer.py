@@ -4,6 +4,7 @@ import os
 
 import tokenizers
 
+from specjax.file_io import shorten
 from specjax.models.hf.folder import find_member, read_small_file
 
 __all__ = ["load_tokenizer"]
@@ -31,7 +32,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # The library raises a bare Exception.
-        raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from None
+        raise ValueError(f"{path} cannot be read as a tokenizer ({shorten(error)}).") from None
     # The file may hold lengths of the training, which would cut prompts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()

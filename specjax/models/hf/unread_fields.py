@@ -1,8 +1,9 @@
 """Refuses fields of `config.json` that change the logits and are not read."""
 
-import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from specjax.file_io import quote
 
 __all__ = ["refuse_unread"]
 
@@ -97,7 +98,7 @@ model_type 'llama'; it needs to be 1 or absent.
         if _is_allowed(fields[name], allowed):
             continue
         raise ValueError(
-            f"{source} has {name} {reprlib.repr(fields[name])}, which changes the logits and is "
+            f"{source} has {name} {quote(fields[name])}, which changes the logits and is "
             f"not read for model_type {fields['model_type']!r}; it needs to be "
             f"{'null' if allowed[-1] is None else repr(allowed[-1])} or absent."
         )
@@ -112,18 +113,22 @@ def _refuse_quantised(fields: dict[str, Any], source: str) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ValueError(
-            f"{source} has a quantization_config with quant_method {method!r}; quantised weights "
-            "are not supported; use a folder with weights in a float dtype."
+            f"{source} has a quantization_config with quant_method {quote(method)}; quantised "
+            "weights are not supported; use a folder with weights in a float dtype."
         )
+
+
+def _predicts_next(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(_LM_HEAD_SUFFIXES)
 
 
 def _check_lm_head(architectures: Any, source: str) -> None:
     # One architecture that predicts the next token is enough.
     names = architectures if isinstance(architectures, list) else [architectures]
-    if architectures in (None, []) or any(str(name).endswith(_LM_HEAD_SUFFIXES) for name in names):
+    if architectures in (None, []) or any(map(_predicts_next, names)):
         return
     raise ValueError(
-        f"{source} has architectures {reprlib.repr(architectures)}; a model needs a head for "
+        f"{source} has architectures {quote(architectures)}; a model needs a head for "
         f"the next token, such as 'LlamaForCausalLM' has it: embeddings, classifiers "
         "and reward models have none."
     )
