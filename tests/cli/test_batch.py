@@ -361,6 +361,8 @@ def test_a_file_of_conversations_goes_on_on_another_day_with_the_date_of_the_fir
     )
     (tmp_path / "plain").write_text('{"prompt": "ab"}\n')
     monkeypatch.setattr(run_batch, "load_pair", lambda pair: (None, None))
+    values = {"token_ids": [], "text": "", "metrics": None, "error": None}
+    request = types.SimpleNamespace(finish_reason="length", **values)
     texts = []
 
     def read(day, output, lines="in"):
@@ -373,8 +375,7 @@ def test_a_file_of_conversations_goes_on_on_another_day_with_the_date_of_the_fir
             job = run_batch.read_batch(options, pair, config, None, exit_stack)
             texts.append(pair.tokenizer.decode(job.lines[-1].token_ids))
             if not job.output.done:
-                line = {"line": 1, "request_hash": job.hashes[1], "date": job.date}
-                job.output.append(line)
+                job.output.append(run_batch._output_of(job, job.lines[0], request))
         return job
 
     first, later, anew = read(1, "a"), read(2, "a"), read(2, "b")

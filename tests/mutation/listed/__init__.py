@@ -8,6 +8,7 @@ from . import (
     cutoffs,
     decoding,
     engine,
+    files,
     grammars,
     heads,
     kernels_models,
@@ -49,4 +50,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     + adapters.MUTATIONS
     + shares.MUTATIONS
     + processes.MUTATIONS
+    + files.MUTATIONS
 )

@@ -46,6 +46,7 @@ __all__ = [
     "row_masks",
     "rule_values",
     "sampled_decoding",
+    "saved_programs",
     "sampling",
     "pivots",
     "schema_references",
@@ -117,6 +118,7 @@ processes = _of("cli/test_processes.py")
 processing = _of("processing/test_process_logits.py")
 products = _of("models/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
+saved_programs = _of("programs/test_saved_programs.py")
 row_masks = _of("grammars/test_row_masks.py")
 rule_values = _of("samplers/test_rules.py")
 sampled_decoding = _of("decode/test_sampling_params.py")
