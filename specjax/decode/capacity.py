@@ -23,6 +23,7 @@ __all__ = [
     "choose_max_length",
     "explain_out_of_memory",
     "fill_up",
+    "format_bytes",
     "on_host",
     "pad_eos",
     "pad_prompt",
@@ -206,4 +207,17 @@ def _size_of(init: Any, batch_size: int, max_length: int) -> str:
     """Returns the size of what `init` makes for a batch, nothing of which is made."""
     tree = jax.eval_shape(lambda: init(batch_size, max_length))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-    return f"{size / 2**30:.2f} GiB ({size} bytes)"
+    return format_bytes(size)
+
+
+def format_bytes(size: int) -> str:
+    """Returns a number of bytes in the greatest binary unit that is not more.
+
+    Example:
+      >>> format_bytes(192), format_bytes(3 * 2**29)
+      ('192 bytes', '1.50 GiB (1610612736 bytes)')
+    """
+    for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >> exponent:
+            return f"{size / 2**exponent:.2f} {unit} ({size} bytes)"
+    return f"{size} bytes"

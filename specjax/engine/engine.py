@@ -174,6 +174,7 @@ class Engine:
         Raises:
           ValueError: for an argument of another type, shape or range.
           queue.Full: if `max_waiting` requests wait.
+          RuntimeError: if the engine is closed, or lost what the device held for its requests.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -237,6 +238,7 @@ class Engine:
     ) -> list[Request]:
         scheduler, count = self._scheduler, num_samples or 1
         given = read_submission(prompt_token_ids, self._options, **values)
+        scheduler.check_room(count)
         run = scheduler.take_step, scheduler.take_step_async
         requests = [make_request(given, self._options, *run) for _ in range(count)]
         if given.error is None:
@@ -260,7 +262,30 @@ class Engine:
         Returns:
           Whether it was in a slot.
         """
+        self._scheduler.check_open()
         return self._scheduler.preempt(request, drops_cache)
+
+    def close(self) -> None:
+        """Ends all requests that have not ended as "aborted", and frees the memory of the slots.
+
+        `with engine:` closes it, too. Later calls of `submit`, `preempt`, `step` and `run` raise
+        `RuntimeError`.
+
+        Example:
+          >>> from specjax.markov_chain import markov_chain
+          >>> model = markov_chain([[0.5, 0.5], [0.5, 0.5]])
+          >>> with specjax.Engine(model, None, num_slots=2, max_length=8) as engine:
+          ...     request = engine.submit([0], key=jax.random.key(0))
+          >>> request.finish_reason
+          'aborted'
+        """
+        self._scheduler.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def step(self) -> bool:
         """Dispatches one step of all slots and reads what the step before gave.
@@ -269,8 +294,10 @@ class Engine:
           Whether another step is needed: whether a request has not ended.
 
         Raises:
-          RuntimeError: while coroutines wait for a step.
+          RuntimeError: while coroutines wait for a step, and once the engine is closed. Also if an
+            error took what the device held for requests: they end as "engine_error".
         """
+        self._scheduler.check_open()
         return self._scheduler.take_step()
 
     def run(self) -> None:

@@ -30,6 +30,7 @@ class PromptGroup:
 
     Attributes:
       waiting: the requests that are in no slot yet.
+      row: what the models know of the prompt; None before it is read, and while a batch has it.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class PromptGroup:
         self.waiting = deque(waiting)
         self._settings = waiting
         self._prompt, self._num_tokens = prompt, num_tokens
-        self._row: PromptRow | None = None
+        self.row: PromptRow | None = None
         self._num_read = self._row_length = 0
 
     def is_read(self) -> bool:
         """Returns whether the models have read all but the prompt's last token."""
-        return self._row is not None and self._num_read >= self._num_tokens - 1
+        return self.row is not None and self._num_read >= self._num_tokens - 1
 
     def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the models computed something."""
@@ -54,7 +55,8 @@ class PromptGroup:
         row = self._row_for(programs, min(self._num_read + programs.chunk_size, end))
         if not self.num_left:
             return False
-        self._row = programs.prefill_chunk(row, *self.take_chunk(programs.chunk_size))
+        self.row = programs.prefill_chunk(row, *self.next_chunk(programs.chunk_size))
+        self.count_read(programs.chunk_size)
         return True
 
     @property
@@ -62,45 +64,47 @@ class PromptGroup:
         """Tokens that the models have not read: all but the prompt's last."""
         return max(0, self._num_tokens - 1 - self._num_read)
 
-    def take_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the next tokens and their positions, two i32[1, C], which count as read."""
-        chunk = _next_chunk(self._prompt, self._num_read, self._num_tokens - 1, size)
+    def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the next tokens and their positions, two i32[1, C]; -1 after the last."""
+        return _next_chunk(self._prompt, self._num_read, self._num_tokens - 1, size)
+
+    def count_read(self, size: int) -> None:
+        """Counts a chunk as read, once a program has it."""
         self._num_read += size
-        return chunk
 
     def fits(self, programs: Programs) -> bool:
         """Returns whether the whole prompt has room in a row of the least length."""
         return self._num_tokens - 1 <= programs.row_lengths[0]
 
-    def lend_row(self) -> PromptRow | None:
-        """Returns the row, None if nothing was read yet; it is not here until `take_back`."""
-        row, self._row = self._row, None
-        return row
+    @property
+    def arrays(self) -> Any:
+        """What it keeps on the device."""
+        return self.row
 
-    def take_back(self, row: PromptRow, length: int) -> None:
-        """Takes the row that was lent, with more of the prompt in it.
+    def set_row(self, row: PromptRow | None, length: int) -> None:
+        """Sets the row; None while a batch has it.
 
         Args:
           row: of this length.
           length: in tokens.
         """
-        self._row, self._row_length = row, length
+        self.row, self._row_length = row, length
 
     def _row_for(self, programs: Programs, num_tokens: int) -> PromptRow:
         """Returns the row, with room for the tokens and perhaps for as many again."""
         length = next(length for length in programs.row_lengths if length >= num_tokens)
-        if self._row is None:
-            self._row, self._row_length = programs.new_row(max_length=length), length
+        if self.row is None:
+            self.row, self._row_length = programs.new_row(max_length=length), length
         elif self._row_length < length:
-            self._row, self._row_length = programs.grow_row(self._row, max_length=length), length
-        return self._row
+            self.row, self._row_length = programs.grow_row(self.row, max_length=length), length
+        return self.row
 
     def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
         """Returns the slots with the first waiting request in one of them, and the request."""
-        request = self.waiting.popleft()
+        request = self.waiting[0]
         settings = self._settings[request]
-        assert self._row is not None
-        slots = programs.admit(slots, self._row, np.int32(slot), self._prompt, settings)
+        assert self.row is not None
+        slots = programs.admit(slots, self.row, np.int32(slot), self._prompt, settings)
         return slots, request
 
 
@@ -128,12 +132,13 @@ class ParkedRequest:
 
     Attributes:
       waiting: the request, until it is in a slot.
+      row: what the target knows of the tokens that are computed again, or None.
     """
 
     def __init__(self, request: Request, parked: DecodeState, drops_cache: bool) -> None:
         self.waiting = deque([request])
         self._parked = parked._replace(target_cache=None) if drops_cache else parked
-        self._row: PromptRow | None = None
+        self.row: PromptRow | None = None
         self._text: tuple[Any, int] | None = None
         self._num_read = 0
 
@@ -141,19 +146,24 @@ class ParkedRequest:
         """Returns whether the target has read all but the last committed token."""
         if self._parked.target_cache is not None:
             return True
-        return self._row is not None and self._num_read >= self._committed()[1] - 1
+        return self.row is not None and self._num_read >= self._committed()[1] - 1
 
     def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the target computed something."""
-        if self._row is None:
-            self._row = programs.new_target_row()
+        if self.row is None:
+            self.row = programs.new_target_row()
         token_ids, length = self._committed()
         if self._num_read >= length - 1:
             return False
         chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_size)
-        self._row = programs.prefill_target_chunk(self._row, *chunk)
+        self.row = programs.prefill_target_chunk(self.row, *chunk)
         self._num_read += programs.chunk_size
         return True
+
+    @property
+    def arrays(self) -> Any:
+        """What it keeps on the device."""
+        return self._parked, self.row
 
     def _committed(self) -> tuple[Any, int]:
         """Returns the tokens i32[1, S] that the device has committed, which the host may not know.
@@ -168,9 +178,9 @@ class ParkedRequest:
     def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
         """Returns the slots with the request in one of them, and the request."""
         parked = self._parked
-        if self._row is not None:
-            parked = parked._replace(target_cache=self._row.target_cache)
-        return programs.resume(slots, parked, np.int32(slot)), self.waiting.popleft()
+        if self.row is not None:
+            parked = parked._replace(target_cache=self.row.target_cache)
+        return programs.resume(slots, parked, np.int32(slot)), self.waiting[0]
 
 
 Waiting = PromptGroup | ParkedRequest
@@ -213,17 +223,24 @@ class PrefillBatch:
         if len(others) < len(free):
             return False
         for index, group in zip(free, others, strict=False):
-            row = group.lend_row()
-            row = self._empty_row if row is None else row
+            row = self._empty_row if group.row is None else group.row
             self._rows = self._batch.put(self._rows, row, np.int32(index))
+            group.set_row(None, 0)
             self._groups[index] = group
-        chunks = [self._groups[i].take_chunk(self._batch.num_tokens) for i in range(size)]
+        chunks = [self._groups[i].next_chunk(self._batch.num_tokens) for i in range(size)]
         token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
         self._rows = self._batch.prefill(self._rows, token_ids, positions)
+        for group in lent:
+            group.count_read(self._batch.num_tokens)
         for group in tuple(lent):
             if not group.num_left:
                 self.give_back(group)
         return True
+
+    @property
+    def arrays(self) -> Any:
+        """What it keeps on the device."""
+        return self._rows, self._empty_row
 
     def drop_ended(self) -> None:
         """Lets prompts go that no request waits for any more."""
@@ -237,16 +254,15 @@ class PrefillBatch:
         """Gives a prompt its row, if it is one of the batch's; it is read alone from now on."""
         index = next((i for i, other in self._groups.items() if other is group), None)
         if index is not None:
-            lent = self._groups.pop(index)
             row = self._batch.take(self._rows, np.int32(index))
-            lent.take_back(row, self._programs.row_lengths[0])
+            self._groups.pop(index).set_row(row, self._programs.row_lengths[0])
 
 
 def _next_chunk(
     token_ids: np.ndarray, begin: int, end: int, chunk_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and positions from `begin` on and before `end`, two i32[1, C]."""
-    size = min(chunk_size, end - begin)
+    size = max(0, min(chunk_size, end - begin))
     ids = np.zeros((1, chunk_size), np.int32)
     positions = np.full_like(ids, -1)
     ids[0, :size] = token_ids[0, begin : begin + size]

@@ -1,5 +1,6 @@
 """`Request`: what a request of an engine asked for, what it has got so far, and why it ended."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,7 +14,7 @@ from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import StoppedText
 from specjax.grammars.row_masks import MatchedText
 
-__all__ = ["FinishReason", "Piece", "Request"]
+__all__ = ["FinishReason", "Piece", "Request", "describe"]
 
 
 class FinishReason:
@@ -27,6 +28,7 @@ class FinishReason:
     TOKENIZER_ERROR = "tokenizer_error"
     REFUSED = "refused"
     ABORTED = "aborted"
+    ENGINE_ERROR = "engine_error"
 
 
 _REASONS = {
@@ -34,6 +36,23 @@ _REASONS = {
     Finish.END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
     Finish.INVALID: FinishReason.INVALID_LOGITS,
 }
+
+
+# What is no fault of a request's tokenizer or matcher, whichever code it is raised in.
+_STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+
+
+def describe(error: BaseException) -> str:
+    """Returns the name of an error and the beginning of what it says.
+
+    Example:
+      >>> describe(KeyError(3))
+      'KeyError: 3'
+    """
+    try:
+        return f"{type(error).__name__}: {error!s:.1000}"
+    except Exception:  # It may say nothing but raise.
+        return type(error).__name__
 
 
 class Piece(NamedTuple):
@@ -62,7 +81,7 @@ class Request:
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
-      error: a sentence: why it was refused, or what its matcher or tokenizer raised; or None.
+      error: a sentence: why it was refused, or what was raised that ended it; or None.
     """
 
     def __init__(
@@ -70,8 +89,8 @@ class Request:
         prompt_token_ids: list[int],
         max_new_tokens: int,
         text: StoppedText | None,
-        run: Callable[[], bool],
-        run_async: Callable[[], Awaitable[bool]],
+        run: Callable[[], bool] | None,
+        run_async: Callable[[], Awaitable[bool]] | None,
         matched: MatchedText | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
@@ -109,31 +128,35 @@ class Request:
 
     def result(self) -> "Request":
         """Runs the engine until this request has ended, and returns it."""
-        while self.finish_reason is None:
-            self._run()
+        while (run := self._run) is not None:
+            self._check_goes_on(run())
         return self
+
+    def _check_goes_on(self, is_busy: bool) -> None:
+        if not is_busy and self.finish_reason is None:
+            raise RuntimeError("the engine has nothing to do, and this request has not ended.")
 
     def __iter__(self) -> Iterator[Piece]:
         num_tokens = num_characters = 0
         while True:
-            ended = self.finish_reason is not None
+            run = self._run
             piece, num_tokens, num_characters = self._piece(num_tokens, num_characters)
             if piece.token_ids or piece.text:
                 yield piece
-            if ended:
+            if run is None:
                 return
-            self._run()
+            self._check_goes_on(run())
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         num_tokens = num_characters = 0
         while True:
-            ended = self.finish_reason is not None
+            run = self._run_async
             piece, num_tokens, num_characters = self._piece(num_tokens, num_characters)
             if piece.token_ids or piece.text:
                 yield piece
-            if ended:
+            if run is None:
                 return
-            await self._run_async()
+            self._check_goes_on(await run())
 
     def _piece(self, num_tokens: int, num_characters: int) -> tuple[Piece, int, int]:
         token_ids, text = self.token_ids[num_tokens:], self.text or ""
@@ -157,6 +180,8 @@ class Request:
                 self._metrics = Metrics(*(count[slot : slot + 1].copy() for count in metrics)), 0
             self.error = error
             self.finish_reason = reason
+            # It keeps no engine, nor what that has on the device.
+            self._run = self._run_async = None
 
     @property
     def has_matcher(self) -> bool:
@@ -174,8 +199,10 @@ class Request:
         """Ends this request, and no other, if what the caller gave it raises."""
         try:
             yield
-        except Exception as error:  # It may raise anything.
-            self.end(reason, f"its {what} raised {type(error).__name__}: {error}")
+        except BaseException as error:  # It may raise anything, such as a panic of Rust.
+            self.end(reason, f"its {what} raised {describe(error)}")
+            if isinstance(error, _STOPS):
+                raise
 
     def add(self, output: Any, slot: int) -> None:
         """Adds what a step committed for the request in a slot, if it has not ended.

@@ -6,6 +6,7 @@ gives it a token at least, and it may get no more.
 """
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from specjax.decode.state_and_info import DecodeState
 from specjax.engine.group import ParkedRequest, PrefillBatch, PromptGroup
 from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.programs import Programs
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import FinishReason, Request, describe
 from specjax.engine.slot_data import StepOutput
 from specjax.engine.waiting_queue import WaitingQueue
 
@@ -29,10 +30,10 @@ _MOST_READY = 2
 
 
 class InFlight(NamedTuple):
-    """A step that was dispatched, and the requests that were in the slots then."""
+    """A step that was dispatched, and the requests that were in the slots and have not read it."""
 
     output: StepOutput
-    occupants: tuple[Request | None, ...]
+    occupants: list[Request | None]
 
 
 class Scheduler:
@@ -93,10 +94,70 @@ class Scheduler:
         """
         self._queue.put(group)
 
+    def check_open(self) -> None:
+        """Raises RuntimeError if the engine is closed, or lost what the device held."""
+        self._queue.check_open()
+
+    def check_room(self, count: int) -> None:
+        """Raises what `enqueue` would raise for so many requests."""
+        self._queue.check_room(count)
+
+    @delayed_interrupts()
     def abort(self, request: Request) -> None:
         """Ends a request; the next round lets go what was read of its prompt."""
         request.end(FinishReason.ABORTED)
         self._some_aborted = True
+
+    def close(self) -> None:
+        """Ends what has not ended, and frees what the device holds for it."""
+        with self._turn:
+            if self._queue.closed is None:
+                self._close(FinishReason.ABORTED, "the engine is closed; make another one.")
+
+    @delayed_interrupts()
+    def _close(self, reason: str, why: str, error: str | None = None) -> None:
+        arrays = self._arrays()
+        waiting = [request for group in self._queue.close(why) for request in group.waiting]
+        for request in (*self._going(), *waiting):
+            request.end(reason, error)
+        self._occupants = [None] * len(self._occupants)
+        self._in_flight.clear()
+        for leaf in jax.tree.leaves(arrays):
+            leaf.delete()
+
+    def _arrays(self) -> Any:
+        """Returns what the device holds for requests, but for what steps put out."""
+        rows = None if self._batch is None else self._batch.arrays
+        return self._slots, rows, self._queue.arrays()
+
+    @contextlib.contextmanager
+    def _closed_by_loss(self) -> Iterator[None]:
+        """Closes the engine if an error took what the device holds for requests.
+
+        A program takes the memory of what it is given. An error before that moves nothing: what it
+        was given is still here, and the next round goes on from there.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with self._turn:
+                if self._queue.closed is None and not self._is_whole():
+                    why = (
+                        "the engine lost what the device held for its requests, when it raised "
+                        f"{describe(error)}; make another one."
+                    )
+                    self._close(FinishReason.ENGINE_ERROR, why, why)
+                    raise RuntimeError(why) from error
+            raise
+
+    def _is_whole(self) -> bool:
+        """Whether the device holds all of it: no program took it, and none failed at it."""
+        outputs = [step.output for step in self._in_flight]
+        try:
+            jax.block_until_ready((self._arrays(), outputs))
+        except Exception:
+            return False
+        return True
 
     def preempt(self, request: Request, drops_cache: bool) -> bool:
         """Takes a request out of its slot and puts it first in the queue, with its state.
@@ -108,14 +169,14 @@ class Scheduler:
         Returns:
           Whether it was in a slot.
         """
-        with self._turn, delayed_interrupts():
+        with self._turn, self._closed_by_loss(), delayed_interrupts():
             if request not in self._occupants or request.finish_reason is not None:
                 return False
             slot = self._occupants.index(request)
             parked = self._programs.park(self._slots, np.int32(slot))
+            self._queue.put_first(ParkedRequest(request, parked, drops_cache))
             self._occupants[slot] = None
             self._emptied.add(slot)
-            self._queue.put_first(ParkedRequest(request, parked, drops_cache))
             return True
 
     def take_step(self) -> bool:
@@ -124,7 +185,7 @@ class Scheduler:
         Raises:
           RuntimeError: while coroutines wait for a step.
         """
-        with self._turn:
+        with self._turn, self._closed_by_loss():
             if self._is_shared():
                 raise RuntimeError(
                     "Coroutines wait for a step of this engine; iterate over requests with "
@@ -139,13 +200,16 @@ class Scheduler:
         """Takes a step that coroutines share, and lets others run while the device does."""
 
         async def take() -> bool:
-            with self._turn:
-                num_unread = self._begin_round()
-            while len(self._in_flight) > num_unread:
-                output = await asyncio.to_thread(jax.device_get, self._in_flight[0].output)
+            with self._closed_by_loss():
                 with self._turn:
-                    self._end_round(output)
-            return self._is_busy()
+                    num_unread = self._begin_round()
+                while len(self._in_flight) > num_unread:
+                    output = await asyncio.to_thread(jax.device_get, self._in_flight[0].output)
+                    with self._turn:
+                        if self._in_flight:  # another thread may have closed the engine
+                            self._end_round(output)
+                with self._turn:
+                    return self._is_busy()
 
         if not self._is_shared():
             self._shared_step = asyncio.ensure_future(take())
@@ -162,6 +226,8 @@ class Scheduler:
     @delayed_interrupts()
     def _begin_round(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
+        if self._queue.closed is not None:
+            return 0
         # Left unread by a round that was interrupted; masks need what they drafted.
         while any(_has_matchers(step.occupants) for step in self._in_flight):
             self._end_round(jax.device_get(self._in_flight[0].output))
@@ -186,7 +252,10 @@ class Scheduler:
         Args:
           output: of that step, as NumPy arrays.
         """
-        for slot, request in enumerate(self._in_flight.popleft().occupants):
+        occupants = self._in_flight[0].occupants
+        for slot, request in enumerate(occupants):
+            # What it raises takes nothing from the others: they read the step in the next round.
+            occupants[slot] = None
             if request is None or request.finish_reason is not None:
                 continue
             request.add(output, slot)
@@ -194,6 +263,7 @@ class Scheduler:
             is_here = self._occupants[slot] is request
             if is_here and output.finish[slot] != 0 and request.finish_reason is not None:
                 self._occupants[slot] = None
+        self._in_flight.popleft()
 
     def _count_occupied(self) -> int:
         return sum(request is not None for request in self._occupants)
@@ -226,9 +296,10 @@ class Scheduler:
         while groups := self._queue.first(self._programs.num_ahead):
             if empty and groups[0].is_read():
                 slot = empty.pop(0)
+                self._slots, request = groups[0].put(self._programs, self._slots, slot)
                 with self._queue.lock:
-                    self._slots, request = groups[0].put(self._programs, self._slots, slot)
-                self._occupants[slot] = request
+                    groups[0].waiting.popleft()
+                    self._occupants[slot] = request
                 self._emptied.discard(slot)
                 continue
             unread = [group for group in groups if not group.is_read()]
@@ -264,11 +335,11 @@ class Scheduler:
 
     def _dispatch_step(self) -> None:
         self._slots, output = self._programs.step(self._slots, self._row_masks())
-        for leaf in jax.tree.leaves(output):
-            leaf.copy_to_host_async()
-        self._in_flight.append(InFlight(output, tuple(self._occupants)))
+        self._in_flight.append(InFlight(output, list(self._occupants)))
         self.num_steps += 1
         self.num_occupied += self._count_occupied()
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
 
 
 def _has_matchers(occupants: Iterable[Request | None]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.decode.capacity import format_bytes
 from specjax.decode.state_and_info import DecodeState
 from specjax.engine.programs import BatchPrograms, Programs
 from specjax.engine.slot_data import PromptRow, RequestSettings
@@ -43,10 +44,9 @@ def explain_slots_out_of_memory(
     """
     needed = int(slot_bytes * (num_slots + num_prompt_slots))
     error = MemoryError(
-        f"The device has no room for {num_slots} slots: each takes {slot_bytes / 2**30:.2f} GiB "
-        f"({slot_bytes} bytes) at max_length {max_length}, and prompts that are read "
-        f"{num_prompt_slots:.1f} more, {needed / 2**30:.2f} GiB together. Fewer num_slots or a "
-        "smaller max_length take less."
+        f"The device has no room for {num_slots} slots: each takes {format_bytes(slot_bytes)} at "
+        f"max_length {max_length}, and prompts that are read {num_prompt_slots:.1f} more, "
+        f"{format_bytes(needed)} together. Fewer num_slots or a smaller max_length take less."
     )
     # None on a CPU, whose allocator says only when it is asked.
     facts = [device.memory_stats() or {} for device in devices]

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections import deque
+from typing import Any
 
 from specjax.engine.group import ParkedRequest, Waiting
 from specjax.engine.request import Request
@@ -18,12 +19,27 @@ class WaitingQueue:
 
     Attributes:
       lock: held while a group or the order of groups changes.
+      closed: a sentence that says why nothing may be put in any more, or None.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._groups: deque[Waiting] = deque()
         self.lock = threading.Lock()
+        self.closed: str | None = None
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if the queue is closed."""
+        if self.closed is not None:
+            raise RuntimeError(self.closed)
+
+    def close(self, why: str) -> list[Waiting]:
+        """Closes the queue, and returns what waits in it."""
+        with self.lock:
+            self.closed = why
+            groups = list(self._groups)
+            self._groups.clear()
+        return groups
 
     def num_groups(self) -> int:
         """Returns how many groups wait, some of which may have ended."""
@@ -44,25 +60,40 @@ class WaitingQueue:
             groups = [group for group in self._groups if isinstance(group, ParkedRequest)]
             return {request for group in groups for request in group.waiting}
 
-    def put(self, group: Waiting) -> None:
-        """Puts requests at the end.
+    def check_room(self, count: int) -> None:
+        """Checks that more requests may be put in.
 
         Raises:
           queue.Full: if too many would wait.
+          RuntimeError: if the queue is closed.
         """
         with self.lock:
-            num_waiting, count = self._count(), len(group.waiting)
-            if num_waiting + count > self._max_waiting:
-                raise queue.Full(
-                    f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
-                    f"{self._max_waiting}. Run the engine, or wait for requests to end."
-                )
+            self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        self.check_open()
+        num_waiting = self._count()
+        if num_waiting + count > self._max_waiting:
+            raise queue.Full(
+                f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
+                f"{self._max_waiting}. Run the engine, or wait for requests to end."
+            )
+
+    def put(self, group: Waiting) -> None:
+        """Puts requests at the end, as `check_room` allows."""
+        with self.lock:
+            self._check_room(len(group.waiting))
             self._groups.append(group)
 
     def put_first(self, group: Waiting) -> None:
         """Puts requests before all others, however many wait."""
         with self.lock:
             self._groups.appendleft(group)
+
+    def arrays(self) -> list[Any]:
+        """Returns what the device holds for the groups."""
+        with self.lock:
+            return [group.arrays for group in self._groups]
 
     def drop_ended(self) -> None:
         """Takes requests that ended out, and groups without others with what was read of them."""
