@@ -800,6 +800,17 @@ def test_a_preempted_request_gets_the_same_tokens(drops_cache):
     assert list(map(what_came, requests)) == alone()
 
 
+def test_a_preempted_request_goes_on_before_those_that_wait():
+    engine = plain_engine()
+    requests = [engine.submit([1], key=KEYS[i], max_new_tokens=20) for i in range(4)]
+    for _ in range(4):
+        engine.step()
+    assert engine.preempt(requests[0])
+    for _ in range(4):
+        engine.step()
+    assert [len(request.token_ids) for request in requests] == [7, 7, 0, 0]
+
+
 def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch):
     engine = full_engine()
     num_chunks = []

@@ -8,6 +8,7 @@ from . import (
     cutoffs,
     decoding,
     engine,
+    engine_faults,
     files,
     grammars,
     heads,
@@ -45,6 +46,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     + heads.MUTATIONS
     + token_maps.MUTATIONS
     + engine.MUTATIONS
+    + engine_faults.MUTATIONS
     + grammars.MUTATIONS
     + split.MUTATIONS
     + adapters.MUTATIONS

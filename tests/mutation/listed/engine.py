@@ -156,8 +156,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler.take_step",
-        "with self._turn",
-        "if self._turn",
+        "with self._turn, self._closed_by_loss()",
+        "with self._closed_by_loss()",
         engines("test_threads_that_run_an_engine_take_turns"),
         "two threads step an engine at once",
     ),
@@ -282,7 +282,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.request.Request._errors_of",
-        "except Exception",
+        "except BaseException",
         "except ValueError",
         json_schemas(_MATCHED),
         "a matcher that raises ends the engine",

@@ -26,6 +26,7 @@ __all__ = [
     "embedded_eagle3",
     "edges",
     "engines",
+    "faults",
     "few",
     "grammar_laws",
     "grammars",
@@ -95,6 +96,7 @@ draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")
 edges = _of("samplers/test_edges.py")
 engines = _of("engine/test_engine.py")
+faults = _of("engine/test_faults.py")
 soaks = _of("engine/test_soak.py")
 eagle3 = _of("models/test_eagle3.py")
 embedded_eagle3 = _of("models/test_embedded_eagle3.py")

@@ -1,0 +1,212 @@
+"""Wrong versions of an engine in which something is raised, is preempted or is closed."""
+
+from ..mutation import Mutation
+from .tests import engines, faults, soaks
+
+__all__ = ["MUTATIONS"]
+
+_ENGINE = "specjax.engine."
+_RAISED = "test_whatever_a_tokenizer_raises_ends_its_request_alone[error0-Panic: out of bounds]"
+_STOPS = "test_what_stops_a_program_leaves_a_step_and_takes_nothing_from_other_slots"
+_MOVED = "test_an_error_before_a_program_takes_anything_moves_nothing"
+_LOST = "test_an_engine_that_lost_what_a_program_took_ends_all_requests_and_says_so"
+_CLOSED = "test_a_closed_engine_says_so_and_its_requests_have_ended"
+_SOAK = "test_a_soak_finds_nothing_wrong"
+_FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
+
+MUTATIONS = (
+    Mutation(
+        f"{_ENGINE}waiting_queue.WaitingQueue.put_first",
+        "self._groups.appendleft(group)",
+        "self._groups.append(group)",
+        engines("test_a_preempted_request_goes_on_before_those_that_wait"),
+        "a preempted request waits until all others had a slot",
+    ),
+    Mutation(
+        f"{_ENGINE}request.Request._errors_of",
+        "except BaseException",
+        "except Exception",
+        faults(_RAISED),
+        "a panic of a tokenizer leaves the step",
+    ),
+    Mutation(
+        f"{_ENGINE}request.Request._errors_of",
+        "isinstance(error, _STOPS)",
+        "False",
+        faults(f"{_STOPS}[KeyboardInterrupt]"),
+        "an interrupt in a tokenizer is swallowed",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._end_round",
+        "            occupants[slot] = None\n            if request is None",
+        "            if request is None",
+        faults(f"{_STOPS}[SystemExit]"),
+        "a step that was half read adds its tokens twice",
+    ),
+    Mutation(
+        f"{_ENGINE}group.PromptGroup.read_chunk",
+        "self.row = programs.prefill_chunk(row, *self.next_chunk(programs.chunk_size))\n"
+        "        self.count_read(programs.chunk_size)",
+        "chunk = self.next_chunk(programs.chunk_size)\n"
+        "        self.count_read(programs.chunk_size)\n"
+        "        self.row = programs.prefill_chunk(row, *chunk)",
+        soaks(_MOVED),
+        "a chunk counts as read before a program has it",
+    ),
+    Mutation(
+        f"{_ENGINE}group.ParkedRequest.read_chunk",
+        "self.row = programs.prefill_target_chunk(self.row, *chunk)\n"
+        "        self._num_read += programs.chunk_size",
+        "self._num_read += programs.chunk_size\n"
+        "        self.row = programs.prefill_target_chunk(self.row, *chunk)",
+        soaks(_MOVED),
+        "a chunk of a preempted request counts as read before a program has it",
+    ),
+    Mutation(
+        f"{_ENGINE}group.PrefillBatch.read",
+        "        self._rows = self._batch.prefill(self._rows, token_ids, positions)\n"
+        "        for group in lent:\n"
+        "            group.count_read(self._batch.num_tokens)\n",
+        "        for group in lent:\n"
+        "            group.count_read(self._batch.num_tokens)\n"
+        "        self._rows = self._batch.prefill(self._rows, token_ids, positions)\n",
+        soaks(_MOVED),
+        "chunks of a batch count as read before a program has them",
+    ),
+    Mutation(
+        f"{_ENGINE}group.PrefillBatch.give_back",
+        "            row = self._batch.take(self._rows, np.int32(index))\n"
+        "            self._groups.pop(index).set_row(row, self._programs.row_lengths[0])",
+        "            lent = self._groups.pop(index)\n"
+        "            row = self._batch.take(self._rows, np.int32(index))\n"
+        "            lent.set_row(row, self._programs.row_lengths[0])",
+        soaks(_MOVED),
+        "a prompt leaves its batch without its row",
+    ),
+    Mutation(
+        f"{_ENGINE}group._next_chunk",
+        "max(0, min(chunk_size, end - begin))",
+        "min(chunk_size, end - begin)",
+        soaks(_MOVED),
+        "a prompt that is read, and could not leave its batch, has chunks of fewer than no tokens",
+    ),
+    Mutation(
+        f"{_ENGINE}group.PromptGroup.put",
+        "self.waiting[0]",
+        "self.waiting.popleft()",
+        soaks(_MOVED),
+        "a request leaves the queue before it has a slot",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._arrays",
+        "self._queue.arrays()",
+        "None",
+        soaks(f"{_LOST}[prefill_chunk]"),
+        "an engine goes on that lost the row of a prompt",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._arrays",
+        "self._slots, rows,",
+        "self._slots,",
+        soaks(f"{_LOST}[batch.prefill]"),
+        "an engine goes on that lost the rows of a batch",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._is_whole",
+        "(self._arrays(), outputs)",
+        "self._arrays()",
+        faults("test_a_step_that_could_not_be_read_is_read_again_unless_it_is_lost[True]"),
+        "a step that is lost is read again for ever",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._close",
+        "leaf.delete()",
+        "pass",
+        faults(_CLOSED),
+        "a closed engine keeps the memory of its slots",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler.take_step_async",
+        "if self._in_flight:",
+        "if True:",
+        faults("test_coroutines_end_with_an_engine_that_another_thread_closes"),
+        "coroutines read a step of an engine that was closed meanwhile",
+    ),
+    Mutation(
+        f"{_ENGINE}waiting_queue.WaitingQueue._check_room",
+        "self.check_open()",
+        "",
+        faults("test_a_queue_that_is_closed_meanwhile_takes_no_request"),
+        "a request is put into the queue of a closed engine and never ends",
+    ),
+    Mutation(
+        f"{_ENGINE}engine.Engine._submit",
+        "scheduler.check_room(count)",
+        "",
+        faults("test_no_request_is_made_before_the_queue_has_room_for_all"),
+        "requests are made that the queue has no room for",
+    ),
+    Mutation(
+        f"{_ENGINE}request.Request.end",
+        "self._run = self._run_async = None",
+        "self._run = None",
+        faults("test_a_request_that_ended_keeps_no_engine"),
+        "a request that ended keeps its engine",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler.preempt",
+        "self._emptied.add(slot)",
+        "",
+        soaks(_SOAK),
+        "the device decodes on in the slot of a preempted request",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._fill_slots",
+        "self._emptied.discard(slot)",
+        "",
+        soaks(_SOAK),
+        "a request loses the slot that another one left in the same round",
+    ),
+    Mutation(
+        f"{_ENGINE}scheduler.Scheduler._empty_slots",
+        "self._emptied.add(slot)",
+        "pass",
+        soaks(_SOAK),
+        "the device decodes on for a request that the host ended",
+    ),
+    Mutation(
+        f"{_ENGINE}group.ParkedRequest.is_read",
+        "self._committed()[1] - 1",
+        "self._committed()[1] - 2",
+        soaks(_SOAK),
+        "a preempted request whose last chunk is one token goes on without it",
+    ),
+    Mutation(
+        f"{_ENGINE}slots.admit",
+        "None if last.draft_history is None else init_history(lengths)",
+        "last.draft_history",
+        soaks(_SOAK),
+        "a request drafts by the history of the one before it in its slot",
+    ),
+    Mutation(
+        f"{_ENGINE}slots.admit",
+        "grammar_state=start_states(sampling, 1)",
+        "grammar_state=last.grammar_state",
+        engines(_FULL),
+        "a request begins in the state of the grammar in which the one before it ended",
+    ),
+    Mutation(
+        f"{_ENGINE}slots.release",
+        "jnp.where(rows, jnp.int32(-1), num_tokens)",
+        "num_tokens",
+        soaks(_SOAK),
+        "a slot that is empty keeps its draft, which a step has rows for",
+    ),
+    Mutation(
+        f"{_ENGINE}interrupts.delayed_interrupts",
+        "handler(*received[0])",
+        "pass",
+        engines("test_an_interrupt_waits_until_slots_and_requests_are_whole"),
+        "an interrupt that came while slots changed is forgotten",
+    ),
+)
