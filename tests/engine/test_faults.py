@@ -49,7 +49,7 @@ class Raises:
 
 
 def three_requests(error):
-    """An engine, a request whose tokenizer raises between two that never get token 3, their text."""
+    """An engine, a request whose tokenizer raises, two around it that it spares, and their text."""
     bias = np.zeros(V, np.float32)
     engine = make_engine(sampling=specjax.SamplingParams(bias=bias), tokenizer=Raises(error))
     never, always = bias.copy(), bias.copy()
