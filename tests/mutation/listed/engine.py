@@ -324,7 +324,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.group.PromptGroup._row_for",
-        "programs.grow_row(self._row, max_length=length)",
+        "programs.grow_row(self.row, max_length=length)",
         "programs.new_row(max_length=length)",
         engines(_GROWN),
         "a row that grows between two chunks forgets what was read",

@@ -126,7 +126,7 @@ MUTATIONS = (
         "a closed engine keeps the memory of its slots",
     ),
     Mutation(
-        f"{_ENGINE}scheduler.Scheduler.take_step_async",
+        f"{_ENGINE}scheduler.Scheduler",
         "if self._in_flight:",
         "if True:",
         faults("test_coroutines_end_with_an_engine_that_another_thread_closes"),
