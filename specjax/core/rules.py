@@ -86,7 +86,8 @@ class _Mixture:
 def standard() -> Rule:
     """Returns the standard rule, u < p / q and max(p - q, 0); exact.
 
-    `rejection_sample` without `rule` is this one on its own, faster code path.
+    `rejection_sample` without `rule` is this one on its own, faster code path. There a residual of
+    mass below 2^-18 is empty; the weights of a rule may be as small.
 
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.

@@ -32,8 +32,10 @@ from specjax.pallas.next_token import (
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.residual import (
     choose_winner,
+    draw_by_rule,
     draw_residual,
     draw_tile,
+    masses_shape,
     store_log_masses,
     winners_shape,
 )
@@ -52,7 +54,7 @@ __all__ = [
 
 
 class DrawOperands(NamedTuple):
-    """The call's arrays, its reduced rows, and log-masses [B, blocks] of residuals or None."""
+    """The call's arrays, its reduced rows, and `masses_shape` of residuals or None."""
 
     arrays: VerifyArrays
     rows: Any
@@ -60,13 +62,13 @@ class DrawOperands(NamedTuple):
 
 
 class _ResidualLogMasses(NamedTuple):
-    """Log-masses f32[B, blocks] of the blocks of residuals: log sum max(p - q, 0)."""
+    """Log-masses f32[B, blocks] of the blocks of residuals; a rule's `Partials` of weights."""
 
     log_masses: Any
 
 
 class _ResidualOutputs(NamedTuple):
-    """The result, what tiles leave (`TileWinners` or log-masses f32[B, blocks]), and counters."""
+    """The result, what tiles leave (`TileWinners` or `masses_shape`), and counters."""
 
     verification: Verification
     tile_results: Any
@@ -111,7 +113,7 @@ def _reduce_residuals(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> j
     return launch(
         functools.partial(residual_mass_kernel, plan=plan),
         DrawOperands(arrays, rows),
-        _ResidualLogMasses(output((plan.num_requests, num_tiles * plan.tile.num_blocks))),
+        _ResidualLogMasses(masses_shape(arrays.target_logits.shape[1], plan)),
         num_programs=plan.num_requests * num_tiles,
         num_warps=plan.tile.num_warps,
         interpret=plan.interpret,
@@ -119,12 +121,13 @@ def _reduce_residuals(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> j
 
 
 def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, plan: Plan) -> None:
-    """Writes log sum max(p - q, 0), or of a rule's weights, for every block of a residual's tile.
+    """Writes log sum max(p - q, 0), or (m, l) of a rule's weights, per block of a residual's tile.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
     rejected and of its draft row. With a rule and B <= 16 as in `residual_draw_kernel`.
     Bytes per request that rejected a sampled draft, or by a rule a draft of either kind:
-    2 V * itemsize read, half without draft logits; V / 128 * 4 written. Other requests: scalars.
+    2 V * itemsize read, half without draft logits; V / 128 * 4 written, with a rule V / 128 * 8.
+    Other requests: scalars.
     Why tiles: one program per request could not read 2 V logits at the memory's full rate.
     Memory order: it begins to load after `verify_accept_kernel` has ended, whose counters and
     normalizers it reads. The programs of this launch do not wait for one another.
@@ -183,7 +186,8 @@ def _write_drawn(
             return draw_from_row()
 
         def draw_from_residual() -> Draw:
-            return draw_residual(arrays, rows, log_masses, prefix, noise, plan)
+            draw_weights = draw_residual if plan.log_weights is None else draw_by_rule
+            return draw_weights(arrays, rows, log_masses, prefix, noise, plan)
 
         return jax.lax.cond(prefix.from_residual, draw_from_residual, draw_from_row)
 
@@ -198,7 +202,7 @@ def _draw_by_last_program(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) 
         DrawOperands(arrays, rows),
         _ResidualOutputs(
             plan.verification_shape(),
-            output((plan.num_requests, num_tiles * plan.tile.num_blocks)),
+            masses_shape(arrays.target_logits.shape[1], plan),
             output(rows.counters.shape, jnp.uint32),
         ),
         num_programs=plan.num_requests * num_tiles,

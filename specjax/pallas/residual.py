@@ -2,8 +2,8 @@
 
     max(rho p - q, 0)        rho = 1 but in block verification
 
-A rule has weights of its own, `Plan.log_weights`. These functions run inside the kernels of
-`emit_tokens` and of block verification.
+A rule has log-weights of its own, `Plan.log_weights`, to which any number may be added. These
+functions run inside the kernels of `emit_tokens` and of block verification.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +14,17 @@ from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import VerifyArrays
 from specjax.core.gumbel_max import first_argmax, token_logprobs
-from specjax.core.logsumexp import exp_scaled, mask_below_cutoff
+from specjax.core.logsumexp import exp_scaled, mask_below_cutoff, reduce_blocks
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs, residual_probs
-from specjax.pallas.blocks import load_logits, load_padded, load_raw_logits, tile_token_ids
+from specjax.pallas.blocks import (
+    load_blocks,
+    load_logits,
+    load_padded,
+    load_raw_logits,
+    partials_shape,
+    tile_token_ids,
+)
 from specjax.pallas.gumbel_max import (
     BlockNoise,
     Draw,
@@ -36,11 +43,13 @@ from specjax.pallas.target_rows import VerifiedRows
 __all__ = [
     "TileWinners",
     "choose_winner",
+    "draw_by_rule",
     "draw_residual",
     "draw_tile",
     "load_draft_logprobs",
     "load_residual_terms",
     "reduce_masses",
+    "masses_shape",
     "store_log_masses",
     "winners_shape",
 ]
@@ -64,6 +73,12 @@ class TileWinners(NamedTuple):
 
 # What a row of tiles is padded by.
 _EMPTY_TILE = TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
+
+
+def masses_shape(vocab_size: int, plan: Plan) -> Any:
+    """Returns the shapes of the blocks' log-masses f32[B, N]; with a rule of their `Partials`."""
+    partials = partials_shape(plan.num_requests, vocab_size, plan.tile, has_tiles=False)
+    return partials.block_max if plan.log_weights is None else partials
 
 
 def winners_shape(tiles: tuple[int, int], plan: Plan) -> TileWinners:
@@ -128,15 +143,11 @@ def reduce_masses(
 ) -> jax.Array:
     """Returns sum max(rho p - q, 0) of each block of tile `tile_index`, f32[blocks].
 
-    The draft was sampled. A rule has weights of its own, also for a one-hot draft.
+    The draft was sampled.
     """
     # Columns of this device: with the id of its first token, which is loaded, Triton would not see
     # that a thread's logits lie together, and would load each by itself.
     column, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
-    if plan.log_weights is not None:
-        logprobs = prefix.row.logprobs(column)
-        weights = plan.log_weights(arrays, prefix, column, logprobs, plan)
-        return jnp.sum(exp_scaled(weights, exp2=exp2), axis=-1)
     assert prefix.drafted is not None
     draft_logprobs = _load_draft_columns(arrays, prefix.drafted, column)
     logprobs = _row_times_rho(prefix)._replace(first_token=None).logprobs(column)
@@ -151,10 +162,18 @@ def store_log_masses(
     row: jax.Array,
     plan: Plan,
 ) -> None:
-    """Stores the log-masses of the blocks of tile `tile_index` in a row of `out`."""
-    masses = reduce_masses(arrays, prefix, tile_index, plan)
+    """Stores what the blocks of tile `tile_index` weigh in a row of `out`, see `masses_shape`."""
     blocks = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
-    plgpu.store(out.at[row, blocks], jnp.log(masses))
+    if plan.log_weights is None:
+        masses = reduce_masses(arrays, prefix, tile_index, plan)
+        plgpu.store(out.at[row, blocks], jnp.log(masses))
+        return
+    token_id = tile_token_ids(plan.tile, tile_index)
+    weights = plan.log_weights(arrays, prefix, token_id, prefix.row.logprobs(token_id), plan)
+    one = jnp.ones((1,), jnp.float32)
+    partials = reduce_blocks(weights, one, exp2=make_exp2(plan.interpret))
+    plgpu.store(out.block_max.at[row, blocks], partials.max)
+    plgpu.store(out.block_sum.at[row, blocks], partials.sum)
 
 
 def draw_residual(
@@ -172,9 +191,7 @@ def draw_residual(
     block_index = jax.lax.iota(jnp.int32, noise.gumbels.shape[0])
     inside = block_index * SAMPLING_BLOCK < arrays.target_logits.shape[1]
     min_mass: Any = MIN_RESIDUAL_MASS
-    mass_row, drafted = prefix.request.b, prefix.drafted
-    if plan.log_weights is not None and drafted is not None:
-        min_mass = jnp.where(drafted.one_hot, jnp.float32(0), jnp.float32(min_mass))
+    mass_row = prefix.request.b
     if prefix.log_rho is not None:
         mass_row = mass_row * plan.max_draft_tokens + prefix.num_accepted
         min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
@@ -184,11 +201,37 @@ def draw_residual(
     row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        if plan.log_weights is not None:
-            weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
-            return jnp.where(is_empty, logprobs, weights)
         terms = load_residual_terms(arrays, prefix, token_id, logprobs)
         return jnp.where(is_empty, logprobs, residual_logprobs(*terms))
+
+    return draw_token(
+        prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights
+    )
+
+
+def draw_by_rule(
+    arrays: VerifyArrays,
+    rows: ReducedRows | VerifiedRows,
+    partials: Any,
+    prefix: AcceptedPrefix,
+    noise: BlockNoise,
+    plan: Plan,
+) -> Draw:
+    """Draws by a rule's log-weights, less their largest; from the row if none is finite.
+
+    The `Partials` are those of the blocks of the weights.
+    """
+    blocks = load_blocks(partials, prefix.request.b, arrays.target_logits.shape[1])
+    largest = jnp.max(blocks.max)
+    is_empty = largest == -jnp.inf
+    shift = jnp.where(is_empty, jnp.float32(0), largest)
+    log_masses = blocks.max - shift + jnp.log(blocks.sum)
+    row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
+
+    def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
+        assert plan.log_weights is not None
+        weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
+        return jnp.where(is_empty, logprobs, weights - shift)
 
     return draw_token(
         prefix.row, jnp.where(is_empty, row_log_masses, log_masses), noise, token_log_weights

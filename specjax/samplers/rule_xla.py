@@ -8,14 +8,8 @@ import jax.numpy as jnp
 
 from specjax.core.acceptance import accept_greedy
 from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
-from specjax.core.logsumexp import (
-    RowStatistics,
-    block_partials,
-    mask_below_cutoff,
-    merge_partials,
-)
+from specjax.core.logsumexp import RowStatistics, block_partials, mask_below_cutoff
 from specjax.core.noise import Stream, address, uniform
-from specjax.core.residual import MIN_RESIDUAL_MASS
 from specjax.core.rule import RowValues, Rule, accepts, log_weights
 from specjax.core.temperature import parse_temperature
 from specjax.samplers.next_token_xla import AcceptedPrefix
@@ -123,15 +117,11 @@ def next_token_by_rule(
     inside = (drafted.token_id >= 0) & (drafted.token_id < size)
     logprob = jnp.where(inside, jnp.take(p, drafted.token_id, mode="clip"), -jnp.inf)
     values = row_values(rule, p, prefix.row, logprob, jnp.float32)
-    one = jnp.ones((1,), jnp.float32)[0]
     weights = log_weights(rule, p, q, values)
-    mass = merge_partials(block_partials(weights, one), one)
-    least = jnp.where(drafted.one_hot, jnp.float32(0), jnp.float32(MIN_RESIDUAL_MASS))
-    has_residual = (prefix.num_accepted < request.num_tokens) & (
-        jnp.exp(mass.max) * mass.sum > least
-    )
-    weights = jnp.where(has_residual, weights, p)
-    blocks = block_partials(weights, one)
+    largest = jnp.max(weights)
+    has_residual = (prefix.num_accepted < request.num_tokens) & (largest > -jnp.inf)
+    weights = jnp.where(has_residual, weights, p) - jnp.where(has_residual, largest, 0.0)
+    blocks = block_partials(weights, jnp.ones((1,), jnp.float32)[0])
     at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
     weights_at = functools.partial(gather_logits, weights, cutoff=None)
     random = gumbel_max_token(blocks.max + jnp.log(blocks.sum), weights_at, at, noise_dtype)
