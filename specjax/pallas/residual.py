@@ -193,8 +193,11 @@ def draw_residual(
     min_mass: Any = MIN_RESIDUAL_MASS
     mass_row = prefix.request.b
     if prefix.log_rho is not None:
+        assert prefix.drafted is not None
         mass_row = mass_row * plan.max_draft_tokens + prefix.num_accepted
         min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
+        # Without the token of a one-hot draft rho p is exact: no part of it is rounding.
+        min_mass = jnp.where(prefix.drafted.one_hot, jnp.float32(0), min_mass)
     index, other = (mass_row, block_index), jnp.float32(-jnp.inf)
     log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
     is_empty = jnp.sum(exp_scaled(log_masses)) <= min_mass
@@ -287,10 +290,7 @@ def choose_winner(
         noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
         return draw_row(arrays, rows, prefix, noise, plan)
 
-    min_mass: Any = MIN_RESIDUAL_MASS
-    if prefix.log_rho is not None:
-        min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
-    has_residual = prefix.from_residual & (total > min_mass)
+    has_residual = prefix.from_residual & (total > MIN_RESIDUAL_MASS)
     return jax.lax.cond(has_residual, lambda: winner, draw_from_row)
 
 

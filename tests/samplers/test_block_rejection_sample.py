@@ -278,6 +278,62 @@ def test_bounds_decide_as_any_mass_between_them_would():
     assert np.mean(same == OPEN) < 0.01
 
 
+def two_drafts():
+    """Requests of two drafts at temperature 1, the second of which the target has no token for."""
+    draft, target_logits, cutoff, options = batch(7)
+    ids = np.full((B, K), 2 * V, np.int32)
+    ids[:, 0] = 11
+    one, all_kept = jnp.ones(B), np.full((B, K + 1), -np.inf, np.float32)
+    draft = draft._replace(
+        token_ids=jnp.asarray(ids),
+        temperature=one,
+        cutoff=jnp.asarray(all_kept[:, :K]),
+        num_tokens=jnp.full(B, 2, jnp.int32),
+    )
+    absent = jnp.full(B, -1, jnp.int32)
+    rows = np.random.default_rng(7).normal(size=(B, K + 1, V)).astype(np.float32)
+    return draft, rows, all_kept, options | dict(temperature=one, bonus_token_ids=absent)
+
+
+@pytest.mark.once
+def test_a_one_hot_draft_of_nearly_all_mass_is_left_out(implementation):
+    """p = q in the second row rejects the whole draft; the rest of the first is of mass 1e-6."""
+    draft, rows, cutoff, options = two_drafts()
+    logits = rows[:, :K].copy()
+    logits[:, 0, 7] = np.inf
+    rows[:, 0, 11] = 20
+    draft = draft._replace(logits=jnp.asarray(logits))
+    step = verify(implementation, draft, jnp.asarray(rows), jnp.asarray(cutoff), options)
+    np.testing.assert_array_equal(step.num_accepted, 0)
+    assert np.all(np.asarray(step.token_ids)[:, 0] != 11)
+
+
+# Where the uniform of the first draft's prefix, of key 0, is below 2^-22.
+RARE = np.array([3437522, 3789208, 5550880, 8822890, 12727112], np.int32)
+
+
+@pytest.mark.once
+def test_the_least_residual_of_a_prefix_is_relative_to_its_ratio(implementation):
+    """With rho = 2^-6 a residual of mass 2^-20 is no rounding: its only token is emitted."""
+    draft, rows, cutoff, options = two_drafts()
+    p = np.full((B, 2, V), 1 / V)
+    p[:, 1, 5] = 2.0**-13
+    q = p.copy()
+    q[:, 0, 11] *= 2.0**6
+    q[:, 1, 5] = 2.0**-20
+    rows[:, :2] = np.log(p / p.sum(-1, keepdims=True))
+    logits = rows[:, :K].copy()
+    logits[:, :2] = np.log(q / q.sum(-1, keepdims=True))
+    draft = draft._replace(logits=jnp.asarray(logits))
+    options |= dict(
+        keys=jax.random.wrap_key_data(jnp.zeros((B, 2), jnp.uint32)),
+        positions=jnp.asarray(np.resize(RARE, B)),
+    )
+    step = verify(implementation, draft, jnp.asarray(rows), jnp.asarray(cutoff), options)
+    np.testing.assert_array_equal(step.num_accepted, 1)
+    np.testing.assert_array_equal(np.asarray(step.token_ids)[:, 1], 5)
+
+
 @pytest.mark.once
 def test_a_mesh_changes_nothing():
     """In plain JAX, whose branches and loops say over which axes their values vary."""

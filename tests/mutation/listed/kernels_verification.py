@@ -328,7 +328,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}residual.choose_winner",
-        "total > min_mass",
+        "total > MIN_RESIDUAL_MASS",
         "total > 0",
         edges(f"{_ROUNDED}[interpret-8]"),
         "a small batch draws from what rounding leaves of p == q",
