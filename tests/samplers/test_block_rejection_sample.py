@@ -278,60 +278,94 @@ def test_bounds_decide_as_any_mass_between_them_would():
     assert np.mean(same == OPEN) < 0.01
 
 
-def two_drafts():
-    """Requests of two drafts at temperature 1, the second of which the target has no token for."""
-    draft, target_logits, cutoff, options = batch(7)
-    ids = np.full((B, K), 2 * V, np.int32)
-    ids[:, 0] = 11
-    one, all_kept = jnp.ones(B), np.full((B, K + 1), -np.inf, np.float32)
+def flat(masses):
+    """A row of probabilities that is flat but for the masses of some tokens."""
+    row = np.full(V, (1 - sum(masses.values())) / (V - len(masses)))
+    row[list(masses)] = list(masses.values())
+    return row
+
+
+# An id that the target has no token for: rho is 0 from there on, so that tau is below 2.
+NONE = 2 * V
+
+
+def verify_two(implementation, p, q, token_ids, positions):
+    """Verifies two drafts of key 0 at each position, by rows [V] of p and of q; None is one-hot."""
+    draft, *_, options = batch(7)
+    ids, logits = np.full((B, K), -1, np.int32), np.zeros((B, K, V), np.float32)
+    rows = np.zeros((B, K + 1, V), np.float32)
+    ids[:, :2] = token_ids
+    for i in range(2):
+        rows[:, i] = np.log(p[i])
+        logits[:, i] = np.nan if q[i] is None else np.log(q[i])
+    one, all_kept = jnp.ones(B), jnp.full((B, K + 1), -jnp.inf)
     draft = draft._replace(
         token_ids=jnp.asarray(ids),
+        logits=jnp.asarray(logits),
         temperature=one,
-        cutoff=jnp.asarray(all_kept[:, :K]),
-        num_tokens=jnp.full(B, 2, jnp.int32),
+        cutoff=all_kept[:, :K],
+        num_tokens=jnp.full(B, K, jnp.int32),
     )
-    absent = jnp.full(B, -1, jnp.int32)
-    rows = np.random.default_rng(7).normal(size=(B, K + 1, V)).astype(np.float32)
-    return draft, rows, all_kept, options | dict(temperature=one, bonus_token_ids=absent)
+    options |= dict(
+        keys=jax.random.wrap_key_data(jnp.zeros((B, 2), jnp.uint32)),
+        positions=jnp.asarray(np.resize(positions, B), jnp.int32),
+        temperature=one,
+        bonus_token_ids=jnp.full(B, -1, jnp.int32),
+    )
+    return verify(implementation, draft, jnp.asarray(rows), all_kept, options)
 
 
 @pytest.mark.once
 def test_a_one_hot_draft_of_nearly_all_mass_is_left_out(implementation):
-    """p = q in the second row rejects the whole draft; the rest of the first is of mass 1e-6."""
-    draft, rows, cutoff, options = two_drafts()
-    logits = rows[:, :K].copy()
-    logits[:, 0, 7] = np.inf
-    rows[:, 0, 11] = 20
-    draft = draft._replace(logits=jnp.asarray(logits))
-    step = verify(implementation, draft, jnp.asarray(rows), jnp.asarray(cutoff), options)
+    """As p = q in the second row, no prefix is accepted; the rest of the first has mass 1e-6."""
+    p, q = [flat({11: 1 - 1e-6}), flat({})], [None, flat({})]
+    step = verify_two(implementation, p, q, [11, NONE], np.arange(B))
     np.testing.assert_array_equal(step.num_accepted, 0)
     assert np.all(np.asarray(step.token_ids)[:, 0] != 11)
 
 
-# Where the uniform of the first draft's prefix, of key 0, is below 2^-22.
-RARE = np.array([3437522, 3789208, 5550880, 8822890, 12727112], np.int32)
+# Where the uniform of the first draft is below 2^-22; just below 1 / 3; and just above.
+RARE = [3437522, 3789208, 5550880, 8822890, 12727112]
+BELOW, ABOVE = [368, 19461, 36070, 47747, 49761, 55207], [25938, 26607, 42437, 56085, 58501]
 
 
 @pytest.mark.once
 def test_the_least_residual_of_a_prefix_is_relative_to_its_ratio(implementation):
     """With rho = 2^-6 a residual of mass 2^-20 is no rounding: its only token is emitted."""
-    draft, rows, cutoff, options = two_drafts()
-    p = np.full((B, 2, V), 1 / V)
-    p[:, 1, 5] = 2.0**-13
-    q = p.copy()
-    q[:, 0, 11] *= 2.0**6
-    q[:, 1, 5] = 2.0**-20
-    rows[:, :2] = np.log(p / p.sum(-1, keepdims=True))
-    logits = rows[:, :K].copy()
-    logits[:, :2] = np.log(q / q.sum(-1, keepdims=True))
-    draft = draft._replace(logits=jnp.asarray(logits))
-    options |= dict(
-        keys=jax.random.wrap_key_data(jnp.zeros((B, 2), jnp.uint32)),
-        positions=jnp.asarray(np.resize(RARE, B)),
-    )
-    step = verify(implementation, draft, jnp.asarray(rows), jnp.asarray(cutoff), options)
+    p = [flat({11: 2.0**-12}), flat({5: 2.0**-13})]
+    q = [flat({11: 2.0**-6}), flat({5: 2.0**-20})]
+    step = verify_two(implementation, p, q, [11, NONE], RARE)
     np.testing.assert_array_equal(step.num_accepted, 1)
     np.testing.assert_array_equal(np.asarray(step.token_ids)[:, 1], 5)
+
+
+@pytest.mark.once
+def test_a_prefix_of_ratio_one_is_accepted_and_leaves_the_target_where_p_is_q(implementation):
+    """Of h = 0 / 0 nothing is rejected, and the empty residual falls back to the row."""
+    row = np.random.default_rng(7).dirichlet(np.ones(V))
+    positions = np.arange(B)
+    p, q = [flat({11: 0.5}), row], [flat({}), row]
+    step = verify_two(implementation, p, q, [11, NONE], positions)
+    exact = oracle.sample(
+        np.tile(np.log(row), (B, 1)),
+        keys=np.zeros((B, 2), np.uint32),
+        positions=positions + 1,
+        stream=specjax.Stream.TARGET,
+    )
+    np.testing.assert_array_equal(step.num_accepted, 1)
+    sure = exact.certain
+    assert np.mean(sure) > 0.95
+    np.testing.assert_array_equal(np.asarray(step.token_ids)[sure, 1], exact.token_ids[sure])
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("num_accepted", [0, 1])
+def test_a_prefix_before_a_one_hot_draft_is_accepted_below_its_h(num_accepted, implementation):
+    """rho = 1 / 2 and Z = 1 / 4 make h = 1 / 3, too near for the bounds of the kernels."""
+    p, q = [flat({11: 0.25}), flat({12: 0.5})], [flat({11: 0.5}), None]
+    positions = BELOW if num_accepted else ABOVE
+    step = verify_two(implementation, p, q, [11, 12], positions)
+    np.testing.assert_array_equal(step.num_accepted, num_accepted)
 
 
 @pytest.mark.once
