@@ -32,6 +32,19 @@ def couple(case, implementation, **changes):
     )
 
 
+def couple_end_to_end(case, cu, implementation):
+    """By the launches of a small batch, where the padded form takes those of a large one."""
+    return specjax.coupled_sample_ragged(
+        case["token_ids"],
+        case["target_logits"],
+        cu_num_draft_tokens=cu,
+        max_draft_tokens=K,
+        keys=make_keys(BATCH),
+        implementation=with_sizes(implementation, max_small_batch=BATCH, num_noise_splits=2),
+        **{name: case[name] for name in OPTIONS},
+    )
+
+
 def exact(case):
     keys = np.asarray(jax.random.key_data(make_keys(BATCH)))
     options = {name: case[name] for name in OPTIONS}
@@ -93,23 +106,13 @@ def test_requests_end_to_end_are_those_of_the_padded_form(implementation):
     counts = np.diff(cu)
     for b in range(BATCH):
         ids[cu[b] : cu[b + 1]] = case["token_ids"][b, : counts[b]]
-    options = {name: ragged[name] for name in OPTIONS}
-    # The padded form takes the launches of a large batch, this one those of a small batch.
-    kernels = with_sizes(implementation, max_small_batch=BATCH, num_noise_splits=2)
-    ours = specjax.coupled_sample_ragged(
-        ids,
-        ragged["target_logits"],
-        cu_num_draft_tokens=cu,
-        max_draft_tokens=K,
-        keys=make_keys(BATCH),
-        implementation=kernels,
-        **options,
-    )
+    ours = couple_end_to_end(ragged | dict(token_ids=ids), cu, implementation)
     check_same(ours, couple(case, implementation))
     assert len(ids) == NUM_ROWS
 
 
-def test_an_invalid_row_that_decides_emits_nothing_from_there_on(implementation):
+@pytest.mark.parametrize("form", ["padded", "end to end"])
+def test_an_invalid_row_that_decides_emits_nothing_from_there_on(form, implementation):
     case = sampled_case(1)
     case["token_ids"] = target_draws(case)[:, :K].astype(np.int32)
     row = REQUESTS % (K + 1)
@@ -118,7 +121,12 @@ def test_an_invalid_row_that_decides_emits_nothing_from_there_on(implementation)
     case["target_logits"][REQUESTS, row] = bad[:, None]
     # The lowest id is what a draw from such a row would come to.
     case["token_ids"][REQUESTS[row < K], row[row < K]] = 0
-    ours = couple(case, implementation)
+    if form == "padded":
+        ours = couple(case, implementation)
+    else:
+        for name in ("token_ids", "target_logits", "cutoff"):
+            case[name] = case[name].reshape(-1, *case[name].shape[2:])
+        ours = couple_end_to_end(case, np.arange(BATCH + 1, dtype=np.int32) * K, implementation)
     np.testing.assert_array_equal(ours.num_accepted, row)
     np.testing.assert_array_equal(ours.num_emitted, row)
     tail = np.arange(K + 1) >= row[:, None]

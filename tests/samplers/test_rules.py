@@ -100,7 +100,7 @@ def test_emitted_tokens_follow_the_enumeration(name):
 
 def test_the_standard_rule_as_a_value_is_the_default(implementation):
     verify = functools.partial(library(implementation), rule=rules.standard())
-    check_against_oracle(verify, mixed_case(0))
+    check_against_oracle(verify, mixed_case(0, draft_vocab=200))
 
 
 _TYPICAL, _RELAXED = rules.typical_acceptance(0.05, 0.3), rules.relaxed(2, 0.1)
@@ -141,7 +141,7 @@ ALWAYS = Rule(ALWAYS_GREEDY.accept, lambda lp, lq, row: 0 * jnp.exp(lp))
 # The log-weights of a request whose drafted token has rank r are A log p + B. A number B is nothing
 # to the token, and no number leaves the target row. All unmasked tokens are likelier than an id of
 # no token.
-WIDTH = 600
+WIDTH = 700
 WEIGHTS = dict(
     enumerate(
         [

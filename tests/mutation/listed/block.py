@@ -9,6 +9,14 @@ _DECISIONS = "test_decisions_are_those_of_numpy"
 _XLA, _KERNELS = f"{_DECISIONS}[xla-300]", f"{_DECISIONS}[interpret-300]"
 _SMALL = f"{_DECISIONS}[interpret-200]"
 _BOUNDS = "test_bounds_decide_as_any_mass_between_them_would"
+_LEFT_OUT = "test_a_one_hot_draft_of_nearly_all_mass_is_left_out"
+_RELATIVE = "test_the_least_residual_of_a_prefix_is_relative_to_its_ratio"
+_RATIO_ONE = "test_a_prefix_of_ratio_one_is_accepted_and_leaves_the_target_where_p_is_q"
+_BEFORE = "test_a_prefix_before_a_one_hot_draft_is_accepted_below_its_h"
+_SHIFTED = (
+    "rho multiplies the weight of each token of the row: a number is added to all scores that are "
+    "compared, and the largest is the same token's"
+)
 
 MUTATIONS = (
     Mutation(
@@ -164,6 +172,69 @@ MUTATIONS = (
         "row.normalizer.log_sum",
         block_verification(_KERNELS),
         "rho is missing in the residual",
+    ),
+    Mutation(
+        "specjax.core.block_acceptance.accept_block",
+        " | (total <= 0)",
+        "",
+        block_verification(f"{_RATIO_ONE}[xla]", f"{_RATIO_ONE}[interpret]"),
+        "where h is 0 / 0 the prefix is rejected",
+    ),
+    Mutation(
+        "specjax.samplers.next_token_xla.next_token",
+        "max_empty_mass * jnp.exp(prefix.log_rho)",
+        "max_empty_mass",
+        block_verification(f"{_RELATIVE}[xla]"),
+        "the least residual of an improbable prefix is that of a probable one",
+    ),
+    Mutation(
+        "specjax.samplers.next_token_xla.next_token.token_log_weights",
+        "logprobs if prefix.log_rho is None else logprobs + prefix.log_rho",
+        "logprobs",
+        block_verification(_XLA),
+        "inside a sampling block the residual is p - q",
+    ),
+    Mutation(
+        "specjax.samplers.next_token_xla.next_token.token_log_weights",
+        "jnp.where(empty, logprobs,",
+        "jnp.where(empty, scaled,",
+        why="where the residual is empty the token is drawn by rho p",
+        equivalent=_SHIFTED,
+    ),
+    Mutation(
+        "specjax.pallas.residual.draw_residual",
+        "jnp.float32(min_mass) * jnp.exp(prefix.log_rho)",
+        "jnp.float32(min_mass)",
+        block_verification(f"{_RELATIVE}[interpret]"),
+        "the least residual of an improbable prefix is that of a probable one",
+    ),
+    Mutation(
+        "specjax.pallas.residual.draw_residual",
+        "jnp.where(prefix.drafted.one_hot, jnp.float32(0), min_mass)",
+        "min_mass",
+        block_verification(f"{_LEFT_OUT}[interpret]"),
+        "a one-hot draft that has nearly all mass is emitted again",
+    ),
+    Mutation(
+        "specjax.pallas.residual.draw_residual.token_log_weights",
+        "jnp.where(is_empty, logprobs,",
+        "jnp.where(is_empty, _row_times_rho(prefix).logprobs(token_id),",
+        why="where the residual is empty the token is drawn by rho p",
+        equivalent=_SHIFTED,
+    ),
+    Mutation(
+        "specjax.pallas.residual.load_residual_terms",
+        "logprobs = _row_times_rho(prefix).logprobs(token_id)",
+        "pass",
+        block_verification(_KERNELS),
+        "inside a sampling block the residual is p - q",
+    ),
+    Mutation(
+        "specjax.pallas.block.verify._store_masses.exclude_draft",
+        "masses)) + log_rho",
+        "masses))",
+        block_verification(f"{_BEFORE}[interpret-0]"),
+        "rho is missing in the h of an open prefix that a one-hot draft follows",
     ),
     Mutation(
         "specjax.core.noise.Stream.draft",

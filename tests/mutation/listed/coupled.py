@@ -7,6 +7,7 @@ __all__ = ["MUTATIONS"]
 
 _TOKENS = "test_tokens_are_the_oracle_s"
 _RAGGED = "test_requests_end_to_end_are_those_of_the_padded_form"
+_INVALID = "test_an_invalid_row_that_decides_emits_nothing_from_there_on"
 _MATCHES = "test_drafts_match_as_often_as_the_formula_says"
 _CHANGE = "test_a_change_of_the_method_drops_drafts_of_the_target_s_noise"
 
@@ -36,7 +37,7 @@ MUTATIONS = (
         "specjax.pallas.coupled.draw_and_compare",
         "& jnp.isfinite(log_sum)",
         "& (token >= 0)",
-        coupled_sampling("test_an_invalid_row_that_decides_emits_nothing_from_there_on[interpret]"),
+        coupled_sampling(f"{_INVALID}[interpret-padded]"),
         "an invalid row may accept what happens to be drawn from it",
     ),
     Mutation(
@@ -52,6 +53,34 @@ MUTATIONS = (
         "has_draft & ",
         coupled_sampling(f"{_RAGGED}[interpret]"),
         "a small batch accepts a drafted token whatever the target draws",
+    ),
+    Mutation(
+        "specjax.samplers.coupled_xla.couple_request.judge",
+        "(index < request.num_tokens) & ",
+        "",
+        coupled_sampling(f"{_TOKENS}[xla]"),
+        "tokens past those that were drafted are accepted where the target draws them",
+    ),
+    Mutation(
+        "specjax.pallas.coupled.draw_and_compare",
+        "i < request.num_draft_tokens",
+        "i < plan.max_draft_tokens",
+        coupled_sampling(f"{_TOKENS}[interpret]"),
+        "tokens past those that were drafted are accepted where the target draws them",
+    ),
+    Mutation(
+        "specjax.pallas.coupled._drawn_prefix",
+        "rejected=n < request.num_draft_tokens",
+        "rejected=n < 0",
+        coupled_sampling(f"{_RAGGED}[interpret]"),
+        "in a small batch a bonus handed in replaces a draw that no draft agreed with",
+    ),
+    Mutation(
+        "specjax.pallas.coupled._drawn_prefix",
+        "& jnp.isfinite(log_sum)",
+        "& (token >= 0)",
+        coupled_sampling(f"{_INVALID}[interpret-end to end]"),
+        "in a small batch an invalid row may accept what happens to be drawn from it",
     ),
     Mutation(
         "specjax.pallas.reduce_rows._store_noise",

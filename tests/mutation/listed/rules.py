@@ -9,6 +9,8 @@ _IMPOSSIBLE = "test_what_no_rule_may_accept_is_rejected"
 _VARIATION = "test_a_rule_s_total_variation_is_that_of_its_docstring"
 _GREEDY = "test_greedy_requests_ask_a_rule_that_is_for_them"
 _STANDARD = "test_the_standard_rule_as_a_value_is_the_default"
+_WEIGHTS = "test_only_differences_of_a_rule_s_log_weights_matter"
+_KERNELS = "test_the_kernels_emit_the_reference_s_tokens"
 
 MUTATIONS = (
     Mutation(
@@ -92,7 +94,84 @@ MUTATIONS = (
         "specjax.pallas.verify._row_values.is_likelier",
         "(lp > jnp.max(logprob))",
         "(lp >= jnp.max(logprob))",
-        rule_values("test_the_kernels_emit_the_reference_s_tokens"),
+        rule_values(_KERNELS),
         "a token is counted among those likelier than itself",
+    ),
+    Mutation(
+        "specjax.core.rule.log_weights",
+        "& (weights < jnp.inf)",
+        "& ~jnp.isnan(weights)",
+        rule_values(f"{_WEIGHTS}[xla]"),
+        "a log-weight of +inf is no weight of 0",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla.next_token_by_rule",
+        "(largest > -jnp.inf)",
+        "(largest > -12.0)",
+        rule_values(f"{_WEIGHTS}[xla]"),
+        "weights that are all small are taken for none",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla.next_token_by_rule",
+        " - jnp.where(has_residual, largest, 0.0)",
+        "",
+        rule_values(f"{_WEIGHTS}[xla]"),
+        "a large number added to all log-weights rounds the noise away",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla.next_token_by_rule",
+        'jnp.take(p, drafted.token_id, mode="clip")',
+        "jnp.max(p)",
+        rule_values(f"{_WEIGHTS}[xla]"),
+        "the rank that a residual reads is that of the likeliest token",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla.next_token_by_rule",
+        "inside = (drafted.token_id >= 0) & (drafted.token_id < size)",
+        "inside = drafted.token_id < 2**31",
+        rule_values(f"{_WEIGHTS}[xla]"),
+        "the rank of an id of no token is that of a token at the vocabulary's end",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla.row_values.entropy",
+        "jnp.where(logprobs > -jnp.inf, jnp.exp(logprobs) * logprobs, jnp.float32(0))",
+        "jnp.exp(logprobs) * logprobs",
+        rule_values(_KERNELS),
+        "the entropy of a row with masked tokens is no number",
+    ),
+    Mutation(
+        "specjax.samplers.rule_xla._draft_logprobs",
+        "constant_values=-jnp.inf",
+        "constant_values=0.0",
+        rule_values(f"{_STANDARD}[xla]"),
+        "past a smaller draft's vocabulary a rule is told that q is 1",
+    ),
+    Mutation(
+        "specjax.pallas.residual.draw_by_rule",
+        "is_empty = largest == -jnp.inf",
+        "is_empty = largest < -12.0",
+        rule_values(f"{_WEIGHTS}[interpret]"),
+        "weights that are all small are taken for none",
+    ),
+    Mutation(
+        "specjax.pallas.residual.draw_by_rule.token_log_weights",
+        "weights - shift",
+        "weights",
+        rule_values(f"{_WEIGHTS}[interpret]"),
+        "inside a block a large number added to all log-weights rounds the noise away",
+    ),
+    Mutation(
+        "specjax.pallas.verify.log_weights_by_rule",
+        "prefix.row.logprobs(drafted_id)",
+        "-prefix.row.normalizer.log_sum",
+        rule_values(f"{_WEIGHTS}[interpret]"),
+        "the rank that a residual reads is that of the likeliest token",
+    ),
+    Mutation(
+        "specjax.pallas.verify.log_weights_by_rule",
+        "jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))",
+        "jnp.maximum(drafted.token_id, 0)",
+        rule_values(f"{_WEIGHTS}[interpret]"),
+        "the rank of a negative id is that of token 0",
     ),
 )
