@@ -72,6 +72,57 @@ def test_a_template_has_the_filters_and_globals_of_transformers(tmp_path):
     assert chat_prompt(tmp_path, messages) == expected
 
 
+ABSENT = "{{ m.content }}{% if 'tool_calls' in m %} calls {{ m.tool_calls | length }}{% endif %};"
+
+
+def test_a_field_of_a_message_that_is_null_is_absent(tmp_path):
+    template = "{% for m in messages %}" + ABSENT + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    call = {"name": "f", "arguments": None}
+    messages = [
+        {"role": "user", "content": "Hi", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "tool", "content": "", "tool_calls": []},
+    ]
+    assert chat_prompt(tmp_path, messages) == "Hi; calls 1; calls 0;"
+    assert "tool_calls" in messages[0], "the caller's messages are left alone"
+    # Nulls inside a field are data, as in transformers.
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[1].tool_calls | tojson }}")
+    assert chat_prompt(tmp_path, messages) == '[{"name": "f", "arguments": null}]'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", '{"b": "é<", "a": 1}'),
+        ("ensure_ascii=True", '{"b": "\\u00e9<", "a": 1}'),
+        ("true", '{"b": "\\u00e9<", "a": 1}'),
+        ("separators=(',', ':')", '{"b":"é<","a":1}'),
+        ("indent=1, sort_keys=true", '{\n "a": 1,\n "b": "é<"\n}'),
+    ],
+)
+def test_the_json_filter_takes_the_arguments_of_transformers(tmp_path, arguments, expected):
+    template = f"{{{{ {{'b': messages[0].content, 'a': 1}} | tojson({arguments}) }}}}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert chat_prompt(tmp_path, [{"role": "user", "content": "é<"}]) == expected
+
+
+@pytest.mark.parametrize("argument", ["default='{0.__class__}'.format", "cls=dict", "skipkeys=1"])
+def test_the_json_filter_runs_nothing_that_a_template_gives_it(tmp_path, argument):
+    (tmp_path / "chat_template.jinja").write_text(f"{{{{ cycler | tojson({argument}) }}}}")
+    with pytest.raises(ValueError, match="unexpected keyword argument"):
+        chat_prompt(tmp_path, HELLO)
+
+
+def test_templates_whose_names_are_no_text_are_left_out(tmp_path):
+    odd = [{"name": name, "template": "no"} for name in (["x"], {}, None, 3)]
+    folder = write_settings(tmp_path, chat_template=["default", {"template": "no"}, *odd])
+    with pytest.raises(ValueError, match="has several chat templates and none is named 'default'"):
+        chat_prompt(folder, HELLO)
+    write_settings(tmp_path, chat_template=[*odd, {"name": "default", "template": "yes"}])
+    assert chat_prompt(folder, HELLO) == "yes"
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -36,9 +36,22 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # The filter of Jinja escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # The filter of Jinja escapes HTML, which no model was trained on. The arguments are those of
+    # transformers; `default` and `cls` would run what a template gives outside the sandbox.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _make_environment() -> ImmutableSandboxedEnvironment:
@@ -61,12 +74,9 @@ def _read_template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, p
             raise ValueError(f"{path / _TEMPLATE_FILE} is not UTF-8 text.") from None
     template, source = settings.get("chat_template"), path / _TOKENIZER_CONFIG
     if isinstance(template, list):
-        templates = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = templates.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        defaults = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        template = defaults[-1] if defaults else None
         if template is None:
             raise ValueError(f"{source} has several chat templates and none is named 'default'.")
     if template is None:
@@ -99,13 +109,16 @@ def chat_prompt(
 ) -> str:
     """Returns the prompt of a conversation, up to where the answer begins.
 
-    The template is rendered in Jinja's sandbox. The prompt contains its special tokens: encode it
-    without adding any.
+    The template is rendered in Jinja's sandbox, which keeps it from files and from the interpreter.
+    Its time and memory are not limited: a template is a program, so take folders from people you
+    trust. The prompt contains its special tokens: encode it without adding any.
 
     Args:
       folder: a Hugging Face folder with chat_template.jinja, or with a chat_template in
         tokenizer_config.json. The one named "default" is used if there are several.
-      messages: each with a "role" and a "content", oldest first.
+      messages: each with a "role" and a "content", oldest first. A field that is None counts as
+        absent, as in transformers: clients of OpenAI write `"tool_calls": null`. Fields inside
+        another field stay.
       strftime_now: formats a date for templates that write one; by default the local time's.
 
     Returns:
@@ -133,7 +146,10 @@ def chat_prompt(
         if name.endswith("_token") and isinstance(token, str):
             special_tokens[name] = token
     variables = {
-        "messages": [dict(message) for message in messages],
+        "messages": [
+            {name: value for name, value in message.items() if value is not None}
+            for message in messages
+        ],
         "tools": None,
         "documents": None,
     }
