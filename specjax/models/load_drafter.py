@@ -1,6 +1,5 @@
 """`load_drafter`: the drafter of a folder, which config.json alone says the kind of."""
 
-import json
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from specjax.models.heads.dflash_drafter import check_dflash, dflash_drafter
 from specjax.models.heads.dflash_folder import load_dflash, load_dflash_config
 from specjax.models.heads.eagle3_drafter import check_eagle3, eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
-from specjax.models.heads.folder_kind import DraftKind, draft_kind
+from specjax.models.heads.folder_kind import DraftKind, draft_kind, refuse_eagle1
 from specjax.models.hf.checkpoint import load
 from specjax.models.hf.draft_head_folder import load_head, load_head_config
+from specjax.models.hf.folder import read_json_object
 from specjax.models.hf.load_config import load_config
 
 __all__ = ["DraftFacts", "load_drafter", "read_draft"]
@@ -69,7 +69,7 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
     if not path.exists():
         return facts
     try:
-        told = json.loads(path.read_text())
+        told = read_json_object(path, "step costs")
         rate = told.get("usual_acceptance_rate")
         auto = SpeculativeConfig("auto", step_costs=told["step_costs"], usual_acceptance_rate=rate)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -82,6 +82,7 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
 def _read_facts(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
     kind = draft_kind(folder)
     if kind == "model":
+        refuse_eagle1(folder)
         return DraftFacts(kind, load_config(folder))
     if kind == "head":
         own = load_head_config(folder)
@@ -129,6 +130,7 @@ def load_drafter(
     """
     kind = draft_kind(folder)
     if kind == "model":
+        refuse_eagle1(folder)
         mesh = None if target.placement is None else target.placement.mesh
         options: dict[str, Any] = {"mesh": mesh, "replicate": True}
         return model_drafter(load(folder, dtype, implementation=implementation, **options)[0])

@@ -72,20 +72,16 @@ INNER = heads.FIELDS["dflash_config"]
     ("change", "sentence"),
     [
         ({"block_size": None}, "has block_size None; it needs to be an integer"),
-        ({"block_size": 1}, "contradicts itself: block_size is 1; it needs to be at least 2"),
+        ({"block_size": 1}, "contradicts itself: block_size is 1; it needs to be 2 to 256"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id None; it needs to be an"),
         (
             {"dflash_config": INNER | {"mask_token_id": 48}},
             "mask_token_id is 48; it needs to be one",
         ),
         ({"dflash_config": {"mask_token_id": 3}}, "names no target_layer_ids and no aux_hidden"),
-        ({"dflash_config": INNER | {"output_multiplier": 0.5}}, "has output_multiplier 0.5, which"),
+        ({"block_size": 10**9}, "contradicts itself: block_size is 1000000000; it needs to be 2"),
+        ({"dflash_config": INNER | {"block_size": 6}}, "block_size 5 and in dflash_config 6; loa"),
         ({"final_logit_softcapping": 30.0}, "softcapping 30.0, .* it needs to be null or absent"),
-        (
-            {"markov_rank": 256},
-            "has markov_rank 256, which a DFlash head has not; it needs to be 0",
-        ),
-        ({"is_causal": True}, "has is_causal True, which a DFlash head has not; it needs to be F"),
         ({"sample_from_anchor": 1}, "has sample_from_anchor 1; it needs to be true or false"),
         ({"target_hidden_size": 36}, "target_hidden_size 36 and hidden_size 24; a DFlash head"),
         ({"model_type": "qwen2"}, "has model_type 'qwen2'; the layers of a DFlash head are those"),
@@ -104,13 +100,65 @@ INNER = heads.FIELDS["dflash_config"]
         ),
         ({"num_hidden_layers": 1, "layer_types": None}, r"holds layers\.1\.input_layernorm"),
         ({"draft_vocab_size": 40}, "a head without an lm_head has a draft vocabulary of 40 tokens"),
-        ({"architectures": ["LlamaForCausalLM"]}, "holds a model; load_dflash reads"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "dflash_config": None},
+            "holds a model; load_dflash reads",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
 def test_a_folder_that_is_not_supported_is_refused_in_a_sentence(tmp_path, change, sentence):
     with pytest.raises(ValueError, match=sentence):
         read(write(tmp_path, "z-lab", change))
+
+
+UNREAD = {
+    # JetSpec's blocks are causal. A head of this kind was once read as a bidirectional one.
+    "dflash_config": ("causal", "causal_head", "is_causal"),
+    # DSpark, DFlash2, Domino.
+    "top": ("markov_rank", "enable_confidence_head", "conv_kernel_size", "emb_dim", "new_field"),
+}
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("name", [name for names in UNREAD.values() for name in names])
+def test_a_field_that_changes_what_is_drafted_is_refused_by_name(tmp_path, name, is_nested):
+    asked = {name: True}
+    change = {"dflash_config": INNER | asked} if is_nested else asked
+    place = "dflash_config." if is_nested else ""
+    with pytest.raises(ValueError, match=rf"has {place}{name} True.*DFlash head.* or absent\.$"):
+        read(write(tmp_path / "asked", "z-lab", change))
+    for nothing in (None, False, 0):
+        change = {"dflash_config": INNER | {name: nothing}} if is_nested else {name: nothing}
+        read(write(tmp_path / "nothing", "z-lab", change))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"output_multiplier": 0.5},
+            "has dflash_config.output_multiplier 0.5; a DFlash head",
+        ),
+        (
+            {"target_hidden_size": 36},
+            "target_hidden_size 36; a DFlash head needs it to be 24",
+        ),
+        (
+            {"projector_type": "domino"},
+            "projector_type 'domino'; the draft heads that are",
+        ),
+        ({"num_target_layers": 36}, "num_target_layers 4 and in dflash_config 36; loaders differ"),
+        ({"sample_from_anchor": 3}, "has sample_from_anchor 3; it needs to be true or false"),
+    ],
+)
+def test_dflash_config_is_read_or_refused(tmp_path, change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(write(tmp_path / "refused", "z-lab", {"dflash_config": INNER | change}))
+    neutral = {"output_multiplier": 1.0, "target_hidden_size": 24, "projector_type": "dflash"}
+    neutral |= {"num_target_layers": 4, "sample_from_anchor": True, "block_size": heads.BLOCK}
+    config = read(write(tmp_path / "read", "anchor", {"dflash_config": INNER | neutral}))[1]
+    assert config.sample_from_anchor
 
 
 def test_more_tokens_than_a_block_has_contradict_the_folder(tmp_path):

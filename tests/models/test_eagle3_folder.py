@@ -28,6 +28,7 @@ def read(folder, **options):
 def in_speculators(fields):
     """The config.json of `speculators` that says the same."""
     names = ("draft_vocab_size", "norm_output", "fc_norm", "target_hidden_size", "norm_before_fc")
+    names += ("norm_before_residual",)
     outer = {name: fields[name] for name in names if name in fields}
     layer = {name: fields[name] for name in fields if name not in names}
     layer.pop("eagle_config"), layer.pop("architectures")
@@ -97,11 +98,15 @@ def test_without_taps_in_config_json_they_follow_from_the_target(tmp_path):
         ({"fc_norm": True, "norm_before_fc": True}, "contradicts itself: fc_norm and norm_before"),
         ({"target_hidden_size": 36}, "of another size than the target needs embeddings"),
         ({"norm_output": 1}, "has norm_output 1; it needs to be true or false"),
+        ({"num_target_layers": 32}, "num_target_layers 32 and the target has 4 layers; use a head"),
+        ({"model_type": "gemma2"}, "has model_type 'gemma2'; the layer of an EAGLE-3 head is that"),
         ({"logit_scale": 0}, "has logit_scale 0; it needs to be a positive number"),
         ({"attention_bias": True}, r"has no tensor layers\.0\.self_attn\.q_proj\.bias"),
         ({"draft_vocab_size": 40}, "lm_head.weight with shape|has no tensor d2t"),
-        ({"architectures": ["LlamaForCausalLM"]}, "holds a model; load_eagle3 reads"),
-        ({"speculators_model_type": "eagle3", "transformer_layer_config": heads.FIELDS}, "vLLM"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "eagle_config": None},
+            "holds a model; load_eagle3 reads",
+        ),
     ],
 )
 def test_a_folder_that_is_not_supported_is_refused_in_a_sentence(tmp_path, change, sentence):
@@ -114,6 +119,45 @@ def test_a_folder_that_is_not_supported_is_refused_in_a_sentence(tmp_path, chang
         heads.write_head(tmp_path, fields | change, tensors)
     with pytest.raises(ValueError, match=sentence):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("", "parallel_drafting", True),
+        ("", "use_moe", 1),
+        ("", "is_neox_style", False),
+        ("", "use_last_layernorm", False),
+        ("", "text_config", {"hidden_size": 24}),
+        ("eagle_config.", "use_aux_hidden_state", False),
+        ("eagle_config.", "use_mtp_layernorm", True),
+        ("eagle_config.", "parallel_draft_step", 4),
+        ("eagle_config.", "norm_before_residual", True),
+        ("rope_scaling.", "mrope_section", [16, 24, 24]),
+        ("transformer_layer_config.", "sinks", True),
+        ("speculators_config.", "tree", {"depth": 2}),
+    ],
+)
+def test_a_field_that_changes_what_is_drafted_is_refused_by_name(tmp_path, place, name, value):
+    fields, owned = heads.variant("llama")
+    tensors = heads.random_tensors(fields, owned)
+    form = in_speculators if place.startswith(("transf", "specul")) else lambda fields: fields
+    rope = {"rope_scaling": {"rope_type": "default"}}
+    read(heads.write_head(tmp_path / "read", form(fields | rope), tensors))
+    changed = form(fields | rope) | ({} if place else {name: value})
+    if place:
+        key = place.removesuffix(".")
+        changed[key] = changed.get(key, {}) | {name: value}
+    with pytest.raises(ValueError, match=rf"has {place}{name} .*EAGLE-3 head.* or absent\.$"):
+        read(heads.write_head(tmp_path / "refused", changed, tensors))
+
+
+def test_a_folder_of_speculators_says_what_the_layer_adds_to(tmp_path):
+    fields, owned = heads.variant("llama")
+    told = in_speculators(fields) | {"norm_before_residual": None}
+    heads.write_head(tmp_path, told, heads.random_tensors(fields, owned))
+    with pytest.raises(ValueError, match="of which `speculators` takes false and vLLM true"):
+        read(tmp_path)
 
 
 def test_a_tensor_that_nothing_reads_is_refused(tmp_path):

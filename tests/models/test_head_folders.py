@@ -4,8 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from hub_heads import PUBLISHED
 from safetensors.numpy import save_file
 
+from specjax.models import TransformerConfig, load_drafter, read_draft
+from specjax.models.heads.dflash_folder import load_dflash_config
+from specjax.models.heads.eagle3_folder import load_eagle3_config
 from specjax.models.heads.folder_kind import draft_kind
 from specjax.models.heads.head_fields import default_taps, read_head_fields
 from specjax.models.heads.head_tensors import HeadTensors
@@ -36,6 +40,7 @@ def write_config(folder, fields):
         ({"architectures": ["Qwen3Eagle3Model"]}, "eagle3"),
         ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "eagle3"),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLM"], "eagle_config": {"a": 1}}, "eagle3"),
         ({"architectures": ["LlamaForCausalLM"]}, "model"),
         ({}, "model"),
         ({"model_type": "specjax_head"}, "head"),
@@ -53,11 +58,43 @@ def test_config_json_alone_tells_what_a_folder_drafts_with(tmp_path, fields, kin
         ({"speculators_model_type": ["eagle3"]}, r"speculators_model_type \['eagle3'\]"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "architectures 'EagleLlamaForCausalLM'"),
         ({"architectures": ["MiMoMTPModel"]}, "that are supported have 'LlamaForCausalLMEagle3'"),
+        ({"architectures": ["DominoDraftModel"]}, "architectures 'DominoDraftModel'; the draft he"),
+        ({"architectures": ["Qwen3XPressModel"]}, "architectures 'Qwen3XPressModel'; the draft he"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+            "projector_type 'domino'; the draft heads that are supported have 'dflash'",
+        ),
+        ({"model_type": "eagle"}, "has model_type 'eagle', which is a draft head's"),
+        ({"model_type": "qwen3", "dflash_config": {"a": 1}}, "has dflash_config .*draft head's"),
+        ({"model_type": "llama", "truncated_vocab_size": 9}, "truncated_vocab_size 9, which is a"),
     ],
 )
 def test_another_kind_of_head_is_refused_in_a_sentence(tmp_path, fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         draft_kind(write_config(tmp_path, fields))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_read(tmp_path, name):
+    kind, fields, layers = PUBLISHED[name]
+    # The tensors' shapes are compared when they are loaded.
+    write_tensors(write_config(tmp_path, fields), **{"lm_head.weight": np.zeros(1, np.float32)})
+    assert draft_kind(tmp_path) == kind
+    read = load_eagle3_config if kind == "eagle3" else load_dflash_config
+    assert read(tmp_path, num_target_layers=layers)[0].layer.hidden_size == 4096
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_head_of_eagle_1_is_refused_as_a_head(tmp_path, is_named):
+    # Its config.json is that of a Llama of one layer.
+    fields = LAYER | {"architectures": ["LlamaForCausalLM"]} | ({"bias": False} if is_named else {})
+    name = "layers.0.self_attn.q_proj.weight" if is_named else "model.fc.weight"
+    write_tensors(write_config(tmp_path, fields), **{name: np.zeros((24, 48), np.float32)})
+    sentence = "as heads of EAGLE-1 and EAGLE-2 do and models do not; of EAGLE's heads, those of"
+    target = TransformerConfig(48, 24, 40, 2, 4, 2, 6)
+    for read in (lambda: read_draft(tmp_path, target), lambda: load_drafter(tmp_path, None)):
+        with pytest.raises(ValueError, match=f"has bias, {sentence}|holds fc.weight, {sentence}"):
+            read()
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -1,5 +1,7 @@
 """`check_target`: refuses a head that was trained for another target."""
 
+import reprlib
+
 __all__ = ["check_target"]
 
 
@@ -36,6 +38,6 @@ def check_target(
         )
     if not taps or min(taps) < 0 or max(taps) > num_layers:
         raise ValueError(
-            f"the {kind} head reads states after layers {list(taps)} and the target has "
-            f"{num_layers} layers; {cure}"
+            f"the {kind} head reads states after layers {reprlib.repr(list(taps))} and the target "
+            f"has {num_layers} layers; {cure}"
         )

@@ -44,6 +44,9 @@ __all__ = [
 ]
 
 
+_MAX_BLOCK = 256  # A cache has room for a block more than the text.
+
+
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig:
     """Sizes and variants of a DFlash head.
@@ -73,8 +76,8 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         vocab_size, k = self.layer.vocab_size, self.num_speculative_tokens
-        if self.block_size < 2:
-            raise ValueError(f"block_size is {self.block_size}; it needs to be at least 2.")
+        if not 2 <= self.block_size <= _MAX_BLOCK:
+            raise ValueError(f"block_size is {self.block_size}; it needs to be 2 to {_MAX_BLOCK}.")
         if k is not None and k > self.max_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens is {k}; a block of {self.block_size} drafts at most "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,22 +11,37 @@ from jax.typing import DTypeLike
 
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.folder_kind import draft_kind, read_head_config
-from specjax.models.heads.head_fields import HeadFields, read_head_fields
+from specjax.models.heads.head_fields import (
+    HeadFields,
+    check_num_target_layers,
+    read_head_fields,
+)
 from specjax.models.heads.head_tensors import HeadTensors
+from specjax.models.heads.known_fields import ANY, Known, refuse_unknown
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.weight_map import WeightEntry, weight_entries
 
 __all__ = ["dflash_entries", "load_dflash", "load_dflash_config"]
 
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-# Fields that would change what is drafted, and the values that change nothing.
-_NEUTRAL = {
-    "is_causal": False,
-    "enable_confidence_head": False,
-    "markov_rank": 0,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
+_LAYER_KINDS = ("qwen3", "llama")
+# At the top level or in `dflash_config`.
+_DFLASH_CONFIG: Known = {
+    **dict.fromkeys(("block_size", "mask_token_id", "sample_from_anchor"), ANY),
+    **dict.fromkeys(("num_target_layers", "target_layer_ids"), ANY),
+    # Of a head for more than blocks, where `markov_rank` and `enable_confidence_head` are refused.
+    **dict.fromkeys(("confidence_head_alpha", "confidence_head_with_markov"), ANY),
+    "markov_head_type": ANY,
+    **dict.fromkeys(("causal", "causal_head", "is_causal"), (False,)),
+    "input_embedding_scale": (1.0,),
+    "output_multiplier": (1.0,),
+    "projector_type": ("dflash",),
+}
+_FIELDS: Known = {
+    **_DFLASH_CONFIG,
+    **dict.fromkeys(("aux_hidden_state_layer_ids", "dflash_config", "draft_vocab_size"), ANY),
+    "target_hidden_size": ANY,
+    "sliding_window_non_causal": ANY,  # Layers with a window are refused.
 }
 
 
@@ -86,16 +102,18 @@ def _read(
     if kind != "dflash":
         raise ValueError(f"{folder} holds a {kind}; load_dflash reads the folder of a DFlash head.")
     fields, source = read_head_config(folder)
-    inner = fields.get("dflash_config")
-    places = [fields, inner] if isinstance(inner, dict) else [fields]
-    _refuse_variants(places, source)
-    head = read_head_fields({n: x for n, x in fields.items() if n not in _NEUTRAL}, source)
-    trained_layers = fields.get("num_target_layers")
-    if trained_layers not in (None, num_target_layers):
+    # A target's layers are causal.
+    head = read_head_fields({n: x for n, x in fields.items() if n != "is_causal"}, source)
+    inner = {"target_hidden_size": (head.layer.hidden_size,), **_DFLASH_CONFIG}
+    refuse_unknown(fields, source, "a DFlash head", _FIELDS, {"dflash_config": inner})
+    if head.layer_kind not in _LAYER_KINDS:
         raise ValueError(
-            f"{source} has num_target_layers {trained_layers} and the target has "
-            f"{num_target_layers} layers; use a head that was trained for this target."
+            f"{source} has model_type {head.layer_kind!r}; the layers of a DFlash head are those "
+            "of 'qwen3'."
         )
+    places = [fields, fields.get("dflash_config") or {}]
+    told_layers = _value("num_target_layers", places, source)
+    check_num_target_layers(told_layers, source, num_target_layers)
     if head.taps is None:
         raise ValueError(
             f"{source} names no target_layer_ids and no aux_hidden_state_layer_ids; add those that "
@@ -109,12 +127,13 @@ def _read(
     tensors = HeadTensors(folder)
     try:
         config = DFlashConfig(
-            layer=_layer(head, source),
+            # Those of Qwen 3, also where they name Llama.
+            layer=dataclasses.replace(head.layer, qk_norm=True),
             draft_vocab_size=head.draft_vocab_size,
             taps=head.taps,
             block_size=_integer("block_size", places, source),
             mask_token_id=_integer("mask_token_id", places, source),
-            sample_from_anchor=_samples_from_anchor(fields, source),
+            sample_from_anchor=_samples_from_anchor(places, source),
             num_speculative_tokens=head.num_speculative_tokens,
             has_embedding=_EMBEDDING in tensors,
             has_lm_head=_LM_HEAD in tensors,
@@ -126,45 +145,30 @@ def _read(
     return config, head, tensors
 
 
-def _refuse_variants(places: list[dict[str, Any]], source: str) -> None:
-    """Refuses a folder of another kind, such as DSpark, that has what a DFlash head has not."""
-    for place in places:
-        for name, neutral in _NEUTRAL.items():
-            value = place.get(name)
-            if value is None or (value == neutral and type(value) is not bool) or value is neutral:
-                continue
-            raise ValueError(
-                f"{source} has {name} {value!r}, which a DFlash head has not; it needs to be "
-                f"{'null' if neutral is None else repr(neutral)} or absent."
-            )
-
-
-def _layer(head: HeadFields, source: str) -> Any:
-    """Returns the configuration of the layers: those of Qwen 3, also where they name Llama."""
-    inner = head.fields.get("transformer_layer_config") or head.fields
-    kind = inner.get("model_type", "qwen3")
-    if kind not in ("qwen3", "llama"):
-        raise ValueError(
-            f"{source} has model_type {kind!r}; the layers of a DFlash head are those of 'qwen3'."
-        )
-    return dataclasses.replace(head.layer, qk_norm=True)
+def _value(name: str, places: list[dict[str, Any]], source: str) -> Any:
+    """Returns a field that stands in one of two places, or alike in both; None if in neither."""
+    values = [place[name] for place in places if place.get(name) is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        both = " and in dflash_config ".join(map(reprlib.repr, values))
+        raise ValueError(f"{source} has {name} {both}; loaders differ in which counts: remove one.")
+    return values[0] if values else None
 
 
 def _integer(name: str, places: list[dict[str, Any]], source: str) -> int:
-    value = next((place[name] for place in places if place.get(name) is not None), None)
+    value = _value(name, places, source)
     if type(value) is not int:
-        raise ValueError(f"{source} has {name} {value!r}; it needs to be an integer.")
+        raise ValueError(f"{source} has {name} {reprlib.repr(value)}; it needs to be an integer.")
     return value
 
 
-def _samples_from_anchor(fields: dict[str, Any], source: str) -> bool:
+def _samples_from_anchor(places: list[dict[str, Any]], source: str) -> bool:
     """Returns whether the first row drafts, too: in DeepSpec's folders without their saying so."""
-    value = fields.get("sample_from_anchor")
+    value = _value("sample_from_anchor", places, source)
     if value is not None and not isinstance(value, bool):
         raise ValueError(
-            f"{source} has sample_from_anchor {value!r}; it needs to be true or false."
+            f"{source} has sample_from_anchor {reprlib.repr(value)}; it needs to be true or false."
         )
-    is_deep_spec = "Qwen3DSparkModel" in (fields.get("architectures") or ())
+    is_deep_spec = "Qwen3DSparkModel" in str(places[0].get("architectures"))
     return is_deep_spec if value is None else value
 
 

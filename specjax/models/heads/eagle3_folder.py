@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -10,8 +11,14 @@ from jax.typing import DTypeLike
 
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.folder_kind import draft_kind, read_head_config
-from specjax.models.heads.head_fields import HeadFields, default_taps, read_head_fields
+from specjax.models.heads.head_fields import (
+    HeadFields,
+    check_num_target_layers,
+    default_taps,
+    read_head_fields,
+)
 from specjax.models.heads.head_tensors import HeadTensors
+from specjax.models.heads.known_fields import ANY, Known, refuse_unknown
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.weight_map import WeightEntry, weight_entries
 
@@ -19,6 +26,26 @@ __all__ = ["eagle3_entries", "load_eagle3", "load_eagle3_config"]
 
 _OLD_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+_LAYER_KINDS = ("llama", "mistral", "ministral", "qwen2", "qwen3")
+_EAGLE_CONFIG: Known = {
+    "eagle_aux_hidden_state_layer_ids": ANY,
+    "has_lm_head": ANY,  # The tensors say it.
+    # How layers after the first differ, and how many more drafts one pass makes.
+    "next_layer_regular": ANY,
+    "parallel_draft_heads_num_layers": ANY,
+    "parallel_draft_step": (1,),
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+}
+_FIELDS: Known = {
+    **dict.fromkeys(("aux_hidden_state_layer_ids", "target_layer_ids", "eagle_config"), ANY),
+    **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "num_target_layers"), ANY),
+    **dict.fromkeys(("bias", "fc_norm", "use_aux_norm", "logit_scale"), ANY),
+    **dict.fromkeys(("norm_before_fc", "norm_before_residual", "norm_output"), ANY),
+    "num_aux_hidden_states": ANY,  # As many as `fc` reads.
+    **_EAGLE_CONFIG,
+}
 
 
 def load_eagle3_config(
@@ -79,7 +106,15 @@ def _read(
         raise ValueError(
             f"{folder} holds a {kind}; load_eagle3 reads the folder of an EAGLE-3 head."
         )
-    head = read_head_fields(*read_head_config(folder))
+    fields, source = read_head_config(folder)
+    head = read_head_fields(fields, source)
+    refuse_unknown(fields, source, "an EAGLE-3 head", _FIELDS, {"eagle_config": _EAGLE_CONFIG})
+    if head.layer_kind not in _LAYER_KINDS:
+        raise ValueError(
+            f"{source} has model_type {head.layer_kind!r}; the layer of an EAGLE-3 head is that of "
+            f"{', '.join(map(repr, _LAYER_KINDS))}."
+        )
+    check_num_target_layers(fields.get("num_target_layers"), source, num_target_layers)
     tensors = HeadTensors(folder)
     if head.layer.num_hidden_layers != 1:
         raise ValueError(
@@ -111,7 +146,9 @@ def _read(
 def _flag(head: HeadFields, name: str) -> bool:
     value = head.fields.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{head.source} has {name} {value!r}; it needs to be true or false.")
+        raise ValueError(
+            f"{head.source} has {name} {reprlib.repr(value)}; it needs to be true or false."
+        )
     return bool(value)
 
 
@@ -130,7 +167,8 @@ def _logit_scale(head: HeadFields) -> float:
     scale = 1.0 if scale is None else scale
     if type(scale) not in (int, float) or not 0 < scale < 2.0**127:
         raise ValueError(
-            f"{head.source} has logit_scale {scale!r}; it needs to be a positive number."
+            f"{head.source} has logit_scale {reprlib.repr(scale)}; it needs to be a positive "
+            "number."
         )
     return float(scale)
 

@@ -2,11 +2,13 @@
 
 import os
 import re
+import reprlib
 from typing import Any, Literal
 
 from specjax.models.hf.folder import find_folder, read_json_object
+from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 
-__all__ = ["DraftKind", "draft_kind", "read_head_config"]
+__all__ = ["DraftKind", "draft_kind", "read_head_config", "refuse_eagle1"]
 
 DraftKind = Literal["model", "head", "eagle3", "dflash"]
 
@@ -24,7 +26,12 @@ _ARCHITECTURES: dict[str, DraftKind] = {
     "Qwen3DSparkModel": "dflash",
 }
 # Other kinds of drafts, which would otherwise be read as a model.
-_OTHER_DRAFTS = re.compile(r"eagle|dflash|dspark|speculator|medusa|mtp|nextn", re.IGNORECASE)
+_OTHER_DRAFTS = re.compile(
+    r"assistant|dflash|domino|draft|dspark|eagle|hydra|lilicorr|medusa|mtp|nextn|speculator|xpress",
+    re.IGNORECASE,
+)
+# A model has no such field.
+_HEAD_FIELDS = ("dflash_config", "dspark_config", "markov_rank", "truncated_vocab_size")
 
 
 def read_head_config(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
@@ -62,23 +69,61 @@ def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
       ('head', 'model')
     """
     fields, source = read_head_config(folder)
-    if fields.get("model_type") == _OWN_HEAD:
+    model_type = fields.get("model_type")
+    if model_type == _OWN_HEAD:
         return "head"
     kind = fields.get("speculators_model_type")
     if kind is not None:
         return _known(kind, _SPECULATORS, "speculators_model_type", source)
+    inner = fields.get("dflash_config")
+    projector = inner.get("projector_type") if isinstance(inner, dict) else None
+    if projector is not None:
+        return _known(projector, {"dflash": "dflash"}, "dflash_config.projector_type", source)
     names = fields.get("architectures")
     for name in names if isinstance(names, list) else [names]:
         if isinstance(name, str) and (name in _ARCHITECTURES or _OTHER_DRAFTS.search(name)):
             return _known(name, _ARCHITECTURES, "architectures", source)
     # The first EAGLE-3 heads name the architecture of their layer.
-    return "eagle3" if "draft_vocab_size" in fields else "model"
+    if "draft_vocab_size" in fields or fields.get("eagle_config"):
+        return "eagle3"
+    told = [name for name in _HEAD_FIELDS if fields.get(name)]
+    if told or (isinstance(model_type, str) and _OTHER_DRAFTS.search(model_type)):
+        name = told[0] if told else "model_type"
+        raise ValueError(
+            f"{source} has {name} {reprlib.repr(fields[name])}, which is a draft head's, and its "
+            f"architectures say no kind that is supported: {', '.join(map(repr, _ARCHITECTURES))}."
+        )
+    return "model"
+
+
+def refuse_eagle1(folder: str | os.PathLike[str]) -> None:
+    """Refuses a head of EAGLE-1 or EAGLE-2, whose config.json is that of a model of one layer.
+
+    Args:
+      folder: of what `draft_kind` calls a model.
+
+    Raises:
+      ValueError: if its config.json or its tensors are those of such a head.
+    """
+    fields, source = read_head_config(folder)
+    sign = f"{source} has bias" if "bias" in fields else ""
+    if not sign and has_weights(folder) and _plain_names(folder) & {"fc.weight"}:
+        sign = f"{folder} holds fc.weight"
+    if sign:
+        raise ValueError(
+            f"{sign}, as heads of EAGLE-1 and EAGLE-2 do and models do not; of EAGLE's heads, "
+            "those of EAGLE-3 are supported."
+        )
+
+
+def _plain_names(folder: str | os.PathLike[str]) -> set[str]:
+    return {name.removeprefix("model.") for name in MappedTensors(folder).names()}
 
 
 def _known(name: Any, kinds: dict[str, DraftKind], field: str, source: str) -> DraftKind:
     if not isinstance(name, str) or name not in kinds:
         raise ValueError(
-            f"{source} has {field} {name!r}; the draft heads that are supported have "
+            f"{source} has {field} {reprlib.repr(name)}; the draft heads that are supported have "
             f"{', '.join(map(repr, kinds))}."
         )
     return kinds[name]

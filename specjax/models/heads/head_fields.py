@@ -4,12 +4,13 @@ Three formats differ in where they say it: that of SpecForge and SGLang, that of
 DeepSpec's.
 """
 
+import reprlib
 from typing import Any, NamedTuple
 
 from specjax.models.config import TransformerConfig
 from specjax.models.hf.config_reader import read_fields
 
-__all__ = ["HeadFields", "default_taps", "read_head_fields"]
+__all__ = ["HeadFields", "check_num_target_layers", "default_taps", "read_head_fields"]
 
 _Fields = dict[str, Any]
 # `speculators` leaves out fields with the values of the classes in transformers.
@@ -48,6 +49,7 @@ class HeadFields(NamedTuple):
       fields: the parsed JSON.
       source: names the file in an error.
       layer: the configuration of the head's layers. Its vocabulary is the target's.
+      layer_kind: `model_type` of the layers.
       target_hidden_size: of the target.
       draft_vocab_size: tokens that the head drafts from.
       taps: numbers of layers after which the target's residual stream is read, 0 the embeddings;
@@ -59,6 +61,7 @@ class HeadFields(NamedTuple):
     fields: dict[str, Any]
     source: str
     layer: TransformerConfig
+    layer_kind: str
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...] | None
@@ -92,7 +95,7 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
     inner = fields
     if fields.get("speculators_model_type") is not None:
         inner = {"model_type": "qwen3"} | _object(fields, "transformer_layer_config", source)
-        inner = _CLASS_SIZES.get(inner["model_type"], {}) | inner
+        inner = _CLASS_SIZES.get(str(inner["model_type"]), {}) | inner
         # The tensors are of the outer object's.
         inner = {"dtype": fields.get("dtype") or fields.get("torch_dtype")} | inner
     inner = {name: value for name, value in inner.items() if name not in _NOT_OF_THE_LAYER}
@@ -101,7 +104,9 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
     for name, default in sizes.items():
         sizes[name] = default if fields.get(name) is None else fields[name]
         if type(sizes[name]) is not int or sizes[name] < 1:
-            raise ValueError(f"{source} has {name} {fields[name]!r}; it needs to be a size >= 1.")
+            raise ValueError(
+                f"{source} has {name} {reprlib.repr(fields[name])}; it needs to be a size >= 1."
+            )
     if sizes["draft_vocab_size"] > layer.vocab_size:
         raise ValueError(
             f"{source} has draft_vocab_size {sizes['draft_vocab_size']} and vocab_size "
@@ -113,11 +118,30 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
         fields=fields,
         source=source,
         layer=layer,
+        layer_kind=inner["model_type"],
         **sizes,
         taps=_read_taps(fields, source),
         num_speculative_tokens=_read_k(speculation, source),
         verifier=verifier if isinstance(verifier, str) and verifier else None,
     )
+
+
+def check_num_target_layers(told: Any, source: str, num_target_layers: int) -> None:
+    """Refuses a head that names another number of layers than the target has.
+
+    Args:
+      told: `num_target_layers` of config.json, or None.
+      source: names the file in an error.
+      num_target_layers: of the target.
+
+    Raises:
+      ValueError: if they differ.
+    """
+    if told not in (None, num_target_layers):
+        raise ValueError(
+            f"{source} has num_target_layers {reprlib.repr(told)} and the target has "
+            f"{num_target_layers} layers; use a head that was trained for this target."
+        )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -149,25 +173,31 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
             continue
         where = ".".join((*path, name))
         if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
-            raise ValueError(f"{source} has {where} {ids!r}; it needs to be a list of layer ids.")
+            raise ValueError(
+                f"{source} has {where} {reprlib.repr(ids)}; it needs to be a list of layer ids."
+            )
         found[where] = tuple(i + offset for i in ids)
     if len(set(found.values())) > 1:
         raise ValueError(
             f"{source} names the tapped layers in {' and '.join(found)}, which differ: after "
-            f"{' and '.join(str(list(taps)) for taps in found.values())} layers. Remove one."
+            f"{' and '.join(reprlib.repr(list(taps)) for taps in found.values())} layers. Remove "
+            "one."
         )
     return next(iter(found.values()), None)
 
 
 def _read_k(speculation: _Fields, source: str) -> int | None:
     """Returns `speculative_tokens` of the default method of proposing."""
-    methods = speculation.get("proposal_methods") or []
+    methods = speculation.get("proposal_methods")
     wanted = speculation.get("default_proposal_method")
+    methods = methods if isinstance(methods, list) else []
     methods = [method for method in methods if isinstance(method, dict)]
     named = [method for method in methods if method.get("proposal_type") == wanted]
     k = next((method.get("speculative_tokens") for method in named or methods), None)
     if k is not None and (type(k) is not int or k < 1):
-        raise ValueError(f"{source} has speculative_tokens {k!r}; it needs to be an integer >= 1.")
+        raise ValueError(
+            f"{source} has speculative_tokens {reprlib.repr(k)}; it needs to be an integer >= 1."
+        )
     return k
 
 
@@ -177,5 +207,5 @@ def _object(fields: _Fields, name: str, source: str) -> _Fields:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(f"{source} has {name} {value!r}; it needs to be an object.")
+        raise ValueError(f"{source} has {name} {reprlib.repr(value)}; it needs to be an object.")
     return value

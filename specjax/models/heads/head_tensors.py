@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from specjax.models.hf.folder import find_folder
-from specjax.models.hf.mapped_tensors import MappedTensors
+from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 from specjax.models.hf.weight_map import WeightEntry, assemble_arrays, set_path
 
 __all__ = ["HeadTensors"]
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # Only training reads these: which target tokens the draft has.
 _UNREAD = ("t2d",)
 _MAX_ID = 2**31
@@ -32,7 +31,7 @@ class HeadTensors:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         path = find_folder(folder)
-        if not any((path / name).is_file() for name in _WEIGHTS):
+        if not has_weights(path):
             _refuse_weights(path)
         self._tensors = MappedTensors(path)
         self._names: dict[str, str] = {}

@@ -22,10 +22,11 @@ from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.folder import find_member
 from specjax.models.hf.load_config import load_config
-from specjax.models.hf.mapped_tensors import MappedTensors
+from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 from specjax.models.hf.progress import loading_bar
 from specjax.models.hf.read_shares import assemble_shares
 from specjax.models.hf.weight_map import (
+    WeightEntry,
     assemble_arrays,
     get_path,
     set_path,
@@ -109,11 +110,9 @@ def load(
             f"{path.parent} has {_ADAPTER}; adapters are not supported. Merge the adapter into the "
             "weights, or remove the file if they already contain it."
         )
-    tensors, entries, total = MappedTensors(folder), [], 0
-    for entry in weight_entries(config):
-        views = list(map(tensors.view, entry.names, entry.shapes))
-        entries.append((entry, views))
-        total += sum(view.nbytes for view in views)
+    tensors = MappedTensors(folder)
+    entries = _map_entries(tensors, config)
+    total = sum(view.nbytes for _, views in entries for view in views)
     head = "lm_head.weight" if config.tie_word_embeddings else None
     if head is not None:
         tensors.check_tied(head, "model.embed_tokens.weight")
@@ -132,6 +131,16 @@ def load(
     return build(config, params, implementation=implementation), config
 
 
+def _map_entries(
+    tensors: MappedTensors, config: TransformerConfig
+) -> list[tuple[WeightEntry, list[np.ndarray]]]:
+    """Returns every array of the parameters with views of its tensors, whose shapes are checked."""
+    return [
+        (entry, list(map(tensors.view, entry.names, entry.shapes)))
+        for entry in weight_entries(config)
+    ]
+
+
 def load_shapes(
     folder: str | os.PathLike[str],
     dtype: DTypeLike | None = None,
@@ -143,7 +152,8 @@ def load_shapes(
     `compile_generate` and `jax.eval_shape` take such a model.
 
     Args:
-      folder: as in `load`; of its files only config.json is read.
+      folder: as in `load`, or with config.json alone. Tensors that are there need to have the
+        names and shapes of config.json; only their headers are read.
       dtype: as in `load`.
       implementation: as in `load`.
 
@@ -151,7 +161,7 @@ def load_shapes(
       The model, whose parameters are `jax.ShapeDtypeStruct`, and its configuration.
 
     Raises:
-      ValueError: as in `load`, for config.json.
+      ValueError: as in `load`, for config.json and for the names and shapes of tensors.
 
     Example:
       >>> from specjax.models import pretrained_folder
@@ -161,6 +171,9 @@ def load_shapes(
     """
     config = load_config(folder)
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
+    if has_weights(folder):
+        # Before anything is traced: config.json may ask for more than the folder holds.
+        _map_entries(MappedTensors(folder), config)
     return build(config, param_shapes(config), implementation=implementation), config
 
 

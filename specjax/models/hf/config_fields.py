@@ -1,12 +1,13 @@
 """Fields of `config.json`: allowed values, their description for errors, defaults."""
 
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax.file_io import quote
 from specjax.models.config import ACTIVATIONS, DTYPES
 
-__all__ = ["SIZES", "read_field", "read_scale"]
+__all__ = ["FIELD_NAMES", "SIZES", "read_field", "read_scale"]
 
 # Required fields.
 SIZES = (
@@ -23,10 +24,6 @@ class _Field(NamedTuple):
     is_valid: Callable[[Any], bool]
     requirement: str
     default: Any = None
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
 
 
 def _is_id(value: Any) -> bool:
@@ -50,22 +47,31 @@ def _one_of(names: tuple[str, ...], default: Any = None) -> _Field:
     return _Field(lambda v: v in names, " or ".join(map(repr, names)), default)
 
 
-_SIZE = _Field(_is_size, "a positive integer below 2**31")
-_SIZE_OR_NULL = _Field(
-    lambda v: v is None or _is_size(v), "a positive integer below 2**31, or null"
-)
+def _integer(most: int, null: bool = False) -> _Field:
+    requirement = f"an integer from 1 to {most}{', or null' * null}"
+    return _Field(
+        lambda v: (v is None and null) or (type(v) is int and 1 <= v <= most), requirement
+    )
+
+
+_LENGTH = 2**31 - 1  # Positions are 32-bit.
 _SCALE = _Field(_is_scale, "a positive number")
 _SCALE_OR_NULL = _Field(lambda v: v is None or _is_scale(v), "a positive number or null")
 _BOOL = _Field(lambda v: isinstance(v, bool), "true or false", False)
 _OBJECT = _Field(lambda v: v is None or isinstance(v, dict), "an object or null")
 _DTYPE = _Field(lambda v: v in (None, *DTYPES), "'bfloat16', 'float16', 'float32' or null")
 _FIELDS = {
-    **dict.fromkeys(SIZES, _SIZE),
+    # Far above published sizes. The products stay below 2**63, which the compiler relies on.
+    "vocab_size": _integer(2**24),
+    "hidden_size": _integer(2**18),
+    "intermediate_size": _integer(2**20),
+    "num_hidden_layers": _integer(2**10),
+    "num_attention_heads": _integer(2**12),
+    "num_key_value_heads": _integer(2**12, null=True),
+    "head_dim": _integer(2**12, null=True),
     "rope_parameters": _OBJECT,
     "rope_scaling": _OBJECT,
-    "num_key_value_heads": _SIZE_OR_NULL,
-    "head_dim": _SIZE_OR_NULL,
-    "max_position_embeddings": _SIZE._replace(default=2048),
+    "max_position_embeddings": _integer(_LENGTH)._replace(default=2048),
     "rms_norm_eps": _SCALE._replace(default=1e-6),
     "rope_theta": _SCALE._replace(default=10000.0),
     "rope_local_base_freq": _SCALE._replace(default=10000.0),
@@ -75,10 +81,10 @@ _FIELDS = {
     "hidden_activation": _one_of(ACTIVATIONS, "gelu_pytorch_tanh"),
     "bos_token_id": _Field(lambda v: v is None or _is_id(v), "a token id or null"),
     "eos_token_id": _Field(_is_ids, "a token id, a list of them or null"),
-    "sliding_window": _SIZE_OR_NULL,
+    "sliding_window": _integer(_LENGTH, null=True),
     "use_sliding_window": _BOOL,
     "max_window_layers": _Field(_is_id, "an integer in [0, 2**31)", 28),
-    "sliding_window_pattern": _SIZE,
+    "sliding_window_pattern": _integer(_LENGTH),
     "layer_types": _Field(
         _are_layer_types,
         "null or a list of 'full_attention' and 'sliding_attention', one per layer",
@@ -90,6 +96,7 @@ _FIELDS = {
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
 }
+FIELD_NAMES = tuple(_FIELDS)
 
 
 def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
@@ -106,7 +113,9 @@ def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
     field = _FIELDS[name]
     value = fields.get(name, field.default)
     if not field.is_valid(value):
-        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be {field.requirement}.")
+        raise ValueError(
+            f"{source} has {name} {reprlib.repr(value)}; it needs to be {field.requirement}."
+        )
     return value
 
 
@@ -124,7 +133,7 @@ def read_scale(name: str, group: str, fields: dict[str, Any], source: str) -> fl
     """
     if not _is_scale(fields.get(name)):
         raise ValueError(
-            f"{source} has {group} with {name} {quote(fields.get(name))}; it needs to be a "
+            f"{source} has {group} with {name} {reprlib.repr(fields.get(name))}; it needs to be a "
             "positive number."
         )
     return float(fields[name])

@@ -12,7 +12,6 @@ from specjax.models.hf.unread_fields import refuse_unread
 __all__ = ["read_fields"]
 
 _Fields = dict[str, Any]
-_MAX_LAYERS = 2**16  # Refuses a number whose list of layers would fill the memory.
 _COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
@@ -234,10 +233,6 @@ def _layer_windows(fields: _Fields, family: _Family, source: str) -> tuple[int |
     }
     values["sliding_window_pattern"] = fields.get("sliding_window_pattern")
     layers = read_field("num_hidden_layers", fields, source)
-    if layers > _MAX_LAYERS:
-        raise ValueError(
-            f"{source} has num_hidden_layers {layers}; at most {_MAX_LAYERS} are supported."
-        )
     has_switch = _WINDOW_SWITCH in family.extra_fields
     if values["sliding_window"] is not None and not values[_WINDOW_SWITCH] and not has_switch:
         raise ValueError(

@@ -14,7 +14,7 @@ import safetensors
 from specjax.file_io import shorten
 from specjax.models.hf.folder import read_small_file, refuse_lfs_pointer
 
-__all__ = ["MappedTensors"]
+__all__ = ["MappedTensors", "has_weights"]
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {
@@ -32,6 +32,15 @@ _ROTARY_BUFFER = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 # Elements compared at a time.
 _COMPARE_CHUNK = 2**22
+
+
+def has_weights(folder: str | os.PathLike[str]) -> bool:
+    """Returns whether a folder holds safetensors, or an index of them.
+
+    Args:
+      folder: any path.
+    """
+    return any(pathlib.Path(folder, name).is_file() for name in (_FILE, _INDEX))
 
 
 class _MappedTensor(NamedTuple):

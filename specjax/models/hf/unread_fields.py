@@ -5,7 +5,7 @@ from typing import Any
 
 from specjax.file_io import quote
 
-__all__ = ["refuse_unread"]
+__all__ = ["CHECKED_FIELDS", "refuse_unread"]
 
 # Names of architectures that predict the next token end like this.
 _LM_HEAD_SUFFIXES = ("ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -56,6 +56,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": _ONE,
     "use_parallel_residual": _OFF,
 }
+CHECKED_FIELDS = tuple(_HARMLESS_VALUES)
 
 
 def refuse_unread(
