@@ -2,8 +2,11 @@
 
 import dataclasses
 import io
+import itertools
 import json
+import math
 import re
+import reprlib
 import sys
 
 import jax
@@ -19,10 +22,13 @@ from specjax.models import (
     chat_prompt,
     load,
     load_config,
+    load_shapes,
     load_tokenizer,
     pretrained_folder,
     save,
 )
+from specjax.models.hf.config_reader import read_fields
+from specjax.models.hf.weight_map import weight_entries
 
 CONFIG = TransformerConfig(
     vocab_size=48,
@@ -174,7 +180,8 @@ def test_a_file_of_garbage_is_refused(folder, name):
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'; it needs to be one of.*'llama', 'mistral'"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\]; it needs to be one of"),
-        ({"hidden_size": None}, "hidden_size None; it needs to be a positive integer"),
+        ({"hidden_size": None}, "hidden_size None; it needs to be an integer from 1 to 262144"),
+        ({"hidden_size": 2**18}, r"norm.weight with shape \(24,\); by config.json .* \(262144,\)"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling with factor None; it needs"),
         ({"attention_bias": True}, r"has no tensor model\.layers\.0\.self_attn\.q_proj\.bias"),
         ({"model_type": "qwen3"}, r"has no tensor model\.layers\.0\.self_attn\.q_norm\.weight"),
@@ -185,7 +192,7 @@ def test_a_file_of_garbage_is_refused(folder, name):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'; it needs to be 'silu' or 'gelu_pyt"),
         ({"vocab_size": 49}, r"embed_tokens.weight with shape \(48, 24\).*\(49, 24\)"),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
-        ({"num_hidden_layers": 10**9}, "has no tensor model.layers.2"),
+        ({"num_hidden_layers": 1024}, "has no tensor model.layers.2"),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight"),
     ],
 )
@@ -193,10 +200,58 @@ def test_a_configuration_that_does_not_fit_is_refused(folder, fields, sentence):
     edit_config(folder, **fields)
     with pytest.raises(ValueError, match=sentence):
         load(folder)
+    # Before anything is traced, as the command compiles while the weights are read.
+    with pytest.raises(ValueError, match=sentence):
+        load_shapes(folder)
 
 
-SIZE = "a positive integer below 2**31"
-NULL = "a positive integer below 2**31, or null"
+def test_shapes_are_there_without_weights(folder):
+    model, _ = load(folder, "float32")
+    (folder / "model.safetensors").unlink()
+    shapes, config = load_shapes(folder, "float32")
+    assert config == CONFIG
+    expected = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
+    assert shapes.params == expected
+
+
+SMALL = dict(vocab_size=48, hidden_size=24, intermediate_size=40, num_hidden_layers=2)
+SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=6)
+MODEL_TYPES = ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3"]
+HOSTILE = [0, -1, 2**25, 2**31 - 1, 2**31, 2**63, 10**30, 1e9, 24.5, float("inf"), "24"]
+HOSTILE += [[24], [[]] * 1000, {}, True, "9" * 10**5]
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_hostile_size_is_refused_in_a_short_sentence(kind):
+    def fields(name, value):
+        given = SMALL | {name: value}
+        return {"model_type": kind} | ({"text_config": given} if kind == "gemma3" else given)
+
+    read_fields(fields("vocab_size", 48))
+    for name in SMALL:
+        for value in HOSTILE:
+            with pytest.raises(
+                ValueError, match=f"^config.json has {name} .*; it needs to"
+            ) as refusal:
+                read_fields(fields(name, value))
+            assert len(str(refusal.value)) < 200
+
+
+def test_the_largest_sizes_have_products_below_63_bits():
+    # Of more, XLA divides by zero when it weighs a product.
+    most = {}
+    for name in SMALL:
+        with pytest.raises(ValueError, match="an integer from 1 to") as refusal:
+            read_fields({"model_type": "llama"} | SMALL | {name: 2**40})
+        most[name] = int(re.search(r"from 1 to (\d+)", str(refusal.value))[1])
+    largest = TransformerConfig(**most)
+    for entry in itertools.islice(weight_entries(largest), 20):
+        assert sum(map(math.prod, entry.shapes)) * 8 < 2**63
+        assert sum(shape[0] for shape in entry.shapes) < 2**31
+
+
+NULL = "an integer from 1 to 4096, or null"
+LENGTH = "an integer from 1 to 2147483647"
 NUMBER = "a positive number"
 IDS = "a token id, a list of them or null"
 
@@ -204,20 +259,18 @@ IDS = "a token id, a list of them or null"
 @pytest.mark.parametrize(
     ("name", "value", "needed"),
     [
-        ("vocab_size", "48", SIZE),
-        ("vocab_size", True, SIZE),
-        ("hidden_size", 24.0, SIZE),
-        ("num_hidden_layers", [2], SIZE),
-        ("num_attention_heads", 0, SIZE),
-        ("max_position_embeddings", 2**31, SIZE),
+        ("vocab_size", "48", "an integer from 1 to 16777216"),
+        ("hidden_size", 24.0, "an integer from 1 to 262144"),
+        ("num_hidden_layers", [2], "an integer from 1 to 1024"),
+        ("max_position_embeddings", 2**31, LENGTH),
         ("num_key_value_heads", "2", NULL),
         ("num_key_value_heads", 0, NULL),
         ("num_key_value_heads", -2, NULL),
         ("head_dim", "a", NULL),
         ("head_dim", 6.5, NULL),
         ("head_dim", 0, NULL),
-        ("max_position_embeddings", None, SIZE),
-        ("max_position_embeddings", "1024", SIZE),
+        ("max_position_embeddings", None, LENGTH),
+        ("max_position_embeddings", "1024", LENGTH),
         ("rms_norm_eps", "x", NUMBER),
         ("rms_norm_eps", None, NUMBER),
         ("rms_norm_eps", float("nan"), NUMBER),
@@ -246,7 +299,9 @@ IDS = "a token id, a list of them or null"
 )
 def test_a_field_of_the_wrong_type_is_refused_by_name_and_file(folder, name, value, needed):
     edit_config(folder, **{name: value})
-    sentence = f"{folder / 'config.json'} has {name} {value!r}; it needs to be {needed}."
+    sentence = (
+        f"{folder / 'config.json'} has {name} {reprlib.repr(value)}; it needs to be {needed}."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         load_config(folder)
 
