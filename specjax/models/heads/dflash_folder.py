@@ -12,12 +12,14 @@ from jax.typing import DTypeLike
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.folder_kind import draft_kind, read_head_config
 from specjax.models.heads.head_fields import (
+    ANY,
     HeadFields,
+    Known,
     check_num_target_layers,
     read_head_fields,
+    refuse_unknown,
 )
 from specjax.models.heads.head_tensors import HeadTensors
-from specjax.models.heads.known_fields import ANY, Known, refuse_unknown
 from specjax.models.hf.checkpoint import resolve_dtype
 from specjax.models.hf.weight_map import WeightEntry, weight_entries
 
