@@ -198,3 +198,9 @@ def test_a_head_is_loaded_in_the_dtype_of_its_target(tmp_path):
     assert (drafter.taps, drafter.params["head"]["fc"].dtype) == ((1, 2, 4), "bfloat16")
     assert drafter.params["token_map"].shape == (30,)
     assert load_drafter(tmp_path, target, "float32").params["head"]["fc"].dtype == "float32"
+
+
+def test_taps_stay_in_the_order_of_the_folder(tmp_path):
+    """`fc` reads them next to one another."""
+    write(tmp_path, "z-lab", {"dflash_config": INNER | {"target_layer_ids": [3, 0, 1]}})
+    assert load_drafter(tmp_path, build(TARGET)).taps == (4, 1, 2)

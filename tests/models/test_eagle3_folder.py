@@ -152,6 +152,15 @@ def test_a_field_that_changes_what_is_drafted_is_refused_by_name(tmp_path, place
         read(heads.write_head(tmp_path / "refused", changed, tensors))
 
 
+def test_taps_stay_in_the_order_of_the_folder(tmp_path):
+    """`fc` reads them next to one another."""
+    fields, owned = heads.variant("llama")
+    fields = fields | {"eagle_config": {IDS: [3, 0, 1]}}
+    heads.write_head(tmp_path, fields, heads.random_tensors(fields, owned))
+    target = TransformerConfig(heads.VOCAB, heads.SIZE, 40, heads.TARGET_LAYERS, 4, 2, 6)
+    assert load_drafter(tmp_path, build(target)).taps == (4, 1, 2)
+
+
 def test_a_folder_of_speculators_says_what_the_layer_adds_to(tmp_path):
     fields, owned = heads.variant("llama")
     told = in_speculators(fields) | {"norm_before_residual": None}

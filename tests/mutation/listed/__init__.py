@@ -8,8 +8,7 @@ from . import (
     cutoffs,
     decoding,
     engine,
-    engine_faults,
-    files,
+    folders,
     grammars,
     heads,
     kernels_models,
@@ -44,6 +43,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     + trees.MUTATIONS
     + theory.MUTATIONS
     + heads.MUTATIONS
+    + folders.MUTATIONS
     + token_maps.MUTATIONS
     + engine.MUTATIONS
     + engine_faults.MUTATIONS

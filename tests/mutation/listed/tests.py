@@ -9,6 +9,8 @@ __all__ = [
     "block_verification",
     "byte_automata",
     "capacity",
+    "chats",
+    "checkpoints",
     "choose_k",
     "commands",
     "coupled_decoding",
@@ -80,6 +82,8 @@ block_verification = _of("samplers/test_block_rejection_sample.py")
 capacity = _of("decode/test_capacity.py")
 byte_automata = _of("grammars/test_byte_automaton.py")
 batches = _of("cli/test_batch.py")
+chats = _of("models/test_chat.py")
+checkpoints = _of("models/test_checkpoint.py")
 choose_k = _of("decode/test_choose_k.py")
 commands = _of("cli/test_command.py")
 commands = _of("cli/test_command.py")
