@@ -54,11 +54,12 @@ def draft(logits, sampling, keys, *, config, is_mapped, one_by_one, history=None
     ("sampling", "is_mapped", "options"),
     [
         (None, False, {}),
+        (None, True, {}),
         (RULES, True, {}),
         (RULES, True, {"rejection_sample_method": "coupled"}),
         (None, True, {"draft_sample_method": "greedy"}),
     ],
-    ids=["plain", "rules", "coupled", "greedy"],
+    ids=["plain", "mapped", "rules", "coupled", "greedy"],
 )
 def test_a_block_is_drawn_at_once_as_it_is_one_by_one(sampling, is_mapped, options):
     config = SpeculativeConfig(K, **options)

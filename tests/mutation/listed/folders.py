@@ -1,14 +1,21 @@
 """Wrong versions of what folders say: sizes, fields of draft heads, messages of a template."""
 
 from ..mutation import Mutation
-from .tests import chats, checkpoints, dflash, dflash_folder, eagle3, eagle3_folder, head_folders
+from .tests import (
+    chats,
+    checkpoints,
+    dflash_folder,
+    draft_rows,
+    eagle3,
+    eagle3_folder,
+    head_folders,
+)
 
 __all__ = ["MUTATIONS"]
 
 _HF, _HEADS = "specjax.models.hf.", "specjax.models.heads."
 _BY_NAME = "test_a_field_that_changes_what_is_drafted_is_refused_by_name"
 _ORDER = "test_taps_stay_in_the_order_of_the_folder"
-_OVERLAP = "test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"
 
 MUTATIONS = (
     Mutation(
@@ -48,9 +55,9 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_HEADS}head_fields.refuse_unknown",
-        'f"{place}{name}.", _ROPE)',
-        'f"{place}{name}.", layer.get(name) or {})',
-        eagle3_folder(f"{_BY_NAME}[rope_scaling.-mrope_section-value8]"),
+        'in ("rope_scaling", "rope_parameters"):',
+        "in ():",
+        eagle3_folder(f"{_BY_NAME}[rope_scaling.-mrope_section-value9]"),
         "rotary embeddings in sections are read as plain ones",
     ),
     Mutation(
@@ -85,8 +92,8 @@ MUTATIONS = (
         f"{_HEADS}draft_rows._draw_all",
         "cutoff, token_map=token_map)",
         "cutoff, token_map=None)",
-        dflash(_OVERLAP),
-        "q of a block with a draft vocabulary is read at the wrong tokens",
+        draft_rows("test_a_block_is_drawn_at_once_as_it_is_one_by_one[mapped]"),
+        "the residual of a block with a draft vocabulary takes q from the wrong tokens",
     ),
     Mutation(
         f"{_HEADS}folder_kind.refuse_eagle1",
