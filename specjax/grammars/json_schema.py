@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from reprlib import repr as shown  # an error shows the beginning of a long value
 from typing import Any
 
+from specjax.file_io import quote
 from specjax.grammars import byte_pattern as bp
 from specjax.grammars.byte_automaton import MOST_STATES, byte_automaton
 from specjax.grammars.byte_pattern import Pattern, byte_range, literal, optional
@@ -90,7 +90,7 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
     """
     if not isinstance(schema, Mapping):
         raise ValueError(
-            f"{name} is {shown(schema)}; it needs an object of JSON schema's keywords."
+            f"{name} is {quote(schema)}; it needs an object of JSON schema's keywords."
         )
     kinds = _kinds(schema, name)
     for key in ("const", "enum", "anyOf"):
@@ -99,7 +99,7 @@ def schema_pattern(schema: Any, name: str) -> Pattern:
             return _one_of(key, schema[key], kinds, name)
     if not kinds:
         raise ValueError(
-            f"{name} has {shown(sorted(schema))} and no type, const, enum or anyOf; it needs one "
+            f"{name} has {quote(sorted(schema))} and no type, const, enum or anyOf; it needs one "
             "of them."
         )
     known = [key for kind in kinds for key in _KEYWORDS[kind]]
@@ -117,7 +117,7 @@ def _kinds(given: Mapping[str, Any], name: str) -> list[str]:
     unknown = [kind for kind in kinds if kind not in list(_KEYWORDS)]
     if unknown or not kinds:
         raise ValueError(
-            f"{name} has type {shown(unknown or kinds)}; it needs some of {list(_KEYWORDS)}."
+            f"{name} has type {quote(unknown or kinds)}; it needs some of {list(_KEYWORDS)}."
         )
     return kinds
 
@@ -126,7 +126,7 @@ def _refuse_others(given: Mapping[str, Any], known: Iterable[str], name: str) ->
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ValueError(
-            f"{name} has {shown(unknown)}, which is not read here; these keywords are: "
+            f"{name} has {quote(unknown)}, which is not read here; these keywords are: "
             f"{sorted(known)}."
         )
 
@@ -135,20 +135,20 @@ def _one_of(key: str, value: Any, kinds: list[str], name: str) -> Pattern:
     """Returns the pattern of `const`, `enum` or `anyOf`."""
     values = [value] if key == "const" else value
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{name} has {key} {shown(value)}; it needs a list that is not empty.")
+        raise ValueError(f"{name} has {key} {quote(value)}; it needs a list that is not empty.")
     if key == "anyOf":
         options = (schema_pattern(x, f"{name}.anyOf[{i}]") for i, x in enumerate(values))
         return bp.Choice(tuple(options))
     for x in values:
         if kinds and not any(_is_kind(x, kind) for kind in kinds):
             raise ValueError(
-                f"{name} has {shown(x)} in {key}; with its type it needs some of {kinds}."
+                f"{name} has {quote(x)} in {key}; with its type it needs some of {kinds}."
             )
     try:
         return bp.Choice(tuple(map(_value, values)))
     except ValueError:
         raise ValueError(
-            f"{name} has {key} {shown(value)}; NaN, infinity and half a surrogate pair are no JSON."
+            f"{name} has {key} {quote(value)}; NaN, infinity and half a surrogate pair are no JSON."
         ) from None
 
 
@@ -180,12 +180,12 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple
 def _object(given: Mapping[str, Any], name: str) -> Pattern:
     properties, required = given.get("properties", {}), given.get("required", [])
     if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-        raise ValueError(f"{name} has required {shown(required)}; it needs a list of names.")
+        raise ValueError(f"{name} has required {quote(required)}; it needs a list of names.")
     if given.get("additionalProperties", False) is not False:
         raise ValueError(f"{name} has additionalProperties; only the listed ones are generated.")
     if not isinstance(properties, Mapping) or set(required) - set(properties):
         raise ValueError(
-            f"{name} requires {shown(required)} and has the properties {shown(list(properties))}; "
+            f"{name} requires {quote(required)} and has the properties {quote(list(properties))}; "
             "it needs each that it requires among them."
         )
     members = tuple(
@@ -252,7 +252,7 @@ def _integer(given: Mapping[str, Any], name: str) -> Pattern:
     for key, bound in (("minimum", low), ("maximum", high)):
         if bound is not None and (type(bound) is not int or abs(bound) >= 10**_MOST_DIGITS):
             raise ValueError(
-                f"{name} has {key} {shown(bound)}; it needs an integer of at most {_MOST_DIGITS} "
+                f"{name} has {key} {quote(bound)}; it needs an integer of at most {_MOST_DIGITS} "
                 "digits."
             )
     if low is None:

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from reprlib import repr as shown  # an error shows the beginning of a long value
 from typing import Any
+
+from specjax.file_io import quote
 
 __all__ = ["inline_references"]
 
@@ -57,16 +58,16 @@ def _inline(
         name = schema["$ref"]
         if not isinstance(name, str) or name not in definitions:
             raise ValueError(
-                f"$ref is {shown(name)}; the schema defines {shown(list(definitions))}."
+                f"$ref is {quote(name)}; the schema defines {quote(list(definitions))}."
             )
         if name in inside:
             raise ValueError(
-                f"$ref is {shown(name)} inside itself; no finite automaton holds that."
+                f"$ref is {quote(name)} inside itself; no finite automaton holds that."
             )
         others = sorted(set(schema) - {"$ref"})
         if others:
             raise ValueError(
-                f"$ref {shown(name)} has {shown(others)} next to it; it needs to stand alone."
+                f"$ref {quote(name)} has {quote(others)} next to it; it needs to stand alone."
             )
         return _inline(definitions[name], definitions, (*inside, name), numbers)
     inner = (definitions, inside, numbers)

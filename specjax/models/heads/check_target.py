@@ -1,6 +1,6 @@
 """`check_target`: refuses a head that was trained for another target."""
 
-import reprlib
+from specjax.file_io import quote
 
 __all__ = ["check_target"]
 
@@ -38,6 +38,6 @@ def check_target(
         )
     if not taps or min(taps) < 0 or max(taps) > num_layers:
         raise ValueError(
-            f"the {kind} head reads states after layers {reprlib.repr(list(taps))} and the target "
+            f"the {kind} head reads states after layers {quote(list(taps))} and the target "
             f"has {num_layers} layers; {cure}"
         )

@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import reprlib
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
+from specjax.file_io import quote
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.folder_kind import draft_kind, read_head_config
 from specjax.models.heads.head_fields import (
@@ -151,7 +151,7 @@ def _value(name: str, places: list[dict[str, Any]], source: str) -> Any:
     """Returns a field that stands in one of two places, or alike in both; None if in neither."""
     values = [place[name] for place in places if place.get(name) is not None]
     if len(values) == 2 and values[0] != values[1]:
-        both = " and in dflash_config ".join(map(reprlib.repr, values))
+        both = " and in dflash_config ".join(map(quote, values))
         raise ValueError(f"{source} has {name} {both}; loaders differ in which counts: remove one.")
     return values[0] if values else None
 
@@ -159,7 +159,7 @@ def _value(name: str, places: list[dict[str, Any]], source: str) -> Any:
 def _integer(name: str, places: list[dict[str, Any]], source: str) -> int:
     value = _value(name, places, source)
     if type(value) is not int:
-        raise ValueError(f"{source} has {name} {reprlib.repr(value)}; it needs to be an integer.")
+        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be an integer.")
     return value
 
 
@@ -168,7 +168,7 @@ def _samples_from_anchor(places: list[dict[str, Any]], source: str) -> bool:
     value = _value("sample_from_anchor", places, source)
     if value is not None and not isinstance(value, bool):
         raise ValueError(
-            f"{source} has sample_from_anchor {reprlib.repr(value)}; it needs to be true or false."
+            f"{source} has sample_from_anchor {quote(value)}; it needs to be true or false."
         )
     is_deep_spec = "Qwen3DSparkModel" in str(places[0].get("architectures"))
     return is_deep_spec if value is None else value

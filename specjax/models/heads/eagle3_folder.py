@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import reprlib
 from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
+from specjax.file_io import quote
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.folder_kind import draft_kind, read_head_config
 from specjax.models.heads.head_fields import (
@@ -148,9 +148,7 @@ def _read(
 def _flag(head: HeadFields, name: str) -> bool:
     value = head.fields.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(
-            f"{head.source} has {name} {reprlib.repr(value)}; it needs to be true or false."
-        )
+        raise ValueError(f"{head.source} has {name} {quote(value)}; it needs to be true or false.")
     return bool(value)
 
 
@@ -169,8 +167,7 @@ def _logit_scale(head: HeadFields) -> float:
     scale = 1.0 if scale is None else scale
     if type(scale) not in (int, float) or not 0 < scale < 2.0**127:
         raise ValueError(
-            f"{head.source} has logit_scale {reprlib.repr(scale)}; it needs to be a positive "
-            "number."
+            f"{head.source} has logit_scale {quote(scale)}; it needs to be a positive number."
         )
     return float(scale)
 

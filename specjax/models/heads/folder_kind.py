@@ -2,9 +2,9 @@
 
 import os
 import re
-import reprlib
 from typing import Any, Literal
 
+from specjax.file_io import quote
 from specjax.models.hf.folder import find_folder, read_json_object
 from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 
@@ -90,7 +90,7 @@ def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
     if told or (isinstance(model_type, str) and _OTHER_DRAFTS.search(model_type)):
         name = told[0] if told else "model_type"
         raise ValueError(
-            f"{source} has {name} {reprlib.repr(fields[name])}, which is a draft head's, and its "
+            f"{source} has {name} {quote(fields[name])}, which is a draft head's, and its "
             f"architectures say no kind that is supported: {', '.join(map(repr, _ARCHITECTURES))}."
         )
     return "model"
@@ -123,7 +123,7 @@ def _plain_names(folder: str | os.PathLike[str]) -> set[str]:
 def _known(name: Any, kinds: dict[str, DraftKind], field: str, source: str) -> DraftKind:
     if not isinstance(name, str) or name not in kinds:
         raise ValueError(
-            f"{source} has {field} {reprlib.repr(name)}; the draft heads that are supported have "
+            f"{source} has {field} {quote(name)}; the draft heads that are supported have "
             f"{', '.join(map(repr, kinds))}."
         )
     return kinds[name]

@@ -5,10 +5,10 @@ DeepSpec's. Loaders and trainers add fields with every kind of head. Each is rea
 nothing, asks for nothing (null, false, 0, empty), or is refused.
 """
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from specjax.file_io import quote
 from specjax.models.config import TransformerConfig
 from specjax.models.hf.config_fields import FIELD_NAMES
 from specjax.models.hf.config_reader import read_fields
@@ -181,7 +181,7 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
         sizes[name] = default if fields.get(name) is None else fields[name]
         if type(sizes[name]) is not int or sizes[name] < 1:
             raise ValueError(
-                f"{source} has {name} {reprlib.repr(fields[name])}; it needs to be a size >= 1."
+                f"{source} has {name} {quote(fields[name])}; it needs to be a size >= 1."
             )
     if sizes["draft_vocab_size"] > layer.vocab_size:
         raise ValueError(
@@ -248,7 +248,7 @@ def _refuse(fields: Any, source: str, kind: str, place: str, known: Known) -> No
         allowed = known.get(name, ())
         if value is None or allowed is ANY or value in allowed or (not value and not allowed):
             continue
-        said = f"{source} has {place}{name} {reprlib.repr(value)}"
+        said = f"{source} has {place}{name} {quote(value)}"
         if allowed:
             raise ValueError(f"{said}; {kind} needs it to be {allowed[0]!r} or absent.")
         raise ValueError(
@@ -270,7 +270,7 @@ def check_num_target_layers(told: Any, source: str, num_target_layers: int) -> N
     """
     if told not in (None, num_target_layers):
         raise ValueError(
-            f"{source} has num_target_layers {reprlib.repr(told)} and the target has "
+            f"{source} has num_target_layers {quote(told)} and the target has "
             f"{num_target_layers} layers; use a head that was trained for this target."
         )
 
@@ -305,13 +305,13 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
         where = ".".join((*path, name))
         if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
             raise ValueError(
-                f"{source} has {where} {reprlib.repr(ids)}; it needs to be a list of layer ids."
+                f"{source} has {where} {quote(ids)}; it needs to be a list of layer ids."
             )
         found[where] = tuple(i + offset for i in ids)
     if len(set(found.values())) > 1:
         raise ValueError(
             f"{source} names the tapped layers in {' and '.join(found)}, which differ: after "
-            f"{' and '.join(reprlib.repr(list(taps)) for taps in found.values())} layers. Remove "
+            f"{' and '.join(quote(list(taps)) for taps in found.values())} layers. Remove "
             "one."
         )
     return next(iter(found.values()), None)
@@ -327,7 +327,7 @@ def _read_k(speculation: _Fields, source: str) -> int | None:
     k = next((method.get("speculative_tokens") for method in named or methods), None)
     if k is not None and (type(k) is not int or k < 1):
         raise ValueError(
-            f"{source} has speculative_tokens {reprlib.repr(k)}; it needs to be an integer >= 1."
+            f"{source} has speculative_tokens {quote(k)}; it needs to be an integer >= 1."
         )
     return k
 
@@ -338,5 +338,5 @@ def _object(fields: _Fields, name: str, source: str) -> _Fields:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(f"{source} has {name} {reprlib.repr(value)}; it needs to be an object.")
+        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be an object.")
     return value

@@ -1,6 +1,5 @@
 """Fields of `config.json`: allowed values, their description for errors, defaults."""
 
-import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -113,9 +112,7 @@ def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
     field = _FIELDS[name]
     value = fields.get(name, field.default)
     if not field.is_valid(value):
-        raise ValueError(
-            f"{source} has {name} {reprlib.repr(value)}; it needs to be {field.requirement}."
-        )
+        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be {field.requirement}.")
     return value
 
 
@@ -133,7 +130,7 @@ def read_scale(name: str, group: str, fields: dict[str, Any], source: str) -> fl
     """
     if not _is_scale(fields.get(name)):
         raise ValueError(
-            f"{source} has {group} with {name} {reprlib.repr(fields.get(name))}; it needs to be a "
+            f"{source} has {group} with {name} {quote(fields.get(name))}; it needs to be a "
             "positive number."
         )
     return float(fields[name])

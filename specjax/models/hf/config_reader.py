@@ -1,6 +1,5 @@
 """Reads `config.json` of each supported family into a `TransformerConfig`."""
 
-import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -173,7 +172,7 @@ def read_fields(fields: dict[str, Any], source: str = "config.json") -> Transfor
     if family is None:
         names = ", ".join(map(repr, _FAMILIES))
         raise ValueError(
-            f"{source} has model_type {reprlib.repr(model_type)}; it needs to be one of "
+            f"{source} has model_type {quote(model_type)}; it needs to be one of "
             f"{names}, or 'gemma3', whose text model is loaded."
         )
     # The multimodal model ignores this field of its text model.

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,7 +96,7 @@ def load_head_config(folder: str | os.PathLike[str]) -> HeadConfig:
     fields, source = _read_fields(folder)
     if fields.get("model_type") != _MODEL_TYPE:
         raise ValueError(
-            f"{source} has model_type {reprlib.repr(fields.get('model_type'))}; a draft head "
+            f"{source} has model_type {quote(fields.get('model_type'))}; a draft head "
             f"has {_MODEL_TYPE!r}."
         )
     unknown = sorted(fields.keys() - {"model_type", "sliding_window", "dtype", *_REQUIRED_FIELDS})

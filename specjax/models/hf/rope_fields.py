@@ -1,6 +1,5 @@
 """Reads the rotary embeddings of a `config.json` of transformers 4 or 5."""
 
-import reprlib
 from typing import Any
 
 from specjax.file_io import quote
@@ -46,7 +45,7 @@ def read_rope(
         _check_rope(name, rope, source)
     if has_local and "rope_type" not in old and old.get("type", "default") != "default":
         raise ValueError(
-            f"{source} has {_OLD_FIELD} with type {reprlib.repr(old['type'])} and no rope_type, "
+            f"{source} has {_OLD_FIELD} with type {quote(old['type'])} and no rope_type, "
             f"which scales nothing for model_type {fields.get('model_type')!r} in transformers; "
             f"rename type to rope_type, or remove {_OLD_FIELD}."
         )
@@ -65,7 +64,7 @@ def read_rope(
     outer_length = fields.get("original_max_position_embeddings")
     if outer_length not in (None, length):
         raise ValueError(
-            f"{source} has original_max_position_embeddings {reprlib.repr(outer_length)} and "
+            f"{source} has original_max_position_embeddings {quote(outer_length)} and "
             f"{name} with {length:g}; loaders differ in which one counts, so they need to be equal."
         )
     if low >= high:
@@ -91,7 +90,7 @@ def read_local_rope(fields: _Fields, source: str) -> float:
     if _scaling_kind(rope) != "default":
         raise ValueError(
             f"{source} has {_NEW_FIELD} that scales those of {_LOCAL_LAYERS} by "
-            f"{reprlib.repr(_scaling_kind(rope))}; only those of full attention are scaled here."
+            f"{quote(_scaling_kind(rope))}; only those of full attention are scaled here."
         )
     # `rope_parameters` gives each kind of layer a `rope_theta`.
     renamed = {"rope_local_base_freq": rope["rope_theta"]} if "rope_theta" in rope else fields
@@ -105,8 +104,7 @@ def _rope_of_layers(kind: str, rope: _Fields, source: str) -> _Fields:
     kind_rope = rope.get(kind) or {}
     if not isinstance(kind_rope, dict):
         raise ValueError(
-            f"{source} has {_NEW_FIELD} with {kind} {reprlib.repr(kind_rope)}; it needs to be "
-            "an object."
+            f"{source} has {_NEW_FIELD} with {kind} {quote(kind_rope)}; it needs to be an object."
         )
     return kind_rope
 
@@ -120,7 +118,7 @@ def _check_rope(name: str, rope: _Fields, source: str) -> None:
     kind = _scaling_kind(rope)
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
-            f"{source} has {name} that scales the rotary embeddings by {reprlib.repr(kind)}; only "
+            f"{source} has {name} that scales the rotary embeddings by {quote(kind)}; only "
             "'linear' and 'llama3' are supported."
         )
     if rope.get("partial_rotary_factor", 1) not in (1, None):

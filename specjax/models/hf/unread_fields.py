@@ -114,7 +114,7 @@ def _refuse_quantised(fields: dict[str, Any], source: str) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ValueError(
-            f"{source} has a quantization_config with quant_method {reprlib.repr(method)}; "
+            f"{source} has a quantization_config with quant_method {quote(method)}; "
             "quantised weights are not supported; use a folder with weights in a float dtype."
         )
 
