@@ -1,56 +1,21 @@
-"""The mutations, by what they are of."""
+"""The mutations, by what they are of: one file a topic."""
+
+import importlib
+import pathlib
 
 from ..mutation import Mutation
-from . import (
-    adapters,
-    block,
-    coupled,
-    cutoffs,
-    decoding,
-    engine,
-    folders,
-    grammars,
-    heads,
-    kernels_models,
-    kernels_verification,
-    processes,
-    requests,
-    rules,
-    sampling,
-    shares,
-    split,
-    subnormals,
-    theory,
-    token_maps,
-    trees,
-    verification,
-)
 
 __all__ = ["MUTATIONS"]
 
-MUTATIONS: tuple[Mutation, ...] = (
-    verification.MUTATIONS
-    + sampling.MUTATIONS
-    + decoding.MUTATIONS
-    + requests.MUTATIONS
-    + subnormals.MUTATIONS
-    + cutoffs.MUTATIONS
-    + kernels_verification.MUTATIONS
-    + kernels_models.MUTATIONS
-    + block.MUTATIONS
-    + coupled.MUTATIONS
-    + rules.MUTATIONS
-    + trees.MUTATIONS
-    + theory.MUTATIONS
-    + heads.MUTATIONS
-    + folders.MUTATIONS
-    + token_maps.MUTATIONS
-    + engine.MUTATIONS
-    + engine_faults.MUTATIONS
-    + grammars.MUTATIONS
-    + split.MUTATIONS
-    + adapters.MUTATIONS
-    + shares.MUTATIONS
-    + processes.MUTATIONS
-    + files.MUTATIONS
+# `tests` has names of tests that several topics share.
+_TOPICS = sorted(
+    path.stem
+    for path in pathlib.Path(__file__).parent.glob("*.py")
+    if path.stem not in ("__init__", "tests")
+)
+
+MUTATIONS: tuple[Mutation, ...] = tuple(
+    mutation
+    for topic in _TOPICS
+    for mutation in importlib.import_module(f"{__name__}.{topic}").MUTATIONS
 )
