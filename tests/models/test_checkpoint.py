@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from safetensors.flax import load_file, save_file
 
+from specjax.file_io import quote
 from specjax.models import (
     TransformerConfig,
     build,
@@ -299,9 +300,7 @@ IDS = "a token id, a list of them or null"
 )
 def test_a_field_of_the_wrong_type_is_refused_by_name_and_file(folder, name, value, needed):
     edit_config(folder, **{name: value})
-    sentence = (
-        f"{folder / 'config.json'} has {name} {reprlib.repr(value)}; it needs to be {needed}."
-    )
+    sentence = f"{folder / 'config.json'} has {name} {quote(value)}; it needs to be {needed}."
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         load_config(folder)
 
