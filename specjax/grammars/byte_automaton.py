@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax.grammars.byte_pattern import Bytes, Choice, Members, Pattern, Repeat, Sequence
 
-__all__ = ["MOST_STATES", "ByteAutomaton", "byte_automaton"]
+__all__ = ["ByteAutomaton", "MOST_STATES", "byte_automaton"]
 
 MOST_STATES = 65536
 # Of the nondeterministic automaton: a character of a JSON string has 31, and becomes 14 states.

@@ -48,8 +48,8 @@ __all__ = [
     "draw_tile",
     "load_draft_logprobs",
     "load_residual_terms",
-    "reduce_masses",
     "masses_shape",
+    "reduce_masses",
     "store_log_masses",
     "winners_shape",
 ]

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import reprlib
 import sys
 
 import jax

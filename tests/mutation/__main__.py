@@ -51,10 +51,10 @@ def main() -> int:
     heading = (
         f"{len(keys)} mutations, and {equivalent} that change nothing a test could see. Written "
         f"{today} by `python -m tests.mutation` on Python {platform.python_version()} and "
-        f"jax {jax.__version__}, on a CPU."
+        f"jax {jax.__version__}, on a CPU; what was not run then says what an earlier run saw."
     )
     table = pathlib.Path(__file__).with_name(TABLE)
-    table.write_text(written_table(MUTATIONS, known, heading))
+    table.write_text(written_table(MUTATIONS, known, heading, table.read_text()))
     left = [m for m in asked if known.get(m, Outcome("not run")).verdict != "killed"]
     for mutation in left:
         verdict = known.get(mutation, Outcome("not run")).verdict

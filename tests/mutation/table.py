@@ -39,10 +39,11 @@ def _by_module(mutations: Sequence[Mutation]) -> dict[str, list[Mutation]]:
 
 
 def written_table(
-    mutations: Sequence[Mutation], outcomes: Mapping[Mutation, Outcome], heading: str
+    mutations: Sequence[Mutation], outcomes: Mapping[Mutation, Outcome], heading: str, before: str
 ) -> str:
-    """The whole table as Markdown, by module."""
+    """The whole table as Markdown, by module; a row that was not run stays as it was `before`."""
     lines = ["# Wrong versions, and the tests that see them", "", heading]
+    rows_before = [line for line in before.splitlines() if line.startswith("| `")]
     for module, its in _by_module(mutations).items():
         lines += ["", f"## {module}", "", _TITLES, "|---|---|---|---|"]
         for mutation in its:
@@ -50,7 +51,10 @@ def written_table(
             if not mutation.equivalent:
                 outcome = outcomes.get(mutation, Outcome("not run"))
                 seen = _code(outcome.test) if outcome.verdict == "killed" else outcome.verdict
-            lines.append(f"{_begin(mutation)} {seen} |")
+            row = f"{_begin(mutation)} {seen} |"
+            if not mutation.equivalent and mutation not in outcomes:
+                row = next((old for old in rows_before if old.startswith(_begin(mutation))), row)
+            lines.append(row)
     return "\n".join(lines) + "\n"
 
 
