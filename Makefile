@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # A file stays on one worker: its tests share compilations. conftest.py names the longest files.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-PIP = $(VENV)/bin/python -m pip -qq --disable-pip-version-check
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # What `make parity` compares logits with. PyPI's torch for Linux brings gigabytes of CUDA; the build
 # without them is pinned, since its version alone tells the two apart.
@@ -19,7 +19,7 @@ PYTHON_GPU ?= python3
 .PHONY: demo test parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.4 --max-new-tokens 256 --compare
+	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)
@@ -62,6 +62,7 @@ $(VENV)/.tunix: EXTRAS = test,tunix
 $(VENV)/.lint: EXTRAS = test,lint
 $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: STAMPS = $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.parity $(VENV)/.tunix $(VENV)/.lint: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing specjax and what its extra '$(EXTRAS)' needs into $(VENV), from PyPI: about half a minute."
 	$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@ $(STAMPS)
 
