@@ -331,9 +331,12 @@ BELOW, ABOVE = [368, 19461, 36070, 47747, 49761, 55207], [25938, 26607, 42437, 5
 
 @pytest.mark.once
 def test_the_least_residual_of_a_prefix_is_relative_to_its_ratio(implementation):
-    """With rho = 2^-6 a residual of mass 2^-20 is no rounding: its only token is emitted."""
+    """With rho = 2^-6 a residual of mass 2^-20 is no rounding: its only token is emitted.
+
+    Of the tokens after it, p - q would leave more.
+    """
     p = [flat({11: 2.0**-12}), flat({5: 2.0**-13})]
-    q = [flat({11: 2.0**-6}), flat({5: 2.0**-20})]
+    q = [flat({11: 2.0**-6}), flat({5: 2.0**-20} | dict.fromkeys(range(6, 20), 0.5 / V))]
     step = verify_two(implementation, p, q, [11, NONE], RARE)
     np.testing.assert_array_equal(step.num_accepted, 1)
     np.testing.assert_array_equal(np.asarray(step.token_ids)[:, 1], 5)

@@ -191,7 +191,7 @@ MUTATIONS = (
         "specjax.samplers.next_token_xla.next_token.token_log_weights",
         "logprobs if prefix.log_rho is None else logprobs + prefix.log_rho",
         "logprobs",
-        block_verification(_XLA),
+        block_verification(f"{_RELATIVE}[xla]"),
         "inside a sampling block the residual is p - q",
     ),
     Mutation(
@@ -226,7 +226,7 @@ MUTATIONS = (
         "specjax.pallas.residual.load_residual_terms",
         "logprobs = _row_times_rho(prefix).logprobs(token_id)",
         "pass",
-        block_verification(_KERNELS),
+        block_verification(f"{_RELATIVE}[interpret]"),
         "inside a sampling block the residual is p - q",
     ),
     Mutation(
