@@ -16,11 +16,6 @@ from specjax.model import Model
 __all__ = ["Drafter", "model_drafter", "ngram_drafter", "reads_chunks", "whole_prompt_drafter"]
 
 
-def _keep_state(state: Any, rows: jax.Array) -> Any:
-    """Returns the state as it is: a cache is written anew before it is read."""
-    return state
-
-
 @dataclasses.dataclass(frozen=True)
 class Drafter:
     """A drafter: parameters and pure functions, a pytree like `Model`.
@@ -47,8 +42,6 @@ class Drafter:
         ignore them: the output is exact either way, and a drafter that samples as the target does
         is accepted most. The draft's own `num_tokens` may be smaller, None, or -1. For an active
         request -1 is 0: only the loop ends requests.
-      reset: `(state, rows: bool[B]) -> state`, forgets the requests of these rows before others
-        take them. The default keeps the state.
       reads_features: whether `extend` is given `features[B, C, E]`, the target's hidden states of
         these tokens. It is then called after each step, too, with the tokens that the target has
         read and the step has committed. False gives None.
@@ -59,7 +52,6 @@ class Drafter:
     init: Callable[[Any, int, int], Any]
     extend: Callable[..., Any]
     propose: Callable[..., tuple[Draft, Any]]
-    reset: Callable[[Any, jax.Array], Any] = _keep_state
     reads_features: bool = False
     taps: tuple[int, ...] = ()
 
@@ -67,7 +59,7 @@ class Drafter:
 jax.tree_util.register_dataclass(
     Drafter,
     data_fields=["params"],
-    meta_fields=["init", "extend", "propose", "reset", "reads_features", "taps"],
+    meta_fields=["init", "extend", "propose", "reads_features", "taps"],
 )
 
 
@@ -243,11 +235,12 @@ def whole_prompt_drafter(
     init: Callable[[Any, jax.Array, jax.Array, int], Any],
     propose: Callable[..., Any],
 ) -> Drafter:
-    """Returns a drafter whose `init` is given the prompts read so far, after every chunk.
+    """Returns a drafter whose `init` is given the prompts read so far, at first and per chunk.
 
     Args:
       params: a pytree of arrays, possibly empty.
       init: `(params, token_ids[B, S], lengths[B], max_length) -> state`, where S is `max_length`.
+        Lengths begin at 0 and end before the last token of each prompt.
       propose: as in `Drafter`. Options that are None are not passed to it.
 
     Returns:
@@ -274,11 +267,7 @@ def _whole_prompt_functions(init: Any, propose: Any) -> tuple[Any, Any, Any]:
     def empty(params: Any, batch_size: int, max_length: int) -> _Prompts:
         token_ids = jnp.zeros((batch_size, max_length), jnp.int32)
         lengths = jnp.zeros((batch_size,), jnp.int32)
-        shapes = jax.eval_shape(
-            lambda *prompts: init(*prompts, max_length), params, token_ids, lengths
-        )
-        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return _Prompts(token_ids, lengths, state)
+        return _Prompts(token_ids, lengths, init(params, token_ids, lengths, max_length))
 
     def extend(
         params: Any, prompts: _Prompts, token_ids: jax.Array, positions: jax.Array, features: Any

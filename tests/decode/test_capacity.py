@@ -169,6 +169,21 @@ def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+def test_a_prompt_of_one_token_is_drafted_for_alike_in_any_company():
+    def init(params, token_ids, lengths, max_length):
+        return jnp.where(lengths > 0, 1, 2)
+
+    def propose(params, state, token_ids, hidden, *, num_tokens, **options):
+        return specjax.Draft(jnp.repeat(state[:, None], 4, axis=1), num_tokens=num_tokens), state
+
+    drafter = specjax.whole_prompt_drafter((), init, propose)
+    alone = generate([[3], [5], [2]], drafter=drafter, max_length=16)
+    company = generate([[3], [5, 1, 4, 2], [2]], drafter=drafter, max_length=16)
+    for found, wanted in zip(jax.tree.leaves(alone), jax.tree.leaves(company), strict=True):
+        np.testing.assert_array_equal(found[::2], wanted[::2])
+    assert int(alone.metrics.num_accepted.sum()) > 0
+
+
 def test_taps_that_nothing_hands_out_or_reads_are_refused_in_a_sentence():
     drafter = dataclasses.replace(BY_MODEL, taps=(1,))
     with pytest.raises(ValueError, match=r"taps \[1\] and reads_features False"):

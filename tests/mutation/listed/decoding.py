@@ -219,6 +219,20 @@ MUTATIONS = (
     ),
     Mutation(
         _READ,
+        "positions < state.lengths[:, None] - 1",
+        "positions < state.lengths[:, None]",
+        streamed(f"{_LAST_ROWS}[taps1]"),
+        "a drafter whose prompt is read to its end is given the last token twice",
+    ),
+    Mutation(
+        "specjax.decode.drafters._whole_prompt_functions.empty",
+        "init(params, token_ids, lengths, max_length)",
+        "jax.tree.map(jnp.zeros_like, init(params, token_ids, lengths, max_length))",
+        capacity("test_a_prompt_of_one_token_is_drafted_for_alike_in_any_company"),
+        "a drafter of whole prompts is not told of one of one token",
+    ),
+    Mutation(
+        _READ,
         "outputs[bool(taps)]",
         "jnp.tile(outputs[0], max(len(taps), 1))",
         capacity(_TAPS),
