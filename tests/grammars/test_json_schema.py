@@ -463,7 +463,8 @@ def test_the_bytes_of_tokens_are_those_of_the_text():
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=pieces, merges=[]))
     with pytest.raises(ValueError, match="decoder is"):
         token_bytes(tokenizer)
-    tokenizer.decoder = tokenizers.decoders.ByteFallback()
+    parts = tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()
+    tokenizer.decoder = tokenizers.decoders.Sequence(list(parts))
     tokenizer.add_special_tokens(["<unk>"])
-    tokenizer.add_tokens(["<think>"])
-    assert token_bytes(tokenizer) == [b"", b"\n", b" on", b"ce", b"\xff", b"<think>"]
+    tokenizer.add_tokens(["<think>", "\u2581\u2581"])
+    assert token_bytes(tokenizer) == [b"", b"\n", b" on", b"ce", b"\xff", b"<think>", b"  "]
