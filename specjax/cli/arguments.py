@@ -13,6 +13,7 @@ from specjax.cli.processes import add_process_options, check_process_options
 from specjax.cli.speculation_arguments import add_speculation_options, make_config
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
+from specjax.engine.stop_strings import check_stop
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = [
@@ -211,8 +212,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Speculati
         return options, parse_sweep_options(options)
     if options.logprobs is not None and options.logprobs < 0:
         raise ValueError(f"--logprobs is {options.logprobs}; it needs to be >= 0.")
-    if "" in options.stop:
-        raise ValueError("--stop is ''; it needs text that is not empty.")
+    check_stop(options.stop, "--stop")
     if options.quiet and not options.json and (options.compare or options.logprobs is not None):
         asked = "--compare" if options.compare else "--logprobs"
         raise ValueError(f"--quiet prints the text alone, and {asked} asks for more; give one.")

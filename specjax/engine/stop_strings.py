@@ -1,50 +1,157 @@
 """Text of tokens, piece by piece: whole characters, up to the first of the stop strings."""
 
-from typing import Any
+import functools
+import reprlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-__all__ = ["StoppedText", "TextStream"]
+from specjax.grammars.token_bytes import BYTE_TOKEN
+
+__all__ = ["MOST_STOP_CHARACTERS", "StoppedText", "TextStream", "check_stop"]
+
+# Of all stop strings of a request together; a character takes about 0.4 KB of an automaton.
+MOST_STOP_CHARACTERS = 2**14
+# Tokens of the prompt that are decoded again, as some decoders treat a first token specially.
+_NUM_CONTEXT = 8
+# Most tokens without a whole character that are decoded again with the next one.
+_MOST_TOKENS = 16
+# Bytes of a character that is not complete; each may be decoded to U+FFFD.
+_MOST_BYTES = 3
 
 
 class TextStream:
     """Decodes tokens one by one and returns text as soon as later tokens cannot change it.
 
-    A character whose bytes are spread over several tokens is held back until it is complete. The
-    tokens of the last piece are decoded again as context: some decoders treat the first token of
-    a text specially.
+    All pieces together are the text of context and tokens, decoded at once, after what it has in
+    common with the text of the context. What a token costs does not grow with their number.
+
+    A character whose bytes are spread over several tokens is held back until it is complete. A run
+    of tokens such as "<0x0A>", of a ByteFallback decoder, is held back until another token follows:
+    one wrong byte turns every character of the run into U+FFFD.
 
     Args:
-      tokenizer: with `decode(ids, skip_special_tokens)`.
+      tokenizer: with `decode(ids, skip_special_tokens)`, and `id_to_token` if it has such tokens.
       context: tokens before the text, which are not returned.
+
+    Attributes:
+      ahead: the characters that the last token completed in a run of bytes, not yet returned; None
+        outside of a run.
     """
 
     def __init__(self, tokenizer: Any, context: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(context)
-        self._context_start, self._num_settled = max(0, len(context) - 8), len(context)
+        names = getattr(tokenizer, "convert_ids_to_tokens", lambda token_id: None)
+        self._name_of = getattr(tokenizer, "id_to_token", names)
+        self._tokenizer, self._context = tokenizer, context
+        self.ahead: str | None = None
+        # Tokens that are decoded with the next one. The first of them are wholly returned.
+        self._ids: list[int] = []
+        self._num_settled = 0
+        # What is returned of their text; None before the first token.
+        self._shown: str | None = None
+        # Most U+FFFD at the end of the text that may become a character.
+        self._most_held = _MOST_BYTES
+        # Bytes of a character that a run has begun; None where the run is no text.
+        self._begun: bytes | None = b""
 
-    def _pending_text(self) -> str:
-        before = self._decode(self._ids[self._context_start : self._num_settled])
-        return self._decode(self._ids[self._context_start :])[len(before) :]
+    def feed(self, token_id: int) -> str:
+        """Adds a token and returns the text that is final now, perhaps none."""
+        if self._shown is None:
+            self._read_context()
+        was_run = self.ahead is not None
+        if not self._writes(token_id):
+            # Such as a special token: a run of bytes goes on after it.
+            self.ahead = "" if was_run else None
+            return ""
+        self._follow_run(token_id)
+        if self.ahead is None:
+            self._ids.append(token_id)
+            return self._take()
+        piece = "" if was_run else self._take()
+        self._ids.append(token_id)
+        return piece
+
+    def flush(self) -> str:
+        """Returns the text that was held back."""
+        self._most_held = 0
+        return self._take()
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def feed(self, token_id: int) -> str:
-        """Adds a token and returns the text that is final now, perhaps none."""
-        self._ids.append(token_id)
-        text = self._pending_text()
-        # An incomplete sequence of bytes decodes to the replacement character.
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._context_start, self._num_settled = self._num_settled, len(self._ids)
-        return text
+    def _writes(self, token_id: int) -> bool:
+        """Returns whether a token writes text; a decoder may leave out a space at the beginning."""
+        return bool(self._decode([token_id, token_id]))
 
-    def flush(self) -> str:
-        """Returns the text that was held back."""
-        text = self._pending_text()
-        self._context_start = self._num_settled = len(self._ids)
-        return text
+    def _read_context(self) -> None:
+        """Keeps the end of the context, from the beginning of a run of bytes on."""
+        ids: list[int] = []
+        for token_id in reversed(self._context):
+            if len(ids) >= _NUM_CONTEXT and self._byte_of(ids[-1]) is None:
+                break
+            if self._writes(token_id):
+                ids.append(token_id)
+        self._ids, self._num_settled = ids[::-1], len(ids)
+        self._shown = self._decode(self._ids)
+        for token_id in self._ids:
+            self._follow_run(token_id)
+
+    def _byte_of(self, token_id: int) -> bytes | None:
+        """Returns the byte that a token stands for in a run, None if it is text of its own."""
+        name = self._name_of(token_id)
+        escaped = BYTE_TOKEN.fullmatch(name or "")
+        if escaped is None or self._decode([token_id]) == name:
+            return None
+        return bytes.fromhex(escaped[1])
+
+    def _follow_run(self, token_id: int) -> None:
+        """Sets `ahead` after a token that writes text."""
+        byte = self._byte_of(token_id)
+        if byte is None:
+            self.ahead, self._begun = None, b""
+            return
+        # Where runs are decoded by themselves, a token completes nothing of what is before it.
+        self.ahead, self._most_held = "", 0
+        if self._begun is None:
+            return
+        self._begun += byte
+        try:
+            self.ahead = self._begun.decode()
+            self._begun = b""
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                self._begun = None
+
+    def _take(self) -> str:
+        """Returns what is new in the text, but for what may become a character at its end."""
+        if self._shown is None or len(self._ids) == self._num_settled:
+            return ""
+        text = self._decode(self._ids)
+        num_held = min(self._most_held, len(text) - len(text.rstrip("\ufffd")))
+        is_long = len(self._ids) > _MOST_TOKENS
+        if num_held and not is_long and not text.startswith(self._shown):
+            # A character of the context may become complete, or a run of bytes without names.
+            return ""
+        final = text[: len(text) - num_held]
+        piece = _without_common(final, self._shown)
+        self._shown = final if piece else self._shown
+        if num_held and not is_long:
+            return piece
+        # Later tokens cannot change more than what is held: the rest of the text is context.
+        num_left = max(0, len(text) - len(self._shown))
+        self._ids = self._ids[-_NUM_CONTEXT if num_held else self._num_settled :]
+        self._num_settled = 0 if num_held else len(self._ids)
+        text = self._decode(self._ids)
+        self._shown = text[: len(text) - num_left]
+        return piece
+
+
+def _without_common(text: str, before: str) -> str:
+    """Returns a text without what it begins with in common with another."""
+    size = len(before)
+    while not text.startswith(before[:size]):
+        size -= 1
+    return text[size:]
 
 
 class StoppedText:
@@ -54,7 +161,7 @@ class StoppedText:
     piece shows a part of one.
 
     Args:
-      tokenizer: with `decode(ids, skip_special_tokens)`.
+      tokenizer: as in `TextStream`.
       context: tokens of the prompt.
       stop: strings that end the text; not empty strings.
 
@@ -75,14 +182,26 @@ class StoppedText:
 
     def __init__(self, tokenizer: Any, context: list[int], stop: tuple[str, ...]) -> None:
         self._stream = TextStream(tokenizer, context)
-        self._stop = stop
+        self._stops = _make_automaton(stop)
+        # The nodes after the text, and after what a run of bytes adds to it.
+        self._node = self._ahead = 0
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def feed(self, token_id: int) -> str:
         """Adds a token and returns the text that is final now, perhaps none."""
-        return "" if self.stopped else self._release(self._stream.feed(token_id))
+        if self.stopped:
+            return ""
+        text = self._stream.feed(token_id)
+        piece, ahead = self._release(text), self._stream.ahead
+        if text:
+            self._ahead = self._node
+        if self.stopped or ahead is None:
+            return piece
+        # A text that ended here would hold what a run has completed.
+        self._ahead, _, size = self._stops.find(self._ahead, ahead)
+        return piece + self._release(self._stream.flush()) if size else piece
 
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the request."""
@@ -95,19 +214,107 @@ class StoppedText:
 
     def _release(self, text: str) -> str:
         held = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if ends:
+        self._node, num_read, size = self._stops.find(self._node, text)
+        if size:
             self.stopped = True
             # The first to be complete, of several the longest: whatever tokens spell them.
-            piece, self._held = held[: min(ends)[1]], ""
+            piece, self._held = held[: len(self._held) + num_read - size], ""
         else:
-            size = max((_overlap(held, stop) for stop in self._stop), default=0)
-            piece, self._held = held[: len(held) - size], held[len(held) - size :]
+            num_shown = len(held) - self._stops.depths[self._node]
+            piece, self._held = held[:num_shown], held[num_shown:]
         self.text += piece
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of the text that begins the stop string."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+class _StopAutomaton(NamedTuple):
+    """Finds the first of several strings, reading each character of a text once.
+
+    A node is what the end of the text read so far has in common with the beginning of a string: of
+    all such ends the longest. Node 0 is no character.
+
+    Attributes:
+      children: of each node, the node that a character leads to.
+      shorter: the node of the next shorter such end.
+      depths: its number of characters.
+      sizes: of the longest string that is complete there, 0 if none is.
+
+    References:
+      Aho and Corasick, 1975, "Efficient string matching: an aid to bibliographic search".
+    """
+
+    children: list[dict[str, int]]
+    shorter: list[int]
+    depths: list[int]
+    sizes: list[int]
+
+    def next_node(self, node: int, character: str) -> int:
+        """Returns the node after one more character."""
+        while node and character not in self.children[node]:
+            node = self.shorter[node]
+        return self.children[node].get(character, 0)
+
+    def find(self, node: int, text: str) -> tuple[int, int, int]:
+        """Reads text up to the end of the first string in it.
+
+        Returns:
+          The node after it, the number of characters read, and the string's size, 0 if none is
+          there.
+        """
+        for number, character in enumerate(text, start=1):
+            node = self.next_node(node, character)
+            if self.sizes[node]:
+                return node, number, self.sizes[node]
+        return node, len(text), 0
+
+
+@functools.lru_cache(maxsize=16)
+def _make_automaton(strings: tuple[str, ...]) -> _StopAutomaton:
+    """Returns the automaton of the strings; requests with the same ones share it."""
+    made = _StopAutomaton([{}], [0], [0], [0])
+    for string in strings:
+        node = 0
+        for depth, character in enumerate(string, start=1):
+            if character not in made.children[node]:
+                made.children[node][character] = len(made.children)
+                made.children.append({})
+                made.shorter.append(0)
+                made.depths.append(depth)
+                made.sizes.append(0)
+            node = made.children[node][character]
+        made.sizes[node] = len(string)
+    # Those of fewer characters first, as their shorter ends are known then.
+    nodes = list(made.children[0].values())
+    for node in nodes:
+        for character, child in made.children[node].items():
+            shorter = made.next_node(made.shorter[node], character)
+            made.shorter[child] = shorter
+            made.sizes[child] = made.sizes[child] or made.sizes[shorter]
+            nodes.append(child)
+    return made
+
+
+def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]:
+    """Returns stop strings as a tuple.
+
+    Args:
+      stop: one string or several.
+      name: of the argument, for an error.
+
+    Raises:
+      ValueError: for an empty string, for what is no string, and for too many characters.
+
+    Example:
+      >>> check_stop("end"), check_stop(["a", "b"])
+      (('end',), ('a', 'b'))
+    """
+    is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
+    strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"{name} is {reprlib.repr(strings)}; it needs strings that are not empty.")
+    size = sum(map(len, strings))
+    if size > MOST_STOP_CHARACTERS:
+        raise ValueError(
+            f"{name} has {size} characters in {len(strings)} strings; it takes at most "
+            f"{MOST_STOP_CHARACTERS} in all."
+        )
+    return strings

@@ -10,7 +10,7 @@ from specjax.checks import as_array, check_count, check_keys, parse_array, parse
 from specjax.decode.capacity import pad_eos
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.slot_data import RequestSettings
-from specjax.engine.stop_strings import StoppedText
+from specjax.engine.stop_strings import StoppedText, check_stop
 from specjax.grammars.row_masks import MatchedText, Matcher
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
@@ -181,10 +181,7 @@ def _parse_stop_ids(value: Any) -> np.ndarray:
 
 
 def _parse_stop(stop: str | Iterable[str], tokenizer: Any) -> tuple[str, ...]:
-    is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
-    strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
-    if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop is {strings!r}; it needs strings that are not empty.")
+    strings = check_stop(stop)
     if strings and tokenizer is None:
         raise ValueError(
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "

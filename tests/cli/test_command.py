@@ -555,7 +555,10 @@ GREEDY = {"temperature": 0.0}
         (["x", "--repetition-penalty", "0"], "--repetition-penalty is 0.0"),
         (["x", "--frequency-penalty", "inf"], "--frequency-penalty is inf"),
         (["x", "--logprobs", "-1"], "--logprobs is -1"),
-        (["x", "--stop", "a", "--stop", ""], "--stop is ''; it needs text that is not empty"),
+        (
+            ["x", "--stop", "a", "--stop", ""],
+            "--stop is .'a', ''.; it needs strings that are",
+        ),
         (["x", "--quiet", "--compare"], "--quiet prints the text alone, and --compare asks for m"),
         (["x", "--quiet", "--logprobs", "1"], "and --logprobs asks for more; give one"),
         (["x", "--logprobs", "99999"], "--logprobs is 99999; the target has"),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.cli.arguments import MAX_TEMPERATURE, SAMPLING_OPTIONS
+from specjax.engine.stop_strings import check_stop
 from specjax.file_io import quote, shorten
 
 __all__ = ["PromptLine", "read_lines"]
@@ -122,11 +123,5 @@ def _check_number(name: str, value: Any) -> Any:
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value) if _is_list(value) else None
-    if strings is None or not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"stop is {quote(value)}; it needs strings that are not empty.")
-    return strings
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+    # The keys of an object are no strings to stop at.
+    return check_stop(value if isinstance(value, str | list) else [value])

@@ -1,7 +1,7 @@
 """Wrong versions of the engine: what a slot keeps of the request before, when steps are read."""
 
 from ..mutation import Mutation
-from .tests import batches, commands, engines, json_schemas, soaks, stop_strings
+from .tests import batches, commands, engines, json_schemas, soaks, stop_strings, text_streams
 
 __all__ = ["MUTATIONS"]
 
@@ -23,6 +23,9 @@ _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
 _AHEAD = "test_the_next_prompt_is_read_before_a_slot_is_empty"
 _GENERATE = "test_a_request_gets_what_generate_gives"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
+_ANY = "test_any_strings_end_a_text_where_the_first_is_complete_and_no_more_is_held_than_needed"
+_STOPS_AT_ONCE = "test_a_stop_string_ends_a_text_with_the_token_that_completed_it"
+_WHOLE = "test_pieces_are_the_end_of_the_whole_text"
 _COMMAND = "test_a_text_ends_before_a_stop_string_that_tokens_share_and_shows_no_part_of_it"
 _LINES = "test_a_file_gives_the_texts_of_its_lines_and_goes_on_wherever_it_was_cut"
 _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_free_texts"
@@ -344,18 +347,73 @@ MUTATIONS = (
         "the target's cache lacks a token after it was computed again",
     ),
     Mutation(
-        "specjax.engine.stop_strings.StoppedText._release",
-        "min(ends)",
-        "max(ends)",
-        stop_strings(_CUT),
-        "of two stop strings in a piece the last ends the text",
+        "specjax.engine.stop_strings._make_automaton",
+        "made.sizes[child] or made.sizes[shorter]",
+        "made.sizes[child]",
+        stop_strings(_CUT, _ANY),
+        "a stop string within the beginning of another is passed over",
     ),
     Mutation(
-        "specjax.engine.stop_strings._overlap",
-        "len(stop) - 1",
-        "len(stop) - 2",
-        stop_strings(_CUT),
+        "specjax.engine.stop_strings._make_automaton",
+        "made.next_node(made.shorter[node], character)",
+        "made.children[0].get(character, 0)",
+        stop_strings(_CUT, _ANY),
+        "of a beginning that fails, one character alone may begin another",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.StoppedText._release",
+        "self._stops.depths[self._node]",
+        "max(0, self._stops.depths[self._node] - 1)",
+        stop_strings(_CUT, _ANY),
         "all but the last character of a stop string is shown",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.StoppedText.feed",
+        "self._ahead = self._node",
+        "pass",
+        text_streams(_STOPS_AT_ONCE),
+        "a run of bytes completes no stop string that began before it",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.TextStream._follow_run",
+        """            if error.reason != "unexpected end of data":
+                self._begun = None
+""",
+        """            if error.reason != "unexpected end of data":
+                self._begun = b""
+""",
+        text_streams(_STOPS_AT_ONCE),
+        "a run that is no text is looked through for stop strings",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.TextStream._follow_run",
+        'self.ahead, self._most_held = "", 0',
+        'self.ahead = ""',
+        text_streams(_WHOLE),
+        "a run of bytes is cut, and becomes text that it is not",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.TextStream._take",
+        "-_NUM_CONTEXT if num_held else self._num_settled",
+        "self._num_settled",
+        text_streams("test_a_token_costs_alike_however_many_came_before"),
+        "tokens that complete no character are all decoded again",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.TextStream._read_context",
+        " and self._byte_of(ids[-1]) is None",
+        "",
+        text_streams(_WHOLE),
+        "a run of bytes that the prompt began is decoded from its middle",
+    ),
+    Mutation(
+        "specjax.engine.stop_strings.TextStream._read_context",
+        """            if self._writes(token_id):
+                ids.append(token_id)
+""",
+        "            ids.append(token_id)\n",
+        text_streams(_WHOLE),
+        "special tokens at the end of a prompt take the place of its text",
     ),
     Mutation(
         "specjax.cli.generate.stream_text",

@@ -11,6 +11,7 @@ from .tests import (
     row_masks,
     schema_references,
     token_automata,
+    text_streams,
 )
 
 __all__ = ["MUTATIONS"]
@@ -28,9 +29,24 @@ _GROWS = "test_the_states_of_a_string_grow_as_its_bound"
 _LEADS = "test_every_token_leads_where_its_bytes_do_and_only_to_what_tokens_complete"
 _OUTSIDE = "test_columns_outside_the_vocabulary_are_not_allowed_whatever_the_words_say"
 _HANDED = "test_a_matcher_is_handed_tokens_of_the_vocabulary_alone"
+_BYTES = "test_the_bytes_of_tokens_are_the_end_of_the_whole_text"
 _ACCEPTS = "test_a_schema_accepts_its_compact_texts_and_no_others"
 
 MUTATIONS = (
+    Mutation(
+        "specjax.grammars.token_bytes._first_text",
+        "return [index]",
+        "return []",
+        text_streams(_BYTES),
+        "tokens lack the space that a decoder leaves out at the beginning of a text",
+    ),
+    Mutation(
+        "specjax.grammars.token_bytes._bytes_of",
+        "if has_letters and",
+        "if not has_letters and",
+        text_streams(_BYTES),
+        "a part of a character is the bytes of U+FFFD",
+    ),
     Mutation(
         "specjax.grammars.byte_automaton._Edges.add",
         "known is None",

@@ -55,6 +55,7 @@ __all__ = [
     "schema_references",
     "searches",
     "stop_strings",
+    "text_streams",
     "soaks",
     "split_kernels",
     "split_models",
@@ -133,6 +134,7 @@ acceptance_rates = _of("test_acceptance_rates.py")
 searches = _of("core/test_bisection.py")
 pivots = _of("core/test_pivot_search.py")
 stop_strings = _of("engine/test_stop_strings.py")
+text_streams = _of("engine/test_text_stream.py")
 streamed = _of("cli/test_stream_programs.py")
 schema_references = _of("grammars/test_schema_references.py")
 subnormal = _of("core/test_subnormal.py")
