@@ -88,8 +88,9 @@ def _check_generate_job(
             text = models.chat_prompt(pair.folder, [{"role": "user", "content": text}])
         check_logprobs(options, pair)
         room: Any = {"num_new_tokens": options.max_new_tokens, "option": "--max-new-tokens"}
-        ids = encode_prompt(pair, text, chat=options.chat, **room)
+        ids, warning = encode_prompt(pair, text, chat=options.chat, **room)
         draft = check_draft(pair)
+    terminal.print_warning(warning)
     terminal.print_warning(draft.warning)
     make_job = functools.partial(
         GenerateJob,

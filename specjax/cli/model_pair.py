@@ -20,6 +20,7 @@ __all__ = [
     "check_logprobs",
     "describe_configs",
     "encode_prompt",
+    "encode_text",
     "load_pair",
     "pair_shapes",
     "read_pair",
@@ -173,10 +174,33 @@ def _make_pair(
     return target, models.load_drafter(pair.draft_spec, target)
 
 
+def encode_text(tokenizer: Any, text: str, *, chat: bool) -> tuple[list[int], str | None]:
+    """Returns the tokens of a text, and a warning if it begins with what the tokenizer adds.
+
+    Special tokens that the tokenizer puts before a text, such as "<s>", are then there once.
+
+    Args:
+      tokenizer: of the target.
+      text: the prompt.
+      chat: whether a chat template made it, which writes all special tokens itself.
+    """
+    encoding = tokenizer.encode(text, add_special_tokens=not chat)
+    ids: list[int] = encoding.ids
+    # The mask is 0 for a special token that stands in the text.
+    num_added = next((i for i, added in enumerate(encoding.special_tokens_mask) if not added), 0)
+    begin = ids[:num_added]
+    if not begin or ids[num_added : 2 * num_added] != begin:
+        return ids, None
+    name = "".join(tokenizer.id_to_token(token_id) for token_id in begin)
+    return ids[num_added:], (
+        f"the prompt begins with {name}, which the tokenizer would add; it is not added again."
+    )
+
+
 def encode_prompt(
     pair: ModelPair, text: str, *, chat: bool, num_new_tokens: int, option: str
-) -> list[int]:
-    """Returns the tokens of a prompt.
+) -> tuple[list[int], str | None]:
+    """Returns the tokens of a prompt, and a warning of `encode_text` or None.
 
     Args:
       pair: gives the tokenizer and the longest sequence.
@@ -189,8 +213,7 @@ def encode_prompt(
       ValueError: if the prompt is empty, too long, or not in the target's vocabulary.
     """
     try:
-        # A chat template has already written the special tokens that begin a text.
-        ids: list[int] = pair.tokenizer.encode(text, add_special_tokens=not chat).ids
+        ids, warning = encode_text(pair.tokenizer, text, chat=chat)
     except Exception as error:  # The library raises a bare Exception.
         raise ValueError(
             f"the target's tokenizer cannot read the prompt ({shorten(error)})."
@@ -208,4 +231,4 @@ def encode_prompt(
             f"the prompt has token {max(ids)}, but the target's config.json has vocab_size "
             f"{pair.target_config.vocab_size}; tokenizer.json belongs to another model."
         )
-    return ids
+    return ids, warning

@@ -1,10 +1,10 @@
 """Text of tokens, piece by piece: whole characters, up to the first of the stop strings."""
 
 import functools
-import reprlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from specjax.file_io import quote
 from specjax.grammars.token_bytes import BYTE_TOKEN
 
 __all__ = ["MOST_STOP_CHARACTERS", "StoppedText", "TextStream", "check_stop"]
@@ -310,7 +310,7 @@ def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]
     is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
     strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"{name} is {reprlib.repr(strings)}; it needs strings that are not empty.")
+        raise ValueError(f"{name} is {quote(strings)}; it needs strings that are not empty.")
     size = sum(map(len, strings))
     if size > MOST_STOP_CHARACTERS:
         raise ValueError(

@@ -175,6 +175,23 @@ def test_malformed_lines_are_named_by_number_and_refused_or_left_out(generate, c
         assert (tmp_path / "out.jsonl").read_text() == report
 
 
+def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
+    tmp_path, monkeypatch
+):
+    warned = []
+    monkeypatch.setattr(run_batch, "encode_text", lambda *text, chat: ([1], f"{text[1]} begins"))
+    monkeypatch.setattr(run_batch, "load_pair", lambda pair: (None, None))
+    monkeypatch.setattr(run_batch, "_hash", lambda *what: "")
+    (tmp_path / "in").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    files = {"input": str(tmp_path / "in"), "output": str(tmp_path / "out")}
+    options = argparse.Namespace(chat=False, json_schema=None, **files)
+    pair = types.SimpleNamespace(tokenizer=None)
+    terminal = types.SimpleNamespace(print_warning=warned.append)
+    job = run_batch.read_batch(options, pair, None, terminal)
+    assert [line.token_ids for line in job.lines] == [[1], [1]]
+    assert warned == [f"{tmp_path / 'in'}, 2 of its lines: a begins"]
+
+
 def test_the_lines_that_the_documentation_shows_are_read():
     section = (ROOT / "docs" / "usage.md").read_text().split("## Files of prompts")[1]
     lines, problems = read_lines(section.split("```json\n")[1].split("```")[0].encode(), str)

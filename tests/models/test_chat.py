@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tokenizers
+from tokenizers import processors
 
 from specjax.cli import main
+from specjax.cli.model_pair import encode_text
 from specjax.models import TransformerConfig, build, chat_prompt, load_tokenizer, save
 
 CONFIG = TransformerConfig(
@@ -179,8 +181,11 @@ def write_model(path, size, seed, *added):
     return str(write_settings(path, chat_template=TEMPLATE))
 
 
+SHORT = ["--max-new-tokens", "12", "--json"]
+
+
 def generate(capsys, *options):
-    code = main(["generate", *options, "--max-new-tokens", "12", "--json"])
+    code = main(["generate", *options, *SHORT])
     captured = capsys.readouterr()
     return json.loads(captured.out) if code == 0 else captured.err
 
@@ -202,9 +207,44 @@ def test_a_message_is_put_into_the_template_and_encoded_as_it_stands(capsys, tar
     assert ids == [0, 2, 4, 5, 6, 5, 4, 1, 3]
     output = generate(capsys, "ab ba ", "--chat", "--target", target, "--draft", "none")
     assert output["num_prompt_tokens"] == len(ids)
-    # The same tokens as text: the tokenizer adds the first of them.
-    text = generate(capsys, prompt.removeprefix("<s>"), "--target", target, "--draft", "none")
-    assert output["token_ids"] == text["token_ids"]
+    # The same text as a prompt, to which the tokenizer would add its first token once more.
+    assert main(["generate", prompt, "--target", target, "--draft", "none", *SHORT]) == 0
+    text, err = capsys.readouterr()
+    assert json.loads(text)["token_ids"] == output["token_ids"]
+    assert err.count("warning: the prompt begins with <s>, which the tokenizer would add; it") == 1
+
+
+BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+TWO = processors.TemplateProcessing(
+    single="<s> [a] $A </s>", special_tokens=[("<s>", 0), ("[a]", 3), ("</s>", 1)]
+)
+END = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+
+
+@pytest.mark.parametrize(
+    ("adds", "text", "ids"),
+    [
+        (BOS, "b", [0, 2]),
+        (BOS, "<s>b", None),
+        (BOS, "b<s>", [0, 2, 0]),
+        (BOS, "<s><s>", None),
+        (TWO, "<s>[a]b", None),
+        (TWO, "[a]b", [0, 3, 3, 2, 1]),
+        (END, "</s>b", [1, 2, 1]),
+        (processors.Sequence([processors.ByteLevel(), BOS]), "<s>b", None),
+    ],
+)
+def test_a_token_that_begins_a_text_is_not_added_again(adds, text, ids):
+    names = {"<s>": 0, "</s>": 1, "b": 2, "[a]": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "b"))
+    made.add_special_tokens(["<s>", "</s>", "[a]"])
+    made.post_processor = adds
+    found, warning = encode_text(made, text, chat=False)
+    alone = made.encode(text, add_special_tokens=False).ids
+    last = [1] if adds is TWO else []
+    assert found == ([*alone, *last] if ids is None else ids)
+    assert (warning is not None) == (ids is None)
+    assert encode_text(made, text, chat=True) == (alone, None)
 
 
 def test_a_folder_that_does_not_chat_is_refused(capsys, monkeypatch):

@@ -20,7 +20,7 @@ from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import PromptLine, read_lines
 from specjax.cli.json_report import follows_target
 from specjax.cli.json_schema import read_grammar
-from specjax.cli.model_pair import ModelPair, describe_configs, load_pair
+from specjax.cli.model_pair import ModelPair, describe_configs, encode_text, load_pair
 from specjax.cli.token_text import list_logprobs
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
@@ -109,17 +109,19 @@ def read_batch(
     """
     output = exit_stack.enter_context(OutputFile(options.output))
     clock = _Clock(output.date)
+    warnings: list[str] = []
 
-    def encode(prompt: str | list[Any]) -> list[int]:
+    def encode(prompt: Any) -> list[int]:
         is_chat = options.chat or not isinstance(prompt, str)
         if is_chat:
             alone = [{"role": "user", "content": prompt}]
             messages = alone if isinstance(prompt, str) else prompt
             prompt = models.chat_prompt(pair.folder, messages, strftime_now=clock.strftime)
         try:
-            ids: list[int] = pair.tokenizer.encode(prompt, add_special_tokens=not is_chat).ids
+            ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
         except Exception as error:  # The library raises a bare Exception.
             raise ValueError(f"the target's tokenizer cannot read it ({shorten(error)}).") from None
+        warnings.extend([warning] if warning else [])
         return ids
 
     limit = _MOST_BYTES if os.path.isfile(options.input) else _MOST_BYTES_OF_STREAM
@@ -131,6 +133,8 @@ def read_batch(
         if not options.skip_malformed:
             raise ValueError(f"{options.input}: {shown} --skip-malformed leaves such lines out.")
         terminal.print_warning(f"{options.input}: {len(problems)} left out. {shown}")
+    if warnings:
+        terminal.print_warning(f"{options.input}, {len(warnings)} of its lines: {warnings[0]}")
     grammar = read_grammar(options, pair)
     hashes = {line.number: _hash(options, pair, config, line, grammar) for line in lines}
     for number, digest in hashes.items():

@@ -63,7 +63,7 @@ def read_workload(
             chats = [[{"role": "user", "content": text}] for text in texts]
             texts = [models.chat_prompt(pair.folder, messages) for messages in chats]
         # The last step may emit K + 1 tokens beyond --max-new-tokens.
-        prompts = [
+        encoded = [
             encode_prompt(
                 pair,
                 text,
@@ -75,13 +75,14 @@ def read_workload(
         ]
         draft = check_draft(pair)
         draft.check_k(max_drafts, "--max-speculative-tokens")
+    terminal.print_warning(next((warning for _, warning in encoded if warning), None))
     terminal.print_warning(draft.warning)
     target, drafter = load_pair(pair)
     assert drafter is not None  # The options refuse a sweep without drafts.
     return pair.name, Workload(
         target,
         drafter,
-        prompts,
+        [ids for ids, _ in encoded],
         max_speculative_tokens=max_drafts,
         batch_size=options.batch_size,
         context=options.context,
