@@ -36,6 +36,7 @@ from specjax.cli.streams import (
     print_error,
 )
 from specjax.config import SpeculativeConfig
+from specjax.engine.request import STOPS, describe
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.cache_folder import command_folder, enable_compilation_cache
 
@@ -298,6 +299,11 @@ def _run_and_flush(argv: list[str] | None) -> int:
         return 141
     except OSError as error:
         return print_error(ValueError(f"the output cannot be written: {error.strerror}."), 1)
+    except BaseException as error:
+        # A panic of Rust, in which tokenizers are written, is no Exception.
+        if isinstance(error, (Exception, *STOPS)):
+            raise
+        return print_error(RuntimeError(describe(error)), 1)
     finally:
         flush_or_discard(sys.stdout)
         flush_or_discard(sys.stderr)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from specjax import models
 from specjax.cli.mesh_arguments import load_options
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
+from specjax.engine.request import STOPS
 from specjax.file_io import shorten
 from specjax.model import Model
 
@@ -214,7 +215,9 @@ def encode_prompt(
     """
     try:
         ids, warning = encode_text(pair.tokenizer, text, chat=chat)
-    except Exception as error:  # The library raises a bare Exception.
+    except BaseException as error:  # The library raises a bare Exception, or panics.
+        if isinstance(error, STOPS):
+            raise
         raise ValueError(
             f"the target's tokenizer cannot read the prompt ({shorten(error)})."
         ) from None

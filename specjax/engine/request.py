@@ -14,7 +14,7 @@ from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import StoppedText
 from specjax.grammars.row_masks import MatchedText
 
-__all__ = ["FinishReason", "Piece", "Request", "describe"]
+__all__ = ["STOPS", "FinishReason", "Piece", "Request", "describe"]
 
 
 class FinishReason:
@@ -39,7 +39,7 @@ _REASONS = {
 
 
 # What is no fault of a request's tokenizer or matcher, whichever code it is raised in.
-_STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 def describe(error: BaseException) -> str:
@@ -201,7 +201,7 @@ class Request:
             yield
         except BaseException as error:  # It may raise anything, such as a panic of Rust.
             self.end(reason, f"its {what} raised {describe(error)}")
-            if isinstance(error, _STOPS):
+            if isinstance(error, STOPS):
                 raise
 
     def add(self, output: Any, slot: int) -> None:

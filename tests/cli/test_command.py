@@ -729,6 +729,38 @@ def test_a_prompt_that_the_tokenizer_cannot_read_is_refused(capsys, tmp_path):
     assert "tokenizer cannot read the prompt" in message
 
 
+# A pattern with so many ways to match that the tokenizer's library gives up, and panics.
+PANICS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+def test_a_tokenizer_that_panics_is_a_sentence_and_leaves_the_other_lines_alone(capfd, tmp_path):
+    folder = pathlib.Path(write_model(tmp_path / "model", TARGET, 0))
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(fields | {"pre_tokenizer": PANICS}))
+    prompt = "a" * 40 + "!"
+    assert main(["generate", prompt, "--target", str(folder), "--draft", "none"]) == 2
+    assert "the target's tokenizer cannot read the prompt" in capfd.readouterr().err
+    lines, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in (prompt, "b")))
+    command = ["generate", "--input", str(lines), "--output", str(output), "--skip-malformed"]
+    command += ["--num-slots", "1", "--max-new-tokens", "2", "--target", str(folder)]
+    assert main([*command, "--draft", "none"]) == 0
+    assert "1 left out. line 1: the target's tokenizer cannot read it" in capfd.readouterr().err
+    assert [json.loads(line)["line"] for line in output.read_text().splitlines()] == [2]
+
+
+def test_a_panic_anywhere_is_a_sentence(capsys, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panic(*_):
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr("specjax.models.load_config", panic)
+    assert main(["generate", "x"]) == 1
+    assert capsys.readouterr().err == "specjax: Panic: index out of bounds\n"
+
+
 def test_what_can_be_refused_is_refused_before_weights_are_read(capsys, pair, monkeypatch):
     monkeypatch.setattr("specjax.models.load", None)
     assert "at most 128" in refusal(capsys, "x" * 200, "--target", pair[0])

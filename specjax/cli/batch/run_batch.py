@@ -26,7 +26,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.engine import Engine
-from specjax.engine.request import FinishReason, Request
+from specjax.engine.request import STOPS, FinishReason, Request
 from specjax.file_io import read_file, shorten
 from specjax.model import Model
 from specjax.processing.grammar import Grammar
@@ -119,7 +119,9 @@ def read_batch(
             prompt = models.chat_prompt(pair.folder, messages, strftime_now=clock.strftime)
         try:
             ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
-        except Exception as error:  # The library raises a bare Exception.
+        except BaseException as error:  # The library raises a bare Exception, or panics.
+            if isinstance(error, STOPS):
+                raise
             raise ValueError(f"the target's tokenizer cannot read it ({shorten(error)}).") from None
         warnings.extend([warning] if warning else [])
         return ids

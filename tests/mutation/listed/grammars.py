@@ -10,8 +10,8 @@ from .tests import (
     json_schemas,
     row_masks,
     schema_references,
-    token_automata,
     text_streams,
+    token_automata,
 )
 
 __all__ = ["MUTATIONS"]
