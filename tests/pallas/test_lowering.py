@@ -402,9 +402,12 @@ def test_a_step_with_an_eagle3_head_lowers_to_kernels_and_copies_no_weights():
         text = lower(step, target, drafter, state)
     names = re.findall(r'name = "(\w+)_kernel"', text)
     # The target's layer; the head's over what was committed, and in the one loop of its drafts.
-    assert [names.count(name) for name in ("fused_glu", "fused_attention")] == [3, 3]
-    # Three products of each layer, and `fc`.
-    assert names.count("split_k_matmul") == 3 * 3 + 1
+    assert names.count("fused_attention") == 3
+    # Of committed tokens the head's cache alone is read: from 0.12 on JAX drops what follows it.
+    num_layers = names.count("fused_glu")
+    assert num_layers in (2, 3)
+    # `fc`; one product before attention, two after it.
+    assert names.count("split_k_matmul") == 1 + 3 + 2 * num_layers
     shapes = {x.shape for x in jax.tree.leaves((target.params, params)) if x.ndim == 2}
     for rows, columns in shapes:
         assert f"tensor<{rows}x{columns}xbf16>" in text
