@@ -18,11 +18,15 @@ import jax
 __all__ = [
     "DeviceFacts",
     "Implementation",
+    "NEWEST_TESTED_JAX",
     "is_for_cpu_alone",
     "resolve_implementation",
     "select",
     "visible_devices",
 ]
+
+# `.ci/run` compares it with the JAX that its second Python installs.
+NEWEST_TESTED_JAX = "0.12.0.1"
 
 _MIN_CAPABILITY, _PDL_CAPABILITY = 8.0, 9.0
 # GPUs from the first of these to below the second give a program 227 KB of shared memory.
@@ -111,17 +115,20 @@ def resolve_implementation(implementation: str | Implementation | None) -> Imple
     if name == "xla":
         return implementation
     device = implementation.device_facts()
+    why_no_gpu = _why_no_gpu(device)
     if name is None:
-        name = "xla" if _why_no_kernels(device) else "auto"
+        name = "auto" if why_no_gpu is None and device.has_pallas_triton else "xla"
+        if why_no_gpu is None and not device.has_pallas_triton:
+            _warn_of_plain_jax()
     if name in ("triton", "interpret") and not device.has_pallas_triton:
         raise ValueError(
             f"implementation={name!r} names the Pallas Triton kernels, and JAX "
             f"{jax.__version__} has no Pallas Triton; use None or 'xla', or an older JAX."
         )
-    if name == "triton" and (reason := _why_no_kernels(device)):
+    if name == "triton" and why_no_gpu is not None:
         raise ValueError(
             f"implementation='triton' needs an NVIDIA GPU of compute capability 8.0 or newer, and "
-            f"{reason}; None chooses what this machine can run, 'interpret' tests the kernels."
+            f"{why_no_gpu}; None chooses what this machine can run, 'interpret' tests the kernels."
         )
     if name in ("auto", "triton"):
         _silence_deprecation()
@@ -175,10 +182,8 @@ def visible_devices() -> DeviceFacts:
     return DeviceFacts(tuple(float(each.compute_capability) for each in devices), has_triton)
 
 
-def _why_no_kernels(device: DeviceFacts) -> str | None:
-    """Says why the kernels cannot be lowered; None where they can."""
-    if not device.has_pallas_triton:
-        return f"JAX {jax.__version__} has no Pallas Triton"
+def _why_no_gpu(device: DeviceFacts) -> str | None:
+    """Says why there is no GPU for the kernels; None where there is one."""
     if not device.capabilities:
         # Under an abstract mesh with a device the caller compiles for that one. A mesh of visible
         # devices names one too, of unknown capability.
@@ -188,6 +193,17 @@ def _why_no_kernels(device: DeviceFacts) -> str | None:
     if (lowest := min(device.capabilities)) < _MIN_CAPABILITY:
         return f"JAX sees one of {lowest}"
     return None
+
+
+@functools.cache
+def _warn_of_plain_jax() -> None:
+    """Warns once a process that a GPU runs plain JAX, for want of Pallas Triton."""
+    warnings.warn(
+        f"specjax runs plain JAX on this GPU, ten to twenty times slower than its kernels: JAX "
+        f"{jax.__version__} has no Pallas Triton. The newest JAX that specjax was tested with is "
+        f"{NEWEST_TESTED_JAX}.",
+        stacklevel=2,
+    )
 
 
 def _silence_deprecation() -> None:

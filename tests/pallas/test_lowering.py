@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ import specjax
 from specjax import Draft
 from specjax.core import rules
 from specjax.implementation import (
+    NEWEST_TESTED_JAX,
     DeviceFacts,
     Implementation,
     resolve_implementation,
@@ -944,7 +947,31 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
             call(name)
 
 
+def visible(monkeypatch, capabilities):
+    """An implementation for what this JAX says of itself, and of GPUs that are not there."""
+    gpus = [SimpleNamespace(compute_capability=str(each)) for each in capabilities]
+    monkeypatch.setattr(jax, "devices", lambda platform: gpus)
+    return Implementation(device=inspect.unwrap(visible_devices)())
+
+
+def test_a_gpu_without_pallas_triton_is_said_to_run_plain_jax_once(monkeypatch):
+    """The import of JAX's backend fails; a machine without a GPU has lost nothing."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    warn_once = specjax.implementation._warn_of_plain_jax
+    warn_once.cache_clear()
+    assert resolve_implementation(visible(monkeypatch, [])).name == "xla"
+    assert resolve_implementation(visible(monkeypatch, [7.5])).name == "xla"
+    hopper = visible(monkeypatch, [9.0])
+    words = f"JAX {jax.__version__} has no Pallas Triton.* tested with is {NEWEST_TESTED_JAX}"
+    with pytest.warns(UserWarning, match=words):
+        assert resolve_implementation(hopper).name == "xla"
+    # Every warning is an error here.
+    assert resolve_implementation(hopper).name == "xla"
+    warn_once.cache_clear()
+
+
 @pytest.mark.once
+@pytest.mark.filterwarnings("ignore:specjax runs plain JAX on this GPU")
 def test_a_jax_without_pallas_triton_leaves_a_working_library_and_a_sentence():
     without = on_devices(None, (9.0,), has_pallas_triton=False)
     with on_gpu():

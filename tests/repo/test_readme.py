@@ -9,6 +9,7 @@ import pytest
 from checkpoints import write_checkpoints
 
 from specjax.cli import main
+from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.models import chat_prompt, load_tokenizer, pretrained_folder
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
@@ -50,6 +51,10 @@ def test_the_readme_fits_three_screens_and_its_times_are_those_of_the_table():
     assert len(times) == 4
     assert all(any(f" {time} (" in row or f"({time}:" in row for row in rows) for time in times)
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readme_names_the_newest_jax_that_was_tested():
+    assert f"JAX up to {NEWEST_TESTED_JAX};" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_section_shows_a_draft_of_each_kind_a_chat_and_a_sweep():
