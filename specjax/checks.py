@@ -14,6 +14,7 @@ __all__ = [
     "check_count",
     "check_cumulative",
     "check_draft",
+    "check_draft_ids",
     "check_draft_methods",
     "check_flag",
     "check_keys",
@@ -137,6 +138,16 @@ def check_logits(name: str, logits: Any, form: str, leading: int | None = None) 
         raise ValueError(f"{name} has an empty vocabulary axis: shape {logits.shape}.")
 
 
+def check_draft_ids(draft: Draft, form: str) -> Any:
+    """Returns the `token_ids` of a draft, an array of the axes of `form`."""
+    if not isinstance(draft, Draft):
+        raise ValueError(f"draft is {type(draft).__name__}; it needs a specjax.Draft.")
+    ids = as_array("draft.token_ids", draft.token_ids)
+    if ids.ndim != len(form.split(",")):
+        raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
+    return ids
+
+
 def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
     """Returns a draft with its small arrays in their dtypes; refuses arrays that do not fit.
 
@@ -148,14 +159,9 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
     Returns:
       `Draft`.
     """
-    if not isinstance(draft, Draft):
-        raise ValueError(f"draft is {type(draft).__name__}; it needs a specjax.Draft.")
-    form, rank = ("[B, K]", 2) if ragged_batch_size is None else ("[N]", 1)
-    ids = as_array("draft.token_ids", draft.token_ids)
+    ids = check_draft_ids(draft, "[B, K]" if ragged_batch_size is None else "[N]")
     if draft.logits is not None:
         draft = draft._replace(logits=as_array("draft.logits", draft.logits))
-    if ids.ndim != rank:
-        raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
     size = ids.shape[0] if ragged_batch_size is None else ragged_batch_size
     if draft.logits is None:
         for name in ("logprobs", "logsumexp", "cutoff", "rows", "token_map"):
@@ -165,7 +171,7 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
                     "one-hot and have no statistics."
                 )
     else:
-        check_logits("draft.logits", draft.logits, "[S, K, V]" if rank == 2 else "[S, V]")
+        check_logits("draft.logits", draft.logits, "[S, K, V]" if ids.ndim == 2 else "[S, V]")
         leading = ids.shape[:1] if draft.rows is None else draft.logits.shape[:1]
         if draft.logits.shape[:-1] != leading + ids.shape[1:]:
             raise ValueError(
@@ -201,15 +207,53 @@ def check_draft_methods(draft_sample_method: Any, rejection_sample_method: Any) 
         )
 
 
-def check_cumulative(cu_num_draft_tokens: Any) -> int:
-    """Returns the batch size of a ragged call."""
-    cu_num_draft_tokens = as_array("cu_num_draft_tokens", cu_num_draft_tokens)
-    if cu_num_draft_tokens.ndim != 1 or cu_num_draft_tokens.shape[0] < 1:
+def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) -> Any:
+    """Returns the cumulative counts of a ragged call, i32[B + 1] from 0.
+
+    The batch size is that of the target's rows, which are N + B.
+
+    Args:
+      cu_num_draft_tokens: the argument, i32[B + 1], or i32[B] without the 0 that all begin with.
+      num_drafted: N, drafted tokens.
+      num_rows: of the target's logits.
+
+    Raises:
+      ValueError: for another shape, and for counts in the host's memory that do not begin with 0,
+        fall, or end above N.
+    """
+    name = "cu_num_draft_tokens"
+    given, size = as_array(name, cu_num_draft_tokens), num_rows - num_drafted
+    if size < 0 or given.shape not in ((size + 1,), (size,)):
         raise ValueError(
-            f"cu_num_draft_tokens has shape {cu_num_draft_tokens.shape}; it needs [B + 1], the "
-            "cumulative counts from 0."
+            f"{name} has shape {given.shape}, and target_logits [N + B, V] has {num_rows} rows for "
+            f"N = {num_drafted} drafted tokens, so that B is {size}; it needs [B + 1], from 0, or "
+            "[B] without that 0."
         )
-    return cu_num_draft_tokens.shape[0] - 1
+    counts = parse_array(name, given, jnp.int32, given.shape)
+    if given.shape == (size,):
+        xp: Any = np if isinstance(counts, np.ndarray) else jnp
+        counts = xp.concatenate([xp.zeros(1, xp.int32), counts])
+    known = _in_host_memory(counts)
+    if known is None:
+        return counts
+    least = int(np.diff(known.astype(np.int64)).min(initial=num_drafted))
+    if known[0] != 0 or least < 0 or known[-1] > num_drafted:
+        raise ValueError(
+            f"{name} runs from {known[0]} to {known[-1]} with a smallest count of {least}; it "
+            f"needs to begin with 0, never fall, and end at {num_drafted}, the drafted tokens, or "
+            "below."
+        )
+    return counts
+
+
+def _in_host_memory(value: Any) -> np.ndarray | None:
+    """Returns NumPy's arrays and those of a CPU, which no transfer brings; None for others."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, jax.core.Tracer) or not value.is_fully_addressable:
+        return None
+    is_there = all(device.platform == "cpu" for device in value.devices())
+    return np.asarray(value) if is_there else None
 
 
 def check_keys(keys: Any, batch_size: int, name: str = "keys") -> Any:

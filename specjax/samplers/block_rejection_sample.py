@@ -118,7 +118,7 @@ def block_rejection_sample_ragged(
     Args:
       draft: as in `rejection_sample_ragged`, as is every argument below.
       target_logits: [N + B, V].
-      cu_num_draft_tokens: i32[B + 1].
+      cu_num_draft_tokens: i32[B + 1], or i32[B].
       max_draft_tokens: K, a Python int.
       keys: typed threefry keys, [B] or ().
       positions: i32, [B] or scalar.

@@ -62,7 +62,7 @@ def coupled_sample_ragged(
     Args:
       draft_token_ids: i32[N].
       target_logits: [N + B, V], bf16, f16 or f32, raw.
-      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N.
+      cu_num_draft_tokens: i32[B + 1], or i32[B], as in `rejection_sample_ragged`.
       max_draft_tokens: K, a Python int; a request with more has only its first K verified.
       keys: as in `coupled_sample`, as is every argument below.
       positions: i32, [B] or scalar.
@@ -93,15 +93,16 @@ def coupled_sample_ragged(
       Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
     implementation = resolve_implementation(implementation)
-    size = check_cumulative(cu_num_draft_tokens)
     why = "the most drafted tokens of any request, because it is the width of the result"
     k = check_count("max_draft_tokens", max_draft_tokens, 0, why)
     ids = as_array("draft_token_ids", draft_token_ids)
     if ids.ndim != 1:
         raise ValueError(f"draft_token_ids has shape {ids.shape}; it needs [N].")
     target_logits = as_array("target_logits", target_logits)
-    num_rows = ids.shape[0] + size
-    check_logits("target_logits", target_logits, "[N + B, V]", num_rows)
+    check_logits("target_logits", target_logits, "[N + B, V]")
+    num_rows = target_logits.shape[0]
+    cumulative = check_cumulative(cu_num_draft_tokens, ids.shape[0], num_rows)
+    size = num_rows - ids.shape[0]
     check_unsharded("target_logits", target_logits)
     each = ((), (size,))
     draft = Draft(
@@ -111,9 +112,7 @@ def coupled_sample_ragged(
     arrays = VerifyArrays.from_draft(
         draft,
         target_logits,
-        cu_num_draft_tokens=parse_array(
-            "cu_num_draft_tokens", cu_num_draft_tokens, jnp.int32, (size + 1,)
-        ),
+        cu_num_draft_tokens=cumulative,
         keys=check_keys(keys, size),
         positions=parse_array("positions", positions, jnp.int32, *each),
         temperature=parse_array("temperature", temperature, jnp.float32, *each),

@@ -13,6 +13,7 @@ from specjax.checks import (
     check_count,
     check_cumulative,
     check_draft,
+    check_draft_ids,
     check_flag,
     check_keys,
     check_logits,
@@ -69,7 +70,8 @@ def rejection_sample_ragged(
         [S, V_d] with S = N unless `rows` i32[N] is given, `temperature` f32[B] and
         `num_tokens` i32[B] (None takes all of `cu_num_draft_tokens`; -1 is inactive).
       target_logits: [N + B, V], bf16, f16 or f32, raw.
-      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N.
+      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N; or i32[B], as vLLM has
+        it, without the 0. Others are refused where the host reads them without a transfer.
       max_draft_tokens: K, a Python int; a request with more has only its first K verified.
       keys: as in `rejection_sample`, as is every argument below.
       positions: i32, [B] or scalar.
@@ -142,13 +144,14 @@ def check_ragged_verification(
 ) -> tuple[VerifyArrays, CallOptions]:
     """Returns the arrays and options of a call of `rejection_sample_ragged`, or refuses them."""
     implementation = resolve_implementation(implementation)
-    size = check_cumulative(cu_num_draft_tokens)
     why = "the most drafted tokens of any request, because it is the width of the result"
     max_draft_tokens = check_count("max_draft_tokens", max_draft_tokens, 0, why)
     target_logits = as_array("target_logits", target_logits)
+    check_logits("target_logits", target_logits, "[N + B, V]")
+    num_drafted, num_rows = check_draft_ids(draft, "[N]").shape[0], target_logits.shape[0]
+    cumulative = check_cumulative(cu_num_draft_tokens, num_drafted, num_rows)
+    size = num_rows - num_drafted
     draft = check_draft(draft, ragged_batch_size=size)
-    num_drafted = draft.token_ids.shape[0]
-    check_logits("target_logits", target_logits, "[N + B, V]", num_drafted + size)
     for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
         if logits is not None:
             check_unsharded(name, logits)
@@ -158,13 +161,11 @@ def check_ragged_verification(
     arrays = VerifyArrays.from_draft(
         draft,
         target_logits,
-        cu_num_draft_tokens=parse_array(
-            "cu_num_draft_tokens", cu_num_draft_tokens, jnp.int32, (size + 1,)
-        ),
+        cu_num_draft_tokens=cumulative,
         keys=check_keys(keys, size),
         positions=parse_array("positions", positions, jnp.int32, *each),
         temperature=parse_array("temperature", temperature, jnp.float32, *each),
-        cutoff=parse_optional("cutoff", cutoff, jnp.float32, (num_drafted + size,)),
+        cutoff=parse_optional("cutoff", cutoff, jnp.float32, (num_rows,)),
         conditional_rates=parse_rates(conditional_rates, size, k),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )

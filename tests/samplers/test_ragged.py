@@ -1,5 +1,7 @@
 """Requests laid end to end are verified as the padded form verifies them."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -170,6 +172,62 @@ def test_a_wrong_cu_num_draft_tokens_is_refused_by_name(implementation):
                 positions=0,
                 implementation=implementation,
             )
+
+
+def verify_counts(verifier, cu):
+    """Three drafted tokens, of two requests where `cu` says nothing else."""
+    ids = np.array([3, 1, 4])
+    return verifier(
+        ids if verifier is specjax.coupled_sample_ragged else specjax.Draft(ids),
+        np.zeros((5, 8), np.float32),
+        cu_num_draft_tokens=cu,
+        max_draft_tokens=2,
+        keys=make_keys(2),
+        positions=0,
+    )
+
+
+RAGGED = [
+    specjax.rejection_sample_ragged,
+    specjax.block_rejection_sample_ragged,
+    specjax.coupled_sample_ragged,
+]
+
+
+@pytest.mark.parametrize("verifier", RAGGED)
+def test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do(verifier):
+    wanted = verify_counts(verifier, jnp.array([0, 2, 3]))
+    for cu in ([2, 3], np.array([2, 3], np.int64), jnp.array([2, 3])):
+        chex.assert_trees_all_equal(verify_counts(verifier, cu), wanted)
+    under_jit = jax.jit(functools.partial(verify_counts, verifier))(jnp.array([2, 3]))
+    chex.assert_trees_all_equal(under_jit, wanted)
+    # Of three rows the counts of the first request are 0 and 2: those of a batch of two.
+    other = verify_counts(verifier, [0, 2])
+    assert other.token_ids[0, 1] == -1
+    chex.assert_trees_all_equal(other, verify_counts(verifier, [0, 0, 2]))
+
+
+@pytest.mark.parametrize("verifier", RAGGED)
+@pytest.mark.parametrize(
+    ("cu", "words"),
+    [
+        ([0, 3, 2], "runs from 0 to 2 with a smallest count of -1; .* never fall"),
+        ([3, 2], "runs from 0 to 2 with a smallest count of -1"),
+        ([1, 2, 3], "runs from 1 to 3 .* needs to begin with 0"),
+        ([0, 2, 4], "runs from 0 to 4 .* end at 3, the drafted tokens"),
+        ([-1, 3], "smallest count of -1"),
+        (
+            [0, 1, 2, 3],
+            r"shape \(4,\), and target_logits .* has 5 rows .* N = 3 .* B is 2; it needs",
+        ),
+        ([3], r"shape \(1,\), and"),
+        (3, r"shape \(\), and"),
+    ],
+)
+def test_counts_that_are_not_cumulative_are_refused(verifier, cu, words):
+    for counts in (cu, jnp.asarray(cu)):
+        with pytest.raises(ValueError, match=f"^cu_num_draft_tokens .*{words}"):
+            verify_counts(verifier, counts)
 
 
 def test_rows_split_over_a_mesh_are_refused_by_name():
