@@ -32,17 +32,20 @@ def follows_target(drafter: Drafter | None, config: SpeculativeConfig, temperatu
 
 
 def metrics_json(result: GenerateResult) -> dict[str, Any]:
-    """Returns counts and rates of a result as plain numbers; lists are per drafted position."""
+    """Returns counts and rates of a result as plain numbers; lists are per drafted position.
+
+    A rate of nothing is None, which is null in JSON.
+    """
     counts = jax.tree.map(lambda count: np.asarray(count)[0], result.metrics)
 
     # In NumPy: the properties of `Metrics` would compile a dozen programs.
-    def ratio(numerator: Any, denominator: Any) -> Any:
-        return (numerator / np.maximum(denominator, 1)).tolist()
+    def ratio(numerator: Any, denominator: Any) -> float | None:
+        return float(numerator / denominator) if denominator else None
 
     return {
         "mean_acceptance_length": ratio(counts.num_emitted, counts.num_steps),
         "draft_acceptance_rate": ratio(counts.num_accepted.sum(), counts.num_drafted.sum()),
-        "acceptance_rates": ratio(counts.num_accepted, counts.num_drafted),
+        "acceptance_rates": list(map(ratio, counts.num_accepted, counts.num_drafted)),
         "num_steps": int(counts.num_steps),
         "num_emitted": int(counts.num_emitted),
         "num_drafted": counts.num_drafted.tolist(),

@@ -13,7 +13,7 @@ __all__ = ["Metrics", "init_metrics", "update_metrics"]
 
 
 class Metrics(NamedTuple):
-    """Counts of each request. Rates are over all requests, and 0 where nothing was counted.
+    """Counts of each request. Rates are over all requests, and NaN where nothing was counted.
 
     Attributes:
       num_steps: i32[B], verification steps in which the request was active.
@@ -30,17 +30,17 @@ class Metrics(NamedTuple):
 
     @property
     def mean_acceptance_length(self) -> jax.Array:
-        """Tokens emitted and committed per step, f32[]."""
+        """Tokens emitted and committed per step, f32[]; NaN before the first step."""
         return _ratio(self.num_emitted.sum(), self.num_steps.sum())
 
     @property
     def draft_acceptance_rate(self) -> jax.Array:
-        """Accepted tokens per drafted token, f32[]."""
+        """Accepted tokens per drafted token, f32[]; NaN if none was drafted."""
         return _ratio(self.num_accepted.sum(), self.num_drafted.sum())
 
     @property
     def acceptance_rates(self) -> jax.Array:
-        """Unconditional acceptance rate of each drafted position, f32[K].
+        """Unconditional acceptance rate of each position, f32[K]; NaN where nothing was drafted.
 
         A position is accepted only if all before it are. So the rates do not increase with the
         position as long as every step drafts equally many tokens.
@@ -60,8 +60,8 @@ def init_metrics(batch_size: int, K: int) -> Metrics:
       `Metrics` of zeros, i32[B] and i32[B, K].
 
     Example:
-      >>> float(init_metrics(batch_size=2, K=3).mean_acceptance_length)
-      0.0
+      >>> init_metrics(batch_size=2, K=3).num_drafted.shape
+      (2, 3)
     """
     return Metrics(
         num_steps=jnp.zeros(batch_size, jnp.int32),
@@ -150,8 +150,7 @@ def _reached(count: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    quotient = numerator.astype(jnp.float32) / jnp.maximum(denominator, 1).astype(jnp.float32)
-    return jnp.where(denominator > 0, quotient, 0)
+    return numerator.astype(jnp.float32) / denominator.astype(jnp.float32)
 
 
 jax.export.register_namedtuple_serialization(Metrics, serialized_name="specjax.Metrics")

@@ -71,21 +71,20 @@ def test_the_counts_are_those_of_a_recount(history):
 @pytest.mark.once
 @settings(deadline=None, max_examples=40)
 @given(histories())
-def test_the_rates_are_quotients_over_all_requests_and_zero_where_nothing_was_counted(history):
+def test_the_rates_are_quotients_over_all_requests_and_no_number_where_nothing_was_counted(history):
     counts = recount(history)
     metrics = Metrics(*(jnp.int32(c) for c in counts))
 
     def quotient(numerator, denominator):
-        return np.float32(numerator / denominator if denominator else 0.0)
+        return np.float32(numerator / denominator if denominator else np.nan)
 
     drafted, accepted = np.sum(counts.num_drafted, 0), np.sum(counts.num_accepted, 0)
-    assert metrics.mean_acceptance_length == quotient(
-        sum(counts.num_emitted), sum(counts.num_steps)
-    )
-    assert metrics.draft_acceptance_rate == quotient(accepted.sum(), drafted.sum())
-    np.testing.assert_array_equal(
-        metrics.acceptance_rates, [quotient(*pair) for pair in zip(accepted, drafted, strict=True)]
-    )
+    for rate, wanted in [
+        (metrics.mean_acceptance_length, quotient(sum(counts.num_emitted), sum(counts.num_steps))),
+        (metrics.draft_acceptance_rate, quotient(accepted.sum(), drafted.sum())),
+        (metrics.acceptance_rates, list(map(quotient, accepted, drafted))),
+    ]:
+        np.testing.assert_array_equal(rate, wanted)
 
 
 def test_an_inactive_request_adds_nothing_for_any_verification():
@@ -96,12 +95,15 @@ def test_an_inactive_request_adds_nothing_for_any_verification():
     )
 
 
-def test_nothing_counted_gives_zeros_even_where_nan_raises():
-    with jax.debug_nans(True):
-        metrics = init_metrics(B, K)
-        assert metrics.mean_acceptance_length == 0
-        assert metrics.draft_acceptance_rate == 0
-        np.testing.assert_array_equal(metrics.acceptance_rates, np.zeros(K))
+def test_a_position_that_no_step_drafted_has_no_rate():
+    """A rate of 0 would say that its drafts were rejected."""
+    metrics = init_metrics(B, K)
+    assert np.all(np.isnan(metrics.acceptance_rates))
+    assert np.isnan(metrics.mean_acceptance_length)
+    assert np.isnan(metrics.draft_acceptance_rate)
+    tested = metrics._replace(num_drafted=metrics.num_drafted.at[1, 0].set(2))
+    np.testing.assert_array_equal(tested.acceptance_rates, [0.0] + [np.nan] * (K - 1))
+    assert tested.draft_acceptance_rate == 0
 
 
 def test_plain_decoding_is_counted_with_no_draft_positions_at_all():
@@ -109,7 +111,7 @@ def test_plain_decoding_is_counted_with_no_draft_positions_at_all():
     plain = Verification(jnp.zeros((B, 1), jnp.int32), 0 * ones, ones, jnp.zeros((B, 1)))
     metrics = update_metrics(init_metrics(B, 0), 0 * ones, plain)
     assert metrics.mean_acceptance_length == 1
-    assert metrics.draft_acceptance_rate == 0
+    assert np.isnan(metrics.draft_acceptance_rate)
     assert metrics.acceptance_rates.shape == (0,)
 
 
