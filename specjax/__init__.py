@@ -12,6 +12,9 @@ Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`
 Expected acceptance and speed: `theory`.
 """
 
+import importlib
+import typing
+
 from specjax import grammars, theory
 from specjax.acceptance_rates import (
     conditional_rates,
@@ -130,3 +133,27 @@ __all__ = [
     "update_metrics",
     "whole_prompt_drafter",
 ]
+
+__version__: str
+
+# Imported where they are first named: they need what extras install.
+_ROOMS = ("adapters", "models")
+# Modules of types that are public here: their names read like functions.
+for _module in ("draft", "model", "sample", "verification"):
+    del globals()[_module]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS, "__version__"])
+
+
+if not typing.TYPE_CHECKING:  # A checker would take any name for one of this module.
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from specjax.programs.saved_programs import installed_version
+
+            return installed_version()
+        if name in _ROOMS:
+            return importlib.import_module(f"specjax.{name}")
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,17 @@ from specjax.acceptance_rates import check_number, to_float
 from specjax.core.rule import Rule, check_rule
 from specjax.file_io import quote
 
-__all__ = ["DEFAULT_STEP_COSTS", "REJECTION_SAMPLE_METHODS", "SpeculativeConfig"]
+__all__ = [
+    "DEFAULT_STEP_COSTS",
+    "DraftSampleMethod",
+    "REJECTION_SAMPLE_METHODS",
+    "RejectionSampleMethod",
+    "SpeculativeConfig",
+]
 
-REJECTION_SAMPLE_METHODS = ("standard", "block", "coupled", "synthetic")
+RejectionSampleMethod = Literal["standard", "block", "coupled", "synthetic"]
+DraftSampleMethod = Literal["probabilistic", "greedy"]
+REJECTION_SAMPLE_METHODS = get_args(RejectionSampleMethod)
 
 # What steps cost that draft with a model, rounded up: on a CPU the embedded pair takes 1.64, 1.78
 # and 1.98 at K = 1, 2 and 4, on an H200 an 8B target with a 1B draft 2.1 at K = 5.
@@ -79,8 +87,8 @@ class SpeculativeConfig:
     """
 
     num_speculative_tokens: Any = 4
-    rejection_sample_method: str = "standard"
-    draft_sample_method: str = "probabilistic"
+    rejection_sample_method: RejectionSampleMethod = "standard"
+    draft_sample_method: DraftSampleMethod = "probabilistic"
     synthetic_acceptance_rate: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
@@ -265,7 +273,7 @@ def _check_rejection_sample_method(method: Any) -> None:
 def _check_draft_sample_method(method: Any) -> None:
     if method == "gumbel":
         raise ValueError("draft_sample_method is 'gumbel'; it is named \"probabilistic\" here.")
-    if method not in ("greedy", "probabilistic"):
+    if method not in get_args(DraftSampleMethod):
         raise ValueError(
             f'draft_sample_method is {method!r}; it needs to be "greedy" or "probabilistic".'
         )

@@ -1,7 +1,6 @@
 """Options of `specjax generate`, checked before any file is read."""
 
 import argparse
-import importlib.metadata
 import math
 from typing import Any, NoReturn
 
@@ -14,7 +13,9 @@ from specjax.cli.speculation_arguments import add_speculation_options, make_conf
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
 from specjax.engine.stop_strings import check_stop
+from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.processing.sampling_params import SamplingParams
+from specjax.programs.saved_programs import installed_version
 
 __all__ = [
     "MAX_TEMPERATURE",
@@ -63,9 +64,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="specjax", description="Speculative decoding in JAX.", allow_abbrev=False)
-    installed = importlib.metadata.distributions(name="specjax")
-    version = next((one.version for one in installed), "(not installed)")
-    parser.add_argument("--version", action="version", version=f"specjax {version}")
+    version = f"specjax {installed_version()}, tested with jax up to {NEWEST_TESTED_JAX}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "generate",

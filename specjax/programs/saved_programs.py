@@ -26,6 +26,7 @@ from specjax.programs.cache_folder import processor_id
 __all__ = [
     "SavedProgram",
     "describe_process",
+    "installed_version",
     "load_program",
     "read_programs",
     "serialize_programs",
@@ -38,13 +39,18 @@ _MOST_HEADER_BYTES = 2**26
 _DIGEST_BYTES = 32
 
 
+def installed_version() -> str:
+    """Returns the version of specjax in the metadata of its installation."""
+    installed = importlib.metadata.distributions(name="specjax")
+    return next((one.version for one in installed), "(not installed)")
+
+
 def describe_process() -> dict[str, str]:
     """Returns what a program runs on: another version or device cannot take it."""
     device = jax.devices()[0]
     processor = f", processor {processor_id()}" if device.platform == "cpu" else ""
-    installed = importlib.metadata.distributions(name="specjax")
     return {
-        "specjax": next((one.version for one in installed), "(not installed)"),
+        "specjax": installed_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "device": f"{device.device_kind}{processor}",

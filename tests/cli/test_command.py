@@ -19,9 +19,10 @@ import pytest
 import tokenizers
 
 from specjax.cli import command, main, streams
+import specjax
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
-from specjax.cli.json_report import is_exact
+from specjax.cli.json_report import is_exact, metrics_json
 from specjax.cli.mesh_arguments import load_options
 from specjax.cli.sweep.run_sweep import read_workload
 from specjax.cli.terminal import Terminal
@@ -31,6 +32,7 @@ from specjax.decode.drafters import ngram_drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import TextStream
+from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.models import TransformerConfig, build, pretrained_folder, save
 
 pytestmark = pytest.mark.lenient
@@ -420,6 +422,19 @@ def test_the_summary_fits_a_terminal_of_80_columns(monkeypatch):
     assert "12345.6 tokens/s with drafts, 11222.3 without: 1.10 times as fast\n" in message
     assert "2.00 tokens per step, 60% of drafted tokens accepted\n" in message
     assert re.search(r"position 2 +█{12}░{12} 0.50\n$", message)
+
+
+def test_a_rate_of_nothing_is_null():
+    def rates(num_steps, num_drafted, num_accepted):
+        counts = ([num_steps], [9], [num_drafted], [num_accepted])
+        metrics = Metrics(*(np.array(count, np.int32) for count in counts))
+        numbers = metrics_json(GenerateResult([1], "length", metrics))
+        names = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rates")
+        return json.loads(json.dumps([numbers[name] for name in names], allow_nan=False))
+
+    assert rates(3, [4, 0], [1, 0]) == [3.0, 0.25, [0.25, None]]
+    assert rates(3, [4, 2], [0, 0]) == [3.0, 0.0, [0.0, 0.0]]
+    assert rates(0, [], []) == [None, None, []]
 
 
 def test_positions_where_nothing_was_drafted_show_no_rate(monkeypatch):
@@ -917,10 +932,11 @@ def test_a_help_text_that_cannot_be_written_is_no_success(capsys, monkeypatch):
 
 
 def test_version_and_help_are_printed(capsys):
-    for option in ("--version", "--help"):
+    version = f"specjax {specjax.__version__}, tested with jax up to {NEWEST_TESTED_JAX}\n"
+    for option, words in [("--version", version), ("--help", "usage: specjax")]:
         with pytest.raises(SystemExit, match="0"):
             main([option])
-        assert capsys.readouterr().out
+        assert capsys.readouterr().out.startswith(words)
 
 
 @pytest.mark.parametrize(

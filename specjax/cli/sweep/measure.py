@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.cli.sweep.choice import synthetic_lengths
-from specjax.config import SpeculativeConfig
+from specjax.config import DraftSampleMethod, SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments, step
@@ -67,7 +67,7 @@ class Workload(NamedTuple):
     key: jax.Array
     eos_token_ids: tuple[int, ...]
     max_new_tokens: int
-    draft_sample_method: str
+    draft_sample_method: DraftSampleMethod
     num_steps: int
     num_rounds: int
 

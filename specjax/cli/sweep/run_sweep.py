@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import shlex
@@ -27,6 +26,7 @@ from specjax.cli.sweep.measure import (
 )
 from specjax.cli.sweep.plot import write_plot
 from specjax.cli.sweep.report import conclusion, report_tables, to_json
+from specjax.programs.saved_programs import installed_version
 
 __all__ = ["read_workload", "run_sweep"]
 
@@ -155,12 +155,11 @@ def _write_plot_file(report: dict[str, Any], out: str) -> None:
 
 
 def _provenance(name: str, argv: list[str]) -> dict[str, Any]:
-    versions = importlib.metadata.distributions(name="specjax")
     return {
         "pair": name,
         "device": jax.devices()[0].device_kind,
         "jax_version": jax.__version__,
-        "specjax_version": next((one.version for one in versions), None),
+        "specjax_version": installed_version(),
         "python_version": sys.version.split()[0],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["specjax", *argv]),

@@ -1,0 +1,54 @@
+"""What `specjax` shows: public names, rooms that are imported when they are named, a version."""
+
+import importlib.metadata
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+
+import specjax
+from specjax import config
+
+
+def test_dir_shows_public_names_alone():
+    shown = {name: getattr(specjax, name) for name in dir(specjax)}
+    rooms = {name for name, value in shown.items() if isinstance(value, types.ModuleType)}
+    assert rooms == {"adapters", "grammars", "models", "theory"}
+    assert set(shown) == {*specjax.__all__, "adapters", "models", "__version__"}
+
+
+@pytest.mark.parametrize("name", ["draft", "model", "sample", "verification", "nothing"])
+def test_a_module_of_a_type_does_not_stand_where_a_function_is_looked_for(name):
+    with pytest.raises(AttributeError, match=f"module 'specjax' has no attribute '{name}'"):
+        getattr(specjax, name)
+
+
+def test_rooms_are_there_without_an_import_and_cost_none_until_then():
+    program = """
+import sys, specjax
+assert "flax" not in sys.modules
+specjax.models.build, specjax.adapters.__doc__
+import specjax.sample, specjax.draft as module
+from specjax.sample import Sample
+assert module.Draft is specjax.Draft and Sample is specjax.Sample
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_version_is_that_of_the_installation():
+    assert specjax.__version__ == importlib.metadata.version("specjax")
+
+
+def test_the_types_of_a_config_name_the_methods_that_it_takes():
+    types_of = typing.get_type_hints(specjax.SpeculativeConfig)
+    for field in ("rejection_sample_method", "draft_sample_method"):
+        names = typing.get_args(types_of[field])
+        assert getattr(specjax.SpeculativeConfig(), field) == names[0]
+        for name in set(names) - {"synthetic"}:
+            specjax.SpeculativeConfig(**{field: name})
+    methods = typing.get_args(types_of["rejection_sample_method"])
+    assert methods == config.REJECTION_SAMPLE_METHODS
+    assert methods == ("standard", "block", "coupled", "synthetic")
