@@ -16,10 +16,11 @@ from specjax.core.noise import fold_in_rows
 from specjax.decode.capacity import explain_out_of_memory, fill_up, on_host, pad_eos
 from specjax.decode.drafters import Drafter
 from specjax.decode.generate import Generation, run_loop, take_first_requests
-from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
+from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, check_prompt_ids
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.prefill import begin_compilation
+from specjax.decode.target_rows import vocabulary_size
 from specjax.implementation import Implementation
 from specjax.mesh import call_on_auto_axes, put_whole
 from specjax.model import Model
@@ -48,7 +49,8 @@ class CompiledGenerate:
     A call takes `generate`'s arguments that are data, returns what it returns, compiles nothing.
 
     Attributes:
-      options: what is compiled in: `batch_size`, `num_eos_token_ids` and arguments of `generate`.
+      options: what is compiled in: `batch_size`, `num_eos_token_ids`, `vocab_size` and arguments of
+        `generate`.
       arguments: name -> dtype and shape of each parameter and each setting.
       programs: functions that fold rows into a key, read prompts and take steps.
       serialize: returns these programs as bytes.
@@ -192,6 +194,7 @@ def compile_generate(
         "num_logprobs": num_logprobs,
         "logprobs_mode": logprobs_mode,
     }
+    options["vocab_size"] = vocabulary_size(target, batch_size, 1, options["max_length"])
     key = jax.random.key(0, impl="threefry2x32")
     fold = _fold_in_rows.lower(key, size=batch_size)
     data, static = _read_arguments(
@@ -269,7 +272,11 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
 
 
 def _read_arguments(
-    *positional: Any, batch_size: int, num_eos_token_ids: int, **arguments: Any
+    *positional: Any,
+    batch_size: int,
+    num_eos_token_ids: int,
+    vocab_size: int,
+    **arguments: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays and the static options of `run_prefill`, each array of one form.
 
@@ -280,6 +287,8 @@ def _read_arguments(
         needed = f"({batch_size},), one for each request of the batch size compiled for"
         raise ValueError(f"prompt_lengths has shape {shape}; it needs {needed}.")
     checked = check_arguments(*positional, **arguments)
+    target, drafter = positional[:2]
+    check_prompt_ids(checked, target, drafter, vocab_size)
     data = {name: checked.pop(name) for name in ("prompt", "lengths", "settings")}
     settings = data["settings"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import explain_out_of_memory, fill_up
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
+from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, check_prompt_ids
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.loop import run_step
 from specjax.decode.metrics import Metrics
@@ -78,8 +78,8 @@ def generate(
       target: the model whose distribution the output follows.
       drafter: `model_drafter(model)`, `ngram_drafter()`, a `Drafter` of your own, or None for
         plain decoding by this loop.
-      prompt_token_ids: i32[B, L], B and L >= 1, padded at the end with any ids. The caller makes
-        sure that the ids are in the target's vocabulary.
+      prompt_token_ids: i32[B, L] in [0, V), B and L >= 1, padded at the end with any ids. They
+        are checked where this call reads them: not traced, nor on several devices.
       prompt_lengths: i32[B] in [1, L].
       keys: typed threefry keys, [B] or (). With () each request folds in its index.
       config: a `SpeculativeConfig`. None is the default one.
@@ -109,10 +109,10 @@ def generate(
       `Finish.INVALID` at an invalid row: NaN, +inf, nothing allowed, or an invalid penalty.
 
     Raises:
-      ValueError: for empty prompts, wrong shapes or keys, max_new_tokens < 1, texts that
-        `max_length` or the target's positions do not hold, more log-probabilities than tokens, or
-        an unknown implementation. Also under an outer `jit` if `max_new_tokens` is traced and
-        `max_length` is None.
+      ValueError: for empty prompts, ids outside [0, V), wrong shapes or keys, max_new_tokens < 1,
+        texts that `max_length` or the target's positions do not hold, more log-probabilities than
+        tokens, or an unknown implementation. Also under an outer `jit` if `max_new_tokens` is
+        traced and `max_length` is None.
       MemoryError: if the device has no room; it names the bytes of the target's cache.
 
     Example:
@@ -144,6 +144,7 @@ def generate(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
+    check_prompt_ids(arguments, target, drafter)
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         run = functools.partial(prefill_and_run, run_loop)
         like, size = (arguments["prompt"], arguments["settings"]), arguments["prompt"].shape[0]

@@ -31,13 +31,14 @@ from specjax.decode.logprobs import check_logprobs_config
 from specjax.decode.loop import run_step
 from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
+from specjax.decode.target_rows import vocabulary_size
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import call_on_auto_axes
 from specjax.model import Model
 from specjax.processing.row_masks import with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
-__all__ = ["PREFILL_CHUNK_SIZE", "check_arguments", "init", "step"]
+__all__ = ["PREFILL_CHUNK_SIZE", "check_arguments", "check_prompt_ids", "init", "step"]
 
 PREFILL_CHUNK_SIZE = 128
 
@@ -116,6 +117,7 @@ def init(
         logprobs_mode=logprobs_mode,
         implementation=implementation,
     )
+    check_prompt_ids(arguments, target, drafter)
     if allowed is not None:
         num_rows = 1 + (0 if drafter is None else arguments["config"].num_speculative_tokens)
         settings, size = arguments["settings"], arguments["prompt"].shape[0]
@@ -247,6 +249,34 @@ def check_arguments(
         "chunk_size": check_count("prefill_chunk_size", prefill_chunk_size, 1, why),
         **options,
     }
+
+
+def check_prompt_ids(
+    arguments: dict[str, Any],
+    target: Model,
+    drafter: Drafter | None,
+    vocab_size: int | None = None,
+) -> None:
+    """Refuses prompts with an id outside the target's vocabulary; no array is read for it.
+
+    Args:
+      arguments: from `check_arguments`, which reads prompts of the host or of one device.
+      target: as in `generate`.
+      drafter: as in `generate`.
+      vocab_size: V. None traces a step of the target, as `run_prefill` does.
+    """
+    prompt, lengths = arguments["prompt"], arguments["lengths"]
+    if not (isinstance(prompt, np.ndarray) and isinstance(lengths, np.ndarray)):
+        return
+    if vocab_size is None:
+        k = 0 if drafter is None else arguments["config"].num_speculative_tokens
+        vocab_size = vocabulary_size(target, prompt.shape[0], k + 1, prompt.shape[1])
+    is_token = np.arange(prompt.shape[1]) < lengths[:, None]
+    for row, column in np.argwhere(is_token & ((prompt < 0) | (prompt >= vocab_size)))[:1]:
+        raise ValueError(
+            f"prompt_token_ids[{row}, {column}] is {prompt[row, column]}; it needs an id in "
+            f"[0, {vocab_size}), the target's vocabulary."
+        )
 
 
 def _check_options(

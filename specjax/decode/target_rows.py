@@ -17,7 +17,7 @@ from specjax.decode.draft_next import run_if
 from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import Placement
+from specjax.mesh import Placement, call_on_auto_axes
 from specjax.model import Model
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
@@ -36,6 +36,7 @@ __all__ = [
     "on_rows",
     "rows_of",
     "take_at",
+    "vocabulary_size",
 ]
 
 
@@ -143,6 +144,28 @@ def apply_model(
             "builds, or a drafter without taps."
         )
     return model.apply_with_taps(*operands, taps)
+
+
+def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) -> int:
+    """Returns V of the target's logits; nothing is traced that `prefill` does not trace.
+
+    Args:
+      target: a `Model`.
+      size: B.
+      num_rows: rows of a step.
+      max_length: S.
+    """
+    keywords = {"size": size, "num_rows": num_rows, "max_length": max_length}
+    rows = call_on_auto_axes(_logits.eval_shape, target, like=(), **keywords)
+    vocab_size: int = rows.shape[-1]
+    return vocab_size
+
+
+@functools.partial(jax.jit, static_argnames=("size", "num_rows", "max_length"))
+def _logits(target: Model, *, size: int, num_rows: int, max_length: int) -> jax.Array:
+    rows = jnp.zeros((size, num_rows), jnp.int32)
+    hidden, *_ = apply_model(target, rows, rows, target.init_cache(size, max_length))
+    return target.logits(target.params, hidden)
 
 
 def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:

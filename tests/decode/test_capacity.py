@@ -1,6 +1,8 @@
 """Buffers of a capacity: other prompts and texts run through the programs that are compiled."""
 
 import dataclasses
+import functools
+import itertools
 
 import bigrams
 import jax
@@ -128,6 +130,44 @@ def test_what_has_no_room_is_refused(change, words):
     assert jax.eval_shape(lambda: generate(ROWS, target=target)).token_ids.shape == (B, 32)
     with pytest.raises(ValueError, match=words):
         generate(ROWS, target=target, **change)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_where_the_host_reads_prompts():
+    """After a prompt's length any id may stand; what is traced is the caller's promise."""
+    options = dict(keys=bigrams.keys(2), max_new_tokens=9, config=CONFIG)
+    compiled = specjax.compile_generate(
+        MODEL, None, batch_size=2, max_length=16, config=options.pop("config")
+    )
+    calls = [
+        functools.partial(specjax.generate, MODEL, BY_MODEL, config=CONFIG),
+        functools.partial(specjax.init, MODEL, BY_MODEL, config=CONFIG),
+        functools.partial(compiled, MODEL, None),
+    ]
+    for call, wrong in itertools.product(calls, (V, -1, 2**31 - 1)):
+        words = rf"prompt_token_ids\[1, 1\] is {wrong}; it needs an id in \[0, {V}\)"
+        for make in (list, np.array, jnp.array):
+            prompt = make([[1, 2, 0], [3, wrong, wrong]])
+            with pytest.raises(ValueError, match=words):
+                call(prompt, [3, 2], **options)
+    # An id after a prompt's length is not read.
+    assert compiled(MODEL, None, [[1, V], [3, -1]], [1, 1], **options).token_ids.shape == (2, 16)
+    traced = jax.eval_shape(lambda prompt: calls[0](prompt, [1, 1], **options), np.full((2, 1), V))
+    assert traced.token_ids.shape == (2, 128)
+
+
+def test_the_check_of_prompts_traces_the_target_no_oftener():
+    traced = []
+
+    def apply(params, token_ids, *rest):
+        traced.append(token_ids.shape)
+        return MODEL.apply(params, token_ids, *rest)
+
+    target = dataclasses.replace(MODEL, apply=apply)
+    for rows in (ROWS, [[0], [1, 2], [3]]):
+        generate(rows, target=target)
+    # The rows of a step, whose shapes the check asks for first; a chunk of the prompts; the loop.
+    rows = (B, CONFIG.num_speculative_tokens + 1)
+    assert traced == [rows, (B, 128), rows]
 
 
 @pytest.mark.once

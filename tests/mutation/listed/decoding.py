@@ -458,17 +458,17 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_METRICS}_ratio",
-        "jnp.maximum(denominator, 1)",
-        "(denominator + 1)",
-        metrics("test_plain_decoding_is_counted_with_no_draft_positions_at_all"),
-        "a quotient is of one more than was counted",
+        "/ denominator.astype",
+        "/ jnp.maximum(denominator, 1).astype",
+        metrics("test_a_position_that_no_step_drafted_has_no_rate"),
+        "a position that was never drafted reads as one whose drafts were all rejected",
     ),
     Mutation(
         f"{_METRICS}Metrics.mean_acceptance_length",
         "self.num_emitted.sum(), self.num_steps.sum()",
         "self.num_accepted.sum(), self.num_steps.sum()",
         metrics(
-            "test_the_rates_are_quotients_over_all_requests_and_zero_where_nothing_was_counted"
+            "test_the_rates_are_quotients_over_all_requests_and_no_number_where_nothing_was_counted"
         ),
         "the acceptance length lacks the token after the accepted ones",
     ),
