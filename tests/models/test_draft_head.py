@@ -214,7 +214,7 @@ def test_a_bad_folder_is_refused_in_a_sentence(tmp_path, head, monkeypatch):
     for change, sentence in (
         ({"head_dim": None}, "has no head_dim"),
         ({"head_dim": 5}, "needs to be even"),
-        ({"hidden_size": -1}, "a positive integer"),
+        ({"hidden_size": -1}, "an integer from 1 to"),
         ({"intermediate_size": 31}, "by config.json it needs to be"),
         (
             {"attention_bias": True, "hidden_act": "silu"},

@@ -106,7 +106,9 @@ def refuse_eagle1(folder: str | os.PathLike[str]) -> None:
       ValueError: if its config.json or its tensors are those of such a head.
     """
     fields, source = read_head_config(folder)
-    sign = f"{source} has bias" if "bias" in fields else ""
+    # Models that were converted to Llama may have the field, too, and more layers.
+    is_named = "bias" in fields and fields.get("num_hidden_layers") == 1
+    sign = f"{source} has bias" if is_named else ""
     if not sign and has_weights(folder) and _plain_names(folder) & {"fc.weight"}:
         sign = f"{folder} holds fc.weight"
     if sign:
