@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from specjax.cli import command, main, streams
 import specjax
+from specjax.cli import command, main, streams
 from specjax.cli.arguments import parse_options
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact, metrics_json
