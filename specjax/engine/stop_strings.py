@@ -41,13 +41,15 @@ class TextStream:
     def __init__(self, tokenizer: Any, context: list[int]) -> None:
         names = getattr(tokenizer, "convert_ids_to_tokens", lambda token_id: None)
         self._name_of = getattr(tokenizer, "id_to_token", names)
-        self._tokenizer, self._context = tokenizer, context
+        self._tokenizer = tokenizer
+        # Until it is read, which may raise.
+        self._context: list[int] | None = context
         self.ahead: str | None = None
         # Tokens that are decoded with the next one. The first of them are wholly returned.
         self._ids: list[int] = []
         self._num_settled = 0
-        # What is returned of their text; None before the first token.
-        self._shown: str | None = None
+        # What is returned of their text.
+        self._shown = ""
         # Most U+FFFD at the end of the text that may become a character.
         self._most_held = _MOST_BYTES
         # Bytes of a character that a run has begun; None where the run is no text.
@@ -55,8 +57,7 @@ class TextStream:
 
     def feed(self, token_id: int) -> str:
         """Adds a token and returns the text that is final now, perhaps none."""
-        if self._shown is None:
-            self._read_context()
+        self._read_context()
         was_run = self.ahead is not None
         if not self._writes(token_id):
             # Such as a special token: a run of bytes goes on after it.
@@ -72,6 +73,7 @@ class TextStream:
 
     def flush(self) -> str:
         """Returns the text that was held back."""
+        self._read_context()
         self._most_held = 0
         return self._take()
 
@@ -84,7 +86,9 @@ class TextStream:
         return bool(self._decode([token_id, token_id]))
 
     def _read_context(self) -> None:
-        """Keeps the end of the context, from the beginning of a run of bytes on."""
+        """Keeps the end of the context, from the beginning of a run of bytes on, the first time."""
+        if self._context is None:
+            return
         ids: list[int] = []
         for token_id in reversed(self._context):
             if len(ids) >= _NUM_CONTEXT and self._byte_of(ids[-1]) is None:
@@ -95,6 +99,7 @@ class TextStream:
         self._shown = self._decode(self._ids)
         for token_id in self._ids:
             self._follow_run(token_id)
+        self._context = None
 
     def _byte_of(self, token_id: int) -> bytes | None:
         """Returns the byte that a token stands for in a run, None if it is text of its own."""
@@ -124,8 +129,6 @@ class TextStream:
 
     def _take(self) -> str:
         """Returns what is new in the text, but for what may become a character at its end."""
-        if self._shown is None or len(self._ids) == self._num_settled:
-            return ""
         text = self._decode(self._ids)
         num_held = min(self._most_held, len(text) - len(text.rstrip("\ufffd")))
         is_long = len(self._ids) > _MOST_TOKENS
@@ -139,7 +142,7 @@ class TextStream:
             return piece
         # Later tokens cannot change more than what is held: the rest of the text is context.
         num_left = max(0, len(text) - len(self._shown))
-        self._ids = self._ids[-_NUM_CONTEXT if num_held else self._num_settled :]
+        self._ids = self._ids[-_NUM_CONTEXT if num_held else self._num_settled :] or self._ids
         self._num_settled = 0 if num_held else len(self._ids)
         text = self._decode(self._ids)
         self._shown = text[: len(text) - num_left]
