@@ -53,9 +53,9 @@ class Rule:
     """A rule of acceptance for `rejection_sample`: hashable, static under `jit`, equal by value.
 
     The library rejects p(x) = 0, q(x) = 0 and ids outside the vocabulary before a rule is asked. It
-    reads a NaN or infinite weight as 0 and never emits a masked token. After a rejection the token
-    follows softmax(log_residual), or the target row where no log-weight is finite. For a one-hot
-    draft q is 1 at its token. The bonus token follows p. The functions capture no arrays:
+    reads a log-weight of NaN or +inf as -inf, and never emits a masked token. After a rejection the
+    token follows softmax(log_residual), or the target row where no log-weight is finite. For a
+    one-hot draft q is 1 at its token. The bonus token follows p. The functions capture no arrays:
     parameters are Python numbers. A new lambda for each call compiles each call.
 
     Attributes:
