@@ -184,7 +184,7 @@ MUTATIONS = (
         f"{_TREES}siblings._after_siblings.step",
         "m + siblings.log_scale[child]",
         "m",
-        _CHAIN,
+        _NUMPY,
         "rho is missing in the residual",
     ),
     Mutation(
