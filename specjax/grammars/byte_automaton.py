@@ -8,9 +8,8 @@ import numpy as np
 
 from specjax.grammars.byte_pattern import Bytes, Choice, Members, Pattern, Repeat, Sequence
 
-__all__ = ["ByteAutomaton", "MOST_STATES", "byte_automaton"]
+__all__ = ["ByteAutomaton", "byte_automaton"]
 
-MOST_STATES = 65536
 # Of the nondeterministic automaton: a character of a JSON string has 31, and becomes 14 states.
 _PARTS_PER_STATE = 8
 
@@ -137,7 +136,7 @@ class _Edges:
         return self._closures.setdefault(state, tuple(sorted(kept)))
 
 
-def byte_automaton(pattern: Pattern, most_states: int = MOST_STATES) -> ByteAutomaton:
+def byte_automaton(pattern: Pattern, most_states: int = 65536) -> ByteAutomaton:
     """Returns the deterministic automaton of a pattern.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.file_io import quote
 from specjax.grammars import byte_pattern as bp
-from specjax.grammars.byte_automaton import MOST_STATES, byte_automaton
+from specjax.grammars.byte_automaton import byte_automaton
 from specjax.grammars.byte_pattern import Pattern, byte_range, literal, optional
 from specjax.grammars.integer_bounds import at_least, at_most, between
 from specjax.grammars.schema_references import inline_references
@@ -72,7 +72,7 @@ def json_schema_grammar(
     """
     try:
         pattern = schema_pattern(inline_references(schema), "the schema")
-        automaton = byte_automaton(pattern, min(MOST_STATES, most_states(len(vocabulary))))
+        automaton = byte_automaton(pattern, most_states(len(vocabulary)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply; it needs fewer levels.") from None
     return token_automaton(automaton, vocabulary, eos_token_ids)

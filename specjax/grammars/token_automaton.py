@@ -19,6 +19,7 @@ __all__ = ["most_states", "token_automaton"]
 
 _BITS_PER_WORD = 32
 _MOST_BYTES = 2**29
+_MOST_STATES = 65536
 
 
 class _Move(NamedTuple):
@@ -29,8 +30,8 @@ class _Move(NamedTuple):
 
 
 def most_states(vocab_size: int) -> int:
-    """Returns how many states have masks of at most 512 MiB together."""
-    return _MOST_BYTES // (4 * max(1, _num_words(vocab_size)))
+    """Returns how many states have masks of at most 512 MiB together, up to 65536."""
+    return min(_MOST_STATES, _MOST_BYTES // (4 * max(1, _num_words(vocab_size))))
 
 
 def token_automaton(

@@ -92,9 +92,9 @@ MUTATIONS = (
     Mutation(
         "specjax.grammars.token_automaton._masks",
         "_BITS_PER_WORD, num_classes - 1,",
-        "_BITS_PER_WORD, 0,",
+        "_BITS_PER_WORD, num_classes - 2,",
         token_automata(_LEADS),
-        "ids past the vocabulary are allowed where its first class is",
+        "ids past the vocabulary are allowed where a text may end",
     ),
     Mutation(
         "specjax.grammars.schema_references._is_note",
