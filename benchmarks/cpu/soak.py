@@ -147,7 +147,10 @@ def make_engine(num_slots: int, faults: Faults) -> specjax.Engine:
     with mock.patch.multiple("specjax.engine.programs", _LEAST_CHUNK=1, _LEAST_ROW=LENGTH // 2):
         engine = specjax.Engine(
             *make_models(),
-            specjax.SpeculativeConfig("auto", step_costs=(1.0, 1.3, 1.4, 1.5)),
+            # One to three tokens, by the rate of a request.
+            specjax.SpeculativeConfig(
+                "auto", step_costs=(1.0, 1.1, 1.14, 1.18), usual_acceptance_rate=0.2
+            ),
             num_slots=num_slots,
             max_length=LENGTH,
             prefill_chunk_size=CHUNK,

@@ -13,6 +13,7 @@ import oracle
 import pytest
 
 import specjax
+from benchmarks.cpu import soak
 from specjax import SpeculativeConfig
 from specjax.decode.choose_k import (
     DraftHistory,
@@ -229,9 +230,15 @@ def test_other_costs_are_other_values_of_the_same_program():
     assert np.all(np.asarray(state.draft.num_tokens) == 0)
 
 
-def with_k(state, k):
-    """The state of requests that find k best at any acceptance."""
+def with_k(state, k, last=None):
+    """The state of requests that find k best at any acceptance, the last perhaps another."""
     table = jnp.full_like(state.settings.k_by_rate, k)
+    if last is not None:
+        table = table.at[32:].set(last)
+        num_tested = jnp.full_like(state.lengths, 10**6)
+        history = state.draft_history._replace(num_tested=num_tested)
+        accepted = jnp.zeros_like(num_tested).at[-1].set(10**6)
+        state = state._replace(draft_history=history._replace(num_accepted=accepted))
     return state._replace(settings=state.settings._replace(k_by_rate=table))
 
 
@@ -247,16 +254,27 @@ def test_a_step_of_another_k_is_refused():
 @pytest.mark.once
 def test_a_model_that_drafts_again_has_read_what_it_missed():
     """Drafting for itself it is accepted always, unless its cache lacks a token."""
-    itself = specjax.model_drafter(MODEL)
-    state = generate(itself, keys=bigrams.keys(B), function=specjax.init, max_new_tokens=80)
+    target, _ = soak.make_models()  # of all tokens so far
+    itself = specjax.model_drafter(target)
+    ids, lengths = bigrams.prompts(PROMPTS)
+    options = dict(temperature=np.ones(B, np.float32), config=CONFIG, max_new_tokens=100)
+    state = specjax.init(target, itself, ids, lengths, keys=bigrams.keys(B), **options)
     for num_plain in (1, 2, 0, 9, 17):
         for k in [0] * num_plain + [K, K]:
             before = state.drafter_state
-            state, info = specjax.step(MODEL, itself, with_k(state, k), config=CONFIG)
+            # The last request goes on drafting meanwhile.
+            last = K if num_plain == 2 else k
+            state, info = specjax.step(target, itself, with_k(state, k, last), config=CONFIG)
             np.testing.assert_array_equal(info.verification.num_accepted, info.num_drafted)
-            np.testing.assert_array_equal(state.draft.num_tokens, k)
-            if k == 0:
+            np.testing.assert_array_equal(state.draft.num_tokens, [k, k, k, last])
+            if last == 0:
                 np.testing.assert_array_equal(before, state.drafter_state)
+
+
+def test_a_drafter_has_read_no_token_that_was_rejected():
+    history = DraftHistory(*np.array([[0, 0], [0, 0], [9, 9]], np.int32))
+    history = add_step(history, np.array([4, 4]), np.array([1, 4]), np.array([8, 11]))
+    assert history.num_read.tolist() == [7, 9]
 
 
 @pytest.mark.once

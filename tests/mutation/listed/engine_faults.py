@@ -1,7 +1,7 @@
-"""Wrong versions of an engine in which something is raised, is preempted or is closed."""
+"""Wrong versions of an engine with faults, preemptions and an end, and of how K is chosen in it."""
 
 from ..mutation import Mutation
-from .tests import engines, faults, soaks
+from .tests import choose_k, engines, faults, soaks
 
 __all__ = ["MUTATIONS"]
 
@@ -12,6 +12,8 @@ _MOVED = "test_an_error_before_a_program_takes_anything_moves_nothing"
 _LOST = "test_an_engine_that_lost_what_a_program_took_ends_all_requests_and_says_so"
 _CLOSED = "test_a_closed_engine_says_so_and_its_requests_have_ended"
 _SOAK = "test_a_soak_finds_nothing_wrong"
+_BEST = "test_the_best_k_has_the_most_expected_tokens_for_its_cost"
+_AGAIN = "test_a_model_that_drafts_again_has_read_what_it_missed"
 _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 
 MUTATIONS = (
@@ -164,7 +166,7 @@ MUTATIONS = (
         f"{_ENGINE}scheduler.Scheduler._fill_slots",
         "self._emptied.discard(slot)",
         "",
-        soaks(_SOAK),
+        engines("test_a_preempted_request_goes_on_before_those_that_wait"),
         "a request loses the slot that another one left in the same round",
     ),
     Mutation(
@@ -178,7 +180,7 @@ MUTATIONS = (
         f"{_ENGINE}group.ParkedRequest.is_read",
         "self._committed()[1] - 1",
         "self._committed()[1] - 2",
-        soaks(_SOAK),
+        soaks(_MOVED),
         "a preempted request whose last chunk is one token goes on without it",
     ),
     Mutation(
@@ -196,17 +198,59 @@ MUTATIONS = (
         "a request begins in the state of the grammar in which the one before it ended",
     ),
     Mutation(
-        f"{_ENGINE}slots.release",
-        "jnp.where(rows, jnp.int32(-1), num_tokens)",
-        "num_tokens",
-        soaks(_SOAK),
-        "a slot that is empty keeps its draft, which a step has rows for",
-    ),
-    Mutation(
         f"{_ENGINE}interrupts.delayed_interrupts",
         "handler(*received[0])",
         "pass",
         engines("test_an_interrupt_waits_until_slots_and_requests_are_whole"),
         "an interrupt that came while slots changed is forgotten",
+    ),
+    Mutation(
+        "specjax.decode.draft_next.run_draft",
+        "num_read=jnp.where(drafts, num_read, history.num_read)",
+        "num_read=num_read",
+        choose_k(_AGAIN),
+        "a drafter has read what was committed while it did not draft",
+    ),
+    Mutation(
+        "specjax.decode.draft_next._read_missed",
+        "end - history.num_read > 1",
+        "end - history.num_read > 2",
+        choose_k(_AGAIN),
+        "a drafter that missed two tokens does not read the first",
+    ),
+    Mutation(
+        "specjax.decode.choose_k.add_step",
+        "jnp.minimum(history.num_read, lengths - 1)",
+        "history.num_read",
+        choose_k("test_a_drafter_has_read_no_token_that_was_rejected"),
+        "a drafter has read tokens that were rejected",
+    ),
+    Mutation(
+        "specjax.decode.choose_k._decay",
+        "count - (count >> _DECAY_SHIFT)",
+        "count",
+        choose_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
+        "a request that once stopped drafting never drafts again",
+    ),
+    Mutation(
+        "specjax.decode.choose_k.k_by_rate",
+        "if num_slots > 1 else 0",
+        "",
+        choose_k(_BEST),
+        "a request alone drafts no fewer tokens than other slots would",
+    ),
+    Mutation(
+        "specjax.decode.choose_k.settled_k",
+        "best[_PRIOR_ACCEPTED * _NUM_RATES // _PRIOR_TESTED]",
+        "best[0]",
+        choose_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
+        "an engine has no drafter, as none is worth it where no draft is accepted",
+    ),
+    Mutation(
+        "specjax.decode.draft_next.most_drafted",
+        "jnp.minimum(num_tokens, best)",
+        "best",
+        choose_k("test_a_request_drafts_alone_what_it_drafts_in_a_batch"),
+        "a request drafts past the end that it may have",
     ),
 )
