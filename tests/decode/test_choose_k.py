@@ -366,6 +366,12 @@ def most_of_two(histories, lengths, num_tokens):
     return tuple(most_drafted(DRAFTERS["model"], state, LOAD).tolist())
 
 
+def test_no_request_drafts_past_the_end_that_it_may_have():
+    accepted_always = ((10**6, 10**6),) * 2
+    assert most_of_two(accepted_always, (1, 3), 4) == (2, 0)
+    assert most_of_two(accepted_always, (2, 4), 4) == (1, -1)
+
+
 @functools.cache
 def history_after(history, drafted, accepted):
     """The counts of tested and accepted tokens after a step."""

@@ -180,7 +180,7 @@ MUTATIONS = (
         f"{_ENGINE}group.ParkedRequest.is_read",
         "self._committed()[1] - 1",
         "self._committed()[1] - 2",
-        soaks(_MOVED),
+        engines("test_a_preempted_request_gets_the_same_tokens[True]"),
         "a preempted request whose last chunk is one token goes on without it",
     ),
     Mutation(
@@ -250,7 +250,7 @@ MUTATIONS = (
         "specjax.decode.draft_next.most_drafted",
         "jnp.minimum(num_tokens, best)",
         "best",
-        choose_k("test_a_request_drafts_alone_what_it_drafts_in_a_batch"),
+        choose_k("test_no_request_drafts_past_the_end_that_it_may_have"),
         "a request drafts past the end that it may have",
     ),
 )
