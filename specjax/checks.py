@@ -247,7 +247,7 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
 
 
 def _in_host_memory(value: Any) -> np.ndarray | None:
-    """Returns NumPy's arrays and those of a CPU, which no transfer brings; None for others."""
+    """Returns an array in host memory, NumPy's or a CPU device's, as NumPy's; None for others."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, jax.core.Tracer) or not value.is_fully_addressable:

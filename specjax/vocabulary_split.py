@@ -104,8 +104,8 @@ def _manual_axes() -> tuple[str, ...]:
 def _axes_of(logits: Any, has_size: bool) -> tuple[Any, str | None, Any]:
     """Returns the mesh, the axis of the vocabulary and those of the requests of a sharded array.
 
-    A traced array tells its Explicit axes alone. None for all three of an array that lies whole,
-    or over several axes. With `has_size` an axis of one device is one over which V lies.
+    All three are None if the vocabulary is whole or split over several axes. The type of a traced
+    array names only Explicit axes. With `has_size`, an axis of one device counts as a split.
     """
     nowhere = None, None, None
     is_traced = isinstance(logits, jax.core.Tracer)

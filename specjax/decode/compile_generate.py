@@ -229,10 +229,10 @@ def compile_generate(
 def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     """Reads what `CompiledGenerate.save` wrote; nothing is traced or compiled.
 
-    Load only a file that you trust: its programs are unpickled, and they are code that runs. What
-    made it, in JSON, and a digest of all of it are compared before that. The models' functions are
-    those compiled in. A call compares names, shapes and dtypes of parameters, and cannot tell the
-    models.
+    Load only a file that you trust: its programs are unpickled, and they are code that runs. Before
+    that, the versions and the device in its JSON line are compared with this process, and its
+    SHA-256 is checked. The programs contain the models' functions. A call compares names, shapes
+    and dtypes of parameters, and cannot tell the models.
 
     Args:
       path: of the file.

@@ -78,7 +78,7 @@ class PromptGroup:
 
     @property
     def arrays(self) -> Any:
-        """What it keeps on the device."""
+        """Returns the arrays that this object holds on the device."""
         return self.row
 
     def set_row(self, row: PromptRow | None, length: int) -> None:
@@ -162,7 +162,7 @@ class ParkedRequest:
 
     @property
     def arrays(self) -> Any:
-        """What it keeps on the device."""
+        """Returns the arrays that this object holds on the device."""
         return self._parked, self.row
 
     def _committed(self) -> tuple[Any, int]:
@@ -239,7 +239,7 @@ class PrefillBatch:
 
     @property
     def arrays(self) -> Any:
-        """What it keeps on the device."""
+        """Returns the arrays that this object holds on the device."""
         return self._rows, self._empty_row
 
     def drop_ended(self) -> None:

@@ -134,8 +134,8 @@ class Scheduler:
     def _closed_by_loss(self) -> Iterator[None]:
         """Closes the engine if an error took what the device holds for requests.
 
-        A program takes the memory of what it is given. An error before that moves nothing: what it
-        was given is still here, and the next round goes on from there.
+        A program consumes its donated inputs. An error before that changes nothing: the inputs are
+        still valid, and the next round continues from them.
         """
         try:
             yield
@@ -151,7 +151,7 @@ class Scheduler:
             raise
 
     def _is_whole(self) -> bool:
-        """Whether the device holds all of it: no program took it, and none failed at it."""
+        """Returns whether every array of the requests is valid: none consumed, none failed."""
         outputs = [step.output for step in self._in_flight]
         try:
             jax.block_until_ready((self._arrays(), outputs))

@@ -22,8 +22,8 @@ _MOST_BYTES = 3
 class TextStream:
     """Decodes tokens one by one and returns text as soon as later tokens cannot change it.
 
-    All pieces together are the text of context and tokens, decoded at once, after what it has in
-    common with the text of the context. What a token costs does not grow with their number.
+    The pieces, joined, are `decode(context + tokens)` without the prefix that this shares with
+    `decode(context)`. What a token costs does not grow with their number.
 
     A character whose bytes are spread over several tokens is held back until it is complete. A run
     of tokens such as "<0x0A>", of a ByteFallback decoder, is held back until another token follows:
@@ -232,12 +232,12 @@ class StoppedText:
 class _StopAutomaton(NamedTuple):
     """Finds the first of several strings, reading each character of a text once.
 
-    A node is what the end of the text read so far has in common with the beginning of a string: of
-    all such ends the longest. Node 0 is no character.
+    A node is the longest suffix of the text read so far that is a prefix of one of the strings.
+    Node 0 is the empty prefix.
 
     Attributes:
       children: of each node, the node that a character leads to.
-      shorter: the node of the next shorter such end.
+      shorter: of each node, the node of its longest shorter suffix (the failure link).
       depths: its number of characters.
       sizes: of the longest string that is complete there, 0 if none is.
 

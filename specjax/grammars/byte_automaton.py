@@ -58,8 +58,8 @@ class _Edges:
     def add(self, pattern: Pattern, end: int) -> int:
         """Adds what a pattern matches before a state, and returns the state at its beginning.
 
-        One pattern before one state is added once, wherever it stands: the last bytes of
-        characters of three bytes are those of characters of four.
+        Each pair (`pattern`, `end`) is added once. So three-byte and four-byte characters share the
+        states of their last bytes.
         """
         known = self._starts.get((id(pattern), end))
         if known is None:
@@ -173,7 +173,7 @@ def byte_automaton(pattern: Pattern, most_states: int = 65536) -> ByteAutomaton:
 
 @functools.lru_cache(maxsize=1024)
 def _split_bytes(sets: tuple[frozenset[int], ...]) -> list[tuple[np.ndarray, tuple[int, ...]]]:
-    """Returns the bytes that are in the same of some sets, and which sets these are."""
+    """Returns groups of bytes that are in the same sets, each with the indices of those sets."""
     members: dict[int, list[int]] = {}
     for i, values in enumerate(sets):
         for value in values:

@@ -62,7 +62,7 @@ def _positive(low: int, high: int) -> Pattern:
 
 
 def _compared(digits: str, *, above: bool, num_same: int = 0) -> Pattern:
-    """Returns a pattern of the numbers of as many digits that are not less, or not more.
+    """Returns a pattern of as many digits: numbers >= `digits` if `above`, else <= `digits`.
 
     Args:
       digits: of a number.
@@ -79,7 +79,7 @@ def _compared(digits: str, *, above: bool, num_same: int = 0) -> Pattern:
 
 
 def _beginning(digits: str, num_same: int, ends: tuple[int, int]) -> Pattern:
-    """Returns a pattern of some of the digits, then one of a range, then any others."""
+    """Returns a pattern: the first `num_same` of `digits`, a digit in `ends`, then any digits."""
     rest = len(digits) - num_same - 1
     before = literal(digits[:num_same].encode())
     return bp.Sequence((before, byte_range(ends), bp.Repeat(_DIGIT, rest, rest)))

@@ -1,6 +1,6 @@
 """An automaton of bytes lifted to tokens: each token leads where its bytes do.
 
-    move(token) = {state: the state after the token's bytes, for each from which they lead on}
+    move(token) = {s: next(s, bytes(token)) for each state s where that exists}
 
 Tokens with equal moves are alike, and a vocabulary has few moves: a token of five plain letters
 takes a string on by five characters, whichever letters they are. So no table of states and tokens
@@ -85,9 +85,10 @@ def token_automaton(
 def _moves_of_tokens(
     table: np.ndarray, vocabulary: Sequence[bytes]
 ) -> tuple[list[_Move], np.ndarray]:
-    """Returns the moves of all beginnings of tokens, and the number of each token's, i32[V].
+    """Returns the moves of all prefixes of tokens, and the index of each token's move, i32[V].
 
-    All tokens are read at once, a byte at a time; a move and a byte are put together once.
+    The loop reads byte i of all tokens in one pass, and extends each distinct move by each distinct
+    byte once.
     """
     states = np.arange(len(table), dtype=np.int32)
     nowhere = _Move(states[:0], states[:0])

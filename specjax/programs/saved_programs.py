@@ -1,8 +1,9 @@
 """Compiled programs as bytes, and a file of them.
 
 A file is one line of JSON, which says what made the programs and what they are, then the programs,
-then the SHA-256 of all before it. The line is read first, and a file that was made by anything else
-than this process is refused. Nothing is unpickled before the digest is compared.
+then the SHA-256 of all before it. The line is read first. A file of another specjax, jax, jaxlib,
+device, platform version or processor is refused. Nothing is unpickled before the digest is
+compared.
 """
 
 import contextlib

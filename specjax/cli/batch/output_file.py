@@ -2,7 +2,7 @@
 
 A line is appended by one write, so that a process that is ended between two leaves whole lines. The
 rest of one that was cut off, by SIGKILL or a full disk, is taken away before the next is appended.
-The file is locked before it is read, so that no other run writes what this one does not know of.
+The file is locked before it is read, so that no other run can write to it meanwhile.
 """
 
 import contextlib

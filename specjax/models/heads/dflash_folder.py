@@ -129,7 +129,7 @@ def _read(
     tensors = HeadTensors(folder)
     try:
         config = DFlashConfig(
-            # Those of Qwen 3, also where they name Llama.
+            # A DFlash head's layers are Qwen 3's, even if config.json names `llama`.
             layer=dataclasses.replace(head.layer, qk_norm=True),
             draft_vocab_size=head.draft_vocab_size,
             taps=head.taps,
