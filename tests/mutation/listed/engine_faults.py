@@ -33,7 +33,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}request.Request._errors_of",
-        "isinstance(error, _STOPS)",
+        "isinstance(error, STOPS)",
         "False",
         faults(f"{_STOPS}[KeyboardInterrupt]"),
         "an interrupt in a tokenizer is swallowed",
