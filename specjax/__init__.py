@@ -40,10 +40,8 @@ from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
-from specjax.draft import Draft
 from specjax.engine.engine import Engine
 from specjax.engine.request import FinishReason, Request
-from specjax.model import Model
 from specjax.processing.apply_sampling import apply_sampling
 from specjax.processing.bad_words import bad_words_array
 from specjax.processing.bias import bias_array
@@ -54,7 +52,6 @@ from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
 from specjax.programs.cache_folder import enable_compilation_cache
-from specjax.sample import Sample
 from specjax.samplers.block_rejection_sample import (
     block_rejection_sample,
     block_rejection_sample_ragged,
@@ -66,7 +63,7 @@ from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
 from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
 from specjax.samplers.trees.tree_rejection_sample import tree_rejection_sample
-from specjax.verification import TreeVerification, Verification
+from specjax.types import Draft, Model, Sample, TreeVerification, Verification
 
 __all__ = [
     "CompiledGenerate",
@@ -138,9 +135,6 @@ __version__: str
 
 # Imported where they are first named: they need what extras install.
 _ROOMS = ("adapters", "models")
-# Modules of types that are public here: their names read like functions.
-for _module in ("draft", "model", "sample", "verification"):
-    del globals()[_module]
 
 
 def __dir__() -> list[str]:

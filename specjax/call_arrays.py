@@ -6,9 +6,9 @@ One type holds the arrays of each kind of call, and one the options that are com
 import dataclasses
 from typing import Any, NamedTuple
 
-from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import Placement
+from specjax.types import Draft
 from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]

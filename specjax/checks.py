@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.draft import Draft
+from specjax.file_io import quote
+from specjax.types import Draft
 
 __all__ = [
     "as_array",
@@ -138,12 +139,13 @@ def check_logits(name: str, logits: Any, form: str, leading: int | None = None) 
         raise ValueError(f"{name} has an empty vocabulary axis: shape {logits.shape}.")
 
 
-def check_draft_ids(draft: Draft, form: str) -> Any:
-    """Returns the `token_ids` of a draft, an array of the axes of `form`."""
+def check_draft_ids(draft: Draft, is_ragged: bool) -> Any:
+    """Returns the `token_ids` of a draft, [B, K] or, laid end to end, [N]."""
     if not isinstance(draft, Draft):
         raise ValueError(f"draft is {type(draft).__name__}; it needs a specjax.Draft.")
     ids = as_array("draft.token_ids", draft.token_ids)
-    if ids.ndim != len(form.split(",")):
+    if ids.ndim != (1 if is_ragged else 2):
+        form = "[N]" if is_ragged else "[B, K]"
         raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
     return ids
 
@@ -159,7 +161,7 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
     Returns:
       `Draft`.
     """
-    ids = check_draft_ids(draft, "[B, K]" if ragged_batch_size is None else "[N]")
+    ids = check_draft_ids(draft, ragged_batch_size is not None)
     if draft.logits is not None:
         draft = draft._replace(logits=as_array("draft.logits", draft.logits))
     size = ids.shape[0] if ragged_batch_size is None else ragged_batch_size
@@ -214,6 +216,7 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
 
     Args:
       cu_num_draft_tokens: the argument, i32[B + 1], or i32[B] without the 0 that all begin with.
+        An array on a CPU is waited for.
       num_drafted: N, drafted tokens.
       num_rows: of the target's logits.
 
@@ -229,21 +232,20 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
             f"N = {num_drafted} drafted tokens, so that B is {size}; it needs [B + 1], from 0, or "
             "[B] without that 0."
         )
-    counts = parse_array(name, given, jnp.int32, given.shape)
-    if given.shape == (size,):
-        xp: Any = np if isinstance(counts, np.ndarray) else jnp
-        counts = xp.concatenate([xp.zeros(1, xp.int32), counts])
+    counts, begins_with_0 = parse_array(name, given, jnp.int32, given.shape), len(given) > size
     known = _in_host_memory(counts)
-    if known is None:
+    if known is not None:
+        steps = np.diff(known.astype(np.int64), prepend=0)
+        falls = steps.min(initial=0) < 0 or (begins_with_0 and known[0] != 0)
+        if falls or known.max(initial=0) > num_drafted:
+            raise ValueError(
+                f"{name} is {quote(known.tolist())}; it needs to begin with 0, or to leave that 0 "
+                f"out, never to fall, and to end at {num_drafted}, the drafted tokens, or below."
+            )
+    if begins_with_0:
         return counts
-    least = int(np.diff(known.astype(np.int64)).min(initial=num_drafted))
-    if known[0] != 0 or least < 0 or known[-1] > num_drafted:
-        raise ValueError(
-            f"{name} runs from {known[0]} to {known[-1]} with a smallest count of {least}; it "
-            f"needs to begin with 0, never fall, and end at {num_drafted}, the drafted tokens, or "
-            "below."
-        )
-    return counts
+    xp: Any = np if isinstance(counts, np.ndarray) else jnp
+    return xp.concatenate([xp.zeros(1, xp.int32), counts])
 
 
 def _in_host_memory(value: Any) -> np.ndarray | None:

@@ -117,8 +117,9 @@ def resolve_implementation(implementation: str | Implementation | None) -> Imple
     device = implementation.device_facts()
     why_no_gpu = _why_no_gpu(device)
     if name is None:
-        name = "auto" if why_no_gpu is None and device.has_pallas_triton else "xla"
-        if why_no_gpu is None and not device.has_pallas_triton:
+        name = "auto" if why_no_gpu is None else "xla"
+        if name == "auto" and not device.has_pallas_triton:
+            name = "xla"
             _warn_of_plain_jax()
     if name in ("triton", "interpret") and not device.has_pallas_triton:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = ["markov_chain"]
 

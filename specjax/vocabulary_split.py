@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from specjax.draft import Draft
+from specjax.types import Draft
 
 __all__ = ["VocabularySplit", "parse_split"]
 

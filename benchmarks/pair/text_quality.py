@@ -20,8 +20,10 @@ from specjax.models import load, load_tokenizer, pretrained_folder
 
 # A text loops if a smaller share of its lines is distinct.
 LOOP = 0.5
-# Lines at the end of a text that may be left out: the statement or docstring that the limit cut.
-MAX_UNFINISHED = 16
+# Lines at the end of a text that may be left out: of a statement that the limit cut.
+MAX_UNFINISHED = 3
+# What ends a docstring that the limit cut.
+ENDINGS = ("", '"""', "\n    pass")
 
 
 def distinct_share(text: str) -> float:
@@ -33,17 +35,24 @@ def distinct_share(text: str) -> float:
 def unfinished_lines(text: str) -> int | None:
     """Returns the number of lines at the end without which a text parses as Python, or None.
 
-    At most `MAX_UNFINISHED` are left out.
+    At most `MAX_UNFINISHED` are left out, and a docstring that is open there is closed.
     """
     lines = text.split("\n")
     for number in range(min(MAX_UNFINISHED, len(lines) - 1) + 1):
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                ast.parse("\n".join(lines[: len(lines) - number]))
-        except (SyntaxError, ValueError):
-            continue
-        return number
+        whole = "\n".join(lines[: len(lines) - number])
+        if any(_parses(whole + ending) for ending in ENDINGS):
+            return number
     return None
+
+
+def _parses(text: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from specjax.decode.metrics import Metrics
 from specjax.decode.state_and_info import DecodeState
 from specjax.engine.request import FinishReason
 from specjax.engine.stop_strings import StoppedText
-from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.program_store import ProgramStore
+from specjax.types import Model
 
 __all__ = [
     "GenerateJob",

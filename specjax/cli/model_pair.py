@@ -12,7 +12,7 @@ from specjax.cli.mesh_arguments import load_options
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
 from specjax.engine.request import STOPS
 from specjax.file_io import shorten
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = [
     "CheckedDraft",

@@ -11,7 +11,7 @@ from typing import Any
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
 from specjax.core.rule import Rule
-from specjax.file_io import quote, read_file
+from specjax.file_io import quote, read_file, shorten
 
 __all__ = ["add_speculation_options", "make_config"]
 
@@ -76,8 +76,12 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
     try:
-        return tuple(json.loads(read_file(text, _MOST_BYTES))["step_costs"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        data = read_file(text, _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(shorten(error)) from None
+    try:
+        return tuple(json.loads(data)["step_costs"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise argparse.ArgumentTypeError(
             f"{text} is no JSON object with step_costs, as `specjax sweep --json` prints it"
         ) from None

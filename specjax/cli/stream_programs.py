@@ -27,10 +27,10 @@ from specjax.decode.loop import commit_rows
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state_and_info import DecodeState
 from specjax.decode.target_rows import compute_rows
-from specjax.model import Model
 from specjax.programs.by_layer import LoweredParts, lower_by_layer
 from specjax.programs.compiler_options import prefill_options, small_program_options
 from specjax.programs.program_store import ProgramStore
+from specjax.types import Model
 
 __all__ = ["StreamPrograms"]
 

@@ -25,7 +25,7 @@ from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, 
 from specjax.core.split.rows import take
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import Temperature, parse_temperature
-from specjax.sample import Sample
+from specjax.types import Sample
 from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [

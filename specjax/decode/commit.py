@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import check_shape, parse_array, parse_ids, parse_optional
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["Finish", "Origin", "append", "append_emitted", "commit"]
 

@@ -23,7 +23,6 @@ from specjax.decode.prefill import begin_compilation
 from specjax.decode.target_rows import vocabulary_size
 from specjax.implementation import Implementation
 from specjax.mesh import call_on_auto_axes, put_whole
-from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
 from specjax.programs.cache_folder import is_cache_in_use
 from specjax.programs.compiled_for import check_arrays, check_functions, list_functions
@@ -34,6 +33,7 @@ from specjax.programs.saved_programs import (
     serialize_programs,
     write_programs,
 )
+from specjax.types import Model
 
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.propose import propose_step
-from specjax.draft import Draft
-from specjax.model import Model
+from specjax.types import Draft, Model
 
 __all__ = ["Drafter", "model_drafter", "ngram_drafter", "reads_chunks", "whole_prompt_drafter"]
 

@@ -18,8 +18,8 @@ from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState
 from specjax.implementation import Implementation
 from specjax.mesh import call_on_auto_axes, pvary_like
-from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
+from specjax.types import Model
 
 __all__ = ["Generation", "generate", "run_loop", "take_first_requests"]
 

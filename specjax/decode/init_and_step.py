@@ -34,9 +34,9 @@ from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.decode.target_rows import vocabulary_size
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import call_on_auto_axes
-from specjax.model import Model
 from specjax.processing.row_masks import with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams, read_sampling
+from specjax.types import Model
 
 __all__ = ["PREFILL_CHUNK_SIZE", "check_arguments", "check_prompt_ids", "init", "step"]
 

@@ -33,14 +33,12 @@ from specjax.decode.target_rows import (
     on_rows,
     take_at,
 )
-from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.model import Model
 from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
 from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
-from specjax.verification import Verification
+from specjax.types import Draft, Model, Verification
 
 __all__ = ["commit_rows", "run_step"]
 

@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.decode.commit import Finish
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["Metrics", "init_metrics", "update_metrics"]
 

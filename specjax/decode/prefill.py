@@ -20,13 +20,12 @@ from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.decode.target_rows import TargetRows, apply_model, rows_of, take_at
-from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import pvary_like
-from specjax.model import Model
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
 from specjax.programs.compiler_options import prefill_options
+from specjax.types import Draft, Model
 
 __all__ = [
     "LoweredProgram",

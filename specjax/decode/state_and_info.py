@@ -8,11 +8,10 @@ import jax.export
 from specjax.decode.choose_k import DraftHistory
 from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.draft import Draft
 from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
-from specjax.verification import Verification
+from specjax.types import Draft, Verification
 
 __all__ = ["DecodeState", "Settings", "StepInfo"]
 

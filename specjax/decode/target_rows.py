@@ -18,12 +18,12 @@ from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import Placement, call_on_auto_axes
-from specjax.model import Model
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.row_masks import has_row_masks
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.types import Model
 from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [

@@ -20,8 +20,8 @@ from specjax.engine.start import devices_of, explain_slots_out_of_memory, warm_u
 from specjax.engine.submission import EngineOptions, make_request, parse_defaults, read_submission
 from specjax.grammars.row_masks import Matcher
 from specjax.implementation import Implementation
-from specjax.model import Model
 from specjax.processing.sampling_params import SamplingParams
+from specjax.types import Model
 
 __all__ = ["Engine"]
 

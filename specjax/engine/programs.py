@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.decode.drafters import Drafter, reads_chunks
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE
 from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import count_rows
+from specjax.decode.target_rows import count_rows, vocabulary_size
 from specjax.engine import slots
 from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, StepOutput
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = [
     "BatchPrograms",
@@ -198,15 +197,8 @@ def make_programs(
         resume=functools.partial(slots.put, axes=axes),
         empty_slots=empty,
         slot_bytes=row_bytes(shapes, axes),
-        vocab_size=_vocab_size(target),
+        vocab_size=vocabulary_size(target, 1, 1, 2),
     )
-
-
-def _vocab_size(target: Model) -> int:
-    cache, one = jax.eval_shape(lambda: target.init_cache(1, 2)), np.zeros((1, 1), np.int32)
-    hidden, _ = jax.eval_shape(target.apply, target.params, one, one, cache)
-    size: int = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
-    return size
 
 
 def choose_chunk_size(given: int | None) -> int:

@@ -14,7 +14,7 @@ from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import StoppedText
 from specjax.grammars.row_masks import MatchedText
 
-__all__ = ["STOPS", "FinishReason", "Piece", "Request", "describe"]
+__all__ = ["FinishReason", "Piece", "Request", "STOPS", "describe"]
 
 
 class FinishReason:

@@ -18,10 +18,10 @@ from specjax.decode.target_rows import apply_model, count_drafted, count_rows
 from specjax.engine.rows import put_beginning, put_row, take_row
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.implementation import Implementation
-from specjax.model import Model
 from specjax.processing.grammar import start_states
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import count_committed
+from specjax.types import Model
 
 __all__ = [
     "admit",

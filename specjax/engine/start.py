@@ -11,7 +11,7 @@ from specjax.decode.capacity import format_bytes
 from specjax.decode.state_and_info import DecodeState
 from specjax.engine.programs import BatchPrograms, Programs
 from specjax.engine.slot_data import PromptRow, RequestSettings
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = ["devices_of", "explain_slots_out_of_memory", "warm_up"]
 

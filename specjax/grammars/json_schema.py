@@ -171,9 +171,11 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, name: str) -> tuple
     low, high = given.get(least, 0), given.get(most)
     for key, bound in ((least, low), (most, high)):
         if bound is not None and (type(bound) is not int or bound < 0):
-            raise ValueError(f"{name} has {key} {bound!r}; it needs an integer >= 0.")
+            raise ValueError(f"{name} has {key} {quote(bound)}; it needs an integer >= 0.")
     if high is not None and high < low:
-        raise ValueError(f"{name} has {least} {low} and {most} {high}; no text follows it.")
+        raise ValueError(
+            f"{name} has {least} {quote(low)} and {most} {quote(high)}; no text follows it."
+        )
     return low, high
 
 

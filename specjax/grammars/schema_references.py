@@ -1,7 +1,6 @@
 """`inline_references`: a JSON schema with each `$ref` replaced by the definition that it names."""
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from specjax.file_io import quote
@@ -14,7 +13,9 @@ _NOTES = {
     *("title", "description", "default", "examples", "example", "$schema", "$id", "id", "$comment"),
     *("deprecated", "readonly", "readOnly", "writeOnly"),
 }
-_MOST_SCHEMAS = 65536
+_MOST_LEVELS = 64
+# A schema counts eight, and each character of its names and values one.
+_MOST_PARTS = 8 * 65536
 
 
 def inline_references(schema: Any) -> Any:
@@ -24,8 +25,9 @@ def inline_references(schema: Any) -> Any:
       schema: with ``{"$ref": "#/$defs/NAME"}`` or ``"#/definitions/NAME"`` in place of schemas.
 
     Raises:
-      ValueError: for another reference, one to itself, or other keywords next to one. Or if there
-        are more than 65536 schemas, each counted wherever it is named.
+      ValueError: for another reference, one to itself, or other keywords next to one. Or if
+        schemas are nested in more than 64 levels, or are too many or too long. Each is counted
+        wherever it is named.
 
     Example:
       >>> inline_references({"$defs": {"x": {"type": "null"}}, "items": {"$ref": "#/$defs/x"}})
@@ -40,19 +42,60 @@ def inline_references(schema: Any) -> Any:
         for name, value in schema[place].items()
     }
     own = {key: value for key, value in schema.items() if key not in _PLACES}
-    return _inline(own, definitions, (), itertools.count(1))
+    return _inline(own, definitions, (), _Size())
+
+
+class _Size:
+    """Counts levels and parts, before a pattern is made of them."""
+
+    def __init__(self) -> None:
+        self.num_levels = self.num_parts = 0
+
+    def add(self, schema: Mapping[str, Any]) -> None:
+        """Adds a schema without those inside it."""
+        if self.num_levels > _MOST_LEVELS:
+            raise ValueError(
+                f"the schema is nested in more than {_MOST_LEVELS} levels; it needs fewer levels."
+            )
+        values = [
+            schema.get("const"),
+            *_listed(schema.get("enum")),
+            *_listed(schema.get("properties")),
+        ]
+        bounds = [schema.get("minimum"), schema.get("maximum")]
+        self.num_parts += 8 + sum(len(str(value)) for value in values)
+        # A bound of n digits is compared at each of them.
+        self.num_parts += sum((x.bit_length() // 3) ** 2 for x in bounds if isinstance(x, int))
+        if self.num_parts > _MOST_PARTS:
+            raise ValueError(
+                "the schema is too large, each part counted wherever a $ref names it; it needs "
+                "fewer schemas, or shorter names and values."
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | Mapping) else []
 
 
 def _inline(
-    schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...], numbers: Iterator[int]
+    schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...], size: _Size
 ) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    if next(numbers) > _MOST_SCHEMAS:
-        raise ValueError(
-            f"the schema has more than {_MOST_SCHEMAS} schemas, each counted wherever a $ref names "
-            "it; it needs fewer."
-        )
+    levels = 0 if "$ref" in schema else 1
+    size.num_levels += levels
+    size.add(schema)
+    schema = _inlined(schema, definitions, inside, size)
+    size.num_levels -= levels
+    return schema
+
+
+def _inlined(
+    schema: Mapping[str, Any],
+    definitions: Mapping[str, Any],
+    inside: tuple[str, ...],
+    size: _Size,
+) -> Any:
     schema = {key: value for key, value in schema.items() if not _is_note(key)}
     if "$ref" in schema:
         name = schema["$ref"]
@@ -69,8 +112,8 @@ def _inline(
             raise ValueError(
                 f"$ref {quote(name)} has {quote(others)} next to it; it needs to stand alone."
             )
-        return _inline(definitions[name], definitions, (*inside, name), numbers)
-    inner = (definitions, inside, numbers)
+        return _inline(definitions[name], definitions, (*inside, name), size)
+    inner = (definitions, inside, size)
     for key in ("items", "additionalProperties"):
         if key in schema:
             schema[key] = _inline(schema[key], *inner)

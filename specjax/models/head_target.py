@@ -12,8 +12,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from specjax.mesh import Placement
-from specjax.model import Model
 from specjax.models.layers import embed_tokens
+from specjax.types import Model
 
 __all__ = ["HeadTarget", "head_target"]
 

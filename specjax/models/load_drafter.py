@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
-from specjax.model import Model
 from specjax.models.config import TransformerConfig
 from specjax.models.draft_head import check_head
 from specjax.models.draft_head_drafter import head_drafter
@@ -22,6 +21,7 @@ from specjax.models.hf.checkpoint import load
 from specjax.models.hf.draft_head_folder import load_head, load_head_config
 from specjax.models.hf.folder import read_json_object
 from specjax.models.hf.load_config import load_config
+from specjax.types import Model
 
 __all__ = ["DraftFacts", "load_drafter", "read_draft"]
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
-from specjax.model import Model
 from specjax.models.attention import AttentionBackend
 from specjax.models.choose_step import run_decoder
 from specjax.models.config import TransformerConfig
 from specjax.models.layers import Layer, RMSNorm, embed_tokens, weight
 from specjax.models.rope import rope_cos_sin
+from specjax.types import Model
 
 __all__ = [
     "Transformer",
@@ -165,7 +165,7 @@ def functions(
     implementation: str | Implementation | None = None,
     axis_name: str | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Returns `(init_cache, apply, logits)` as `specjax.model.Model` describes them.
+    """Returns `(init_cache, apply, logits)` as `specjax.types.Model` describes them.
 
     Equal arguments give equal functions, so that their models share compilations.
 
@@ -209,7 +209,7 @@ def tap_function(
     implementation: str | Implementation | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """Returns `apply_with_taps` as `specjax.model.Model` describes it, of `functions`' model.
+    """Returns `apply_with_taps` as `specjax.types.Model` describes it, of `functions`' model.
 
     Args:
       config: sizes and constants.
@@ -244,7 +244,7 @@ def build(
     seed: int = 0,
     implementation: str | Implementation | None = None,
 ) -> Model:
-    """Returns a `specjax.model.Model` of this configuration.
+    """Returns a `specjax.types.Model` of this configuration.
 
     Args:
       config: sizes and constants.

@@ -37,7 +37,7 @@ from specjax.pallas.load_request import Plan, RequestScalars, load_masked, load_
 from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix, write_result
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = [
     "coupled_draw_kernel",

@@ -40,7 +40,7 @@ from specjax.pallas.residual import (
     winners_shape,
 )
 from specjax.pallas.target_rows import VerifiedRows
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = [
     "DrawOperands",

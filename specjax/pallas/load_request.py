@@ -16,7 +16,7 @@ from specjax.pallas.blocks import load_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile, next_power_of_2
 from specjax.pallas.launch import interpreter_barrier, output, select_one
 from specjax.pallas.threefry import make_threefry
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = [
     "DraftRow",

@@ -43,7 +43,7 @@ from specjax.pallas.load_request import (
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.split.shared_rows import load_first_token, true_columns
 from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = [
     "AcceptedPrefix",

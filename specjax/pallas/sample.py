@@ -38,7 +38,7 @@ from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
 from specjax.pallas.split.shared_rows import load_first_token, true_columns
 from specjax.pallas.threefry import make_threefry
-from specjax.sample import Sample
+from specjax.types import Sample
 
 __all__ = [
     "DrawOperands",

@@ -36,7 +36,7 @@ from specjax.pallas.target_rows import (
     accept_rows,
     evaluate_acceptance,
 )
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["evaluate_by_rule", "log_weights_by_rule", "verify_rows"]
 

@@ -17,7 +17,7 @@ from specjax.map_parts import map_parts
 from specjax.mesh import Placement, pvary_like
 from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.samplers.verify_xla import verify_batch
-from specjax.verification import Verification
+from specjax.types import Verification
 from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [

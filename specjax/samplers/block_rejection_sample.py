@@ -5,14 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.samplers.rejection_sample import check_verification, run_verification
 from specjax.samplers.rejection_sample_ragged import (
     check_ragged_verification,
     run_ragged_verification,
 )
-from specjax.verification import Verification
+from specjax.types import Draft, Verification
 
 __all__ = ["block_rejection_sample", "block_rejection_sample_ragged"]
 

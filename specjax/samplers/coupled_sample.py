@@ -16,7 +16,6 @@ from specjax.checks import (
     parse_array,
     parse_optional,
 )
-from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.map_parts import map_parts
 from specjax.samplers.batch import (
@@ -25,7 +24,7 @@ from specjax.samplers.batch import (
     once_per_request,
     verify_shard,
 )
-from specjax.verification import Verification
+from specjax.types import Draft, Verification
 from specjax.vocabulary_split import parse_split
 
 __all__ = ["coupled_sample"]

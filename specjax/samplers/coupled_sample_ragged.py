@@ -19,7 +19,6 @@ from specjax.checks import (
     parse_array,
     parse_optional,
 )
-from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded
 from specjax.samplers.batch import (
@@ -28,7 +27,7 @@ from specjax.samplers.batch import (
     resize_tokens,
     verify_ragged,
 )
-from specjax.verification import Verification
+from specjax.types import Draft, Verification
 from specjax.vocabulary_split import parse_split
 
 __all__ = ["coupled_sample_ragged"]

@@ -26,7 +26,7 @@ from specjax.core.temperature import parse_temperature
 from specjax.mesh import pvary_like
 from specjax.samplers.next_token_xla import emit, is_active
 from specjax.samplers.request import LogitRows, Request, first_false, take_row
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["couple_request"]
 

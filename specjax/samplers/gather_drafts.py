@@ -8,8 +8,8 @@ import numpy as np
 
 from specjax.checks import as_array, check_shape, parse_array
 from specjax.core.acceptance import num_valid_drafts
-from specjax.draft import Draft
 from specjax.mesh import shard_map_batch
+from specjax.types import Draft
 
 __all__ = ["draft_from_probs", "gather_drafts"]
 

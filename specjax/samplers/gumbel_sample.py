@@ -21,9 +21,9 @@ from specjax.core.noise import batch_addresses
 from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.map_parts import map_parts
 from specjax.mesh import pvary_like
-from specjax.sample import Sample
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.split_kernels import may_run_kernels
+from specjax.types import Sample
 from specjax.vocabulary_split import parse_split
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]

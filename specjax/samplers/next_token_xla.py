@@ -23,7 +23,7 @@ from specjax.samplers.request import (
     draft_row,
     take_row,
 )
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["AcceptedPrefix", "emit", "is_active", "next_token", "residual_mass"]
 

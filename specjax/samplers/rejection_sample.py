@@ -20,7 +20,6 @@ from specjax.checks import (
 )
 from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
-from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.map_parts import map_parts
 from specjax.samplers.batch import (
@@ -29,7 +28,7 @@ from specjax.samplers.batch import (
     once_per_request,
     verify_shard,
 )
-from specjax.verification import Verification
+from specjax.types import Draft, Verification
 from specjax.vocabulary_split import parse_split
 
 __all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]

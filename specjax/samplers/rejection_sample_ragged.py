@@ -24,7 +24,6 @@ from specjax.checks import (
 )
 from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
-from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import check_unsharded
 from specjax.samplers.batch import (
@@ -33,7 +32,7 @@ from specjax.samplers.batch import (
     resize_tokens,
     verify_ragged,
 )
-from specjax.verification import Verification
+from specjax.types import Draft, Verification
 from specjax.vocabulary_split import parse_split
 
 __all__ = ["check_ragged_verification", "rejection_sample_ragged", "run_ragged_verification"]
@@ -148,7 +147,7 @@ def check_ragged_verification(
     max_draft_tokens = check_count("max_draft_tokens", max_draft_tokens, 0, why)
     target_logits = as_array("target_logits", target_logits)
     check_logits("target_logits", target_logits, "[N + B, V]")
-    num_drafted, num_rows = check_draft_ids(draft, "[N]").shape[0], target_logits.shape[0]
+    num_drafted, num_rows = check_draft_ids(draft, is_ragged=True).shape[0], target_logits.shape[0]
     cumulative = check_cumulative(cu_num_draft_tokens, num_drafted, num_rows)
     size = num_rows - num_drafted
     draft = check_draft(draft, ragged_batch_size=size)

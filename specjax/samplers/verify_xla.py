@@ -45,7 +45,7 @@ from specjax.samplers.request import (
     take_row,
 )
 from specjax.samplers.rule_xla import accepts_by_rule, next_token_by_rule
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["verify_batch", "verify_request"]
 

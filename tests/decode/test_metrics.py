@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specjax.decode.commit import Finish
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
-from specjax.verification import Verification
+from specjax.types import Verification
 
 B, K, STEPS = 3, 4, 6
 

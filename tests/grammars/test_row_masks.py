@@ -7,10 +7,10 @@ import processed
 import pytest
 
 import specjax
-from specjax.draft import Draft
 from specjax.grammars import RowMasks
 from specjax.grammars.row_masks import MatchedText
 from specjax.markov_chain import markov_chain
+from specjax.types import Draft
 
 pytestmark = pytest.mark.once
 

@@ -27,10 +27,10 @@ def test_a_note_says_nothing_about_a_text_and_a_property_may_have_its_name():
 
 def test_an_error_shows_the_beginning_of_a_long_value():
     for schema in (
-        {"enum": ["a" * 10**6, float("nan")]},
-        {"type": "a" * 10**6},
-        {"type": "object", "properties": {"a" * 10**6: {"enum": []}}},
-        {"$ref": "a" * 10**6},
+        {"enum": ["a" * 10**5, float("nan")]},
+        {"type": "a" * 10**5},
+        {"type": "object", "properties": {"a" * 10**5: {"enum": []}}},
+        {"$ref": "a" * 10**5},
     ):
         with pytest.raises(ValueError, match="aaa") as caught:
             schema_pattern(inline_references(schema), "the schema")

@@ -39,5 +39,6 @@ def test_a_text_that_repeats_a_line_is_a_loop():
 
 
 def test_what_the_limit_cut_off_is_left_out_and_a_fault_before_it_is_not():
-    assert unfinished_lines('x = 1\ndef f():\n    """Returns') == 2
+    assert unfinished_lines('x = 1\ndef f():\n    """Returns') == 0
+    assert unfinished_lines("x = 1\nx = (") == 1
     assert unfinished_lines("x = = 1\n" + "y = 2\n" * 40) is None

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "specjax"
 # From the ground up. A room imports rooms of lower floors; rooms of one floor do not import
 # one another. A room is a folder of the package, or one of its top-level files.
 FLOORS = (
-    ("draft", "verification", "sample", "model"),
+    ("types",),
     ("acceptance_rates", "markov_chain", "mesh", "implementation", "file_io", "vocabulary_split"),
     ("call_arrays", "checks", "map_parts", "programs"),
     ("core",),

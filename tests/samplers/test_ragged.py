@@ -211,11 +211,11 @@ def test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do(verif
 @pytest.mark.parametrize(
     ("cu", "words"),
     [
-        ([0, 3, 2], "runs from 0 to 2 with a smallest count of -1; .* never fall"),
-        ([3, 2], "runs from 0 to 2 with a smallest count of -1"),
-        ([1, 2, 3], "runs from 1 to 3 .* needs to begin with 0"),
-        ([0, 2, 4], "runs from 0 to 4 .* end at 3, the drafted tokens"),
-        ([-1, 3], "smallest count of -1"),
+        ([0, 3, 2], r"is \[0, 3, 2\]; .* never to fall"),
+        ([3, 2], r"is \[3, 2\]; it needs to begin with 0, or to leave that 0 out"),
+        ([1, 2, 3], r"is \[1, 2, 3\]; it needs to begin with 0"),
+        ([0, 2, 4], r"is \[0, 2, 4\]; .* end at 3, the drafted tokens"),
+        ([-1, 3], r"is \[-1, 3\]; "),
         (
             [0, 1, 2, 3],
             r"shape \(4,\), and target_logits .* has 5 rows .* N = 3 .* B is 2; it needs",

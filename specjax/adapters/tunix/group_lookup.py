@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
-from specjax.draft import Draft
+from specjax.types import Draft
 
 __all__ = ["group_lookup_drafter"]
 

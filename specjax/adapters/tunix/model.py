@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.adapters.tunix.parameters import Graph, nest_params, split_transformer
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = ["CacheLayout", "make_model", "read_layout", "tunix_model"]
 

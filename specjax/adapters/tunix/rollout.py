@@ -17,7 +17,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.decode.generate import generate
 from specjax.decode.metrics import Metrics
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = ["SpecRollout"]
 

@@ -28,9 +28,9 @@ from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.engine import Engine
 from specjax.engine.request import STOPS, FinishReason, Request
 from specjax.file_io import read_file, shorten
-from specjax.model import Model
 from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
+from specjax.types import Model
 
 __all__ = ["BatchJob", "read_batch", "run_batch"]
 

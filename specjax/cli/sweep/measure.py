@@ -24,7 +24,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments, step
 from specjax.decode.prefill import run_prefill
 from specjax.decode.state_and_info import DecodeState
-from specjax.model import Model
+from specjax.types import Model
 
 __all__ = [
     "MeasuredPoint",

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
-from specjax.draft import Draft
 from specjax.implementation import Implementation
 from specjax.mesh import put_whole
-from specjax.model import Model
 from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.check_target import check_target
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
 from specjax.models.heads.draft_rows import draft_rows
+from specjax.types import Draft, Model
 
 __all__ = ["check_dflash", "dflash_drafter"]
 

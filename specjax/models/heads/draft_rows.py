@@ -16,7 +16,6 @@ from specjax.checks import check_keys
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream, fold_in_rows
 from specjax.decode.propose import propose_step
-from specjax.draft import Draft
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.mesh import Placement
 from specjax.processing.apply_sampling import apply_sampling_to_draft
@@ -29,6 +28,7 @@ from specjax.processing.sampling_params import (
     split_sampling,
 )
 from specjax.samplers.gumbel_sample import sample_batch
+from specjax.types import Draft
 
 __all__ = ["draft_rows"]
 

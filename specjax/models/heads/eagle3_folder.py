@@ -36,6 +36,7 @@ _EAGLE_CONFIG: Known = {
     "next_layer_regular": ANY,
     "parallel_draft_heads_num_layers": ANY,
     "parallel_draft_step": (1,),
+    **dict.fromkeys(("causal", "is_causal"), (True,)),
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),

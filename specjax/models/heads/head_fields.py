@@ -246,6 +246,7 @@ def _refuse(fields: Any, source: str, kind: str, place: str, known: Known) -> No
     """Refuses an unknown field of one object; null is an empty one."""
     for name, value in (fields or {}).items():
         allowed = known.get(name, ())
+        # transformers writes false, 0 or null for what a model does not use.
         if value is None or allowed is ANY or value in allowed or (not value and not allowed):
             continue
         said = f"{source} has {place}{name} {quote(value)}"

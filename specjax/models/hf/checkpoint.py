@@ -17,7 +17,6 @@ from safetensors.flax import save as serialize
 from specjax.file_io import replace_file
 from specjax.implementation import Implementation
 from specjax.mesh import parse_mesh
-from specjax.model import Model
 from specjax.models.config import DTYPES, TransformerConfig
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.folder import find_member
@@ -36,6 +35,7 @@ from specjax.models.hf.weight_map import (
 from specjax.models.shares.share import share_config
 from specjax.models.shares.split_model import model_of_shares
 from specjax.models.transformer import build, param_shapes
+from specjax.types import Model
 
 __all__ = ["load", "load_shapes", "resolve_dtype", "save"]
 

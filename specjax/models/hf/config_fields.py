@@ -54,8 +54,10 @@ def _integer(most: int, null: bool = False) -> _Field:
 
 
 _LENGTH = 2**31 - 1  # Positions are 32-bit.
-_SCALE = _Field(_is_scale, "a positive number")
-_SCALE_OR_NULL = _Field(lambda v: v is None or _is_scale(v), "a positive number or null")
+_SCALE = _Field(_is_scale, "a positive number below 2**127")
+_SCALE_OR_NULL = _Field(
+    lambda v: v is None or _is_scale(v), "a positive number below 2**127, or null"
+)
 _BOOL = _Field(lambda v: isinstance(v, bool), "true or false", False)
 _OBJECT = _Field(lambda v: v is None or isinstance(v, dict), "an object or null")
 _DTYPE = _Field(lambda v: v in (None, *DTYPES), "'bfloat16', 'float16', 'float32' or null")

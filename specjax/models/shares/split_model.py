@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 
 from specjax.implementation import Implementation
 from specjax.mesh import Placement, parse_mesh
-from specjax.model import Model
 from specjax.models.config import TransformerConfig
 from specjax.models.shares.share import is_stacked, param_specs, share_config, split_array
 from specjax.models.transformer import Transformer, functions, tap_function
+from specjax.types import Model
 
 __all__ = ["model_of_shares", "split_model"]
 

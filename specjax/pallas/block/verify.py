@@ -52,7 +52,7 @@ from specjax.pallas.load_request import Plan, load_request
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import reduce_rows
 from specjax.pallas.residual import reduce_masses
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = [
     "block_judge_kernel",

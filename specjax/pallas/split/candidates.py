@@ -34,7 +34,7 @@ from specjax.pallas.next_token import (
     row_block_logprobs,
 )
 from specjax.pallas.residual import load_residual_terms
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["choose", "proposal_shape", "store_proposal"]
 

@@ -37,8 +37,7 @@ from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import launch, output
 from specjax.pallas.sample import DrawOperands, load_row, reduce_rows
 from specjax.pallas.split.shared_rows import first_token_of
-from specjax.sample import Sample
-from specjax.verification import Verification
+from specjax.types import Sample, Verification
 
 __all__ = ["compare_draws", "sample_split", "split_sample_kernel", "target_samples"]
 

@@ -27,7 +27,7 @@ from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import store_log_masses
 from specjax.pallas.split.candidates import choose, proposal_shape, store_proposal
 from specjax.pallas.split.shared_rows import SharedRows, first_token_of, with_shared_tiles
-from specjax.verification import Verification
+from specjax.types import Verification
 
 __all__ = ["split_draw_kernel", "verify_split"]
 

@@ -21,7 +21,7 @@ from specjax.mesh import shard_map_batch
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.trees.tree import MAX_DEPTH
 from specjax.samplers.trees.verify_tree import TreeArrays, verify_trees
-from specjax.verification import TreeVerification
+from specjax.types import TreeVerification
 
 __all__ = ["tree_rejection_sample"]
 

@@ -14,7 +14,7 @@ from specjax.samplers.request import LogitRows
 from specjax.samplers.trees.traverse import traverse_tree
 from specjax.samplers.trees.tree import AcceptedPath, Tree, find_padding, place_nodes
 from specjax.samplers.trees.walk import walk_tree
-from specjax.verification import TreeVerification
+from specjax.types import TreeVerification
 
 __all__ = ["TreeArrays", "verify_tree", "verify_trees"]
 

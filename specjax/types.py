@@ -1,0 +1,171 @@
+"""The types of calls: a draft, a sample, what a step emits, a language model.
+
+Axes: `B` requests, `K` most drafted tokens per request and step, `S` slots of a draft cache, `V_d`
+draft vocabulary, `D` most nodes on a path, `L` tokens of each request, `E` hidden, `V` vocabulary,
+`A` taps.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+
+__all__ = ["Draft", "Model", "Sample", "TreeVerification", "Verification"]
+
+
+class Draft(NamedTuple):
+    """Drafted tokens of a batch and the logits that they were sampled from.
+
+    Attributes:
+      token_ids: i32[B, K]. A -1 ends the drafted tokens of a request.
+      logits: [S, K, V_d] in bf16, f16 or f32, raw draft logits, with S = B unless
+        `rows` is given. None means one-hot drafts everywhere.
+      temperature: f32[B], at which the tokens were sampled. None is the request's own
+        temperature. 0 is greedy: q is one-hot, and the logits are not read.
+      logprobs: f32[B, K], log q(token) at that temperature and cutoff. Computed when None.
+      logsumexp: f32[B, K], of the kept logits over that temperature. Computed when None.
+      cutoff: f32[B, K], q is zero on logits below it. None keeps every logit.
+      num_tokens: i32[B]. None is K; 0 is no drafts; -1 is an inactive request, of which
+        nothing is read and for which nothing is emitted. The decode loop knows itself which
+        requests are inactive, and reads a drafter's -1 as 0.
+      rows: i32[B], request b's logits are `logits[rows[b]]`. Reordering a batch moves no
+        logits. None is b.
+      token_map: i32[V_d], the target's id of every column of `logits`, of a draft that knows some
+        of the target's tokens; `token_ids` are the target's ids. q is 0 at tokens that the map does
+        not hold. None is the same ids. Repeated ids bias the output: a map on the host is checked.
+    """
+
+    token_ids: jax.Array
+    logits: jax.Array | None = None
+    temperature: jax.Array | None = None
+    logprobs: jax.Array | None = None
+    logsumexp: jax.Array | None = None
+    cutoff: jax.Array | None = None
+    num_tokens: jax.Array | None = None
+    rows: jax.Array | None = None
+    token_map: jax.Array | None = None
+
+
+jax.export.register_namedtuple_serialization(Draft, serialized_name="specjax.Draft")
+
+
+class Sample(NamedTuple):
+    """One token per row and its statistics.
+
+    Attributes:
+      token_ids: i32[B], -1 where the row or its temperature is invalid.
+      logprobs: f32[B], log-probability of the token at the row's temperature and
+        cutoff (at temperature 1 for greedy rows).
+      logsumexp: f32[B], of the kept logits over the temperature.
+    """
+
+    token_ids: jax.Array
+    logprobs: jax.Array
+    logsumexp: jax.Array
+
+
+jax.export.register_namedtuple_serialization(Sample, serialized_name="specjax.Sample")
+
+
+class Verification(NamedTuple):
+    """The tokens that one speculative step emits.
+
+    Attributes:
+      token_ids: i32[B, K + 1], the emitted tokens, padded with -1.
+      num_accepted: i32[B], accepted drafted tokens.
+      num_emitted: i32[B], `num_accepted` and the recovered or bonus token; without that token
+        where the target row that decides it is invalid.
+      logprobs: f32[B, K + 1], log p of each emitted token (greedy requests at temperature 1, or 0
+        with `greedy_logprobs=False`), 0 at padding.
+    """
+
+    token_ids: jax.Array
+    num_accepted: jax.Array
+    num_emitted: jax.Array
+    logprobs: jax.Array
+
+
+jax.export.register_namedtuple_serialization(Verification, serialized_name="specjax.Verification")
+
+
+class TreeVerification(NamedTuple):
+    """The tokens that one speculative step of drafted trees emits, and the path that gave them.
+
+    Attributes:
+      token_ids: i32[B, D + 1], the emitted tokens, padded with -1.
+      num_accepted: i32[B], accepted nodes.
+      num_emitted: i32[B], `num_accepted` and the token after them; without that token where the
+        target row that decides it is invalid.
+      logprobs: f32[B, D + 1], log p of each emitted token (greedy requests at temperature 1), 0 at
+        padding.
+      nodes: i32[B, D], the accepted nodes from the root's child on, padded with -1: the rows of a
+        cache that stay.
+    """
+
+    token_ids: jax.Array
+    num_accepted: jax.Array
+    num_emitted: jax.Array
+    logprobs: jax.Array
+    nodes: jax.Array
+
+
+jax.export.register_namedtuple_serialization(
+    TreeVerification, serialized_name="specjax.TreeVerification"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model: parameters and pure functions.
+
+    It is a pytree whose leaves are the parameters, so that they are arguments of every compiled
+    function and never constants. The functions are static: two models with equal functions share
+    one compilation.
+
+    Attributes:
+      params: a pytree of arrays.
+      init_cache: `(batch_size, max_length) -> cache`, a pytree indexed by position. A cache of
+        a smaller `max_length` is the beginning of a larger one, leaf by leaf.
+      apply: `(params, token_ids[B, L], positions[B, L], cache) ->
+        (hidden[B, L, E], cache)`. Position -1 is padding: it writes nothing. Each
+        token attends to the cached slots up to and including its own position, so that a smaller
+        length rewinds the cache after a rejection.
+      logits: `(params, hidden[..., E]) -> logits[..., V]`, apart from `apply` so that
+        a prefill computes none.
+      max_length: most tokens of a text that its positions take, or None.
+      apply_with_taps: `(params, token_ids, positions, cache, taps) -> (hidden,
+        features[B, L, A * E], cache)`, for drafters that read states from inside the model.
+        `taps` are A static ints. Tap k is the residual stream after k layers, before any norm; tap
+        0 is the embeddings. The states of the taps stand next to one another in `features`. None
+        is a model that hands out none.
+      placement: the `specjax.mesh.Placement` of a model that lies over devices, or None.
+      split_logits: `logits` that are not gathered, of a model whose vocabulary lies over the
+        `model` axis of its placement: [..., N * W] of N devices' W tokens each, N * W >= V,
+        those past V padding. Or None.
+    """
+
+    params: Any
+    init_cache: Callable[[int, int], Any]
+    apply: Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+    logits: Callable[[Any, jax.Array], jax.Array]
+    max_length: int | None = None
+    apply_with_taps: Callable[..., tuple[jax.Array, jax.Array, Any]] | None = None
+    placement: Any = None
+    split_logits: Callable[[Any, jax.Array], jax.Array] | None = None
+
+
+jax.tree_util.register_dataclass(
+    Model,
+    data_fields=["params"],
+    meta_fields=[
+        "init_cache",
+        "apply",
+        "logits",
+        "max_length",
+        "apply_with_taps",
+        "placement",
+        "split_logits",
+    ],
+)
