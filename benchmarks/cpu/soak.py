@@ -8,8 +8,9 @@ Wrong would be: a text that is not the kind's, a slot that is not empty at the e
 left on the device, a request that begins before one that came earlier, ends never or ends twice.
 
 Half as many requests then meet faults: panics of the tokenizer and of matchers, errors of programs
-before they take what they are given, and interrupts of the process. An engine whose program fails
-after that, one engine for each such program, has to end all of its requests and say so.
+before they take what they are given, and signals (SIGINT and SIGTERM) whose handlers raise. An
+engine whose program fails after that, one engine for each such program, has to end all of its
+requests and say so.
 """
 
 import argparse
@@ -238,17 +239,17 @@ class Soak:
                 return function(*operands, **options)
             finally:
                 self.is_calling = False
-        except KeyboardInterrupt:
-            self.counts["interrupts"] += 1
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.counts["interrupts" if isinstance(error, KeyboardInterrupt) else "exits"] += 1
         # A matcher may panic when it is submitted. A SystemError is JAX's for an interrupt.
         except (jax.errors.JaxRuntimeError, Panic, SystemError):
             self.counts["errors that came out of a call"] += 1
 
-    def interrupt(self, *signal_and_frame: Any) -> None:
-        """Handles SIGINT: an interrupt of the engine is one, any other time is no matter."""
+    def interrupt(self, number: int, frame: Any) -> None:
+        """Handles a signal: an interrupt of the engine is one, any other time is no matter."""
         if self.is_calling:
             self.is_calling = False
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit
 
     def submit(self, number: int) -> None:
         """Submits requests of drawn kinds; again where a fault kept a request from coming back."""
@@ -325,9 +326,10 @@ def interrupted(state: Soak, seed: int) -> Iterator[None]:
 
     def send() -> None:
         while not is_over.wait(rng.uniform(0, MOST_SECONDS)):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), numbers[rng.integers(2)])
 
-    before = signal.signal(signal.SIGINT, state.interrupt)
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, state.interrupt) for number in numbers]
     sender = threading.Thread(target=send)
     sender.start()
     state.faults.is_on = True
@@ -337,7 +339,8 @@ def interrupted(state: Soak, seed: int) -> Iterator[None]:
         state.faults.is_on = False
         is_over.set()
         sender.join()
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def lose(name: str, num_slots: int = 8) -> tuple[list[str], str]:

@@ -1,6 +1,7 @@
-"""An interrupt that waits until what it would leave half done is whole."""
+"""Signals whose handlers wait until what they would leave half done is whole."""
 
 import contextlib
+import importlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -8,12 +9,16 @@ from typing import Any
 
 __all__ = ["delayed_interrupts"]
 
+# Those of `signal` make an enum of each answer, and take ten times as long for all signals.
+_signal = importlib.import_module("_signal")
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+
 
 @contextlib.contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delays an interrupt (SIGINT) until the block has ended, in Python's main thread.
+    """Delays signals that have a handler in Python until the block has ended, in the main thread.
 
-    No other thread is interrupted. The block should not wait for long.
+    Python runs handlers in no other thread. The block should not wait for long.
 
     Example:
       >>> import signal
@@ -28,15 +33,28 @@ def delayed_interrupts() -> Iterator[None]:
       >>> done
       ['all of it', 'interrupted']
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *given: received.append(given))
+    handlers, received, is_over = dict[int, Any](), dict[int, Any](), False
+
+    def delay(number: int, frame: Any) -> None:
+        if is_over:  # Another handler raised before this signal had its own back.
+            handlers[number](number, frame)
+        else:
+            received[number] = frame
+
     try:
+        for number in _SIGNALS:
+            if callable(handler := _signal.getsignal(number)):
+                handlers[number] = handler
+                _signal.signal(number, delay)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if received:
-            handler(*received[0])
+        is_over = True
+        # Calls each handler, whatever another one raises.
+        with contextlib.ExitStack() as calls:
+            for number, frame in received.items():
+                calls.callback(handlers[number], number, frame)
+            for number, handler in handlers.items():
+                _signal.signal(number, handler)

@@ -19,7 +19,7 @@ from specjax.decode.state_and_info import DecodeState
 from specjax.engine.group import ParkedRequest, PrefillBatch, PromptGroup
 from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.programs import Programs
-from specjax.engine.request import FinishReason, Request, describe
+from specjax.engine.request import STOPS, FinishReason, Request, describe
 from specjax.engine.slot_data import StepOutput
 from specjax.engine.waiting_queue import WaitingQueue
 
@@ -68,6 +68,7 @@ class Scheduler:
         self._some_aborted = False
         # Held by the thread whose turn it is to step or preempt.
         self._turn = threading.RLock()
+        self._is_calling = False
         self._shared_step: asyncio.Future[bool] | None = None
         self.num_steps = self.num_occupied = 0
 
@@ -118,8 +119,9 @@ class Scheduler:
     def _close(self, reason: str, why: str, error: str | None = None) -> None:
         arrays = self._arrays()
         waiting = [request for group in self._queue.close(why) for request in group.waiting]
-        for request in (*self._going(), *waiting):
-            request.end(reason, error)
+        with self._calling():
+            for request in (*self._going(), *waiting):
+                request.end(reason, error)
         self._occupants = [None] * len(self._occupants)
         self._in_flight.clear()
         for leaf in jax.tree.leaves(arrays):
@@ -147,7 +149,8 @@ class Scheduler:
                         f"{describe(error)}; make another one."
                     )
                     self._close(FinishReason.ENGINE_ERROR, why, why)
-                    raise RuntimeError(why) from error
+                    if not isinstance(error, STOPS):
+                        raise RuntimeError(why) from error
             raise
 
     def _is_whole(self) -> bool:
@@ -192,8 +195,8 @@ class Scheduler:
                     "`async for` until they have it."
                 )
             num_unread = self._begin_round()
-            while len(self._in_flight) > num_unread:
-                self._end_round(jax.device_get(self._in_flight[0].output))
+            while (step := self._oldest_step(num_unread)) is not None:
+                self._end_round(step, jax.device_get(step.output))
             return self._is_busy()
 
     async def take_step_async(self) -> bool:
@@ -203,11 +206,10 @@ class Scheduler:
             with self._closed_by_loss():
                 with self._turn:
                     num_unread = self._begin_round()
-                while len(self._in_flight) > num_unread:
-                    output = await asyncio.to_thread(jax.device_get, self._in_flight[0].output)
+                while (step := self._oldest_step(num_unread)) is not None:
+                    output = await asyncio.to_thread(jax.device_get, step.output)
                     with self._turn:
-                        if self._in_flight:  # another thread may have closed the engine
-                            self._end_round(output)
+                        self._end_round(step, output)
                 with self._turn:
                     return self._is_busy()
 
@@ -226,11 +228,13 @@ class Scheduler:
     @delayed_interrupts()
     def _begin_round(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
-        if self._queue.closed is not None:
-            return 0
+        if self._is_calling:
+            raise RuntimeError("A tokenizer or a matcher cannot run the engine that calls it.")
         # Left unread by a round that was interrupted; masks need what they drafted.
         while any(_has_matchers(step.occupants) for step in self._in_flight):
-            self._end_round(jax.device_get(self._in_flight[0].output))
+            self._end_round(self._in_flight[0], jax.device_get(self._in_flight[0].output))
+        if self._queue.closed is not None:
+            return 0
         if self._some_aborted:
             self._some_aborted = False
             self._queue.drop_ended()
@@ -241,29 +245,49 @@ class Scheduler:
         self._release_emptied()
         if not self._count_occupied():
             return 0
-        self._dispatch_step()
+        masks = self._row_masks()
+        if self._queue.closed is not None:  # by a matcher
+            return 0
+        self._dispatch_step(masks)
         # The masks of the next step need what this one drafts.
         return 0 if _has_matchers(self._occupants) else 1
 
     @delayed_interrupts()
-    def _end_round(self, output: StepOutput) -> None:
-        """Gives the requests what the oldest step committed, and empties slots of those that ended.
+    def _end_round(self, step: InFlight, output: StepOutput) -> None:
+        """Gives the requests what a step committed, and empties slots of those that ended.
 
         Args:
+          step: the oldest one. A signal's handler may have read it since, or closed the engine.
           output: of that step, as NumPy arrays.
         """
-        occupants = self._in_flight[0].occupants
+        occupants = step.occupants
         for slot, request in enumerate(occupants):
             # What it raises takes nothing from the others: they read the step in the next round.
             occupants[slot] = None
             if request is None or request.finish_reason is not None:
                 continue
-            request.add(output, slot)
+            with self._calling():
+                request.add(output, slot)
             # The device has ended it, too. A stop string is known to the host alone.
             is_here = self._occupants[slot] is request
             if is_here and output.finish[slot] != 0 and request.finish_reason is not None:
                 self._occupants[slot] = None
-        self._in_flight.popleft()
+        if self._in_flight and self._in_flight[0] is step:
+            self._in_flight.popleft()
+
+    def _oldest_step(self, num_unread: int) -> InFlight | None:
+        """Returns the oldest step, if more are unread than may be."""
+        steps = tuple(self._in_flight)
+        return steps[0] if len(steps) > num_unread else None
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Refuses rounds in a block that calls tokenizers or matchers: they would begin in it."""
+        before, self._is_calling = self._is_calling, True
+        try:
+            yield
+        finally:
+            self._is_calling = before
 
     def _count_occupied(self) -> int:
         return sum(request is not None for request in self._occupants)
@@ -330,11 +354,12 @@ class Scheduler:
         masks = self._all_allowed.copy()
         for rows, request in zip(masks, self._occupants, strict=True):
             if request is not None:
-                request.fill_masks(rows)
+                with self._calling():
+                    request.fill_masks(rows)
         return jax.device_put(masks)
 
-    def _dispatch_step(self) -> None:
-        self._slots, output = self._programs.step(self._slots, self._row_masks())
+    def _dispatch_step(self, masks: Any) -> None:
+        self._slots, output = self._programs.step(self._slots, masks)
         self._in_flight.append(InFlight(output, list(self._occupants)))
         self.num_steps += 1
         self.num_occupied += self._count_occupied()

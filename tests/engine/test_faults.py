@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import queue
+import signal
+import sys
 import threading
 import weakref
 
@@ -13,6 +15,9 @@ import pytest
 
 import specjax
 from benchmarks.cpu import soak
+from specjax.engine import scheduler
+from specjax.engine.interrupts import delayed_interrupts
+from specjax.engine.request import Request
 
 V = 4
 MODEL = bigrams.model(bigrams.pair(V, seed=1)[0])
@@ -46,6 +51,31 @@ class Raises:
         if 3 in ids:
             raise self.error
         return "x" * len(ids)
+
+
+class Calls:
+    """A tokenizer that calls `call`, once it is set, when it next decodes."""
+
+    call = None
+
+    def decode(self, ids, skip_special_tokens):
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+        return "x" * len(ids)
+
+
+@pytest.fixture
+def handled():
+    """Sets handlers of signals until the test ends."""
+    before = {}
+
+    def handle(number, handler):
+        before.setdefault(number, signal.signal(number, handler))
+
+    yield handle
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def three_requests(error):
@@ -259,3 +289,144 @@ def test_a_thread_that_waits_for_its_turn_returns_when_the_engine_is_closed():
     thread.join(10)
     assert not thread.is_alive()
     assert request.finish_reason == "aborted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(scheduler, "InFlight"), (Request, "_add"), (scheduler.Scheduler, "_fill_slots")],
+)
+def test_a_signal_whose_handler_raises_takes_no_token(monkeypatch, handled, number, owner, name):
+    engine = make_engine()
+    expected = [submit(engine, i).result().token_ids for i in range(4)]
+    handled(number, lambda *_: sys.exit(1))
+    requests, function, calls = [submit(engine, i) for i in range(4)], getattr(owner, name), []
+
+    def interrupted(*operands):
+        calls.append(name)
+        if len(calls) % 4 == 0:
+            signal.raise_signal(number)
+        return function(*operands)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    num_exits = 0
+    while any(request.finish_reason is None for request in requests):
+        try:
+            engine.run()
+        except SystemExit:
+            num_exits += 1
+    assert [request.token_ids for request in requests] == expected
+    assert num_exits > 1
+
+
+def test_every_signal_is_handled_after_a_block_whatever_another_handler_raises(handled):
+    numbers, called = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM), []
+
+    def handle(number, frame):
+        called.append(number)
+        raise InterruptedError(number)
+
+    for number in numbers:
+        handled(number, handle)
+
+    @delayed_interrupts()
+    def block():
+        with delayed_interrupts():
+            for number in numbers:
+                signal.raise_signal(number)
+        assert called == []
+
+    with pytest.raises(InterruptedError):
+        block()
+    assert sorted(called) == sorted(numbers)
+    assert [signal.getsignal(number) for number in numbers] == [handle] * 3
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+)
+def test_what_stops_a_program_leaves_an_engine_that_it_closes(error):
+    engine = make_engine()
+    request = submit(engine)
+
+    def fail(name, operands):
+        if name == "step":
+            jax.tree.leaves(operands)[0].delete()
+            raise error("now")
+
+    soak.before_programs(engine, fail)
+    with pytest.raises(error, match="now"):
+        engine.run()
+    assert (request.finish_reason, request.error) == (
+        "engine_error",
+        f"{LOST}{error.__name__}: now; make another one.",
+    )
+    with pytest.raises(RuntimeError, match=LOST):
+        engine.step()
+
+
+def test_a_tokenizer_may_close_the_engine_that_calls_it():
+    engine = make_engine(tokenizer=(tokenizer := Calls()))
+    requests = [submit(engine, i) for i in range(4)]
+    engine.step()
+    tokenizer.call = engine.close
+    assert not engine.step()
+    assert [request.finish_reason for request in requests] == ["aborted"] * 4
+
+
+@pytest.mark.parametrize("method", ["compute_bitmask", "try_consume_tokens"])
+def test_a_matcher_may_close_the_engine_that_calls_it(method):
+    engine = make_engine(takes_matchers=True)
+    matchers = [soak.Turns(soak.Faults(0), V) for _ in range(2)]
+    requests = [submit(engine, i, matcher=matchers[i]) for i in range(2)]
+    engine.step()
+    function = getattr(matchers[0], method)
+
+    def close_then(*operands):
+        engine.close()
+        return function(*operands)
+
+    setattr(matchers[0], method, close_then)
+    assert not engine.step()
+    assert [request.finish_reason for request in requests] == ["aborted"] * 2
+
+
+@pytest.mark.parametrize("end", ["run", "close"])
+def test_a_tokenizer_that_runs_the_engine_that_calls_it_ends_its_request_alone(end):
+    """A request would read its later tokens before the earlier ones."""
+    expected = submit(make_engine(), 1).result().token_ids
+    engine = make_engine(tokenizer=(tokenizer := Calls()))
+    request, other = submit(engine), submit(engine, 1)
+    engine.step()
+    tokenizer.call = other.result
+    getattr(engine, end)()
+    if end == "run":
+        assert (other.finish_reason, other.token_ids) == ("length", expected)
+    assert request.finish_reason == "tokenizer_error"
+    assert request.error == (
+        "its tokenizer raised RuntimeError: A tokenizer or a matcher cannot run the engine that "
+        "calls it."
+    )
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_handler_may_close_or_run_the_engine_that_it_interrupts(monkeypatch, handled, closes):
+    engine, get = make_engine(), jax.device_get
+    expected = [submit(engine, i).result().token_ids for i in range(4)]
+    requests = [submit(engine, i) for i in range(4)]
+    handled(signal.SIGTERM, lambda *_: engine.close() if closes else requests[1].result())
+
+    def interrupted(output):
+        monkeypatch.setattr(jax, "device_get", get)
+        signal.raise_signal(signal.SIGTERM)
+        return get(output)
+
+    engine.step()
+    monkeypatch.setattr(jax, "device_get", interrupted)
+    assert engine.step() is not closes
+    if closes:
+        assert [request.finish_reason for request in requests] == ["aborted"] * 4
+    else:
+        assert requests[1].finish_reason == "length"
+        engine.run()
+        assert [request.token_ids for request in requests] == expected

@@ -187,8 +187,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.interrupts.delayed_interrupts",
-        "signal.signal(signal.SIGINT, lambda *given: received.append(given))",
-        "",
+        "_signal.signal(number, delay)",
+        "pass",
         engines("test_an_interrupt_waits_until_slots_and_requests_are_whole"),
         "an interrupt while slots change loses tokens of requests",
     ),

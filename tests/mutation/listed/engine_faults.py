@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler",
-        "if self._in_flight:",
+        "if self._in_flight and self._in_flight[0] is step:",
         "if True:",
         faults("test_coroutines_end_with_an_engine_that_another_thread_closes"),
         "coroutines read a step of an engine that was closed meanwhile",
@@ -199,7 +199,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}interrupts.delayed_interrupts",
-        "handler(*received[0])",
+        "calls.callback(handlers[number], number, frame)",
         "pass",
         engines("test_an_interrupt_waits_until_slots_and_requests_are_whole"),
         "an interrupt that came while slots changed is forgotten",
