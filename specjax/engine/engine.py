@@ -241,7 +241,7 @@ class Engine:
         scheduler.check_room(count)
         run = scheduler.take_step, scheduler.take_step_async
         requests = [make_request(given, self._options, *run) for _ in range(count)]
-        if given.error is None:
+        if any(request.finish_reason is None for request in requests):
             scheduler.enqueue(make_group(given, requests, is_sampled=num_samples is not None))
         return requests
 

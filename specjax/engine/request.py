@@ -106,6 +106,10 @@ class Request:
         self._text, self._run, self._run_async = text, run, run_async
         self._metrics: tuple[Metrics, int] | None = None
         self._matched, self._drafted = matched, list[int]()
+        if text is not None:
+            # Here, as all slots would wait for a long prompt in a round of the engine.
+            with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR):
+                text.read_context()
 
     @property
     def text(self) -> str | None:

@@ -1,6 +1,7 @@
 """Text of tokens, piece by piece: whole characters, up to the first of the stop strings."""
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ class TextStream:
     """Decodes tokens one by one and returns text as soon as later tokens cannot change it.
 
     The pieces, joined, are `decode(context + tokens)` without the prefix that this shares with
-    `decode(context)`. What a token costs does not grow with their number.
+    `decode(context)`, for a decoder that writes a token alike whatever follows. What a token costs
+    does not grow with their number.
 
     A character whose bytes are spread over several tokens is held back until it is complete. A run
     of tokens such as "<0x0A>", of a ByteFallback decoder, is held back until another token follows:
@@ -31,6 +33,7 @@ class TextStream:
 
     Args:
       tokenizer: with `decode(ids, skip_special_tokens)`, and `id_to_token` if it has such tokens.
+        One of transformers, with `convert_ids_to_tokens`, is told not to clean up spaces.
       context: tokens before the text, which are not returned.
 
     Attributes:
@@ -39,9 +42,16 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, context: list[int]) -> None:
-        names = getattr(tokenizer, "convert_ids_to_tokens", lambda token_id: None)
+        names = getattr(tokenizer, "convert_ids_to_tokens", None)
         self._name_of = getattr(tokenizer, "id_to_token", names)
-        self._tokenizer = tokenizer
+        self._decode_ids = tokenizer.decode
+        if names is not None:
+            # Spaces are cleaned up across tokens, which would change what is returned already.
+            self._decode_ids = functools.partial(
+                tokenizer.decode, clean_up_tokenization_spaces=False
+            )
+        # What `_read` returned for tokens of few characters.
+        self._known: dict[int, tuple[str | None, bytes | None]] = {}
         # Until it is read, which may raise.
         self._context: list[int] | None = context
         self.ahead: str | None = None
@@ -55,63 +65,73 @@ class TextStream:
         # Bytes of a character that a run has begun; None where the run is no text.
         self._begun: bytes | None = b""
 
+    def read_context(self) -> None:
+        """Keeps the end of the context, from the beginning of a run of bytes on, the first time."""
+        if self._context is None:
+            return
+        ids: list[int] = []
+        for token_id in reversed(self._context):
+            if len(ids) >= _NUM_CONTEXT and self._read(ids[-1])[1] is None:
+                break
+            if self._read(token_id)[0] is not None:
+                ids.append(token_id)
+        self._ids, self._num_settled = ids[::-1], len(ids)
+        self._shown = self._decode(self._ids)
+        for token_id in self._ids:
+            self._follow_run(self._read(token_id)[1])
+        self._context = None
+
     def feed(self, token_id: int) -> str:
         """Adds a token and returns the text that is final now, perhaps none."""
-        self._read_context()
+        if self._context is not None:
+            self.read_context()
         was_run = self.ahead is not None
-        if not self._writes(token_id):
+        text, byte = self._read(token_id)
+        if text is None:
             # Such as a special token: a run of bytes goes on after it.
             self.ahead = "" if was_run else None
             return ""
-        self._follow_run(token_id)
-        if self.ahead is None:
+        if byte is not None or was_run:
+            self._follow_run(byte)
+        if byte is None:
             self._ids.append(token_id)
-            return self._take()
+            return self._take(text)
         piece = "" if was_run else self._take()
         self._ids.append(token_id)
         return piece
 
     def flush(self) -> str:
         """Returns the text that was held back."""
-        self._read_context()
+        self.read_context()
         self._most_held = 0
         return self._take()
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self._decode_ids(ids, skip_special_tokens=True)
         return text
 
-    def _writes(self, token_id: int) -> bool:
-        """Returns whether a token writes text; a decoder may leave out a space at the beginning."""
-        return bool(self._decode([token_id, token_id]))
+    def _read(self, token_id: int) -> tuple[str | None, bytes | None]:
+        """Returns what a token alone writes, and the byte that it stands for in a run.
 
-    def _read_context(self) -> None:
-        """Keeps the end of the context, from the beginning of a run of bytes on, the first time."""
-        if self._context is None:
-            return
-        ids: list[int] = []
-        for token_id in reversed(self._context):
-            if len(ids) >= _NUM_CONTEXT and self._byte_of(ids[-1]) is None:
-                break
-            if self._writes(token_id):
-                ids.append(token_id)
-        self._ids, self._num_settled = ids[::-1], len(ids)
-        self._shown = self._decode(self._ids)
-        for token_id in self._ids:
-            self._follow_run(token_id)
-        self._context = None
-
-    def _byte_of(self, token_id: int) -> bytes | None:
-        """Returns the byte that a token stands for in a run, None if it is text of its own."""
-        name = self._name_of(token_id)
+        The text is None of a token that writes nothing after another one, either. The byte is None
+        of a token that is text of its own.
+        """
+        known = self._known.get(token_id)
+        if known is not None:
+            return known
+        text: str | None = self._decode([token_id])
+        if text and len(text) > 1:
+            return text, None
+        # A decoder may leave out a space at the beginning.
+        if not text and not self._decode([token_id, token_id]):
+            text = None
+        name = None if self._name_of is None else self._name_of(token_id)
         escaped = BYTE_TOKEN.fullmatch(name or "")
-        if escaped is None or self._decode([token_id]) == name:
-            return None
-        return bytes.fromhex(escaped[1])
+        self._known[token_id] = text, None if escaped is None else bytes.fromhex(escaped[1])
+        return self._known[token_id]
 
-    def _follow_run(self, token_id: int) -> None:
-        """Sets `ahead` after a token that writes text."""
-        byte = self._byte_of(token_id)
+    def _follow_run(self, byte: bytes | None) -> None:
+        """Sets `ahead` after a token that writes text, and may be a byte."""
         if byte is None:
             self.ahead, self._begun = None, b""
             return
@@ -127,34 +147,38 @@ class TextStream:
             if error.reason != "unexpected end of data":
                 self._begun = None
 
-    def _take(self) -> str:
-        """Returns what is new in the text, but for what may become a character at its end."""
+    def _take(self, last: str | None = None) -> str:
+        """Returns what is new in the text, but for what may become a character at its end.
+
+        Args:
+          last: what the last token writes alone; None decodes it again.
+        """
         text = self._decode(self._ids)
-        num_held = min(self._most_held, len(text) - len(text.rstrip("\ufffd")))
-        is_long = len(self._ids) > _MOST_TOKENS
-        if num_held and not is_long and not text.startswith(self._shown):
-            # A character of the context may become complete, or a run of bytes without names.
-            return ""
-        final = text[: len(text) - num_held]
-        piece = _without_common(final, self._shown)
-        self._shown = final if piece else self._shown
-        if num_held and not is_long:
+        num_held = 0
+        if text.endswith("\ufffd"):
+            num_held = min(self._most_held, len(text) - len(text.rstrip("\ufffd")))
+        waits = num_held > 0 and len(self._ids) <= _MOST_TOKENS
+        before = self._shown
+        if not text.startswith(before):
+            if waits:
+                # A character of the context may become complete, or a run of bytes without names.
+                return ""
+            pairs = zip(before, text, strict=False)
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+            before = text[: len(list(same))]
+        num_final = len(text) - num_held
+        piece = text[len(before) : num_final]
+        if piece:
+            self._shown = text[:num_final]
+        if waits:
             return piece
         # Later tokens cannot change more than what is held: the rest of the text is context.
         num_left = max(0, len(text) - len(self._shown))
         self._ids = self._ids[-_NUM_CONTEXT if num_held else self._num_settled :] or self._ids
         self._num_settled = 0 if num_held else len(self._ids)
-        text = self._decode(self._ids)
+        text = self._decode(self._ids) if last is None or len(self._ids) > 1 else last
         self._shown = text[: len(text) - num_left]
         return piece
-
-
-def _without_common(text: str, before: str) -> str:
-    """Returns a text without what it begins with in common with another."""
-    size = len(before)
-    while not text.startswith(before[:size]):
-        size -= 1
-    return text[size:]
 
 
 class StoppedText:
@@ -191,6 +215,10 @@ class StoppedText:
         self._held = ""
         self.text = ""
         self.stopped = False
+
+    def read_context(self) -> None:
+        """Decodes the end of the prompt, which the first token or `flush` would do otherwise."""
+        self._stream.read_context()
 
     def feed(self, token_id: int) -> str:
         """Adds a token and returns the text that is final now, perhaps none."""
@@ -263,6 +291,8 @@ class _StopAutomaton(NamedTuple):
           The node after it, the number of characters read, and the string's size, 0 if none is
           there.
         """
+        if not self.children[0]:
+            return 0, len(text), 0
         for number, character in enumerate(text, start=1):
             node = self.next_node(node, character)
             if self.sizes[node]:

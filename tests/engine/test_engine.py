@@ -673,10 +673,14 @@ def test_a_tokenizer_that_raises_ends_one_request_and_no_other():
     assert first.token_ids.index(3) == len(first.token_ids) - 1
     assert (second.token_ids, second.finish_reason) == (expected, "length")
     # Also by the rest of a text, which is decoded at its end.
-    tokenizer.is_ended = True
     last = Request([1], 9, StoppedText(tokenizer, [1], ()), None, None)
+    tokenizer.is_ended = True
     last.end("aborted")
     assert (last.finish_reason, last.error) == ("tokenizer_error", first.error)
+    # And by the prompt, before it waits.
+    request = engine.submit([1], key=KEYS[0])
+    assert (request.finish_reason, request.token_ids) == ("tokenizer_error", [])
+    assert engine._scheduler._queue.num_groups() == 0
 
 
 def test_a_request_that_ended_keeps_nothing_of_other_slots():

@@ -62,6 +62,20 @@ def test_pieces_are_the_end_of_the_whole_text(kind):
     check()
 
 
+def test_spaces_that_transformers_would_clean_up_are_kept():
+    class Transformers:
+        convert_ids_to_tokens = ["A", " do", " n", "'t", " ."].__getitem__
+
+        def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces=True):
+            text = "".join(map(self.convert_ids_to_tokens, ids))
+            is_clean = clean_up_tokenization_spaces
+            return text.replace(" n't", "n't").replace(" .", ".") if is_clean else text
+
+    stream = TextStream(Transformers(), [0])
+    assert [stream.feed(token_id) for token_id in range(1, 5)] == [" do", " n", "'t", " ."]
+    assert stream.flush() == ""
+
+
 @pytest.mark.parametrize("kind", small_tokenizers.KINDS)
 def test_the_bytes_of_tokens_are_the_end_of_the_whole_text(kind):
     tokenizer = small_tokenizers.make(kind)
@@ -121,6 +135,28 @@ def test_a_token_costs_alike_however_many_came_before(kind, name):
     wanted = tokenizer.decode([token_id] * 500, skip_special_tokens=True)
     assert len(shown) >= (0 if is_run else len(wanted) - 3)
     assert shown + stream.flush() == wanted
+
+
+@pytest.mark.parametrize("name", ["<0x0A>", "</s>", "b"])
+def test_a_prompt_is_decoded_once_and_before_the_first_token(name):
+    [token_id] = ids_of(small_tokenizers.make("llama"), name)
+    tokenizer = Counting(small_tokenizers.make("llama"))
+    text = StoppedText(tokenizer, [token_id] * 5000, ())
+    text.read_context()
+    assert tokenizer.num_decoded < 5000 + 20
+    tokenizer.num_decoded = 0
+    text.feed(3)
+    assert tokenizer.num_decoded < 20
+
+
+def test_ordinary_text_is_decoded_twice_a_token():
+    [token_id] = ids_of(small_tokenizers.make("byte-level"), "ĠA")
+    tokenizer = Counting(small_tokenizers.make("byte-level"))
+    stream = TextStream(tokenizer, [token_id])
+    stream.feed(token_id)
+    tokenizer.num_decoded = 0
+    assert [stream.feed(token_id) for _ in range(100)] == [" A"] * 100
+    assert tokenizer.num_decoded == 300
 
 
 @pytest.mark.parametrize(

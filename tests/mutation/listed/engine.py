@@ -400,15 +400,15 @@ MUTATIONS = (
         "tokens that complete no character are all decoded again",
     ),
     Mutation(
-        "specjax.engine.stop_strings.TextStream._read_context",
-        " and self._byte_of(ids[-1]) is None",
+        "specjax.engine.stop_strings.TextStream.read_context",
+        " and self._read(ids[-1])[1] is None",
         "",
         text_streams(_WHOLE),
         "a run of bytes that the prompt began is decoded from its middle",
     ),
     Mutation(
-        "specjax.engine.stop_strings.TextStream._read_context",
-        """            if self._writes(token_id):
+        "specjax.engine.stop_strings.TextStream.read_context",
+        """            if self._read(token_id)[0] is not None:
                 ids.append(token_id)
 """,
         "            ids.append(token_id)\n",
