@@ -50,8 +50,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.implementation.resolve_implementation",
-        "if why_no_gpu is None and not device",
-        "if not device",
+        '"auto" if why_no_gpu is None else "xla"',
+        '"auto"',
         lowered(_WARNED),
         "a machine without a GPU is warned that its GPU is slow",
     ),
