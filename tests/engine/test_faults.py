@@ -292,10 +292,7 @@ def test_a_thread_that_waits_for_its_turn_returns_when_the_engine_is_closed():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(scheduler, "InFlight"), (Request, "_add"), (scheduler.Scheduler, "_fill_slots")],
-)
+@pytest.mark.parametrize(("owner", "name"), [(scheduler, "InFlight"), (Request, "_add")])
 def test_a_signal_whose_handler_raises_takes_no_token(monkeypatch, handled, number, owner, name):
     engine = make_engine()
     expected = [submit(engine, i).result().token_ids for i in range(4)]
