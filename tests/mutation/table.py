@@ -51,9 +51,12 @@ def written_table(
             if not mutation.equivalent:
                 outcome = outcomes.get(mutation, Outcome("not run"))
                 seen = _code(outcome.test) if outcome.verdict == "killed" else outcome.verdict
-            row = f"{_begin(mutation)} {seen} |"
-            if not mutation.equivalent and mutation not in outcomes:
-                row = next((old for old in rows_before if old.startswith(_begin(mutation))), row)
+            begin = _begin(mutation)
+            row = f"{begin} {seen} |"
+            place = next((i for i, old in enumerate(rows_before) if old.startswith(begin)), None)
+            if place is not None:  # Mutations that other tests see have equal rows but for that.
+                before_row = rows_before.pop(place)
+                row = before_row if mutation not in outcomes and not mutation.equivalent else row
             lines.append(row)
     return "\n".join(lines) + "\n"
 

@@ -111,7 +111,7 @@ MUTATIONS = (
         "an integer below a bound is accepted if only its last digits are less",
     ),
     Mutation(
-        "specjax.grammars.schema_references._inline",
+        "specjax.grammars.schema_references._inlined",
         "(*inside, name)",
         "inside",
         json_schemas("test_a_reference_stands_for_the_definition_that_it_names"),
