@@ -22,8 +22,8 @@ from specjax.models import load, load_tokenizer, pretrained_folder
 LOOP = 0.5
 # Lines at the end of a text that may be left out: of a statement that the limit cut.
 MAX_UNFINISHED = 3
-# What ends a docstring that the limit cut.
-ENDINGS = ("", '"""', "\n    pass")
+# What ends a docstring, or a block without a statement, that the limit cut.
+ENDINGS = ("", '"""', "\n            pass")
 
 
 def distinct_share(text: str) -> float:
