@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # A file stays on one worker: its tests share compilations. conftest.py names the longest files.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+QUICK = $(addprefix tests/,core samplers processing theory decode test_acceptance_rates.py test_config.py)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # What `make parity` compares logits with. PyPI's torch for Linux brings gigabytes of CUDA; the build
@@ -16,10 +17,19 @@ SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo test parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
+.PHONY: demo quick kernels test parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
+
+# A minute of a processor: the mathematics, the samplers and the loop in plain JAX. What takes longer
+# stands in tests/slow_tests.txt.
+quick: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -q -m 'not slow and not interpret and not gpu' $(QUICK_FLAGS) $(QUICK)
+
+# Every kernel in the interpreter and lowered for CUDA; K=cutoff takes those that name it.
+kernels: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) -m 'interpret or lowering' $(if $(K),-k '$(K)') tests
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)

@@ -15,6 +15,7 @@ import jaxlib
 import numpy as np
 import pytest
 from machine import has_gpu
+from slow_tests import name_of, read_list
 
 import specjax
 
@@ -99,10 +100,18 @@ def pytest_ignore_collect(collection_path, config):
     return bool(_ONCE_IN_WHOLE.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
+_SLOW = read_list()
+
+
 def pytest_itemcollected(item):
-    """Examples of models are `once`: what they show of JAX, those of other rooms show in less."""
+    """Examples of models are `once`: what they show of JAX, those of other rooms show in less.
+
+    What a list of measured tests names is `slow`.
+    """
     if isinstance(item, pytest.DoctestItem) and item.nodeid.startswith(_EXAMPLES_ONCE):
         item.add_marker(pytest.mark.once)
+    if name_of(item.nodeid) in _SLOW:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -78,7 +78,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
     try:
         data = read_file(text, _MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(shorten(error)) from None
+        raise argparse.ArgumentTypeError(shorten(error).rstrip(".")) from None
     try:
         return tuple(json.loads(data)["step_costs"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.file_io import quote
@@ -340,10 +340,12 @@ def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]
       >>> check_stop("end"), check_stop(["a", "b"])
       (('end',), ('a', 'b'))
     """
-    is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
+    # The keys of an object are no strings to stop at.
+    is_many = isinstance(stop, Iterable) and not isinstance(stop, str | Mapping)
     strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
-        raise ValueError(f"{name} is {quote(strings)}; it needs strings that are not empty.")
+        came = quote(strings if is_many else stop)
+        raise ValueError(f"{name} is {came}; it needs strings that are not empty.")
     size = sum(map(len, strings))
     if size > MOST_STOP_CHARACTERS:
         raise ValueError(

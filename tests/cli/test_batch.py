@@ -187,7 +187,8 @@ def test_prompts_that_begin_as_the_tokenizer_would_begin_them_give_one_warning(
     options = argparse.Namespace(chat=False, json_schema=None, **files)
     pair = types.SimpleNamespace(tokenizer=None)
     terminal = types.SimpleNamespace(print_warning=warned.append)
-    job = run_batch.read_batch(options, pair, None, terminal)
+    with contextlib.ExitStack() as stack:
+        job = run_batch.read_batch(options, pair, None, terminal, stack)
     assert [line.token_ids for line in job.lines] == [[1], [1]]
     assert warned == [f"{tmp_path / 'in'}, 2 of its lines: a begins"]
 
@@ -253,7 +254,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(tmp_path):
     deep = '{"type": "array", "items": ' * 300 + '{"const": 1}' + "}" * 300
     for text in ("[" * 200_000, deep):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is nested too deeply; it needs fewer levels"):
+        with pytest.raises(ValueError, match=r"nested .*; it needs fewer levels"):
             read_grammar(argparse.Namespace(json_schema=str(path)), pair)
 
 

@@ -591,7 +591,10 @@ GREEDY = {"temperature": 0.0}
             ["--prompt-file", "/dev/zero"],
             "/dev/zero has more than 16777216 bytes; it needs to have",
         ),
-        (["x", "--step-costs", "/dev/zero"], "/dev/zero is no JSON object with step_costs"),
+        (
+            ["x", "--step-costs", "/dev/zero"],
+            "/dev/zero has more than 16777216 bytes; .* 16777216; ",
+        ),
         (["x", "--json-schema", "/dev/zero"], "/dev/zero has more than 16777216 bytes"),
         (["--prompt-file", os.devnull], f"{os.devnull} is empty"),
         (["x", "--target", "/no/such/folder"], "/no/such/folder is not a folder"),

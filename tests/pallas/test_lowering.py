@@ -41,6 +41,8 @@ from specjax.models.heads.dflash import dflash_functions
 from specjax.models.layers import Layer
 from specjax.pallas.kernel_config import KernelConfig, Tile
 
+pytestmark = pytest.mark.lowering
+
 BATCH, K, VOCAB = 4, 3, 5000
 F32, I32 = jnp.float32, jnp.int32
 

@@ -86,7 +86,7 @@ def _read_line(
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id is {quote(name)}; it needs a string or an integer.")
     values = {key: _check_number(key, fields[key]) for key in _NUMBERS if key in fields}
-    stop = _check_stop(fields["stop"]) if "stop" in fields else None
+    stop = check_stop(fields["stop"]) if "stop" in fields else None
     return PromptLine(number, name, _read_prompt(fields, encode), stop, values)
 
 
@@ -120,8 +120,3 @@ def _check_number(name: str, value: Any) -> Any:
         noun = "an integer" if kind is int else "a number"
         raise ValueError(f"{name} is {quote(value)}; it needs {noun} in [{low:g}, {high:g}].")
     return np.dtype(np.int64 if kind is int else np.float64).type(value).item()
-
-
-def _check_stop(value: Any) -> tuple[str, ...]:
-    # The keys of an object are no strings to stop at.
-    return check_stop(value if isinstance(value, str | list) else [value])
