@@ -104,9 +104,9 @@ _SLOW = read_list()
 
 
 def pytest_itemcollected(item):
-    """Examples of models are `once`: what they show of JAX, those of other rooms show in less.
+    """Marks examples of models as `once`, and the tests that CI measured as slow as `slow`.
 
-    What a list of measured tests names is `slow`.
+    Examples of other rooms show the same of JAX in less time.
     """
     if isinstance(item, pytest.DoctestItem) and item.nodeid.startswith(_EXAMPLES_ONCE):
         item.add_marker(pytest.mark.once)

@@ -61,7 +61,7 @@ CUT_SHORT = (FinishReason.ABORTED, FinishReason.TOKENIZER_ERROR, FinishReason.MA
 
 
 class Panic(BaseException):
-    """What a panic of Rust is in Python: no `Exception`."""
+    """Stands for a panic of Rust, which in Python is no `Exception`."""
 
 
 class Faults:
@@ -190,7 +190,7 @@ def before_programs(engine: specjax.Engine, call: Callable[[str, Any], None]) ->
 
 
 def make_kinds(rng: np.random.Generator) -> list[dict[str, Any]]:
-    """What the requests of each kind ask for; some have a matcher."""
+    """Returns the options of each kind of request; some kinds have a matcher."""
     kinds: list[dict[str, Any]] = []
     for i in range(NUM_KINDS):
         num_tokens = int(rng.integers(1, 2 * LENGTH // 3))
