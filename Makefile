@@ -42,9 +42,9 @@ parity: $(VENV)/.parity
 head-parity: $(VENV)/.heads
 	SPECJAX_HEAD_PARITY_TEST=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q $(PARITY_FLAGS) tests/models/test_head_parity.py
 
-# `specjax.adapters.tunix`, with google-tunix: dozens of packages, so give it a VENV of its own.
+# `specjax.contrib.tunix`, with google-tunix: dozens of packages, so give it a VENV of its own.
 tunix: $(VENV)/.tunix
-	SPECJAX_TUNIX_TEST=1 $(VENV)/bin/python -m pytest -q $(TUNIX_FLAGS) tests/adapters
+	SPECJAX_TUNIX_TEST=1 $(VENV)/bin/python -m pytest -q $(TUNIX_FLAGS) tests/contrib/tunix
 
 # Every test marked `gpu`, in as many processes as share a GPU well. GPU_FLAGS=-x stops a file at a fault.
 gpu-test:

@@ -88,7 +88,7 @@ def _few_optimisations():
             jax.config.update(name, False)
 
 
-_EXAMPLES_ONCE = ("specjax/models/", "specjax/adapters/")
+_EXAMPLES_ONCE = ("specjax/models/", "specjax/contrib/")
 _ONCE_IN_WHOLE = re.compile(r"^pytestmark = .*\bpytest\.mark\.once\b", re.MULTILINE)
 
 
@@ -147,7 +147,7 @@ def _kept_compilations():
 # Files of tests by their seconds of a processor, longest first. If one began last, the other
 # workers would wait for it; files of a few seconds, and docstrings, fill what is left.
 _LONGEST_FILES = (
-    "tests/models/test_decode_step.py",
+    "tests/models/decoder/test_decode_step.py",
     "tests/pallas/test_interpret.py",
     "tests/pallas/test_lowering.py",
     "tests/repo/test_house.py",
@@ -179,7 +179,7 @@ _LONGEST_FILES = (
     "tests/cli/test_batch.py",
     "tests/decode/test_draft_vocabulary.py",
     "tests/decode/test_capacity.py",
-    "tests/models/test_split_model.py",
+    "tests/models/sharding/test_sharded_model.py",
     "tests/repo/test_readme.py",
     "tests/pallas/test_split.py",
     "tests/laws/test_laws.py",
@@ -192,7 +192,7 @@ _LONGEST_FILES = (
     "tests/samplers/test_greedy_logprobs.py",
     "tests/pallas/test_named_implementation.py",
     "tests/cli/test_stream_programs.py",
-    "tests/grammars/test_json_schema.py",
+    "tests/contrib/grammars/test_json_schema.py",
     "tests/pallas/test_cutoff_team.py",
 )
 

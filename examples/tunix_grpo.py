@@ -17,7 +17,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from specjax import SpeculativeConfig
-from specjax.adapters.tunix import SpecRollout
+from specjax.contrib.tunix import SpecRollout
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

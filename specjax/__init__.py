@@ -15,19 +15,19 @@ Expected acceptance and speed: `theory`.
 import importlib
 import typing
 
-from specjax import grammars, theory
-from specjax.acceptance_rates import (
-    conditional_rates,
-    expected_acceptance_length,
-    geometric_rates,
-    rates_for_length,
-)
+from specjax import theory
 from specjax.config import SpeculativeConfig
+from specjax.contrib import grammars
 from specjax.core.noise import Stream
 from specjax.core.rule import Rule
 from specjax.decode.capacity import unpad
 from specjax.decode.commit import Finish, Origin, commit
-from specjax.decode.compile_generate import CompiledGenerate, compile_generate, load_compiled
+from specjax.decode.compile.cache_folder import enable_compilation_cache
+from specjax.decode.compile.compile_generate import (
+    CompiledGenerate,
+    compile_generate,
+    load_compiled,
+)
 from specjax.decode.drafters import (
     Drafter,
     model_drafter,
@@ -51,18 +51,23 @@ from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
-from specjax.programs.cache_folder import enable_compilation_cache
 from specjax.samplers.block_rejection_sample import (
     block_rejection_sample,
     block_rejection_sample_ragged,
 )
 from specjax.samplers.coupled_sample import coupled_sample
 from specjax.samplers.coupled_sample_ragged import coupled_sample_ragged
-from specjax.samplers.gather_drafts import draft_from_probs, gather_drafts
+from specjax.samplers.drafts import draft_from_probs, gather_drafts
 from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
 from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
-from specjax.samplers.trees.tree_rejection_sample import tree_rejection_sample
+from specjax.samplers.tree_rejection_sample import tree_rejection_sample
+from specjax.theory.acceptance_rates import (
+    conditional_rates,
+    expected_acceptance_length,
+    geometric_rates,
+    rates_for_length,
+)
 from specjax.types import Draft, Model, Sample, TreeVerification, Verification
 
 __all__ = [
@@ -145,7 +150,7 @@ if not typing.TYPE_CHECKING:  # A checker would take any name for one of this mo
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            from specjax.programs.saved_programs import installed_version
+            from specjax.decode.compile.saved_programs import installed_version
 
             return installed_version()
         if name in _ROOMS:

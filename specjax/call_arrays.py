@@ -6,10 +6,10 @@ One type holds the arrays of each kind of call, and one the options that are com
 import dataclasses
 from typing import Any, NamedTuple
 
+from specjax.devices.placement import Placement
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import Implementation
-from specjax.mesh import Placement
 from specjax.types import Draft
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import acceptance_rates
-from specjax.acceptance_rates import check_number, to_float
 from specjax.core.rule import Rule, check_rule
 from specjax.file_io import quote
+from specjax.theory import acceptance_rates
+from specjax.theory.acceptance_rates import check_number, to_float
 
 __all__ = [
     "DEFAULT_STEP_COSTS",

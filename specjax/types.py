@@ -140,7 +140,7 @@ class Model:
         `taps` are A static ints. Tap k is the residual stream after k layers, before any norm; tap
         0 is the embeddings. The states of the taps stand next to one another in `features`. None
         is a model that hands out none.
-      placement: the `specjax.mesh.Placement` of a model that lies over devices, or None.
+      placement: the `devices.placement.Placement` of a model that lies over devices, or None.
       split_logits: `logits` that are not gathered, of a model whose vocabulary lies over the
         `model` axis of its placement: [..., N * W] of N devices' W tokens each, N * W >= V,
         those past V padding. Or None.

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.acceptance_rates import geometric_rates, rates_for_length
 from specjax.config import SpeculativeConfig
 from specjax.core.rules import lenience
+from specjax.theory.acceptance_rates import geometric_rates, rates_for_length
 
 
 def synthetic(**rates):

@@ -64,7 +64,7 @@ def tiktoken(path: pathlib.Path, vocab_size: int) -> list[bytes]:
 
 def measure(name: str, path: pathlib.Path | None, vocab_size: int, length: int) -> dict[str, Any]:
     """Makes one grammar: its size, seconds, and the process' megabytes."""
-    from specjax.grammars import json_schema_grammar
+    from specjax.contrib.grammars import json_schema_grammar
 
     vocabulary = {"words": words, "pieces": pieces}.get(name, lambda size: tiktoken(path, size))
     tokens = vocabulary(vocab_size)

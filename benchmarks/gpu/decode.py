@@ -24,7 +24,7 @@ from benchmarks.gpu.loop import Event, Loop, kernel_times, split_runs, trace
 from benchmarks.gpu.verify import environment, save
 from benchmarks.spread import spread
 from specjax.models import TransformerConfig, build
-from specjax.models.rope import RopeScaling
+from specjax.models.decoder.rope import RopeScaling
 
 # Llama 3.1 8B and Llama 3.2 1B, their sizes; the numbers are random.
 TARGET = TransformerConfig(

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from benchmarks.gpu.inputs import BYTES_PER_US
 from benchmarks.gpu.loop import Lowered, compile_all
 from benchmarks.gpu.verify import environment, save
-from specjax.models.pallas.matmul import split_k_matmul
-from specjax.models.pallas.tilings import MatmulTiling, matmul_tiling
+from specjax.models.decoder.pallas.matmul import split_k_matmul
+from specjax.models.decoder.pallas.tilings import MatmulTiling, matmul_tiling
 
 ITERATIONS, RUNS = 200, 5
 

@@ -21,10 +21,10 @@ from benchmarks.gpu.decode import DRAFT, SMALL, TARGET, Effort, Timed, clock, fo
 from benchmarks.gpu.inputs import BYTES_PER_US
 from benchmarks.gpu.loop import Loop, kernel_times, trace
 from benchmarks.gpu.verify import environment, save
-from specjax.mesh import Placement, parse_mesh
+from specjax.devices.placement import Placement, parse_mesh
 from specjax.models import TransformerConfig, build
-from specjax.models.shares.share import share_shapes
-from specjax.models.shares.split_model import model_of_shares
+from specjax.models.sharding.sharded_model import model_of_shares
+from specjax.models.sharding.share import share_shapes
 
 # The sizes of Llama 3.1 70B; 141 GB.
 LARGE = dataclasses.replace(

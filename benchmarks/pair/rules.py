@@ -25,8 +25,8 @@ import specjax
 from benchmarks.cpu.verify import environment
 from benchmarks.pair.acceptance import contexts
 from benchmarks.pair.heldout import HELDOUT, batches, logits_of, read_pair
-from specjax.core.coupling import match_probability
 from specjax.models import pretrained_folder
+from specjax.theory.coupling import match_probability
 
 Rows = jax.Array
 Rule = Callable[[Rows, Rows], tuple[Rows, Rows]]

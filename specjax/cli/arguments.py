@@ -12,10 +12,10 @@ from specjax.cli.processes import add_process_options, check_process_options
 from specjax.cli.speculation_arguments import add_speculation_options, make_config
 from specjax.cli.sweep.arguments import add_sweep_command, parse_sweep_options
 from specjax.config import SpeculativeConfig
+from specjax.decode.compile.saved_programs import installed_version
 from specjax.engine.stop_strings import check_stop
 from specjax.implementation import NEWEST_TESTED_JAX
 from specjax.processing.sampling_params import SamplingParams
-from specjax.programs.saved_programs import installed_version
 
 __all__ = [
     "MAX_TEMPERATURE",

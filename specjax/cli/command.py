@@ -36,9 +36,9 @@ from specjax.cli.streams import (
     print_error,
 )
 from specjax.config import SpeculativeConfig
+from specjax.decode.compile.cache_folder import command_folder, enable_compilation_cache
 from specjax.engine.request import STOPS, describe
 from specjax.processing.sampling_params import SamplingParams
-from specjax.programs.cache_folder import command_folder, enable_compilation_cache
 
 __all__ = ["main"]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import LEAST_MAX_LENGTH
@@ -21,7 +22,6 @@ from specjax.decode.state_and_info import DecodeState
 from specjax.engine.request import FinishReason
 from specjax.engine.stop_strings import StoppedText
 from specjax.processing.sampling_params import SamplingParams
-from specjax.programs.program_store import ProgramStore
 from specjax.types import Model
 
 __all__ = [

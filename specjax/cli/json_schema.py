@@ -4,8 +4,9 @@ import argparse
 import json
 
 from specjax.cli.model_pair import ModelPair
+from specjax.contrib.grammars import json_schema_grammar
 from specjax.file_io import read_file
-from specjax.grammars import json_schema_grammar, token_bytes
+from specjax.processing import token_bytes
 from specjax.processing.grammar import Grammar
 
 __all__ = ["read_grammar"]

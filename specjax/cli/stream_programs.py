@@ -5,7 +5,7 @@
 `specjax.step` is one program. Here its parts are programs of their own: a text begins once those
 that read the prompt and commit are compiled, on as many cores. A step that drafts nothing computes
 and verifies one row, without asking the device. They write into the buffers of the state that they
-are given. On a CPU all layers of a model share a program (`specjax.programs.by_layer`).
+are given. On a CPU all layers of a model share a program (`specjax.cli.by_layer`).
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.cli.by_layer import LoweredParts, lower_by_layer
+from specjax.cli.program_store import ProgramStore
 from specjax.decode.capacity import explain_out_of_memory
+from specjax.decode.compile.compiler_options import prefill_options, small_program_options
 from specjax.decode.draft_next import run_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.loop import commit_rows
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
 from specjax.decode.state_and_info import DecodeState
 from specjax.decode.target_rows import compute_rows
-from specjax.programs.by_layer import LoweredParts, lower_by_layer
-from specjax.programs.compiler_options import prefill_options, small_program_options
-from specjax.programs.program_store import ProgramStore
 from specjax.types import Model
 
 __all__ = ["StreamPrograms"]

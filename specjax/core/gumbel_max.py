@@ -22,11 +22,11 @@ from specjax.core.logsumexp import (
     row_statistics_once,
 )
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
-from specjax.core.split.rows import take
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import Temperature, parse_temperature
+from specjax.devices.rows import take
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.types import Sample
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "argmax_token",

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.noise import SAMPLING_BLOCK
-from specjax.core.split.rows import gather_blocks, own_blocks
 from specjax.core.subnormal import smallest_equal
-from specjax.vocabulary_split import VocabularySplit
+from specjax.devices.rows import gather_blocks, own_blocks
+from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = [
     "Exp2",

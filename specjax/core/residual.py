@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
-from specjax.core.split.rows import gather_blocks, own_blocks
-from specjax.vocabulary_split import VocabularySplit
+from specjax.devices.rows import gather_blocks, own_blocks
+from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["MIN_RESIDUAL_MASS", "residual_log_masses", "residual_logprobs", "residual_probs"]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.checks import check_count, check_shape, parse_array
 from specjax.core.noise import fold_in_rows
-from specjax.mesh import Placement
+from specjax.devices.placement import Placement
 
 __all__ = [
     "LEAST_MAX_LENGTH",

@@ -17,8 +17,8 @@ from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.choose_k import choose_k, choose_shared_k
 from specjax.decode.drafters import Drafter, reads_chunks
 from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation
-from specjax.mesh import pvary_like
 from specjax.processing.history import History
 from specjax.processing.row_masks import draft_sampling
 from specjax.types import Draft

@@ -16,8 +16,8 @@ from specjax.decode.loop import run_step
 from specjax.decode.metrics import Metrics
 from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState
+from specjax.devices.placement import call_on_auto_axes, pvary_like
 from specjax.implementation import Implementation
-from specjax.mesh import call_on_auto_axes, pvary_like
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 

@@ -32,8 +32,8 @@ from specjax.decode.loop import run_step
 from specjax.decode.prefill import prefill_and_run
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
 from specjax.decode.target_rows import vocabulary_size
+from specjax.devices.placement import call_on_auto_axes
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import call_on_auto_axes
 from specjax.processing.row_masks import with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 from specjax.types import Model

@@ -17,11 +17,11 @@ from specjax.core.logsumexp import (
     mask_below_cutoff,
     row_statistics_once,
 )
-from specjax.core.split.rows import first_token, take_each, true_row
 from specjax.core.subnormal import flush_subnormals, largest_equal
 from specjax.core.temperature import parse_temperature
-from specjax.map_parts import map_parts
-from specjax.vocabulary_split import VocabularySplit, parse_split
+from specjax.devices.map_parts import map_parts
+from specjax.devices.rows import first_token, take_each, true_row
+from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
     "LogprobsConfig",

@@ -14,17 +14,17 @@ from jax.extend.core import get_opaque_trace_state
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
 from specjax.decode.choose_k import init_history
+from specjax.decode.compile.compiler_options import prefill_options
 from specjax.decode.draft_next import propose_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
 from specjax.decode.state_and_info import DecodeState, Settings
 from specjax.decode.target_rows import TargetRows, apply_model, rows_of, take_at
+from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation
-from specjax.mesh import pvary_like
 from specjax.processing.apply_sampling import count_prompt
 from specjax.processing.grammar import start_states
-from specjax.programs.compiler_options import prefill_options
 from specjax.types import Draft, Model
 
 __all__ = [

@@ -18,15 +18,15 @@ from specjax.checks import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
+from specjax.decode.draw_loop import draw_tokens
+from specjax.devices.placement import Placement
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import Placement
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import DraftVocabulary, read_vocabulary
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_draft_sampling
-from specjax.programs.draw_loop import draw_tokens
 from specjax.samplers.gumbel_sample import sample_batch
 from specjax.types import Draft, Sample
 

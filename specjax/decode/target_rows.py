@@ -16,15 +16,15 @@ from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.draft_next import run_if
 from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.devices.placement import Placement, call_on_auto_axes
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import Placement, call_on_auto_axes
 from specjax.processing.apply_sampling import apply_rules_and_filters
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.row_masks import has_row_masks
 from specjax.processing.rule_checks import check_widths
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.types import Model
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "TargetRows",

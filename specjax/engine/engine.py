@@ -11,6 +11,7 @@ from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments
+from specjax.decode.matchers import Matcher
 from specjax.engine.group import make_group
 from specjax.engine.programs import choose_chunk_size, make_programs
 from specjax.engine.request import Request
@@ -18,7 +19,6 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.slot_settings import choose_drafts, read_masks, slot_settings
 from specjax.engine.start import devices_of, explain_slots_out_of_memory, warm_up
 from specjax.engine.submission import EngineOptions, make_request, parse_defaults, read_submission
-from specjax.grammars.row_masks import Matcher
 from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model

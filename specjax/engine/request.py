@@ -10,9 +10,9 @@ import numpy as np
 
 from specjax.decode.commit import Finish
 from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import StoppedText
-from specjax.grammars.row_masks import MatchedText
 
 __all__ = ["FinishReason", "Piece", "Request", "STOPS", "describe"]
 

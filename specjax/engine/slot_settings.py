@@ -12,9 +12,9 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import pad_eos
 from specjax.decode.choose_k import k_by_rate, settled_k, speeds_by_rate
 from specjax.decode.drafters import Drafter
+from specjax.decode.matchers import new_masks
 from specjax.decode.state_and_info import Settings
 from specjax.engine.submission import MOST_STOP_IDS
-from specjax.grammars.row_masks import new_masks
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["choose_drafts", "read_masks", "slot_settings"]

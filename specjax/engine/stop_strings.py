@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.file_io import quote
-from specjax.grammars.token_bytes import BYTE_TOKEN
+from specjax.processing.token_bytes import BYTE_TOKEN
 
 __all__ = ["MOST_STOP_CHARACTERS", "StoppedText", "TextStream", "check_stop"]
 

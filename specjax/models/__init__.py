@@ -13,8 +13,10 @@ Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabula
 imports this package; the packages of sampling do not, so Flax is optional.
 """
 
-from specjax.models.causal import causal_hidden, causal_taps
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.causal import causal_hidden, causal_taps
+from specjax.models.decoder.config import TransformerConfig
+from specjax.models.decoder.rope import RopeScaling
+from specjax.models.decoder.transformer import Transformer, build, functions
 from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
 from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.heads.dflash import DFlashConfig, build_dflash
@@ -34,9 +36,7 @@ from specjax.models.hf.load_config import load_config
 from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.load_drafter import DraftFacts, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
-from specjax.models.rope import RopeScaling
-from specjax.models.shares.split_model import split_model
-from specjax.models.transformer import Transformer, build, functions
+from specjax.models.sharding.sharded_model import split_model
 
 __all__ = [
     "DFlashConfig",

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
-from specjax.models.config import TransformerConfig
-from specjax.models.layers import Layer, RMSNorm, weight
-from specjax.models.rope import rope_cos_sin, rotate
+from specjax.models.decoder.config import TransformerConfig
+from specjax.models.decoder.layers import Layer, RMSNorm, weight
+from specjax.models.decoder.rope import rope_cos_sin, rotate
 
 __all__ = [
     "DraftHead",

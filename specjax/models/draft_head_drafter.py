@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
+from specjax.devices.placement import put_whole
 from specjax.implementation import Implementation
-from specjax.mesh import put_whole
 from specjax.models.draft_head import HeadConfig, check_head, draft_head_functions
-from specjax.models.head_target import HeadTarget, head_target
+from specjax.models.heads.head_target import HeadTarget, head_target
 from specjax.types import Draft, Model
 
 __all__ = ["head_drafter"]

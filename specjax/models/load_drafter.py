@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.draft_head import check_head
 from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.heads.dflash_drafter import check_dflash, dflash_drafter

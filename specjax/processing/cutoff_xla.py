@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from specjax.core.bisection import Bracket, Extremes, initial_bracket, key_value, search
 from specjax.core.logsumexp import MaxSum, block_partials, merge_partials, split_blocks
-from specjax.core.split.rows import first_token, true_row
 from specjax.core.subnormal import smallest_equal
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.truncation import (
@@ -35,8 +34,9 @@ from specjax.core.truncation import (
     top_k_active,
     top_p_active,
 )
-from specjax.mesh import pvary_like
-from specjax.vocabulary_split import VocabularySplit
+from specjax.devices.placement import pvary_like
+from specjax.devices.rows import first_token, true_row
+from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["cutoff_of_rows"]
 

@@ -21,7 +21,7 @@ class Grammar(NamedTuple):
     """A finite automaton of tokens: Q states, and C classes of tokens that act alike.
 
     All requests share it. Several grammars are one automaton with a first state for each.
-    `specjax.grammars` makes one of a JSON schema.
+    `specjax.contrib.grammars` makes one of a JSON schema.
 
     Attributes:
       next_states: i32[Q, C], the state after a token of each class. After a token that is not

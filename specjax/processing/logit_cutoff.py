@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, parse_array, parse_optional
 from specjax.core.truncation import Filters
+from specjax.devices.map_parts import map_parts
+from specjax.devices.placement import pvary_like
+from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 from specjax.implementation import Implementation, resolve_implementation, select
-from specjax.map_parts import map_parts
-from specjax.mesh import pvary_like
 from specjax.processing.cutoff_xla import cutoff_of_rows
-from specjax.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = ["cutoff_shard", "find_cutoff", "logit_cutoff"]
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.split.rows import first_token
-from specjax.map_parts import map_parts
+from specjax.devices.map_parts import map_parts
+from specjax.devices.rows import first_token
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.processing.bad_words import forbid_words
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = ["LogitRules", "RowContext", "apply_rules"]
 

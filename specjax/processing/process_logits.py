@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, parse_array
+from specjax.devices.vocabulary_split import parse_split
 from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
@@ -20,7 +21,6 @@ from specjax.processing.rule_checks import (
     check_rules_split,
     check_widths,
 )
-from specjax.vocabulary_split import parse_split
 
 __all__ = ["process_logits"]
 

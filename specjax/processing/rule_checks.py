@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checks import as_array, check_shape, parse_array, parse_optional
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.processing.grammar import Grammar, start_states
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.token_counts import TokenCounts
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "check_drafted",
@@ -118,7 +118,7 @@ def _check_grammar(prefix: str, grammar: Any, state: Any, size: int) -> dict[str
     if not isinstance(grammar, Grammar):
         raise ValueError(
             f"{prefix}grammar is {type(grammar).__name__}; it needs a specjax.Grammar, such as "
-            "specjax.grammars.json_schema_grammar makes."
+            "specjax.contrib.grammars.json_schema_grammar makes."
         )
     names = {field: f"{prefix}grammar.{field}" for field in Grammar._fields}
     arrays = {field: as_array(names[field], x) for field, x in grammar._asdict().items()}

@@ -12,10 +12,10 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_count, parse_array
-from specjax.core.split.rows import first_token
-from specjax.map_parts import map_parts
-from specjax.mesh import pvary_like, shard_map_batch
-from specjax.vocabulary_split import VocabularySplit, parse_split
+from specjax.devices.map_parts import map_parts
+from specjax.devices.placement import pvary_like, shard_map_batch
+from specjax.devices.rows import first_token
+from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
     "TokenCounts",

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.core.token_map import invert_token_map
+from specjax.devices.map_parts import map_parts
+from specjax.devices.placement import Placement, pvary_like
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import is_for_cpu_alone, select
-from specjax.map_parts import map_parts
-from specjax.mesh import Placement, pvary_like
+from specjax.samplers.reference.verify import verify_batch
 from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
-from specjax.samplers.verify_xla import verify_batch
 from specjax.types import Verification
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "SharedArrays",

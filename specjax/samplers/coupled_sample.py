@@ -16,8 +16,9 @@ from specjax.checks import (
     parse_array,
     parse_optional,
 )
+from specjax.devices.map_parts import map_parts
+from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.map_parts import map_parts
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
@@ -25,7 +26,6 @@ from specjax.samplers.batch import (
     verify_shard,
 )
 from specjax.types import Draft, Verification
-from specjax.vocabulary_split import parse_split
 
 __all__ = ["coupled_sample"]
 

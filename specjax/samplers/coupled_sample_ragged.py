@@ -19,8 +19,9 @@ from specjax.checks import (
     parse_array,
     parse_optional,
 )
+from specjax.devices.placement import check_unsharded
+from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import check_unsharded
 from specjax.samplers.batch import (
     empty_verification,
     once_per_request,
@@ -28,7 +29,6 @@ from specjax.samplers.batch import (
     verify_ragged,
 )
 from specjax.types import Draft, Verification
-from specjax.vocabulary_split import parse_split
 
 __all__ = ["coupled_sample_ragged"]
 

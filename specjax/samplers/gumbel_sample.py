@@ -18,13 +18,13 @@ from specjax.checks import (
 )
 from specjax.core.gumbel_max import sample_row
 from specjax.core.noise import batch_addresses
+from specjax.devices.map_parts import map_parts
+from specjax.devices.placement import pvary_like
+from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import Implementation, resolve_implementation, select
-from specjax.map_parts import map_parts
-from specjax.mesh import pvary_like
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.split_kernels import may_run_kernels
 from specjax.types import Sample
-from specjax.vocabulary_split import parse_split
 
 __all__ = ["gumbel_sample", "sample_batch", "sample_shard"]
 

@@ -20,8 +20,9 @@ from specjax.checks import (
 )
 from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
+from specjax.devices.map_parts import map_parts
+from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.map_parts import map_parts
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
@@ -29,7 +30,6 @@ from specjax.samplers.batch import (
     verify_shard,
 )
 from specjax.types import Draft, Verification
-from specjax.vocabulary_split import parse_split
 
 __all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]
 

@@ -24,8 +24,9 @@ from specjax.checks import (
 )
 from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
+from specjax.devices.placement import check_unsharded
+from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import check_unsharded
 from specjax.samplers.batch import (
     empty_verification,
     once_per_request,
@@ -33,7 +34,6 @@ from specjax.samplers.batch import (
     verify_ragged,
 )
 from specjax.types import Draft, Verification
-from specjax.vocabulary_split import parse_split
 
 __all__ = ["check_ragged_verification", "rejection_sample_ragged", "run_ragged_verification"]
 

@@ -16,9 +16,9 @@ What has few numbers is computed by NumPy in float64. `acceptance_rate`, `accept
 command and the benchmarks may import this room.
 """
 
-from specjax.acceptance_rates import acceptance_lengths, expected_acceptance_length
-from specjax.core.coupling import match_probability
 from specjax.theory.acceptance import acceptance_rate
+from specjax.theory.acceptance_rates import acceptance_lengths, expected_acceptance_length
+from specjax.theory.coupling import match_probability
 from specjax.theory.optimal_transport import optimal_acceptance_rate
 from specjax.theory.prefix_rates import rates_given_text, unconditional_rates
 from specjax.theory.speed import BestK, best_k

@@ -10,9 +10,9 @@ import pytest
 
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
-from specjax.core.coupling import match_probability
 from specjax.markov_chain import markov_chain
 from specjax.models import TransformerConfig, build
+from specjax.theory.coupling import match_probability
 
 pytestmark = [pytest.mark.once, pytest.mark.lenient]
 

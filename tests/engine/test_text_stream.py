@@ -6,7 +6,7 @@ import small_tokenizers
 from hypothesis import example, given, settings
 
 from specjax.engine.stop_strings import StoppedText, TextStream
-from specjax.grammars import token_bytes
+from specjax.processing import token_bytes
 
 
 class Counting:

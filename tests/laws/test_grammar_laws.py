@@ -15,7 +15,7 @@ from test_sampling_laws import deviation
 
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig
-from specjax.grammars import RowMasks
+from specjax.contrib.grammars import RowMasks
 
 pytestmark = pytest.mark.once
 

@@ -16,8 +16,8 @@ from oracle_dflash import BlockHead
 import specjax
 from specjax.implementation import Implementation
 from specjax.models import TransformerConfig, build, build_dflash, dflash_drafter, load_dflash
+from specjax.models.decoder.pallas.tilings import DecodeConfig
 from specjax.models.heads.dflash import DFlashConfig, dflash_functions
-from specjax.models.pallas.tilings import DecodeConfig
 
 pytestmark = pytest.mark.once
 

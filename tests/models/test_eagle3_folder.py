@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax.models import build
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.heads.eagle3_drafter import eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
 from specjax.models.heads.eagle3_writer import save_eagle3

@@ -17,10 +17,10 @@ from hub_configs import (
 )
 
 from specjax.models import RopeScaling, TransformerConfig, build
+from specjax.models.decoder.rope import rope_cos_sin
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.weight_map import get_path, weight_entries
-from specjax.models.rope import rope_cos_sin
 
 QWEN = dict(rope_theta=1e6, tie_word_embeddings=True, bos_token_id=151643)
 QWEN |= dict(eos_token_ids=(151645,), rms_norm_eps=1e-6, dtype="bfloat16")

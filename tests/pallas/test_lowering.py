@@ -36,9 +36,9 @@ from specjax.models import (
     build_eagle3,
     eagle3_drafter,
 )
-from specjax.models.choose_step import run_layer
+from specjax.models.decoder.dispatch import run_layer
+from specjax.models.decoder.layers import Layer
 from specjax.models.heads.dflash import dflash_functions
-from specjax.models.layers import Layer
 from specjax.pallas.kernel_config import KernelConfig, Tile
 
 pytestmark = pytest.mark.lowering

@@ -40,9 +40,9 @@ FLOORS = (
 )
 # Rooms inside `models`, by the modules that may import them, and what the kernels there may import.
 INSIDE_MODELS = {
-    "specjax.models.pallas": ("specjax.models.kernel_ops",),
+    "specjax.models.decoder.pallas": ("specjax.models.decoder.decode_ops",),
     "specjax.models.heads": ("specjax.models", "specjax.models.load_drafter"),
-    "specjax.models.shares": (
+    "specjax.models.sharding": (
         "specjax.models",
         "specjax.models.hf.checkpoint",
         "specjax.models.hf.read_shares",
@@ -63,8 +63,8 @@ INSIDE_MODELS = {
 GROUND_OF_KERNELS = (
     "specjax.pallas.launch",
     "specjax.pallas.kernel_config",
-    "specjax.models.shared_math",
-    "specjax.models.pallas",
+    "specjax.models.decoder.shared_math",
+    "specjax.models.decoder.pallas",
 )
 # Only modules that choose an implementation import the kernels.
 CHOOSE_KERNELS = (
@@ -178,7 +178,7 @@ def offences_of_import(here, module):
     for inside, importers in INSIDE_MODELS.items():
         if is_in(module, [inside]) and not is_in(here, [inside]) and here not in importers:
             yield f"{here} imports {module}: only {importers} may."
-    if is_in(here, ["specjax.models.pallas"]) and not is_in(module, GROUND_OF_KERNELS):
+    if is_in(here, ["specjax.models.decoder.pallas"]) and not is_in(module, GROUND_OF_KERNELS):
         yield f"{here} imports {module}."
 
 
@@ -195,7 +195,7 @@ def test_imports_go_downhill_only():
 def test_an_import_uphill_is_an_offence():
     assert list(offences_of_import("specjax.core.noise", "specjax.engine.engine"))
     assert list(offences_of_import("specjax.decode.step", "specjax.pallas.launch"))
-    assert list(offences_of_import("specjax.models.pallas.matmul", "specjax.core.noise"))
+    assert list(offences_of_import("specjax.models.decoder.pallas.matmul", "specjax.core.noise"))
     assert not list(offences_of_import("specjax.engine.engine", "specjax.core.noise"))
 
 

@@ -29,7 +29,7 @@ def test_rooms_are_there_without_an_import_and_cost_none_until_then():
     program = """
 import importlib, sys, specjax
 assert "flax" not in sys.modules
-specjax.models.build, specjax.adapters.__doc__
+specjax.models.build, specjax.contrib.__doc__
 importlib.reload(specjax)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from specjax.core import rules
-from specjax.core.coupling import match_probability
 from specjax.core.rule import RowValues, accepts, log_weights
+from specjax.theory.coupling import match_probability
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "pair_rules.json"

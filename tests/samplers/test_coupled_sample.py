@@ -13,7 +13,7 @@ from verify_cases import BATCH, VOCAB, K, make_keys, mixed_case, sampled_case, w
 
 import specjax
 from specjax import Stream
-from specjax.core.coupling import match_probability
+from specjax.theory.coupling import match_probability
 
 pytestmark = pytest.mark.once
 

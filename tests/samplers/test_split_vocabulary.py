@@ -16,8 +16,8 @@ from verify_cases import make_draft, make_keys, mixed_case
 
 import specjax
 from specjax.core.rules import standard
+from specjax.devices.vocabulary_split import parse_split
 from specjax.samplers.gumbel_sample import sample_batch
-from specjax.vocabulary_split import parse_split
 
 pytestmark = pytest.mark.once
 

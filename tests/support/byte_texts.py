@@ -1,8 +1,8 @@
 """Texts of bytes that an automaton of a JSON schema accepts."""
 
-from specjax.grammars.byte_automaton import byte_automaton
-from specjax.grammars.json_schema import schema_pattern
-from specjax.grammars.schema_references import inline_references
+from specjax.contrib.grammars.byte_automaton import byte_automaton
+from specjax.contrib.grammars.json_schema import schema_pattern
+from specjax.contrib.grammars.schema_references import inline_references
 
 __all__ = ["accepts", "automaton_of"]
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.cli.sweep.choice import synthetic_lengths
 from specjax.config import DraftSampleMethod, SpeculativeConfig
 from specjax.decode.commit import Finish
@@ -24,6 +23,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments, step
 from specjax.decode.prefill import run_prefill
 from specjax.decode.state_and_info import DecodeState
+from specjax.theory.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.types import Model
 
 __all__ = [

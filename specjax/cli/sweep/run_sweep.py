@@ -26,7 +26,7 @@ from specjax.cli.sweep.measure import (
 )
 from specjax.cli.sweep.plot import write_plot
 from specjax.cli.sweep.report import conclusion, report_tables, to_json
-from specjax.programs.saved_programs import installed_version
+from specjax.decode.compile.saved_programs import installed_version
 
 __all__ = ["read_workload", "run_sweep"]
 

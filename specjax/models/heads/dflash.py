@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
-from specjax.models.attention import write_entries
-from specjax.models.choose_step import run_product
-from specjax.models.config import TransformerConfig
-from specjax.models.layers import RMSNorm, linear, rms_norm, weight
-from specjax.models.rope import rope_cos_sin, rotate
-from specjax.models.shared_math import NormSpec, cache_entries
-from specjax.models.transformer import Transformer
+from specjax.models.decoder.attention import write_entries
+from specjax.models.decoder.config import TransformerConfig
+from specjax.models.decoder.dispatch import run_product
+from specjax.models.decoder.layers import RMSNorm, linear, rms_norm, weight
+from specjax.models.decoder.rope import rope_cos_sin, rotate
+from specjax.models.decoder.shared_math import NormSpec, cache_entries
+from specjax.models.decoder.transformer import Transformer
 
 __all__ = [
     "ContextWeights",

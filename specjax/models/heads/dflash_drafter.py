@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
+from specjax.devices.placement import put_whole
 from specjax.implementation import Implementation
-from specjax.mesh import put_whole
-from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.check_target import check_target
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
 from specjax.models.heads.draft_rows import draft_rows
+from specjax.models.heads.head_target import HeadTarget, head_target
 from specjax.types import Draft, Model
 
 __all__ = ["check_dflash", "dflash_drafter"]

@@ -16,8 +16,8 @@ from specjax.checks import check_keys
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream, fold_in_rows
 from specjax.decode.propose import propose_step
+from specjax.devices.placement import Placement
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.mesh import Placement
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import read_vocabulary
 from specjax.processing.history import History

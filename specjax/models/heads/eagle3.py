@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.implementation import Implementation
-from specjax.models.choose_step import run_product
-from specjax.models.config import TransformerConfig
-from specjax.models.layers import Layer, RMSNorm, linear, weight
-from specjax.models.rope import rope_cos_sin
+from specjax.models.decoder.config import TransformerConfig
+from specjax.models.decoder.dispatch import run_product
+from specjax.models.decoder.layers import Layer, RMSNorm, linear, weight
+from specjax.models.decoder.rope import rope_cos_sin
 
 __all__ = [
     "Eagle3Config",

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
+from specjax.devices.placement import put_whole
 from specjax.implementation import Implementation
-from specjax.mesh import put_whole
-from specjax.models.head_target import HeadTarget, head_target
 from specjax.models.heads.check_target import check_target
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
+from specjax.models.heads.head_target import HeadTarget, head_target
 from specjax.types import Draft, Model
 
 __all__ = ["check_eagle3", "eagle3_drafter"]

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.models.decoder.layers import linear
+from specjax.models.decoder.rope import rope_cos_sin, rotate
 from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Head, head_graph
-from specjax.models.layers import linear
-from specjax.models.rope import rope_cos_sin, rotate
 
 __all__ = ["unrolled_eagle3"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specjax.file_io import quote
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import FIELD_NAMES
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.unread_fields import CHECKED_FIELDS

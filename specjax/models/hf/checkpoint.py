@@ -14,10 +14,11 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 from safetensors.flax import save as serialize
 
+from specjax.devices.placement import parse_mesh
 from specjax.file_io import replace_file
 from specjax.implementation import Implementation
-from specjax.mesh import parse_mesh
-from specjax.models.config import DTYPES, TransformerConfig
+from specjax.models.decoder.config import DTYPES, TransformerConfig
+from specjax.models.decoder.transformer import build, param_shapes
 from specjax.models.hf.config_writer import write_fields
 from specjax.models.hf.folder import find_member
 from specjax.models.hf.load_config import load_config
@@ -32,9 +33,8 @@ from specjax.models.hf.weight_map import (
     split_tensors,
     weight_entries,
 )
-from specjax.models.shares.share import share_config
-from specjax.models.shares.split_model import model_of_shares
-from specjax.models.transformer import build, param_shapes
+from specjax.models.sharding.sharded_model import model_of_shares
+from specjax.models.sharding.share import share_config
 from specjax.types import Model
 
 __all__ = ["load", "load_shapes", "resolve_dtype", "save"]

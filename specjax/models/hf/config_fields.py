@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax.file_io import quote
-from specjax.models.config import ACTIVATIONS, DTYPES
+from specjax.models.decoder.config import ACTIVATIONS, DTYPES
 
 __all__ = ["FIELD_NAMES", "SIZES", "read_field", "read_scale"]
 

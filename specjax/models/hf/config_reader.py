@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from specjax.file_io import quote
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import SIZES, read_field
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
 from specjax.models.hf.unread_fields import refuse_unread

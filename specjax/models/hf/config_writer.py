@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_reader import read_fields
 
 __all__ = ["write_fields"]

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import read_field
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.folder import find_member, read_json_object

@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.mesh import Placement
-from specjax.models.config import TransformerConfig
+from specjax.devices.placement import Placement
+from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.weight_map import (
     WeightEntry,
     concatenate,
     concatenate_on_device,
     get_path,
 )
-from specjax.models.shares.share import (
+from specjax.models.sharding.share import (
     is_stacked,
     share_config,
     share_ranges,

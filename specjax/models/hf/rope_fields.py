@@ -3,8 +3,8 @@
 from typing import Any
 
 from specjax.file_io import quote
+from specjax.models.decoder.rope import RopeScaling
 from specjax.models.hf.config_fields import read_field, read_scale
-from specjax.models.rope import RopeScaling
 
 __all__ = ["read_local_rope", "read_rope"]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models.config import TransformerConfig
+from specjax.models.decoder.config import TransformerConfig
 
 __all__ = [
     "WeightEntry",

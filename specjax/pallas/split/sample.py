@@ -30,7 +30,7 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import Stream
 from specjax.core.subnormal import flush_subnormals
 from specjax.core.temperature import parse_temperature
-from specjax.mesh import pvary_like
+from specjax.devices.placement import pvary_like
 from specjax.pallas.blocks import block_argmax
 from specjax.pallas.gumbel_max import Draw, draw_token
 from specjax.pallas.kernel_config import KernelConfig

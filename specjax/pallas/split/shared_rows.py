@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from specjax.call_arrays import SampleArrays, VerifyArrays
-from specjax.core.split.rows import first_token
+from specjax.devices.rows import first_token
+from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.pallas.blocks import Partials
 from specjax.pallas.launch import output
-from specjax.vocabulary_split import VocabularySplit
 
 __all__ = [
     "SharedRows",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from specjax.call_arrays import VerifyArrays
-from specjax.mesh import pvary_like
+from specjax.devices.placement import pvary_like
 from specjax.pallas.emit_tokens import DrawOperands
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output

@@ -27,8 +27,8 @@ from specjax.core.logsumexp import (
 )
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
-from specjax.mesh import pvary_like
-from specjax.samplers.request import LogitRows, take_row
+from specjax.devices.placement import pvary_like
+from specjax.samplers.reference.request import LogitRows, take_row
 from specjax.samplers.trees.tree import Tree, first_index
 
 __all__ = [

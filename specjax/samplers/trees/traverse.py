@@ -25,8 +25,8 @@ from specjax.core.logsumexp import block_logprobs, block_partials
 from specjax.core.noise import Stream, address, uniform
 from specjax.core.residual import residual_log_masses
 from specjax.core.temperature import parse_temperature
-from specjax.mesh import pvary_like
-from specjax.samplers.request import LogitRows, take_row
+from specjax.devices.placement import pvary_like
+from specjax.samplers.reference.request import LogitRows, take_row
 from specjax.samplers.trees.siblings import (
     RowLeft,
     Siblings,

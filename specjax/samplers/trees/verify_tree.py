@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions
 from specjax.core.temperature import parse_temperature
+from specjax.devices.placement import pvary_like
 from specjax.implementation import is_for_cpu_alone
-from specjax.mesh import pvary_like
-from specjax.samplers.request import LogitRows
+from specjax.samplers.reference.request import LogitRows
 from specjax.samplers.trees.traverse import traverse_tree
 from specjax.samplers.trees.tree import AcceptedPath, Tree, find_padding, place_nodes
 from specjax.samplers.trees.walk import walk_tree

@@ -14,8 +14,8 @@ from specjax.core.gumbel_max import gather_logits, row_token, token_logprobs
 from specjax.core.logsumexp import block_partials, row_statistics_once
 from specjax.core.noise import Stream, address
 from specjax.core.temperature import parse_temperature
-from specjax.mesh import pvary_like
-from specjax.samplers.request import LogitRows, take_row
+from specjax.devices.placement import pvary_like
+from specjax.samplers.reference.request import LogitRows, take_row
 from specjax.samplers.trees.tree import AcceptedPath, Tree, first_index
 
 __all__ = ["walk_tree"]

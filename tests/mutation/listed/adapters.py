@@ -10,21 +10,21 @@ _GROUP = "test_a_request_drafts_what_followed_in_its_group_alone"
 
 MUTATIONS = (
     Mutation(
-        "specjax.adapters.tunix.group_lookup._lookup_functions",
+        "specjax.contrib.tunix.group_lookup._lookup_functions",
         "groups == groups[request]",
         "groups >= 0",
         group_lookup(_GROUP),
         "every request searches all groups",
     ),
     Mutation(
-        "specjax.adapters.tunix.group_lookup._look_up",
+        "specjax.contrib.tunix.group_lookup._look_up",
         "(num_after * 2 + own.astype(jnp.int32)) * width + index",
         "num_after * width + index",
         group_lookup(_LONGEST),
         "a later occurrence in another text goes before the request's own",
     ),
     Mutation(
-        "specjax.adapters.tunix.group_lookup._look_up",
+        "specjax.contrib.tunix.group_lookup._look_up",
         "index < lengths[:, None] - n",
         "index <= lengths[:, None] - n",
         group_lookup(_GROUP),

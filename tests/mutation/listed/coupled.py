@@ -13,14 +13,14 @@ _CHANGE = "test_a_change_of_the_method_drops_drafts_of_the_target_s_noise"
 
 MUTATIONS = (
     Mutation(
-        "specjax.samplers.coupled_xla.couple_request.judge",
+        "specjax.samplers.reference.coupled.couple_request.judge",
         "(token == request.token_ids[i])",
         "(token >= 0)",
         coupled_sampling(f"{_TOKENS}[xla]"),
         "a drafted token is accepted whatever the target draws",
     ),
     Mutation(
-        "specjax.samplers.coupled_xla._draw",
+        "specjax.samplers.reference.coupled._draw",
         "Stream.TARGET",
         "Stream.accept(index)",
         coupled_sampling(f"{_TOKENS}[xla]"),
@@ -55,7 +55,7 @@ MUTATIONS = (
         "a small batch accepts a drafted token whatever the target draws",
     ),
     Mutation(
-        "specjax.samplers.coupled_xla.couple_request.judge",
+        "specjax.samplers.reference.coupled.couple_request.judge",
         "(index < request.num_tokens) & ",
         "",
         coupled_sampling(f"{_TOKENS}[xla]"),
@@ -118,7 +118,7 @@ MUTATIONS = (
         "tokens drawn on the target's stream are verified by rejection",
     ),
     Mutation(
-        "specjax.core.coupling.match_probability",
+        "specjax.theory.coupling.match_probability",
         "return float(blocks @ np.array(inside))",
         "return float(_match_probabilities(p, q).sum())",
         coupled_sampling("test_drafts_on_the_target_s_stream_match_as_often_as_the_formula_says"),

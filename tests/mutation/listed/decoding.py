@@ -17,17 +17,17 @@ from .tests import (
 
 __all__ = ["MUTATIONS"]
 
-_DRAFTS = "specjax.samplers.gather_drafts."
+_DRAFTS = "specjax.samplers.drafts."
 _LOOP = "specjax.decode.loop."
 _ROWS = "specjax.decode.target_rows."
 _NEXT = "specjax.decode.draft_next."
 _READ = "specjax.decode.prefill._read_chunk"
-_BY_LAYER = "specjax.programs.by_layer."
+_BY_LAYER = "specjax.cli.by_layer."
 _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
 _RULES = "specjax.processing.logit_rules."
-_RATES = "specjax.acceptance_rates."
+_RATES = "specjax.theory.acceptance_rates."
 _RECOUNT = "test_the_counts_are_those_of_a_recount"
 _FOLLOW = "test_drafts_follow_their_requests"
 _COMMITTED = "test_metrics_count_what_was_committed_up_to_the_end_of_a_sequence[False]"
@@ -113,14 +113,14 @@ MUTATIONS = (
         "the token before the last is fed at the place of the last",
     ),
     Mutation(
-        "specjax.programs.draw_loop.draw_tokens",
+        "specjax.decode.draw_loop.draw_tokens",
         "not _is_on_a_mesh((carry, token_ids, keys))",
         "True",
         drafts("test_proposals_of_arrays_over_explicit_axes_are_the_same"),
         "a proposal of requests over an explicit axis is refused",
     ),
     Mutation(
-        "specjax.programs.draw_loop.draw_tokens",
+        "specjax.decode.draw_loop.draw_tokens",
         "0 if is_one_loop else 1",
         "0",
         drafts("test_the_first_step_may_be_given_another_carry_than_it_returns"),

@@ -72,14 +72,14 @@ MUTATIONS = (
         "four gigabytes of a device are read before it is refused",
     ),
     Mutation(
-        "specjax.programs.saved_programs.read_programs",
+        "specjax.decode.compile.saved_programs.read_programs",
         "if hashlib.sha256(line + data).digest() != digest:",
         "if not digest:",
         _DAMAGED,
         "a damaged file is unpickled",
     ),
     Mutation(
-        "specjax.programs.saved_programs.read_programs",
+        "specjax.decode.compile.saved_programs.read_programs",
         "size != num_bytes",
         "size < num_bytes",
         saved_programs("test_a_file_that_grew_beyond_the_memory_is_not_read"),

@@ -17,8 +17,8 @@ from .tests import (
 __all__ = ["MUTATIONS"]
 
 _GRAMMAR = "specjax.processing.grammar."
-_MASKS = "specjax.grammars.row_masks.RowMasks."
-_TEXT = "specjax.grammars.row_masks.MatchedText."
+_MASKS = "specjax.decode.matchers.RowMasks."
+_TEXT = "specjax.decode.matchers.MatchedText."
 _LAW = "test_several_steps_follow_the_masked_target_jointly"
 _ROWS = "test_each_row_allows_what_follows_the_drafted_tokens_before_it"
 _HOST = "test_several_steps_with_masks_of_a_host_follow_the_masked_target_jointly"
@@ -34,84 +34,84 @@ _ACCEPTS = "test_a_schema_accepts_its_compact_texts_and_no_others"
 
 MUTATIONS = (
     Mutation(
-        "specjax.grammars.token_bytes._first_text",
+        "specjax.processing.token_bytes._first_text",
         "return [index]",
         "return []",
         text_streams(_BYTES),
         "tokens lack the space that a decoder leaves out at the beginning of a text",
     ),
     Mutation(
-        "specjax.grammars.token_bytes._bytes_of",
+        "specjax.processing.token_bytes._bytes_of",
         "if has_letters and",
         "if not has_letters and",
         text_streams(_BYTES),
         "a part of a character is the bytes of U+FFFD",
     ),
     Mutation(
-        "specjax.grammars.byte_automaton._Edges.add",
+        "specjax.contrib.grammars.byte_automaton._Edges.add",
         "known is None",
         "known is None or True",
         byte_automata(_GROWS),
         "the bytes with which characters end are added for each kind of character",
     ),
     Mutation(
-        "specjax.grammars.byte_automaton._Edges._add_repeat",
+        "specjax.contrib.grammars.byte_automaton._Edges._add_repeat",
         "(last, self.add(part, end))",
         "(end, self.add(part, end))",
         byte_automata(_GROWS),
         "an optional copy leads to every later one, and their number is squared",
     ),
     Mutation(
-        "specjax.grammars.byte_automaton._Edges._add_members",
+        "specjax.contrib.grammars.byte_automaton._Edges._add_members",
         "may_end = False",
         "may_end = True",
         json_schemas(f"{_ACCEPTS}[schema0-good0-bad0]"),
         "a text ends before a required property if another stands before it",
     ),
     Mutation(
-        "specjax.grammars.integer_bounds._positive",
+        "specjax.contrib.grammars.integer_bounds._positive",
         "len(last) - 2)",
         "len(last) - 1)",
         json_schemas("test_two_bounds_of_an_integer_accept_what_is_between_them"),
         "an integer of as many digits as the greater bound is above it",
     ),
     Mutation(
-        "specjax.grammars.token_automaton._key",
+        "specjax.contrib.grammars.token_automaton._key",
         "move.sources.tobytes() + move.targets.tobytes()",
         "move.targets.tobytes()",
         token_automata(_LEADS),
         "tokens that lead to the same states from others are one class",
     ),
     Mutation(
-        "specjax.grammars.token_automaton.token_automaton",
+        "specjax.contrib.grammars.token_automaton.token_automaton",
         "np.append(np.flatnonzero(automaton.accepts), end)",
         "np.flatnonzero(automaton.accepts)",
         token_automata(_LEADS),
         "nothing follows the end-of-sequence token",
     ),
     Mutation(
-        "specjax.grammars.token_automaton._masks",
+        "specjax.contrib.grammars.token_automaton._masks",
         "_BITS_PER_WORD, num_classes - 1,",
         "_BITS_PER_WORD, num_classes - 2,",
         token_automata(_LEADS),
         "ids past the vocabulary are allowed where a text may end",
     ),
     Mutation(
-        "specjax.grammars.schema_references._is_note",
+        "specjax.contrib.grammars.schema_references._is_note",
         'key.startswith("x-")',
         'key.startswith("x")',
         schema_references("test_a_note_says_nothing_about_a_text_and_a_property_may_have_its_name"),
         "a keyword that is no note is passed over",
     ),
     Mutation(
-        "specjax.grammars.integer_bounds._compared",
+        "specjax.contrib.grammars.integer_bounds._compared",
         "digit + 1",
         "digit",
         json_schemas("test_a_lone_bound_of_an_integer_accepts_what_is_on_its_side"),
         "an integer below a bound is accepted if only its last digits are less",
     ),
     Mutation(
-        "specjax.grammars.schema_references._inlined",
+        "specjax.contrib.grammars.schema_references._inlined",
         "(*inside, name)",
         "inside",
         json_schemas("test_a_reference_stands_for_the_definition_that_it_names"),
@@ -202,14 +202,14 @@ MUTATIONS = (
         "a slot goes on in the grammar's state of the request before",
     ),
     Mutation(
-        "specjax.grammars.token_automaton._keep_complete",
+        "specjax.contrib.grammars.token_automaton._keep_complete",
         "completes = _reached(targets, sources, end, end + 1)",
         "completes = np.ones(end + 1, bool)",
         json_schemas("test_a_token_after_which_no_text_can_be_completed_is_not_allowed"),
         "a token is allowed after which no text can be completed",
     ),
     Mutation(
-        "specjax.grammars.byte_automaton._Edges._add_members",
+        "specjax.contrib.grammars.byte_automaton._Edges._add_members",
         "(first, after_none)",
         "(first,)",
         json_schemas(f"{_ACCEPTS}[schema1-good1-bad1]"),

@@ -69,7 +69,7 @@ MUTATIONS = (
         "a drafted token is given the output before its norm",
     ),
     Mutation(
-        "specjax.models.kernel_step.layer_step",
+        "specjax.models.decoder.decode_step_kernels.layer_step",
         "DeferredNorm(rows, None)",
         "DeferredNorm(2 * rows, None)",
         eagle3("test_the_layer_runs_through_the_kernels"),
@@ -153,7 +153,7 @@ MUTATIONS = (
         "rows of a block beyond the buffer have no keys",
     ),
     Mutation(
-        "specjax.models.shared_math.last_visible",
+        "specjax.models.decoder.shared_math.last_visible",
         "jnp.maximum",
         "jnp.minimum",
         dflash("test_a_block_runs_through_the_kernels"),

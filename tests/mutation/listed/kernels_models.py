@@ -5,7 +5,7 @@ from .tests import few, products, transformer
 
 __all__ = ["MUTATIONS"]
 
-_MODELS, _PALLAS = "specjax.models.pallas.", "specjax.pallas."
+_MODELS, _PALLAS = "specjax.models.decoder.pallas.", "specjax.pallas."
 _ANYWHERE = "test_tokens_anywhere_see_what_plain_jax_lets_them_see"
 _ALONE = few(f"{_ANYWHERE}[interpret-all-few requests]")
 _CROWD = few(f"{_ANYWHERE}[interpret-all-more requests]")
@@ -19,21 +19,21 @@ _GATE = products("test_gates_are_of_rows_divided_late[(3, 4, 320, 160)-True-inte
 
 MUTATIONS = (
     Mutation(
-        "specjax.models.transformer.Transformer.plain",
+        "specjax.models.decoder.transformer.Transformer.plain",
         "states[tap] for tap in taps",
         "states[tap - 1] for tap in taps",
         transformer("test_tap_k_is_the_residual_stream_after_k_layers[plain]"),
         "a tap is one layer too early",
     ),
     Mutation(
-        "specjax.models.transformer.Transformer.plain",
+        "specjax.models.decoder.transformer.Transformer.plain",
         "states.append(x)",
         "states.append(layer.mlp_norm(x))",
         transformer("test_tap_k_is_the_residual_stream_after_k_layers[plain]"),
         "taps are normed",
     ),
     Mutation(
-        "specjax.models.kernel_step.decode_step",
+        "specjax.models.decoder.decode_step_kernels.decode_step",
         "states[tap][:, :tokens]",
         "states[tap - 1][:, :tokens]",
         few(f"{_STEPS}[interpret-llama-True-1]"),
@@ -264,14 +264,14 @@ MUTATIONS = (
         "parts are counted from what the memory held",
     ),
     Mutation(
-        "specjax.models.shared_math.is_visible",
+        "specjax.models.decoder.shared_math.is_visible",
         "slot <= position",
         "slot < position",
         _CROWD,
         "a token does not see itself",
     ),
     Mutation(
-        "specjax.models.shared_math.is_visible",
+        "specjax.models.decoder.shared_math.is_visible",
         "position - window",
         "position - window - 1",
         _WINDOW,

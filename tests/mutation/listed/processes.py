@@ -61,7 +61,7 @@ MUTATIONS = (
         "one process may see a stop string that another does not",
     ),
     Mutation(
-        "specjax.mesh.Placement.num_processes",
+        "specjax.devices.placement.Placement.num_processes",
         "device.process_index for",
         "0 for",
         _REFUSED,

@@ -5,7 +5,7 @@ from .tests import split_kernels, split_models, split_processing, split_vocabula
 
 __all__ = ["MUTATIONS"]
 
-_ROWS = "specjax.core.split.rows."
+_ROWS = "specjax.devices.rows."
 _EMPTY = "test_a_device_without_tokens_changes_no_sample"
 _PROCESSED = "test_what_is_processed_cut_and_listed_is_that_of_whole_rows_and_no_row_travels"
 _TOKENS = "test_tokens_are_those_of_whole_rows_and_no_row_travels"
@@ -90,21 +90,21 @@ MUTATIONS = (
         "a column of padding is a token",
     ),
     Mutation(
-        "specjax.samplers.verify_xla._accept_at_once",
+        "specjax.samplers.reference.verify._accept_at_once",
         "accepted & is_active(request)",
         "accepted",
         split_vocabulary(f"{_TOKENS}[token]"),
         "a request of an invalid temperature has its drafts verified",
     ),
     Mutation(
-        "specjax.samplers.block_xla.accept_block_prefix",
+        "specjax.samplers.reference.block.accept_block_prefix",
         "jax.vmap(is_accepted)(lengths) & (lengths <= first)",
         "jax.vmap(is_accepted)(lengths)",
         split_vocabulary(f"{_TOKENS}[block]"),
         "prefixes longer than the drafts of a request are tried",
     ),
     Mutation(
-        "specjax.samplers.coupled_xla.couple_request",
+        "specjax.samplers.reference.coupled.couple_request",
         "_, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)",
         "_, token, logprob, row = jax.tree.map(lambda x: x[0], drawn)",
         split_vocabulary(f"{_TOKENS}[coupled]"),
@@ -153,77 +153,77 @@ MUTATIONS = (
         "a rank counts the likelier tokens of one device alone",
     ),
     Mutation(
-        "specjax.vocabulary_split._axes_of",
+        "specjax.devices.vocabulary_split._axes_of",
         "if mesh.shape[name] > 1",
         "if mesh.shape[name] < 1",
         split_vocabulary(f"{_SAMPLES_BY_SHARDING}[4-AxisType.Explicit]"),
         "rows are gathered whose sharding splits them",
     ),
     Mutation(
-        "specjax.vocabulary_split._axes_of",
+        "specjax.devices.vocabulary_split._axes_of",
         "if has_size and not split_over:",
         "if not split_over:",
         split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
         "rows on one device are read as split without a size, and miss the kernels of whole rows",
     ),
     Mutation(
-        "specjax.vocabulary_split._axes_of",
+        "specjax.devices.vocabulary_split._axes_of",
         "if has_size and not split_over:",
         "if has_size and len(names) > 1:",
         split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Explicit]"),
         "vocab_size is refused where the axis has one device",
     ),
     Mutation(
-        "specjax.vocabulary_split._axes_of",
+        "specjax.devices.vocabulary_split._axes_of",
         "(names or _unnamed_axes(mesh, sum(by_axis, ())))",
         "names",
         split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
         "vocab_size is refused of what jit returns where the axis has one device",
     ),
     Mutation(
-        "specjax.vocabulary_split._unnamed_axes",
+        "specjax.devices.vocabulary_split._unnamed_axes",
         " and name not in names",
         "",
         split_vocabulary(f"{_ANY_SHAPE}[1-8-AxisType.Auto]"),
         "the vocabulary is said to lie over the axis of the requests",
     ),
     Mutation(
-        "specjax.vocabulary_split._unnamed_axes",
+        "specjax.devices.vocabulary_split._unnamed_axes",
         "not isinstance(mesh, Mesh)",
         "mesh.empty",
         split_vocabulary(f"{_ANY_SHAPE}[8-1-AxisType.Auto]"),
         "inside jit a mesh whose axis has one device takes what no other mesh takes",
     ),
     Mutation(
-        "specjax.vocabulary_split._axes_of",
+        "specjax.devices.vocabulary_split._axes_of",
         "jax.typeof(logits) if is_traced else logits",
         "logits",
         split_vocabulary(f"{_TOKENS}[coupled]"),
         "inside jit no axis is seen, Explicit ones neither",
     ),
     Mutation(
-        "specjax.vocabulary_split.parse_split",
+        "specjax.devices.vocabulary_split.parse_split",
         "most = logits.shape[-1] * (size if mesh is None else 1)",
         "most = logits.shape[-1] * size",
         split_vocabulary(_WHOLE_BY_SHARDING),
         "the rows of whole arrays are taken for a device's part of longer ones",
     ),
     Mutation(
-        "specjax.vocabulary_split.parse_split",
+        "specjax.devices.vocabulary_split.parse_split",
         "mesh is not None and vocab_size is None",
         "mesh is not None",
         split_vocabulary(_WHOLE_BY_SHARDING),
         "padding is emitted where rows with a given size are gathered",
     ),
     Mutation(
-        "specjax.map_parts.map_parts.specs.spec",
+        "specjax.devices.map_parts.map_parts.specs.spec",
         "if not any(x is rows for rows in over_vocabulary):",
         "if x.ndim < 3:",
         split_vocabulary(f"{_TOKENS}[ragged]"),
         "every device is given whole rows of flat logits",
     ),
     Mutation(
-        "specjax.map_parts.map_parts.call",
+        "specjax.devices.map_parts.map_parts.call",
         "specs(batch, split.requests)",
         "specs(batch, None)",
         split_vocabulary(f"{_TOKENS}[block]"),
@@ -405,7 +405,7 @@ MUTATIONS = (
         "a device without mass scores NaN, which no other score is above",
     ),
     Mutation(
-        "specjax.samplers.coupled_xla.couple_request",
+        "specjax.samplers.reference.coupled.couple_request",
         "first_false(drawn[0] & is_active(request))",
         "first_false(drawn[0])",
         split_vocabulary(f"{_TOKENS}[coupled]"),

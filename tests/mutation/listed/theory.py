@@ -21,14 +21,14 @@ MUTATIONS = (
         "the rate at which independent draws agree",
     ),
     Mutation(
-        "specjax.acceptance_rates.expected_acceptance_length",
+        "specjax.theory.acceptance_rates.expected_acceptance_length",
         "jnp.cumprod(rates, axis=-1)",
         "rates",
         acceptance_rates("test_rates_that_change_do_not_recompile"),
         "conditional rates are taken for unconditional ones",
     ),
     Mutation(
-        "specjax.acceptance_rates.acceptance_lengths",
+        "specjax.theory.acceptance_rates.acceptance_lengths",
         "xp.concatenate([first, unconditional], axis=-1)",
         "xp.cumprod(xp.concatenate([first, unconditional], axis=-1), axis=-1)",
         theory(_COINS),
@@ -133,7 +133,7 @@ MUTATIONS = (
         "of the sets inside H the likeliest alone counts",
     ),
     Mutation(
-        "specjax.core.coupling._match_probabilities",
+        "specjax.theory.coupling._match_probabilities",
         "np.maximum(p / p[i], q / q[i])",
         "np.minimum(p / p[i], q / q[i])",
         theory("test_coupled_draws_match_as_often_as_both_levels_are_won_together[128-0]"),

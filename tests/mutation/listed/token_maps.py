@@ -61,7 +61,7 @@ MUTATIONS = (
         "what an invalid row has not drawn becomes a drafted token",
     ),
     Mutation(
-        "specjax.samplers.request._pad_ragged",
+        "specjax.samplers.reference.request._pad_ragged",
         "jnp.minimum(num_tokens, counts)",
         "num_tokens",
         ragged("test_more_drafts_than_a_request_has_rows_are_not_read[xla]"),
@@ -98,21 +98,21 @@ MUTATIONS = (
         "a drawn token of the id -1 ends the drafts",
     ),
     Mutation(
-        "specjax.samplers.request.DraftRow.kept_logits",
+        "specjax.samplers.reference.request.DraftRow.kept_logits",
         "if self.draft_ids is not None",
         "if False",
         token_maps(f"{_ORACLE}[xla-0]"),
         "q of the drafted token, and inside a block, is read at the target's id",
     ),
     Mutation(
-        "specjax.samplers.request.DraftRow.kept_row",
+        "specjax.samplers.reference.request.DraftRow.kept_row",
         "self.logits, self.draft_ids, self.cutoff",
         "self.logits, jnp.arange(self.draft_ids.shape[0]), self.cutoff",
         token_maps(*(f"{_EQUAL}[xla-{method}]" for method in ("standard", "block", "rule"))),
         "the masses of a residual are without the map",
     ),
     Mutation(
-        "specjax.samplers.gather_drafts.gather_drafts",
+        "specjax.samplers.drafts.gather_drafts",
         "token_map=cache.token_map",
         "token_map=None",
         token_maps("test_gathered_drafts_keep_their_map[xla]"),

@@ -7,8 +7,8 @@ __all__ = ["MUTATIONS"]
 
 _ACCEPTANCE = "specjax.core.acceptance."
 _RESIDUAL = "specjax.core.residual."
-_VERIFY = "specjax.samplers.verify_xla."
-_RECOVERY = "specjax.samplers.next_token_xla."
+_VERIFY = "specjax.samplers.reference.verify."
+_RECOVERY = "specjax.samplers.reference.next_token."
 _LOG_Q = "test_a_draft_whose_carried_log_q_is_invalid_is_verified_as_one_hot"
 _NO_HEAT = "test_a_draft_of_an_invalid_temperature_is_verified_as_one_hot"
 _ONE_TOKEN = "test_a_residual_of_one_token_is_that_token"

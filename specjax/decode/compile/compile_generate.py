@@ -1,0 +1,316 @@
+"""`compile_generate`: the programs of `generate` before the first prompt, and from a file."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from specjax.checks import as_array, check_count
+from specjax.config import SpeculativeConfig
+from specjax.core.noise import fold_in_rows
+from specjax.decode.capacity import explain_out_of_memory, fill_up, on_host, pad_eos
+from specjax.decode.compile.cache_folder import is_cache_in_use
+from specjax.decode.compile.compatibility import check_arrays, check_functions, list_functions
+from specjax.decode.compile.saved_programs import (
+    SavedProgram,
+    load_program,
+    read_programs,
+    serialize_programs,
+    write_programs,
+)
+from specjax.decode.drafters import Drafter
+from specjax.decode.generate import Generation, run_loop, take_first_requests
+from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, check_prompt_ids
+from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.metrics import Metrics
+from specjax.decode.prefill import begin_compilation
+from specjax.decode.target_rows import vocabulary_size
+from specjax.devices.placement import call_on_auto_axes, put_whole
+from specjax.implementation import Implementation
+from specjax.processing.sampling_params import SamplingParams
+from specjax.types import Model
+
+__all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
+
+# Rules that are one number per request.
+_NUMBERS = sorted({*SamplingParams._fields} - {"bias", "allowed", "bad_words", "grammar"})
+_fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledGenerate:
+    """The programs of `generate` for one batch size, one capacity and one set of rules.
+
+    A call takes `generate`'s arguments that are data, returns what it returns, compiles nothing.
+
+    Attributes:
+      options: what is compiled in: `batch_size`, `num_eos_token_ids`, `vocab_size` and arguments of
+        `generate`.
+      arguments: name -> dtype and shape of each parameter and each setting.
+      programs: functions that fold rows into a key, read prompts and take steps.
+      serialize: returns these programs as bytes.
+      functions: name -> function of the models compiled in; {} if they were read from a file.
+    """
+
+    options: dict[str, Any]
+    arguments: dict[str, str]
+    programs: Sequence[Callable[..., Any]]
+    serialize: Callable[[], list[SavedProgram]]
+    functions: dict[str, Any]
+
+    def __call__(
+        self,
+        target: Model,
+        drafter: Drafter | None,
+        prompt_token_ids: Any,
+        prompt_lengths: Any,
+        *,
+        keys: jax.Array,
+        max_new_tokens: Any,
+        temperature: Any = 1.0,
+        eos_token_ids: Any = (),
+        sampling: SamplingParams | None = None,
+    ) -> Generation:
+        """Returns what `generate` returns for these arguments and the options compiled in.
+
+        Args:
+          target: with the functions compiled in, and parameters of those shapes.
+          drafter: like that, or None.
+          prompt_token_ids: i32[B, L], as each of the following in `generate`.
+          prompt_lengths: i32[B].
+          keys: typed threefry keys, [B] or ().
+          max_new_tokens: int or i32[B].
+          temperature: f32, [B] or scalar.
+          eos_token_ids: int, ints or i32[E].
+          sampling: `SamplingParams` with the fields compiled for, or None.
+
+        Raises:
+          ValueError: for what `generate` refuses, texts that the capacity does not hold, and
+            another batch size, other rules, parameters or functions than compiled for.
+        """
+        data, _ = _read_arguments(
+            target,
+            drafter,
+            prompt_token_ids,
+            prompt_lengths,
+            keys=keys,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos_token_ids=eos_token_ids,
+            sampling=sampling,
+            implementation=None,
+            **self.options,
+        )
+        fold, prefill, run = self.programs
+        settings = data["settings"]
+        if not settings.keys.shape:
+            data["settings"] = settings = settings._replace(keys=fold(settings.keys))
+        check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
+        check_functions(list_functions(target=target, drafter=drafter), self.functions)
+        data = put_whole(target.placement, fill_up(data, target.placement))
+        with explain_out_of_memory(target, drafter, *data["prompt"].shape):
+            state = call_on_auto_axes(prefill, target, drafter, like=keys, **data)
+            generation = call_on_auto_axes(run, target, drafter, state, like=keys)
+        return take_first_requests(generation, self.options["batch_size"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the programs to a file, which `load_compiled` reads.
+
+        The file holds no parameters. Where JAX's cache was in use, they are compiled anew for it.
+
+        Args:
+          path: of the file, which is replaced if it exists. Its folder is made if it is absent.
+
+        Raises:
+          OSError: if the file cannot be written.
+          ValueError: if the config has a rule, and for a model over devices.
+        """
+        if self.functions.get("target.placement") is not None:
+            raise ValueError("Programs of a model over devices are not saved; compile them anew.")
+        options = self.options | {"config": self.options["config"].to_json()}
+        write_programs(path, {"options": options, "arguments": self.arguments}, self.serialize())
+
+
+def compile_generate(
+    target: Model,
+    drafter: Drafter | None,
+    *,
+    batch_size: int,
+    max_length: int,
+    config: SpeculativeConfig | None = None,
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
+    num_eos_token_ids: int = 8,
+    sampling: SamplingParams | None = None,
+    num_logprobs: int | None = None,
+    logprobs_mode: str = "raw",
+    implementation: str | Implementation | None = None,
+) -> CompiledGenerate:
+    """Compiles `generate` before the first prompt, for one device or the mesh of the target.
+
+    The parameters may be `jax.ShapeDtypeStruct`s: weights can be loaded meanwhile or later. A call
+    of the result compiles nothing. The folder of `enable_compilation_cache` is read and written.
+
+    Args:
+      target: a `Model`; of its parameters, only shapes, dtypes and shardings are read.
+      drafter: a `Drafter`, or None.
+      batch_size: B, a Python int >= 1.
+      max_length: S, the tokens of a request, prompt and text, that buffers have room for.
+      config: a `SpeculativeConfig`. None is the default one.
+      prefill_chunk_size: as in `generate`.
+      num_eos_token_ids: most end-of-sequence ids of a call, rounded up to a multiple of 8.
+      sampling: `SamplingParams` with any values in the fields that calls give, and `bias`,
+        `allowed` and `bad_words` of their shapes. None is no rule.
+      num_logprobs: as in `generate`.
+      logprobs_mode: as in `generate`.
+      implementation: as in `generate`.
+
+    Returns:
+      `CompiledGenerate`, a function like `generate`, which can be saved to a file.
+
+    Raises:
+      ValueError: for what `generate` refuses, and parameters that lie on several devices.
+
+    Example:
+      >>> from specjax.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+      >>> compiled = specjax.compile_generate(model, None, batch_size=1, max_length=16)
+      >>> output = compiled(
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      >>> specjax.unpad(output.token_ids)
+      [[0, 1, 0, 1]]
+    """
+    why = "the most end-of-sequence ids of a call"
+    options: dict[str, Any] = {
+        "batch_size": check_count("batch_size", batch_size, 1, "the requests of a call"),
+        "num_eos_token_ids": check_count("num_eos_token_ids", num_eos_token_ids, 0, why),
+        "config": SpeculativeConfig() if config is None else config,
+        "max_length": check_count("max_length", max_length, 2, "the tokens of prompt and text"),
+        "prefill_chunk_size": prefill_chunk_size,
+        "num_logprobs": num_logprobs,
+        "logprobs_mode": logprobs_mode,
+    }
+    options["vocab_size"] = vocabulary_size(target, batch_size, 1, options["max_length"])
+    key = jax.random.key(0, impl="threefry2x32")
+    fold = _fold_in_rows.lower(key, size=batch_size)
+    data, static = _read_arguments(
+        target,
+        drafter,
+        np.zeros((batch_size, 1), np.int32),
+        np.ones((batch_size,), np.int32),
+        keys=_fold_in_rows(key, size=batch_size),
+        max_new_tokens=1,
+        temperature=1.0,
+        eos_token_ids=(),
+        sampling=sampling,
+        implementation=implementation,
+        **options,
+    )
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
+    if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
+        raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
+    filled = put_whole(target.placement, fill_up(data, target.placement))
+    begun = begin_compilation(run_loop, target, drafter, filled | static)
+    lowered = [fold, *(program.lowered for program in begun)]
+    programs = [fold.compile(), *(program.compilation.result() for program in begun)]
+    return CompiledGenerate(
+        options,
+        _describe_arguments(target, drafter, data["settings"]),
+        programs,
+        functools.partial(serialize_programs, lowered, programs, is_cache_in_use()),
+        list_functions(target=target, drafter=drafter),
+    )
+
+
+def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
+    """Reads what `CompiledGenerate.save` wrote; nothing is traced or compiled.
+
+    Load only a file that you trust: its programs are unpickled, and they are code that runs. Before
+    that, the versions and the device in its JSON line are compared with this process, and its
+    SHA-256 is checked. The programs contain the models' functions. A call compares names, shapes
+    and dtypes of parameters, and cannot tell the models.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      `CompiledGenerate`.
+
+    Raises:
+      ValueError: for a file of another kind, specjax, jax, jaxlib or device, or a damaged one.
+      OSError: if the file cannot be read.
+
+    Example:
+      >>> import tempfile
+      >>> from specjax.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+      >>> path = tempfile.mkdtemp() + "/programs"
+      >>> specjax.compile_generate(model, None, batch_size=1, max_length=16).save(path)
+      >>> output = specjax.load_compiled(path)(
+      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      >>> specjax.unpad(output.token_ids)
+      [[0, 1, 0, 1]]
+    """
+    description, saved = read_programs(path)
+    try:
+        options, arguments = description["options"], description["arguments"]
+        auto = {"num_speculative_tokens": "auto"} if options["config"]["step_costs"] else {}
+        options["config"] = SpeculativeConfig(**options["config"] | auto)
+        listed = None if options["num_logprobs"] is None else TopLogprobs._make(TopLogprobs._fields)
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{path} says other things of its programs than this specjax writes; compile and save "
+            "it here."
+        ) from None
+    texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
+    programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
+    return CompiledGenerate(options, arguments, programs, lambda: saved, {})
+
+
+def _read_arguments(
+    *positional: Any,
+    batch_size: int,
+    num_eos_token_ids: int,
+    vocab_size: int,
+    **arguments: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays and the static options of `run_prefill`, each array of one form.
+
+    A number for all requests becomes one per request, so that either runs the one program.
+    """
+    shape = np.shape(positional[-1])
+    if shape != (batch_size,):
+        needed = f"({batch_size},), one for each request of the batch size compiled for"
+        raise ValueError(f"prompt_lengths has shape {shape}; it needs {needed}.")
+    checked = check_arguments(*positional, **arguments)
+    target, drafter = positional[:2]
+    check_prompt_ids(checked, target, drafter, vocab_size)
+    data = {name: checked.pop(name) for name in ("prompt", "lengths", "settings")}
+    settings = data["settings"]
+
+    def for_each(value: Any) -> Any:
+        return None if value is None else np.broadcast_to(on_host(value), shape)
+
+    sampling = settings.sampling
+    if sampling is not None:
+        sampling = sampling._replace(**{x: for_each(getattr(sampling, x)) for x in _NUMBERS})
+    data["settings"] = settings._replace(
+        temperature=for_each(settings.temperature),
+        eos_token_ids=pad_eos(settings.eos_token_ids, num_eos_token_ids),
+        sampling=sampling,
+    )
+    return data, checked
+
+
+def _describe_arguments(target: Model, drafter: Drafter | None, settings: Any) -> dict[str, str]:
+    """Returns name -> dtype and shape of the parameters and the settings, and what drafts."""
+    tree = {"target": target.params, "drafter": drafter and drafter.params, **settings._asdict()}
+    described = {} if drafter is None else {"a drafter": "given"}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        array = as_array("a parameter", leaf)
+        described[keystr(path, simple=True, separator=".")] = f"{array.dtype}{list(array.shape)}"
+    return described

@@ -1,0 +1,298 @@
+"""Operations of a decode step through the kernels: split-K products, deferred norms, attention.
+
+Between operations a row is a `DeferredNorm` and a product a `PartialProduct`: what reads them does
+what is left to do. Where a kernel has no tiling for the shapes, XLA does that one operation.
+Axes: `B` requests, `T` tokens with padding, `E` hidden, `N` of a product, `Q` split-K parts.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.implementation import Implementation
+from specjax.models.decoder.attention import attend
+from specjax.models.decoder.pallas.add_rms_norm import add_rms_norm
+from specjax.models.decoder.pallas.attention import decode_attention
+from specjax.models.decoder.pallas.matmul import fused_glu, split_k_matmul
+from specjax.models.decoder.pallas.request_qkv import QKVOperands
+from specjax.models.decoder.pallas.tilings import (
+    AttentionTiling,
+    DecodeConfig,
+    MatmulTiling,
+    attention_tiling,
+    glu_tiling,
+    matmul_tiling,
+)
+from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
+
+__all__ = [
+    "DeferredNorm",
+    "HeadNorms",
+    "KernelChoice",
+    "PartialProduct",
+    "add_and_begin_norm",
+    "attention",
+    "can_defer_norm",
+    "glu",
+    "kernel_choice",
+    "kv_tiling",
+    "matmul",
+    "product_tiling",
+]
+
+
+class KernelChoice(NamedTuple):
+    """What the kernels of one decode step are to use.
+
+    Attributes:
+      config: sizes that are not the default ones.
+      shared_memory_bytes: of a program.
+      supports_pdl: whether a kernel can start before the one before it has ended (sm_90).
+      interpret: run in Pallas' interpreter.
+    """
+
+    config: DecodeConfig
+    shared_memory_bytes: int
+    supports_pdl: bool
+    interpret: bool
+
+
+def kernel_choice(implementation: Implementation) -> KernelChoice:
+    """Returns what an implementation says that the kernels are to use."""
+    config, device = implementation.config(DecodeConfig), implementation.device_facts()
+    return KernelChoice(
+        config, device.shared_memory_bytes, device.supports_pdl, implementation.interpret
+    )
+
+
+class DeferredNorm(NamedTuple):
+    """Rows of an RMSNorm that may still have to be divided by their root mean square.
+
+    Attributes:
+      rows: [B, T, E].
+      squares: f32[B, T, n], partial sums of squares; None where the rows are divided.
+    """
+
+    rows: jax.Array
+    squares: jax.Array | None
+
+
+class PartialProduct(NamedTuple):
+    """A product in split-K parts, of rows whose norm may be deferred.
+
+    Attributes:
+      parts: [Q, B, T, N], whose sum over Q is the product.
+      squares: as in `DeferredNorm`.
+    """
+
+    parts: jax.Array
+    squares: jax.Array | None = None
+
+    def reduce(self, norm: NormSpec | None = None) -> jax.Array:
+        """Returns the product [B, T, N], in float32 if anything was left to do.
+
+        `norm` is the deferred one, read only if there are squares.
+        """
+        if self.parts.shape[0] == 1 and self.squares is None:
+            return self.parts[0]
+        total = jnp.sum(self.parts.astype(jnp.float32), axis=0)
+        if self.squares is None:
+            return total
+        assert norm is not None
+        mean = jnp.sum(self.squares, axis=-1, keepdims=True) / norm.size
+        return total * jax.lax.rsqrt(mean + norm.eps)
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of each query and each key (QK-norm).
+
+    Attributes:
+      query: [D], weight.
+      key: [D], weight.
+      spec: constants of both.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    spec: NormSpec
+
+
+def can_defer_norm(x: jax.Array) -> bool:
+    """Returns whether the division of a norm of rows may follow their product.
+
+    Not in float16: residual streams reach thousands, and their products do not fit undivided.
+    """
+    return x.dtype != jnp.float16
+
+
+def add_and_begin_norm(
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, norm: NormSpec, choice: KernelChoice
+) -> tuple[jax.Array, DeferredNorm]:
+    """Returns the stream with a product added, and the deferred norm of it.
+
+    Args:
+      x: [B, T, E], the residual stream.
+      parts: [Q, B, T, E], of the product; None adds nothing.
+      weight: [E], of the norm.
+      norm: its offset is used.
+      choice: of the kernels.
+    """
+    outputs = add_rms_norm(x, parts, weight, offset=norm.offset, interpret=choice.interpret)
+    return outputs.x, DeferredNorm(outputs.weighted_rows, outputs.squares)
+
+
+def matmul(
+    x: jax.Array,
+    matrix: jax.Array,
+    choice: KernelChoice,
+    *,
+    next_is_kernel: bool = False,
+    is_summed: bool = False,
+) -> jax.Array:
+    """Returns the product of [B, T, E] with [E, N] as parts [Q, B, T, N].
+
+    Args:
+      x: rows.
+      matrix: what they are multiplied by.
+      choice: of the kernels.
+      next_is_kernel: whether a kernel of ours alone reads the parts: then it may start early.
+      is_summed: whether products of other devices are added: then no part is rounded.
+    """
+    tiling = product_tiling(x, matrix, choice)
+    if tiling is None:
+        dtype = jnp.float32 if is_summed else None
+        return jnp.matmul(x, matrix, preferred_element_type=dtype)[None]
+    pdl = next_is_kernel and choice.supports_pdl
+    return split_k_matmul(x, matrix, tiling=tiling, pdl=pdl, interpret=choice.interpret)
+
+
+def glu(
+    x: DeferredNorm,
+    gate_up: jax.Array,
+    down: jax.Array,
+    choice: KernelChoice,
+    *,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    next_is_kernel: bool,
+    is_summed: bool,
+) -> jax.Array:
+    """Returns (activation(x @ gate) * (x @ up)) @ down as parts [Q, B, T, E].
+
+    Args:
+      x: its input.
+      gate_up: [E, 2 * I], the gate's columns, then the up projection's.
+      down: [I, E].
+      choice: of the kernels.
+      norm: of the input.
+      activation: of the gate.
+      next_is_kernel: as in `matmul`.
+      is_summed: as in `matmul`.
+    """
+    tiling = product_tiling(x.rows, gate_up, choice, is_gated=True)
+    if tiling is None:
+        y = PartialProduct((x.rows @ gate_up)[None], x.squares).reduce(norm)
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = (activation(gate) * up).astype(x.rows.dtype)
+    else:
+        # XLA's own product does not wait as a kernel of ours does.
+        next_waits = product_tiling(x.rows, down, choice) is not None
+        y = fused_glu(
+            *x,
+            gate_up,
+            norm=norm,
+            activation=activation,
+            tiling=tiling,
+            pdl=next_waits and choice.supports_pdl,
+            interpret=choice.interpret,
+        )
+    return matmul(y, down, choice, next_is_kernel=next_is_kernel, is_summed=is_summed)
+
+
+def attention(
+    qkv: PartialProduct,
+    cos_sin: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: Any,
+    choice: KernelChoice,
+    *,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    head_norms: HeadNorms | None,
+) -> tuple[jax.Array, Any]:
+    """Writes keys and values at their positions, and attends to all slots up to each token's own.
+
+    Args:
+      qkv: [B, T', (H + 2 * G) * D], queries, keys and values, none of them rotated; rows from T on
+        are padding.
+      cos_sin: of the rotary embeddings, two f32[B, T, 1, D / 2].
+      positions: i32[B, T], none twice in a request but -1, which is no token.
+      cache: keys and values, two [B, G, S, D].
+      choice: of the kernels.
+      spec: scale, window and soft cap.
+      norm: the deferred norm of `qkv`.
+      head_norms: of queries and keys; None if they have none, or went through them. Only where
+        `kv_tiling` has a tiling.
+
+    Returns:
+      [B, T', H * D], zeros from T on, and the cache with the tokens in it.
+    """
+    keys, values = cache
+    parts = qkv.parts.reshape(*qkv.parts.shape[:3], -1, keys.shape[3])
+    tiling = kv_tiling(parts.shape[2:4], positions.shape, keys, choice)
+    if tiling is None:
+        assert head_norms is None
+        squares = None if qkv.squares is None else qkv.squares[:, :, None]
+        heads = PartialProduct(parts, squares).reduce(norm).astype(keys.dtype)
+        tokens, padded = positions.shape[1], heads.shape[1]
+        y, cache = attend(heads[:, :tokens], cos_sin, positions, cache, spec=spec)
+        return jnp.pad(y, ((0, 0), (0, padded - tokens), (0, 0))), cache
+    cos, sin = (x[:, :, 0] for x in cos_sin)
+    operands = QKVOperands(parts, qkv.squares, cos, sin, positions.astype(jnp.int32), keys, values)
+    if head_norms is not None:
+        operands = operands._replace(query_norm=head_norms.query, key_norm=head_norms.key)
+    return decode_attention(
+        operands,
+        spec=spec,
+        norm=norm,
+        head_norm=None if head_norms is None else head_norms.spec,
+        tiling=tiling,
+        interpret=choice.interpret,
+    )
+
+
+def kv_tiling(
+    rows: tuple[int, ...], positions: tuple[int, ...], keys: jax.Array, choice: KernelChoice
+) -> AttentionTiling | None:
+    """Returns the tiling of attention, or None if XLA attends.
+
+    Args:
+      rows: (T', H + 2 * G), of the projection.
+      positions: (B, T).
+      keys: [B, G, S, D], of the cache.
+      choice: of the kernels.
+    """
+    return attention_tiling(
+        positions,
+        keys.shape,
+        num_padded_tokens=rows[0],
+        queries_per_kv=rows[1] // keys.shape[1] - 2,
+        itemsize=keys.dtype.itemsize,
+        shared_memory_bytes=choice.shared_memory_bytes,
+        config=choice.config,
+    )
+
+
+def product_tiling(
+    x: Any, matrix: Any, choice: KernelChoice, *, is_gated: bool = False
+) -> MatmulTiling | None:
+    """Returns the tiling of x @ matrix, of a gate's if `is_gated`; None if XLA multiplies."""
+    if x.dtype != matrix.dtype:
+        return None
+    rows, (size, width) = x.shape[0] * x.shape[1], matrix.shape
+    more = x.dtype.itemsize, choice.shared_memory_bytes
+    if is_gated:
+        return glu_tiling(rows, size, width // 2, *more)
+    return matmul_tiling(rows, size, width, *more)

@@ -1,0 +1,155 @@
+"""Chooses the implementation of a decoder's or a layer's step, or a product: JAX or the kernels.
+
+The choice is made once per step. The plain step holds nothing that exists for the kernels; the
+kernels' step is `specjax.models.decoder.decode_step_kernels`, which is imported where it runs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.devices.placement import pvary_like
+from specjax.implementation import Implementation, resolve_implementation, select
+
+__all__ = ["run_decoder", "run_layer", "run_product"]
+
+_MAX_ROWS = 64
+
+
+def run_decoder(
+    model: Any,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+    implementation: str | Implementation | None = None,
+    taps: tuple[int, ...] = (),
+) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+    """Returns hidden states [B, T, E] of a `Transformer`, its taps and the cache with the tokens.
+
+    Args:
+      model: the module.
+      token_ids: i32[B, T].
+      positions: i32[B, T], -1 for no token.
+      cache: a pair of keys and values for each layer.
+      implementation: None chooses at lowering; a name means that one.
+      taps: numbers of layers, after which the residual stream [B, T, E] is returned, too.
+    """
+
+    def kernels(*operands: Any) -> Any:
+        from specjax.models.decoder.decode_step_kernels import decode_step
+
+        return decode_step(*operands, taps=taps)
+
+    plain = functools.partial(type(model).plain, taps=taps)
+    return _choose_step(implementation, plain, kernels, model, token_ids, positions, cache)
+
+
+def run_layer(
+    layer: Any,
+    x: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: Any,
+    implementation: str | Implementation | None = None,
+    rows: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Returns the residual stream [B, T, E] after a `Layer` by itself, and its cache.
+
+    Args:
+      layer: the module.
+      x: [B, T, E], the residual stream.
+      cos_sin: of the layer's rotary embeddings, two f32[B, T, 1, D / 2].
+      positions: i32[B, T], -1 for no token.
+      cache: keys and values, two [B, G, S, D].
+      implementation: None chooses at lowering; a name means that one.
+      rows: what attention reads instead of the norm of the stream, or None.
+    """
+
+    def kernels(*operands: Any) -> Any:
+        from specjax.models.decoder.decode_step_kernels import layer_step
+
+        return layer_step(*operands)
+
+    plain = type(layer).plain
+    operands = (x, cos_sin, positions, cache, rows)
+    return _choose_step(implementation, plain, kernels, layer, *operands)
+
+
+def run_product(
+    x: jax.Array, matrix: jax.Array, implementation: str | Implementation | None = None
+) -> jax.Array:
+    """Returns rows [B, T, E] times a matrix [E, N], in the rows' dtype.
+
+    Args:
+      x: rows.
+      matrix: what they are multiplied by.
+      implementation: None chooses at lowering; a name means that one.
+    """
+
+    def kernels(*operands: Any) -> Any:
+        from specjax.models.decoder.decode_step_kernels import product
+
+        return product(*operands)
+
+    return _choose(implementation, jnp.matmul, kernels, x.shape[:2], x, matrix)
+
+
+def _choose_step(
+    implementation: str | Implementation | None,
+    plain: Callable[..., Any],
+    kernels: Callable[..., Any],
+    module: nnx.Module,
+    *operands: Any,
+) -> Any:
+    """Runs one of two steps of a module.
+
+    Args:
+      implementation: None chooses at lowering; a name means that one.
+      plain: from the module and the operands.
+      kernels: from the resolved implementation, the module and the operands.
+      module: whose step it is.
+      *operands: pytrees of arrays; the first has the leading axes [B, T].
+    """
+    graph, state = nnx.split(module)
+
+    def run_plain(state: Any, *operands: Any) -> Any:
+        return plain(nnx.merge(graph, state), *operands)
+
+    def run_kernels(resolved: Implementation, state: Any, *operands: Any) -> Any:
+        return kernels(resolved, nnx.merge(graph, state), *operands)
+
+    batch_and_tokens = operands[0].shape[:2]
+    return _choose(implementation, run_plain, run_kernels, batch_and_tokens, state, *operands)
+
+
+def _choose(
+    implementation: str | Implementation | None,
+    plain: Callable[..., Any],
+    kernels: Callable[..., Any],
+    batch_and_tokens: tuple[int, ...],
+    *operands: Any,
+) -> Any:
+    """Returns one of two functions of the operands; derivatives are those of the plain one.
+
+    More than 64 rows, such as a prompt, take the plain function: the kernels would read every
+    matrix again for each 64 rows.
+
+    Args:
+      implementation: None chooses at lowering; a name means that one.
+      plain: from the operands.
+      kernels: from the resolved implementation and the operands.
+      batch_and_tokens: (B, T), of the rows.
+      *operands: pytrees of arrays.
+    """
+    resolved = resolve_implementation(implementation)
+    batch, tokens = batch_and_tokens
+    if resolved.name == "xla" or not 0 < batch * tokens <= _MAX_ROWS:
+        return plain(*operands)
+    step = jax.custom_jvp(select(resolved, plain, functools.partial(kernels, resolved)))
+    step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
+    return step(*pvary_like(operands, operands))

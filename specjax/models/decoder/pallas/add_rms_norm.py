@@ -1,0 +1,165 @@
+"""Adds a product to the residual stream and begins the next RMSNorm, which is deferred.
+
+A product of normed rows with a matrix W needs 1 / rms(x), which needs the whole row. Since 1 /
+rms(x) is one number per row, it can follow the product as well as precede it:
+
+    ((x * w) / rms(x)) @ W = ((x * w) @ W) / rms(x)      rms(x) = sqrt(mean(x^2) + eps)
+
+with w the norm's weight. So `add_rms_norm_kernel` stores x * w and sums of x^2 by tiles, and its
+programs wait for no other. What reads the product divides (`load_squares`, `inv_rms`).
+Axes: `R` rows, `E` hidden, `Q` split-K parts of the product, `n` tiles of E.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.models.decoder.pallas.tilings import ADD_NORM_TILE
+from specjax.models.decoder.shared_math import NormSpec
+from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.launch import divmod_i32, launch, output
+
+__all__ = [
+    "AddNormOperands",
+    "AddNormOutputs",
+    "add_rms_norm",
+    "add_rms_norm_kernel",
+    "inv_rms",
+    "load_squares",
+]
+
+
+class AddNormOperands(NamedTuple):
+    """References.
+
+    Attributes:
+      x: [R, E], the residual stream.
+      parts: [Q, R, E], split-K partial sums of what is added; None if nothing is.
+      weight: [E], of the norm, without its offset.
+    """
+
+    x: Any
+    parts: Any
+    weight: Any
+
+
+class AddNormOutputs(NamedTuple):
+    """The residual stream after the addition, and its deferred norm.
+
+    Attributes:
+      x: [R, E], the residual stream.
+      weighted_rows: [R, E], the residual stream times the norm's weight.
+      squares: f32[R, n], sums of x^2 by tiles.
+    """
+
+    x: Any
+    weighted_rows: Any
+    squares: Any
+
+
+def add_rms_norm_kernel(operands: AddNormOperands, out: AddNormOutputs, *, offset: float) -> None:
+    """Writes one tile of s = x + sum_q parts[q], of s * (offset + weight), and its sum of s^2.
+
+    Grid: R * n programs of 2 warps; one owns 256 elements of one row.
+    Bytes per row: E (Q * 4 + itemsize) read, 2 E * itemsize + 4 n written.
+    Why tiles: a program per row would leave most of the GPU idle at 8 rows. The deferred norm needs
+    no reduction over the row here.
+    Memory order: loads begin after the launch that wrote `parts` has ended. It does not trigger the
+    next launch early, because XLA's kernels may read the residual stream.
+    Reference: Zhang and Sennrich, 2019, arXiv:1910.07467: RMSNorm.
+
+    Args:
+      operands: references.
+      out: references.
+      offset: added to the weight.
+    """
+    size = out.x.shape[1]
+    row, tile_index = divmod_i32(pl.program_id(0), ADD_NORM_TILE.num_tiles(size))
+    index, inside = _columns(tile_index, ADD_NORM_TILE.size, size)
+    x, weight = _load(operands.x, (row, index), inside), _load(operands.weight, (index,), inside)
+    if operands.parts is not None:
+        num_parts = operands.parts.shape[0]
+        parts = [_load(operands.parts, (q, row, index), inside) for q in range(num_parts)]
+        # The sum is rounded as plain JAX rounds a product; the residual stream is rounded below.
+        x += sum(parts[1:], parts[0]).astype(out.x.dtype).astype(jnp.float32)
+    stream = x.astype(out.x.dtype)
+    x = stream.astype(jnp.float32)
+    plgpu.store(out.x.at[row, index], stream, mask=inside)
+    weighted_row = (x * (weight + offset)).astype(out.weighted_rows.dtype)
+    plgpu.store(out.weighted_rows.at[row, index], weighted_row, mask=inside)
+    out.squares[row, tile_index] = jnp.sum(x * x)
+
+
+def load_squares(squares: Any, *row: Any) -> jax.Array:
+    """Returns the sums of squares of rows, f32[..., n padded], 0 from index n on.
+
+    Args:
+      squares: reference f32[..., n].
+      *row: leading indices, scalars or arrays [...] of one shape.
+    """
+    num_tiles = squares.shape[-1]
+    index = jax.lax.iota(jnp.int32, next_power_of_2(num_tiles))
+    inside = index < num_tiles
+    if row[-1].ndim:
+        row, index = tuple(each[:, None] for each in row), index[None]
+        inside = jnp.broadcast_to(inside[None], (row[-1].shape[0], index.shape[1]))
+    return _load(squares, (*row, index), inside)
+
+
+def inv_rms(squares: jax.Array, norm: NormSpec) -> jax.Array:
+    """Returns rsqrt(sum(squares) / size + eps): what a deferred norm leaves to multiply by.
+
+    Args:
+      squares: [..., n padded], from `load_squares`.
+      norm: size and eps.
+    """
+    return jax.lax.rsqrt(jnp.sum(squares, axis=-1) / norm.size + norm.eps)
+
+
+def add_rms_norm(
+    x: jax.Array, parts: jax.Array | None, weight: jax.Array, *, offset: float, interpret: bool
+) -> AddNormOutputs:
+    """Returns the residual stream with a product added, and its deferred norm.
+
+    Args:
+      x: [B, T', E], the residual stream.
+      parts: [Q, B, T', E], of the product; None adds nothing.
+      weight: [E], of the norm, without its offset.
+      offset: added to the weight.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      `AddNormOutputs` of [B, T', E], [B, T', E] and f32[B, T', n].
+    """
+    *lead, size = x.shape
+    num_rows, num_tiles = math.prod(lead), ADD_NORM_TILE.num_tiles(size)
+    parts = None if parts is None else parts.reshape(-1, num_rows, size)
+    outputs = launch(
+        functools.partial(add_rms_norm_kernel, offset=offset),
+        AddNormOperands(x.reshape(num_rows, size), parts, weight),
+        AddNormOutputs(
+            output((num_rows, size), x.dtype),
+            output((num_rows, size), x.dtype),
+            output((num_rows, num_tiles)),
+        ),
+        num_programs=num_rows * num_tiles,
+        num_warps=ADD_NORM_TILE.num_warps,
+        interpret=interpret,
+    )
+    return AddNormOutputs(*(y.reshape(*lead, -1) for y in outputs))
+
+
+def _columns(tile_index: jax.Array, width: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the columns i32[width] of a tile, and which of them are in a row of `size`."""
+    index = tile_index * width + jax.lax.iota(jnp.int32, width)
+    return index, index < size
+
+
+def _load(reference: Any, at: Any, mask: jax.Array) -> jax.Array:
+    x = plgpu.load(reference.at[at], mask=mask, other=jnp.zeros((), reference.dtype))
+    return x.astype(jnp.float32)

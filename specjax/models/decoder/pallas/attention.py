@@ -1,0 +1,176 @@
+"""Attention of a few tokens to a cache: which kernels are launched, over how many programs.
+
+B < 4 (fused): each program prepares the queries that it reads, and a second launch combines the
+splits of the cache.
+
+    fused_attention_kernel  ->  combine_kernel
+
+B >= 4: a first launch prepares queries, keys and values once. In the second launch the last program
+of a key-value head combines that head's splits, unless that would take longer than a launch.
+
+    prepare_qkv_kernel  ->  attention_kernel  (->  combine_kernel)
+
+Axes: `B` requests, `T` new tokens, `T'` these and padding, `H` query heads, `G` key-value heads,
+`S` cache slots, `D` head dimension.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.decoder.pallas.attention_kernels import (
+    AttentionOperands,
+    AttentionOutputs,
+    FusedOutputs,
+    attention_kernel,
+    fused_attention_kernel,
+)
+from specjax.models.decoder.pallas.combine import PartialSoftmax, combine_kernel
+from specjax.models.decoder.pallas.qkv import PreparedQKV, prepare_qkv_kernel
+from specjax.models.decoder.pallas.request_qkv import QKVOperands
+from specjax.models.decoder.pallas.tilings import AttentionTiling
+from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
+from specjax.pallas.launch import launch, output
+
+__all__ = ["decode_attention"]
+
+
+class _Output(NamedTuple):
+    """`y` [B, T', H, D], the output."""
+
+    y: Any
+
+
+def decode_attention(
+    operands: QKVOperands,
+    *,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
+    tiling: AttentionTiling,
+    interpret: bool,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Writes keys and values at their positions, and attends to all slots up to each token's own.
+
+    Args:
+      operands: arrays. No position may be there twice in a request, except -1.
+      spec: scale, window and soft cap.
+      norm: the deferred norm of queries, keys and values.
+      head_norm: of queries and keys, whose weights are operands; None if they have none.
+      tiling: from `attention_tiling` for these shapes.
+      interpret: run in Pallas' interpreter.
+
+    Returns:
+      [B, T', H * D], zeros from T on, and the cache with the tokens in it.
+    """
+    attend = _fused_attention if tiling.prepares_in_attention else _attention
+    partials, y, cache = attend(operands, spec, norm, head_norm, tiling, interpret)
+    y_shape = _output_shape(operands)
+    batch, num_padded_tokens, num_query_heads, _ = y_shape.shape
+    if y is None:
+        y = launch(
+            functools.partial(combine_kernel, num_tokens=operands.positions.shape[1]),
+            partials,
+            _Output(y_shape),
+            num_programs=batch * num_padded_tokens * num_query_heads,
+            num_warps=1,
+            interpret=interpret,
+        ).y
+    return y.reshape(batch, num_padded_tokens, -1), cache
+
+
+def _fused_attention(
+    operands: QKVOperands,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
+    tiling: AttentionTiling,
+    interpret: bool,
+) -> tuple[PartialSoftmax, None, tuple[jax.Array, jax.Array]]:
+    """Returns the partial softmax of every split, no output yet, and the cache."""
+    keys, values = operands.keys, operands.values
+    num_request_kv_heads, num_partials = keys.shape[0] * keys.shape[1], tiling.num_splits + 1
+    results = launch(
+        functools.partial(fused_attention_kernel, spec=spec, norm=norm, head_norm=head_norm),
+        operands,
+        FusedOutputs(
+            _partials_shape(operands, num_partials, tiling.num_rows),
+            output(keys.shape, keys.dtype),
+            output(values.shape, values.dtype),
+        ),
+        num_programs=num_request_kv_heads * num_partials,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+        in_place={"keys": keys, "values": values},
+    )
+    return results.partials, None, (results.keys, results.values)
+
+
+def _attention(
+    operands: QKVOperands,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    head_norm: NormSpec | None,
+    tiling: AttentionTiling,
+    interpret: bool,
+) -> tuple[PartialSoftmax, jax.Array | None, tuple[jax.Array, jax.Array]]:
+    """Returns the partial softmax of every split, the output or None, and the cache.
+
+    The output is None where `combine_kernel` is to write it.
+    """
+    keys, values, y_shape = operands.keys, operands.values, _output_shape(operands)
+    (batch, num_kv_heads, _, head_dim), num_tokens = keys.shape, operands.positions.shape[1]
+    num_request_kv_heads, num_query_heads = batch * num_kv_heads, y_shape.shape[2]
+    prepared = launch(
+        functools.partial(prepare_qkv_kernel, norm=norm, head_norm=head_norm),
+        operands,
+        PreparedQKV(
+            output((batch, num_tokens, num_query_heads, head_dim), keys.dtype),
+            output(keys.shape, keys.dtype),
+            output(values.shape, values.dtype),
+            output((batch, num_kv_heads, num_tokens), jnp.int32),
+            output((num_request_kv_heads,), jnp.uint32),
+        ),
+        num_programs=batch * (num_query_heads + 2 * num_kv_heads),
+        num_warps=4,
+        interpret=interpret,
+        in_place={"keys": keys, "values": values},
+    )
+    results = launch(
+        functools.partial(attention_kernel, spec=spec, tiling=tiling, interpret=interpret),
+        AttentionOperands(
+            prepared.queries,
+            prepared.flagged_positions,
+            prepared.keys,
+            prepared.values,
+            prepared.counters,
+        ),
+        AttentionOutputs(
+            _partials_shape(operands, tiling.num_splits, tiling.num_rows),
+            y_shape if tiling.combines_in_attention else None,
+            output(keys.shape, keys.dtype),
+            output((num_request_kv_heads,), jnp.uint32),
+        ),
+        num_programs=num_request_kv_heads * tiling.num_splits,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+        in_place={"keys": prepared.keys, "counters": prepared.counters},
+    )
+    return results.partials, results.y, (results.keys, prepared.values)
+
+
+def _partials_shape(operands: QKVOperands, num_partials: int, num_rows: int) -> PartialSoftmax:
+    batch, num_kv_heads, _, head_dim = operands.keys.shape
+    lead = (batch * num_kv_heads, num_partials, num_rows)
+    return PartialSoftmax(output((*lead, head_dim)), output(lead), output(lead))
+
+
+def _output_shape(operands: QKVOperands) -> Any:
+    batch, num_kv_heads, _, head_dim = operands.keys.shape
+    num_padded_tokens, num_heads = operands.parts.shape[2:4]
+    num_query_heads = num_heads - 2 * num_kv_heads
+    return output((batch, num_padded_tokens, num_query_heads, head_dim), operands.keys.dtype)

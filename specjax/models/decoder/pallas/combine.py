@@ -1,0 +1,178 @@
+"""Combines the online softmaxes of a cache's splits into one attention.
+
+Each split p of the cache's slots leaves (m_p, l_p, acc_p). Together they are
+
+    m = max_p m_p        o = sum_p exp(m_p - m) acc_p  /  sum_p exp(m_p - m) l_p
+
+`combine` does it inside the program that arrives last; `combine_kernel` is a launch of its own.
+Axes as in `specjax.models.decoder.pallas.attention_kernels`.
+
+References:
+  Dao et al., 2023: Flash-Decoding for long-context inference.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.models.decoder.pallas.online_softmax import OnlineSoftmax, init
+from specjax.models.decoder.pallas.request_qkv import load_rows, row_mask
+from specjax.models.decoder.pallas.tilings import pad_to_mma
+from specjax.pallas.kernel_config import next_power_of_2
+from specjax.pallas.launch import divmod_i32
+
+__all__ = ["PartialSoftmax", "combine", "combine_kernel", "store_output", "store_partial"]
+
+
+class PartialSoftmax(NamedTuple):
+    """The online softmax of every split, as `OnlineSoftmax` defines it.
+
+    `P'` is P, or P + 1 after `fused_attention_kernel`, whose last split is of the new tokens.
+
+    Attributes:
+      acc: f32[B * G, P', M, D]; not written for rows of padding.
+      m_i: f32[B * G, P', M].
+      l_i: f32[B * G, P', M].
+    """
+
+    acc: Any
+    m_i: Any
+    l_i: Any
+
+
+def store_partial(
+    partials: PartialSoftmax,
+    request_kv_head: jax.Array,
+    split: jax.Array,
+    state: OnlineSoftmax,
+    is_row: jax.Array,
+) -> None:
+    """Stores the state of one split.
+
+    Args:
+      partials: references.
+      request_kv_head: i32[], a request's key-value head: b * G + g.
+      split: i32[].
+      state: of M rows.
+      is_row: bool[M], False for padding.
+    """
+    num_rows, num_dims = state.acc.shape
+    row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
+    plgpu.store(partials.m_i.at[request_kv_head, split, row], state.m_i)
+    plgpu.store(partials.l_i.at[request_kv_head, split, row], state.l_i)
+    mask = row_mask(is_row, dim, partials.acc.shape[3])
+    plgpu.store(
+        partials.acc.at[request_kv_head, split, row[:, None], dim[None]], state.acc, mask=mask
+    )
+
+
+def combine(
+    partials: PartialSoftmax,
+    request_kv_head: jax.Array,
+    is_row: jax.Array,
+    num_register_splits: int,
+) -> OnlineSoftmax:
+    """Returns the state of rows over all splits; rows of padding have none.
+
+    Args:
+      partials: references, which all splits of the key-value head have stored.
+      request_kv_head: i32[], a request's key-value head: b * G + g.
+      is_row: bool[M], False for padding.
+      num_register_splits: how many splits are loaded at a time.
+    """
+    num_partials, num_rows, head_dim = partials.acc.shape[1:]
+    num_dims = pad_to_mma(head_dim)
+    row, dim = jax.lax.iota(jnp.int32, num_rows), jax.lax.iota(jnp.int32, num_dims)
+    mask = row_mask(is_row, dim, head_dim)
+    # Loads of one iteration do not wait for one another.
+    splits_per_step = math.gcd(num_partials, num_register_splits)
+
+    def load(split: jax.Array) -> OnlineSoftmax:
+        at = (request_kv_head, split, row)
+        m_i, l_i = _load(partials.m_i, at, is_row, -jnp.inf), _load(partials.l_i, at, is_row, 0)
+        return OnlineSoftmax(m_i, l_i, load_rows(partials.acc, at, dim, mask))
+
+    def add(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+        states = [state, *(load(i * splits_per_step + k) for k in range(splits_per_step))]
+        m = functools.reduce(jnp.maximum, [each.m_i for each in states])
+        weights = [jnp.exp(each.m_i - m) for each in states]
+        pairs = list(zip(states, weights, strict=True))
+        l_i = [each.l_i * weight for each, weight in pairs]
+        acc = [each.acc * weight[:, None] for each, weight in pairs]
+        return OnlineSoftmax(m, functools.reduce(jnp.add, l_i), functools.reduce(jnp.add, acc))
+
+    num_steps = jnp.int32(num_partials // splits_per_step)
+    return jax.lax.fori_loop(jnp.int32(0), num_steps, add, init(num_rows, num_dims))
+
+
+def store_output(
+    y: Any, b: jax.Array, g: jax.Array, num_kv_heads: int, state: OnlineSoftmax
+) -> None:
+    """Stores acc / l_i of a key-value head's rows: 0 for rows that attend to nothing, NaN for NaN.
+
+    Args:
+      y: reference [B, T', H, D].
+      b: i32[], the request.
+      g: i32[], the key-value head.
+      num_kv_heads: G.
+      state: of M rows, token after token.
+    """
+    num_padded_tokens, num_query_heads, head_dim = y.shape[1:]
+    num_rows, num_dims = state.acc.shape
+    queries_per_kv = num_query_heads // num_kv_heads
+    dim = jax.lax.iota(jnp.int32, num_dims)
+    token, head_in_group = divmod_i32(jax.lax.iota(jnp.int32, num_rows), queries_per_kv)
+    values = state.acc / jnp.where(state.l_i == 0, 1.0, state.l_i)[:, None]
+    at = (b, token[:, None], (g * queries_per_kv + head_in_group)[:, None], dim[None])
+    mask = row_mask(token < num_padded_tokens, dim, head_dim)
+    plgpu.store(y.at[at], values.astype(y.dtype), mask=mask)
+
+
+def combine_kernel(partials: PartialSoftmax, out: Any, *, num_tokens: int) -> None:
+    """Writes o = sum_p exp(m_p - m) acc_p / sum_p exp(m_p - m) l_p for one query head of one token.
+
+    Grid: B * T' * H programs of one warp. A program holds the states of its row, [P', D], at once.
+    Tokens from T on are padding and are written as 0.
+    Bytes per row: P' (D + 2) * 4 read, D * itemsize written.
+    Why a launch: it always follows `fused_attention_kernel`. It follows `attention_kernel` where
+    `AttentionTiling.combines_in_attention` is False: one last program per key-value head would read
+    for longer than a launch takes.
+    Memory order: every program of the launch before has ended before one of these loads; it
+    triggers nothing.
+
+    Args:
+      partials: references.
+      out: references; `y` [B, T', H, D].
+      num_tokens: T.
+    """
+    batch, num_padded_tokens, num_query_heads, head_dim = out.y.shape
+    num_kv_heads = partials.m_i.shape[0] // batch
+    queries_per_kv = num_query_heads // num_kv_heads
+    token, head = divmod_i32(pl.program_id(0), num_query_heads)
+    b, t = divmod_i32(token, num_padded_tokens)
+    g, head_in_group = divmod_i32(head, queries_per_kv)
+    # The row of a tile of `attention_kernel` that is this head of this token.
+    request_kv_head, row = b * num_kv_heads + g, t * queries_per_kv + head_in_group
+    num_partials = partials.m_i.shape[1]
+    split = jax.lax.iota(jnp.int32, next_power_of_2(num_partials))
+    inside = (split < num_partials) & (t < num_tokens)
+    dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+    m_i = _load(partials.m_i, (request_kv_head, split, row), inside, -jnp.inf)
+    l_i = _load(partials.l_i, (request_kv_head, split, row), inside, 0)
+    acc = load_rows(
+        partials.acc, (request_kv_head, split, row), dim, row_mask(inside, dim, head_dim)
+    )
+    # Every split of a padding token is masked: its maximum is -inf, and -inf - -inf is NaN.
+    weight = jnp.exp(m_i - jnp.maximum(jnp.max(m_i), -3e38))
+    total = jnp.sum(weight * l_i)
+    y = jnp.sum(weight[:, None] * acc, axis=0) / jnp.where(total == 0, 1.0, total)
+    plgpu.store(out.y.at[b, t, head, dim], y.astype(out.y.dtype), mask=dim < head_dim)
+
+
+def _load(reference: Any, at: Any, mask: jax.Array, other: Any) -> jax.Array:
+    return plgpu.load(reference.at[at], mask=mask, other=jnp.asarray(other, reference.dtype))

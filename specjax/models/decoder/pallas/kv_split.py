@@ -1,0 +1,121 @@
+"""One split of a cache: the blocks of slots that a program of attention goes through.
+
+Split p of P owns blocks p, p + P, p + 2 P, ... of `BLOCK_KV` slots. So every split has its share of
+a cache that is filled from slot 0 on.
+Axes: `B` requests, `G` key-value heads, `S` cache slots, `N` slots of a block, `D` head dimension,
+`P` splits.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.decoder.pallas import online_softmax
+from specjax.models.decoder.pallas.online_softmax import OnlineSoftmax, Queries
+from specjax.models.decoder.pallas.request_qkv import load_rows, row_mask
+from specjax.models.decoder.pallas.tilings import BLOCK_KV, pad_to_mma
+from specjax.models.decoder.shared_math import AttentionSpec
+from specjax.pallas.launch import divmod_i32
+
+__all__ = ["KVBlock", "KVSplit"]
+
+
+class KVBlock(NamedTuple):
+    """Slots i32[N] of a cache, which of them exist, their keys [N, D] and values [N, D]."""
+
+    slot: jax.Array
+    inside: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+class KVSplit(NamedTuple):
+    """Every `num_splits`-th block of the cache of one key-value head, from block `split` on.
+
+    Attributes:
+      keys: reference [B, G, S, D].
+      values: reference [B, G, S, D].
+      b: i32[], the request.
+      g: i32[], the key-value head.
+      split: i32[]; from `num_splits` on the split has no block.
+      num_splits: P.
+    """
+
+    keys: Any
+    values: Any
+    b: jax.Array
+    g: jax.Array
+    split: jax.Array
+    num_splits: int
+
+    def load(self, i: jax.Array) -> KVBlock:
+        """Loads the i-th block of this split."""
+        num_slots, head_dim = self.keys.shape[2:]
+        slot = (self.split + i * self.num_splits) * BLOCK_KV
+        slot += jax.lax.iota(jnp.int32, BLOCK_KV)
+        dim = jax.lax.iota(jnp.int32, pad_to_mma(head_dim))
+        inside = (slot < num_slots) & (self.split < self.num_splits)
+        mask, at = row_mask(inside, dim, head_dim), (self.b, self.g, slot)
+        keys, values = (load_rows(x, at, dim, mask) for x in (self.keys, self.values))
+        return KVBlock(slot, inside, keys, values)
+
+    def attend(
+        self,
+        first_block: KVBlock | None,
+        queries: Queries,
+        positions: list[jax.Array],
+        excluded_slots: list[jax.Array],
+        spec: AttentionSpec,
+    ) -> OnlineSoftmax:
+        """Returns the online softmax of queries over the blocks of this split.
+
+        Args:
+          first_block: block 0 of the split, if it has been loaded already.
+          queries: the rows.
+          positions: i32[] each, of the tokens: blocks that none of them attends to are skipped.
+          excluded_slots: i32[] each, slots that no row attends to.
+          spec: scale, window and soft cap.
+        """
+
+        def update(block: KVBlock, state: OnlineSoftmax) -> OnlineSoftmax:
+            inside = block.inside
+            for position in excluded_slots:
+                inside &= block.slot != position
+            slot = jnp.where(inside, block.slot, jnp.int32(-1))
+            return online_softmax.update(state, queries, block.keys, block.values, slot, spec)
+
+        num_slots = self.keys.shape[2]
+        start, end = _block_range(positions, self.split, self.num_splits, num_slots, spec.window)
+        num_rows, head_dim = queries.rows.shape
+        state = online_softmax.init(num_rows, head_dim, BLOCK_KV)
+        if first_block is not None:
+            start, state = jnp.maximum(start, 1), update(first_block, state)
+
+        def step(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+            return update(self.load(i), state)
+
+        return online_softmax.reduce_l(jax.lax.fori_loop(start, end, step, state))
+
+
+def _block_range(
+    positions: list[jax.Array],
+    split: jax.Array,
+    num_splits: int,
+    num_slots: int,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the first of a split's blocks that a token may attend to, and one past the last."""
+    highest, lowest = jnp.int32(-1), jnp.int32(num_slots)
+    for position in positions:
+        highest = jnp.maximum(highest, position)
+        lowest = jnp.minimum(lowest, jnp.where(position < 0, jnp.int32(num_slots), position))
+    # Blocks of the whole cache: one past the last visible one, and the first visible one. Of n
+    # blocks, split p has (n - p) / num_splits, rounded up.
+    cache_end, _ = divmod_i32(jnp.minimum(highest, num_slots - 1) + BLOCK_KV, BLOCK_KV)
+    end, _ = divmod_i32(jnp.maximum(cache_end - split + (num_splits - 1), 0), num_splits)
+    if window is None:
+        return jnp.int32(0), end
+    cache_start, _ = divmod_i32(jnp.maximum(lowest - (window - 1), 0), BLOCK_KV)
+    start, _ = divmod_i32(jnp.maximum(cache_start - split + (num_splits - 1), 0), num_splits)
+    return start, end

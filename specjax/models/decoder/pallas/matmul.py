@@ -1,0 +1,262 @@
+"""Products of a decode step's few rows with a matrix that is read once.
+
+`split_k_matmul` leaves partial sums, `fused_glu` multiplies with a gate and an up projection at
+once and applies the activation. With at most 64 rows the time is that of reading the matrix. So
+`tilings.matmul_tiling` and `tilings.glu_tiling` keep all of the memory busy: about one program for
+each multiprocessor, split along K where the columns alone give fewer.
+Axes: `R` rows, `M` these and padding, `E` = K, the axis that is summed, `N` columns, `Q` split-K
+parts.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from specjax.models.decoder.pallas.add_rms_norm import inv_rms, load_squares
+from specjax.models.decoder.pallas.tilings import MatmulTiling, pad_to_mma
+from specjax.models.decoder.shared_math import NormSpec
+from specjax.pallas.launch import divmod_i32, dot, launch, launch_dependents, output
+
+__all__ = [
+    "GLUOutput",
+    "MatmulOperands",
+    "SplitKParts",
+    "fused_glu",
+    "fused_glu_kernel",
+    "split_k_matmul",
+    "split_k_matmul_kernel",
+]
+
+
+class MatmulOperands(NamedTuple):
+    """References.
+
+    Attributes:
+      rows: [R, E].
+      matrix: [E, N].
+      squares: f32[R, n], sums of squares of the rows' deferred norm; None if there is none.
+    """
+
+    rows: Any
+    matrix: Any
+    squares: Any = None
+
+
+class SplitKParts(NamedTuple):
+    """`parts` f32[Q, R, N], whose sum over Q is the product."""
+
+    parts: Any
+
+
+class GLUOutput(NamedTuple):
+    """`y` [R, N / 2]."""
+
+    y: Any
+
+
+def split_k_matmul_kernel(
+    operands: MatmulOperands, out: SplitKParts, *, tiling: MatmulTiling, pdl: bool
+) -> None:
+    """Writes parts[q] = rows[:, K_q] @ matrix[K_q, tile] for one tile and one range K_q of K.
+
+    Grid: (N / block_n) * split_k programs; one owns block_n columns and every row.
+    Bytes: the matrix once, E * N * itemsize; the rows N / block_n times, from the L2 cache;
+    R * N * split_k * 4 written.
+    Why split-K: N / block_n tiles are fewer than the multiprocessors, and one without a tile would
+    leave memory bandwidth unused. What reads the parts adds them, which saves a launch.
+    Memory order: loads begin after the launch before has ended. With `pdl` a program executes
+    `griddepcontrol.launch_dependents` after its last load and before its store. The next kernel may
+    then start; its first instruction waits until all of this one's stores are visible.
+    Reference: Hoque et al., 2024, arXiv:2402.00025: split-K for few rows in Triton.
+
+    Args:
+      operands: references.
+      out: references.
+      tiling: block sizes.
+      pdl: whether the next kernel may start early. Kernels of this library alone may then read
+        the result: XLA's may load what they take for constants before they wait.
+    """
+    num_tiles = operands.matrix.shape[1] // tiling.block_n
+    split, tile_index = divmod_i32(pl.program_id(0), num_tiles)
+    begin, end = (_first_step(operands, split + i, tiling) for i in (0, 1))
+    (total,) = _accumulate(operands, [tile_index * tiling.block_n], begin, end, tiling)
+    split = launch_dependents(split) if pdl else split
+    _store_tile(out.parts, (split,), tile_index * tiling.block_n, total, tiling)
+
+
+def fused_glu_kernel(
+    operands: MatmulOperands,
+    out: GLUOutput,
+    *,
+    tiling: MatmulTiling,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    pdl: bool,
+) -> None:
+    """Writes y = activation(r * rows @ gate) * (r * rows @ up) for one tile; r = 1 / rms(x).
+
+    The matrix is [gate, up], N / 2 columns each; r is the deferred norm, 1 if there is none.
+    Grid: (N / 2) / block_n programs; one owns block_n columns of gate, those of up, and every row.
+    Bytes: the matrix once, E * N * itemsize; the rows N / 2 / block_n times, from the L2 cache;
+    R * N / 2 * itemsize written.
+    Why no split-K: the activation needs the whole sum of the gate.
+    Memory order: as in `split_k_matmul_kernel`. Reference: Shazeer, 2020, arXiv:2002.05202: GLU.
+
+    Args:
+      operands: references.
+      out: references.
+      tiling: block sizes; `split_k` is 1.
+      norm: the deferred norm.
+      activation: of the gate, in float32.
+      pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
+    """
+    num_rows, size = operands.rows.shape
+    tile_index, width = pl.program_id(0), out.y.shape[1]
+    # Loaded before the matrix and used after it, so that nothing waits for it.
+    squares = None
+    if operands.squares is not None:
+        squares = load_squares(operands.squares, _padded_rows(num_rows))
+    starts = [tile_index * tiling.block_n, tile_index * tiling.block_n + width]
+    num_steps = jnp.int32(size // tiling.block_k)
+    gates, ups = _accumulate(operands, starts, jnp.int32(0), num_steps, tiling)
+    if squares is not None:
+        factors = inv_rms(squares, norm)
+        factors = factors[None] if tiling.swap_ab else factors[:, None]
+        gates, ups = gates * factors, ups * factors
+    tile_index = launch_dependents(tile_index) if pdl else tile_index
+    _store_tile(out.y, (), tile_index * tiling.block_n, activation(gates) * ups, tiling)
+
+
+def _padded_rows(num_rows: int) -> jax.Array:
+    """Returns i32[M], row indices: padding has those of rows, so that a load needs no mask."""
+    return jax.lax.rem(jax.lax.iota(jnp.int32, pad_to_mma(num_rows)), jnp.int32(num_rows))
+
+
+def _first_step(operands: MatmulOperands, split: jax.Array, tiling: MatmulTiling) -> jax.Array:
+    """Returns the first step along K of a split; splits differ by at most one step."""
+    return divmod_i32(split * (operands.rows.shape[1] // tiling.block_k), tiling.split_k)[0]
+
+
+def _accumulate(
+    operands: MatmulOperands,
+    starts: list[jax.Array],
+    begin: jax.Array,
+    end: jax.Array,
+    tiling: MatmulTiling,
+) -> list[jax.Array]:
+    """Returns the sums over steps `begin` to `end` along K, of the tiles of columns at `starts`.
+
+    Each is f32[M, block_n], or f32[block_n, M] with swapped operands.
+    """
+    num_rows, zero = operands.rows.shape[0], jnp.zeros((), operands.rows.dtype)
+    row, column = _padded_rows(num_rows), jax.lax.iota(jnp.int32, tiling.block_n)
+    offset = jax.lax.iota(jnp.int32, tiling.block_k)
+    shape = (row.shape[0], tiling.block_n)
+    # Padding reads nothing here: every program reads all rows, whose lines lie in a few places.
+    is_row = (jax.lax.iota(jnp.int32, row.shape[0]) < num_rows)[:, None]
+    is_row = jnp.broadcast_to(is_row, (row.shape[0], tiling.block_k))
+    mask, other = (None, None) if num_rows == row.shape[0] else (is_row, zero)
+
+    def step(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+        k = i * tiling.block_k + offset
+        rows = plgpu.load(operands.rows.at[row[:, None], k[None]], mask=mask, other=other)
+        tiles = [plgpu.load(operands.matrix.at[k[:, None], (n + column)[None]]) for n in starts]
+        return [x + _product(rows, tile, tiling) for x, tile in zip(totals, tiles, strict=True)]
+
+    zeros = jnp.zeros(shape[::-1] if tiling.swap_ab else shape, jnp.float32)
+    return jax.lax.fori_loop(begin, end, step, [zeros for _ in starts])
+
+
+def _product(rows: jax.Array, tile: jax.Array, tiling: MatmulTiling) -> jax.Array:
+    return dot(tile, rows, (0, 1)) if tiling.swap_ab else dot(rows, tile, (1, 0))
+
+
+def _store_tile(
+    reference: Any, lead: tuple[Any, ...], start: jax.Array, x: jax.Array, tiling: MatmulTiling
+) -> None:
+    num_rows = reference.shape[-2]
+    row = jax.lax.iota(jnp.int32, pad_to_mma(num_rows))
+    column = start + jax.lax.iota(jnp.int32, tiling.block_n)
+    if tiling.swap_ab:
+        row, column = row[None], column[:, None]
+    else:
+        row, column = row[:, None], column[None]
+    inside = jnp.broadcast_to(row < num_rows, x.shape)
+    plgpu.store(reference.at[(*lead, row, column)], x.astype(reference.dtype), mask=inside)
+
+
+def split_k_matmul(
+    x: jax.Array, matrix: jax.Array, *, tiling: MatmulTiling, pdl: bool, interpret: bool
+) -> jax.Array:
+    """Returns the product as split-K parts, f32[Q, B, T', N].
+
+    Args:
+      x: [B, T', E].
+      matrix: [E, N].
+      tiling: block sizes.
+      pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
+      interpret: run in Pallas' interpreter.
+    """
+    *lead, size = x.shape
+    num_rows, width = math.prod(lead), matrix.shape[1]
+    parts = launch(
+        functools.partial(split_k_matmul_kernel, tiling=tiling, pdl=pdl and not interpret),
+        MatmulOperands(x.reshape(num_rows, size), matrix),
+        SplitKParts(output((tiling.split_k, num_rows, width))),
+        num_programs=width // tiling.block_n * tiling.split_k,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+    ).parts
+    return parts.reshape(tiling.split_k, *lead, width)
+
+
+def fused_glu(
+    x: jax.Array,
+    squares: jax.Array | None,
+    matrix: jax.Array,
+    *,
+    norm: NormSpec,
+    activation: Callable[[jax.Array], jax.Array],
+    tiling: MatmulTiling,
+    pdl: bool,
+    interpret: bool,
+) -> jax.Array:
+    """Returns activation(gate) * up of rows, [B, T', I].
+
+    Args:
+      x: [B, T', E].
+      squares: f32[B, T', n], sums of squares of the rows' deferred norm; None if there is none.
+      matrix: [E, 2 * I], the gate's columns, then the up projection's.
+      norm: the deferred norm.
+      activation: of the gate, in float32.
+      tiling: block sizes.
+      pdl: whether the next kernel may start early, as in `split_k_matmul_kernel`.
+      interpret: run in Pallas' interpreter.
+    """
+    *lead, size = x.shape
+    width, num_rows = matrix.shape[1] // 2, math.prod(lead)
+    squares = None if squares is None else squares.reshape(num_rows, -1)
+    kernel = functools.partial(
+        fused_glu_kernel,
+        tiling=tiling,
+        norm=norm,
+        activation=activation,
+        pdl=pdl and not interpret,
+    )
+    y = launch(
+        kernel,
+        MatmulOperands(x.reshape(num_rows, size), matrix, squares),
+        GLUOutput(output((num_rows, width), x.dtype)),
+        num_programs=width // tiling.block_n,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
+    ).y
+    return y.reshape(*lead, width)

@@ -1,0 +1,98 @@
+"""Online softmax: attention of rows to keys that arrive block by block.
+
+Row i has scores s_ij = scale * <q_i, k_j> with the keys j that it attends to. After each block
+
+    m_i = max_j s_ij     l_i = sum_j exp(s_ij - m_i)     acc_i = sum_j exp(s_ij - m_i) v_j
+
+and acc_i / l_i is the attention of row i. A block that raises the maximum from m to m' first
+scales l_i and acc_i by exp(m - m').
+Axes: `M` rows, `N` keys of a block, `D` head dimension.
+
+References:
+  Dao et al., 2022, arXiv:2205.14135: FlashAttention, Algorithm 1.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models.decoder.shared_math import AttentionSpec, is_visible
+from specjax.pallas.launch import dot
+
+__all__ = ["OnlineSoftmax", "Queries", "init", "reduce_l", "update"]
+
+_MASKED = -1e30  # Finite: a row that attends to no slot must not subtract infinities.
+
+
+class Queries(NamedTuple):
+    """Rows of queries [M, D], and their positions i32[M], -1 for none."""
+
+    rows: jax.Array
+    position: jax.Array
+
+
+class OnlineSoftmax(NamedTuple):
+    """State of rows: m_i f32[M], l_i f32[M] and acc f32[M, D].
+
+    While blocks are added, `l_i` is f32[M, N]: each column of a block has a sum of its own. A sum
+    over columns would make the warps of a program wait for one another a second time in each
+    block, after the maximum.
+    """
+
+    m_i: jax.Array
+    l_i: jax.Array
+    acc: jax.Array
+
+
+def init(num_rows: int, head_dim: int, block_size: int | None = None) -> OnlineSoftmax:
+    """Returns the state of rows before the first block.
+
+    Args:
+      num_rows: M.
+      head_dim: D.
+      block_size: N, for a state that blocks are added to.
+    """
+    columns = () if block_size is None else (block_size,)
+    return OnlineSoftmax(
+        jnp.full((num_rows,), _MASKED, jnp.float32),
+        jnp.zeros((num_rows, *columns), jnp.float32),
+        jnp.zeros((num_rows, head_dim), jnp.float32),
+    )
+
+
+def reduce_l(state: OnlineSoftmax) -> OnlineSoftmax:
+    """Returns the state after the last block: `l_i` summed over the columns of blocks."""
+    return state._replace(l_i=jnp.sum(state.l_i, axis=1))
+
+
+def update(
+    state: OnlineSoftmax,
+    queries: Queries,
+    keys: jax.Array,
+    values: jax.Array,
+    slot: jax.Array,
+    spec: AttentionSpec,
+) -> OnlineSoftmax:
+    """Returns the state after one more block of keys.
+
+    Args:
+      state: of the rows so far, from `init` with N.
+      queries: the rows.
+      keys: [N, D].
+      values: [N, D], finite where a row does not attend to them.
+      slot: i32[N], of the keys; -1 for none.
+      spec: scale, window and soft cap.
+    """
+    scores = dot(queries.rows, keys, (1, 1)) * spec.scale
+    if spec.softcap is not None:
+        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+    visible = is_visible(queries.position[:, None], slot[None], spec.window)
+    m_i = jnp.maximum(state.m_i, jnp.max(jnp.where(visible, scores, _MASKED), axis=1))
+    p = jnp.where(visible, jnp.exp(scores - m_i[:, None]), 0.0)
+    alpha = jnp.exp(state.m_i - m_i)
+    return OnlineSoftmax(
+        m_i,
+        state.l_i * alpha[:, None] + p,
+        state.acc * alpha[:, None] + dot(p.astype(values.dtype), values, (1, 0)),
+    )

@@ -1,0 +1,195 @@
+"""What a share of a decoder is: its configuration, and its part of each array of the parameters.
+
+An array that is split has its shares along the first axis. Arrays that concatenate projections
+(queries, keys and values; gate and up) get a first axis of their own for them, because a share has
+a part of each projection. Axes: `N` shares, `G` key-value heads.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from specjax.core.noise import SAMPLING_BLOCK
+from specjax.devices.placement import Placement
+from specjax.models.decoder.config import TransformerConfig
+from specjax.models.decoder.transformer import param_shapes
+
+__all__ = [
+    "is_stacked",
+    "param_specs",
+    "share_config",
+    "share_ranges",
+    "share_shapes",
+    "split_array",
+    "split_axis",
+]
+
+# The axis of an array of the whole model that is split, by the array's name.
+_AXES = {"embedding": 0, "head": 0, "qkv": -1, "qkv_bias": -1, "out": 0, "gate_up": -1, "down": 0}
+_STACKED = ("qkv", "qkv_bias", "gate_up")
+
+
+def split_axis(path: tuple[Any, ...]) -> int | None:
+    """Returns the axis of an array of the whole model that is split, or None.
+
+    Args:
+      path: keys into the nested parameters.
+    """
+    return _AXES.get(path[-1])
+
+
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Returns whether the shares of an array get an axis of their own."""
+    return path[-1] in _STACKED
+
+
+def share_config(config: TransformerConfig, num_shares: int) -> TransformerConfig:
+    """Returns the configuration of one share, or refuses a number of shares.
+
+    Where there are fewer key-value heads than shares, each is replicated on N / G devices.
+
+    Args:
+      config: of the whole model.
+      num_shares: N.
+
+    Raises:
+      ValueError: if N does not divide the heads or the MLP, or neither of N and G divides the
+        other.
+    """
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % num_shares:
+        raise ValueError(
+            f"num_attention_heads is {heads}, and the mesh's axis 'model' has {num_shares} "
+            "devices, which do not divide it; take a number of devices that does, or load the "
+            "model with replicate=True (--replicate-draft, for a draft)."
+        )
+    if groups % num_shares and num_shares % groups:
+        raise ValueError(
+            f"num_key_value_heads is {groups}, and the mesh's axis 'model' has {num_shares} "
+            "devices; one of the two needs to divide the other: then heads are split, or each is "
+            "replicated on the devices that share it. Take another mesh, or load the model with "
+            "replicate=True (--replicate-draft, for a draft)."
+        )
+    if config.intermediate_size % num_shares:
+        raise ValueError(
+            f"intermediate_size is {config.intermediate_size}, and the mesh's axis 'model' has "
+            f"{num_shares} devices, which do not divide it; take a number of devices that does, or "
+            "load the model with replicate=True (--replicate-draft, for a draft)."
+        )
+    # Whole blocks of noise: none lies on two devices, and the kernels read such rows.
+    num_blocks = -(-config.vocab_size // (num_shares * SAMPLING_BLOCK))
+    return dataclasses.replace(
+        config,
+        num_attention_heads=heads // num_shares,
+        num_key_value_heads=max(groups // num_shares, 1),
+        intermediate_size=config.intermediate_size // num_shares,
+        vocab_size=num_blocks * SAMPLING_BLOCK,
+    )
+
+
+def share_ranges(
+    config: TransformerConfig, num_shares: int, path: tuple[Any, ...], share: int
+) -> list[slice]:
+    """Returns what a share has of each projection that an array concatenates.
+
+    Args:
+      config: of the whole model.
+      num_shares: N.
+      path: of an array that is split.
+      share: its number.
+
+    Returns:
+      Slices of the split axis of each projection. In the vocabulary's the last ones may be shorter
+      or empty: the share is filled up.
+    """
+    size, name = config.head_dim, path[-1]
+    if name in ("embedding", "head"):
+        width, end = share_config(config, num_shares).vocab_size, config.vocab_size
+        return [slice(min(share * width, end), min((share + 1) * width, end))]
+
+    def part(heads: int, size: int = 1) -> slice:
+        start = share * heads // num_shares * size
+        return slice(start, start + max(heads // num_shares, 1) * size)
+
+    if name in ("qkv", "qkv_bias"):
+        keys = part(config.num_key_value_heads, size)
+        return [part(config.num_attention_heads, size), keys, keys]
+    if name == "out":
+        return [part(config.num_attention_heads, size)]
+    return [part(config.intermediate_size)] * (2 if name == "gate_up" else 1)
+
+
+def _sizes(config: TransformerConfig, path: tuple[Any, ...]) -> list[int]:
+    """Returns the sizes of the projections that an array concatenates."""
+    return [each.stop for each in share_ranges(config, 1, path, 0)]
+
+
+def split_array(
+    array: np.ndarray, config: TransformerConfig, num_shares: int, path: tuple[Any, ...]
+) -> np.ndarray:
+    """Returns an array of the whole model with its shares along the first axis, on the host.
+
+    Args:
+      array: as in `Model.params`.
+      config: of the whole model.
+      num_shares: N.
+      path: of the array.
+    """
+    axis = split_axis(path)
+    if axis is None:
+        return array
+    ends = list(itertools.accumulate(_sizes(config, path)))
+    projections = np.split(array, ends[:-1], axis=axis)
+
+    def share_of(share: int) -> np.ndarray:
+        ranges = share_ranges(config, num_shares, path, share)
+        lead = (slice(None),) * (axis % array.ndim)
+        parts = [x[(*lead, each)] for x, each in zip(projections, ranges, strict=True)]
+        return np.concatenate(parts, axis=axis)
+
+    shares = [share_of(share) for share in range(num_shares)]
+    if is_stacked(path):
+        return np.stack(shares)
+    width = num_shares * share_config(config, num_shares).vocab_size
+    missing = width - len(array) if path[-1] in ("embedding", "head") else 0
+    return np.pad(np.concatenate(shares), ((0, missing), (0, 0)))
+
+
+def share_shapes(config: TransformerConfig, placement: Placement) -> Any:
+    """Returns the parameters of a model on a mesh as `jax.ShapeDtypeStruct`s with shardings.
+
+    Args:
+      config: of the whole model.
+      placement: where it lies.
+    """
+    num_shares = placement.num_shares
+
+    def shape_of(path: Any, own: Any) -> Any:
+        keys, shape = _keys(path), own.shape
+        if placement.model is not None and split_axis(keys) is not None:
+            lead = (num_shares,) if is_stacked(keys) else (num_shares * shape[0],)
+            shape = lead + (shape if is_stacked(keys) else shape[1:])
+        sharding = placement.sharding(_spec(keys, placement))
+        return jax.ShapeDtypeStruct(shape, own.dtype, sharding=sharding)
+
+    own = config if placement.model is None else share_config(config, num_shares)
+    return jax.tree.map_with_path(shape_of, param_shapes(own))
+
+
+def param_specs(config: TransformerConfig, placement: Placement) -> Any:
+    """Returns the `PartitionSpec` of each array of the parameters."""
+    return jax.tree.map_with_path(
+        lambda path, _: _spec(_keys(path), placement), param_shapes(config)
+    )
+
+
+def _spec(path: tuple[Any, ...], placement: Placement) -> PartitionSpec:
+    return PartitionSpec() if split_axis(path) is None else PartitionSpec(placement.model)
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    return tuple(entry.key for entry in path)

@@ -1,0 +1,176 @@
+"""The reference of block verification: the longest prefix that its uniform accepts.
+
+The drafted tokens' probabilities come first, one number per target row. Then prefixes are tried
+from the longest down; a residual is summed only where the uniform is below rho. Requests that are
+greedy, and those whose drafts are all one-hot, are verified token by token.
+
+References:
+  Sun et al., 2024, arXiv:2403.10444.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.acceptance import log_ratio
+from specjax.core.block_acceptance import accept_block, cap_ratios
+from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.logsumexp import MaxSum, RowStatistics, block_partials, row_statistics_once
+from specjax.core.noise import Stream, address, uniform_at_once
+from specjax.core.temperature import parse_temperature
+from specjax.devices.placement import pvary_like
+from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.samplers.reference.next_token import AcceptedPrefix, residual_mass
+from specjax.samplers.reference.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    drafted_token,
+    take_row,
+)
+
+__all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
+
+
+_ReadRow = Callable[[jax.Array], tuple[MaxSum, RowStatistics]]
+
+
+class _Judged(NamedTuple):
+    """What decides the length of the accepted prefix.
+
+    Attributes:
+      length: i32, drafted tokens before the first target row that is not a distribution.
+      logprobs: f32[K], log p of the drafted tokens.
+      log_rhos: f32[K + 1].
+      uniforms: f32[K + 1] or f64, of prefixes; that of the empty one is 0.
+    """
+
+    length: jax.Array
+    logprobs: jax.Array
+    log_rhos: jax.Array
+    uniforms: jax.Array
+
+
+def drafted_tokens(request: Request, draft: DraftRows | None) -> DraftedToken:
+    """Returns all drafted tokens of a request, arrays of a leading axis K."""
+    index = pvary_like(jnp.arange(request.token_ids.shape[0], dtype=jnp.int32), request)
+    split = None if draft is None else draft.split
+    return _for_each(lambda i: drafted_token(request, draft, i), index, split)
+
+
+def _for_each(
+    function: Callable[[jax.Array], Any], index: jax.Array, split: VocabularySplit | None
+) -> Any:
+    """Returns the function's results for each index: in turn, at once where devices exchange."""
+    return jax.lax.map(function, index) if split is None else jax.vmap(function)(index)
+
+
+def is_block_request(request: Request, drafted: DraftedToken) -> jax.Array:
+    """Returns whether a request is verified as a block: it draws, and a draft was sampled."""
+    index = jnp.arange(request.token_ids.shape[0], dtype=jnp.int32)
+    has_sampled = jnp.any((index < request.num_tokens) & ~drafted.one_hot)
+    return ~parse_temperature(request.temperature).greedy & has_sampled
+
+
+def accept_block_prefix(
+    request: Request,
+    drafted: DraftedToken,
+    target: LogitRows,
+    draft: DraftRows,
+    active: jax.Array,
+    noise_dtype: Any,
+) -> tuple[AcceptedPrefix, jax.Array]:
+    """Returns the accepted prefix of a request, and log p of its drafted tokens, f32[K].
+
+    Args:
+      request: without a batch axis.
+      drafted: its drafted tokens.
+      target: rows of every request.
+      draft: rows of draft logits.
+      active: bool, whether the request may emit.
+      noise_dtype: float32 or float64.
+    """
+    read = _row_reader(request, target)
+    judged = _judge(request, drafted, target, read, noise_dtype)
+
+    def prefix_of(length: jax.Array) -> AcceptedPrefix:
+        last = jnp.minimum(length, request.token_ids.shape[0] - 1)
+        partials, row = read(length)
+        at_row = jax.tree.map(lambda x: x[last], drafted)
+        return AcceptedPrefix(length, partials, row, at_row, judged.log_rhos[length])
+
+    def is_accepted(length: jax.Array) -> jax.Array:
+        u, log_rho = judged.uniforms[length], judged.log_rhos[length]
+
+        def is_below() -> jax.Array:
+            mass = residual_mass(request, prefix_of(length), target, draft)
+            return accept_block(u, log_rho, mass)
+
+        is_whole = length == judged.length
+        below_rho = jnp.log(u) < log_rho.astype(u.dtype)
+        sums = below_rho & ~is_whole & (length > 0)
+        return (length == 0) | (below_rho & jax.lax.cond(sums, is_below, lambda: is_whole))
+
+    def shorten(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        length = state[0] - 1
+        return pvary_like((length, is_accepted(length)), state)
+
+    first = jnp.where(active, judged.length, jnp.int32(0))
+    if target.split is not None:
+        lengths = _target_rows(request)
+        accepted = jax.vmap(is_accepted)(lengths) & (lengths <= first)
+        return prefix_of(jnp.max(jnp.where(accepted, lengths, jnp.int32(0)))), judged.logprobs
+    start = pvary_like((first, is_accepted(first)), request, target, draft)
+    num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
+    return prefix_of(num_accepted), judged.logprobs
+
+
+def _judge(
+    request: Request, drafted: DraftedToken, target: LogitRows, read: _ReadRow, noise_dtype: Any
+) -> _Judged:
+    k = request.token_ids.shape[0]
+    index = pvary_like(jnp.arange(k, dtype=jnp.int32), request)
+    scale = parse_temperature(request.temperature).scale
+
+    def judge_token(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits, cutoff = take_row(target, request.target_row + i)
+        row = read(i)[1]
+        logit = gather_logits(logits, request.token_ids[i], cutoff, target.split)
+        return token_logprobs(logit, row.normalizer, scale), row.valid
+
+    logprobs, valid = _for_each(judge_token, index, target.split)
+    is_end = (index >= request.num_tokens) | ~valid
+    length = jnp.min(jnp.where(is_end, index, jnp.int32(k)))
+    log_rhos = cap_ratios(list(log_ratio(logprobs, drafted.logprob)))
+
+    def draw_uniform(i: jax.Array) -> jax.Array:
+        at = address(request.key, request.position + i, Stream.accept(i))
+        return uniform_at_once(at, noise_dtype)
+
+    uniforms = jax.vmap(draw_uniform)(index)
+    return _Judged(length, logprobs, jnp.stack(log_rhos), jnp.pad(uniforms, (1, 0)))
+
+
+def _target_rows(request: Request) -> jax.Array:
+    """Returns the indices i32[K + 1] of a request's target rows; inside shard_map they vary."""
+    index = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+    varying: jax.Array = pvary_like(index, request)
+    return varying
+
+
+def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
+    """Returns a function that reads a target row; rows over devices are read once, all of them."""
+
+    def read(index: jax.Array) -> tuple[MaxSum, RowStatistics]:
+        scale = parse_temperature(request.temperature).scale
+        logits, cutoff = take_row(target, request.target_row + index)
+        partials = block_partials(logits, scale, cutoff, split=target.split)
+        return partials, row_statistics_once(partials, scale)
+
+    if target.split is None:
+        return read
+    rows = jax.vmap(read)(_target_rows(request))
+    return lambda index: jax.tree.map(lambda x: x[index], rows)

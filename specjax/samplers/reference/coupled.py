@@ -1,0 +1,126 @@
+"""The reference of coupled sampling: draws the target's token row by row until a draft differs.
+
+    y_i = the target's draw at (position + i, TARGET)        accept x_i iff x_i = y_i
+
+Rows are read in order and only while drafts are accepted. What is emitted is always the target's
+draw, so that the output is what `gumbel_sample` gives without a draft.
+
+References:
+  Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.gumbel_max import gather_logits, row_token, token_logprobs
+from specjax.core.logsumexp import (
+    LogNormalizer,
+    RowStatistics,
+    block_partials,
+    row_statistics_once,
+)
+from specjax.core.noise import Stream, address
+from specjax.core.temperature import parse_temperature
+from specjax.devices.placement import pvary_like
+from specjax.samplers.reference.next_token import emit, is_active
+from specjax.samplers.reference.request import LogitRows, Request, first_false, take_row
+from specjax.types import Verification
+
+__all__ = ["couple_request"]
+
+
+class _DrawState(NamedTuple):
+    """State of the loop over target rows.
+
+    Attributes:
+      num_accepted: i32, drafted tokens that the target drew too; index of the row read last.
+      active: bool, whether the last draw was the drafted token, so that the next row is read.
+      row: statistics of the row read last.
+      token: i32, drawn from that row.
+      logprob: f32, log p of the token.
+      logprobs: f32[K], log p of the accepted tokens.
+    """
+
+    num_accepted: jax.Array
+    active: jax.Array
+    row: RowStatistics
+    token: jax.Array
+    logprob: jax.Array
+    logprobs: jax.Array
+
+
+def couple_request(
+    request: Request,
+    target: LogitRows,
+    noise_dtype: Any,
+    only_maxima: jax.Array | None = None,
+) -> Verification:
+    """Verifies the drafted tokens of one request by coupled sampling.
+
+    Args:
+      request: without a batch axis.
+      target: rows of every request; those of this one begin at `request.target_row`.
+      noise_dtype: float32 or float64.
+      only_maxima: as in `verify_request`.
+
+    Returns:
+      `Verification` without a batch axis.
+    """
+    k = request.token_ids.shape[0]
+
+    def judge(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, RowStatistics]:
+        i = jnp.minimum(index, k - 1)
+        token, logprob, row = _draw(request, target, index, noise_dtype, only_maxima)
+        accepted = (index < request.num_tokens) & row.valid & (token == request.token_ids[i])
+        return accepted, token, logprob, row
+
+    if target.split is not None:
+        # All rows at once, because devices exchange messages for each read.
+        drawn = jax.vmap(judge)(pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request))
+        n = first_false(drawn[0] & is_active(request))
+        _, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)
+        return emit(request, n, row, target, token, logprob, drawn[2][:k])
+
+    def step(state: _DrawState) -> _DrawState:
+        index = state.num_accepted
+        i = jnp.minimum(index, k - 1)
+        accepted, token, logprob, row = judge(index)
+        logprobs = state.logprobs.at[i].set(jnp.where(accepted, logprob, state.logprobs[i]))
+        num_accepted = index + accepted.astype(jnp.int32)
+        state_after = _DrawState(num_accepted, accepted, row, token, logprob, logprobs)
+        return pvary_like(state_after, state)
+
+    zero = jnp.float32(0)
+    start = _DrawState(
+        num_accepted=jnp.int32(0),
+        active=is_active(request),
+        row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
+        token=jnp.int32(-1),
+        logprob=zero,
+        logprobs=jnp.zeros((k,), jnp.float32),
+    )
+    start = pvary_like(start, request, target)
+    end = jax.lax.while_loop(lambda state: state.active, step, start)
+    return emit(request, end.num_accepted, end.row, target, end.token, end.logprob, end.logprobs)
+
+
+def _draw(
+    request: Request,
+    target: LogitRows,
+    index: jax.Array,
+    noise_dtype: Any,
+    only_maxima: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, RowStatistics]:
+    """Returns the token drawn from a request's target row `index`, its log p, and statistics."""
+    temperature = parse_temperature(request.temperature)
+    logits, cutoff = take_row(target, request.target_row + index)
+    partials = block_partials(logits, temperature.scale, cutoff, only_maxima, target.split)
+    row = row_statistics_once(partials, temperature.scale)
+    at = address(request.key, request.position + index, Stream.TARGET)
+    token = row_token(
+        logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype, target.split
+    )
+    logit = gather_logits(logits, token, cutoff, target.split)
+    return token, token_logprobs(logit, row.normalizer, temperature.scale), row

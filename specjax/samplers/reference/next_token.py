@@ -1,0 +1,216 @@
+"""The reference: the token after the accepted ones, recovered from the residual or a bonus token.
+
+A one-hot draft needs no second pass over the target row: only the block of the drafted token
+changes its mass. A sampled draft needs one more pass over the target's row and the draft's.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
+from specjax.core.logsumexp import MaxSum, RowStatistics, block_logprobs, mask_below_cutoff
+from specjax.core.noise import SAMPLING_BLOCK, Stream, address
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
+from specjax.core.temperature import parse_temperature
+from specjax.samplers.reference.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    draft_row,
+    take_row,
+)
+from specjax.types import Verification
+
+__all__ = ["AcceptedPrefix", "emit", "is_active", "next_token", "residual_mass"]
+
+
+class AcceptedPrefix(NamedTuple):
+    """The accepted drafted tokens of a request, and the target row that decides the next token.
+
+    Attributes:
+      num_accepted: i32, the accepted tokens; index of the deciding row among the request's.
+      partials: of the deciding row.
+      row: statistics of the deciding row.
+      drafted: the rejected token; arbitrary where every token was accepted.
+      log_rho: f32 <= 0, log of what multiplies p in the residual of block verification; None is 0.
+    """
+
+    num_accepted: jax.Array
+    partials: MaxSum
+    row: RowStatistics
+    drafted: DraftedToken
+    log_rho: jax.Array | None = None
+
+
+def next_token(
+    request: Request,
+    prefix: AcceptedPrefix,
+    target: LogitRows,
+    draft: DraftRows | None,
+    noise_dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws the token after the accepted ones.
+
+    Args:
+      request: one request.
+      prefix: its accepted tokens.
+      target: rows of target logits.
+      draft: rows of draft logits, or None.
+      noise_dtype: float32 or float64.
+
+    Returns:
+      Its id i32[] and its log-probability under the target f32[].
+    """
+    temperature = parse_temperature(request.temperature)
+    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
+    drafted = prefix.drafted
+    split = target.split
+    rejected = prefix.num_accepted < request.num_tokens
+    row_log_masses = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
+
+    def target_logprobs(index: jax.Array) -> jax.Array:
+        kept = gather_logits(logits, index, cutoff, split)
+        return token_logprobs(kept, prefix.row.normalizer, temperature.scale)
+
+    def one_hot_logprobs(index: jax.Array) -> jax.Array:
+        return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
+
+    def one_hot_log_masses() -> jax.Array:
+        block = jnp.clip(drafted.token_id, 0, target.vocab_size - 1) // SAMPLING_BLOCK
+        index = block * SAMPLING_BLOCK + jnp.arange(SAMPLING_BLOCK, dtype=jnp.int32)
+        residual = jnp.exp(residual_logprobs(target_logprobs(index), one_hot_logprobs(index)))
+        return jnp.where(
+            rejected, row_log_masses.at[block].set(jnp.log(jnp.sum(residual))), row_log_masses
+        )
+
+    if draft is None:
+        log_masses, draft_logprobs = one_hot_log_masses(), one_hot_logprobs
+        max_empty_mass = jnp.float32(0)
+    else:
+        sampled = rejected & ~drafted.one_hot & ~temperature.greedy
+        sampled_log_masses, sampled_logprobs = _sampled_residual(
+            request, prefix, LogitRows(logits, cutoff, split), draft
+        )
+        log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
+        max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
+        if prefix.log_rho is not None:
+            max_empty_mass = max_empty_mass * jnp.exp(prefix.log_rho)
+
+        def draft_logprobs(index: jax.Array) -> jax.Array:
+            return jnp.where(sampled, sampled_logprobs(index), one_hot_logprobs(index))
+
+    empty = jnp.sum(jnp.exp(log_masses)) <= max_empty_mass
+
+    def token_log_weights(index: jax.Array) -> jax.Array:
+        logprobs = target_logprobs(index)
+        scaled = logprobs if prefix.log_rho is None else logprobs + prefix.log_rho
+        return jnp.where(empty, logprobs, residual_logprobs(scaled, draft_logprobs(index)))
+
+    at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
+    random_token = gumbel_max_token(
+        jnp.where(empty, row_log_masses, log_masses), token_log_weights, at, noise_dtype
+    )
+    best_token = argmax_token(logits, prefix.partials, cutoff, split)
+    token = jnp.where(temperature.greedy, best_token, random_token)
+    return token, target_logprobs(token)
+
+
+def _sampled_residual(
+    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
+) -> tuple[Callable[[], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Returns two functions: log-masses of the blocks of `max(p - q, 0)`, and log q by token id."""
+    i = jnp.minimum(prefix.num_accepted, request.token_ids.shape[0] - 1)
+    row = draft_row(request, draft, i)
+    normalizer = prefix.drafted.normalizer
+    scale = parse_temperature(request.draft_temperature).scale
+
+    def logprobs(index: jax.Array) -> jax.Array:
+        return token_logprobs(row.kept_logits(index), normalizer, scale)
+
+    def sampled_log_masses() -> jax.Array:
+        size = target.logits.shape[0]
+        q = token_logprobs(row.kept_row(size), normalizer, scale)
+        q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
+        target_scale = parse_temperature(request.temperature).scale
+        p = token_logprobs(
+            mask_below_cutoff(target.logits, target.cutoff), prefix.row.normalizer, target_scale
+        )
+        if prefix.log_rho is not None:
+            p = p + prefix.log_rho
+        return residual_log_masses(p, q, target.split)
+
+    return sampled_log_masses, logprobs
+
+
+def residual_mass(
+    request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
+) -> jax.Array:
+    """Returns sum max(rho p - q, 0) of the row after a prefix, f32[]; q is 1 at a one-hot draft."""
+    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
+    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff, target.split), draft)
+    scale, log_rho = parse_temperature(request.temperature).scale, prefix.log_rho
+    assert log_rho is not None
+    drafted_logit = gather_logits(logits, prefix.drafted.token_id, cutoff, target.split)
+    p = jnp.exp(token_logprobs(drafted_logit, prefix.row.normalizer, scale))
+    one_hot_mass = jnp.exp(log_rho) * (1 - p)
+    return jnp.where(prefix.drafted.one_hot, one_hot_mass, jnp.sum(jnp.exp(masses())))
+
+
+def is_active(request: Request) -> jax.Array:
+    """Returns whether a request may emit tokens."""
+    return (request.num_tokens >= 0) & parse_temperature(request.temperature).valid
+
+
+def emit(
+    request: Request,
+    num_accepted: jax.Array,
+    row: RowStatistics,
+    target: LogitRows,
+    token: jax.Array,
+    logprob: jax.Array,
+    accepted_logprobs: jax.Array,
+) -> Verification:
+    """Returns what a request emits: its accepted drafted tokens and the token after them.
+
+    Args:
+      request: one request.
+      num_accepted: i32, its accepted tokens; index of the deciding row among the request's.
+      row: statistics of the deciding row.
+      target: rows of target logits.
+      token: i32[], of the deciding row.
+      logprob: f32[], log p of it.
+      accepted_logprobs: f32[K], log p of the accepted tokens.
+
+    Returns:
+      `Verification` without a batch axis.
+    """
+    active = is_active(request)
+    emits = active & row.valid
+    if request.bonus_token_id is not None:
+        bonus = request.bonus_token_id
+        in_vocabulary = (bonus >= 0) & (bonus < target.vocab_size)
+        is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
+        token = jnp.where(is_given, bonus, token)
+        logits, cutoff = take_row(target, request.target_row + num_accepted)
+        scale = parse_temperature(request.temperature).scale
+        bonus_logit = gather_logits(logits, bonus, cutoff, target.split)
+        bonus_logprob = token_logprobs(bonus_logit, row.normalizer, scale)
+        # An invalid row gives the bonus token that was passed no probability.
+        bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)
+        logprob = jnp.where(is_given, bonus_logprob, logprob)
+        emits |= is_given
+    index = jnp.arange(request.token_ids.shape[0] + 1, dtype=jnp.int32)
+    is_accepted = index < num_accepted
+    is_next = emits & (index == num_accepted)
+    token_ids = jnp.where(is_next, token, jnp.int32(-1))
+    logprobs = jnp.where(is_next, logprob, jnp.float32(0))
+    return Verification(
+        token_ids=jnp.where(is_accepted, jnp.pad(request.token_ids, (0, 1)), token_ids),
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + emits.astype(jnp.int32),
+        logprobs=jnp.where(is_accepted, jnp.pad(accepted_logprobs, (0, 1)), logprobs),
+    )

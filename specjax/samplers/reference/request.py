@@ -1,0 +1,250 @@
+"""The reference: one request of a batch, its rows of logits and its drafted tokens.
+
+A ragged batch holds the drafted tokens of all requests end to end. Cumulative counts say which are
+whose.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.call_arrays import VerifyArrays
+from specjax.core.acceptance import is_one_hot, num_valid_drafts
+from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.logsumexp import (
+    LogNormalizer,
+    block_partials,
+    mask_below_cutoff,
+    normalizer_from_statistics,
+    row_logsumexp,
+    row_statistics_once,
+)
+from specjax.core.noise import Words
+from specjax.core.temperature import parse_temperature
+from specjax.core.token_map import take_mapped
+from specjax.devices.vocabulary_split import VocabularySplit
+
+__all__ = [
+    "DraftRow",
+    "DraftRows",
+    "DraftedToken",
+    "LogitRows",
+    "Request",
+    "draft_row",
+    "drafted_token",
+    "first_false",
+    "take_row",
+]
+
+
+class LogitRows(NamedTuple):
+    """Flat rows of logits: `logits` [R, V], `cutoff` f32[R] or None, `split` of V over devices."""
+
+    logits: jax.Array
+    cutoff: jax.Array | None = None
+    split: VocabularySplit | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns V, also where a device has a part of each row."""
+        return self.logits.shape[-1] if self.split is None else self.split.vocab_size
+
+
+class DraftRows(NamedTuple):
+    """Flat rows of draft logits.
+
+    Attributes:
+      logits: [M, V_d].
+      draft_ids: i32[V], the draft id of every token of the target, V_d where the draft has none;
+        None where the ids are the same.
+      split: as in `LogitRows`.
+    """
+
+    logits: jax.Array
+    draft_ids: jax.Array | None = None
+    split: VocabularySplit | None = None
+
+
+class DraftRow(NamedTuple):
+    """One row of `DraftRows`, read at the target's ids: `logits` [V_d], and its cutoff."""
+
+    logits: jax.Array
+    cutoff: jax.Array | None
+    draft_ids: jax.Array | None
+    split: VocabularySplit | None
+
+    def kept_logits(self, token_id: jax.Array) -> jax.Array:
+        """Returns kept logits f32 at token ids of any shape; -inf where the draft has none."""
+        if self.draft_ids is not None:
+            token_id = take_mapped(self.draft_ids, token_id, self.logits.shape[0])
+        return gather_logits(self.logits, token_id, self.cutoff, self.split)
+
+    def kept_row(self, size: int) -> jax.Array:
+        """Returns kept logits f32 of tokens 0, 1, ... of the target, of `size` at most."""
+        if self.draft_ids is not None:
+            return gather_logits(self.logits, self.draft_ids, self.cutoff)
+        return mask_below_cutoff(self.logits[:size], self.cutoff)
+
+
+class Request(NamedTuple):
+    """One request; with a leading axis [B], those of a batch.
+
+    Attributes:
+      key: two u32 words.
+      position: i32, absolute position of the first token to decide.
+      temperature: f32, the target's.
+      target_row: i32, the request's first row of target logits.
+      draft_rows: i32[K], each drafted token's row of draft logits.
+      token_ids: i32[K]; K >= 1.
+      num_tokens: i32, drafted tokens in [-1, K], none of them -1.
+      draft_temperature: f32.
+      draft_logprobs: f32[K], computed when None.
+      draft_logsumexp: f32[K], computed when None.
+      draft_cutoff: f32[K], None keeping every logit.
+      rates: f32[K], conditional acceptance rates of a synthetic call, or None.
+      bonus_token_id: i32, or None.
+    """
+
+    key: Words
+    position: jax.Array
+    temperature: jax.Array
+    target_row: jax.Array
+    draft_rows: jax.Array
+    token_ids: jax.Array
+    num_tokens: jax.Array
+    draft_temperature: jax.Array
+    draft_logprobs: jax.Array | None
+    draft_logsumexp: jax.Array | None
+    draft_cutoff: jax.Array | None
+    rates: jax.Array | None
+    bonus_token_id: jax.Array | None
+
+    @classmethod
+    def from_arrays(cls, arrays: VerifyArrays, max_draft_tokens: int) -> "Request":
+        """Returns the requests of a batch; one without drafts has K = 1 and the token -1.
+
+        Args:
+          arrays: flat rows of logits; one key, position and temperature per request.
+          max_draft_tokens: K, at least 0.
+        """
+        cu, size = arrays.cu_num_draft_tokens, arrays.temperature.shape[0]
+        first = jnp.arange(size, dtype=jnp.int32)
+        target_row = first * (max_draft_tokens + 1)
+        if max_draft_tokens == 0:
+            draft_rows = jnp.full((size, 1), -1, jnp.int32)
+            arrays = arrays._replace(token_ids=draft_rows)
+            target_row = target_row if cu is None else target_row + cu[:-1]
+        elif cu is None:
+            row = first if arrays.draft_rows is None else arrays.draft_rows
+            draft_rows = (
+                row[:, None] * max_draft_tokens
+                + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
+            )
+        else:
+            target_row = cu[:-1] + first
+            arrays, draft_rows = _pad_ragged(arrays, max_draft_tokens)
+        draft_temperature = arrays.draft_temperature
+        if draft_temperature is None:
+            draft_temperature = arrays.temperature
+        token_ids = arrays.token_ids.astype(jnp.int32)
+        return cls(
+            key=(arrays.keys[:, 0], arrays.keys[:, 1]),
+            position=arrays.positions,
+            temperature=arrays.temperature,
+            target_row=target_row,
+            draft_rows=draft_rows,
+            token_ids=token_ids,
+            num_tokens=num_valid_drafts(token_ids, arrays.num_tokens),
+            draft_temperature=draft_temperature,
+            draft_logprobs=arrays.draft_logprobs,
+            draft_logsumexp=arrays.draft_logsumexp,
+            draft_cutoff=arrays.draft_cutoff,
+            rates=arrays.conditional_rates,
+            bonus_token_id=arrays.bonus_token_ids,
+        )
+
+
+def _pad_ragged(arrays: VerifyArrays, max_draft_tokens: int) -> tuple[VerifyArrays, jax.Array]:
+    """Returns a ragged batch with token arrays [B, K], and each token's row of draft logits.
+
+    Request r owns drafted rows `cu[r]:cu[r + 1]` and target rows
+    `cu[r] + r : cu[r + 1] + r + 1`, the last its bonus row.
+    """
+    starts = arrays.cu_num_draft_tokens[:-1]
+    counts = jnp.maximum(arrays.cu_num_draft_tokens[1:] - starts, 0)
+    index = starts[:, None] + jnp.arange(max_draft_tokens, dtype=jnp.int32)[None]
+
+    def pad(values: jax.Array | None) -> jax.Array | None:
+        return None if values is None else jnp.take(values, index, mode="clip")
+
+    rows, num_tokens = pad(arrays.draft_rows), arrays.num_tokens
+    padded = arrays._replace(
+        token_ids=pad(arrays.token_ids),
+        draft_logprobs=pad(arrays.draft_logprobs),
+        draft_logsumexp=pad(arrays.draft_logsumexp),
+        draft_cutoff=pad(arrays.draft_cutoff),
+        num_tokens=counts if num_tokens is None else jnp.minimum(num_tokens, counts),
+    )
+    return padded, index if rows is None else rows
+
+
+class DraftedToken(NamedTuple):
+    """A drafted token and the distribution that it came from.
+
+    Attributes:
+      token_id: i32.
+      logprob: f32, log q of the token; 0 where one-hot.
+      normalizer: of the draft row.
+      one_hot: bool, whether q is 1 at the token.
+    """
+
+    token_id: jax.Array
+    logprob: jax.Array
+    normalizer: LogNormalizer
+    one_hot: jax.Array
+
+
+def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns row `index`, [V], and its cutoff."""
+    row = jax.lax.dynamic_index_in_dim(rows.logits, index, 0, keepdims=False)
+    return row, None if rows.cutoff is None else rows.cutoff[index]
+
+
+def first_false(flags: jax.Array) -> jax.Array:
+    """Returns the index i32[] of the first False of bool[N]; N if there is none."""
+    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32)), dtype=jnp.int32)
+
+
+def draft_row(request: Request, draft: DraftRows, i: jax.Array) -> DraftRow:
+    """Returns the row of draft logits that token i came from."""
+    row, _ = take_row(LogitRows(draft.logits), request.draft_rows[i])
+    cutoff = None if request.draft_cutoff is None else request.draft_cutoff[i]
+    return DraftRow(row, cutoff, draft.draft_ids, draft.split)
+
+
+def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> DraftedToken:
+    """Returns drafted token i with the statistics that it carries, or else with those of its row.
+
+    The token is one-hot without draft logits, at a greedy temperature, and where its statistics
+    are not those of a distribution.
+    """
+    token_id = request.token_ids[i]
+    zero = jnp.float32(0)
+    if draft is None:
+        return DraftedToken(token_id, zero, LogNormalizer(zero, zero), jnp.bool_(True))
+    drafted_row = draft_row(request, draft, i)
+    temperature = parse_temperature(request.draft_temperature)
+    logit = drafted_row.kept_logits(token_id)
+    if request.draft_logsumexp is not None and request.draft_logprobs is not None:
+        logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
+    else:
+        logits, cutoff = drafted_row.logits, drafted_row.cutoff
+        partials = block_partials(logits, temperature.scale, cutoff, split=draft.split)
+        row = row_statistics_once(partials, temperature.scale)
+        logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, temperature.scale), jnp.nan)
+        # The target's formula, so that equal rows give equal log-probabilities.
+        logprob = token_logprobs(logit, row.normalizer, temperature.scale)
+    one_hot = is_one_hot(temperature, logprob, logsumexp)
+    normalizer = normalizer_from_statistics(logit, logprob, logsumexp)
+    return DraftedToken(token_id, jnp.where(one_hot, zero, logprob), normalizer, one_hot)

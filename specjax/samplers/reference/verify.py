@@ -1,0 +1,261 @@
+"""The reference: verification of one request in plain JAX, for each request of a batch.
+
+Target rows are read in order, and only while drafted tokens are accepted. Each pass reduces one row
+to block partials. They give the drafted token's log-probability, the argmax and, at the deciding
+row, the masses that choose the next token's block.
+
+A batch is a map over requests on a CPU, which skips the rows after a rejection, and a `vmap`
+elsewhere.
+
+References:
+  Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
+from specjax.core.gumbel_max import argmax_token, gather_logits, token_logprobs
+from specjax.core.logsumexp import (
+    LogNormalizer,
+    MaxSum,
+    RowStatistics,
+    block_partials,
+    row_statistics_once,
+)
+from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform, uniform_at_once
+from specjax.core.rule import Rule
+from specjax.core.temperature import parse_temperature
+from specjax.devices.placement import pvary_like
+from specjax.samplers.reference.block import accept_block_prefix, drafted_tokens, is_block_request
+from specjax.samplers.reference.coupled import couple_request
+from specjax.samplers.reference.next_token import AcceptedPrefix, emit, is_active, next_token
+from specjax.samplers.reference.request import (
+    DraftedToken,
+    DraftRows,
+    LogitRows,
+    Request,
+    drafted_token,
+    first_false,
+    take_row,
+)
+from specjax.samplers.reference.rule import accepts_by_rule, next_token_by_rule
+from specjax.types import Verification
+
+__all__ = ["verify_batch", "verify_request"]
+
+
+# Requests of block verification that are verified at once.
+_BLOCK_REQUESTS = 8
+
+
+class _PrefixState(NamedTuple):
+    """State of the loop over drafted tokens.
+
+    Attributes:
+      prefix: the tokens accepted so far, and the target row read last.
+      active: bool, whether the last token was accepted, so that the next row is read.
+      logprobs: f32[K], log p of the accepted tokens.
+    """
+
+    prefix: AcceptedPrefix
+    active: jax.Array
+    logprobs: jax.Array
+
+
+def verify_request(
+    request: Request,
+    target: LogitRows,
+    draft: DraftRows | None,
+    noise_dtype: Any,
+    rule: Rule | None = None,
+    method: str = "standard",
+    only_maxima: jax.Array | None = None,
+) -> Verification:
+    """Verifies the drafted tokens of one request.
+
+    Args:
+      request: without a batch axis.
+      target: rows of every request; those of this one begin at `request.target_row`.
+      draft: rows of draft logits, or None where every draft is one-hot.
+      noise_dtype: float32 or float64.
+      rule: in place of the standard one, or None.
+      method: "standard", token by token, or "block".
+      only_maxima: bool[], whether the maxima of its target rows suffice: it is greedy, and its
+        log-probabilities are not asked for. None is False.
+
+    Returns:
+      `Verification` without a batch axis.
+    """
+
+    def by_token() -> tuple[AcceptedPrefix, jax.Array]:
+        state = _accept_prefix(request, target, draft, noise_dtype, rule, only_maxima)
+        return state.prefix, state.logprobs
+
+    if method == "block" and draft is not None:
+        drafted = drafted_tokens(request, draft)
+
+        def as_block() -> tuple[AcceptedPrefix, jax.Array]:
+            active = is_active(request)
+            return accept_block_prefix(request, drafted, target, draft, active, noise_dtype)
+
+        def with_rho() -> tuple[AcceptedPrefix, jax.Array]:
+            prefix, logprobs = by_token()
+            return prefix._replace(log_rho=pvary_like(jnp.float32(0), request)), logprobs
+
+        prefix, logprobs = jax.lax.cond(is_block_request(request, drafted), as_block, with_rho)
+    else:
+        prefix, logprobs = by_token()
+    draw = next_token if rule is None else functools.partial(next_token_by_rule, rule)
+    token, logprob = draw(request, prefix, target, draft, noise_dtype)
+    return emit(request, prefix.num_accepted, prefix.row, target, token, logprob, logprobs)
+
+
+def _accept_prefix(
+    request: Request,
+    target: LogitRows,
+    draft: DraftRows | None,
+    dtype: Any,
+    rule: Rule | None,
+    only_maxima: jax.Array | None,
+) -> _PrefixState:
+    """Reads target rows in order until a drafted token is rejected or all are accepted.
+
+    Rows that lie over devices are read at once, because every read is a message.
+    """
+    k = request.token_ids.shape[0]
+    scale = parse_temperature(request.temperature).scale
+
+    def judge(index: jax.Array) -> tuple[AcceptedPrefix, jax.Array, jax.Array]:
+        i = jnp.minimum(index, k - 1)
+        logits, cutoff = take_row(target, request.target_row + index)
+        partials = block_partials(logits, scale, cutoff, only_maxima, target.split)
+        row = row_statistics_once(partials, scale)
+        drafted = drafted_token(request, draft, i)
+        logit = gather_logits(logits, drafted.token_id, cutoff, target.split)
+        logprob = token_logprobs(logit, row.normalizer, scale)
+        best = argmax_token(logits, partials, cutoff, target.split)
+        if rule is None:
+            accepted = _accepts(request, i, drafted, logprob, best, target, dtype)
+        else:
+            rows = LogitRows(logits, cutoff)
+            accepted = accepts_by_rule(request, i, drafted, logprob, best, rows, row, rule, dtype)
+        accepted &= (index < request.num_tokens) & row.valid
+        return AcceptedPrefix(index, partials, row, drafted), accepted, logprob
+
+    if target.split is not None:
+        return _accept_at_once(request, judge)
+
+    def step(state: _PrefixState) -> _PrefixState:
+        index = state.prefix.num_accepted
+        prefix, accepted, logprob = judge(index)
+        i = jnp.minimum(index, k - 1)
+        logprobs = state.logprobs.at[i].set(jnp.where(accepted, logprob, state.logprobs[i]))
+        prefix = prefix._replace(num_accepted=index + accepted.astype(jnp.int32))
+        return pvary_like(_PrefixState(prefix, accepted, logprobs), state)
+
+    blocks = jnp.full((-(-target.logits.shape[1] // SAMPLING_BLOCK),), -jnp.inf, jnp.float32)
+    zero = jnp.float32(0)
+    empty = AcceptedPrefix(
+        num_accepted=jnp.int32(0),
+        partials=MaxSum(blocks, jnp.zeros_like(blocks)),
+        row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
+        drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
+    )
+    start = _PrefixState(empty, is_active(request), jnp.zeros((k,), jnp.float32))
+    start = pvary_like(start, request, target, draft)
+    return jax.lax.while_loop(lambda state: state.active, step, start)
+
+
+def _accept_at_once(
+    request: Request, judge: Callable[[jax.Array], tuple[AcceptedPrefix, jax.Array, jax.Array]]
+) -> _PrefixState:
+    """Judges all K + 1 target rows, and returns the state after the first rejection."""
+    k = request.token_ids.shape[0]
+    index = pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request)
+    prefixes, accepted, logprobs = jax.vmap(judge)(index)
+    num_accepted = first_false(accepted & is_active(request))
+    prefix = jax.tree.map(lambda x: x[num_accepted], prefixes)
+    return _PrefixState(prefix, jnp.bool_(False), logprobs[:k])
+
+
+def _accepts(
+    request: Request,
+    i: jax.Array,
+    drafted: DraftedToken,
+    logprob: jax.Array,
+    best: jax.Array,
+    target: LogitRows,
+    noise_dtype: Any,
+) -> jax.Array:
+    """Returns whether drafted token i, of target log-probability `logprob`, is accepted."""
+    at = address(request.key, request.position + i, Stream.accept(i))
+    if target.split is None:
+        u = uniform(at, jnp.uint32(0), noise_dtype)
+    else:
+        u = uniform_at_once(at, noise_dtype)
+    if request.rates is not None:
+        in_vocabulary = (drafted.token_id >= 0) & (drafted.token_id < target.vocab_size)
+        return in_vocabulary & accept_synthetic(u, request.rates[i])
+    return jnp.where(
+        parse_temperature(request.temperature).greedy,
+        accept_greedy(drafted.token_id, best),
+        accept_random(u, logprob, drafted.logprob),
+    )
+
+
+def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) -> Verification:
+    """Verifies a batch: `verify_request` or `couple_request` for each of its requests.
+
+    Args:
+      arrays: flat rows of logits; one key, position and temperature per request.
+      options: static.
+      cpu_alone: whether it runs on no other device. Then what others would run is not traced, which
+        takes twice as long as the rest.
+
+    Returns:
+      `Verification` of K drafted tokens; of one without drafts.
+    """
+    target = LogitRows(arrays.target_logits, arrays.target_cutoff, options.split)
+    draft = None
+    if arrays.draft_logits is not None:
+        draft = DraftRows(arrays.draft_logits, arrays.draft_ids, options.split)
+    requests = Request.from_arrays(arrays, options.max_draft_tokens)
+    # Inside shard_map the rows' numbers vary over no axis; a request varies as a whole.
+    requests = pvary_like(requests, requests)
+
+    def one(request: Request) -> Verification:
+        greedy = parse_temperature(request.temperature).greedy
+        only_maxima = greedy if options.skips_greedy_sums else None
+        dtype = options.noise_dtype
+        # Without drafts every method draws the row's token, and this one has the smallest program.
+        if options.method == "coupled" or not options.max_draft_tokens:
+            verified = couple_request(request, target, dtype, only_maxima)
+        else:
+            rule, method = options.rule, options.method
+            verified = verify_request(request, target, draft, dtype, rule, method, only_maxima)
+        if options.greedy_logprobs:
+            return verified
+        return verified._replace(logprobs=jnp.where(greedy, jnp.float32(0), verified.logprobs))
+
+    def side_by_side(requests: Request) -> Verification:
+        if options.method == "block":
+            # A few at once: each holds several rows of float32.
+            return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
+        return jax.vmap(one)(requests)
+
+    if options.split is not None:
+        return side_by_side(requests)
+    if arrays.temperature.shape[0] == 1:
+        # One request is no batch: tracing a map and a batched loop takes three times as long.
+        verification = one(jax.tree.map(lambda x: x[0], requests))
+        return jax.tree.map(lambda x: x[None], verification)
+    in_turn = functools.partial(jax.lax.map, one)
+    if cpu_alone:
+        return in_turn(requests)
+    return jax.lax.platform_dependent(requests, cpu=in_turn, default=side_by_side)

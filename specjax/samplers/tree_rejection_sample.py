@@ -1,0 +1,191 @@
+"""`tree_rejection_sample`: checks, and the jitted body."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.call_arrays import CallOptions
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_keys,
+    check_logits,
+    check_noise_dtype,
+    parse_array,
+    parse_optional,
+)
+from specjax.devices.placement import shard_map_batch
+from specjax.implementation import Implementation, resolve_implementation
+from specjax.samplers.batch import key_words_per_request
+from specjax.samplers.trees.tree import MAX_DEPTH
+from specjax.samplers.trees.verify_tree import TreeArrays, verify_trees
+from specjax.types import TreeVerification
+
+__all__ = ["tree_rejection_sample"]
+
+
+def tree_rejection_sample(
+    token_ids: jax.Array,
+    parents: jax.Array,
+    target_logits: jax.Array,
+    *,
+    max_depth: int,
+    keys: jax.Array,
+    positions: Any,
+    draft_logits: jax.Array | None = None,
+    draft_temperature: Any = None,
+    draft_cutoff: Any = None,
+    temperature: Any = 1.0,
+    cutoff: Any = None,
+    noise_dtype: Any = jnp.float32,
+    implementation: str | Implementation | None = None,
+) -> TreeVerification:
+    r"""Verifies a tree of drafted tokens: several candidates at one position, exactly.
+
+    The output is a path from the root, which is the last committed token, and one token after it.
+
+    One-hot nodes, without `draft_logits`: the target draws a token :math:`y` after each node,
+    on the target's stream, and the path descends while a child holds :math:`y`. What is emitted is
+    token for token what `gumbel_sample` draws without a draft.
+
+    Sampled nodes, with `draft_logits`: siblings are drawn without replacement, and a traversal
+    carries an acceptance rate r down from node to child and back,
+
+    .. math:: r_c = \min(1, r\, p(x) / q(x)), \qquad
+      p \leftarrow \frac{\max(r p - q, 0)}{Z}, \quad
+      r \leftarrow \frac{Z}{Z + 1 - r}, \quad Z = \sum \max(r p - q, 0)
+
+    the second after each rejected child, whose token leaves q. The deepest nodes are tried first,
+    and a node is accepted if its uniform lies below its r. On a chain this is
+    `block_rejection_sample`, token for token.
+
+    Draw siblings so: node v of depth d, 0 at the root's children, by `gumbel_sample` of its
+    parent's row of draft logits with the tokens of earlier siblings at -inf, at ``positions + d``
+    on ``Stream.draft(d + 1024 * j)``, where j is how many nodes before v have depth d.
+    `specjax.samplers.trees.tree.place_nodes` gives both. Siblings drawn with replacement, or at one
+    address, bias the output. The shape may depend on tokens already drawn; a drawn node may
+    not be dropped afterwards.
+
+    Args:
+      token_ids: i32[B, N], N >= 0. A -1 is padding, and so are all nodes below it. Whether a node
+        is padding may not depend on its own token. An id outside [0, V) is rejected.
+      parents: i32[B, N], the node above, or -1 for the root; parents come before children. A node
+        with ``parents[v] >= v`` or below -1 is padding.
+      target_logits: [B, N + 1, V], bf16, f16 or f32, raw. Row 0 follows the root, row v + 1 node v.
+      max_depth: a Python int in [1, 1024]. Nodes deeper than that are padding.
+      keys: typed threefry keys, [B] or (), as in `rejection_sample`.
+      positions: i32, [B] or scalar, where the root's children stand.
+      draft_logits: [B, N + 1, V_d], raw, of rows as those of the target: row v + 1 is what v's
+        children were drawn from, before siblings were removed. The children of a row that is not a
+        distribution are one-hot. None is one-hot everywhere.
+      draft_temperature: f32, [B] or scalar, that the nodes were sampled at. None is the request's
+        own. 0 is one-hot.
+      draft_cutoff: f32[B, N + 1], q is zero on draft logits below it. None keeps all.
+      temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy: the path is that
+        of the target's argmax. Negative or not finite makes the request invalid: it emits nothing.
+      cutoff: f32[B, N + 1], target logits below it are left out. None keeps all.
+      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
+      implementation: None or "xla": there are no kernels of it.
+
+    Returns:
+      `TreeVerification`. A node whose target row is not a distribution is a leaf; where the path
+      ends there, nothing follows.
+
+    Raises:
+      ValueError: for wrong shapes, dtypes or keys, or an implementation other than plain JAX.
+
+    Example:
+      >>> target_logits = jnp.log(jnp.array([[[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]]]))
+      >>> step = specjax.tree_rejection_sample(
+      ...     jnp.array([[0, 1]]), jnp.array([[-1, -1]]), target_logits, max_depth=1,
+      ...     keys=jax.random.key(0), positions=0)
+      >>> step.token_ids, step.nodes
+      (Array([[1, 0]], dtype=int32), Array([[1]], dtype=int32))
+
+    References:
+      Weng et al., 2025, arXiv:2505.12398.
+    """
+    ids = as_array("token_ids", token_ids)
+    if ids.ndim != 2:
+        raise ValueError(f"token_ids has shape {ids.shape}; it needs [B, N].")
+    size, num_nodes = ids.shape
+    max_depth = check_count("max_depth", max_depth, 1, "the length of the longest path")
+    if max_depth > MAX_DEPTH:
+        raise ValueError(
+            f"max_depth is {max_depth}; it needs at most {MAX_DEPTH}: deeper nodes would share "
+            "their noise with others."
+        )
+    each = ((), (size,))
+    nodes, rows = (size, num_nodes), (size, num_nodes + 1)
+    arrays = TreeArrays(
+        token_ids=parse_array("token_ids", ids, jnp.int32, nodes),
+        parents=parse_array("parents", parents, jnp.int32, nodes),
+        target_logits=_check_rows("target_logits", target_logits, nodes),
+        target_cutoff=parse_optional("cutoff", cutoff, jnp.float32, rows),
+        draft_logits=None
+        if draft_logits is None
+        else _check_rows("draft_logits", draft_logits, nodes),
+        draft_cutoff=parse_optional("draft_cutoff", draft_cutoff, jnp.float32, rows),
+        draft_temperature=parse_optional(
+            "draft_temperature", draft_temperature, jnp.float32, *each
+        ),
+        keys=check_keys(keys, size),
+        positions=parse_array("positions", positions, jnp.int32, *each),
+        temperature=parse_array("temperature", temperature, jnp.float32, *each),
+    )
+    if draft_logits is None and draft_cutoff is not None:
+        raise ValueError(
+            "draft_cutoff is given without draft_logits; nodes without logits are one-hot."
+        )
+    options = CallOptions(check_noise_dtype(noise_dtype), _plain_jax(implementation))
+    return _tree_rejection_sample(arrays, max_depth=max_depth, options=options)
+
+
+def _check_rows(name: str, logits: Any, nodes: tuple[int, int]) -> Any:
+    logits = as_array(name, logits)
+    check_logits(name, logits, "[B, N + 1, V]", nodes[0])
+    if logits.shape[1] != nodes[1] + 1:
+        raise ValueError(
+            f"{name} has {logits.shape[1]} rows per request for {nodes[1]} nodes; it needs "
+            f"{nodes[1] + 1}: one for the root and one after each node."
+        )
+    return logits
+
+
+def _plain_jax(implementation: str | Implementation | None) -> Implementation:
+    """Returns plain JAX for None and "xla"; refuses a name that stands for kernels."""
+    name = implementation.name if isinstance(implementation, Implementation) else implementation
+    if name in ("triton", "interpret"):
+        raise ValueError(
+            f"implementation={name!r} names the Triton kernels, and there are none of trees; use "
+            "None or 'xla'."
+        )
+    resolve_implementation(implementation)
+    return Implementation("xla")
+
+
+@functools.partial(jax.jit, static_argnames=("max_depth", "options"))
+def _tree_rejection_sample(
+    arrays: TreeArrays, *, max_depth: int, options: CallOptions
+) -> TreeVerification:
+    """Runs `tree_rejection_sample` on checked arguments."""
+    size, num_nodes = arrays.token_ids.shape
+    if size == 0:
+        none, padded = jnp.zeros((0,), jnp.int32), jnp.zeros((0, max_depth + 1), jnp.int32)
+        return TreeVerification(padded, none, none, padded.astype(jnp.float32), padded[:, 1:])
+    if num_nodes == 0:
+        padding = jnp.full_like(arrays.token_ids, -1, shape=(size, 1))
+        arrays = arrays._replace(token_ids=padding, parents=padding, draft_logits=None)
+    draft_temperature = arrays.draft_temperature
+    if draft_temperature is not None:
+        draft_temperature = jnp.broadcast_to(draft_temperature, (size,))
+    arrays = arrays._replace(
+        keys=key_words_per_request(arrays.keys, size),
+        positions=jnp.broadcast_to(arrays.positions, (size,)),
+        temperature=jnp.broadcast_to(arrays.temperature, (size,)),
+        draft_temperature=draft_temperature,
+    )
+    run = functools.partial(verify_trees, max_depth=max_depth, options=options)
+    return shard_map_batch(run, arrays.target_logits)(arrays, None)
