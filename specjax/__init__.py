@@ -5,7 +5,7 @@ Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, th
 Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
-`whole_prompt_drafter`.
+`whole_prompt_drafter`, `RowMasks`.
 Serving: `Engine`, `Request`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
@@ -17,7 +17,6 @@ import typing
 
 from specjax import theory
 from specjax.config import SpeculativeConfig
-from specjax.contrib import grammars
 from specjax.core.noise import Stream
 from specjax.core.rule import Rule
 from specjax.decode.capacity import unpad
@@ -37,6 +36,7 @@ from specjax.decode.drafters import (
 from specjax.decode.generate import Generation, generate
 from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
+from specjax.decode.matchers import Matcher, RowMasks
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
 from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
@@ -81,10 +81,12 @@ __all__ = [
     "Generation",
     "Grammar",
     "History",
+    "Matcher",
     "Metrics",
     "Model",
     "Origin",
     "Request",
+    "RowMasks",
     "Rule",
     "Sample",
     "SamplingParams",
@@ -113,7 +115,6 @@ __all__ = [
     "gather_drafts",
     "generate",
     "geometric_rates",
-    "grammars",
     "gumbel_sample",
     "init",
     "init_metrics",
@@ -139,7 +140,7 @@ __all__ = [
 __version__: str
 
 # Imported where they are first named: they need what extras install.
-_ROOMS = ("adapters", "models")
+_ROOMS = ("contrib", "models")
 
 
 def __dir__() -> list[str]:

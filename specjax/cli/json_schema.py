@@ -4,9 +4,8 @@ import argparse
 import json
 
 from specjax.cli.model_pair import ModelPair
-from specjax.contrib.grammars import json_schema_grammar
+from specjax.contrib.grammars import json_schema_grammar, token_bytes
 from specjax.file_io import read_file
-from specjax.processing import token_bytes
 from specjax.processing.grammar import Grammar
 
 __all__ = ["read_grammar"]

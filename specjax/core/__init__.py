@@ -9,7 +9,6 @@ the kernels both call them.
     gumbel_max     a token from log-weights
     acceptance     the rules by which a drafted token is accepted: min(1, p / q)
     block_acceptance  which prefix of the drafted tokens is accepted as one
-    coupling       how often draws from p and q by one noise agree
     rule, rules    other rules of acceptance, as values
     residual       max(p - q, 0), which a rejected token is replaced from
     bisection      a threshold among floats, by bisection of their bits
@@ -17,7 +16,6 @@ the kernels both call them.
     truncation     top-k, top-p and min-p as such thresholds
     subnormal      float32 numbers below 2^-126, which count as zero
     token_map      ids of a draft's vocabulary and of the target's
-    split          rows whose vocabulary lies over devices
 
 Open `gumbel_max` first. Letters: `V` vocabulary, `n` or `N` blocks of `SAMPLING_BLOCK` tokens.
 Every other package of specjax may import it.

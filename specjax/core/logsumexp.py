@@ -200,8 +200,8 @@ def block_partials(
         return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
 
     if split is not None:
-        own = jnp.stack(reduce(own_blocks(logits, split)), axis=-2)
-        both = gather_blocks(own, logits.shape[-1], split)
+        own = jnp.stack(reduce(own_blocks(logits, split, SAMPLING_BLOCK)), axis=-2)
+        both = gather_blocks(own, logits.shape[-1], split, SAMPLING_BLOCK)
         return jax.lax.optimization_barrier(MaxSum(both[..., 0, :], both[..., 1, :]))
     body, tail = split_blocks(logits)
     partials = reduce(body)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
+from specjax.core.noise import SAMPLING_BLOCK
 from specjax.devices.rows import gather_blocks, own_blocks
 from specjax.devices.vocabulary_split import VocabularySplit
 
@@ -61,8 +62,8 @@ def residual_log_masses(
     """
     residual = residual_probs(target_logprobs, draft_logprobs)
     if split is not None:
-        own = jnp.sum(own_blocks(residual, split, fill=0), axis=-1)
-        return jnp.log(gather_blocks(own, residual.shape[-1], split))
+        own = jnp.sum(own_blocks(residual, split, SAMPLING_BLOCK, fill=0), axis=-1)
+        return jnp.log(gather_blocks(own, residual.shape[-1], split, SAMPLING_BLOCK))
     body, tail = split_blocks(residual)
     masses = jnp.sum(body, axis=-1)
     if tail is not None:

@@ -151,7 +151,7 @@ def step(
       allowed: what each row of this step may emit: bool [B, K + 1, V], or words i32 or u32
         [B, K + 1, ceil(V / 32)]. Row i follows the i first drafted tokens of the state, and row K
         gives the bonus token. Of the target alone: the draft was drawn before. A state that `init`
-        began with `allowed` needs it in every step. `grammars.RowMasks` makes them. B counts the
+        began with `allowed` needs it in every step. `RowMasks` makes them. B counts the
         state's requests, its copies of the last one, too.
       implementation: as in `init`.
 

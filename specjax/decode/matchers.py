@@ -112,7 +112,7 @@ class RowMasks:
       ...     def try_consume_tokens(self, tokens): self.read += len(tokens); return len(tokens)
       ...     def rollback(self, num_tokens): self.read -= num_tokens; return True
       >>> model = markov_chain([[0.2, 0.8], [0.6, 0.4]])
-      >>> masks = specjax.contrib.grammars.RowMasks([TwoOnes()], [2], vocab_size=2)
+      >>> masks = specjax.RowMasks([TwoOnes()], [2], vocab_size=2)
       >>> state = specjax.init(
       ...     model, None, [[0, 0]], [2], keys=jax.random.key(0), max_new_tokens=5,
       ...     allowed=masks.first())

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from specjax.core.noise import SAMPLING_BLOCK
 from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["first_token", "gather_blocks", "own_blocks", "take", "take_each", "true_row"]
@@ -20,56 +19,62 @@ def true_row(row: jax.Array, first: jax.Array, split: VocabularySplit, fill: flo
     return jnp.where(ids < split.vocab_size, row, jnp.array(fill, row.dtype))
 
 
-def own_blocks(row: jax.Array, split: VocabularySplit, fill: float = -jnp.inf) -> jax.Array:
+def own_blocks(
+    row: jax.Array, split: VocabularySplit, block_size: int, fill: float = -jnp.inf
+) -> jax.Array:
     """Returns the blocks that begin on this device.
 
     Where the device's tokens do not begin with a block, the first ones are the end of the previous
-    device's last block. That device reads them: 127 numbers of each row travel.
+    device's last block. That device reads them: block_size - 1 numbers of each row travel.
 
     Args:
       row: [..., width].
       split: of the row.
+      block_size: tokens of a block.
       fill: stands past the vocabulary's end.
 
     Returns:
-      [..., ceil(width / SAMPLING_BLOCK), SAMPLING_BLOCK]. On a device where one block less begins,
+      [..., ceil(width / block_size), block_size]. On a device where one block less begins,
       the last one is arbitrary.
     """
     width = row.shape[-1]
-    num_blocks = -(-width // SAMPLING_BLOCK)
+    num_blocks = -(-width // block_size)
     size = jax.lax.axis_size(split.axis_name)
     first = first_token(width, split)
-    is_aligned = width % SAMPLING_BLOCK == 0
+    is_aligned = width % block_size == 0
     if not is_aligned:
         to_previous = [(device + 1, device) for device in range(size - 1)]
-        rest = jax.lax.ppermute(row[..., : SAMPLING_BLOCK - 1], split.axis_name, to_previous)
+        rest = jax.lax.ppermute(row[..., : block_size - 1], split.axis_name, to_previous)
         # As long as the furthest slice needs it.
-        spare = (*row.shape[:-1], num_blocks * SAMPLING_BLOCK - width)
+        spare = (*row.shape[:-1], num_blocks * block_size - width)
         row = jnp.concatenate([row, rest, jnp.full(spare, fill, row.dtype)], axis=-1)
-        start = -first % SAMPLING_BLOCK
-        row = jax.lax.dynamic_slice_in_dim(row, start, num_blocks * SAMPLING_BLOCK, axis=-1)
+        start = -first % block_size
+        row = jax.lax.dynamic_slice_in_dim(row, start, num_blocks * block_size, axis=-1)
         first = first + start
     if not is_aligned or split.vocab_size < width * size:
         row = true_row(row, first, split, fill)
-    return row.reshape(*row.shape[:-1], num_blocks, SAMPLING_BLOCK)
+    return row.reshape(*row.shape[:-1], num_blocks, block_size)
 
 
-def gather_blocks(values: jax.Array, width: int, split: VocabularySplit) -> jax.Array:
+def gather_blocks(
+    values: jax.Array, width: int, split: VocabularySplit, block_size: int
+) -> jax.Array:
     """Returns a number of every block of the vocabulary, in its order, on every device.
 
     Args:
-      values: [..., ceil(width / SAMPLING_BLOCK)], of the device's `own_blocks`.
+      values: [..., ceil(width / block_size)], of the device's `own_blocks`.
       width: tokens of a row on each device.
       split: of the row.
+      block_size: tokens of a block.
 
     Returns:
-      [..., ceil(V / SAMPLING_BLOCK)].
+      [..., ceil(V / block_size)].
     """
     size = jax.lax.axis_size(split.axis_name)
     last = values.ndim - 1
     by_device = jax.lax.all_gather(values, split.axis_name, axis=last, to="invarying")
-    num_blocks = -(-split.vocab_size // SAMPLING_BLOCK)
-    begins = [min(-(-device * width // SAMPLING_BLOCK), num_blocks) for device in range(size + 1)]
+    num_blocks = -(-split.vocab_size // block_size)
+    begins = [min(-(-device * width // block_size), num_blocks) for device in range(size + 1)]
     parts = [by_device[..., d, : begins[d + 1] - begins[d]] for d in range(size)]
     return jnp.concatenate(parts, axis=-1)
 

@@ -56,7 +56,7 @@ class Engine:
       k_by_load: with K = "auto", whether the requests in slots draft as many tokens as give all of
         them together the most per time. A request's draws then depend on the others, and follow
         the target all the same; greedy and coupled requests get the same tokens.
-      takes_matchers: whether requests may have a matcher on the host, as in `grammars.RowMasks`.
+      takes_matchers: whether requests may have a matcher on the host, as in `RowMasks`.
         While one of them is in a slot, the host reads a step before it dispatches the next.
       implementation: as in `generate`.
 
@@ -165,7 +165,7 @@ class Engine:
           stop_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
             committed.
           sampling: `SamplingParams` of this request: fields that the engine was made with.
-          matcher: a `grammars.Matcher` that has read nothing, which masks what may follow; from
+          matcher: a `Matcher` that has read nothing, which masks what may follow; from
             now on the request's. `stop_token_ids` has the tokens by which it ends a text.
 
         Returns:

@@ -1,9 +1,7 @@
 """A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the two models that ship.
 
-Open `transformer` first. It stacks the layers of `layers`, in plain JAX with `attention` and
-`rope`; `causal` runs whole sequences without a cache. `config` says what differs between families.
-`choose_step` runs a step of a decoder in plain JAX or, by `kernel_step` and `kernel_ops`, in the
-kernels of `pallas/`; both use `shared_math`. `shares/` runs a decoder over the devices of a mesh.
+Open `decoder/` first: the layers, the transformer, and its step in plain JAX or in the kernels.
+`sharding/` runs a decoder over the devices of a mesh.
 `hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
 target's hidden states, and so do the heads that people publish, in `heads/`; `head_target` is what
 each uses of its target, and `load_drafter` loads any of them. `pretrained/` holds the target and

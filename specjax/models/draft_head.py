@@ -20,6 +20,7 @@ from flax import nnx
 
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
+from specjax.models.decoder.dispatch import run_layer
 from specjax.models.decoder.layers import Layer, RMSNorm, weight
 from specjax.models.decoder.rope import rope_cos_sin, rotate
 
@@ -103,7 +104,9 @@ class DraftHead(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Returns hidden states [B, T, E] after each token, and the cache with the tokens."""
         x = self._fuse(tokens, previous, hidden)
-        x, cache = self.layer(x, self._cos_sin(positions), positions, cache, implementation)
+        x, cache = run_layer(
+            self.layer, x, self._cos_sin(positions), positions, cache, implementation
+        )
         return self.norm(x), cache
 
     def _project_qkv(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:

@@ -34,7 +34,7 @@ def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
     Example:
       >>> from specjax.models import load_tokenizer, pretrained_folder
       >>> tokenizer = load_tokenizer(pretrained_folder("draft"))
-      >>> vocabulary = specjax.processing.token_bytes(tokenizer)
+      >>> vocabulary = specjax.contrib.grammars.token_bytes(tokenizer)
       >>> [vocabulary[i] for i in tokenizer.encode("once more").ids]
       [b'on', b'ce', b' more']
     """

@@ -8,7 +8,7 @@ The way of the data, for `rejection_sample`:
 1. `rejection_sample` checks its arguments once, and makes `VerifyArrays` and `CallOptions` of them.
 2. `run_verification`, compiled, brings options to one per request (`batch.once_per_request`).
 3. `batch.verify_shard`, once per shard of the batch, makes logits flat rows, and calls one of:
-4. the reference (`verify_xla`, `next_token_xla`): `verify_request` for each `Request`;
+4. the reference (`reference.verify`, `reference.next_token`): `verify_request` for each `Request`;
 5. the kernels: `specjax.pallas.verify.verify_rows` on these arrays and options.
 
 `coupled_sample` goes the same way without draft logits: the reference is `couple_request`, which
@@ -18,8 +18,8 @@ One public call is one file. Code that is inside a program already calls functio
 check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop
 of your own. Open `rejection_sample` first.
 
-`*_xla` are the references of block verification, coupled sampling and rules, and `split_kernels`
-says which calls over devices the kernels serve. `trees/` verifies drafted trees.
+`reference/` holds the references of all rules, and `split_kernels` says which calls over devices the
+kernels serve. `trees/` verifies drafted trees.
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` drafted tokens of a ragged batch.
 """

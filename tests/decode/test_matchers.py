@@ -7,7 +7,7 @@ import processed
 import pytest
 
 import specjax
-from specjax.contrib.grammars import RowMasks
+from specjax import RowMasks
 from specjax.decode.matchers import MatchedText
 from specjax.markov_chain import markov_chain
 from specjax.types import Draft

@@ -5,8 +5,8 @@ import pytest
 import small_tokenizers
 from hypothesis import example, given, settings
 
+from specjax.contrib.grammars import token_bytes
 from specjax.engine.stop_strings import StoppedText, TextStream
-from specjax.processing import token_bytes
 
 
 class Counting:

@@ -14,8 +14,7 @@ import pytest
 from test_sampling_laws import deviation
 
 import specjax
-from specjax import Finish, SamplingParams, SpeculativeConfig
-from specjax.contrib.grammars import RowMasks
+from specjax import Finish, RowMasks, SamplingParams, SpeculativeConfig
 
 pytestmark = pytest.mark.once
 

@@ -15,19 +15,19 @@ pytestmark = pytest.mark.once
 
 COUNTED = [mutation for mutation in MUTATIONS if not mutation.equivalent]
 # What a room says of itself, and sizes that change no token.
-NO_CODE = ("pallas.__init__", "pallas.kernel_config", "models.pallas.__init__")
+NO_CODE = ("pallas.__init__", "pallas.kernel_config", "models.decoder.pallas.__init__")
 LISTED = (
     *(f"core.{name}" for name in ("acceptance", "residual", "noise", "gumbel_max", "bisection")),
     "core.truncation",
-    *(f"samplers.{name}" for name in ("verify_xla", "next_token_xla", "gather_drafts")),
+    *(f"samplers.{name}" for name in ("reference.verify", "reference.next_token", "drafts")),
     *(f"samplers.trees.{name}" for name in ("tree", "walk", "traverse", "siblings", "verify_tree")),
     *(f"decode.{name}" for name in ("propose", "drafters", "loop", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
     *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla", "grammar")),
-    "acceptance_rates",
+    "theory.acceptance_rates",
     *(
         f"{room}.{path.stem}"
-        for room in ("pallas", "models.pallas")
+        for room in ("pallas", "models.decoder.pallas")
         for path in sorted((ROOT / "specjax" / room.replace(".", "/")).glob("*.py"))
         if f"{room}.{path.stem}" not in NO_CODE
     ),

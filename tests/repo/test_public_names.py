@@ -15,8 +15,8 @@ from specjax import config
 def test_dir_shows_public_names_alone():
     shown = {name: getattr(specjax, name) for name in dir(specjax)}
     rooms = {name for name, value in shown.items() if isinstance(value, types.ModuleType)}
-    assert rooms == {"adapters", "grammars", "models", "theory"}
-    assert set(shown) == {*specjax.__all__, "adapters", "models", "__version__"}
+    assert rooms == {"contrib", "models", "theory"}
+    assert set(shown) == {*specjax.__all__, "contrib", "models", "__version__"}
 
 
 @pytest.mark.parametrize("name", ["draft", "model", "sample", "verification", "nothing"])

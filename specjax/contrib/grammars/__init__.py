@@ -3,22 +3,19 @@
     schema -> pattern of bytes -> automaton of bytes -> automaton of tokens
     `json_schema`  `byte_pattern`  `byte_automaton`     `token_automaton`
 
-`schema_references` and `integer_bounds` serve the first. `token_bytes` reads the bytes of each
-token from a tokenizer. The last automaton runs on the device, by `specjax.processing.grammar`:
-decoding with it needs no host. For grammars that no small automaton holds, `row_masks` has a host's
-matchers mask the rows of each step, and `llguidance_matcher` makes such matchers.
+`schema_references` and `integer_bounds` serve the first. `processing.token_bytes` reads the bytes
+of each token from a tokenizer. The last automaton runs on the device, by `processing.grammar`:
+decoding with it needs no host. For grammars that no small automaton holds, `specjax.RowMasks` has
+a host's matchers mask the rows of each step, and `llguidance_matcher` makes such matchers.
 
 Open `json_schema` first.
 """
 
 from specjax.contrib.grammars.json_schema import json_schema_grammar
 from specjax.contrib.grammars.llguidance_matcher import llguidance_matchers
-from specjax.decode.matchers import Matcher, RowMasks
 from specjax.processing.token_bytes import token_bytes
 
 __all__ = [
-    "Matcher",
-    "RowMasks",
     "json_schema_grammar",
     "llguidance_matchers",
     "token_bytes",

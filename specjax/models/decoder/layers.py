@@ -1,8 +1,8 @@
 """The modules of a decoder layer: norms, attention and a gated MLP.
 
 Weights are `(in, out)`, so that a product of few tokens streams them in order. Projections of one
-input are one array. Each module's call is plain JAX; `Layer` chooses between its plain step and the
-kernels.
+input are one array. The modules are plain JAX; `dispatch.run_layer` chooses between the plain step
+of a layer and the kernels.
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension.
 """
 
@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from specjax.implementation import Implementation
 from specjax.models.decoder.attention import AttentionBackend, attend, causal_attention
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.decoder.dispatch import run_layer
 from specjax.models.decoder.shared_math import AttentionSpec, NormSpec
 
 __all__ = [
@@ -260,30 +258,17 @@ class Layer(nnx.Module):
     def plain(
         self, x: jax.Array, cos_sin: Any, positions: jax.Array, cache: Any, rows: Any = None
     ) -> tuple[jax.Array, Any]:
-        """Returns what a call returns, in plain JAX."""
-        rows = self.attention_norm(x) if rows is None else rows
-        y, cache = self.attention(rows, cos_sin, positions, cache)
-        x = residual_add(x, y.astype(x.dtype), self.attention_out_norm)
-        y = self.mlp(self.mlp_norm(x)).astype(x.dtype)
-        return residual_add(x, y, self.mlp_out_norm), cache
-
-    def __call__(
-        self,
-        x: jax.Array,
-        cos_sin: Any,
-        positions: jax.Array,
-        cache: Any,
-        implementation: str | Implementation | None = None,
-        rows: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Returns the residual stream [B, T, E] after this layer, and its cache.
+        """Returns the residual stream [B, T, E] after this layer in plain JAX, and its cache.
 
         Args:
           x: [B, T, E], the residual stream.
           cos_sin: of the layer's rotary embeddings, two f32[B, T, 1, D / 2].
           positions: i32[B, T], -1 for no token.
           cache: keys and values, two [B, G, S, D].
-          implementation: None chooses at lowering; a name means that one.
           rows: [B, T, W], what attention reads instead of the norm of x, or None.
         """
-        return run_layer(self, x, cos_sin, positions, cache, implementation, rows)
+        rows = self.attention_norm(x) if rows is None else rows
+        y, cache = self.attention(rows, cos_sin, positions, cache)
+        x = residual_add(x, y.astype(x.dtype), self.attention_out_norm)
+        y = self.mlp(self.mlp_norm(x)).astype(x.dtype)
+        return residual_add(x, y, self.mlp_out_norm), cache

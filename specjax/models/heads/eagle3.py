@@ -25,7 +25,7 @@ from flax import nnx
 
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.decoder.dispatch import run_product
+from specjax.models.decoder.dispatch import run_layer, run_product
 from specjax.models.decoder.layers import Layer, RMSNorm, linear, weight
 from specjax.models.decoder.rope import rope_cos_sin
 
@@ -173,7 +173,7 @@ class Eagle3Head(nnx.Module):
         """
         rows, x = self.layer_input(tokens, states)
         cos_sin = rope_cos_sin(*self.layer.rope, self.config.layer.head_dim, positions)
-        x, cache = self.layer(x, cos_sin, positions, cache, implementation, rows)
+        x, cache = run_layer(self.layer, x, cos_sin, positions, cache, implementation, rows)
         return self.norm(x) if self.config.norm_output else x, cache
 
     def decode(self, outputs: jax.Array) -> jax.Array:

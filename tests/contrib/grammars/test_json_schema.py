@@ -10,8 +10,8 @@ import pytest
 from byte_texts import accepts, automaton_of
 
 import specjax
-from specjax import Finish, SamplingParams, SpeculativeConfig
-from specjax.contrib.grammars import RowMasks, llguidance_matchers
+from specjax import Finish, RowMasks, SamplingParams, SpeculativeConfig
+from specjax.contrib.grammars import llguidance_matchers
 from specjax.contrib.grammars.json_schema import schema_pattern
 from specjax.contrib.grammars.schema_references import inline_references
 from specjax.engine.slot_settings import read_masks

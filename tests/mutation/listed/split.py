@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ROWS}own_blocks",
-        "start = -first % SAMPLING_BLOCK",
+        "start = -first % block_size",
         "start = jnp.int32(0)",
         split_vocabulary(f"{_TOKENS}[coupled]"),
         "blocks begin where a device's tokens do, and not at multiples of 128",
@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         f"{_ROWS}gather_blocks",
         "begins[d + 1] - begins[d]]",
-        "-(-width // SAMPLING_BLOCK)]",
+        "-(-width // block_size)]",
         split_vocabulary(f"{_TOKENS}[token]"),
         "a device on which one block less begins gives an arbitrary one",
     ),
