@@ -152,7 +152,6 @@ _LONGEST_FILES = (
     "tests/pallas/test_lowering.py",
     "tests/repo/test_house.py",
     "tests/processing/test_cutoff.py",
-    "tests/models/test_draft_head.py",
     "tests/repo/test_benchmarks.py",
     "tests/repo/test_frozen.py",
     "tests/decode/test_generate.py",

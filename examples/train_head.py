@@ -1,4 +1,4 @@
-"""Trains a head that drafts from the embedded target's hidden states, of the EAGLE-3 kind.
+"""Trains an EAGLE-3 head, which drafts from the embedded target's hidden states.
 
 python examples/train_pair.py --archive corpus.tar.xz     # gathers the text
 python examples/train_head.py --from-archive corpus.tar.xz --out head
@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from pair import corpus, heads, judgement, losses, tokens, training
 
 from specjax.file_io import replace_file
-from specjax.models import TransformerConfig, load, load_tokenizer, pretrained_folder
+from specjax.models import load, load_tokenizer, pretrained_folder, save_eagle3
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--kind", choices=("eagle3", "last-state"), default="eagle3")
-    add("--taps", type=int, nargs="+", default=[2, 4, 5], help="layers before a tap, of eagle3")
+    add("--taps", type=int, nargs="+", default=[2, 4, 5], help="layers before each tap")
     add("--target", type=pathlib.Path, default=pretrained_folder("target"))
     add("--from-archive", type=pathlib.Path, help="read the corpus from there")
     add("--packages", nargs="*", default=list(corpus.PACKAGES), help="distributions to read")
@@ -34,7 +33,7 @@ def arguments() -> argparse.Namespace:
     add("--minutes", type=float, default=3.0, help="of training, if no steps are given")
     add("--steps", type=int)
     add("--batch", type=int, default=32)
-    add("--length", type=int, default=512, help="tokens of a sequence, and of a last-state window")
+    add("--length", type=int, default=512, help="tokens of a sequence")
     add("--proposal", type=int, default=4, help="drafts of a proposal in training")
     add("--peak-rate", type=float, default=5e-3)
     add("--optimizer", choices=("muon", "adamw"), default="muon")
@@ -60,18 +59,11 @@ def texts_of(args: argparse.Namespace) -> tuple[list[bytes], list[bytes]]:
     return (train[::20], heldout[:2]) if args.tiny else (train, heldout)
 
 
-def head_of(args: argparse.Namespace, target: TransformerConfig) -> heads.Head:
-    """The kind of head that the options ask for."""
-    if args.kind == "last-state":
-        return heads.last_state_head(target, args.length)
-    return heads.eagle3_head(target, tuple(args.taps))
-
-
 def main() -> None:
     """Gathers or reads the corpus, trains the head, writes it and says how good it is."""
     args, start = arguments(), time.perf_counter()
     target, target_config = load(args.target, "float32")
-    head = head_of(args, target_config)
+    head = heads.head_config(target_config, tuple(args.taps))
     train, heldout = texts_of(args)
     tokenizer = load_tokenizer(args.target)
     data = jnp.asarray(tokens.one_row(tokens.encode(tokenizer, train), args.seed))
@@ -92,11 +84,11 @@ def main() -> None:
         optimizer=args.optimizer,
     )
     loss = losses.unrolled_distillation(head, recipe, target_config, args.proposal)
-    params = head.begin(target.params, args.seed)
+    params = heads.first_params(head, target_config, target.params, args.seed)
     params, log = training.train(
         "head", None, recipe, loss, data, checkpoints, extra=target.params, params=params
     )
-    head.save(args.out, params)
+    save_eagle3(args.out, params, head)
     # As it ships, rounded to bfloat16.
     params = training.cast(training.cast(params, "bfloat16"), "float32")
     side = (target_config, target.params)

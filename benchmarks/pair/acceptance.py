@@ -19,15 +19,7 @@ import numpy as np
 import specjax
 from benchmarks.pair.bits import report_bits
 from benchmarks.pair.heldout import HELDOUT, Pair, batches, logits_of, read_pair
-from specjax.models import (
-    draft_kind,
-    load_drafter,
-    load_eagle3,
-    load_head,
-    pretrained_folder,
-    unrolled_eagle3,
-    unrolled_hidden,
-)
+from specjax.models import load_drafter, load_eagle3, pretrained_folder, unrolled_eagle3
 
 
 @functools.partial(jax.jit, static_argnames="first")
@@ -50,24 +42,17 @@ def overlaps(
 
 def first_drafts(target: specjax.Model, folder: pathlib.Path) -> specjax.Model:
     """The distributions of a head's first drafts, as a model of whole sequences without a cache."""
-    is_eagle3 = draft_kind(folder) == "eagle3"
-    layers = len(target.params["layers"])
-    params, config = (
-        load_eagle3(folder, num_target_layers=layers) if is_eagle3 else load_head(folder)
-    )
-    unroll = unrolled_eagle3 if is_eagle3 else unrolled_hidden
+    params, config = load_eagle3(folder, num_target_layers=len(target.params["layers"]))
 
     def apply(
         params: Any, token_ids: jax.Array, places: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         empty = target.init_cache(*token_ids.shape)
-        given = (params["target"], token_ids, places, empty)
-        if is_eagle3:
-            _, states, _ = target.apply_with_taps(*given, config.taps)
-        else:
-            states, _ = target.apply(*given)
+        _, states, _ = target.apply_with_taps(
+            params["target"], token_ids, places, empty, config.taps
+        )
         tokens = params["target"]["embedding"][token_ids]
-        return unroll(config, params["head"], tokens, states, 1)[0], cache
+        return unrolled_eagle3(config, params["head"], tokens, states, 1)[0], cache
 
     def logits(params: Any, hidden: jax.Array) -> jax.Array:
         if "head" in params["head"]:

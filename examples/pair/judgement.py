@@ -8,10 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pair.heads import Head
 from pair.tokens import windows
 from pair.training import Recipe, logits_of
-from specjax.models import TransformerConfig, functions
+from specjax.models import (
+    Eagle3Config,
+    TransformerConfig,
+    causal_taps,
+    functions,
+    unrolled_eagle3,
+)
 
 Side = tuple[TransformerConfig, Any]
 
@@ -74,13 +79,18 @@ def judge(
 
 
 def judge_head(
-    target: Side, head: Head, params: Any, rows: list[np.ndarray], length: int, num_steps: int
+    target: Side,
+    head: Eagle3Config,
+    params: Any,
+    rows: list[np.ndarray],
+    length: int,
+    num_steps: int,
 ) -> list[float]:
     """Mean of sum min(p, q) for each draft of a proposal, those before it being the text's.
 
     Args:
       target: configuration and parameters.
-      head: its kind.
+      head: its configuration.
       params: of the head.
       rows: the held-out texts' tokens.
       length: tokens of a window.
@@ -91,12 +101,13 @@ def judge_head(
     def sums_of(sides: Any, ids: jax.Array, judged: jax.Array) -> jax.Array:
         """f32[2, num_steps]: sums of sum min(p, q) of each step, and of their number."""
         ids = ids[:, :-1]
-        hidden, features = head.target_states(sides[0], ids, None)
+        hidden, taps = causal_taps(target[0], sides[0], ids, head.taps)
         p = jax.nn.softmax(functions(target[0])[2](sides[0], hidden))
-        found = head.unroll(sides[1], sides[0]["embedding"][ids], features, num_steps)
+        tokens = sides[0]["embedding"][ids]
+        states = unrolled_eagle3(head, sides[1], tokens, taps, num_steps)
         sums = []
-        for step, state in enumerate(found):
-            q = jax.nn.softmax(head.logits(sides[1], sides[0], state[:, 1 : ids.shape[1] - step]))
+        for step, state in enumerate(states):
+            q = jax.nn.softmax(state[:, 1 : ids.shape[1] - step] @ sides[1]["head"].T)
             counts = judged[:, 1 + step :]
             overlap = jnp.minimum(p[:, 1 + step :], q).sum(-1)
             sums.append(jnp.stack([jnp.where(counts, overlap, 0.0).sum(), counts.sum()]))

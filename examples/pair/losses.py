@@ -5,9 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pair.heads import Head
 from pair.training import Loss, Recipe, cast, logits_of
-from specjax.models import TransformerConfig, functions
+from specjax.models import (
+    Eagle3Config,
+    TransformerConfig,
+    causal_taps,
+    functions,
+    unrolled_eagle3,
+)
 
 
 def next_token(config: TransformerConfig, recipe: Recipe) -> Loss:
@@ -50,7 +55,7 @@ def _distance(p: jax.Array, q: jax.Array, progress: jax.Array, turn: float) -> j
 
 
 def unrolled_distillation(
-    head: Head,
+    head: Eagle3Config,
     recipe: Recipe,
     target: TransformerConfig,
     num_steps: int = 4,
@@ -65,15 +70,15 @@ def unrolled_distillation(
 
     def loss(params: Any, ids: jax.Array, progress: jax.Array, extra: Any) -> jax.Array:
         ids = ids[:, :-1]
-        hidden, features = head.target_states(cast(extra, recipe.dtype), ids, recipe.attention)
+        target_params = cast(extra, recipe.dtype)
+        hidden, taps = causal_taps(target, target_params, ids, head.taps, recipe.attention)
         p = jax.nn.log_softmax(functions(target)[2](extra, hidden.astype(jnp.float32)))
         tokens = extra["embedding"][ids].astype(recipe.dtype)
-        found = head.unroll(cast(params, recipe.dtype), tokens, features, num_steps)
+        states = unrolled_eagle3(head, cast(params, recipe.dtype), tokens, taps, num_steps)
         total = jnp.float32(0.0)
-        for step, state in enumerate(found.astype(jnp.float32)):
+        for step, state in enumerate(states.astype(jnp.float32)):
             # Without the first, which no state precedes, and those whose text has ended.
-            logits = head.logits(params, extra, state[:, 1 : ids.shape[1] - step])
-            q = jax.nn.log_softmax(logits)
+            q = jax.nn.log_softmax(state[:, 1 : ids.shape[1] - step] @ params["head"].T)
             total += decay**step * _distance(p[:, 1 + step :], q, progress, turn)
         return total / sum(decay**step for step in range(num_steps))
 

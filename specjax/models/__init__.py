@@ -1,11 +1,9 @@
 """A Flax decoder for Llama, Mistral, Qwen and Gemma, its files, and the two models that ship.
 
 Open `decoder/` first: the layers, the transformer, and its step in plain JAX or in the kernels.
-`sharding/` runs a decoder over the devices of a mesh.
-`hf/` reads and writes Hugging Face folders. `draft_head` and `draft_head_drafter` draft from the
-target's hidden states, and so do the heads that people publish, in `heads/`; `head_target` is what
-each uses of its target, and `load_drafter` loads any of them. `pretrained/` holds the target and
-the draft that ship.
+`sharding/` runs a decoder over the devices of a mesh. `hf/` reads and writes Hugging Face folders.
+`heads/` holds published heads, which draft from the target's hidden states, and `load_drafter`
+loads a head or a draft model. `pretrained/` holds the target and the drafts that ship.
 
 Axes: `B` requests, `T` new tokens, `E` hidden, `D` head dimension, `V` vocabulary. The command
 imports this package; the packages of sampling do not, so Flax is optional.
@@ -15,8 +13,6 @@ from specjax.models.decoder.causal import causal_hidden, causal_taps
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.rope import RopeScaling
 from specjax.models.decoder.transformer import Transformer, build, functions
-from specjax.models.draft_head import HeadConfig, build_head, check_head, unrolled_hidden
-from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.heads.dflash import DFlashConfig, build_dflash
 from specjax.models.heads.dflash_drafter import dflash_drafter
 from specjax.models.heads.dflash_folder import load_dflash
@@ -29,7 +25,6 @@ from specjax.models.heads.eagle3_writer import save_eagle3
 from specjax.models.heads.folder_kind import draft_kind
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_shapes, save
-from specjax.models.hf.draft_head_folder import is_head, load_head, load_head_config, save_head
 from specjax.models.hf.load_config import load_config
 from specjax.models.hf.tokenizer import load_tokenizer
 from specjax.models.load_drafter import DraftFacts, load_drafter, read_draft
@@ -40,31 +35,24 @@ __all__ = [
     "DFlashConfig",
     "DraftFacts",
     "Eagle3Config",
-    "HeadConfig",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "build",
     "build_dflash",
     "build_eagle3",
-    "build_head",
     "causal_hidden",
     "causal_taps",
     "chat_prompt",
-    "check_head",
     "dflash_drafter",
     "draft_kind",
     "eagle3_drafter",
     "functions",
-    "head_drafter",
-    "is_head",
     "load",
     "load_config",
     "load_dflash",
     "load_drafter",
     "load_eagle3",
-    "load_head",
-    "load_head_config",
     "load_shapes",
     "load_tokenizer",
     "pretrained_folder",
@@ -72,8 +60,6 @@ __all__ = [
     "save",
     "save_dflash",
     "save_eagle3",
-    "save_head",
     "split_model",
     "unrolled_eagle3",
-    "unrolled_hidden",
 ]

@@ -10,15 +10,12 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.draft_head import check_head
-from specjax.models.draft_head_drafter import head_drafter
 from specjax.models.heads.dflash_drafter import check_dflash, dflash_drafter
 from specjax.models.heads.dflash_folder import load_dflash, load_dflash_config
 from specjax.models.heads.eagle3_drafter import check_eagle3, eagle3_drafter
 from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
 from specjax.models.heads.folder_kind import DraftKind, draft_kind, refuse_eagle1
 from specjax.models.hf.checkpoint import load
-from specjax.models.hf.draft_head_folder import load_head, load_head_config
 from specjax.models.hf.folder import read_json_object
 from specjax.models.hf.load_config import load_config
 from specjax.types import Model
@@ -61,8 +58,8 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
     Example:
       >>> from specjax.models import load_config, pretrained_folder
       >>> target = load_config(pretrained_folder("target"))
-      >>> read_draft(pretrained_folder("head"), target).kind
-      'head'
+      >>> read_draft(pretrained_folder("eagle3"), target).kind
+      'eagle3'
     """
     facts = _read_facts(folder, target)
     path = pathlib.Path(folder) / "step_costs.json"
@@ -84,10 +81,6 @@ def _read_facts(folder: str | os.PathLike[str], target: TransformerConfig) -> Dr
     if kind == "model":
         refuse_eagle1(folder)
         return DraftFacts(kind, load_config(folder))
-    if kind == "head":
-        own = load_head_config(folder)
-        check_head(own, target.hidden_size)
-        return DraftFacts(kind, own)
     layers = target.num_hidden_layers
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     if kind == "dflash":
@@ -107,7 +100,7 @@ def load_drafter(
     *,
     implementation: str | Implementation | None = None,
 ) -> Drafter:
-    """Loads a drafter: a smaller model, an EAGLE-3 or DFlash head, or one that `save_head` wrote.
+    """Loads a drafter: a smaller model, an EAGLE-3 head or a DFlash head.
 
     Args:
       folder: with config.json, which says what it is, and model.safetensors.
@@ -125,8 +118,8 @@ def load_drafter(
     Example:
       >>> from specjax.models import load, pretrained_folder
       >>> target, _ = load(pretrained_folder("target"))
-      >>> load_drafter(pretrained_folder("head"), target).taps  # it reads the last state alone
-      ()
+      >>> load_drafter(pretrained_folder("eagle3"), target).taps
+      (2, 4, 5)
     """
     kind = draft_kind(folder)
     if kind == "model":
@@ -134,9 +127,6 @@ def load_drafter(
         mesh = None if target.placement is None else target.placement.mesh
         options: dict[str, Any] = {"mesh": mesh, "replicate": True}
         return model_drafter(load(folder, dtype, implementation=implementation, **options)[0])
-    if kind == "head":
-        params, own = load_head(folder, dtype)
-        return head_drafter(target, own, params, implementation=implementation)
     layers = len(target.params["layers"])
     dtype = target.params["embedding"].dtype if dtype is None else dtype
     if kind == "dflash":

@@ -15,10 +15,10 @@ from specjax import SpeculativeConfig
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
 from specjax.cli.command import _with_trained_k
-from specjax.cli.model_pair import check_draft, read_pair
+from specjax.cli.model_pair import check_draft, load_pair, read_pair
 from specjax.config import DEFAULT_STEP_COSTS
 from specjax.decode.choose_k import add_step, choose_k, init_history, k_by_rate
-from specjax.models import DFlashConfig, build_dflash, save_dflash
+from specjax.models import DFlashConfig, build_dflash, pretrained_folder, save_dflash
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
 
@@ -39,9 +39,24 @@ def _run_in_folder(folder, tmp_path, monkeypatch):
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
 
 
+def read(**options):
+    given = {"target": None, "draft": HEAD, "mesh": None} | options
+    return read_pair(types.SimpleNamespace(**given))
+
+
 def check(**options):
-    given = {"draft": HEAD, "mesh": None} | options
-    return check_draft(read_pair(types.SimpleNamespace(**given)))
+    return check_draft(read(**options))
+
+
+def test_head_and_model_name_the_embedded_drafts_of_the_embedded_target():
+    for draft, role in ((None, "eagle3"), ("head", "eagle3"), ("model", "draft")):
+        assert read(draft=draft).draft_spec == pretrained_folder(role)
+    for draft in ("head", "model"):
+        with pytest.raises(ValueError, match=f"the folder of a draft {draft} for that target"):
+            read(target=TARGET, draft=draft)
+    target, drafter = load_pair(read(draft="head"))
+    assert drafter.taps == (2, 4, 5)
+    assert drafter.params["target"] is target.params
 
 
 def test_a_head_says_how_many_tokens_it_drafts_and_for_which_target(folder):

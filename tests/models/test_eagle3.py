@@ -103,6 +103,50 @@ def test_a_greedy_text_is_the_target_s(tmp_path):
     check_greedy_texts(whole_forward, model, output, lengths)
 
 
+def test_a_head_of_another_dtype_leaves_the_target_s_logits_in_its_own():
+    model = build(dataclasses.replace(TARGET, dtype="bfloat16"), seed=3)
+    layer = dataclasses.replace(TARGET, num_hidden_layers=1)
+    config = Eagle3Config(layer, heads.SIZE, heads.VOCAB, taps=(1, 2), has_lm_head=False)
+    with jax.numpy_dtype_promotion("strict"):
+        drafter = eagle3_drafter(model, config, build_eagle3(config))
+        prompts, options = jnp.zeros((2, 4), jnp.int32), {"max_new_tokens": 8, "config": CONFIG}
+        lengths, key = jnp.array([4, 1]), jax.random.key(0)
+        state = jax.eval_shape(
+            lambda: specjax.init(model, drafter, prompts, lengths, keys=key, **options)
+        )
+    assert state.draft.logits.dtype == jnp.bfloat16
+
+
+def test_a_request_drafts_the_same_in_any_place_and_next_to_one_that_ended(tmp_path):
+    model, drafter, _ = load(tmp_path, "fc_norm")
+    keys = jax.random.split(jax.random.key(9), 3)
+    prompts = np.random.default_rng(1).integers(0, heads.VOCAB, (3, 7)).astype(np.int32)
+    lengths = np.array([7, 3, 1], np.int32)
+
+    def generate(order, end):
+        order = np.array(order)
+        output = specjax.generate(
+            model,
+            drafter,
+            prompts[order],
+            lengths[order],
+            keys=keys[order],
+            config=CONFIG,
+            max_new_tokens=16,
+            temperature=8.0,
+            eos_token_ids=[end],
+        )
+        return specjax.unpad(output.token_ids)
+
+    texts = generate([2, 0, 1], heads.VOCAB)
+    # The first token that the second request wrote ends it at once now, and maybe the others later.
+    end = texts[2][3]
+    whole = [texts[1], texts[2], texts[0]]
+    for ended, text, length in zip(generate([0, 1, 2], end), whole, lengths.tolist(), strict=True):
+        written = text[length:]
+        assert ended == text[:length] + written[: [*written, end].index(end) + 1]
+
+
 @pytest.mark.interpret
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_the_layer_runs_through_the_kernels():

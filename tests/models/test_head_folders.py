@@ -43,7 +43,6 @@ def write_config(folder, fields):
         ({"architectures": ["LlamaForCausalLM"], "eagle_config": {"a": 1}}, "eagle3"),
         ({"architectures": ["LlamaForCausalLM"]}, "model"),
         ({}, "model"),
-        ({"model_type": "specjax_head"}, "head"),
     ],
 )
 def test_config_json_alone_tells_what_a_folder_drafts_with(tmp_path, fields, kind):
@@ -65,6 +64,7 @@ def test_config_json_alone_tells_what_a_folder_drafts_with(tmp_path, fields, kin
             "projector_type 'domino'; the draft heads that are supported have 'dflash'",
         ),
         ({"model_type": "eagle"}, "has model_type 'eagle', which is a draft head's"),
+        ({"model_type": "specjax_head"}, "no longer read; train an EAGLE-3 head for this target"),
         ({"model_type": "qwen3", "dflash_config": {"a": 1}}, "has dflash_config .*draft head's"),
         ({"model_type": "llama", "truncated_vocab_size": 9}, "truncated_vocab_size 9, which is a"),
     ],

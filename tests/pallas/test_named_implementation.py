@@ -28,9 +28,6 @@ RAGGED = specjax.Draft(jnp.zeros((B * K,), jnp.int32), jnp.zeros((B * K, V)))
 CONFIG = models.TransformerConfig(
     V, 64, 128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32
 )
-HEAD = models.HeadConfig(
-    64, 128, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-5
-)
 EAGLE3 = models.Eagle3Config(CONFIG, 64, V, taps=(0, 1))
 LAYER = dataclasses.replace(CONFIG, qk_norm=True)
 DFLASH = models.DFlashConfig(LAYER, V, taps=(0, 1), block_size=K + 1, mask_token_id=V - 1)
@@ -179,11 +176,6 @@ def run_drafter(drafter):
     )
 
 
-def run_head(name):
-    head = models.build_head(HEAD, seed=0)
-    return run_drafter(models.head_drafter(models.build(CONFIG), HEAD, head, implementation=name))
-
-
 def run_eagle3(name):
     head = models.build_eagle3(EAGLE3)
     target = models.build(CONFIG)
@@ -203,10 +195,9 @@ def run_loaded_drafters(name):
         # Weights are arrays, which newer JAX does not draw for a device that is not there.
         here = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
         with jax.ensure_compile_time_eval(), here:
-            models.save_head(f"{folder}/head", models.build_head(HEAD, seed=0), HEAD)
             models.save_eagle3(f"{folder}/eagle3", models.build_eagle3(EAGLE3), EAGLE3)
             models.save_dflash(f"{folder}/dflash", models.build_dflash(DFLASH), DFLASH)
-        heads = [f"{folder}/{kind}" for kind in ("head", "eagle3", "dflash")]
+        heads = [f"{folder}/{kind}" for kind in ("eagle3", "dflash")]
         folders = [models.pretrained_folder("draft"), *heads]
         loaded = [models.load_drafter(f, target, "float32", implementation=name) for f in folders]
     return [run_drafter(drafter) for drafter in loaded]
@@ -229,7 +220,6 @@ CALLS = {
     "build": build,
     "functions": functions,
     "load": load,
-    "head_drafter": run_head,
     "eagle3_drafter": run_eagle3,
     "dflash_drafter": run_dflash,
     "load_drafter": run_loaded_drafters,

@@ -47,7 +47,6 @@ INSIDE_MODELS = {
     "specjax.models.heads": (
         "specjax.models",
         "specjax.models.load_drafter",
-        "specjax.models.draft_head_drafter",
     ),
     "specjax.models.sharding": (
         "specjax.models",

@@ -10,9 +10,8 @@ from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 
 __all__ = ["DraftKind", "draft_kind", "read_head_config", "refuse_eagle1"]
 
-DraftKind = Literal["model", "head", "eagle3", "dflash"]
+DraftKind = Literal["model", "eagle3", "dflash"]
 
-_OWN_HEAD = "specjax_head"
 _SPECULATORS: dict[str, DraftKind] = {"eagle3": "eagle3", "dflash": "dflash"}
 _ARCHITECTURES: dict[str, DraftKind] = {
     "LlamaForCausalLMEagle3": "eagle3",
@@ -56,8 +55,7 @@ def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
       folder: of a draft model or a draft head.
 
     Returns:
-      "eagle3" for an EAGLE-3 head, "dflash" for a DFlash head, "head" for one that `save_head`
-      wrote, "model" otherwise.
+      "eagle3" for an EAGLE-3 head, "dflash" for a DFlash head, "model" otherwise.
 
     Raises:
       ValueError: if config.json is missing or unreadable, or names a kind of draft head that is
@@ -65,13 +63,16 @@ def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
 
     Example:
       >>> from specjax.models import pretrained_folder
-      >>> draft_kind(pretrained_folder("head")), draft_kind(pretrained_folder("draft"))
-      ('head', 'model')
+      >>> draft_kind(pretrained_folder("eagle3")), draft_kind(pretrained_folder("draft"))
+      ('eagle3', 'model')
     """
     fields, source = read_head_config(folder)
     model_type = fields.get("model_type")
-    if model_type == _OWN_HEAD:
-        return "head"
+    if model_type == "specjax_head":
+        raise ValueError(
+            f"{source} is of specjax's former head on the last state, which is no longer read; "
+            "train an EAGLE-3 head for this target with examples/train_head.py."
+        )
     kind = fields.get("speculators_model_type")
     if kind is not None:
         return _known(kind, _SPECULATORS, "speculators_model_type", source)

@@ -8,7 +8,6 @@ Open `checkpoint` first: it holds `load` and `save`.
 | `config_writer` | `TransformerConfig` to `config.json` |
 | `weight_map`, `mapped_tensors` | names and shapes of tensors; files mapped into memory |
 | `read_shares` | tensors onto the devices of a mesh |
-| `draft_head_folder` | folders of draft heads |
 | `tokenizer` | `tokenizer.json` |
 | `chat_template` | messages to a prompt |
 | `folder`, `progress` | files of a folder, a bar for long loads |

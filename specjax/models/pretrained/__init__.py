@@ -1,4 +1,4 @@
-"""Folders of the trained pair and its draft heads that ship as package data."""
+"""Folders of the trained pair and its draft head that ship as package data."""
 
 import importlib.resources
 import pathlib
@@ -7,13 +7,12 @@ __all__ = ["pretrained_folder"]
 
 
 def pretrained_folder(role: str) -> pathlib.Path:
-    """Returns the folder of the embedded target, draft model or a draft head.
+    """Returns the folder of the embedded target, draft model or draft head.
 
-    Target and draft share a vocabulary; the heads are trained for the target.
+    Target and draft share a vocabulary; the head is trained for the target.
 
     Args:
-      role: "target", "draft", "eagle3" for the head of that kind, or "head" for the one that reads
-        the last state alone.
+      role: "target", "draft", or "eagle3" for the head of that kind.
 
     Returns:
       The path of the folder.
@@ -25,6 +24,6 @@ def pretrained_folder(role: str) -> pathlib.Path:
       >>> pretrained_folder("draft").name
       'draft'
     """
-    if role not in ("target", "draft", "eagle3", "head"):
-        raise ValueError(f"role is {role!r}; it needs to be 'target', 'draft', 'eagle3' or 'head'.")
+    if role not in ("target", "draft", "eagle3"):
+        raise ValueError(f"role is {role!r}; it needs to be 'target', 'draft' or 'eagle3'.")
     return pathlib.Path(str(importlib.resources.files(__package__) / role))

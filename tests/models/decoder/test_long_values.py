@@ -1,12 +1,14 @@
 """A refusal is a short sentence, however long or deep what a folder's files say is."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from specjax.models import chat_prompt, load_head_config, load_tokenizer
+from specjax.models import chat_prompt, draft_kind, load_tokenizer
+from specjax.models.heads.eagle3_folder import load_eagle3_config
 from specjax.models.hf.config_fields import _FIELDS, read_field
 from specjax.models.hf.config_reader import read_fields
 from specjax.models.hf.mapped_tensors import MappedTensors
@@ -85,6 +87,7 @@ def test_what_libraries_say_of_a_file_is_quoted_shortly(tmp_path):
 
 
 def test_fields_of_heads_are_quoted_shortly(tmp_path):
-    refusal(load_head_config, write(tmp_path / "config.json", {"model_type": LONG}))
-    fields = {"model_type": "specjax_head", "hidden_size": LONG}
-    refusal(load_head_config, write(tmp_path / "config.json", fields))
+    refusal(draft_kind, write(tmp_path / "config.json", {"speculators_model_type": LONG}))
+    fields = {"model_type": "llama", "draft_vocab_size": 9, "hidden_size": LONG}
+    path = write(tmp_path / "config.json", fields)
+    refusal(functools.partial(load_eagle3_config, num_target_layers=4), path)

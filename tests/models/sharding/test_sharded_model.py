@@ -26,15 +26,12 @@ from specjax.implementation import DeviceFacts, Implementation
 from specjax.models import (
     DFlashConfig,
     Eagle3Config,
-    HeadConfig,
     TransformerConfig,
     build,
     build_dflash,
     build_eagle3,
-    build_head,
     dflash_drafter,
     eagle3_drafter,
-    head_drafter,
     load,
     save,
     split_model,
@@ -433,7 +430,6 @@ def test_arrays_over_devices_are_not_saved(tmp_path):
 # Heads of CONFIG that have no tables of their own.
 LAYER = dataclasses.replace(CONFIG, qkv_bias=False, qk_norm=True)
 HEADS = {
-    "last state": HeadConfig(64, 96, 4, 2, 16),
     "EAGLE-3": Eagle3Config(LAYER, 64, 300, taps=(0, 1), has_lm_head=False),
     "DFlash": DFlashConfig(LAYER, 300, taps=(0, 1), block_size=K + 1, mask_token_id=299),
 }
@@ -441,25 +437,24 @@ HEADS = {
 
 def head_params(kind):
     """Random weights of a head."""
-    build = {"last state": build_head, "EAGLE-3": build_eagle3, "DFlash": build_dflash}[kind]
+    build = {"EAGLE-3": build_eagle3, "DFlash": build_dflash}[kind]
     return build(HEADS[kind])
 
 
 def head_of(target, kind, params, implementation=None):
     """The drafter of a head."""
-    drafters = {"last state": head_drafter, "EAGLE-3": eagle3_drafter, "DFlash": dflash_drafter}
+    drafters = {"EAGLE-3": eagle3_drafter, "DFlash": dflash_drafter}
     return drafters[kind](target, HEADS[kind], params, implementation=implementation)
 
 
 def draft_by(drafter, features, implementation=None):
     """Reads prompts and drafts, as a step does."""
-    given = features if drafter.taps else features[..., : CONFIG.hidden_size]
     size, width = features.shape[:2]
     ids = jnp.asarray(PROMPT[:size, :width] % 300, jnp.int32)
     place, lengths = jnp.arange(width)[None], jnp.asarray(LENGTHS[:size] // 2, jnp.int32)
     positions = jnp.where(place < lengths[:, None] - 1, place, -1)
     state = drafter.init(drafter.params, size, 16)
-    state = drafter.extend(drafter.params, state, ids, positions, given)
+    state = drafter.extend(drafter.params, state, ids, positions, features)
     draft, _ = drafter.propose(
         drafter.params,
         state,
@@ -476,10 +471,7 @@ def draft_by(drafter, features, implementation=None):
 
 
 def test_heads_draft_on_a_split_target_as_on_one_device():
-    """By its tables, of which every device has a share; two of them have three requests.
-
-    A text of an EAGLE-3 head over two devices is in tests/cli/test_draft_folders.py.
-    """
+    """By its tables, of which every device has a share; two of them have three requests."""
     params = random_params(CONFIG)
     targets = build(CONFIG, params), split_model(CONFIG, params, mesh=mesh_of(2, 2))
     features = np.random.default_rng(0).normal(size=(3, 4, 128)).astype(np.float32)
@@ -488,7 +480,7 @@ def test_heads_draft_on_a_split_target_as_on_one_device():
     def run(drafters):
         return [draft_by(drafter, features) for drafter in drafters]
 
-    heads = {kind: head_params(kind) for kind in ("last state", "DFlash")}
+    heads = {kind: head_params(kind) for kind in HEADS}
     one, split = (run([head_of(x, *head) for head in heads.items()]) for x in targets)
     for ours, theirs in zip(split, one, strict=True):
         np.testing.assert_array_equal(ours[0], theirs[0])
