@@ -18,8 +18,8 @@ One public call is one file. Code that is inside a program already calls functio
 check: `verify_draft` and `sample_batch`. `gather_drafts` brings drafts to another batch, for a loop
 of your own. Open `rejection_sample` first.
 
-`reference/` holds the references of all rules, and `split_kernels` says which calls over devices the
-kernels serve. `trees/` verifies drafted trees.
+`reference/` holds all rules in plain JAX, `trees/` verifies drafted trees, and `split_kernels` says
+which calls over devices the kernels serve.
 
 Letters: `B` requests, `K` drafted tokens, `V` vocabulary, `N` drafted tokens of a ragged batch.
 """
