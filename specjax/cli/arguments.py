@@ -165,7 +165,6 @@ def _add_report_options(group: Any) -> None:
     group.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the stream"
     )
-    group.add_argument("--no-baseline", action="store_true", help="deprecated, does nothing")
 
 
 def parse_sampling_options(options: argparse.Namespace) -> SamplingParams | None:

@@ -48,7 +48,7 @@ JOIN_SECONDS = 300
 _NO_DIGEST = np.zeros(8, np.uint32)
 # Options that a process may have of its own. What the files that they name hold is compared.
 _OWN_FILES = {"target", "draft", "prompt", "prompt_file", "json_schema"}
-_OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet", "no_baseline"}
+_OWN_OPTIONS = _OWN_FILES | {"coordinator", "process", "json", "quiet"}
 
 
 def add_process_options(group: Any) -> None:

@@ -263,7 +263,7 @@ def test_piped_output_is_the_text_alone(capsys, pair, monkeypatch):
     assert "times as fast" not in captured.err
     assert "position 2" in captured.err
     assert not re.search(r" $", captured.err, re.MULTILINE)
-    assert run_generate(pair, "--compare", "--no-baseline") == 0
+    assert run_generate(pair, "--compare") == 0
     compared = capsys.readouterr()
     assert compared.out == captured.out
     assert "times as fast" in compared.err
@@ -470,7 +470,7 @@ def test_it_runs_as_a_process_within_another_folder(pair, tmp_path):
     """
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, "generate", "-", "--target", pair[0]]
-        + ["--draft", pair[1], "--no-baseline", *SHORT],
+        + ["--draft", pair[1], *SHORT],
         input=PROMPT.encode(),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
