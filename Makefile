@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # A file stays on one worker: its tests share compilations. conftest.py names the longest files.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-QUICK = $(addprefix tests/,core samplers processing theory decode test_acceptance_rates.py test_config.py)
+QUICK = $(addprefix tests/,core samplers processing theory decode test_config.py)
+# Documents, examples, benchmarks, distributions at full size and the repository's own rules.
+CHECKS = tests/repo tests/laws
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # What `make parity` compares logits with. PyPI's torch for Linux brings gigabytes of CUDA; the build
@@ -17,7 +19,7 @@ SPECULATORS_NEEDS = torch 'transformers<=5.19' openai 'datasets<=5.1' 'loguru<=0
 # A Python that sees an NVIDIA GPU, with jax, pytest, chex, hypothesis and scipy.
 PYTHON_GPU ?= python3
 
-.PHONY: demo quick kernels test parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
+.PHONY: demo quick kernels test checks nightly parity head-parity tunix gpu-test gpu-sanitize lint wheel clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/specjax generate --prompt-file examples/prompt.txt --temperature 0.7 --max-new-tokens 256 --compare
@@ -31,8 +33,18 @@ quick: $(VENV)/.test
 kernels: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) -m 'interpret or lowering' $(if $(K),-k '$(K)') tests
 
+# Every room's tests and docstrings.
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS)
+	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) $(CHECKS:%=--ignore=%)
+
+checks: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -q $(PYTEST_FLAGS) $(CHECKS)
+
+# Hours: every test on both Pythons, oracles of other libraries, each listed mutation.
+nightly:
+	EVERY_TEST=1 .ci/run
+	.ci/oracles
+	PYTHONPATH=.:tests $(VENV)/bin/python -m tests.mutation
 
 # From then on `make test` holds the models against transformers, too.
 parity: $(VENV)/.parity

@@ -1,6 +1,6 @@
 """Writes `tests/slow_tests.txt`, the tests that `make quick` leaves out, from a JUnit file of CI.
 
-python tests/support/slow_tests.py build/ci/default.xml
+python tests/support/slow_tests.py build/ci/default*.xml
 """
 
 import pathlib
