@@ -1,0 +1,169 @@
+"""Says which goldens moved, and how.
+
+    PYTHONPATH=.:tests:tests/support python -m frozen.goldens [--write] [names...]
+
+A name stands for every scenario that contains it. `--write` records what is found. Bits of
+log-probabilities are compared where JAX and the processor are those of the record, and numbers of
+compilations where JAX is; token ids and sentences always are.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+from compilations import compilations
+
+from frozen.goldens.scenarios import SCENARIOS
+
+RECORD = pathlib.Path(__file__).parents[1] / "goldens.json"
+# Fields of a record that hold bits: as many as the processor and XLA round alike.
+OF_BITS = ("logprobs", "logsumexp", "logprob", "carry", "cutoff", "logits")
+OF_JAX = ("compiled",)
+DEVICES = 8
+
+
+def run(name):
+    """The record of a scenario, whose programs are compiled anew, and compilations of each call."""
+    scenario = SCENARIOS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        jax.clear_caches()
+        call, record = scenario.begin(folder)
+        with compilations() as first:
+            found = jax.block_until_ready(call(0))
+        with compilations() as again:
+            jax.block_until_ready(call(1))
+        return json.loads(json.dumps(record(found))) | {"compiled": [first, len(again)]}
+
+
+def processor():
+    """What rounds: the kind of processor, and its widest vectors."""
+    info = pathlib.Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    name = re.search(r"model name\s*: (.*)", text)
+    widest = [flag for flag in ("avx512f", "avx2", "avx") if flag in text.split()]
+    return " ".join([platform.machine(), *(name.groups() if name else ()), *widest[:1]])
+
+
+def changes(old, new, left_out, path=()):
+    """Yields each field that differs: its path, the old and the new value."""
+    if path and path[-1] in left_out:
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from changes(old.get(name), new.get(name), left_out, (*path, name))
+    elif path[-1:] == ("compiled",):
+        if old is None or (len(old[0]), old[1]) != (len(new[0]), new[1]):
+            yield path, old, new
+    elif path[-1:] == ("top_logprobs",) and old and new:
+        for b, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from changes(before, after, left_out, (*path, str(b)))
+    elif old != new:
+        yield path, old, new
+
+
+def describe(path, old, new):
+    """Lines that say how a field moved."""
+    yield f"    {'.'.join(path)}:"
+    is_bits = path[-1] in OF_BITS and isinstance(old, list) and isinstance(new, list)
+    for word, value in (("was", old), ("is", new)):
+        yield f"      {word:3} {json.dumps(value)}"
+    for b, (before, after) in enumerate(zip(old, new, strict=False)) if is_bits else ():
+        before, after = numbers(before), numbers(after)
+        if before.shape == after.shape and (before != after).any():
+            i = int(np.argmax(before != after))
+            yield f"      row {b}, token {i}: {before[i]!r} -> {after[i]!r}"
+
+
+def numbers(text):
+    return np.frombuffer(bytes.fromhex(text), ">f4")
+
+
+def write(record):
+    """A line for every field of every scenario."""
+    lines = []
+    for kind, entries in record.items():
+        if not isinstance(entries, dict):
+            lines.append(f" {json.dumps(kind)}: {json.dumps(entries)}")
+            continue
+        own = []
+        for name, entry in entries.items():
+            value = json.dumps(entry)
+            if isinstance(entry, dict):
+                fields = (f"   {json.dumps(x)}: {json.dumps(y)}" for x, y in entry.items())
+                value = "{\n" + ",\n".join(fields) + "\n  }"
+            own.append(f"  {json.dumps(name)}: {value}")
+        lines.append(f" {json.dumps(kind)}: {{\n" + ",\n".join(own) + "\n }")
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read():
+    if RECORD.exists():
+        return json.loads(RECORD.read_text())
+    return {"jax": jax.__version__, "processor": processor(), "scenarios": {}, "sentences": {}}
+
+
+def left_out(record):
+    """Fields that cannot be compared here."""
+    if record["jax"] != jax.__version__:
+        return OF_BITS + OF_JAX
+    return () if record["processor"] == processor() else OF_BITS
+
+
+def begin():
+    """Eight fake devices, few of XLA's optimisations, and a cache of compilations, as in tests."""
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder is None:
+        folder = tempfile.mkdtemp()
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="parts of names; none is all")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    begin()
+    record = read()
+    skipped = left_out(record)
+    if skipped and not arguments.write:
+        print(f"The record is of jax {record['jax']} on {record['processor']}.")
+        print(f"Not compared here: {', '.join(skipped)}.")
+    num_moved = num_run = 0
+    found = {}
+    for name in SCENARIOS:
+        if arguments.names and not any(part in name for part in arguments.names):
+            continue
+        start = time.perf_counter()
+        found[name] = run(name)
+        seconds = time.perf_counter() - start
+        moved = list(changes(record["scenarios"].get(name, {}), found[name], skipped))
+        num_moved, num_run = num_moved + bool(moved), num_run + 1
+        is_new = name not in record["scenarios"]
+        how = "new" if is_new else "moved" if moved else "as it was"
+        print(f"{how:9} {seconds:5.1f} s  {name}", flush=True)
+        for path, old, new in [] if is_new else moved:
+            print(*describe(path, old, new), sep="\n")
+    print(f"{num_moved} of {num_run} moved.")
+    if arguments.write:
+        kept = {name: record["scenarios"].get(name) for name in SCENARIOS} | found
+        record["scenarios"] = {name: entry for name, entry in kept.items() if entry is not None}
+        write(record | {"jax": jax.__version__, "processor": processor()})
+    elif num_moved:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
