@@ -4,6 +4,7 @@ A port to other signatures changes this file alone. What calls return becomes a 
 of fields, so that neither a type nor the order of its fields is recorded.
 """
 
+import collections
 import functools
 import hashlib
 import pathlib
@@ -129,6 +130,150 @@ def decode_steps(target, drafter, prompts, keys, *, config, masks, **options):
     return {"texts": state, "steps": steps, "carry": carry}
 
 
+class Letters:
+    """A tokenizer: token i is the letter i of the alphabet."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+class Server:
+    """An engine, and what it is told: to submit, step, run, abort and preempt, in this order.
+
+    A call does all of the script; a second one has other keys and the same engine.
+    """
+
+    def __init__(self, target, drafter, config, *, has_text=False, **options):
+        tokenizer = Letters() if has_text else None
+        make = functools.partial(specjax.Engine, target, drafter, config, tokenizer=tokenizer)
+        self._make, self._engine = functools.partial(make, **options), None
+
+    def __call__(self, script, keys):
+        if self._engine is None:
+            self._engine = self._make()
+        engine, requests, said = self._engine, [], []
+        for action, *arguments in script:
+            if action == "submit":
+                options = dict(arguments[0])
+                prompt, make = options.pop("prompt"), options.pop("matcher", None)
+                options |= {} if make is None else {"matcher": make()}
+                requests.append(engine.submit(prompt, key=keys[len(requests)], **options))
+            elif action == "samples":
+                options = dict(arguments[1])
+                prompt, key = options.pop("prompt"), keys[len(requests)]
+                requests += engine.submit_samples(arguments[0], prompt, key=key, **options)
+            elif action == "step":
+                said += [engine.step() for _ in range(arguments[0])][-1:]
+            elif action == "preempt":
+                index, drops_cache = arguments
+                said.append(engine.preempt(requests[index], drops_cache=drops_cache))
+            elif action == "abort":
+                engine.abort(requests[arguments[0]])
+            elif action == "pieces":
+                said.append([piece.token_ids for piece in requests[arguments[0]]])
+            else:
+                assert action == "run", action
+                engine.run()
+        return {"requests": requests, "said": said, "num_steps": engine.num_steps}
+
+
+def draw(arrays, keys, **options):
+    """`gumbel_sample` below a cutoff of `logit_cutoff`."""
+    logits, temperature = arrays["target_logits"][:, 0], arrays["temperature"]
+    few = {"top_k": np.array([0, 5, 9, 50, 1, 0], np.int32), "top_p": np.float32(0.9)}
+    cutoff = specjax.logit_cutoff(
+        logits, temperature=temperature, min_p=np.float32(0.01), implementation="xla", **few
+    )
+    given = {"keys": keys, "positions": np.int32(8), "temperature": temperature}
+    given |= {"implementation": "xla"} | options
+    return {
+        "cutoff": cutoff,
+        "target": specjax.gumbel_sample(logits, stream=0, cutoff=cutoff, **given),
+        "draft": specjax.gumbel_sample(logits, stream=specjax.Stream.draft(1), **given),
+    }
+
+
+def history_of(arrays, vocab_size):
+    """The committed tokens of requests, and their counts."""
+    ids, lengths = arrays["history"], arrays["lengths"]
+    counts = specjax.count_tokens(ids, lengths, vocab_size, prompt_lengths=lengths // 2)
+    return specjax.History(ids, lengths, counts)
+
+
+def process(arrays, keys, sampling):
+    """`apply_sampling`, `process_logits` and `top_logprobs` of the rows of a step."""
+    logits, history = arrays["target_logits"], history_of(arrays, arrays["target_logits"].shape[-1])
+    temperature, drafted = arrays["temperature"], arrays["token_ids"]
+    params = specjax.SamplingParams(**sampling)
+    rules = {name: x for name, x in sampling.items() if name not in ("top_k", "top_p", "min_p")}
+    given = {"history": history, "drafted_token_ids": drafted}
+    rows, cutoff = specjax.apply_sampling(logits, params, temperature=temperature, **given)
+    top = specjax.top_logprobs(
+        rows[:, 0], drafted[:, 0], 3, temperature=temperature, cutoff=cutoff[:, 0]
+    )
+    processed = specjax.process_logits(logits, **rules, **given)
+    return {"rows": rows, "cutoff": cutoff, "processed": processed, "top": top}
+
+
+def propose(arrays, keys, sampling, token_map=None, **options):
+    """`propose` with a table of logits by the last token, and the carry that it returns."""
+    table = jnp.asarray(arrays["draft_logits"].reshape(-1, arrays["draft_logits"].shape[-1]))
+    vocab_size = arrays["target_logits"].shape[-1]
+    if token_map is not None:
+        options |= {"token_map": token_map, "vocab_size": vocab_size}
+        table = table[:, : len(token_map)]
+    draft, carry = specjax.propose(
+        lambda carry, ids, positions: (table[ids % len(table)], carry + ids),
+        jnp.zeros(len(table[:6]), jnp.int32),
+        arrays["token_ids"][:, 0],
+        num_tokens=3,
+        keys=keys,
+        positions=arrays["lengths"],
+        temperature=arrays["temperature"],
+        sampling=None if sampling is None else specjax.SamplingParams(**sampling),
+        history=history_of(arrays, vocab_size),
+        implementation="xla",
+        **options,
+    )
+    return {"draft": draft._asdict(), "carry": carry}
+
+
+def reorder(arrays, keys):
+    """`gather_drafts` of a batch that moved, and drafts `draft_from_probs`, both verified."""
+    cached, asked = np.array([4, 9, 2, 7, -1, 3]), np.array([2, 3, 8, 4, 9, 7])
+    fields = {"temperature": arrays["temperature"]}
+    draft = specjax.Draft(arrays["token_ids"], arrays["draft_logits"], **fields)
+    numbers = np.array([3, 2, 3, -1, 1, 3], np.int32)
+    gathered = specjax.gather_drafts(draft, cached, asked, numbers)
+    given = {"keys": keys, "positions": arrays["lengths"], "implementation": "xla"}
+    steps = [specjax.rejection_sample(gathered, arrays["target_logits"], **given)]
+    probs = jax.nn.softmax(arrays["draft_logits"])
+    made = specjax.draft_from_probs(arrays["token_ids"], probs)
+    steps.append(specjax.block_rejection_sample(made, arrays["target_logits"], **given))
+    return {"gathered": gathered._replace(logits=None), "steps": steps}
+
+
+def commit(arrays, keys):
+    """`commit`, `update_metrics` and `update_counts` of a step."""
+    ids, lengths, numbers = arrays["history"], arrays["lengths"], arrays["num_tokens"]
+    step = specjax.rejection_sample(
+        specjax.Draft(arrays["token_ids"], num_tokens=numbers),
+        arrays["target_logits"],
+        keys=keys,
+        positions=lengths,
+        implementation="xla",
+    )
+    ends = {"eos_token_ids": (3, 7), "max_lengths": lengths + np.int32(3)}
+    token_ids, after, finish = specjax.commit(ids, lengths, step, **ends)
+    metrics = specjax.update_metrics(
+        specjax.init_metrics(len(ids), 3), numbers, step, num_committed=after - lengths
+    )
+    counts = history_of(arrays, arrays["target_logits"].shape[-1]).counts
+    counts = specjax.update_counts(counts, step.token_ids, after - lengths)
+    found = {"token_ids": token_ids, "lengths": after, "finish": finish, "counts": counts}
+    return found | {"metrics": metrics}
+
+
 def bits(values):
     """The bits of float32 numbers, eight hexadecimal digits each."""
     return np.ascontiguousarray(values, np.float32).astype(">f4").tobytes().hex()
@@ -144,9 +289,19 @@ def hash_leaf(leaf):
 
 
 def hash_leaves(tree):
-    """The hash of each leaf by its name: the names of the fields that lead to it."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {keystr(path, simple=True, separator="."): hash_leaf(leaf) for path, leaf in leaves}
+    """The hash of the leaves by the names of the fields that lead to them.
+
+    Leaves that only an index tells apart, such as those of layers, have one hash in any order.
+    """
+    found = collections.defaultdict(list)
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        parts = keystr(path, simple=True, separator=".").split(".")
+        found[".".join(part for part in parts if not part.isdigit())].append(hash_leaf(leaf))
+    return {name: found[name][0] if len(found[name]) == 1 else _hash(found[name]) for name in found}
+
+
+def _hash(hashes):
+    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:8]
 
 
 def record_verification(step):
@@ -210,4 +365,34 @@ def record_texts(prompts, found):
         record["drafted"] = found["steps"]
     if found.get("carry") is not None:
         record["carry"] = hash_leaves(found["carry"])
+    return record
+
+
+def record_requests(found):
+    """What each request of an engine got, and what the engine said."""
+    record = {"token_ids": [], "origins": [], "finish": [], "metrics": [], "logprobs": []}
+    texts, errors, tops = [], [], []
+    for request in found["requests"]:
+        metrics = request.metrics
+        record["token_ids"].append(request.token_ids)
+        record["origins"].append("".join(ORIGINS[origin] for origin in request.origins))
+        record["finish"].append(request.finish_reason)
+        record["metrics"].append(None if metrics is None else record_metrics(metrics))
+        record["logprobs"].append(bits(request.logprobs))
+        texts.append(request.text)
+        errors.append(request.error)
+        tops.append([record_top(top) for top in request.top_logprobs])
+    for name, values in (("text", texts), ("error", errors), ("top_logprobs", tops)):
+        record |= {name: values} if any(values) else {}
+    return record | {"said": found["said"], "num_steps": found["num_steps"]}
+
+
+def record_leaves(tree):
+    """Whole numbers by the names of their fields, and the bits of the others."""
+    record = {"values": {}, "bits": {}}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name, array = keystr(path, simple=True, separator="."), np.asarray(leaf)
+        is_whole, is_small = not jnp.issubdtype(array.dtype, np.floating), array.size <= 30
+        shown = array.tolist() if is_whole and is_small else hash_leaf(array)
+        record["values" if is_whole else "bits"][name] = shown
     return record

@@ -18,6 +18,7 @@ BATCH, K, VOCAB, DRAFT_VOCAB = 6, 3, 50, 30
 RAGGED = np.array([3, 0, 2, 3, 1, 3], np.int32)  # Drafted tokens of each request, end to end.
 TEMPERATURE = np.array([0.0, 0.6, 1.0, 1.0, 1.4, 0.8], np.float32)
 PROMPTS = ([1, 2, 3, 1, 2, 3, 1], [4], [0, 2, 4, 0, 2])
+CYCLES = ([0, 1, 2, 3, 0, 1], [5, 6, 7, 4, 5, 6], [10, 11, 8, 9])
 
 
 def keys_of(size, seed=0):
@@ -121,7 +122,7 @@ DFLASH = models.DFlashConfig(LAYER, 48, taps=(0, 1, 3), block_size=5, mask_token
 @functools.cache
 def weights(config, seed):
     shapes = jax.eval_shape(lambda: models.build(config).params)
-    return fill(shapes, seed, 0.3)
+    return fill(shapes, seed, 0.3 if config is TINY else 0.2)
 
 
 def model_of(name, seed=0, mesh=None):
@@ -166,11 +167,11 @@ def drafter_of(name, model, target, mesh=None):
     if name == "EAGLE-3":
         shapes = jax.eval_shape(lambda: models.build_eagle3(EAGLE3))
         token_map = np.sort(np.random.default_rng(1).permutation(48)[:30]).astype(np.int32)
-        params = fill(shapes, 2, 0.3) | {"token_map": jnp.asarray(token_map)}
+        params = fill(shapes, 2, 0.2) | {"token_map": jnp.asarray(token_map)}
         return models.eagle3_drafter(target, EAGLE3, params)
     assert name == "DFlash"
     shapes = jax.eval_shape(lambda: models.build_dflash(DFLASH))
-    return models.dflash_drafter(target, DFLASH, fill(shapes, 3, 0.3))
+    return models.dflash_drafter(target, DFLASH, fill(shapes, 3, 0.2))
 
 
 def _read_successors(params, token_ids, lengths, max_length):
@@ -195,6 +196,11 @@ def _propose_successors(params, state, token_ids, hidden, *, positions, num_toke
 
 def grammar_of(vocab=automata.V):
     return specjax.Grammar(*automata.tables(vocab))
+
+
+def matcher_of():
+    """A matcher of the grammar that has read nothing."""
+    return automata.Matcher(0)
 
 
 def row_masks(lengths, states=(0, None, 2)):
