@@ -206,7 +206,7 @@ def matcher_of():
 def row_masks(lengths, states=(0, None, 2)):
     """Masks of every step's rows, from matchers of the grammar."""
     matchers = [None if state is None else automata.Matcher(state) for state in states]
-    return specjax.contrib.grammars.RowMasks(matchers, lengths, automata.V)
+    return specjax.RowMasks(matchers, lengths, automata.V)
 
 
 def tree_of(seed=0):
