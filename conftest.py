@@ -172,7 +172,7 @@ _LONGEST_FILES = (
     "tests/laws/test_sampling_laws.py",
     "tests/decode/test_drafts.py",
     "tests/laws/test_mutants.py",
-    "tests/decode/test_choose_k.py",
+    "tests/decode/test_adaptive_k.py",
     "tests/engine/test_engine.py",
     "tests/samplers/test_rules.py",
     "tests/cli/test_batch.py",

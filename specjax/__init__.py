@@ -39,7 +39,7 @@ from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.matchers import Matcher, RowMasks
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
 from specjax.decode.propose import propose
-from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
+from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.engine.engine import Engine
 from specjax.engine.request import FinishReason, Request
 from specjax.processing.apply_sampling import apply_sampling

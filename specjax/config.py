@@ -32,7 +32,7 @@ _MOST_SPECULATIVE_TOKENS = 32
 
 
 class _LargestK(int):
-    """What `num_speculative_tokens` holds for "auto". Any other integer is a K of every step."""
+    """The `num_speculative_tokens` of "auto"; `dataclasses.replace` by another integer fixes K."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,11 @@ class SpeculativeConfig:
         return None
 
     @property
+    def adaptive_k(self) -> bool:
+        """Whether each request drafts as many tokens as its own history makes worth it: "auto"."""
+        return isinstance(self.num_speculative_tokens, _LargestK)
+
+    @property
     def noise_dtype(self) -> type[jnp.float32] | type[jnp.float64]:
         """Float type of the noise, for `noise_dtype=` of samplers and verification."""
         return jnp.float64 if self.use_fp64_gumbel else jnp.float32
@@ -188,7 +193,7 @@ class SpeculativeConfig:
     def _resolve_auto(self) -> None:
         number, costs = self.num_speculative_tokens, self.step_costs
         usual = self.usual_acceptance_rate
-        if not isinstance(number, _LargestK) and not (isinstance(number, str) and number == "auto"):
+        if not self.adaptive_k and not (isinstance(number, str) and number == "auto"):
             self._set("num_speculative_tokens", _num_tokens(number))
             for name, value in [("step_costs", costs), ("usual_acceptance_rate", usual)]:
                 if value is not None:

@@ -151,7 +151,7 @@ def _with_trained_k(
     option gives them.
     """
     k, auto = draft.num_speculative_tokens, (options.step_costs, options.usual_acceptance_rate)
-    if config.step_costs is not None:
+    if config.adaptive_k:
         names = ("step_costs", "usual_acceptance_rate")
         own = {name: getattr(draft, name) for name in names if getattr(options, name) is None}
         config = dataclasses.replace(config, **{x: y for x, y in own.items() if y is not None})

@@ -12,13 +12,13 @@ import numpy as np
 from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import LEAST_MAX_LENGTH
+from specjax.decode.capacity import DEFAULT_CAPACITY
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 from specjax.engine.request import FinishReason
 from specjax.engine.stop_strings import StoppedText
 from specjax.processing.sampling_params import SamplingParams
@@ -126,8 +126,8 @@ def _chunk_size(job: GenerateJob) -> int:
     A CPU reads the padding of a chunk as slowly as its tokens. A prompt of 60 tokens takes half
     the time in a chunk of 64, one of 1800 is a fifth slower in chunks of 64 than of 128.
     """
-    is_short = len(job.prompt_ids) + job.max_new_tokens <= LEAST_MAX_LENGTH
-    return LEAST_MAX_LENGTH // 2 if is_short else PREFILL_CHUNK_SIZE
+    is_short = len(job.prompt_ids) + job.max_new_tokens <= DEFAULT_CAPACITY
+    return DEFAULT_CAPACITY // 2 if is_short else PREFILL_CHUNK_SIZE
 
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:

@@ -22,15 +22,17 @@ import numpy as np
 
 from specjax.cli.by_layer import LoweredParts, lower_by_layer
 from specjax.cli.program_store import ProgramStore
+from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.compile.compiler_options import prefill_options, small_program_options
-from specjax.decode.draft_next import run_draft
+from specjax.decode.draft_step import draft_budget, run_draft
 from specjax.decode.drafters import Drafter
-from specjax.decode.loop import commit_rows
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
-from specjax.decode.state_and_info import DecodeState
-from specjax.decode.target_rows import compute_rows
-from specjax.types import Model
+from specjax.decode.state import DecodeState, StepOptions
+from specjax.decode.step import commit_emitted, extend_drafter, verify_pending
+from specjax.decode.target_step import TargetRows, count_rows, gather_row, score_draft
+from specjax.implementation import Implementation
+from specjax.types import Draft, Model
 
 __all__ = ["StreamPrograms"]
 
@@ -43,11 +45,56 @@ def _jit(function: Callable[..., Any], *donated: str) -> Any:
     return jax.jit(function, static_argnames=static, donate_argnames=donated)
 
 
+def _commit_rows(
+    drafter: Drafter | None,
+    state: DecodeState,
+    rows: TargetRows,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> tuple[DecodeState, jax.Array]:
+    """Verifies and commits a step, and decides how many tokens the next one drafts.
+
+    Args:
+      drafter: as in `run_step`.
+      state: before the step; the target's cache is not read.
+      rows: from `score_draft`; the first alone if nothing was drafted.
+      config: as in `run_step`.
+      implementation: as in `run_step`.
+
+    Returns:
+      The state without a draft, where `num_tokens` is the budget of each request, and the hidden
+      states [B, D] that decided the last tokens.
+    """
+    options, pending = StepOptions(config, implementation), state.draft
+    if rows.hidden.shape[1] < count_rows(state):
+        none = Draft(pending.token_ids[:, :0], num_tokens=pending.num_tokens)
+        state = state._replace(draft=none)
+    info = verify_pending(state, rows, options)
+    after = commit_emitted(state, rows, info)
+    after = extend_drafter(drafter, state, after, rows)
+    num_tokens = draft_budget(drafter, after, config)
+    after = after._replace(draft=pending._replace(num_tokens=num_tokens))
+    return after, gather_row(rows.hidden, info.verification.num_accepted)
+
+
+def _draft_tokens(
+    drafter: Drafter,
+    state: DecodeState,
+    hidden: jax.Array,
+    *,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> DecodeState:
+    """Runs the drafter on what `_commit_rows` returned."""
+    return run_draft(drafter, state, hidden, StepOptions(config, implementation))
+
+
 _BEGIN = _jit(begin_prefill)
 _CHUNK = _jit(read_prompt_chunk, "state")
-_ROWS = _jit(compute_rows, "cache")
-_COMMIT = _jit(commit_rows, "state")
-_DRAFT = _jit(run_draft, "state")
+_ROWS = _jit(score_draft, "cache")
+_COMMIT = _jit(_commit_rows, "state")
+_DRAFT = _jit(_draft_tokens, "state")
 
 
 class StreamPrograms:
@@ -81,7 +128,7 @@ class StreamPrograms:
         self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
         self._has_draft_model = drafter is not None and bool(jax.tree.leaves(drafter.params))
         # How many drafted tokens the steps feed in which nothing was drafted.
-        self._plain_k = 0 if arguments["settings"].k_by_rate is not None else self._k
+        self._plain_k = 0 if arguments["config"].adaptive_k else self._k
         workers = min(max(os.cpu_count() or 1, 3), 6)
         self._pool = futures.ThreadPoolExecutor(workers)
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
@@ -153,7 +200,7 @@ class StreamPrograms:
             rows = self._rows_of(int(k))
             return _COMMIT.trace(self._drafter, self._rows_shapes[0], rows, **self._options)
         operands = (self._drafter, self._rows_shapes[0], self._rows_of(0))
-        state, _, hidden = _COMMIT.eval_shape(*operands, **self._options)
+        state, hidden = _COMMIT.eval_shape(*operands, **self._options)
         return _DRAFT.trace(self._drafter, state, hidden, **self._options)
 
     def _rows_of(self, k: int) -> Any:
@@ -283,7 +330,7 @@ class StreamPrograms:
         state, cache = _without_cache(state)
         name = f"commit {rows.hidden.shape[1] - 1}"
         operands = (drafter, state, rows)
-        state, _, self._hidden = self._call(name, _COMMIT, *operands, **self._options)
+        state, self._hidden = self._call(name, _COMMIT, *operands, **self._options)
         return state._replace(target_cache=cache)
 
 

@@ -220,7 +220,7 @@ def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
 
 def _heading(job: GenerateJob) -> str:
     k = f"K = {job.config.num_speculative_tokens}"
-    if job.config.step_costs is not None:
+    if job.config.adaptive_k:
         k = f"K = auto, at most {job.config.num_speculative_tokens}"
     drafting = f" · {k}" if job.drafter is not None else ""
     device = jax.devices()[0].device_kind

@@ -1,12 +1,24 @@
-"""The decode loop: propose, verify, commit, again.
+"""The decode loop: compute rows, verify, commit, extend, draft, and again.
 
-`generate`, `init_and_step` for streaming and `compile/`, which compiles before the first prompt,
-hold the public functions, which check what enters. `prefill` reads the prompts, and `loop`
-is one step of arrays. A drafter proposes K tokens (`draft_next`, `drafters`, `propose`), as many as
-`choose_k` says, and the target scores them in one forward pass (`target_rows`). `samplers` accepts
-some of them, and `commit` appends what was emitted and holds the codes in a state. `state_and_info`
-is what the loop carries, `metrics` what it counts, `logprobs` what it lists. `capacity` sizes and
-pads the buffers, and `unpad` there makes lists of them. Open `generate` first.
+    pending draft -> target's K + 1 rows -> accepted tokens -> buffers -> next draft
 
-Letters: `B` requests, `K` drafted tokens, `L` token buffer, `V` vocabulary.
+| module | what it holds |
+|---|---|
+| `generate`, `init_and_step` | public calls: whole texts, and one step at a time for streaming |
+| `compile/` | `generate`, compiled before the first prompt; programs in a file |
+| `prefill` | the prompts, read in chunks by one program whatever their length |
+| `step` | one step, as five calls |
+| `target_step` | the target's rows: one forward pass over the last token and the drafted ones |
+| `draft_step` | the next draft, and how many tokens it may have |
+| `adaptive_k` | K = "auto": how many tokens are worth drafting, and which work a step then omits |
+| `drafters`, `propose` | `Drafter` and three of them; K tokens sampled from a draft model |
+| `commit` | emitted tokens in buffers; codes of origins and ends |
+| `state` | `DecodeState`, `Settings`, `StepOptions`, `StepInfo` |
+| `metrics`, `logprobs` | counts of steps; listed log-probabilities |
+| `capacity` | sizes and padding of buffers |
+
+Open `step` first. Public calls check what enters; the rest trusts them.
+
+Letters: `B` requests, `K` drafted tokens, `S` tokens that buffers hold, `V` vocabulary. Imported by
+`engine`, `models`, `contrib` and `cli`.
 """

@@ -19,25 +19,25 @@ from specjax.core.noise import fold_in_rows
 from specjax.devices.placement import Placement
 
 __all__ = [
-    "LEAST_MAX_LENGTH",
+    "DEFAULT_CAPACITY",
+    "as_host_array",
     "choose_max_length",
     "explain_out_of_memory",
-    "fill_up",
     "format_bytes",
-    "on_host",
+    "pad_batch_to_mesh",
     "pad_eos",
     "pad_prompt",
     "parse_budget",
     "unpad",
 ]
 
-LEAST_MAX_LENGTH = 128
+DEFAULT_CAPACITY = 128
 _EOS_IDS = 8
 # No token has this id, so that no emitted token equals it.
 _NO_TOKEN = -2
 
 
-def on_host(value: Any) -> Any:
+def as_host_array(value: Any) -> Any:
     """Returns a NumPy array of what lies on one device or on the host, and others as they are."""
     if isinstance(value, jax.core.Tracer):
         return value
@@ -58,7 +58,7 @@ def parse_budget(max_new_tokens: Any, batch_size: int) -> Any:
     counts = parse_array("max_new_tokens", max_new_tokens, jnp.int32, (), (batch_size,))
     if _is_known(counts) and np.min(np.asarray(counts), initial=1) < 1:
         raise ValueError(f"max_new_tokens holds {np.min(np.asarray(counts))}; it needs 1 or more.")
-    return on_host(counts)
+    return as_host_array(counts)
 
 
 def choose_max_length(
@@ -89,7 +89,7 @@ def choose_max_length(
         needed = width + 1 if not _is_known(lengths) else int(np.max(np.asarray(lengths))) + 1
     given = max_length is not None
     if max_length is None:
-        chosen = max(LEAST_MAX_LENGTH, 1 << (needed - 1).bit_length())
+        chosen = max(DEFAULT_CAPACITY, 1 << (needed - 1).bit_length())
         max_length = chosen if limit is None else max(min(chosen, limit), needed)
     max_length = check_count("max_length", max_length, 2, "the tokens that buffers have room for")
     if limit is not None and max_length > limit:
@@ -114,7 +114,7 @@ def pad_prompt(prompt: Any, max_length: int) -> Any:
     return padded
 
 
-def fill_up(arguments: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
+def pad_batch_to_mesh(arguments: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
     """Returns arguments of as many requests as the devices have alike: the last one is repeated.
 
     Whole rows of logits would travel in every step of a batch that devices do not divide.

@@ -8,14 +8,14 @@ import jax.export
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.capacity import explain_out_of_memory, fill_up
+from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, check_prompt_ids
 from specjax.decode.logprobs import TopLogprobs
-from specjax.decode.loop import run_step
 from specjax.decode.metrics import Metrics
 from specjax.decode.prefill import prefill_and_run
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
+from specjax.decode.step import run_step
 from specjax.devices.placement import call_on_auto_axes, pvary_like
 from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
@@ -148,13 +148,13 @@ def generate(
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         run = functools.partial(prefill_and_run, run_loop)
         like, size = (arguments["prompt"], arguments["settings"]), arguments["prompt"].shape[0]
-        filled = fill_up(arguments, target.placement)
+        filled = pad_batch_to_mesh(arguments, target.placement)
         generation = call_on_auto_axes(run, target, drafter, like=like, **filled)
     return take_first_requests(generation, size)
 
 
 def take_first_requests(generation: Generation, size: int) -> Generation:
-    """Returns what the first requests got, without those of `fill_up`."""
+    """Returns what the first requests got, without those of `pad_batch_to_mesh`."""
     if generation.lengths.shape[0] == size:
         return generation
     return jax.tree.map(lambda x: x[:size], generation)

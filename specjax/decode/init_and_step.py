@@ -16,22 +16,22 @@ from specjax.checks import (
     parse_ids,
 )
 from specjax.config import SpeculativeConfig
+from specjax.decode.adaptive_k import k_by_rate
 from specjax.decode.capacity import (
+    as_host_array,
     choose_max_length,
     explain_out_of_memory,
-    fill_up,
-    on_host,
+    pad_batch_to_mesh,
     pad_eos,
     pad_prompt,
     parse_budget,
 )
-from specjax.decode.choose_k import k_by_rate
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
-from specjax.decode.loop import run_step
 from specjax.decode.prefill import prefill_and_run
-from specjax.decode.state_and_info import DecodeState, Settings, StepInfo
-from specjax.decode.target_rows import vocabulary_size
+from specjax.decode.state import DecodeState, Settings, StepInfo
+from specjax.decode.step import run_step
+from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import call_on_auto_axes
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.row_masks import with_first_mask, with_row_masks
@@ -126,7 +126,7 @@ def init(
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
         run = functools.partial(prefill_and_run, run_step)
         like = arguments["prompt"], arguments["settings"]
-        filled = fill_up(arguments, target.placement)
+        filled = pad_batch_to_mesh(arguments, target.placement)
         state, _ = call_on_auto_axes(run, target, drafter, like=like, **filled)
         return state
 
@@ -176,8 +176,8 @@ def step(
     config = SpeculativeConfig() if config is None else config
     options = _check_options(config, implementation)
     k = 0 if drafter is None else config.num_speculative_tokens
-    is_auto = drafter is not None and config.step_costs is not None
-    if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.draft_history is not None):
+    is_auto = drafter is not None and config.adaptive_k
+    if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.k_policy.is_adaptive):
         asked = f'"auto", at most {k}' if is_auto else f"{k}"
         raise ValueError(
             f"num_speculative_tokens is {asked}, and the state was begun with another; step needs "
@@ -222,12 +222,11 @@ def check_arguments(
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
     options = _check_options(config, implementation)
-    prompt, lengths = (on_host(x) for x in check_prompt(prompt_token_ids, prompt_lengths))
+    prompt, lengths = (as_host_array(x) for x in check_prompt(prompt_token_ids, prompt_lengths))
     size, width = prompt.shape
     max_new_tokens = parse_budget(max_new_tokens, size)
-    room = (max_length, width, lengths, max_new_tokens, target.max_length)
-    max_length = choose_max_length(*room)
-    temperature = on_host(parse_array("temperature", temperature, jnp.float32, (), (size,)))
+    max_length = choose_max_length(max_length, width, lengths, max_new_tokens, target.max_length)
+    temperature = as_host_array(parse_array("temperature", temperature, jnp.float32, (), (size,)))
     if isinstance(temperature, np.ndarray):
         temperature = np.broadcast_to(temperature, (size,))
     settings = Settings(
@@ -235,7 +234,7 @@ def check_arguments(
         temperature=temperature,
         prompt_lengths=lengths,
         max_lengths=(lengths + max_new_tokens).astype(jnp.int32),
-        eos_token_ids=pad_eos(on_host(parse_ids("eos_token_ids", eos_token_ids))),
+        eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", eos_token_ids))),
         conditional_rates=None if drafter is None else config.conditional_rates(),
         sampling=None if sampling is None else read_sampling(sampling, size),
         logprobs=logprobs,

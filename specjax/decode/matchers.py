@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specjax.checks import check_count
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 
 __all__ = ["MatchedText", "Matcher", "RowMasks", "new_masks"]
 

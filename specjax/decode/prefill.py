@@ -13,14 +13,14 @@ from jax.extend.core import get_opaque_trace_state
 
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
-from specjax.decode.choose_k import init_history
+from specjax.decode.adaptive_k import init_history
 from specjax.decode.compile.compiler_options import prefill_options
-from specjax.decode.draft_next import propose_draft
+from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
-from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import TargetRows, apply_model, rows_of, take_at
+from specjax.decode.state import DecodeState, Settings, StepOptions
+from specjax.decode.target_step import TargetRows, apply_model, gather_row, score_hidden
 from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation
 from specjax.processing.apply_sampling import count_prompt
@@ -221,7 +221,7 @@ def begin_prefill(
         metrics=init_metrics(size, k),
         settings=settings,
         top_logprobs=empty_logprobs(settings.logprobs, token_ids.shape),
-        draft_history=None if settings.k_by_rate is None else init_history(lengths),
+        draft_history=init_history(settings.k_by_rate, lengths),
     )
     rows = jnp.zeros((size, k + 1), jnp.int32)
     like, *_ = apply_model.eval_shape(target, rows, rows, cache)
@@ -232,8 +232,8 @@ def begin_prefill(
     if drafter is None:
         return state
     text = (state.history, hidden, settings, none_drafted)
-    options = {"config": config, "implementation": implementation}
-    draft, _ = propose_draft.eval_shape(drafter, drafter_state, *text, **options)
+    options = StepOptions(config, implementation)
+    draft, _ = propose_draft.eval_shape(drafter, drafter_state, *text, options=options)
     draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
     return state._replace(draft=draft._replace(num_tokens=none_drafted))
 
@@ -265,9 +265,9 @@ def read_prompt_chunk(
     operands = (target, drafter, state, padded, done, chunk_size)
     cache, drafter_state, outputs = _read_chunk(*operands, reads_last=True)
     index = jnp.clip(state.lengths - 1 - done, 0, chunk_size - 1)
-    hidden, features = jax.tree.map(lambda rows: take_at(rows, index)[:, None], outputs)
+    hidden, features = jax.tree.map(lambda rows: gather_row(rows, index)[:, None], outputs)
     state = state._replace(target_cache=cache, drafter_state=drafter_state)
-    return state, rows_of(target, state, implementation, hidden, features)
+    return state, score_hidden(target, state, implementation, hidden, features)
 
 
 def _read_chunk(

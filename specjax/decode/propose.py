@@ -18,6 +18,7 @@ from specjax.checks import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
+from specjax.decode.adaptive_k import longest_draft
 from specjax.decode.draw_loop import draw_tokens
 from specjax.devices.placement import Placement
 from specjax.implementation import Implementation, resolve_implementation
@@ -225,7 +226,7 @@ def propose_step(
         rejection_sample_method="coupled" if config.draws_on_target_stream else "standard",
         noise_dtype=config.noise_dtype,
         vocabulary=read_vocabulary(token_map, vocab_size),
-        num_drawn=None if config.step_costs is None else jnp.max(num_tokens),
+        num_drawn=longest_draft(config, num_tokens),
         **options,
     )
     return draft._replace(num_tokens=num_tokens), carry

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 from specjax.engine.programs import BatchPrograms, Programs
 from specjax.engine.request import Request
 from specjax.engine.slot_data import PromptRow, RequestSettings

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from specjax.decode.drafters import Drafter, reads_chunks
 from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE
-from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import count_rows, vocabulary_size
+from specjax.decode.state import DecodeState, Settings
+from specjax.decode.target_step import count_rows, vocabulary_size
 from specjax.engine import slots
 from specjax.engine.rows import find_axes, row_bytes, state_axes
 from specjax.engine.slot_data import PromptRow, StepOutput
@@ -261,8 +261,8 @@ def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
 
 
 def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
-    """Returns the numbers of drafted tokens, besides 0 and K, of which a step has a program.
+    """Returns the numbers of drafted tokens, besides 0 and K, that a step of adaptive K may feed.
 
-    One, half of K: each holds the target's layers once more.
+    One, half of K: each is one more copy of the target's layers.
     """
-    return () if shapes.draft_history is None else (count_rows(shapes) // 2,)
+    return (count_rows(shapes) // 2,)

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 
 __all__ = ["find_axes", "put_beginning", "put_row", "row_bytes", "state_axes", "take_row"]
 

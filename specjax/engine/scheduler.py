@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 from specjax.engine.group import ParkedRequest, PrefillBatch, PromptGroup
 from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.programs import Programs

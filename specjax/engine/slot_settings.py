@@ -9,11 +9,11 @@ import numpy as np
 
 from specjax.checks import check_flag
 from specjax.config import SpeculativeConfig
+from specjax.decode.adaptive_k import constant_k, k_by_rate, throughput_by_rate
 from specjax.decode.capacity import pad_eos
-from specjax.decode.choose_k import k_by_rate, settled_k, speeds_by_rate
 from specjax.decode.drafters import Drafter
 from specjax.decode.matchers import new_masks
-from specjax.decode.state_and_info import Settings
+from specjax.decode.state import Settings
 from specjax.engine.submission import MOST_STOP_IDS
 from specjax.processing.sampling_params import SamplingParams
 
@@ -41,16 +41,16 @@ def choose_drafts(
       ValueError: for `k_by_load` without a K that is chosen.
     """
     is_by_load = check_flag("k_by_load", k_by_load)
-    costs = config.step_costs if isinstance(config, SpeculativeConfig) else None
-    if config is None or costs is None or not isinstance(drafter, Drafter):
+    is_adaptive = isinstance(config, SpeculativeConfig) and config.adaptive_k
+    if config is None or not is_adaptive or not isinstance(drafter, Drafter):
         if is_by_load:
             raise ValueError(
                 "k_by_load is True, and num_speculative_tokens is no choice; it needs a drafter "
                 'and SpeculativeConfig("auto", ...).'
             )
         return drafter, config, None
-    table = speeds_by_rate(config) if is_by_load else k_by_rate(config, num_slots)
-    k = settled_k(table)
+    table = throughput_by_rate(config) if is_by_load else k_by_rate(config, num_slots)
+    k = constant_k(table)
     if k is None:
         return drafter, config, table
     if k == 0:

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.choose_k import init_history
+from specjax.decode.adaptive_k import init_history
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
-from specjax.decode.loop import run_step
 from specjax.decode.metrics import init_metrics
 from specjax.decode.prefill import run_prefill
-from specjax.decode.state_and_info import DecodeState, Settings
-from specjax.decode.target_rows import apply_model, count_drafted, count_rows
+from specjax.decode.state import DecodeState, Settings
+from specjax.decode.step import run_step
+from specjax.decode.target_step import apply_model, count_drafted, count_rows
 from specjax.engine.rows import put_beginning, put_row, take_row
 from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.implementation import Implementation
@@ -200,7 +200,7 @@ def admit(
         counts=counts,
         grammar_state=start_states(sampling, 1),
         top_logprobs=empty_logprobs(last.settings.logprobs, prompt.shape),
-        draft_history=None if last.draft_history is None else init_history(lengths),
+        draft_history=init_history(last.settings.k_by_rate, lengths),
     )
     return put_row(slots, one, axes, slot)
 

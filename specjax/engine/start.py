@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from specjax.decode.capacity import format_bytes
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 from specjax.engine.programs import BatchPrograms, Programs
 from specjax.engine.slot_data import PromptRow, RequestSettings
 from specjax.types import Model

@@ -17,7 +17,7 @@ from specjax.cli.arguments import parse_options
 from specjax.cli.command import _with_trained_k
 from specjax.cli.model_pair import check_draft, load_pair, read_pair
 from specjax.config import DEFAULT_STEP_COSTS
-from specjax.decode.choose_k import add_step, choose_k, init_history, k_by_rate
+from specjax.decode.adaptive_k import AdaptiveK, init_history, k_by_rate
 from specjax.models import DFlashConfig, build_dflash, pretrained_folder, save_dflash
 
 pytestmark = [pytest.mark.lenient, pytest.mark.once]
@@ -82,10 +82,12 @@ def test_auto_goes_by_the_step_costs_next_to_a_head_unless_an_option_gives_some(
     assert costs("--num-speculative-tokens", "3") is None
     # After one step whose drafts were all rejected, a text of that head still drafts.
     config = SpeculativeConfig("auto", step_costs=own)
-    history = add_step(init_history(jnp.ones(1, jnp.int32)), *jnp.array([[4], [0], [9]], jnp.int32))
-    table = jnp.asarray(k_by_rate(config))
-    assert choose_k(history, table)[0] > 0
-    assert choose_k(history, jnp.asarray(k_by_rate(SpeculativeConfig("auto"))))[0] == 0
+    own_table, table = (jnp.asarray(k_by_rate(x)) for x in (config, SpeculativeConfig("auto")))
+    first = AdaptiveK(own_table, init_history(own_table, jnp.ones(1, jnp.int32)))
+    history = first.update(*jnp.array([[4], [0], [9]], jnp.int32))
+    most, is_active = jnp.full(1, 4, jnp.int32), jnp.ones(1, bool)
+    assert AdaptiveK(own_table, history).budget(most, is_active)[0] > 0
+    assert AdaptiveK(table, history).budget(most, is_active)[0] == 0
 
 
 def test_the_usual_rate_next_to_a_head_is_that_of_files_unless_an_option_gives_one(

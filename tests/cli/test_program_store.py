@@ -23,7 +23,7 @@ OPTIONS = {
 }
 
 
-PARTS = {"begin_prefill", "read_prompt_chunk", "compute_rows", "commit_rows", "run_draft"}
+PARTS = {"begin_prefill", "read_prompt_chunk", "score_draft", "_commit_rows", "_draft_tokens"}
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_what_was_kept_is_not_traced_and_gives_the_same_text(tmp_path):
         path.write_bytes(b"")
     again, traced = stream(tmp_path, [[1, 2, 3], [0, 1]])
     np.testing.assert_array_equal(again, ids)
-    assert {"commit_rows", "run_draft"} <= traced
+    assert {"_commit_rows", "_draft_tokens"} <= traced
 
 
 @pytest.mark.parametrize("change", ["kind", "source", "variable", "setting", "x64"])
@@ -109,4 +109,4 @@ def test_programs_that_would_be_traced_otherwise_have_another_name(tmp_path, cha
 def test_a_folder_that_cannot_be_written_is_left(tmp_path):
     (tmp_path / "file").write_text("")
     _, traced = stream(tmp_path / "file", [[1, 2, 3], [0, 1]])
-    assert "commit_rows" in traced
+    assert "_commit_rows" in traced

@@ -13,7 +13,7 @@ from specjax import SpeculativeConfig
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.decode.init_and_step import check_arguments
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk, run_prefill
-from specjax.decode.target_rows import compute_rows
+from specjax.decode.target_step import score_draft
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
@@ -55,7 +55,7 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     for done in (0, 2, 4):
         state, rows = read_prompt_chunk(MODEL, drafter, state, jnp.int32(done), **size)
     plain = {"k": 0, "implementation": None, "taps": taps}
-    cache, expected = compute_rows(MODEL, before, before.target_cache, **plain)
+    cache, expected = score_draft(MODEL, before, before.target_cache, **plain)
     assert (rows.features is None) == (not taps)
     jax.tree.map(np.testing.assert_array_equal, rows, expected)
     np.testing.assert_array_equal(state.target_cache, cache)

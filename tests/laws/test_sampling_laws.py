@@ -16,7 +16,7 @@ import pytest
 
 import specjax
 from specjax import Finish, SamplingParams, SpeculativeConfig
-from specjax.decode import target_rows
+from specjax.decode import target_step
 from specjax.processing.apply_sampling import apply_rules_and_filters
 
 pytestmark = pytest.mark.once
@@ -224,7 +224,7 @@ def test_a_target_processed_wrongly_is_seen(monkeypatch):
             twice,
         )
 
-    monkeypatch.setattr(target_rows, "apply_rules_and_filters", wrong)
+    monkeypatch.setattr(target_step, "apply_rules_and_filters", wrong)
     late, twice = np.split(draw(DRAFTERS["its own past"], NUM_LATE + SIZE), [NUM_LATE])
     with pytest.raises(AssertionError, match="probability 0"):
         check_distribution(late)

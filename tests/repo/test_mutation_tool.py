@@ -21,7 +21,7 @@ LISTED = (
     "core.truncation",
     *(f"samplers.{name}" for name in ("reference.verify", "reference.next_token", "drafts")),
     *(f"samplers.trees.{name}" for name in ("tree", "walk", "traverse", "siblings", "verify_tree")),
-    *(f"decode.{name}" for name in ("propose", "drafters", "loop", "commit")),
+    *(f"decode.{name}" for name in ("propose", "drafters", "step", "commit")),
     *(f"decode.{name}" for name in ("metrics", "logprobs")),
     *(f"processing.{name}" for name in ("logit_rules", "logit_cutoff", "cutoff_xla", "grammar")),
     "theory.acceptance_rates",

@@ -21,7 +21,7 @@ from specjax.cli.sweep.measure import Workload, all_ended, start_batch
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import init, step
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 from specjax.types import Model
 
 __all__ = ["measure_acceptance", "measure_step_costs", "num_cost_stages"]

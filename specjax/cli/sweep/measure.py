@@ -22,7 +22,7 @@ from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
 from specjax.decode.init_and_step import check_arguments, step
 from specjax.decode.prefill import run_prefill
-from specjax.decode.state_and_info import DecodeState
+from specjax.decode.state import DecodeState
 from specjax.theory.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.types import Model
 

@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 from specjax.checks import as_array, check_count
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import fold_in_rows
-from specjax.decode.capacity import explain_out_of_memory, fill_up, on_host, pad_eos
+from specjax.decode.capacity import as_host_array, explain_out_of_memory, pad_batch_to_mesh, pad_eos
 from specjax.decode.compile.cache_folder import is_cache_in_use
 from specjax.decode.compile.compatibility import check_arrays, check_functions, list_functions
 from specjax.decode.compile.saved_programs import (
@@ -29,7 +29,7 @@ from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, ch
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
 from specjax.decode.prefill import begin_compilation
-from specjax.decode.target_rows import vocabulary_size
+from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import call_on_auto_axes, put_whole
 from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
@@ -112,7 +112,7 @@ class CompiledGenerate:
             data["settings"] = settings = settings._replace(keys=fold(settings.keys))
         check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
         check_functions(list_functions(target=target, drafter=drafter), self.functions)
-        data = put_whole(target.placement, fill_up(data, target.placement))
+        data = put_whole(target.placement, pad_batch_to_mesh(data, target.placement))
         with explain_out_of_memory(target, drafter, *data["prompt"].shape):
             state = call_on_auto_axes(prefill, target, drafter, like=keys, **data)
             generation = call_on_auto_axes(run, target, drafter, state, like=keys)
@@ -213,7 +213,7 @@ def compile_generate(
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
-    filled = put_whole(target.placement, fill_up(data, target.placement))
+    filled = put_whole(target.placement, pad_batch_to_mesh(data, target.placement))
     begun = begin_compilation(run_loop, target, drafter, filled | static)
     lowered = [fold, *(program.lowered for program in begun)]
     programs = [fold.compile(), *(program.compilation.result() for program in begun)]
@@ -293,7 +293,7 @@ def _read_arguments(
     settings = data["settings"]
 
     def for_each(value: Any) -> Any:
-        return None if value is None else np.broadcast_to(on_host(value), shape)
+        return None if value is None else np.broadcast_to(as_host_array(value), shape)
 
     sampling = settings.sampling
     if sampling is not None:

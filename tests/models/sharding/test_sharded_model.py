@@ -18,8 +18,8 @@ from over_devices import collectives
 import specjax
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.decode.init_and_step import check_arguments
-from specjax.decode.loop import run_step
 from specjax.decode.prefill import run_prefill
+from specjax.decode.step import run_step
 from specjax.devices.placement import parse_mesh
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import DeviceFacts, Implementation

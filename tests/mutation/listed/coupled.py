@@ -104,14 +104,14 @@ MUTATIONS = (
         "tokens drawn with the target's noise look like likeliest ones: any method verifies them",
     ),
     Mutation(
-        "specjax.decode.draft_next.drop_other_draft",
+        "specjax.decode.draft_step.discard_incompatible_draft",
         "jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)",
         "jnp.asarray(state.draft.num_tokens)",
         coupled_decoding(_CHANGE),
         "in place of a draft of another method tokens 0 are verified",
     ),
     Mutation(
-        "specjax.decode.loop.commit_rows",
+        "specjax.decode.step.verify_pending",
         "config.verification_method",
         '"standard"',
         coupled_decoding("test_a_seeded_text_is_that_of_plain_decoding[xla]"),

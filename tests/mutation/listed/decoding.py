@@ -3,8 +3,8 @@
 from ..mutation import Mutation
 from .tests import (
     acceptance_rates,
+    adaptive_k,
     capacity,
-    choose_k,
     decode,
     drafts,
     engines,
@@ -18,9 +18,10 @@ from .tests import (
 __all__ = ["MUTATIONS"]
 
 _DRAFTS = "specjax.samplers.drafts."
-_LOOP = "specjax.decode.loop."
-_ROWS = "specjax.decode.target_rows."
-_NEXT = "specjax.decode.draft_next."
+_LOOP = "specjax.decode.step."
+_ROWS = "specjax.decode.target_step."
+_NEXT = "specjax.decode.draft_step."
+_ADAPTIVE = "specjax.decode.adaptive_k."
 _READ = "specjax.decode.prefill._read_chunk"
 _BY_LAYER = "specjax.cli.by_layer."
 _PROPOSE = "specjax.decode.propose."
@@ -162,7 +163,7 @@ MUTATIONS = (
         equivalent="no place lies before length - n then",
     ),
     Mutation(
-        f"{_LOOP}commit_rows",
+        f"{_LOOP}verify_pending",
         "CallOptions(config.noise_dtype, resolved",
         "CallOptions(jnp.float32, resolved",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
@@ -190,28 +191,28 @@ MUTATIONS = (
         "a drafter's -1 for a request that goes on ends it",
     ),
     Mutation(
-        f"{_ROWS}fed_tokens",
+        f"{_ROWS}step_inputs",
         "lengths[:, None] - 1 + index",
         "lengths[:, None] + index",
         decode("test_greedy_speculation_is_plain_greedy_decoding[model-greedy]"),
         "tokens are fed one position too late",
     ),
     Mutation(
-        f"{_LOOP}commit_rows",
+        f"{_LOOP}commit_emitted",
         "jnp.where(is_first, -1, num_drafted)",
         "num_drafted",
         decode("test_origins_and_metrics_agree"),
         "the token after the prompt counts as a step of speculation",
     ),
     Mutation(
-        f"{_LOOP}commit_rows",
+        f"{_LOOP}extend_drafter",
         "jnp.where(index < num_committed[:, None], positions, -1)",
         "positions",
         capacity(_FEATURES),
         "a drafter reads features of tokens that were rejected",
     ),
     Mutation(
-        f"{_LOOP}commit_rows",
+        f"{_LOOP}extend_drafter",
         "rows.features if drafter.taps else rows.hidden",
         "jnp.roll(rows.features, 1, axis=-1) if drafter.taps else rows.hidden",
         capacity(_TAPS),
@@ -281,73 +282,73 @@ MUTATIONS = (
         "every chunk of a prompt is read at its beginning",
     ),
     Mutation(
-        f"{_LOOP}_verify",
+        f"{_LOOP}verify_pending",
         "positions=state.lengths",
         "positions=state.lengths * 0",
         decode("test_plain_decoding_is_gumbel_sample_token_by_token"),
         "every step draws its noise at position 0",
     ),
     Mutation(
-        f"{_LOOP}_commit",
+        f"{_LOOP}commit_emitted",
         "jnp.where(state.finish == 0, finish, state.finish)",
         "finish",
         decode("test_a_request_that_ends_changes_no_other[model]"),
         "a request that has ended ends again, for another reason",
     ),
     Mutation(
-        f"{_LOOP}_commit",
-        "accepted == num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
-        "accepted < num_drafted[:, None], Origin.BONUS, Origin.RECOVERED",
+        f"{_LOOP}_origins",
+        "num_accepted == info.num_drafted[:, None]",
+        "num_accepted < info.num_drafted[:, None]",
         decode("test_origins_and_metrics_agree"),
         "bonus and recovered tokens change their names",
     ),
     Mutation(
-        f"{_NEXT}most_drafted",
-        "state.finish == 0, num_tokens, jnp.int32(-1)",
-        "state.finish == 0, num_tokens, jnp.int32(0)",
+        f"{_NEXT}draft_budget",
+        "is_active), jnp.int32(-1)",
+        "is_active), jnp.int32(0)",
         decode("test_a_request_that_ends_changes_no_other[model]"),
         "a request that has ended is verified without drafts",
     ),
     Mutation(
-        f"{_ROWS}on_rows",
-        "jnp.max(count_drafted(state))",
-        "jnp.min(count_drafted(state))",
-        choose_k("test_a_request_drafts_alone_what_it_drafts_in_a_batch"),
+        f"{_ADAPTIVE}AdaptiveK.run_smallest_k",
+        "jnp.max(num_drafted)",
+        "jnp.min(num_drafted)",
+        adaptive_k("test_a_request_drafts_alone_what_it_drafts_in_a_batch"),
         "a request without drafts takes those of the others",
     ),
     Mutation(
-        "specjax.decode.choose_k._tokens_by_rate",
+        f"{_ADAPTIVE}_tokens_by_rate",
         "np.arange(1, len(config.step_costs))",
         "np.arange(len(config.step_costs) - 1)",
-        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "a step that drafts k tokens is worth those of one that drafts k - 1, all accepted",
     ),
     Mutation(
-        f"{_ROWS}on_rows",
-        "most <= number",
-        "most <= number + 1",
+        f"{_ADAPTIVE}AdaptiveK.run_smallest_k",
+        "longest <= number",
+        "longest <= number + 1",
         engines("test_a_step_has_the_rows_that_its_longest_draft_needs_and_compiles_nothing"),
         "a step computes fewer rows than its longest draft needs",
     ),
     Mutation(
-        "specjax.decode.choose_k.k_by_rate",
+        f"{_ADAPTIVE}k_by_rate",
         "others + theory.best_k(total[:, others:], costs[others:]).k",
         "theory.best_k(total, costs).k",
-        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "a request drafts fewer tokens than the slots beside it, as if that made a step shorter",
     ),
     Mutation(
-        "specjax.decode.choose_k.k_by_rate",
+        f"{_ADAPTIVE}k_by_rate",
         "tokens + (num_slots - 1) * usual_tokens[others]",
         "tokens",
-        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "a request makes all slots' steps longer for its own gain alone",
     ),
     Mutation(
-        "specjax.decode.choose_k.k_by_rate",
+        f"{_ADAPTIVE}k_by_rate",
         "_USUAL_RATE if config.usual_acceptance_rate is None else config.usual_acceptance_rate",
         "_USUAL_RATE",
-        choose_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
+        adaptive_k("test_the_best_k_has_the_most_expected_tokens_for_its_cost"),
         "the usual rate of a config is not read",
     ),
     Mutation(
@@ -358,31 +359,31 @@ MUTATIONS = (
         "an engine whose requests all draft one number is refused where a usual rate is given",
     ),
     Mutation(
-        "specjax.decode.choose_k.settled_k",
+        f"{_ADAPTIVE}constant_k",
         "first == 0 or np.all",
         "np.all",
-        choose_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
+        adaptive_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
         "an engine keeps a drafter that never drafts",
     ),
     Mutation(
-        "specjax.decode.choose_k.settled_k",
+        f"{_ADAPTIVE}constant_k",
         "np.all(best == first)",
         "True",
-        choose_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
+        adaptive_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
         "no request of an engine ever changes its K",
     ),
     Mutation(
-        "specjax.decode.choose_k.choose_shared_k",
+        f"{_ADAPTIVE}SharedK._best_k",
         "is_active[:, None]",
         "(is_active | True)[:, None]",
-        choose_k("test_a_shared_k_gives_the_active_requests_the_most_tokens_for_its_cost"),
+        adaptive_k("test_a_shared_k_gives_the_active_requests_the_most_tokens_for_its_cost"),
         "requests that have ended count where one K is chosen for all",
     ),
     Mutation(
-        "specjax.decode.choose_k.add_step",
+        f"{_ADAPTIVE}AdaptiveK.update",
         "num_accepted < num_drafted",
         "num_accepted <= num_drafted",
-        choose_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
+        adaptive_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
         "K counts a token as tested that was not drafted",
     ),
     Mutation(

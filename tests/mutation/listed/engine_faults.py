@@ -1,7 +1,7 @@
 """Wrong versions of an engine with faults, preemptions and an end, and of how K is chosen in it."""
 
 from ..mutation import Mutation
-from .tests import choose_k, engines, faults, soaks
+from .tests import adaptive_k, engines, faults, soaks
 
 __all__ = ["MUTATIONS"]
 
@@ -185,7 +185,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}slots.admit",
-        "None if last.draft_history is None else init_history(lengths)",
+        "init_history(last.settings.k_by_rate, lengths)",
         "last.draft_history",
         soaks(_SOAK),
         "a request drafts by the history of the one before it in its slot",
@@ -205,52 +205,52 @@ MUTATIONS = (
         "an interrupt that came while slots changed is forgotten",
     ),
     Mutation(
-        "specjax.decode.draft_next.run_draft",
+        "specjax.decode.adaptive_k.AdaptiveK.draft",
         "num_read=jnp.where(drafts, num_read, history.num_read)",
         "num_read=num_read",
-        choose_k(_AGAIN),
+        adaptive_k(_AGAIN),
         "a drafter has read what was committed while it did not draft",
     ),
     Mutation(
-        "specjax.decode.draft_next._read_missed",
-        "end - history.num_read > 1",
-        "end - history.num_read > 2",
-        choose_k(_AGAIN),
+        "specjax.decode.adaptive_k.AdaptiveK.draft",
+        "lengths - 1 - history.num_read > 1",
+        "lengths - 1 - history.num_read > 2",
+        adaptive_k(_AGAIN),
         "a drafter that missed two tokens does not read the first",
     ),
     Mutation(
-        "specjax.decode.choose_k.add_step",
+        "specjax.decode.adaptive_k.AdaptiveK.update",
         "jnp.minimum(history.num_read, lengths - 1)",
         "history.num_read",
-        choose_k("test_a_drafter_has_read_no_token_that_was_rejected"),
+        adaptive_k("test_a_drafter_has_read_no_token_that_was_rejected"),
         "a drafter has read tokens that were rejected",
     ),
     Mutation(
-        "specjax.decode.choose_k._decay",
+        "specjax.decode.adaptive_k._decay",
         "count - (count >> _DECAY_SHIFT)",
         "count",
-        choose_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
+        adaptive_k("test_rejections_end_drafting_and_plain_steps_bring_it_back"),
         "a request that once stopped drafting never drafts again",
     ),
     Mutation(
-        "specjax.decode.choose_k.k_by_rate",
+        "specjax.decode.adaptive_k.k_by_rate",
         "if num_slots > 1 else 0",
         "",
-        choose_k(_BEST),
+        adaptive_k(_BEST),
         "a request alone drafts no fewer tokens than other slots would",
     ),
     Mutation(
-        "specjax.decode.choose_k.settled_k",
+        "specjax.decode.adaptive_k.constant_k",
         "best[_PRIOR_ACCEPTED * _NUM_RATES // _PRIOR_TESTED]",
         "best[0]",
-        choose_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
+        adaptive_k("test_k_is_settled_if_no_rate_that_requests_come_to_changes_it"),
         "an engine has no drafter, as none is worth it where no draft is accepted",
     ),
     Mutation(
-        "specjax.decode.draft_next.most_drafted",
-        "jnp.minimum(num_tokens, best)",
-        "best",
-        choose_k("test_no_request_drafts_past_the_end_that_it_may_have"),
+        "specjax.decode.adaptive_k.AdaptiveK.budget",
+        "jnp.minimum(num_tokens, self._best_k(is_active))",
+        "self._best_k(is_active)",
+        adaptive_k("test_no_request_drafts_past_the_end_that_it_may_have"),
         "a request drafts past the end that it may have",
     ),
 )

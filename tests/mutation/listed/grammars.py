@@ -118,7 +118,7 @@ MUTATIONS = (
         "a definition inside itself is followed without end",
     ),
     Mutation(
-        "specjax.decode.loop._commit",
+        "specjax.decode.step.commit_emitted",
         "grammar_state, emitted, num_committed",
         "grammar_state, state.draft.token_ids, jnp.maximum(num_drafted, 0)",
         grammar_laws(_LAW),

@@ -14,7 +14,7 @@ _KERNELS = "test_the_kernels_emit_the_reference_s_tokens"
 
 MUTATIONS = (
     Mutation(
-        "specjax.decode.loop.commit_rows",
+        "specjax.decode.step.verify_pending",
         "config.rule if k else None",
         "None",
         decode("test_the_rule_of_the_config_is_the_one_that_accepts"),

@@ -153,7 +153,7 @@ MUTATIONS = (
         "the kernels that draw for a draft model are given the rows of all devices",
     ),
     Mutation(
-        "specjax.decode.target_rows._vocabulary_split",
+        "specjax.decode.target_step._vocabulary_split",
         "target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None)",
         "target.split_logits is None",
         commands("test_a_text_of_models_over_devices_is_that_of_one"),

@@ -419,14 +419,14 @@ MUTATIONS = (
         "rows end to end are dealt to devices as if they were requests",
     ),
     Mutation(
-        "specjax.decode.capacity.fill_up",
+        "specjax.decode.capacity.pad_batch_to_mesh",
         "num_filled = size if placement is None else placement.round_up(size)",
         "num_filled = size",
         split_models(f"{_UNEVEN}[False]"),
         "rows of logits travel in every step of a batch that devices do not divide",
     ),
     Mutation(
-        "specjax.decode.capacity.fill_up",
+        "specjax.decode.capacity.pad_batch_to_mesh",
         "np.ndim(x) >= rank",
         "np.ndim(x) == 1",
         split_models(_OWN_OPTIONS),

@@ -11,7 +11,7 @@ __all__ = [
     "capacity",
     "chats",
     "checkpoints",
-    "choose_k",
+    "adaptive_k",
     "commands",
     "coupled_decoding",
     "coupled_sampling",
@@ -85,7 +85,7 @@ byte_automata = _of("contrib/grammars/test_byte_automaton.py")
 batches = _of("cli/test_batch.py")
 chats = _of("models/test_chat.py")
 checkpoints = _of("models/test_checkpoint.py")
-choose_k = _of("decode/test_choose_k.py")
+adaptive_k = _of("decode/test_adaptive_k.py")
 commands = _of("cli/test_command.py")
 commands = _of("cli/test_command.py")
 coupled_decoding = _of("decode/test_coupled.py")

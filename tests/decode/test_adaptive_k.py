@@ -15,18 +15,18 @@ import pytest
 import specjax
 from benchmarks.cpu import soak
 from specjax import SpeculativeConfig
-from specjax.decode.choose_k import (
+from specjax.decode.adaptive_k import (
+    AdaptiveK,
     DraftHistory,
-    add_step,
-    choose_k,
-    choose_shared_k,
+    SharedK,
+    constant_k,
     init_history,
     k_by_rate,
-    settled_k,
-    speeds_by_rate,
+    k_policy,
+    throughput_by_rate,
 )
-from specjax.decode.draft_next import most_drafted
-from specjax.decode.loop import run_step
+from specjax.decode.draft_step import draft_budget
+from specjax.decode.step import run_step
 
 V, B, K = 4, 4, 3
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -93,23 +93,28 @@ def test_k_is_settled_if_no_rate_that_requests_come_to_changes_it():
     }
     for each, wanted in costs.items():
         config = SpeculativeConfig("auto", step_costs=each)
-        tables = k_by_rate(config), k_by_rate(config, 3), speeds_by_rate(config)
-        assert list(map(settled_k, tables)) == wanted, each
+        tables = k_by_rate(config), k_by_rate(config, 3), throughput_by_rate(config)
+        assert list(map(constant_k, tables)) == wanted, each
     # The default costs are of no machine, and drafts are tried with them.
-    assert settled_k(k_by_rate(SpeculativeConfig("auto"), 64)) == 3
+    assert constant_k(k_by_rate(SpeculativeConfig("auto"), 64)) == 3
 
 
 def chosen(outcomes, config=CONFIG):
     """The k before the first step, and after steps of given numbers of accepted drafts."""
-    table = jnp.asarray(k_by_rate(config))
-    history = init_history(jnp.ones(1, jnp.int32))
-    numbers = [int(choose_k(history, table)[0])]
+    table, one = jnp.asarray(k_by_rate(config)), jnp.ones(1, jnp.int32)
+    policy = AdaptiveK(table, init_history(table, one))
+    numbers = [next_k(policy)]
     for accepted in outcomes:
         drafted = jnp.asarray(numbers[-1:], jnp.int32)
         accepted = jnp.minimum(jnp.int32(accepted), drafted)
-        history = add_step(history, drafted, accepted, jnp.ones(1, jnp.int32))
-        numbers.append(int(choose_k(history, table)[0]))
+        policy = AdaptiveK(table, policy.update(drafted, accepted, one))
+        numbers.append(next_k(policy))
     return numbers
+
+
+def next_k(policy):
+    """The k of one active request whose text has room for any."""
+    return int(policy.budget(jnp.full(1, 99, jnp.int32), jnp.ones(1, bool))[0])
 
 
 @pytest.mark.once
@@ -140,14 +145,16 @@ def test_the_default_costs_draft_where_half_is_accepted_and_not_where_a_fifth_is
 
 def test_a_shared_k_gives_the_active_requests_the_most_tokens_for_its_cost():
     rng = np.random.default_rng(0)
-    table = jnp.asarray(speeds_by_rate(CONFIG))
+    table = jnp.asarray(throughput_by_rate(CONFIG))
     found = set()
     for _ in range(200):
         tested = rng.integers(0, 2**16, 5)
         accepted = (tested * rng.uniform(0, 1, rng.choice([1, 5]))).astype(int)
         is_active = rng.uniform(size=5) < 0.6
         history = DraftHistory(*(jnp.asarray(x, jnp.int32) for x in (tested, accepted, tested)))
-        shared = int(choose_shared_k(history, table, jnp.asarray(is_active)))
+        most = jnp.full(5, K, jnp.int32)
+        budget = SharedK(table, history).budget(most, jnp.asarray(is_active))
+        (shared,) = set(budget.tolist())
         # 2.48 of 4 tokens, in 1024ths; rates are looked up in 64ths.
         rates = (accepted + 2540) * 64 // (tested + 4096) / 64
         tokens = np.cumsum(rates[:, None] ** np.arange(K + 1), axis=1)
@@ -273,7 +280,7 @@ def test_a_model_that_drafts_again_has_read_what_it_missed():
 
 def test_a_drafter_has_read_no_token_that_was_rejected():
     history = DraftHistory(*np.array([[0, 0], [0, 0], [9, 9]], np.int32))
-    history = add_step(history, np.array([4, 4]), np.array([1, 4]), np.array([8, 11]))
+    history = AdaptiveK(None, history).update(np.array([4, 4]), np.array([1, 4]), np.array([8, 11]))
     assert history.num_read.tolist() == [7, 9]
 
 
@@ -304,10 +311,11 @@ def test_a_step_without_drafts_computes_one_row():
 @functools.cache
 def k_after(steps):
     """The k of a request after steps (drafted, accepted), as the loop counts them."""
-    history, one = init_history(jnp.ones(1, jnp.int32)), jnp.ones(1, jnp.int32)
+    table, one = jnp.asarray(k_by_rate(CONFIG)), jnp.ones(1, jnp.int32)
+    policy = AdaptiveK(table, init_history(table, one))
     for drafted, accepted in steps:
-        history = add_step(history, drafted * one, accepted * one, one)
-    return int(choose_k(history, jnp.asarray(k_by_rate(CONFIG)))[0])
+        policy = AdaptiveK(table, policy.update(drafted * one, accepted * one, one))
+    return next_k(policy)
 
 
 def joint_of_steps(num_steps, choose):
@@ -355,15 +363,15 @@ LOAD_P, LOAD_Q = (bigrams.probs(table[:2, :2, :2]) for table in (TARGET, DRAFT))
 @functools.cache
 def most_of_two(histories, lengths, num_tokens):
     """How many tokens each of two requests drafts, as the loop says it; -1 if it has ended."""
-    table, end = jnp.asarray(speeds_by_rate(LOAD)), jnp.full(2, num_tokens, jnp.int32)
+    table, end = jnp.asarray(throughput_by_rate(LOAD)), jnp.full(2, num_tokens, jnp.int32)
     tested, accepted = jnp.asarray(histories, jnp.int32).T
     state = SimpleNamespace(
-        settings=SimpleNamespace(k_by_rate=table, max_lengths=end),
+        settings=SimpleNamespace(max_lengths=end),
         lengths=jnp.asarray(lengths, jnp.int32),
-        draft_history=DraftHistory(tested, accepted, tested),
+        k_policy=k_policy(table, DraftHistory(tested, accepted, tested)),
         finish=jnp.asarray(np.array(lengths) == num_tokens, jnp.int8),
     )
-    return tuple(most_drafted(DRAFTERS["model"], state, LOAD).tolist())
+    return tuple(draft_budget(DRAFTERS["model"], state, LOAD).tolist())
 
 
 def test_no_request_drafts_past_the_end_that_it_may_have():
@@ -377,7 +385,7 @@ def history_after(history, drafted, accepted):
     """The counts of tested and accepted tokens after a step."""
     one = jnp.ones(1, jnp.int32)
     before = DraftHistory(*(count * one for count in (*history, 0)))
-    after = add_step(before, drafted * one, accepted * one, one)
+    after = AdaptiveK(None, before).update(drafted * one, accepted * one, one)
     return int(after.num_tested[0]), int(after.num_accepted[0])
 
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from specjax.checks import check_logits, check_shape
 from specjax.core.acceptance import num_valid_drafts
-from specjax.decode.draft_next import run_if
 from specjax.decode.logprobs import check_num_listed
-from specjax.decode.state_and_info import DecodeState, Settings
+from specjax.decode.state import DecodeState, Settings
 from specjax.devices.placement import Placement, call_on_auto_axes
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import Implementation, resolve_implementation
@@ -29,13 +28,13 @@ from specjax.types import Model
 __all__ = [
     "TargetRows",
     "apply_model",
-    "compute_rows",
     "count_drafted",
     "count_rows",
-    "fed_tokens",
-    "on_rows",
-    "rows_of",
-    "take_at",
+    "gather_row",
+    "run_smallest_k",
+    "score_draft",
+    "score_hidden",
+    "step_inputs",
     "vocabulary_size",
 ]
 
@@ -63,7 +62,7 @@ class TargetRows(NamedTuple):
     placement: Placement | None = None
 
 
-def compute_rows(
+def score_draft(
     target: Model,
     state: DecodeState,
     cache: Any,
@@ -85,12 +84,12 @@ def compute_rows(
     Returns:
       The target's cache, and k + 1 rows.
     """
-    input_ids, positions = (fed[:, : k + 1] for fed in fed_tokens(state))
+    input_ids, positions = (fed[:, : k + 1] for fed in step_inputs(state))
     *hidden, cache = apply_model(target, input_ids, positions, cache, taps)
-    return cache, rows_of(target, state, implementation, *hidden)
+    return cache, score_hidden(target, state, implementation, *hidden)
 
 
-def rows_of(
+def score_hidden(
     target: Model,
     state: DecodeState,
     implementation: Implementation | None,
@@ -209,9 +208,9 @@ def count_drafted(state: DecodeState) -> jax.Array:
     return num_valid_drafts(state.draft.token_ids, state.draft.num_tokens)
 
 
-def fed_tokens(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+def step_inputs(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     """Returns the tokens that a step feeds and their positions, two i32[B, K + 1]."""
-    last = take_at(state.token_ids, state.lengths - 1)
+    last = gather_row(state.token_ids, state.lengths - 1)
     input_ids = jnp.concatenate([last[:, None], state.draft.token_ids], axis=1)
     index = jnp.arange(count_rows(state), dtype=jnp.int32)[None]
     positions = jnp.where(
@@ -220,50 +219,25 @@ def fed_tokens(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     return jnp.maximum(input_ids, 0), positions
 
 
-def on_rows(
+def run_smallest_k(
     state: DecodeState,
     function: Callable[[int, Any], tuple[Any, Any]],
     operand: Any,
     buckets: tuple[int, ...] = (),
 ) -> tuple[Any, Any]:
-    """Returns `function(k, operand)` of the smallest k that holds every draft, filled up to K.
+    """Returns `function(k, operand)` of K, or where K is adaptive of the smallest k in use.
 
     Args:
       state: before the step.
-      function: of a number of drafted tokens k and an operand. Returns the operand, written in
-        place, and arrays [B, k + 1, ...].
-      operand: such as a cache.
-      buckets: numbers of drafted tokens besides 0 and K. Each is one more copy of the target's
-        layers to compile. Without "auto" k is K.
+      function: as in `AdaptiveK.run_smallest_k`.
+      operand: for instance a cache.
+      buckets: numbers of drafted tokens besides 0 and K.
     """
-    k = count_rows(state) - 1
-    if state.draft_history is None or not k:
-        return function(k, operand)
-    shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
-
-    def run(number: int, last: tuple[Any, Any]) -> tuple[Any, Any]:
-        operand, rows = function(number, last[0])
-        return operand, jax.tree.map(functools.partial(_fill, size=k + 1), rows)
-
-    last = operand, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    most = jnp.max(count_drafted(state))
-    is_held = most <= 0
-    last = run_if(is_held, functools.partial(run, 0), last)
-    for number in sorted({number for number in buckets if 0 < number < k}):
-        fits = ~is_held & (most <= number)
-        last = run_if(fits, functools.partial(run, number), last)
-        is_held |= fits
-    return run_if(~is_held, functools.partial(run, k), last)
+    num_drafted, k = count_drafted(state), count_rows(state) - 1
+    return state.k_policy.run_smallest_k(function, operand, num_drafted, k, buckets)
 
 
-def _fill(rows: jax.Array, size: int) -> jax.Array:
-    """Returns rows [B, size, ...], zeros after those that there are."""
-    widths = [(0, 0)] * rows.ndim
-    widths[1] = (0, size - rows.shape[1])
-    return jnp.pad(rows, widths)
-
-
-def take_at(values: jax.Array, index: jax.Array) -> jax.Array:
+def gather_row(values: jax.Array, index: jax.Array) -> jax.Array:
     """Returns entry `index[b]` of row b: [B, L, ...] -> [B, ...]."""
     return jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
         values, index

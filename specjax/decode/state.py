@@ -1,36 +1,52 @@
-"""`DecodeState`, which the decode loop carries, its `Settings`, and `StepInfo` of one step."""
+"""Types of the decode loop: `DecodeState`, its `Settings`, `StepOptions`, and `StepInfo`."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 
-from specjax.decode.choose_k import DraftHistory
+from specjax.config import SpeculativeConfig
+from specjax.decode.adaptive_k import AdaptiveK, DraftHistory, FixedK, k_policy
 from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.implementation import Implementation
 from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.types import Draft, Verification
 
-__all__ = ["DecodeState", "Settings", "StepInfo"]
+__all__ = ["DecodeState", "Settings", "StepInfo", "StepOptions"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Static options of a step: other ones are another program.
+
+    Attributes:
+      config: a compile key.
+      implementation: a resolved one if the caller named one, else None.
+    """
+
+    config: SpeculativeConfig
+    implementation: Implementation | None
 
 
 class Settings(NamedTuple):
-    """What does not change from step to step; data, so that other values do not recompile.
+    """Arrays that stay as they are from step to step; other values do not recompile.
 
     Attributes:
       keys: typed threefry keys, [B].
       temperature: f32[B].
       prompt_lengths: i32[B], tokens of each prompt.
       max_lengths: i32[B], committed tokens at which a request ends.
-      eos_token_ids: i32[E], tokens that end a request, filled up with -2; or i32[B, E], those of
+      eos_token_ids: i32[E], tokens that end a request, padded with -2; or i32[B, E], those of
         each.
       conditional_rates: f32[K] of synthetic acceptance, or None.
       sampling: `SamplingParams` of the requests, or None.
       logprobs: which log-probabilities are listed, or None.
-      k_by_rate: i32[65], how many tokens are drafted at each acceptance rate; f32[65, K + 1], the
-        tokens per cost of each number, where all requests draft as many; None unless K is "auto".
+      k_by_rate: i32[65], how many tokens are drafted at each acceptance rate. Where all requests
+        draft one number: f32[65, K + 1], the tokens per cost of each number. None if K is fixed.
     """
 
     keys: jax.Array
@@ -61,7 +77,7 @@ class DecodeState(NamedTuple):
       counts: `TokenCounts` of the committed tokens, None without penalties.
       top_logprobs: `TopLogprobs` [B, S, ...] of the generated tokens, -1 and 0 elsewhere; None if
         none are listed.
-      draft_history: `DraftHistory` of the requests; None unless K is "auto".
+      draft_history: `DraftHistory` of the requests; None if K is fixed.
       grammar_state: i32[B], the state of the grammar after the committed tokens; None without one.
     """
 
@@ -82,8 +98,13 @@ class DecodeState(NamedTuple):
 
     @property
     def history(self) -> History:
-        """What is committed, for rules of sampling."""
+        """The committed tokens, for rules of sampling."""
         return History(self.token_ids, self.lengths, self.counts, self.grammar_state)
+
+    @property
+    def k_policy(self) -> FixedK | AdaptiveK:
+        """The policy that says how many tokens are drafted."""
+        return k_policy(self.settings.k_by_rate, self.draft_history)
 
 
 class StepInfo(NamedTuple):

@@ -1,0 +1,417 @@
+"""How many tokens a step drafts: K for every request, or as many as its own past makes worth it.
+
+A step asks the policy of its state, and holds nothing of the other kinds:
+
+    FixedK     K tokens
+    AdaptiveK  each request has its own k
+    SharedK    all requests have one k, in an engine with `k_by_load`
+
+Counts of past steps give a request's acceptance rate, and a table gives k at each rate:
+
+    rate[b]  = (num_accepted[b] + prior) / (num_tested[b] + prior)      decayed counts of past steps
+    speed[k] = (1 + rate + rate^2 + ... + rate^k) / step_costs[k]       expected tokens per cost
+    k[b]     = argmax_k speed[k]
+
+A token is tested if all drafted before it in its step were accepted. The K of a step is decided
+before any of its tokens is drafted, so the output follows the target whatever is chosen. Rates are
+counted in integers and looked up: no rounding depends on the batch.
+
+In an engine of B slots a step takes as long as its longest draft, and a request cannot know what
+the others draft. It assumes that each of the others has a usual rate and drafts k', the best k
+for that rate:
+
+    tokens[k] = 1 + rate + ... + rate^k
+    speed[k]  = (tokens[k] + (B - 1) * usual_tokens[k']) / step_costs[k]         k >= k'
+
+Fewer than k' would shorten no step. More are drafted only where the request's own gain makes up
+for longer steps of all. The usual rate is the config's, else 0.55. That is less than most drafts
+have, because costs omit prompts that a drafter reads and drafts that the ends of texts cut off.
+
+    shared k = argmax_k sum_b speed_b[k]
+
+A shared k follows past steps of the other requests, too. Each output still follows the target.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import theory
+from specjax.config import SpeculativeConfig
+from specjax.devices.placement import pvary_like
+from specjax.types import Draft
+
+__all__ = [
+    "AdaptiveK",
+    "DraftHistory",
+    "FixedK",
+    "SharedK",
+    "cond_in_place",
+    "constant_k",
+    "init_history",
+    "k_by_rate",
+    "k_policy",
+    "longest_draft",
+    "throughput_by_rate",
+]
+
+# Rates are looked up in 64ths, and tokens are counted in 1024ths.
+_NUM_RATES = 64
+_TOKEN = 1024
+# Counts lose a 128th in every step: a step counts half after 89 others.
+_DECAY_SHIFT = 7
+# As if 2.48 of 4 tokens had been accepted before the first step. Of the priors that lose at most
+# 2 % where no draft is ever accepted, this one gained most on traces of the embedded pair.
+_PRIOR_TESTED = 4 * _TOKEN
+_PRIOR_ACCEPTED = 2540
+# Of each drafted token in the other slots of an engine, where the config has no usual rate.
+_USUAL_RATE = 0.55
+
+
+class DraftHistory(NamedTuple):
+    """What an adaptive policy remembers of each request.
+
+    Attributes:
+      num_tested: i32[B], decayed count of drafted tokens that were tested, in 1024ths.
+      num_accepted: i32[B], decayed count of those accepted, in 1024ths.
+      num_read: i32[B], committed tokens that the drafter has read.
+    """
+
+    num_tested: jax.Array
+    num_accepted: jax.Array
+    num_read: jax.Array
+
+
+def init_history(table: Any, lengths: jax.Array) -> DraftHistory | None:
+    """Returns the history of requests before their first step; None where K is fixed.
+
+    Args:
+      table: `Settings.k_by_rate`.
+      lengths: i32[B], tokens of each prompt, of which the drafter has read all but the last.
+    """
+    if table is None:
+        return None
+    zeros = jnp.zeros_like(lengths)
+    return DraftHistory(zeros, zeros, lengths - 1)
+
+
+class FixedK:
+    """Every request drafts K tokens. Arguments of the methods are as in `AdaptiveK`."""
+
+    is_adaptive = False
+
+    def budget(self, num_tokens: jax.Array, is_active: jax.Array) -> jax.Array:
+        """Returns `num_tokens`: all that a text has room for."""
+        return num_tokens
+
+    def run_smallest_k(
+        self,
+        function: Callable[[int, Any], tuple[Any, Any]],
+        operand: Any,
+        num_drafted: jax.Array,
+        k: int,
+        buckets: tuple[int, ...],
+    ) -> tuple[Any, Any]:
+        """Returns `function(k, operand)`."""
+        return function(k, operand)
+
+    def run_if_any(
+        self, num_tokens: jax.Array, function: Callable[[Any], Any], operand: Any
+    ) -> Any:
+        """Returns `function(operand)`."""
+        return function(operand)
+
+    def draft(
+        self,
+        propose: Callable[[Any, jax.Array], tuple[Draft, Any]],
+        read: Callable[[Any, jax.Array], Any],
+        drafter_state: Any,
+        num_tokens: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[Draft, Any, DraftHistory | None]:
+        """Returns `propose(drafter_state, num_tokens)`, and no history."""
+        return *propose(drafter_state, num_tokens), None
+
+    def update(
+        self, num_drafted: jax.Array, num_accepted: jax.Array, lengths: jax.Array
+    ) -> DraftHistory | None:
+        """Returns no history."""
+        return None
+
+
+class AdaptiveK:
+    """Each request drafts as many tokens as are best at its own acceptance rate, or none.
+
+    Args:
+      table: i32[65], from `k_by_rate`.
+      history: of past steps.
+    """
+
+    is_adaptive = True
+
+    def __init__(self, table: jax.Array, history: DraftHistory) -> None:
+        self.table, self.history = table, history
+
+    def budget(self, num_tokens: jax.Array, is_active: jax.Array) -> jax.Array:
+        """Returns how many tokens each request drafts next, i32[B].
+
+        Args:
+          num_tokens: i32[B], most tokens that each text has room for.
+          is_active: bool[B], requests that go on.
+        """
+        return jnp.minimum(num_tokens, self._best_k(is_active))
+
+    def _best_k(self, is_active: jax.Array) -> jax.Array:
+        return jnp.take(self.table, _rate_index(self.history))
+
+    def run_smallest_k(
+        self,
+        function: Callable[[int, Any], tuple[Any, Any]],
+        operand: Any,
+        num_drafted: jax.Array,
+        k: int,
+        buckets: tuple[int, ...],
+    ) -> tuple[Any, Any]:
+        """Returns `function` of the smallest k that holds every draft: 0, a bucket, or K.
+
+        Args:
+          function: `(k, operand) -> (operand, arrays)`. It writes the operand in place; the arrays
+            are [B, k + 1, ...].
+          operand: for instance a cache.
+          num_drafted: i32[B], tokens of each draft.
+          k: K.
+          buckets: numbers between 0 and K. Each is one more copy of `function` to compile.
+
+        Returns:
+          The operand, and arrays [B, K + 1, ...]: zeros after row k.
+        """
+        if not k:
+            return function(k, operand)
+        shapes = jax.eval_shape(functools.partial(function, k), operand)[1]
+
+        def run(number: int, last: tuple[Any, Any]) -> tuple[Any, Any]:
+            operand, rows = function(number, last[0])
+            return operand, jax.tree.map(functools.partial(_pad_rows, size=k + 1), rows)
+
+        last = operand, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        longest = jnp.max(num_drafted)
+        is_done = longest <= 0
+        last = cond_in_place(is_done, functools.partial(run, 0), last)
+        for number in sorted({number for number in buckets if 0 < number < k}):
+            fits = ~is_done & (longest <= number)
+            last = cond_in_place(fits, functools.partial(run, number), last)
+            is_done |= fits
+        return cond_in_place(~is_done, functools.partial(run, k), last)
+
+    def run_if_any(
+        self, num_tokens: jax.Array, function: Callable[[Any], Any], operand: Any
+    ) -> Any:
+        """Returns `function(operand)` if a request drafts, else the operand.
+
+        Args:
+          num_tokens: i32[B], how many tokens each request drafts.
+          function: takes and returns a pytree of one structure.
+          operand: this pytree.
+        """
+        return cond_in_place(jnp.any(num_tokens > 0), function, operand)
+
+    def draft(
+        self,
+        propose: Callable[[Any, jax.Array], tuple[Draft, Any]],
+        read: Callable[[Any, jax.Array], Any],
+        drafter_state: Any,
+        num_tokens: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[Draft, Any, DraftHistory | None]:
+        """Returns the draft of requests that draft; these first read the tokens that they missed.
+
+        Args:
+          propose: `(drafter_state, num_tokens) -> (draft, drafter_state)`, with -1 tokens for a
+            request that drafts none.
+          read: `(drafter_state, num_read) -> drafter_state`, which reads the committed tokens
+            after the first `num_read` i32[B], but for the last.
+          drafter_state: before.
+          num_tokens: i32[B], how many tokens each request drafts, -1 if it ended.
+          lengths: i32[B], committed tokens.
+
+        Returns:
+          The draft, the drafter's state and the history.
+        """
+        drafts, history = num_tokens > 0, self.history
+        # The last two tokens are read by every proposal.
+        missed = drafts & (lengths - 1 - history.num_read > 1)
+        drafter_state = read(drafter_state, jnp.where(missed, history.num_read, lengths - 1))
+        # To the drafter a request that drafts nothing is an inactive one, alone or in a batch.
+        draft, drafter_state = propose(drafter_state, jnp.where(drafts, num_tokens, -1))
+        num_drafted = draft.num_tokens
+        assert num_drafted is not None
+        draft = draft._replace(num_tokens=jnp.where(drafts, num_drafted, num_tokens))
+        # It has read all but the last token of its draft.
+        num_read = lengths - 1 + jnp.maximum(num_drafted, 1)
+        history = history._replace(num_read=jnp.where(drafts, num_read, history.num_read))
+        return draft, drafter_state, history
+
+    def update(
+        self, num_drafted: jax.Array, num_accepted: jax.Array, lengths: jax.Array
+    ) -> DraftHistory | None:
+        """Returns the history with one step added.
+
+        Args:
+          num_drafted: i32[B], -1 for an inactive request.
+          num_accepted: i32[B].
+          lengths: i32[B], committed tokens after the step. The last of them is no drafted one, so
+            the drafter has not read it.
+        """
+        history = self.history
+        num_tested = num_accepted + (num_accepted < num_drafted).astype(jnp.int32)
+        return DraftHistory(
+            _decay(history.num_tested) + _TOKEN * num_tested,
+            _decay(history.num_accepted) + _TOKEN * num_accepted,
+            jnp.minimum(history.num_read, lengths - 1),
+        )
+
+
+class SharedK(AdaptiveK):
+    """All requests draft the k that gives the active ones together the most tokens per cost.
+
+    Args:
+      table: f32[65, K + 1], from `throughput_by_rate`.
+      history: of past steps.
+    """
+
+    def _best_k(self, is_active: jax.Array) -> jax.Array:
+        each = jnp.take(self.table, _rate_index(self.history), axis=0)
+        total = jnp.sum(jnp.where(is_active[:, None], each, 0.0), axis=0)
+        return jnp.argmax(total).astype(jnp.int32)
+
+
+def k_policy(table: Any, history: DraftHistory | None) -> FixedK | AdaptiveK:
+    """Returns the policy of a state.
+
+    Args:
+      table: `Settings.k_by_rate`.
+      history: `DecodeState.draft_history`.
+    """
+    if table is None or history is None:
+        return FixedK()
+    return (AdaptiveK if table.ndim == 1 else SharedK)(table, history)
+
+
+def longest_draft(config: SpeculativeConfig, num_tokens: jax.Array) -> jax.Array | None:
+    """Returns how many tokens the longest draft of a batch has, i32[]; None is K.
+
+    Args:
+      config: a compile key.
+      num_tokens: i32[B], most drafted tokens of each request.
+    """
+    return jnp.max(num_tokens) if config.adaptive_k else None
+
+
+def cond_in_place(predicate: jax.Array, function: Callable[[Any], Any], operand: Any) -> Any:
+    """Returns `function(operand)` where the predicate holds, else the operand.
+
+    A loop of at most one round: XLA writes into a loop's carry in place. It would copy the operands
+    of a conditional, which here hold caches.
+    """
+
+    def run(carry: Any) -> Any:
+        return pvary_like((jnp.zeros((), bool), function(carry[1])), carry)
+
+    start = (predicate, operand)
+    return jax.lax.while_loop(lambda carry: carry[0], run, pvary_like(start, start))[1]
+
+
+def k_by_rate(config: SpeculativeConfig, num_slots: int = 1) -> Any:
+    """Returns the best k of each acceptance rate 0, 1/64, ..., 1, i32[65]; None if K is fixed.
+
+    Made on the host in float64; the smallest k of equal speed, from k' on.
+
+    Args:
+      config: with the costs of steps and the usual rate.
+      num_slots: B, of an engine.
+
+    Example:
+      >>> config = SpeculativeConfig("auto", step_costs=(1.0, 1.25, 1.75))
+      >>> k_by_rate(config)[[0, 16, 24, 32, 64]].tolist()
+      [0, 0, 1, 1, 2]
+      >>> k_by_rate(config, num_slots=16)[[0, 16, 24, 32, 64]].tolist()
+      [1, 1, 1, 1, 1]
+    """
+    if not config.adaptive_k:
+        return None
+    costs, tokens = np.asarray(config.step_costs), _tokens_by_rate(config)
+    usual = _USUAL_RATE if config.usual_acceptance_rate is None else config.usual_acceptance_rate
+    usual_tokens = theory.acceptance_lengths(usual ** np.arange(1, len(costs)))
+    others = int(theory.best_k(usual_tokens, costs).k) if num_slots > 1 else 0
+    total = tokens + (num_slots - 1) * usual_tokens[others]
+    best = others + theory.best_k(total[:, others:], costs[others:]).k
+    return best.astype(np.int32)
+
+
+def throughput_by_rate(config: SpeculativeConfig) -> Any:
+    """Returns the expected tokens per cost of each k at each rate, f32[65, K + 1], or None.
+
+    None if K is fixed.
+
+    Example:
+      >>> config = SpeculativeConfig("auto", step_costs=(1.0, 1.25, 1.75))
+      >>> throughput_by_rate(config)[32].tolist()  # 1 / 1, 1.5 / 1.25, 1.75 / 1.75
+      [1.0, 1.2000000476837158, 1.0]
+    """
+    if not config.adaptive_k:
+        return None
+    best = theory.best_k(_tokens_by_rate(config), config.step_costs)
+    return best.tokens_per_second.astype(np.float32)
+
+
+def _tokens_by_rate(config: SpeculativeConfig) -> Any:
+    """Returns the expected tokens of a step at each rate and k, f64[65, K + 1]."""
+    assert config.step_costs is not None
+    rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
+    return theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
+
+
+def constant_k(table: Any) -> int | None:
+    """Returns k if no rate that a request reaches changes it, else None.
+
+    A request that drafts nothing keeps its first rate.
+
+    Args:
+      table: from `k_by_rate` or `throughput_by_rate`.
+
+    Example:
+      >>> dear = SpeculativeConfig("auto", step_costs=(1.0, 2.0, 3.0))
+      >>> constant_k(k_by_rate(dear)), constant_k(k_by_rate(SpeculativeConfig("auto")))
+      (0, None)
+      >>> cheap = SpeculativeConfig("auto", step_costs=(1.0, 1.1, 1.2))
+      >>> constant_k(k_by_rate(cheap, num_slots=16))
+      2
+    """
+    best = table if table.ndim == 1 else np.argmax(table, axis=1)
+    first = int(best[_PRIOR_ACCEPTED * _NUM_RATES // _PRIOR_TESTED])
+    return first if first == 0 or np.all(best == first) else None
+
+
+def _rate_index(history: DraftHistory) -> jax.Array:
+    """Returns the acceptance rate of each request in 64ths, i32[B]."""
+    accepted = history.num_accepted + _PRIOR_ACCEPTED
+    return accepted * _NUM_RATES // (history.num_tested + _PRIOR_TESTED)
+
+
+def _decay(count: jax.Array) -> jax.Array:
+    return count - (count >> _DECAY_SHIFT)
+
+
+def _pad_rows(rows: jax.Array, size: int) -> jax.Array:
+    """Returns rows [B, size, ...] with zeros after the given ones."""
+    widths = [(0, 0)] * rows.ndim
+    widths[1] = (0, size - rows.shape[1])
+    return jnp.pad(rows, widths)
+
+
+jax.export.register_namedtuple_serialization(DraftHistory, serialized_name="specjax.DraftHistory")

@@ -1,0 +1,192 @@
+"""Drafts for the next step: at most K tokens of each request.
+
+Where K is adaptive, a step for which no request drafts does not run the drafter. It then reads the
+committed tokens that it missed before it drafts again.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checks import check_draft
+from specjax.config import SpeculativeConfig
+from specjax.core.acceptance import num_valid_drafts
+from specjax.decode.drafters import Drafter, reads_chunks
+from specjax.decode.state import DecodeState, Settings, StepInfo, StepOptions
+from specjax.decode.target_step import TargetRows, gather_row
+from specjax.devices.placement import pvary_like
+from specjax.processing.history import History
+from specjax.processing.row_masks import draft_sampling
+from specjax.types import Draft
+
+__all__ = [
+    "discard_incompatible_draft",
+    "draft_budget",
+    "draft_next",
+    "propose_draft",
+    "run_draft",
+]
+
+# Missed tokens that a drafter reads at once.
+_CHUNK_SIZE = 7
+
+
+def draft_next(
+    drafter: Drafter | None,
+    state: DecodeState,
+    rows: TargetRows,
+    info: StepInfo,
+    options: StepOptions,
+) -> DecodeState:
+    """Returns the state with the draft that the next step verifies.
+
+    Args:
+      drafter: as in `run_step`.
+      state: after the commit of the step.
+      rows: of the step.
+      info: of the step.
+      options: of the step.
+    """
+    num_tokens = draft_budget(drafter, state, options.config)
+    state = state._replace(draft=state.draft._replace(num_tokens=num_tokens))
+    if drafter is None:
+        return state
+    hidden = gather_row(rows.hidden, info.verification.num_accepted)
+
+    def run(drafted: tuple[Any, ...]) -> tuple[Any, ...]:
+        draft, drafter_state, history = drafted
+        before = state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
+        after = run_draft(drafter, before, hidden, options)
+        return after.draft, after.drafter_state, after.draft_history
+
+    drafted = (state.draft, state.drafter_state, state.draft_history)
+    draft, drafter_state, history = state.k_policy.run_if_any(num_tokens, run, drafted)
+    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
+
+
+def draft_budget(
+    drafter: Drafter | None, state: DecodeState, config: SpeculativeConfig
+) -> jax.Array:
+    """Returns how many tokens each request drafts next at most, i32[B]; -1 if it ended."""
+    is_active, k = state.finish == 0, 0 if drafter is None else config.num_speculative_tokens
+    # A step always emits one token besides the accepted drafts.
+    num_tokens = jnp.clip(state.settings.max_lengths - state.lengths - 1, 0, k)
+    return jnp.where(is_active, state.k_policy.budget(num_tokens, is_active), jnp.int32(-1))
+
+
+def run_draft(
+    drafter: Drafter, state: DecodeState, hidden: jax.Array, options: StepOptions
+) -> DecodeState:
+    """Runs the drafter for at most `state.draft.num_tokens` tokens of each request.
+
+    Args:
+      drafter: as in `run_step`.
+      state: after the commit of a step, with the budget.
+      hidden: [B, D], the target's hidden states that decided the last tokens.
+      options: of the step.
+    """
+    num_tokens = state.draft.num_tokens
+    assert num_tokens is not None
+
+    def propose(drafter_state: Any, num_tokens: jax.Array) -> tuple[Draft, Any]:
+        text = (state.history, hidden, state.settings)
+        return propose_draft(drafter, drafter_state, *text, num_tokens, options=options)
+
+    def read(drafter_state: Any, num_read: jax.Array) -> Any:
+        return _read_missed(drafter, state, drafter_state, num_read)
+
+    draft, drafter_state, history = state.k_policy.draft(
+        propose, read, state.drafter_state, num_tokens, state.lengths
+    )
+    return state._replace(draft=draft, drafter_state=drafter_state, draft_history=history)
+
+
+def _read_missed(
+    drafter: Drafter, state: DecodeState, drafter_state: Any, num_read: jax.Array
+) -> Any:
+    """Returns the drafter's state after the committed tokens from `num_read` i32[B] on.
+
+    The last token is not read. The first column of a chunk is the token before it, at position -1.
+    """
+    if drafter.reads_features or not reads_chunks(drafter_state):
+        return drafter_state
+    end = state.lengths - 1
+    offsets = jnp.arange(-1, _CHUNK_SIZE, dtype=jnp.int32)[None]
+
+    def read(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        num_read, drafter_state = carry
+        index = num_read[:, None] + offsets
+        ids = jnp.take_along_axis(state.token_ids, jnp.maximum(index, 0), axis=1, mode="clip")
+        inside = (offsets >= 0) & (index < end[:, None])
+        ids, positions = jnp.maximum(ids, 0), jnp.where(inside, index, -1)
+        drafter_state = drafter.extend(drafter.params, drafter_state, ids, positions, None)
+        return pvary_like((num_read + _CHUNK_SIZE, drafter_state), carry)
+
+    start = (num_read, drafter_state)
+    start = pvary_like(start, start, drafter)
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < end), read, start)[1]
+
+
+def discard_incompatible_draft(
+    drafter: Drafter | None, state: DecodeState, hidden: jax.Array, options: StepOptions
+) -> DecodeState:
+    """Returns the state without its pending draft if this config makes drafts of other fields.
+
+    Another method drew that draft. Tokens drawn with the target's noise bias the output of every
+    method but "coupled". The program of a state that this config began holds nothing of this.
+
+    Args:
+      drafter: as in `run_step`.
+      state: before verification.
+      hidden: [B, D], of any token.
+      options: of the step.
+    """
+    if drafter is None:
+        return state
+    text = (state.history, hidden, state.settings, state.draft.num_tokens)
+    like, _ = propose_draft.eval_shape(drafter, state.drafter_state, *text, options=options)
+    if [x is None for x in like] == [x is None for x in state.draft]:
+        return state
+    none = jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)
+    draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return state._replace(draft=draft._replace(num_tokens=none))
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def propose_draft(
+    drafter: Drafter,
+    drafter_state: Any,
+    text: History,
+    hidden: jax.Array,
+    settings: Settings,
+    max_tokens: jax.Array,
+    *,
+    options: StepOptions,
+) -> tuple[Draft, Any]:
+    """Returns a checked draft of at most `max_tokens` i32[B] tokens, and the drafter's state.
+
+    A function of its own: the shapes of its draft are asked for before the first step, and a
+    compiled function is traced once for both.
+    """
+    sampling = draft_sampling(settings.sampling)
+    draft, drafter_state = drafter.propose(
+        drafter.params,
+        drafter_state,
+        text.token_ids,
+        hidden,
+        keys=settings.keys,
+        positions=text.lengths,
+        num_tokens=max_tokens,
+        temperature=settings.temperature,
+        config=options.config,
+        sampling=sampling,
+        history=None if sampling is None else text,
+        implementation=options.implementation,
+    )
+    draft = check_draft(draft)
+    # Only the loop ends requests, and no draft is longer than a request has tokens left.
+    num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
+    num_tokens = jnp.minimum(jnp.maximum(num_drafted, 0), max_tokens)
+    return draft._replace(num_tokens=num_tokens), drafter_state
