@@ -74,7 +74,7 @@ _USUAL_RATE = 0.55
 
 
 class DraftHistory(NamedTuple):
-    """What an adaptive policy remembers of each request.
+    """Counts of each request's past drafts, by which an adaptive policy chooses.
 
     Attributes:
       num_tested: i32[B], decayed count of drafted tokens that were tested, in 1024ths.

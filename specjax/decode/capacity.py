@@ -1,8 +1,8 @@
-"""Capacity: buffers of a batch have room for `max_length` tokens, whatever its prompts and texts.
+"""Capacity: the tokens of a request that the buffers of a batch hold, `max_length`.
 
-A program is compiled for a capacity, so that prompts of other lengths and other numbers of new
-tokens run through it again. What comes from the host is padded here in NumPy: an eager pad or
-slice of every width would be a compilation of its own. `unpad` takes the room off again.
+A program is compiled for a capacity: prompts of other lengths and other numbers of new tokens use
+it again. Arrays of the host are padded here in NumPy, because an eager pad or slice would compile
+for every width. `unpad` removes the padding.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _NO_TOKEN = -2
 
 
 def as_host_array(value: Any) -> Any:
-    """Returns a NumPy array of what lies on one device or on the host, and others as they are."""
+    """Returns a NumPy array of a value on the host or on one device, and other arrays unchanged."""
     if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
@@ -103,7 +103,7 @@ def choose_max_length(
 
 
 def pad_prompt(prompt: Any, max_length: int) -> Any:
-    """Returns prompts i32[B, S]: cut or filled with 0 after the last token."""
+    """Returns prompts i32[B, S], cut to S or padded with 0."""
     width = prompt.shape[1]
     if not isinstance(prompt, np.ndarray):
         if width > max_length:
@@ -115,9 +115,9 @@ def pad_prompt(prompt: Any, max_length: int) -> Any:
 
 
 def pad_batch_to_mesh(arguments: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
-    """Returns arguments of as many requests as the devices have alike: the last one is repeated.
+    """Pads the batch to a multiple of the mesh's data axis by repeating the last request.
 
-    Whole rows of logits would travel in every step of a batch that devices do not divide.
+    Otherwise every step would send whole rows of logits between devices.
 
     Args:
       arguments: of `run_prefill`.
@@ -131,7 +131,7 @@ def pad_batch_to_mesh(arguments: dict[str, Any], placement: Placement | None) ->
     keys = settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size)
 
     def repeat(x: Any, rank: int = 1) -> Any:
-        """Repeats what has an axis of requests, which the rank tells."""
+        """Repeats the last request of an array that has an axis of requests, as its rank tells."""
         return x[index] if x is not None and np.ndim(x) >= rank else x
 
     names = ("temperature", "prompt_lengths", "max_lengths")
@@ -147,7 +147,7 @@ def pad_batch_to_mesh(arguments: dict[str, Any], placement: Placement | None) ->
 
 
 def pad_eos(ids: Any, least: int = _EOS_IDS) -> Any:
-    """Returns ids i32[E], E a multiple of 8 and at least `least`, so that their number is data."""
+    """Returns ids i32[E], padded to a multiple of 8 and at least `least`: their number is data."""
     check_shape("eos_token_ids", ids, (ids.size,))
     missing = max(least, -(-ids.size // _EOS_IDS) * _EOS_IDS) - ids.size
     pad = np.pad if isinstance(ids, np.ndarray) else jnp.pad
@@ -177,7 +177,7 @@ def unpad(token_ids: Any, vocab_size: int | None = None) -> list[list[int]]:
 def explain_out_of_memory(
     target: Any, drafter: Any, batch_size: int, max_length: int
 ) -> Iterator[None]:
-    """Names the bytes of a batch's caches in an error of a device that ran out of memory.
+    """Context manager: adds the bytes of a batch's caches to an out-of-memory error.
 
     Args:
       target: a `Model`.
@@ -204,14 +204,14 @@ def explain_out_of_memory(
 
 
 def _size_of(init: Any, batch_size: int, max_length: int) -> str:
-    """Returns the size of what `init` makes for a batch, nothing of which is made."""
+    """Returns the size of the arrays that `init` would make for a batch."""
     tree = jax.eval_shape(lambda: init(batch_size, max_length))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return format_bytes(size)
 
 
 def format_bytes(size: int) -> str:
-    """Returns a number of bytes in the greatest binary unit that is not more.
+    """Returns a number of bytes as text, in the largest binary unit that is not larger.
 
     Example:
       >>> format_bytes(192), format_bytes(3 * 2**29)

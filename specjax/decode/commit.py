@@ -1,4 +1,4 @@
-"""`commit`: appends the emitted tokens to each request and finds its end; codes of both."""
+"""`commit`: appends emitted tokens to each request and finds its end; `Origin` and `Finish`."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def commit(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Appends the emitted tokens of a step to each request, and says which requests end.
 
-    A request takes its emitted tokens up to the first that ends it, and up to its maximum length.
+    A request takes its emitted tokens up to its maximum length, or up to the first that ends it.
 
     Args:
       token_ids: i32[B, L], committed tokens.
@@ -70,8 +70,8 @@ def commit(
 
     Returns:
       token_ids i32[B, L], lengths i32[B], and finish i8[B]: 0 for a request that goes on, or one
-      of `Finish`. A request that emitted nothing, because it is inactive or invalid, has INVALID,
-      or LENGTH if it is full. A loop keeps the first reason by which a request ended.
+      of `Finish`. A request that emitted nothing is inactive or invalid: it has INVALID, or LENGTH
+      if it is full. A loop keeps the first reason for which a request ended.
 
     Raises:
       ValueError: if the shapes do not fit together.
@@ -105,7 +105,7 @@ def append_emitted(
     eos_token_ids: jax.Array,
     max_lengths: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what `commit` returns, of checked arrays."""
+    """Implements `commit` for checked arrays."""
     emitted, counts = verification.token_ids, verification.num_emitted
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
     # [E] of the batch, or [B, E] where each request has its own.

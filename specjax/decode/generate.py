@@ -154,7 +154,7 @@ def generate(
 
 
 def take_first_requests(generation: Generation, size: int) -> Generation:
-    """Returns what the first requests got, without those of `pad_batch_to_mesh`."""
+    """Returns the texts of the first requests, without the copies that pad the batch."""
     if generation.lengths.shape[0] == size:
         return generation
     return jax.tree.map(lambda x: x[:size], generation)

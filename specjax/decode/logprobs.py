@@ -54,7 +54,7 @@ class TopLogprobs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogprobsConfig:
-    """Which log-probabilities a decode loop keeps; static, so a pytree without leaves.
+    """Which log-probabilities a decode loop lists; static, so a pytree without leaves.
 
     Attributes:
       num: likeliest tokens listed per generated token, >= 0.
@@ -152,7 +152,7 @@ def list_top_logprobs(
     n: int,
     split: VocabularySplit | None = None,
 ) -> TopLogprobs:
-    """Returns what `top_logprobs` returns, of checked arrays."""
+    """Implements `top_logprobs` for checked arrays."""
     leading = logits.shape[:-1]
     trailing_ones = (1,) * (len(leading) - temperature.ndim)
     temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
@@ -265,7 +265,7 @@ def _top_k(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 def _top_k_over_devices(
     rows: jax.Array, n: int, split: VocabularySplit
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `_top_k` returns of rows over devices, each of which gives its own n largest."""
+    """Returns `_top_k` of sharded rows: merges each device's n largest."""
     width, axis = rows.shape[-1], rows.ndim - 1
     if not n:
         shape = (*rows.shape[:-1], 0)

@@ -1,4 +1,4 @@
-"""Reading the prompts: chunks of one size, through one program whatever their length."""
+"""Prefill: the models read the prompts in chunks of one size, by one program for all lengths."""
 
 import functools
 import inspect
@@ -53,10 +53,10 @@ class LoweredProgram(NamedTuple):
 
 
 def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **arguments: Any) -> Any:
-    """Returns `run` of the state that `run_prefill` returns: two programs, compiled at once.
+    """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
-    XLA compiles each on one core, for longer than it takes to trace and lower both. Traced, they
-    are part of the caller's program.
+    XLA compiles each on one core, for longer than it takes to trace and lower both. Under an outer
+    trace, both are part of the caller's program.
 
     Args:
       run: a jitted function of target, drafter, state and the options of a step.
@@ -64,8 +64,8 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
       drafter: as in `init`.
       **arguments: of `run_prefill`.
     """
-    # JAX gives what was compiled here to the call that comes. That call compiles again what
-    # failed, and says why.
+    # The calls below get what was compiled here from JAX. A program that failed is compiled again
+    # by its call, which raises the error.
     programs = _begin_compilation(run, target, drafter, arguments)
     futures.wait(program.compilation for program in programs[:1])
     state = _prefill_program()(target, drafter, **arguments)
@@ -76,10 +76,10 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
 def _begin_compilation(
     run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
 ) -> tuple[LoweredProgram, ...]:
-    """Begins to compile `run_prefill` and `run`, if this is the first call of its kind."""
+    """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
     data = {name: value for name, value in arguments.items() if name not in _STATIC}
     leaves, structure = jax.tree.flatten((target, drafter, data))
-    # Of arrays that the caller has placed, the state's placement is known after the prefill alone.
+    # If inputs are sharded, the state's sharding is known only after prefill.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
         return ()
     if jax.config.values["jax_disable_jit"]:
@@ -93,7 +93,7 @@ def _begin_compilation(
 
 @functools.lru_cache(maxsize=64)
 def _count_calls(*kind: Any) -> Iterator[int]:
-    """Returns a counter of the calls of a kind, which models are part of: old kinds are dropped."""
+    """Returns a counter of the calls of a kind. Models are part of it: old kinds are dropped."""
     return itertools.count()
 
 
@@ -102,8 +102,8 @@ def begin_compilation(
 ) -> tuple[LoweredProgram, LoweredProgram]:
     """Returns `run_prefill` and `run`, which are being compiled.
 
-    The first is compiled, or read from a cache, while Python traces the second. Of a model over
-    devices the second is traced after that: where a state lies is known from the first.
+    The first is compiled, or read from a cache, while Python traces the second. For a model over
+    devices the second is traced afterwards: the first tells the state's sharding.
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
@@ -155,15 +155,14 @@ def run_prefill(
     implementation: Implementation | None,
     chunk_size: int,
 ) -> DecodeState:
-    """Returns a state that has read the prompts but for their last token, and drafted nothing.
+    """Returns a state that has read all but the last token of each prompt, and drafted nothing.
 
-    The first step feeds the last token of each prompt, so that verification stands in the step's
-    program alone.
+    The first step feeds these last tokens, so that only the step's program verifies.
 
     Args:
       target: as in `init`.
       drafter: as in `init`.
-      prompt: i32[B, S], the buffers' size S; what follows a prompt is ignored.
+      prompt: i32[B, S], S as of the buffers; ids after a prompt are ignored.
       lengths: i32[B].
       settings: keys [B] or (), temperature [B] or ().
       config: a compile key.
@@ -198,7 +197,7 @@ def begin_prefill(
     config: SpeculativeConfig,
     implementation: Implementation | None,
 ) -> DecodeState:
-    """Returns a state that has read nothing of the prompts; arguments as in `run_prefill`."""
+    """Returns a state that has read no token of the prompts; arguments as in `run_prefill`."""
     size, width = prompt.shape
     settings = settings._replace(
         keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),
@@ -247,10 +246,10 @@ def read_prompt_chunk(
     implementation: Implementation | None,
     chunk_size: int,
 ) -> tuple[DecodeState, TargetRows]:
-    """Reads a chunk of each prompt, for a host that runs every chunk itself.
+    """Reads a chunk of each prompt, for a host that calls every chunk itself.
 
     Args:
-      target: reads the last token of a prompt, too: the first step has its row already.
+      target: reads all tokens of a prompt, so that the first step need not feed the last one.
       drafter: reads all tokens but the last.
       state: from `begin_prefill` or this function.
       done: i32[], how many tokens were read before.
@@ -258,7 +257,7 @@ def read_prompt_chunk(
       chunk_size: as in `run_prefill`.
 
     Returns:
-      The state, and the row of each prompt's last token, if the chunk holds it.
+      The state, and the row of each prompt's last token if the chunk holds it.
     """
     chunk_size = min(chunk_size, state.token_ids.shape[1])
     padded = jnp.pad(state.token_ids, ((0, 0), (0, -state.token_ids.shape[1] % chunk_size)))
@@ -281,7 +280,7 @@ def _read_chunk(
 ) -> tuple[Any, Any, tuple[jax.Array, jax.Array | None]]:
     """Returns the target's cache, the drafter's state, and hidden states and features of a chunk.
 
-    The drafter reads all tokens but the last, and so does the target, unless `reads_last`.
+    Neither reads the last token of a prompt; with `reads_last` the target does.
     """
     offsets = jnp.arange(chunk_size, dtype=jnp.int32)[None]
     ids = jax.lax.dynamic_slice_in_dim(prompt, done, chunk_size, axis=1)

@@ -108,10 +108,10 @@ class DecodeState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What one step verified.
+    """The outcome of one step's verification.
 
-    A verification goes on past the end of a text. The state holds what was committed, and its
-    metrics count that alone.
+    A verification goes on past the end of a text. The state and its metrics hold committed tokens
+    alone.
 
     Attributes:
       verification: `Verification` of the step.

@@ -1,7 +1,8 @@
-"""The target's K + 1 rows of a step: the last token and the drafted ones are fed, and processed.
+"""The target's K + 1 rows of a step: logits after the last token and after each drafted one.
 
-Where K is "auto", a step in which no request of the batch has a draft computes one row. An engine
-has programs of a few more numbers of rows, and takes the smallest that holds the longest draft.
+    last token, draft -> target -> hidden states -> logits -> sampling rules -> `TargetRows`
+
+Row i decides the token after the i first drafted ones, and row K the bonus token.
 """
 
 import functools
@@ -40,17 +41,19 @@ __all__ = [
 
 
 class TargetRows(NamedTuple):
-    """What the target says of K + 1 rows; in `run_step` zeros where only the first was computed.
+    """The target's output in K + 1 positions.
+
+    Where K is adaptive, rows after the longest draft of the batch are not computed, and are zeros.
 
     Attributes:
-      hidden: [B, K + 1, D].
+      hidden: [B, K + 1, D], hidden states.
       features: [B, K + 1, A * D] of the drafter's A taps, or None without any.
-      raw_logits: [B, K + 1, V], or None where they are not listed.
-      logits: [B, K + 1, V], processed.
-      cutoff: f32[B, K + 1], or None.
-      split: of the vocabulary, where `logits` are [B, K + 1, N * W] of `Model.split_logits`; or
-        None.
-      placement: of the target, or None.
+      raw_logits: [B, K + 1, V] of the model, or None where they are not listed.
+      logits: [B, K + 1, V] after the rules of the sampling parameters.
+      cutoff: f32[B, K + 1], logits below which no token is sampled; or None.
+      split: the split of the vocabulary, where `logits` are [B, K + 1, N * W] of
+        `Model.split_logits`; or None.
+      placement: the target's, or None.
     """
 
     hidden: jax.Array
@@ -71,15 +74,15 @@ def score_draft(
     implementation: Implementation | None,
     taps: tuple[int, ...] = (),
 ) -> tuple[Any, TargetRows]:
-    """Feeds the last token and k drafted ones to the target: the first part of `run_step`.
+    """Feeds the last token and k drafted ones to the target, and returns their rows.
 
     Args:
       target: as in `run_step`.
       state: as in `run_step`; its cache is not read.
       cache: the target's.
-      k: how many drafted tokens are fed: K, or 0 if nothing was drafted.
+      k: how many drafted tokens are fed; at most K.
       implementation: as in `run_step`.
-      taps: of the drafter.
+      taps: the drafter's.
 
     Returns:
       The target's cache, and k + 1 rows.
@@ -96,7 +99,15 @@ def score_hidden(
     hidden: jax.Array,
     features: jax.Array | None,
 ) -> TargetRows:
-    """Returns the rows of hidden states [B, k + 1, D], the last token's and those of k drafted."""
+    """Returns the rows of hidden states.
+
+    Args:
+      target: as in `run_step`.
+      state: before the step.
+      implementation: as in `run_step`.
+      hidden: [B, k + 1, D], hidden states of the last token and of k drafted ones.
+      features: of the drafter's taps, or None.
+    """
     settings, (size, num_rows) = state.settings, hidden.shape[:2]
     split = _vocabulary_split(target, settings, hidden)
     logits_of = target.logits if split is None else target.split_logits
@@ -113,7 +124,7 @@ def score_hidden(
 def _vocabulary_split(
     target: Model, settings: Settings, hidden: jax.Array
 ) -> VocabularySplit | None:
-    """Returns how rows of logits lie over devices where verification alone reads them, or None."""
+    """Returns the split of the vocabulary if verification alone reads the logits, else None."""
     if target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None):
         return None
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
@@ -128,9 +139,10 @@ def apply_model(
     cache: Any,
     taps: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Returns what `model.apply_with_taps` does, or `model.apply` and no features without taps.
+    """Returns the hidden states of tokens, their features, and the cache after them.
 
-    Traced once where its shapes are asked for before.
+    Without taps it calls `model.apply`, and features are None. `jax.jit` lets one trace serve both
+    the shapes of the outputs and the outputs.
     """
     operands = (model.params, token_ids, positions, cache)
     if not taps:
@@ -146,7 +158,7 @@ def apply_model(
 
 
 def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) -> int:
-    """Returns V of the target's logits; nothing is traced that `prefill` does not trace.
+    """Returns V of the target's logits. `prefill` reuses what is traced for it.
 
     Args:
       target: a `Model`.
@@ -168,7 +180,7 @@ def _logits(target: Model, *, size: int, num_rows: int, max_length: int) -> jax.
 
 
 def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_rows: int) -> None:
-    """Refuses logits [B, K + 1, V] that the settings were not made for."""
+    """Refuses logits whose shape is not [B, K + 1, V], or whose V the settings do not fit."""
     check_logits("target_logits", logits, "[B, K + 1, V]", size)
     vocab_size = logits.shape[-1]
     check_shape("target_logits", logits, (size, num_rows, vocab_size))
@@ -182,7 +194,7 @@ def _check_target_logits(logits: jax.Array, settings: Settings, size: int, num_r
 def _apply_sampling(
     state: DecodeState, drafted: jax.Array, logits: jax.Array, implementation: Implementation
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns processed logits and cutoffs of the target's rows."""
+    """Returns the logits after the sampling rules, and the cutoffs of the filters."""
     settings = state.settings
     rules, filters = split_sampling(settings.sampling or SamplingParams())
     if has_row_masks(settings.sampling):
@@ -199,7 +211,7 @@ def _apply_sampling(
 
 
 def count_rows(state: DecodeState) -> int:
-    """Returns K + 1."""
+    """Returns K + 1, the number of rows that a step verifies."""
     return state.draft.token_ids.shape[1] + 1
 
 
@@ -209,7 +221,10 @@ def count_drafted(state: DecodeState) -> jax.Array:
 
 
 def step_inputs(state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens that a step feeds and their positions, two i32[B, K + 1]."""
+    """Returns the tokens that a step feeds and their positions, two i32[B, K + 1].
+
+    A position of -1 is no token: it follows the draft of its request.
+    """
     last = gather_row(state.token_ids, state.lengths - 1)
     input_ids = jnp.concatenate([last[:, None], state.draft.token_ids], axis=1)
     index = jnp.arange(count_rows(state), dtype=jnp.int32)[None]
@@ -225,13 +240,16 @@ def run_smallest_k(
     operand: Any,
     buckets: tuple[int, ...] = (),
 ) -> tuple[Any, Any]:
-    """Returns `function(k, operand)` of K, or where K is adaptive of the smallest k in use.
+    """Runs a function of rows for the smallest k that a step may take; for K where it is fixed.
 
     Args:
       state: before the step.
       function: as in `AdaptiveK.run_smallest_k`.
       operand: for instance a cache.
       buckets: numbers of drafted tokens besides 0 and K.
+
+    Returns:
+      The operand, and arrays [B, K + 1, ...].
     """
     num_drafted, k = count_drafted(state), count_rows(state) - 1
     return state.k_policy.run_smallest_k(function, operand, num_drafted, k, buckets)

@@ -3,7 +3,7 @@
     submit    -> checks a request on the host and queues it
     prefill   -> the first prompts of the queue are read into rows, in chunks between two steps
     admit     -> the row and the request's settings go into an empty slot
-    step      -> every slot takes one step of `decode.loop`; its output starts for the host
+    step      -> every slot takes one step of `decode.step`; its output starts for the host
     read      -> while the next step runs, the host gives each request its tokens and empties slots
 
 `engine` is the public class, and the file to open first. `slots` holds the device's part, pure
