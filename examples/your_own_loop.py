@@ -65,10 +65,8 @@ def speculative_step(params, draft_params, token_ids, lengths, keys, temperature
         functools.partial(draft_step, draft_params),
         token_ids,
         token_ids[rows, lengths - 1],
+        specjax.DraftInputs(keys, positions=lengths, temperature=temperature),
         num_tokens=K,
-        keys=keys,
-        positions=lengths,
-        temperature=temperature,
     )
     if as_probs:
         draft = through_probabilities(draft)

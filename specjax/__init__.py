@@ -2,7 +2,7 @@
 
 Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, their ragged forms,
 `tree_rejection_sample`, `gumbel_sample`.
-Drafts: `Draft`, `propose`, `draft_from_probs`, `gather_drafts`.
+Drafts: `Draft`, `DraftInputs`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
 `whole_prompt_drafter`, `RowMasks`.
@@ -38,7 +38,7 @@ from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.matchers import Matcher, RowMasks
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
-from specjax.decode.propose import propose
+from specjax.decode.propose import DraftInputs, propose
 from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.engine.engine import Engine
 from specjax.engine.request import FinishReason, Request
@@ -74,6 +74,7 @@ __all__ = [
     "CompiledGenerate",
     "DecodeState",
     "Draft",
+    "DraftInputs",
     "Drafter",
     "Engine",
     "Finish",

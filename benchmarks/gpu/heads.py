@@ -171,19 +171,14 @@ def propose(setup: Setup, step: Step, effort: Effort) -> Timed:
             # What is drafted is committed, so that no draft can be left out.
             fed = jnp.concatenate([tokens, tokens[:, :1]], axis=1)
             state = drafter.extend(drafter.params, state, fed, positions, features)
-            draft, state = drafter.propose(
-                drafter.params,
-                state,
-                text,
-                hidden,
+            inputs = specjax.DraftInputs(
                 keys=keys,
                 positions=lengths + step.k + 1,
                 num_tokens=jnp.full((step.batch,), step.k, jnp.int32),
                 temperature=jnp.ones((step.batch,)),
-                config=config,
-                sampling=None,
-                history=None,
-                implementation=None,
+            )
+            draft, state = drafter.propose(
+                drafter.params, state, text, hidden, inputs, config=config, implementation=None
             )
             return state, draft.token_ids
 

@@ -14,6 +14,7 @@ from specjax.checks import check_draft
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.drafters import Drafter, reads_chunks
+from specjax.decode.propose import DraftInputs
 from specjax.decode.state import DecodeState, Settings, StepInfo, StepOptions
 from specjax.decode.target_step import TargetRows, gather_row
 from specjax.devices.placement import pvary_like
@@ -171,18 +172,21 @@ def propose_draft(
     compiled function is traced once for both.
     """
     sampling = draft_sampling(settings.sampling)
+    inputs = DraftInputs(
+        keys=settings.keys,
+        positions=text.lengths,
+        num_tokens=max_tokens,
+        temperature=settings.temperature,
+        sampling=sampling,
+        history=None if sampling is None else text,
+    )
     draft, drafter_state = drafter.propose(
         drafter.params,
         drafter_state,
         text.token_ids,
         hidden,
-        keys=settings.keys,
-        positions=text.lengths,
-        num_tokens=max_tokens,
-        temperature=settings.temperature,
+        inputs,
         config=options.config,
-        sampling=sampling,
-        history=None if sampling is None else text,
         implementation=options.implementation,
     )
     draft = check_draft(draft)

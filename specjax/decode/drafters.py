@@ -1,4 +1,4 @@
-"""`Drafter`, and three of them: a smaller model, prompt lookup, and functions of whole prompts."""
+"""`Drafter`, and three of them: a smaller model, prompt lookup, functions of whole prompts."""
 
 import dataclasses
 import functools
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
-from specjax.decode.propose import propose_step
+from specjax.decode.propose import DraftInputs, propose_step
+from specjax.implementation import Implementation
 from specjax.types import Draft, Model
 
 __all__ = ["Drafter", "model_drafter", "ngram_drafter", "reads_chunks", "whole_prompt_drafter"]
@@ -23,27 +24,24 @@ class Drafter:
 
     Attributes:
       params: a pytree of arrays, possibly empty.
-      init: `(params, batch_size, max_length) -> state`, which has read nothing.
+      init: `(params, batch_size, max_length) -> state` of a batch that has read no token.
       extend: `(params, state, token_ids[B, C], positions[B, C], features) -> state`. It reads
         tokens of the prompt at these positions, in chunks from left to right. Position -1 is no
-        token. Of each prompt it is given all but the last token. Where K is "auto", also the
-        committed tokens that it missed while it drafted none; the first column is then the token
-        before them, at position -1.
-      propose: `(params, state, token_ids[B, S], hidden[B, E], *, keys, positions[B],
-        num_tokens[B], temperature[B], config, sampling, history, implementation) ->
-        (Draft, state)`. `token_ids` holds the committed tokens. `positions` are their lengths,
-        that is the absolute position of the first drafted token. `hidden` is the target's hidden
-        state that decided the last committed token. `num_tokens` is the most tokens that each
-        request may draft, -1 for an inactive one and, where K is "auto", for one that drafts none:
-        of these the state stays as it is. `config` is the static `SpeculativeConfig`.
-        `sampling`, the requests' `SamplingParams`, and `history` are for `specjax.propose`, and
-        `implementation` is what the caller of the loop named; each may be None. A drafter may
-        ignore them: the output is exact either way, and a drafter that samples as the target does
-        is accepted most. The draft's own `num_tokens` may be smaller, None, or -1. For an active
-        request -1 is 0: only the loop ends requests.
+        token. The last token of a prompt is never among them. Where K is "auto", it also reads the
+        committed tokens that the drafter missed while it drafted none. The first column is then the
+        token before them, at position -1.
+      propose: `(params, state, token_ids[B, S], hidden[B, E], inputs, *, config, implementation) ->
+        (Draft, state)`. `token_ids` holds the committed tokens. `hidden` is the target's hidden
+        state that decided the last of them. `inputs` is a `DraftInputs`, which `specjax.propose`
+        takes. Where its `num_tokens` is -1 the state stays as it is: the request is inactive or,
+        where K is "auto", drafts nothing. `config` is the static `SpeculativeConfig`.
+        `implementation` is what the caller of the loop named, or None. The output is exact
+        whatever a drafter reads of this. A drafter that samples as the target does is accepted
+        most. The draft's own `num_tokens` may be smaller, None, or -1. For an active request -1 is
+        0: only the loop ends requests.
       reads_features: whether `extend` is given `features[B, C, E]`, the target's hidden states of
-        these tokens. It is then called after each step, too, with the tokens that the target has
-        read and the step has committed. False gives None.
+        these tokens, else None. It is then called after each step, too, with the tokens that the
+        target has read and the step has committed.
       taps: A static ints; `features[B, C, A * E]` are then those of `Model.apply_with_taps`.
     """
 
@@ -65,8 +63,8 @@ jax.tree_util.register_dataclass(
 def model_drafter(model: Model) -> Drafter:
     """Returns a drafter that samples from a smaller model of the target's vocabulary.
 
-    Every proposal first feeds the last two committed tokens. Where all drafts of the previous step
-    were accepted, the draft model has not read the last of them yet.
+    Every proposal first feeds the last two committed tokens: where all drafts of the last step were
+    accepted, the draft model has not read the last of them.
 
     Args:
       model: the draft `Model`.
@@ -104,11 +102,14 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
         cache: Any,
         token_ids: jax.Array,
         hidden: jax.Array,
+        inputs: DraftInputs,
         *,
-        positions: jax.Array,
-        num_tokens: jax.Array,
-        **options: Any,
+        config: SpeculativeConfig,
+        implementation: Implementation | None = None,
     ) -> tuple[Draft, Any]:
+        positions, num_tokens = inputs.positions, inputs.num_tokens
+        assert num_tokens is not None
+
         def step(carry: Any, ids: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
             cache, *previous = carry
             ids, at = ids[:, None], at[:, None]
@@ -120,8 +121,15 @@ def _model_functions(init_cache: Any, apply: Any, logits: Any, placement: Any) -
             return logits(params, hidden[:, -1]), (cache,)
 
         last, previous = _token_at(token_ids, positions - 1), _token_at(token_ids, positions - 2)
-        options |= {"positions": positions, "num_tokens": num_tokens, "placement": placement}
-        drafts, (cache,) = propose_step(step, (cache, previous), last, **options)
+        drafts, (cache,) = propose_step(
+            step,
+            (cache, previous),
+            last,
+            inputs,
+            config=config,
+            implementation=implementation,
+            placement=placement,
+        )
         return drafts, cache
 
     return init, extend, draft
@@ -152,9 +160,10 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
       ValueError: if the range is empty or begins below 1.
 
     Example:
+      >>> inputs = specjax.DraftInputs(
+      ...     jax.random.key(0), positions=jnp.array([5]), num_tokens=jnp.array([2]))
       >>> draft, _ = specjax.ngram_drafter().propose(
-      ...     (), (), jnp.array([[5, 6, 7, 5, 6, -1]]), None, keys=None,
-      ...     positions=jnp.array([5]), num_tokens=jnp.array([2]), temperature=None,
+      ...     (), (), jnp.array([[5, 6, 7, 5, 6, -1]]), None, inputs,
       ...     config=specjax.SpeculativeConfig(num_speculative_tokens=2))
       >>> draft.token_ids.tolist(), draft.num_tokens.tolist()
       ([[7, 5]], [2])
@@ -179,16 +188,16 @@ def ngram_drafter(max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
         state: Any,
         token_ids: jax.Array,
         hidden: jax.Array,
+        inputs: DraftInputs,
         *,
-        positions: jax.Array,
-        num_tokens: jax.Array,
         config: SpeculativeConfig,
-        **options: Any,
+        implementation: Implementation | None = None,
     ) -> tuple[Draft, Any]:
         k = config.num_speculative_tokens
         look_up = jax.vmap(lambda row, length: _look_up(row, length, k, max_ngram, min_ngram))
-        ids, count = look_up(token_ids, positions)
-        return Draft(ids, num_tokens=jnp.minimum(num_tokens, count)), state
+        ids, count = look_up(token_ids, inputs.positions)
+        assert inputs.num_tokens is not None
+        return Draft(ids, num_tokens=jnp.minimum(inputs.num_tokens, count)), state
 
     return Drafter((), init, extend, draft)
 
@@ -214,15 +223,15 @@ def _look_up(
 
 
 def reads_chunks(state: Any) -> bool:
-    """Returns whether a drafter of this state remembers the tokens that `extend` is given alone.
+    """Returns whether a drafter of this state knows only the tokens that `extend` is given.
 
-    A drafter of whole prompts is told of later tokens by `propose`, and prompt lookup has no state.
+    `propose` gives a drafter of whole prompts all committed tokens; prompt lookup has no state.
     """
     return not isinstance(state, _Prompts) and bool(jax.tree.leaves(state))
 
 
 class _Prompts(NamedTuple):
-    """What was read of each prompt, and the state that the drafter's own `init` made of it."""
+    """The tokens read of each prompt, and the state that the drafter's own `init` made of them."""
 
     token_ids: jax.Array
     lengths: jax.Array
@@ -234,21 +243,22 @@ def whole_prompt_drafter(
     init: Callable[[Any, jax.Array, jax.Array, int], Any],
     propose: Callable[..., Any],
 ) -> Drafter:
-    """Returns a drafter whose `init` is given the prompts read so far, at first and per chunk.
+    """Returns a drafter whose `init` is given whole prompts: at first none of them, then per chunk.
 
     Args:
       params: a pytree of arrays, possibly empty.
       init: `(params, token_ids[B, S], lengths[B], max_length) -> state`, where S is `max_length`.
         Lengths begin at 0 and end before the last token of each prompt.
-      propose: as in `Drafter`. Options that are None are not passed to it.
+      propose: as in `Drafter`.
 
     Returns:
       `Drafter`.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
-      >>> def propose(params, state, token_ids, hidden, *, num_tokens, **options):
-      ...     return specjax.Draft(jnp.ones((1, 4), jnp.int32), num_tokens=num_tokens), state
+      >>> def propose(params, state, token_ids, hidden, inputs, **options):
+      ...     draft = specjax.Draft(jnp.ones((1, 4), jnp.int32), num_tokens=inputs.num_tokens)
+      ...     return draft, state
       >>> drafter = specjax.whole_prompt_drafter((), lambda *prompts: (), propose)
       >>> output = specjax.generate(
       ...     markov_chain([[0.0, 1.0], [0.0, 1.0]]), drafter, [[0]], [1],
@@ -278,11 +288,8 @@ def _whole_prompt_functions(init: Any, propose: Any) -> tuple[Any, Any, Any]:
         lengths = jnp.maximum(prompts.lengths, jnp.max(positions, axis=1) + 1)
         return _Prompts(token_ids, lengths, init(params, token_ids, lengths, max_length))
 
-    def draft(
-        params: Any, prompts: _Prompts, token_ids: jax.Array, hidden: jax.Array, **options: Any
-    ) -> tuple[Any, _Prompts]:
-        given = {name: value for name, value in options.items() if value is not None}
-        draft, state = propose(params, prompts.state, token_ids, hidden, **given)
+    def draft(params: Any, prompts: _Prompts, *inputs: Any, **options: Any) -> tuple[Any, _Prompts]:
+        draft, state = propose(params, prompts.state, *inputs, **options)
         return draft, prompts._replace(state=state)
 
     return empty, extend, draft

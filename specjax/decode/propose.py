@@ -1,9 +1,10 @@
 """A draft model's proposal: K tokens, each sampled from the logits after the one before."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, SampleArrays
@@ -31,24 +32,43 @@ from specjax.processing.sampling_params import SamplingParams, read_draft_sampli
 from specjax.samplers.gumbel_sample import sample_batch
 from specjax.types import Draft, Sample
 
-__all__ = ["propose", "propose_step"]
+__all__ = ["DraftInputs", "propose", "propose_step"]
 
 _StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+class DraftInputs(NamedTuple):
+    """The requests of a batch as a drafter sees them: where, by which noise and how to draft.
+
+    Attributes:
+      keys: typed threefry keys, [B] or ().
+      positions: i32[B], absolute position of the first drafted token: the number of committed ones.
+        For `propose` also a scalar.
+      num_tokens: i32[B], most tokens that each request drafts; -1 for an inactive one. None is K.
+      temperature: f32[B] >= 0; for `propose` also a scalar. Below 1e-5 the draft is the argmax.
+      sampling: `SamplingParams` to draft by, or None. Those of the target make drafts likeliest to
+        be accepted.
+      history: `History` of the committed tokens, which penalties, bad words and grammars read; or
+        None.
+    """
+
+    keys: jax.Array
+    positions: Any
+    num_tokens: jax.Array | None = None
+    temperature: Any = 1.0
+    sampling: SamplingParams | None = None
+    history: History | None = None
 
 
 def propose(
     step_fn: _StepFn,
     carry: Any,
     token_ids: jax.Array,
+    inputs: DraftInputs,
     *,
     num_tokens: int,
-    keys: jax.Array,
-    positions: Any,
-    temperature: Any = 1.0,
     draft_sample_method: str = "probabilistic",
     rejection_sample_method: str = "standard",
-    sampling: SamplingParams | None = None,
-    history: History | None = None,
     token_map: Any = None,
     vocab_size: int | None = None,
     noise_dtype: Any = jnp.float32,
@@ -60,9 +80,9 @@ def propose(
       \quad i = 0, \dots, K - 1
 
     where the logits of row i follow the tokens drafted before it. Token i is sampled on
-    ``Stream.draft(i)`` at position ``positions + i``; give `rejection_sample` these keys and
-    positions. The draft keeps the logits and statistics of every row, so that verification reduces
-    no draft row again.
+    ``Stream.draft(i)`` at position ``inputs.positions + i``; give `rejection_sample` the same keys
+    and positions. The draft keeps the logits and statistics of every row, so that verification
+    reduces no draft row again.
 
     Args:
       step_fn: ``(carry, token_ids[B], positions[B]) -> (logits[B, V_d], carry)``. It feeds one
@@ -70,22 +90,17 @@ def propose(
         first call may take a carry of another structure than it returns: then it is traced apart
         from the others.
       carry: pytree, for instance the draft model's cache.
-      token_ids: i32[B], the last committed tokens, at ``positions - 1``.
+      token_ids: i32[B], the last committed tokens, at ``inputs.positions - 1``.
+      inputs: `DraftInputs`. Tokens drafted so far count in rules of its history, too. With
+        `sampling` the draft keeps the processed logits and the cutoffs, and a bias or a mask is cut
+        or padded to V_d.
       num_tokens: K, a Python int >= 1.
-      keys: typed threefry keys, [B] or ().
-      positions: i32, [B] or scalar, absolute position of the first drafted token.
-      temperature: f32, [B] or scalar, >= 0. Below 1e-5 the draft is the argmax.
       draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
         as a one-hot draft, and keeps no logits.
       rejection_sample_method: "standard", or "coupled" for `coupled_sample`: the draft is drawn on
         ``Stream.TARGET``, with the target's own noise, and keeps its tokens and the temperature.
-      sampling: `SamplingParams` to draft by. Those of the target make drafts likeliest to be
-        accepted. A bias or a mask is cut or filled up to V_d. The draft keeps the processed logits
-        and the cutoffs.
-      history: the committed tokens, which penalties and bad words read, as in `process_logits`.
-        The tokens drafted so far count too.
       token_map: i32[V_d], distinct ids of the target, one per column of the logits. `step_fn` is
-        fed target ids, and `sampling` and `history` are by these. None is the column's own.
+        fed target ids, and `inputs` are by these. None is the column's own.
       vocab_size: V of the target, a Python int; with `token_map` alone.
       noise_dtype: float32 or float64, as in `gumbel_sample`.
       implementation: as in `gumbel_sample`, of the draws and the cutoffs.
@@ -99,9 +114,10 @@ def propose(
 
     Example:
       >>> table = jnp.log(jnp.array([[0.5, 0.5], [0.9, 0.1]]))
+      >>> inputs = specjax.DraftInputs(jax.random.key(0), positions=1)
       >>> draft, _ = specjax.propose(
       ...     lambda carry, token_ids, positions: (table[token_ids], carry), (),
-      ...     jnp.array([0, 1]), num_tokens=3, keys=jax.random.key(0), positions=1)
+      ...     jnp.array([0, 1]), inputs, num_tokens=3)
       >>> draft.logits.shape
       (2, 3, 2)
     """
@@ -109,17 +125,59 @@ def propose(
         step_fn,
         carry,
         token_ids,
+        inputs,
         num_tokens=num_tokens,
-        keys=keys,
-        positions=positions,
-        temperature=temperature,
         draft_sample_method=draft_sample_method,
         rejection_sample_method=rejection_sample_method,
-        sampling=sampling,
-        history=history,
         vocabulary=read_vocabulary(token_map, vocab_size),
-        noise_dtype=noise_dtype,
-        implementation=implementation,
+        options=CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation)),
+    )
+
+
+def propose_step(
+    step_fn: _StepFn,
+    carry: Any,
+    token_ids: jax.Array,
+    inputs: DraftInputs,
+    *,
+    config: SpeculativeConfig,
+    implementation: str | Implementation | None = None,
+    token_map: Any = None,
+    vocab_size: int | None = None,
+    placement: Placement | None = None,
+) -> tuple[Draft, Any]:
+    """Returns the draft of one step of a decode loop: `propose` by a config.
+
+    Args:
+      step_fn: as in `propose`.
+      carry: as in `propose`.
+      token_ids: as in `propose`.
+      inputs: of the loop. Where K is adaptive, no more tokens are drawn than its longest draft has.
+      config: gives K, the methods and the dtype of the noise.
+      implementation: as in `propose`.
+      token_map: as in `propose`.
+      vocab_size: as in `propose`.
+      placement: of the draft model, or None.
+
+    Returns:
+      `Draft` with `inputs.num_tokens`, and the carry.
+    """
+    assert inputs.num_tokens is not None
+    return _draft_tokens(
+        step_fn,
+        carry,
+        token_ids,
+        inputs,
+        num_tokens=config.num_speculative_tokens,
+        draft_sample_method=config.draft_sample_method,
+        rejection_sample_method="coupled" if config.draws_on_target_stream else "standard",
+        vocabulary=read_vocabulary(token_map, vocab_size),
+        options=CallOptions(
+            check_noise_dtype(config.noise_dtype),
+            resolve_implementation(implementation),
+            placement=placement,
+        ),
+        num_drawn=longest_draft(config, inputs.num_tokens),
     )
 
 
@@ -127,35 +185,27 @@ def _draft_tokens(
     step_fn: _StepFn,
     carry: Any,
     token_ids: jax.Array,
+    inputs: DraftInputs,
     *,
     num_tokens: int,
-    keys: jax.Array,
-    positions: Any,
-    temperature: Any,
     draft_sample_method: str,
     rejection_sample_method: str,
-    noise_dtype: Any,
-    sampling: SamplingParams | None = None,
-    history: History | None = None,
-    vocabulary: DraftVocabulary | None = None,
-    implementation: str | Implementation | None = None,
-    num_drawn: Any = None,
-    placement: Placement | None = None,
+    vocabulary: DraftVocabulary | None,
+    options: CallOptions,
+    num_drawn: jax.Array | None = None,
 ) -> tuple[Draft, Any]:
-    """Returns what `propose` does; only the first `num_drawn` tokens, i32[], if it is given."""
+    """Implements `propose`; with `num_drawn` i32[], only the first tokens are drawn."""
     check_draft_methods(draft_sample_method, rejection_sample_method)
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
-    token_ids, positions, temperature = _check_batch(token_ids, positions, temperature)
+    token_ids, positions, temperature = _check_batch(token_ids, inputs)
     size = token_ids.shape[0]
     greedy, coupled = draft_sample_method == "greedy", rejection_sample_method == "coupled"
-    # A greedy draft is one-hot, and what is verified by coupling needs no q.
+    # A greedy draft is one-hot, and coupling verifies without q.
     has_no_q = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature
-    rules, filters = read_draft_sampling(sampling, size, greedy)
-    rules, history = _read_history(rules, history, size, vocabulary)
-    keys = check_keys(keys, size)
-    resolved = resolve_implementation(implementation)
-    options = CallOptions(check_noise_dtype(noise_dtype), resolved, placement=placement)
+    rules, filters = read_draft_sampling(inputs.sampling, size, greedy)
+    rules, history = _read_history(rules, inputs.history, size, vocabulary)
+    keys = check_keys(inputs.keys, size)
 
     def draw(i: Any, carry: Any, token_ids: jax.Array, drafted: Any) -> tuple[Any, Any, Any]:
         logits, carry = step_fn(carry, token_ids, positions + (i - 1))
@@ -181,61 +231,17 @@ def _draft_tokens(
     rows, carry = draw_tokens(draw, carry, token_ids, keys, num_tokens, num_drawn)
     if has_no_q:
         # The temperature tells tokens drawn with the target's noise from likeliest ones.
-        return Draft(rows[0], temperature=None if greedy else temperature), carry
-    draft = Draft(rows[0], rows[1], temperature, *rows[2:])
-    return draft._replace(token_map=vocabulary and vocabulary.token_map), carry
-
-
-def propose_step(
-    step_fn: _StepFn,
-    carry: Any,
-    token_ids: jax.Array,
-    *,
-    num_tokens: jax.Array,
-    temperature: jax.Array,
-    config: SpeculativeConfig,
-    token_map: Any = None,
-    vocab_size: int | None = None,
-    **options: Any,
-) -> tuple[Draft, Any]:
-    """Returns the draft of one step of a decode loop: `propose` by a config.
-
-    Where K is "auto", no more tokens are drawn than the request of the batch with the most has.
-
-    Args:
-      step_fn: as in `propose`.
-      carry: as in `propose`.
-      token_ids: as in `propose`.
-      num_tokens: i32[B], most drafted tokens of each request, -1 for an inactive one.
-      temperature: f32[B].
-      config: gives K, the method and the dtype of the noise.
-      token_map: as in `propose`, as is `vocab_size`.
-      vocab_size: a Python int, or None.
-      **options: what else a drafter is given that `propose` takes.
-
-    Returns:
-      `Draft` with these numbers of tokens, and the carry.
-    """
-    draft, carry = _draft_tokens(
-        step_fn,
-        carry,
-        token_ids,
-        num_tokens=config.num_speculative_tokens,
-        temperature=temperature,
-        draft_sample_method=config.draft_sample_method,
-        rejection_sample_method="coupled" if config.draws_on_target_stream else "standard",
-        noise_dtype=config.noise_dtype,
-        vocabulary=read_vocabulary(token_map, vocab_size),
-        num_drawn=longest_draft(config, num_tokens),
-        **options,
-    )
-    return draft._replace(num_tokens=num_tokens), carry
+        draft = Draft(rows[0], temperature=None if greedy else temperature)
+    else:
+        draft = Draft(rows[0], rows[1], temperature, *rows[2:])
+        draft = draft._replace(token_map=vocabulary and vocabulary.token_map)
+    return draft._replace(num_tokens=inputs.num_tokens), carry
 
 
 def _read_history(
     rules: LogitRules, history: History | None, size: int, vocabulary: DraftVocabulary | None
 ) -> tuple[LogitRules, History]:
-    """Returns rules and a checked history, of the draft's tokens if it has some alone."""
+    """Returns the rules and the checked history, by the draft's own token ids if it has some."""
     history = check_history(rules, History() if history is None else history, size)
     return (rules, history) if vocabulary is None else vocabulary.take(rules, history)
 
@@ -247,7 +253,7 @@ def _sample(
     if vocabulary is None:
         return sample_batch(arrays, options=options)
     if coupled:
-        # What is to agree with the target's draws takes the noise of the target's ids.
+        # A draw agrees with the target's only if it takes the noise of the target's ids.
         return sample_batch(
             arrays._replace(logits=vocabulary.spread(arrays.logits)), options=options
         )
@@ -255,10 +261,10 @@ def _sample(
     return sample._replace(token_ids=vocabulary.token_ids(sample.token_ids))
 
 
-def _check_batch(
-    token_ids: Any, positions: Any, temperature: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns last tokens, positions and temperatures, each [B], or refuses."""
+def _check_batch(token_ids: Any, inputs: DraftInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns last tokens, positions and temperatures, each [B], or refuses them."""
+    if not isinstance(inputs, DraftInputs):
+        raise ValueError(f"inputs is {type(inputs).__name__}; it needs a specjax.DraftInputs.")
     token_ids = jnp.asarray(as_array("token_ids", token_ids))
     if token_ids.ndim != 1:
         raise ValueError(
@@ -267,6 +273,9 @@ def _check_batch(
     each = ((), token_ids.shape)
     # Sums rather than broadcasts: they keep the sharding of the batch.
     zeros = jnp.zeros_like(token_ids, jnp.int32)
-    positions = zeros + parse_array("positions", positions, jnp.int32, *each)
-    temperature = parse_array("temperature", temperature, jnp.float32, *each)
+    positions = zeros + parse_array("positions", inputs.positions, jnp.int32, *each)
+    temperature = parse_array("temperature", inputs.temperature, jnp.float32, *each)
     return token_ids, positions, zeros.astype(jnp.float32) + temperature
+
+
+jax.export.register_namedtuple_serialization(DraftInputs, serialized_name="specjax.DraftInputs")

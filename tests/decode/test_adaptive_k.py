@@ -461,13 +461,13 @@ def extend_looking(params, *chunk):
     return SMALL_DRAFTER.extend(params[0], *chunk)
 
 
-def propose_looking(params, *arguments, num_tokens, **options):
+def propose_looking(params, state, token_ids, hidden, inputs, **options):
     """Cuts drafts off before their first token of a probability below 0.3, where it looks."""
     inner, looks = params
-    draft, state = SMALL_DRAFTER.propose(inner, *arguments, num_tokens=num_tokens, **options)
+    draft, state = SMALL_DRAFTER.propose(inner, state, token_ids, hidden, inputs, **options)
     stays = (draft.logprobs >= jnp.log(0.3)) | ~looks[:, None]
     num_likely = jnp.cumprod(stays.astype(jnp.int32), axis=1).sum(1)
-    return draft._replace(num_tokens=jnp.minimum(num_tokens, num_likely)), state
+    return draft._replace(num_tokens=jnp.minimum(inputs.num_tokens, num_likely)), state
 
 
 @functools.cache

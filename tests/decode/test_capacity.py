@@ -213,8 +213,9 @@ def test_a_prompt_of_one_token_is_drafted_for_alike_in_any_company():
     def init(params, token_ids, lengths, max_length):
         return jnp.where(lengths > 0, 1, 2)
 
-    def propose(params, state, token_ids, hidden, *, num_tokens, **options):
-        return specjax.Draft(jnp.repeat(state[:, None], 4, axis=1), num_tokens=num_tokens), state
+    def propose(params, state, token_ids, hidden, inputs, **options):
+        ids = jnp.repeat(state[:, None], 4, axis=1)
+        return specjax.Draft(ids, num_tokens=inputs.num_tokens), state
 
     drafter = specjax.whole_prompt_drafter((), init, propose)
     alone = generate([[3], [1], [2]], drafter=drafter, max_length=16)

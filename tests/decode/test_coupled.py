@@ -182,8 +182,7 @@ def test_propose_refuses_another_method():
             lambda carry, token_ids, positions: (None, carry),
             (),
             np.zeros(2, np.int32),
+            specjax.DraftInputs(jax.random.key(0), positions=0),
             num_tokens=1,
-            keys=jax.random.key(0),
-            positions=0,
             rejection_sample_method="block",
         )

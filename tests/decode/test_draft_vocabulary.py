@@ -38,14 +38,16 @@ def propose(table, token_map, sampling, temperature, *, is_mapped, draft, verify
         step_fn,
         jnp.zeros((SIZE, K), jnp.int32),
         jnp.asarray(LAST),
+        specjax.DraftInputs(
+            KEYS,
+            jnp.asarray(LENGTHS),
+            temperature=temperature,
+            sampling=sampling,
+            history=history,
+        ),
         num_tokens=K,
-        keys=KEYS,
-        positions=jnp.asarray(LENGTHS),
-        temperature=temperature,
         draft_sample_method=draft,
         rejection_sample_method=verify,
-        sampling=sampling,
-        history=history,
         **named,
     )
 
@@ -172,15 +174,14 @@ def test_sampling_parameters_go_through_the_map(name):
     np.testing.assert_array_equal(draft.token_ids, scattered(sampling, 0.8, **coupled).token_ids)
 
 
-def propose_from_table(params, state, token_ids, hidden, *, positions, num_tokens, **options):
+def propose_from_table(params, state, token_ids, hidden, inputs, **options):
     table, token_map = params
-    last = jnp.take_along_axis(token_ids, positions[:, None] - 1, axis=1)[:, 0]
+    last = jnp.take_along_axis(token_ids, inputs.positions[:, None] - 1, axis=1)[:, 0]
     return propose_step(
         lambda carry, ids, at: (table[ids], carry),
         state,
         last,
-        positions=positions,
-        num_tokens=num_tokens,
+        inputs,
         token_map=token_map,
         vocab_size=VOCAB,
         **options,
@@ -233,9 +234,8 @@ def test_maps_that_do_not_fit_are_refused(options, sentence):
             lambda carry, ids, at: (logits, carry),
             (),
             jnp.asarray(LAST),
+            specjax.DraftInputs(KEYS, positions=0),
             num_tokens=1,
-            keys=KEYS,
-            positions=0,
             **options,
         )
 
@@ -253,10 +253,8 @@ def test_an_id_below_0_that_only_a_device_knows_is_a_token_that_no_vocabulary_ho
             lambda carry, ids, at: (logits, carry),
             (),
             jnp.zeros(1, jnp.int32),
+            specjax.DraftInputs(KEYS[:1], positions=0, temperature=0.0),
             num_tokens=1,
-            keys=KEYS[:1],
-            positions=0,
-            temperature=0.0,
             token_map=token_map,
             vocab_size=VOCAB,
         )[0]

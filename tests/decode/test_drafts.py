@@ -43,10 +43,8 @@ def make_cache():
         lambda i, token_ids, positions: (jax.lax.dynamic_index_in_dim(logits, i, 1, False), i + 1),
         jnp.int32(0),
         jnp.zeros(SLOTS, jnp.int32),
+        specjax.DraftInputs(make_keys(SLOTS), positions=0, temperature=temperature),
         num_tokens=K,
-        keys=make_keys(SLOTS),
-        positions=0,
-        temperature=temperature,
     )
     cutoff = jnp.full((SLOTS, K), -jnp.inf, jnp.float32)
     return draft._replace(cutoff=cutoff, num_tokens=i32(3, 3, 2, 3, 1, 3))
@@ -280,15 +278,18 @@ def jitted_propose(*args, **options):
     return specjax.propose(bigram_step, *args, **options)
 
 
-def bigram_propose(**options):
-    blank = jnp.full((SIZE, K), -9, jnp.int32)
-    options = {
-        "num_tokens": K,
-        "keys": make_keys(SIZE, 1),
-        "positions": i32(3, 8, 2, 11, 5),
-        "temperature": jnp.array([1.0, 0.5, 0.0, 1.7, 1e-6], jnp.float32),
-    } | options
-    return jitted_propose((blank, blank, jnp.int32(0)), i32(1, 2, 3, 4, 5), **options)
+INPUTS = specjax.DraftInputs(
+    make_keys(SIZE, 1),
+    positions=i32(3, 8, 2, 11, 5),
+    temperature=jnp.array([1.0, 0.5, 0.0, 1.7, 1e-6], jnp.float32),
+)
+
+
+def bigram_propose(num_tokens=K, draft_sample_method="probabilistic", **inputs):
+    blank, last = jnp.full((SIZE, K), -9, jnp.int32), i32(1, 2, 3, 4, 5)
+    options = {"num_tokens": num_tokens, "draft_sample_method": draft_sample_method}
+    carry = blank, blank, jnp.int32(0)
+    return jitted_propose(carry, last, INPUTS._replace(**inputs), **options)
 
 
 def test_each_token_is_fed_at_its_own_position():
@@ -361,9 +362,9 @@ def test_the_first_step_may_be_given_another_carry_than_it_returns():
 
     prompt = jnp.arange(2 * SIZE, dtype=jnp.int32).reshape(SIZE, 2)
     last = i32(1, 2, 3, 4, 5)
-    options = dict(num_tokens=K, keys=make_keys(SIZE), positions=2)
-    draft, carry = specjax.propose(step_fn, prompt, last, **options)
-    same, _ = specjax.propose(step_fn, {"sum": prompt.sum(axis=1)}, last, **options)
+    inputs = specjax.DraftInputs(make_keys(SIZE), positions=2)
+    draft, carry = specjax.propose(step_fn, prompt, last, inputs, num_tokens=K)
+    same, _ = specjax.propose(step_fn, {"sum": prompt.sum(axis=1)}, last, inputs, num_tokens=K)
     chex.assert_trees_all_equal(draft, same)
     fed = last + draft.token_ids[:, :-1].sum(axis=1)
     np.testing.assert_array_equal(carry["sum"], prompt.sum(axis=1) + fed)
@@ -378,7 +379,8 @@ def test_proposals_of_arrays_over_explicit_axes_are_the_same():
         def step_fn(carry, token_ids, positions):
             return TABLE[0].at[token_ids].get(out_sharding=sharding), carry
 
-        return specjax.propose(step_fn, (), last, num_tokens=K, keys=keys, positions=2)[0].token_ids
+        inputs = specjax.DraftInputs(keys, positions=2)
+        return specjax.propose(step_fn, (), last, inputs, num_tokens=K)[0].token_ids
 
     with jax.set_mesh(mesh):
         laid = jax.device_put((last, keys), rows)
@@ -399,9 +401,9 @@ def test_an_invalid_row_ends_the_drafts_of_its_request():
         return jnp.where((positions == 4)[:, None] & carry[:, None], jnp.nan, logits), carry
 
     broken = jnp.array([True, False, True])
-    options = dict(num_tokens=K, keys=make_keys(3), positions=i32(4, 4, 9))
-    draft, _ = specjax.propose(step_fn, broken, i32(1, 2, 3), **options)
-    whole, _ = specjax.propose(step_fn, jnp.zeros(3, bool), i32(1, 2, 3), **options)
+    inputs = specjax.DraftInputs(make_keys(3), positions=i32(4, 4, 9))
+    draft, _ = specjax.propose(step_fn, broken, i32(1, 2, 3), inputs, num_tokens=K)
+    whole, _ = specjax.propose(step_fn, jnp.zeros(3, bool), i32(1, 2, 3), inputs, num_tokens=K)
     assert draft.token_ids[0, 1] == -1
     assert draft.token_ids[0, 0] == whole.token_ids[0, 0]
     np.testing.assert_array_equal(draft.token_ids[1:], whole.token_ids[1:])
@@ -426,3 +428,22 @@ def test_an_invalid_row_ends_the_drafts_of_its_request():
 def test_wrong_proposals_are_refused_by_name(options, named):
     with pytest.raises(ValueError, match=named):
         bigram_propose(**options)
+
+
+def test_inputs_that_are_no_draft_inputs_are_refused():
+    with pytest.raises(ValueError, match=r"inputs is dict; it needs a specjax\.DraftInputs"):
+        specjax.propose(bigram_step, (), i32(1, 2), {"positions": 0}, num_tokens=K)
+
+
+def test_a_draft_has_the_numbers_of_tokens_that_its_inputs_ask_for():
+    num_tokens = i32(3, 2, -1, 0, 1)
+    draft, _ = bigram_propose()
+    fewer, _ = jitted_propose(
+        (jnp.full((SIZE, K), -9, jnp.int32),) * 2 + (jnp.int32(0),),
+        i32(1, 2, 3, 4, 5),
+        INPUTS._replace(num_tokens=num_tokens),
+        num_tokens=K,
+        draft_sample_method="probabilistic",
+    )
+    assert draft.num_tokens is None
+    chex.assert_trees_all_equal(fewer, draft._replace(num_tokens=num_tokens))

@@ -229,11 +229,12 @@ def extend_counted(params, *chunk):
     return DRAFTERS["model"].extend(params[0], *chunk)
 
 
-def propose_counted(params, *arguments, positions, **options):
+def propose_counted(params, state, token_ids, hidden, inputs, **options):
     """The model's drafts, counted as the requests' even and odd positions are given."""
     inner, even, odd = params
-    draft, state = DRAFTERS["model"].propose(inner, *arguments, positions=positions, **options)
-    return draft._replace(num_tokens=jnp.where(positions % 2 == 0, even, odd)), state
+    given = (state, token_ids, hidden, inputs)
+    draft, state = DRAFTERS["model"].propose(inner, *given, **options)
+    return draft._replace(num_tokens=jnp.where(inputs.positions % 2 == 0, even, odd)), state
 
 
 def counted(even, odd):
@@ -294,10 +295,7 @@ def looked_up_by_the_library(rows, k, *ngrams):
         (),
         ids,
         None,
-        keys=None,
-        positions=lengths,
-        num_tokens=jnp.full(NUM_ROWS, k, jnp.int32),
-        temperature=None,
+        specjax.DraftInputs(None, lengths, jnp.full(NUM_ROWS, k, jnp.int32)),
         config=SpeculativeConfig(num_speculative_tokens=k),
     )
     counts = np.asarray(draft.num_tokens).tolist()

@@ -207,13 +207,15 @@ def propose_from_table(table, sampling, history, method):
         lambda carry, token_ids, positions: (table[token_ids], carry),
         (),
         jnp.array([3, 3, 1, 1]),
+        specjax.DraftInputs(
+            bigrams.keys(4),
+            history.lengths,
+            temperature=0.5,
+            sampling=sampling,
+            history=history,
+        ),
         num_tokens=3,
-        keys=bigrams.keys(4),
-        positions=history.lengths,
-        temperature=0.5,
         draft_sample_method=method,
-        sampling=sampling,
-        history=history,
     )[0]
 
 
@@ -253,10 +255,11 @@ def test_a_draft_holds_the_distribution_it_was_sampled_from(vocab_size, method):
 
 
 def unaware(drafter):
-    """A drafter that ignores the sampling parameters it accepts."""
+    """A drafter that ignores the sampling parameters that it is given."""
 
-    def propose(*arguments, sampling, history, **options):
-        return drafter.propose(*arguments, **options)
+    def propose(params, state, token_ids, hidden, inputs, **options):
+        inputs = inputs._replace(sampling=None, history=None)
+        return drafter.propose(params, state, token_ids, hidden, inputs, **options)
 
     return specjax.Drafter(drafter.params, drafter.init, drafter.extend, propose)
 
@@ -280,11 +283,11 @@ def test_a_masked_token_is_never_emitted_though_it_is_drafted():
 
 
 def test_a_drafted_token_that_the_target_masks_is_rejected():
-    def always_five(params, state, token_ids, hidden, *, positions, num_tokens, **options):
+    def always_five(params, state, token_ids, hidden, inputs, **options):
         drafted = jnp.full((4, 3), 5, jnp.int32)
-        return specjax.Draft(drafted, num_tokens=num_tokens), state
+        return specjax.Draft(drafted, num_tokens=inputs.num_tokens), state
 
-    drafter = own_drafter(always_five)
+    drafter = specjax.whole_prompt_drafter((), lambda *prompts: (), always_five)
     output = run(drafter, only(0, 2, 3))
     assert not np.any(np.asarray(output.origins) == Origin.ACCEPTED)
     assert not np.any(np.asarray(output.metrics.num_accepted))
@@ -366,30 +369,25 @@ def greedy_text(b, **rules):
     return text
 
 
-def own_drafter(propose):
-    return specjax.whole_prompt_drafter((), lambda *prompts: (), propose)
+def test_a_drafter_is_told_of_sampling_and_of_a_named_implementation():
+    told = []
 
+    def propose(params, state, token_ids, hidden, inputs, *, config, implementation):
+        told.append((inputs.sampling, inputs.history, implementation))
+        ids = jnp.zeros((len(token_ids), config.num_speculative_tokens), jnp.int32)
+        return specjax.Draft(ids, num_tokens=inputs.num_tokens), ()
 
-def test_a_drafter_accepts_sampling_and_implementation_or_is_refused():
-    def draft(token_ids, num_tokens):
-        return specjax.Draft(jnp.zeros((len(token_ids), 3), jnp.int32), num_tokens=num_tokens), ()
-
-    def old(params, state, token_ids, hidden, *, keys, positions, num_tokens, temperature, config):
-        return draft(token_ids, num_tokens)
-
-    def any_kind(params, state, token_ids, hidden, *, num_tokens, **rest):
-        assert rest["sampling"].top_k.shape == rest["history"].counts.prompt.shape[:1]
-        return draft(token_ids, num_tokens)
-
+    drafter = specjax.whole_prompt_drafter((), lambda *prompts: (), propose)
     few = SamplingParams(**{name: NUMBERS[name] for name in ("top_k", "repetition_penalty")})
-    assert jax.eval_shape(lambda: run(own_drafter(any_kind), few)).finish.shape == (4,)
+    assert jax.eval_shape(lambda: run(drafter, few)).finish.shape == (4,)
+    sampling, history, _ = told[-1]
+    assert sampling.top_k.shape == history.counts.prompt.shape[:1]
     plain = [greedy_text(b) for b in range(4)]
     for nothing in (None, SamplingParams()):
-        assert texts(run(own_drafter(old), nothing, temperature=0)) == plain
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sampling'"):
-        run(own_drafter(old), SamplingParams(top_k=2))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'implementation'"):
-        run(own_drafter(old), None, implementation="xla")
+        assert texts(run(drafter, nothing, temperature=0)) == plain
+        assert told[-1] == (None, None, None)
+    jax.eval_shape(lambda: run(drafter, None, implementation="xla"))
+    assert told[-1][-1].name == "xla"
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,8 @@ def features_drafter():
         positions = jnp.where(positions < 0, S, positions)
         return state.at[positions, rows].set(jnp.sum(features, axis=-1), mode="drop")
 
-    def propose(
-        params, state, token_ids, hidden, *, positions, num_tokens, temperature, config, **options
-    ):
+    def propose(params, state, token_ids, hidden, inputs, *, config, implementation):
+        positions = inputs.positions
         index = jnp.arange(S, dtype=jnp.int32)[:, None]
         is_read = index < positions[None] - 1
         total = jnp.sum(jnp.where(is_read, state * (index + 1), 0), axis=0)
@@ -170,8 +169,8 @@ def features_drafter():
         for step in range(config.num_speculative_tokens):
             before, last = last, best[before, last]
             greedy = (last + misses) % V
-            tokens.append(jnp.where(temperature == 0, greedy, (total + step) % V))
-        return specjax.Draft(jnp.stack(tokens, axis=1), num_tokens=num_tokens), state
+            tokens.append(jnp.where(inputs.temperature == 0, greedy, (total + step) % V))
+        return specjax.Draft(jnp.stack(tokens, axis=1), num_tokens=inputs.num_tokens), state
 
     return specjax.Drafter((), init, extend, propose, reads_features=True, taps=(0, 1))
 
@@ -698,9 +697,9 @@ def test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone():
         index = jnp.arange(max_length, dtype=jnp.int32)[None]
         return jnp.where(index < lengths[:, None], token_ids, -1)
 
-    def propose(params, state, token_ids, hidden, *, num_tokens, **options):
-        drafted = (state[:, 511] + jnp.sum(state >= 0, axis=1)) % V
-        return specjax.Draft(jnp.tile(drafted[:, None], (1, K)), num_tokens=num_tokens), state
+    def propose(params, state, token_ids, hidden, inputs, **options):
+        drafted = jnp.tile(((state[:, 511] + jnp.sum(state >= 0, axis=1)) % V)[:, None], (1, K))
+        return specjax.Draft(drafted, num_tokens=inputs.num_tokens), state
 
     drafter = specjax.whole_prompt_drafter((), init, propose)
     prompt = np.random.default_rng(0).integers(1, V, (1, 513))

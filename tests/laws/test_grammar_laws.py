@@ -29,12 +29,12 @@ BY_HOST = [(-1, 0, True), (-1, 2, True)]
 MODEL = specjax.model_drafter(bigrams.model(DRAFT))
 
 
-def propose(params, state, token_ids, hidden, *, history, **options):
+def propose(params, state, token_ids, hidden, inputs, **options):
     """Drafts by a model, of some requests without the grammar."""
     table, is_masked = params
-    grammar_state = jnp.where(is_masked, history.grammar_state, -1)
-    history = history._replace(grammar_state=grammar_state)
-    return MODEL.propose(table, state, token_ids, hidden, history=history, **options)
+    grammar_state = jnp.where(is_masked, inputs.history.grammar_state, -1)
+    inputs = inputs._replace(history=inputs.history._replace(grammar_state=grammar_state))
+    return MODEL.propose(table, state, token_ids, hidden, inputs, **options)
 
 
 @functools.cache

@@ -353,7 +353,8 @@ def propose_by_library(samplers, table, last, keys, lengths):
     def step(carry, token_ids, positions):
         return table[token_ids], carry
 
-    draft, _ = specjax.propose(step, (), last, num_tokens=NUM_DRAFTS, keys=keys, positions=lengths)
+    inputs = specjax.DraftInputs(keys, lengths)
+    draft, _ = specjax.propose(step, (), last, inputs, num_tokens=NUM_DRAFTS)
     return draft
 
 

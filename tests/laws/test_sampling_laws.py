@@ -130,11 +130,12 @@ def extend_model(params, *chunk):
     return MODEL.extend(params[0], *chunk)
 
 
-def propose_by_model(params, *arguments, sampling, **options):
+def propose_by_model(params, state, token_ids, hidden, inputs, **options):
     """Each request has a model's draft under the oddities that ODDITIES has for it."""
     table, (otherwise, cutoff_is_lost, statistics_are_whole) = params
-    sampling = jax.tree.map(functools.partial(choose, otherwise), OTHER, sampling)
-    draft, state = MODEL.propose(table, *arguments, sampling=sampling, **options)
+    sampling = jax.tree.map(functools.partial(choose, otherwise), OTHER, inputs.sampling)
+    inputs = inputs._replace(sampling=sampling)
+    draft, state = MODEL.propose(table, state, token_ids, hidden, inputs, **options)
     whole = specjax.top_logprobs(draft.logits, draft.token_ids, 0, temperature=draft.temperature)
     scaled = draft.logits / draft.temperature[:, None, None]
     logsumexp = jax.nn.logsumexp(scaled, axis=-1)

@@ -121,9 +121,10 @@ def test_a_block_beyond_the_buffer_drafts_what_it_would_in_a_larger_one(tmp_path
         cache, place = drafter.init(params, 1, slots), jnp.arange(7, dtype=jnp.int32)[None]
         cache = drafter.extend(params, cache, text[:, :7], place, features)
         ids = jnp.pad(text, ((0, 0), (0, slots - 8)))
-        options = {"keys": jax.random.key(0), "temperature": jnp.ones(1), "config": CONFIG}
-        options |= {"positions": jnp.array([8]), "num_tokens": jnp.array([1])}
-        return drafter.propose(params, cache, ids, jnp.zeros((1, 1)), **options)[0].logits
+        numbers = jnp.array([8]), jnp.array([1]), jnp.ones(1)
+        inputs = specjax.DraftInputs(jax.random.key(0), *numbers)
+        hidden = jnp.zeros((1, 1))
+        return drafter.propose(params, cache, ids, hidden, inputs, config=CONFIG)[0].logits
 
     small, large = draft(drafter.params, 8), draft(drafter.params, 32)
     np.testing.assert_allclose(small, large, rtol=1e-5, atol=1e-5)

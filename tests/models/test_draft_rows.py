@@ -28,26 +28,25 @@ RULES = SamplingParams(
 
 @functools.partial(jax.jit, static_argnames=("config", "is_mapped", "one_by_one"))
 def draft(logits, sampling, keys, *, config, is_mapped, one_by_one, history=None):
-    given = {
-        "config": config,
-        "sampling": sampling,
-        "history": history,
-        "keys": keys,
-        "positions": jnp.arange(7, 7 + SIZE, dtype=jnp.int32),
-        "temperature": jnp.array([0.0, 0.5, 1.0, 2.0, -1.0]),
-        "num_tokens": jnp.array([3, 2, -1, 3, 3], jnp.int32),
-        "implementation": None,
-    }
+    inputs = specjax.DraftInputs(
+        keys,
+        positions=jnp.arange(7, 7 + SIZE, dtype=jnp.int32),
+        num_tokens=jnp.array([3, 2, -1, 3, 3], jnp.int32),
+        temperature=jnp.array([0.0, 0.5, 1.0, 2.0, -1.0]),
+        sampling=sampling,
+        history=history,
+    )
+    given = {"config": config, "implementation": None}
     if is_mapped:
         given |= {"token_map": jnp.asarray(TOKEN_MAP), "vocab_size": VOCAB}
     if not one_by_one:
-        return draft_rows(logits, **given)
+        return draft_rows(logits, inputs, **given)
     last = jnp.zeros(SIZE, jnp.int32)
 
     def step(i, ids, at):
         return jax.lax.dynamic_index_in_dim(logits, i, axis=1, keepdims=False), i + 1
 
-    return propose_step(step, jnp.int32(0), last, **given)[0]
+    return propose_step(step, jnp.int32(0), last, inputs, **given)[0]
 
 
 @pytest.mark.parametrize(

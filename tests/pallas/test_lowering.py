@@ -573,10 +573,8 @@ def test_a_named_implementation_is_that_of_everything_a_proposal_does():
             step,
             (),
             token_ids,
+            specjax.DraftInputs(keys, positions, sampling=specjax.SamplingParams(top_k=top_k)),
             num_tokens=1,
-            keys=keys,
-            positions=positions,
-            sampling=specjax.SamplingParams(top_k=top_k),
             implementation="triton",
         )[0]
 

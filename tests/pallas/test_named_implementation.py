@@ -102,10 +102,8 @@ def propose(name):
         lambda carry, ids, positions: (ROWS[:, 0], carry),
         (),
         jnp.zeros((B,), jnp.int32),
+        specjax.DraftInputs(KEYS, positions=1, sampling=SAMPLING),
         num_tokens=K,
-        keys=KEYS,
-        positions=1,
-        sampling=SAMPLING,
         implementation=name,
     )
 
@@ -167,10 +165,7 @@ def run_drafter(drafter):
         state,
         ids,
         jnp.zeros((B, 64)),
-        keys=KEYS,
-        positions=jnp.full((B,), 4),
-        num_tokens=jnp.full((B,), K),
-        temperature=jnp.ones((B,)),
+        specjax.DraftInputs(KEYS, jnp.full((B,), 4), jnp.full((B,), K), jnp.ones((B,))),
         config=specjax.SpeculativeConfig(num_speculative_tokens=K),
         implementation="xla",
     )

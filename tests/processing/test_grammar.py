@@ -55,10 +55,12 @@ def test_a_draft_of_another_vocabulary_is_masked_by_the_targets_ids():
         lambda carry, token_ids, positions: (jnp.zeros((SIZE, 3)), carry),
         (),
         jnp.zeros(SIZE, jnp.int32),
+        specjax.DraftInputs(
+            jnp.stack([jax.random.key(seed) for seed in range(SIZE)]),
+            positions=1,
+            sampling=SamplingParams(grammar=GRAMMAR, grammar_state=STARTS),
+        ),
         num_tokens=K,
-        keys=jnp.stack([jax.random.key(seed) for seed in range(SIZE)]),
-        positions=1,
-        sampling=SamplingParams(grammar=GRAMMAR, grammar_state=STARTS),
         token_map=np.array(token_map),
         vocab_size=V,
     )

@@ -115,9 +115,8 @@ def test_an_exported_draft_comes_back(implementation):
             lambda carry, token_ids, positions: (logits, carry),
             (),
             jnp.zeros((BATCH,), jnp.int32),
+            specjax.DraftInputs(jax.random.wrap_key_data(key_data), positions=0),
             num_tokens=K,
-            keys=jax.random.wrap_key_data(key_data),
-            positions=0,
             implementation=implementation,
         )
         return draft

@@ -23,7 +23,7 @@ def drafted_steps(drafter, *, vocab_size, width, num_drafted=3, seed=5):
     """
     rng, size = np.random.default_rng(seed), NUM_REQUESTS
     config = specjax.SpeculativeConfig(num_speculative_tokens=num_drafted)
-    propose = functools.partial(drafter.propose, config=config, sampling=None, history=None)
+    propose = functools.partial(drafter.propose, config=config, implementation=None)
     extend, propose = jax.jit(drafter.extend), jax.jit(propose)
     text = rng.integers(0, vocab_size, (size, SLOTS)).astype(np.int32)
     features = rng.normal(size=(size, SLOTS, width)).astype(np.float32)
@@ -41,17 +41,13 @@ def drafted_steps(drafter, *, vocab_size, width, num_drafted=3, seed=5):
     state = read(state, np.zeros(size, int), np.minimum(lengths - 1, 4), 4)
     state = read(state, np.full(size, 4), np.clip(lengths - 5, 0, None), 4)
     for committed in STEPS:
-        draft, state = propose(
-            drafter.params,
-            state,
-            text,
-            jnp.zeros((size, 1)),
+        inputs = specjax.DraftInputs(
             keys=jax.random.split(jax.random.key(int(lengths.sum())), size),
             positions=jnp.asarray(lengths, jnp.int32),
             num_tokens=jnp.full((size,), num_drafted, jnp.int32),
             temperature=jnp.ones((size,)),
-            implementation=None,
         )
+        draft, state = propose(drafter.params, state, text, jnp.zeros((size, 1)), inputs)
         for b, length in enumerate(lengths):
             read_features = features[b, : length - 1]
             yield text[b, :length], read_features, np.asarray(draft.token_ids[b]), draft.logits[b]

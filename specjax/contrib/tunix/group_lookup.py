@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
+from specjax.decode.propose import DraftInputs
 from specjax.types import Draft
 
 __all__ = ["group_lookup_drafter"]
@@ -37,9 +38,10 @@ def group_lookup_drafter(groups: Any, *, max_ngram: int = 3, min_ngram: int = 1)
     Example:
       >>> drafter = group_lookup_drafter([0, 0, 1])
       >>> texts = jnp.array([[5, 6, 7, 8], [1, 5, 6, -1], [1, 5, 6, -1]])
+      >>> inputs = specjax.DraftInputs(
+      ...     jax.random.key(0), jnp.array([4, 3, 3]), num_tokens=jnp.array([2, 2, 2]))
       >>> draft, _ = drafter.propose(
-      ...     drafter.params, (), texts, None, positions=jnp.array([4, 3, 3]),
-      ...     num_tokens=jnp.array([2, 2, 2]),
+      ...     drafter.params, (), texts, None, inputs,
       ...     config=specjax.SpeculativeConfig(num_speculative_tokens=2))
       >>> draft.token_ids.tolist(), draft.num_tokens.tolist()
       ([[-1, -1], [7, 8], [-1, -1]], [0, 2, 0])
@@ -67,12 +69,13 @@ def _lookup_functions(max_ngram: int, min_ngram: int) -> tuple[Any, Any, Any]:
         state: Any,
         token_ids: jax.Array,
         hidden: Any,
+        inputs: DraftInputs,
         *,
-        positions: jax.Array,
-        num_tokens: jax.Array,
         config: SpeculativeConfig,
         **options: Any,
     ) -> tuple[Draft, Any]:
+        positions, num_tokens = inputs.positions, inputs.num_tokens
+        assert num_tokens is not None
         k = config.num_speculative_tokens
 
         def look_up(request: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
+from specjax.decode.propose import DraftInputs
 from specjax.devices.placement import put_whole
 from specjax.implementation import Implementation
 from specjax.models.heads.check_target import check_target
@@ -153,13 +154,14 @@ def _draft(
     cache: Any,
     token_ids: jax.Array,
     hidden: jax.Array,
+    inputs: DraftInputs,
     *,
-    positions: jax.Array,
-    num_tokens: jax.Array,
     config: SpeculativeConfig,
     **options: Any,
 ) -> tuple[Draft, Any]:
-    """Returns what `Drafter.propose` does: the head over one block."""
+    """Implements `Drafter.propose`: runs the head over one block."""
+    positions, num_tokens = inputs.positions, inputs.num_tokens
+    assert num_tokens is not None
     k = config.num_speculative_tokens
     if k > head.max_speculative_tokens:
         raise ValueError(
@@ -177,8 +179,8 @@ def _draft(
     logits = _logits(head, target, params, states[:, first : first + k], hidden.dtype)
     if "token_map" in params:
         options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
-    options |= {"positions": positions, "num_tokens": num_tokens, "placement": target.placement}
-    return draft_rows(logits, config=config, **options), cache
+    options |= {"placement": target.placement}
+    return draft_rows(logits, inputs, config=config, **options), cache
 
 
 def _run_block(

@@ -15,7 +15,7 @@ from specjax.call_arrays import CallOptions, SampleArrays
 from specjax.checks import check_keys
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream, fold_in_rows
-from specjax.decode.propose import propose_step
+from specjax.decode.propose import DraftInputs, propose_step
 from specjax.devices.placement import Placement
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.apply_sampling import apply_sampling_to_draft
@@ -23,7 +23,6 @@ from specjax.processing.draft_vocabulary import read_vocabulary
 from specjax.processing.history import History
 from specjax.processing.logit_rules import RowContext
 from specjax.processing.sampling_params import (
-    SamplingParams,
     read_draft_sampling,
     split_sampling,
 )
@@ -35,14 +34,9 @@ __all__ = ["draft_rows"]
 
 def draft_rows(
     logits: jax.Array,
+    inputs: DraftInputs,
     *,
-    num_tokens: jax.Array,
-    keys: jax.Array,
-    positions: jax.Array,
-    temperature: jax.Array,
     config: SpeculativeConfig,
-    sampling: SamplingParams | None = None,
-    history: History | None = None,
     token_map: jax.Array | None = None,
     vocab_size: int | None = None,
     implementation: str | Implementation | None = None,
@@ -51,61 +45,51 @@ def draft_rows(
     """Returns the draft of one step of a decode loop, whose q is the product of the rows.
 
     Args:
-      logits: [B, K, V_d]; row i is for the token at `positions + i`.
-      num_tokens: i32[B], most drafted tokens of each request, -1 for an inactive one.
-      keys: typed, [B] or ().
-      positions: i32[B], of the first drafted tokens.
-      temperature: f32[B].
+      logits: [B, K, V_d]; row i is for the token at `inputs.positions + i`.
+      inputs: of the loop.
       config: gives K, the method and the dtype of the noise.
-      sampling: as in `propose`, as are the arguments after it.
-      history: the committed tokens, or None.
       token_map: i32[V_d], or None.
       vocab_size: V, with a map alone.
       implementation: of the draws and the cutoffs.
       placement: of the model whose rows they are, or None.
 
     Example:
-      >>> draft = draft_rows(
-      ...     jnp.array([[[0.0, 9.0], [9.0, 0.0]]]), num_tokens=jnp.array([2]),
-      ...     keys=jax.random.key(0), positions=jnp.array([5]), temperature=jnp.zeros(1),
-      ...     config=SpeculativeConfig(2))
+      >>> inputs = DraftInputs(
+      ...     jax.random.key(0), jnp.array([5]), jnp.array([2]), temperature=jnp.zeros(1))
+      >>> logits = jnp.array([[[0.0, 9.0], [9.0, 0.0]]])
+      >>> draft = draft_rows(logits, inputs, config=SpeculativeConfig(2))
       >>> draft.token_ids.tolist(), draft.logits.shape
       ([[1, 0]], (1, 2, 2))
     """
-    given: dict[str, Any] = {"sampling": sampling, "keys": keys, "positions": positions}
-    given |= {"token_map": token_map, "vocab_size": vocab_size, "temperature": temperature}
-    given |= {"config": config, "implementation": implementation, "placement": placement}
+    given: dict[str, Any] = {"token_map": token_map, "vocab_size": vocab_size, "config": config}
+    given |= {"implementation": implementation, "placement": placement}
+    sampling = inputs.sampling
     if sampling is None or not split_sampling(sampling)[0].reads_drafted:
-        return _draw_all(logits, **given)._replace(num_tokens=num_tokens)
+        return _draw_all(logits, inputs, **given)._replace(num_tokens=inputs.num_tokens)
 
     def step(i: Any, token_ids: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
         return jax.lax.dynamic_index_in_dim(logits, i, axis=1, keepdims=False), i + 1
 
-    first = jnp.zeros_like(positions)
-    return propose_step(step, jnp.int32(0), first, num_tokens=num_tokens, history=history, **given)[
-        0
-    ]
+    first = jnp.zeros_like(inputs.positions)
+    return propose_step(step, jnp.int32(0), first, inputs, **given)[0]
 
 
 def _draw_all(
     logits: jax.Array,
+    inputs: DraftInputs,
     *,
-    keys: jax.Array,
-    positions: jax.Array,
-    temperature: jax.Array,
     config: SpeculativeConfig,
-    sampling: SamplingParams | None,
     token_map: jax.Array | None,
     vocab_size: int | None,
     implementation: str | Implementation | None,
     placement: Placement | None,
 ) -> Draft:
     """Returns a draft of every row, by one call of the sampler."""
-    size, k, _ = logits.shape
+    (size, k, _), positions, temperature = logits.shape, inputs.positions, inputs.temperature
     greedy, coupled = config.draft_sample_method == "greedy", config.draws_on_target_stream
     resolved = resolve_implementation(implementation)
     options = CallOptions(config.noise_dtype, resolved, placement=placement)
-    rules, filters = read_draft_sampling(sampling, size, greedy)
+    rules, filters = read_draft_sampling(inputs.sampling, size, greedy)
     vocabulary, history = read_vocabulary(token_map, vocab_size), History()
     if vocabulary is not None:
         rules, history = vocabulary.take(rules, history)
@@ -119,7 +103,7 @@ def _draw_all(
         implementation=options.implementation,
         vocabulary=vocabulary,
     )
-    keys = check_keys(keys, size)
+    keys = check_keys(inputs.keys, size)
     keys = keys if keys.shape else fold_in_rows(keys, size)
     row = jnp.arange(k, dtype=jnp.int32)[None]
     stream = jnp.zeros_like(row) + Stream.TARGET if coupled else Stream.draft(row)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode.drafters import Drafter
-from specjax.decode.propose import propose_step
+from specjax.decode.propose import DraftInputs, propose_step
 from specjax.devices.placement import put_whole
 from specjax.implementation import Implementation
 from specjax.models.heads.check_target import check_target
@@ -160,12 +160,12 @@ def _draft(
     state: _State,
     token_ids: jax.Array,
     hidden: jax.Array,
-    *,
-    positions: jax.Array,
-    num_tokens: jax.Array,
+    inputs: DraftInputs,
     **options: Any,
 ) -> tuple[Draft, Any]:
-    """Returns what `Drafter.propose` does: the head over its own outputs."""
+    """Implements `Drafter.propose`: runs the head over its own outputs."""
+    positions, num_tokens = inputs.positions, inputs.num_tokens
+    assert num_tokens is not None
 
     def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
         cache, last = carry
@@ -180,8 +180,9 @@ def _draft(
     last_token = jnp.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
     if "token_map" in params:
         options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
-    options |= {"positions": positions, "num_tokens": num_tokens, "placement": target.placement}
-    drafts, (cache, _) = propose_step(step, (state.cache, state.last), last_token, **options)
+    options |= {"placement": target.placement}
+    carry = state.cache, state.last
+    drafts, (cache, _) = propose_step(step, carry, last_token, inputs, **options)
     return drafts, state._replace(cache=cache)
 
 

@@ -23,8 +23,11 @@ def lookup(groups, texts, **options):
         (),
         texts,
         None,
-        positions=jnp.sum(texts >= 0, axis=1, dtype=jnp.int32),
-        num_tokens=jnp.full((len(groups),), 3, jnp.int32),
+        specjax.DraftInputs(
+            None,
+            positions=jnp.sum(texts >= 0, axis=1, dtype=jnp.int32),
+            num_tokens=jnp.full((len(groups),), 3, jnp.int32),
+        ),
         config=CONFIG,
     )
     return specjax.unpad(draft.token_ids)

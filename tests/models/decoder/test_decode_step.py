@@ -305,10 +305,10 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
         name: build(config, params, implementation=name) for name in dict.fromkeys(["xla", kernels])
     }
 
-    def propose(params, state, token_ids, hidden, *, config, num_tokens, **options):
+    def propose(params, state, token_ids, hidden, inputs, *, config, implementation):
         width = config.num_speculative_tokens
         ids = jnp.full((len(token_ids), width), bad, jnp.int32).at[:, 0].set(params)
-        return specjax.Draft(ids, num_tokens=num_tokens), state
+        return specjax.Draft(ids, num_tokens=inputs.num_tokens), state
 
     def decode(implementation, drafter):
         output = specjax.generate(

@@ -460,10 +460,7 @@ def draft_by(drafter, features, implementation=None):
         state,
         ids,
         features[:, 0, : CONFIG.hidden_size],
-        keys=keys_of(size),
-        positions=lengths,
-        num_tokens=jnp.full(size, K),
-        temperature=jnp.ones(size),
+        specjax.DraftInputs(keys_of(size), lengths, jnp.full(size, K), jnp.ones(size)),
         config=specjax.SpeculativeConfig(K),
         implementation=implementation,
     )

@@ -128,9 +128,9 @@ MUTATIONS = (
         "what was drawn before the loop is drawn again from its own token",
     ),
     Mutation(
-        f"{_PROPOSE}propose_step",
-        "temperature=temperature",
-        "temperature=temperature * 0 + 1",
+        f"{_NEXT}propose_draft",
+        "temperature=settings.temperature",
+        "temperature=settings.temperature * 0 + 1",
         decode("test_a_model_drafting_for_itself_is_accepted_over_120_tokens"),
         "drafts are drawn at temperature 1",
     ),
@@ -171,8 +171,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PROPOSE}propose_step",
-        "noise_dtype=config.noise_dtype",
-        "noise_dtype=jnp.float32",
+        "check_noise_dtype(config.noise_dtype)",
+        "check_noise_dtype(jnp.float32)",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
         "the drafts' noise is float32, whatever `use_fp64_gumbel` says",
     ),
