@@ -4,7 +4,7 @@
     cutoff = smallest processed logit that is kept   `logit_cutoff`, `cutoff_xla`; on a GPU `pallas`
 
 `apply_sampling` does both. `history` is the text so far, and `token_counts` what penalties count.
-`bias` and `bad_words` make arrays of what a request asks for. `grammar` and `row_masks` say which
+`fields` has one entry for each parameter; `bias` and `bad_words` make arrays of two of them. `grammar` and `row_masks` say which
 tokens may follow, and `draft_vocabulary` takes all of it through a draft's map. A public function
 checks its arguments (`rule_checks`) and calls a function of arrays, as `decode` does. Open
 `sampling_params` first.

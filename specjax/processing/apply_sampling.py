@@ -9,11 +9,11 @@ from specjax.checks import check_shape
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation
 from specjax.processing.draft_vocabulary import DraftVocabulary
+from specjax.processing.fields import mask_width
 from specjax.processing.history import History
 from specjax.processing.logit_cutoff import find_cutoff, logit_cutoff
 from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
-from specjax.processing.rule_checks import mask_width
 from specjax.processing.sampling_params import SamplingParams, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
@@ -164,4 +164,4 @@ def count_prompt(
     if not rules.penalties:
         return None
     counts = count_committed(token_ids, lengths, lengths, vocab_size)
-    return counts if rules.repetition_penalty is not None else counts._replace(prompt=None)
+    return counts if rules.reads_prompt else counts._replace(prompt=None)

@@ -10,10 +10,11 @@ from specjax.devices.map_parts import map_parts
 from specjax.devices.rows import first_token
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.processing.bad_words import forbid_words
+from specjax.processing.fields import FIELDS
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
 
-__all__ = ["LogitRules", "RowContext", "apply_rules"]
+__all__ = ["PENALTIES", "LogitRules", "RowContext", "apply_rules"]
 
 
 class LogitRules(NamedTuple):
@@ -40,19 +41,20 @@ class LogitRules(NamedTuple):
     grammar_state: Any = None
 
     @property
-    def penalties(self) -> list[jax.Array]:
-        """The penalties that are given."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return [penalty for penalty in penalties if penalty is not None]
+    def penalties(self) -> dict[str, jax.Array]:
+        """The penalties that are given, by name."""
+        given = {name: getattr(self, name) for name in PENALTIES}
+        return {name: penalty for name, penalty in given.items() if penalty is not None}
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether a penalty reads the tokens of the prompt."""
+        return any(FIELDS[name].reads_prompt for name in self.penalties)
 
     @property
     def reads_drafted(self) -> bool:
         """Whether a row depends on the tokens that are drafted before it."""
         return bool(self.penalties) or self.bad_words is not None or self.grammar is not None
-
-
-# Axes of a rule that serves all requests; a rule of each request has one more.
-_SHARED_RANKS = LogitRules(0, 0, 0, bias=1, allowed=1, bad_words=2, grammar_state=0)
 
 
 class RowContext(NamedTuple):
@@ -88,8 +90,8 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
     rows = logits[:, None] if logits.ndim == 2 else logits
     grammar, rules = rules.grammar, rules._replace(grammar=None, grammar_state=None)
     is_shared = [
-        rule is not None and rule.ndim == rank
-        for rule, rank in zip(rules, _SHARED_RANKS, strict=True)
+        rule is not None and rule.ndim == FIELDS[name].rank
+        for name, rule in rules._asdict().items()
     ]
     shared = [rule if yes else None for rule, yes in zip(rules, is_shared, strict=True)]
     per_request = [None if yes else rule for rule, yes in zip(rules, is_shared, strict=True)]
@@ -127,10 +129,11 @@ def _process(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.A
         x = jnp.where(_follows_grammar(rules.grammar, context, x.shape), x, -jnp.inf)
     if rules.penalties:
         valid = jnp.bool_(True)
-        for penalty in rules.penalties:
+        for penalty in rules.penalties.values():
             valid &= jnp.isfinite(penalty)
-        if rules.repetition_penalty is not None:
-            valid &= rules.repetition_penalty > 0
+        for name, penalty in rules.penalties.items():
+            if FIELDS[name].is_positive:
+                valid &= penalty > 0
         x = jnp.where(_per_request(valid), x, jnp.nan)
     x = x.astype(logits.dtype)
     if rules.bad_words is not None:
@@ -159,17 +162,41 @@ def _apply_penalties(x: jax.Array, rules: LogitRules, context: RowContext) -> ja
         for i in range(drafted.shape[1]):
             is_drafted = (drafted[:, i, None, None] == token) & (row > i)
             generated = generated + is_drafted.astype(jnp.int32)
-    if rules.repetition_penalty is not None:
-        assert counts.prompt is not None
-        r = _per_request(rules.repetition_penalty)
-        occurs = (generated > 0) | counts.prompt[:, None]
-        x = jnp.where(occurs, jnp.where(x > 0, x / r, x * r), x)
-    if rules.frequency_penalty is not None:
-        x = x - _per_request(rules.frequency_penalty) * generated.astype(jnp.float32)
-    if rules.presence_penalty is not None:
-        penalty = _per_request(rules.presence_penalty)
-        x = x - jnp.where(generated > 0, penalty, jnp.float32(0))
+    prompt = None if counts.prompt is None else counts.prompt[:, None]
+    for name, penalty in rules.penalties.items():
+        x = PENALTIES[name](x, _per_request(penalty), generated, prompt)
     return x
+
+
+def _repetition(
+    x: jax.Array, penalty: jax.Array, generated: jax.Array, prompt: jax.Array | None
+) -> jax.Array:
+    """Divides a positive logit, and multiplies a negative one, of a token that occurs."""
+    assert prompt is not None
+    occurs = (generated > 0) | prompt
+    return jnp.where(occurs, jnp.where(x > 0, x / penalty, x * penalty), x)
+
+
+def _frequency(
+    x: jax.Array, penalty: jax.Array, generated: jax.Array, prompt: jax.Array | None
+) -> jax.Array:
+    """Subtracts the penalty once per occurrence in the output."""
+    return x - penalty * generated.astype(jnp.float32)
+
+
+def _presence(
+    x: jax.Array, penalty: jax.Array, generated: jax.Array, prompt: jax.Array | None
+) -> jax.Array:
+    """Subtracts the penalty once where the token occurs in the output."""
+    return x - jnp.where(generated > 0, penalty, jnp.float32(0))
+
+
+# In their order: (logits f32[B, R, V], penalty, generated i32, prompt bool) -> logits.
+PENALTIES = {
+    "repetition_penalty": _repetition,
+    "frequency_penalty": _frequency,
+    "presence_penalty": _presence,
+}
 
 
 def _follows_grammar(grammar: Grammar, context: RowContext, shape: tuple[int, ...]) -> jax.Array:

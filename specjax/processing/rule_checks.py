@@ -1,15 +1,14 @@
 """Checks of logits rules and of the tokens they read, where a call enters."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from specjax.checks import as_array, check_shape, parse_array, parse_optional
+from specjax.checks import as_array, check_shape, parse_array
 from specjax.devices.vocabulary_split import VocabularySplit
-from specjax.processing.grammar import Grammar, start_states
+from specjax.processing.fields import mask_width, parse_fields
+from specjax.processing.grammar import start_states
 from specjax.processing.history import History
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.token_counts import TokenCounts
@@ -20,7 +19,6 @@ __all__ = [
     "check_rules",
     "check_rules_split",
     "check_widths",
-    "mask_width",
 ]
 
 _BITS_PER_WORD = 32
@@ -40,109 +38,7 @@ def check_rules(
     Returns:
       `LogitRules` of arrays. Their width is checked by `check_widths`.
     """
-    each = ((), (size,))
-
-    def penalty(name: str) -> Any:
-        return parse_optional(f"{prefix}{name}", getattr(rules, name), jnp.float32, *each)
-
-    return LogitRules(
-        repetition_penalty=penalty("repetition_penalty"),
-        frequency_penalty=penalty("frequency_penalty"),
-        presence_penalty=penalty("presence_penalty"),
-        bias=_check_bias(f"{prefix}bias", rules.bias, size),
-        allowed=_check_allowed(f"{prefix}allowed", rules.allowed, size, num_rows),
-        bad_words=_check_bad_words(f"{prefix}bad_words", rules.bad_words, size),
-        **_check_grammar(prefix, rules.grammar, rules.grammar_state, size),
-    )
-
-
-def _check_bias(name: str, bias: Any, size: int) -> Any:
-    """Returns f32[V] or f32[B, V], or refuses."""
-    if bias is None:
-        return None
-    if isinstance(bias, Mapping):
-        raise ValueError(
-            f"{name} is a mapping; it needs an array: specjax.bias_array(mapping, vocab_size)."
-        )
-    bias = as_array(name, bias)
-    if bias.ndim not in (1, 2) or (bias.ndim == 2 and bias.shape[0] != size):
-        raise ValueError(f"{name} has shape {bias.shape}; it needs [V] or [{size}, V].")
-    return parse_array(name, bias, jnp.float32, bias.shape)
-
-
-def _check_allowed(name: str, allowed: Any, size: int, num_rows: int | None) -> Any:
-    """Returns bool or u32 words, [V], [B, V], or [B, R, V] if rows are given, or refuses."""
-    if allowed is None:
-        return None
-    allowed = as_array(name, allowed)
-    shapes = [(), (size,)] + ([] if num_rows is None else [(size, num_rows)])
-    if allowed.ndim == 0 or allowed.shape[:-1] not in shapes:
-        needed = " or ".join(f"[{', '.join([*map(str, shape), 'V'])}]" for shape in shapes)
-        raise ValueError(f"{name} has shape {allowed.shape}; it needs {needed}.")
-    if allowed.dtype == jnp.bool_ or allowed.dtype == jnp.uint32:
-        return allowed
-    if allowed.dtype != jnp.int32:
-        raise ValueError(
-            f"{name} has dtype {allowed.dtype}; it needs bool, or int32 or uint32 words of 32 "
-            "tokens each, the first in the lowest bit."
-        )
-    if isinstance(allowed, np.ndarray):
-        return allowed.view(np.uint32)
-    return jax.lax.bitcast_convert_type(allowed, jnp.uint32)
-
-
-def _check_bad_words(name: str, words: Any, size: int) -> Any:
-    """Returns i32[N, M] or i32[B, N, M], or refuses."""
-    if words is None:
-        return None
-    cure = "specjax.bad_words_array(sequences) pads them"
-    try:
-        words = as_array(name, words)
-    except ValueError:
-        raise ValueError(f"{name} is no array; {cure}.") from None
-    if words.ndim not in (2, 3) or (words.ndim == 3 and words.shape[0] != size):
-        raise ValueError(
-            f"{name} has shape {words.shape}; it needs [N, M] or [{size}, N, M]: {cure}."
-        )
-    return parse_array(name, words, jnp.int32, words.shape)
-
-
-def _check_grammar(prefix: str, grammar: Any, state: Any, size: int) -> dict[str, Any]:
-    """Returns a `Grammar` of arrays and the state in which texts begin, or refuses them."""
-    if grammar is None and state is None:
-        return {}
-    if grammar is None:
-        raise ValueError(
-            f"{prefix}grammar_state is given without {prefix}grammar, whose state it is."
-        )
-    if not isinstance(grammar, Grammar):
-        raise ValueError(
-            f"{prefix}grammar is {type(grammar).__name__}; it needs a specjax.Grammar, such as "
-            "specjax.contrib.grammars.json_schema_grammar makes."
-        )
-    names = {field: f"{prefix}grammar.{field}" for field in Grammar._fields}
-    arrays = {field: as_array(names[field], x) for field, x in grammar._asdict().items()}
-    shapes = [x.shape for x in arrays.values()]
-    if [len(shape) for shape in shapes] != [2, 1, 2] or 0 in shapes[0]:
-        raise ValueError(
-            f"{prefix}grammar has arrays of shapes {shapes}; it needs next_states [Q, C], "
-            "token_classes [V] and allowed [Q, ceil(V / 32)]."
-        )
-    for field in ("next_states", "token_classes"):
-        arrays[field] = parse_array(names[field], arrays[field], jnp.int32, arrays[field].shape)
-    num_states, vocab_size = shapes[0][0], shapes[1][0]
-    arrays["allowed"] = _check_allowed(names["allowed"], arrays["allowed"], num_states, None)
-    if arrays["allowed"].dtype == jnp.bool_:
-        raise ValueError(f"{names['allowed']} is bool; it needs words of 32 tokens, i32 or u32.")
-    check_shape(names["allowed"], arrays["allowed"], (num_states, -(-vocab_size // _BITS_PER_WORD)))
-    state = np.int32(0) if state is None else state
-    state = parse_array(f"{prefix}grammar_state", state, jnp.int32, (), (size,))
-    return {"grammar": Grammar(**arrays), "grammar_state": state}
-
-
-def mask_width(allowed: Any, vocab_size: int) -> int:
-    """Returns the width of a mask of V tokens in this form, bool or words."""
-    return vocab_size if allowed.dtype == jnp.bool_ else -(-vocab_size // _BITS_PER_WORD)
+    return LogitRules(**parse_fields(rules._asdict(), size, num_rows, prefix))
 
 
 def check_widths(rules: LogitRules, vocab_size: int) -> None:
@@ -241,7 +137,7 @@ def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | N
             f"history.counts is {type(counts).__name__}; it needs specjax.TokenCounts, as "
             "specjax.count_tokens makes them."
         )
-    if rules.repetition_penalty is None:
+    if not rules.reads_prompt:
         counts = counts._replace(prompt=None)
     elif counts.prompt is None:
         raise ValueError(

@@ -3,12 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax.export
-import jax.numpy as jnp
 
-from specjax.checks import parse_optional
 from specjax.core.truncation import Filters
+from specjax.processing.fields import parse_fields
 from specjax.processing.logit_rules import LogitRules
-from specjax.processing.rule_checks import check_rules
 
 __all__ = ["SamplingParams", "read_draft_sampling", "read_sampling", "split_sampling"]
 
@@ -70,26 +68,23 @@ def read_sampling(sampling: Any, size: int) -> SamplingParams:
 
     The widths of a bias and of a mask are checked where the vocabulary is known.
     """
-    rules, filters = split_sampling(sampling)
-    each = ((), (size,))
-    filters = Filters(
-        top_k=parse_optional("sampling.top_k", filters.top_k, jnp.int32, *each),
-        top_p=parse_optional("sampling.top_p", filters.top_p, jnp.float32, *each),
-        min_p=parse_optional("sampling.min_p", filters.min_p, jnp.float32, *each),
-    )
-    rules = check_rules(rules, size, prefix="sampling.")
-    return SamplingParams(**filters._asdict(), **rules._asdict())
+    _check_type(sampling)
+    return SamplingParams(**parse_fields(sampling._asdict(), size, prefix="sampling."))
 
 
 def split_sampling(sampling: Any) -> tuple[LogitRules, Filters]:
     """Returns what changes logits, and what is applied to them as a cutoff."""
+    _check_type(sampling)
+    fields = sampling._asdict()
+    filters = Filters(*(fields.pop(name) for name in Filters._fields))
+    return LogitRules(**fields), filters
+
+
+def _check_type(sampling: Any) -> None:
     if not isinstance(sampling, SamplingParams):
         raise ValueError(
             f"sampling is {type(sampling).__name__}; it needs a specjax.SamplingParams or None."
         )
-    fields = sampling._asdict()
-    filters = Filters(*(fields.pop(name) for name in Filters._fields))
-    return LogitRules(**fields), filters
 
 
 jax.export.register_namedtuple_serialization(
