@@ -1,10 +1,10 @@
 """Says which goldens moved, and how.
 
-    PYTHONPATH=.:tests:tests/support python -m frozen.goldens [--write] [names...]
+    PYTHONPATH=.:tests:tests/support python -m frozen.goldens [--write] [--time] [names...]
 
-A name stands for every scenario that contains it. `--write` records what is found. Bits of
-log-probabilities are compared where JAX and the processor are those of the record, and numbers of
-compilations where JAX is; token ids and sentences always are.
+A name stands for every scenario and refusal that contains it. `--write` records what is found.
+Bits of log-probabilities are compared where JAX and the processor are those of the record, and
+numbers of compilations where JAX is; token ids and sentences always are.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import jax
 import numpy as np
 from compilations import compilations
 
+from frozen.goldens import calls
+from frozen.goldens.refusals import REFUSALS, sentence_of
 from frozen.goldens.scenarios import SCENARIOS
 
 RECORD = pathlib.Path(__file__).parents[1] / "goldens.json"
@@ -130,10 +132,53 @@ def begin():
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if folder is None:
-        folder = tempfile.mkdtemp()
-    jax.config.update("jax_compilation_cache_dir", folder)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
+
+
+def run_scenarios(names, record):
+    """What scenarios give, and how many moved."""
+    found, num_moved, skipped = {}, 0, left_out(record)
+    for name in names:
+        start = time.perf_counter()
+        found[name] = run(name)
+        seconds, old = time.perf_counter() - start, record["scenarios"].get(name)
+        moved = [] if old is None else list(changes(old, found[name], skipped))
+        how = "new" if old is None else "moved" if moved else "as it was"
+        num_moved += how != "as it was"
+        print(f"{how:9} {seconds:5.1f} s  {name}", flush=True)
+        for change in moved:
+            print(*describe(*change), sep="\n")
+    return found, num_moved
+
+
+def run_refusals(names, record):
+    """The sentences of wrong calls, and how many moved."""
+    found, num_moved = {}, 0
+    for name in names:
+        found[name], old = sentence_of(REFUSALS[name]), record["sentences"].get(name)
+        if found[name] != old or old is None:
+            num_moved += 1
+            print(f"{'new' if old is None else 'moved':9} {'':7}  {name}")
+            print(f"      was {old}\n      is  {found[name]}")
+    return found, num_moved
+
+
+def show_time():
+    """The host's time of an eager verification of few tokens, the fewest of several rounds."""
+    call = calls.small_verification()
+    for _ in range(200):
+        jax.block_until_ready(call())
+    rounds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(200):
+            found = call()
+        rounds.append((time.perf_counter() - start) / 200)
+        jax.block_until_ready(found)
+    rounds.sort()
+    least, middle = (f"{1e6 * x:.0f} us" for x in (rounds[0], rounds[10]))
+    print(f"An eager rejection_sample takes the host {least}, {middle} in the middle.")
 
 
 def main():
@@ -142,32 +187,34 @@ def main():
     )
     parser.add_argument("names", nargs="*", help="parts of names; none is all")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--time", action="store_true", help="of an eager call, and nothing else")
     arguments = parser.parse_args()
+    if arguments.time:
+        return show_time()
     begin()
     record = read()
-    skipped = left_out(record)
-    if skipped and not arguments.write:
+    if left_out(record) and not arguments.write:
         print(f"The record is of jax {record['jax']} on {record['processor']}.")
-        print(f"Not compared here: {', '.join(skipped)}.")
-    num_moved = num_run = 0
-    found = {}
-    for name in SCENARIOS:
-        if arguments.names and not any(part in name for part in arguments.names):
-            continue
-        start = time.perf_counter()
-        found[name] = run(name)
-        seconds = time.perf_counter() - start
-        moved = list(changes(record["scenarios"].get(name, {}), found[name], skipped))
-        num_moved, num_run = num_moved + bool(moved), num_run + 1
-        is_new = name not in record["scenarios"]
-        how = "new" if is_new else "moved" if moved else "as it was"
-        print(f"{how:9} {seconds:5.1f} s  {name}", flush=True)
-        for path, old, new in [] if is_new else moved:
-            print(*describe(path, old, new), sep="\n")
-    print(f"{num_moved} of {num_run} moved.")
+        print(f"Not compared here: {', '.join(left_out(record))}.")
+
+    def named(every):
+        parts = arguments.names
+        return [name for name in every if not parts or any(part in name for part in parts)]
+
+    num_moved = 0
+    for kind, run_all, every in (
+        ("scenarios", run_scenarios, SCENARIOS),
+        ("sentences", run_refusals, REFUSALS),
+    ):
+        names = named(every)
+        found, num = run_all(names, record)
+        print(f"{num} of {len(names)} {kind} moved.")
+        gone = [] if arguments.names else [name for name in record[kind] if name not in every]
+        print(*(f"gone: {name}" for name in gone), sep="\n", end="\n" if gone else "")
+        num_moved += num + len(gone)
+        kept = {name: found.get(name, record[kind].get(name)) for name in every}
+        record[kind] = {name: entry for name, entry in kept.items() if entry is not None}
     if arguments.write:
-        kept = {name: record["scenarios"].get(name) for name in SCENARIOS} | found
-        record["scenarios"] = {name: entry for name, entry in kept.items() if entry is not None}
         write(record | {"jax": jax.__version__, "processor": processor()})
     elif num_moved:
         sys.exit(1)

@@ -45,7 +45,17 @@ def verify(kind, draft, target_logits, *, ragged=None, rates=None, **options):
     if rates is not None:
         options["conditional_rates"] = rates
     name = "block_rejection_sample" if kind == "block" else "rejection_sample"
-    return getattr(specjax, f"{name}{end}")(specjax.Draft(**draft), target_logits, **options)
+    draft = specjax.Draft(**draft) if isinstance(draft, dict) else draft
+    return getattr(specjax, f"{name}{end}")(draft, target_logits, **options)
+
+
+def small_verification():
+    """An eager verification of one-hot drafts, of arrays that lie on the device."""
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.normal(size=(4, 4, 64)), jnp.float32)
+    draft = specjax.Draft(jnp.asarray(rng.integers(0, 64, (4, 3)), jnp.int32))
+    keys, positions = jax.random.split(jax.random.key(0), 4), jnp.arange(4, dtype=jnp.int32)
+    return lambda: specjax.rejection_sample(draft, rows, keys=keys, positions=positions)
 
 
 def verify_tree(tree, target_logits, **options):
@@ -54,6 +64,16 @@ def verify_tree(tree, target_logits, **options):
     return specjax.tree_rejection_sample(
         tree["token_ids"], tree["parents"], target_logits, **fields, **options
     )
+
+
+def sample(logits, *, stream, **options):
+    """One draw from each row."""
+    return specjax.gumbel_sample(logits, stream=stream, **options)
+
+
+def draft_by(step_fn, carry, token_ids, **options):
+    """What `propose` returns: a draft, and the carry after it."""
+    return specjax.propose(step_fn, carry, token_ids, **options)
 
 
 def config_of(method, k, **options):
@@ -107,16 +127,29 @@ def decode(door, target, drafter, prompts, *, config, masks=None, folder=None, *
     return run_compiled
 
 
+def begin(target, drafter, prompts, *, config, masks=None, **options):
+    """The state that `init` begins; `masks` are those of the first tokens."""
+    options |= {} if masks is None else {"allowed": masks}
+    return specjax.init(target, drafter, *prompts, config=config, **options)
+
+
+def advance(target, drafter, state, *, config, masks=None):
+    """The state and the information that `step` returns; `masks` are those of its rows."""
+    options = {} if masks is None else {"allowed": masks}
+    return specjax.step(target, drafter, state, config=config, **options)
+
+
 def decode_steps(target, drafter, prompts, keys, *, config, masks, **options):
     """Texts by `init` and `step`, what was drafted in each, and the carry after two steps."""
     masks = None if masks is None else masks()
-    first = {} if masks is None else {"allowed": masks.first()}
-    state = specjax.init(target, drafter, *prompts, keys=keys, config=config, **first, **options)
+    models = target, drafter
+    first = None if masks is None else masks.first()
+    state = begin(*models, prompts, keys=keys, config=config, masks=first, **options)
     steps, carry = [], None
     while not np.all(np.asarray(state.finish)):
-        rows = {} if masks is None else {"allowed": masks.of_rows(state)}
+        rows = None if masks is None else masks.of_rows(state)
         drafted = np.asarray(state.draft.token_ids)
-        state, info = specjax.step(target, drafter, state, config=config, **rows)
+        state, info = advance(*models, state, config=config, masks=rows)
         counts, accepted = info.num_drafted, info.verification.num_accepted
         steps.append(
             [
@@ -188,8 +221,8 @@ def draw(arrays, keys, **options):
     given |= {"implementation": "xla"} | options
     return {
         "cutoff": cutoff,
-        "target": specjax.gumbel_sample(logits, stream=0, cutoff=cutoff, **given),
-        "draft": specjax.gumbel_sample(logits, stream=specjax.Stream.draft(1), **given),
+        "target": sample(logits, stream=0, cutoff=cutoff, **given),
+        "draft": sample(logits, stream=specjax.Stream.draft(1), **given),
     }
 
 
@@ -222,7 +255,7 @@ def propose(arrays, keys, sampling, token_map=None, **options):
     if token_map is not None:
         options |= {"token_map": token_map, "vocab_size": vocab_size}
         table = table[:, : len(token_map)]
-    draft, carry = specjax.propose(
+    draft, carry = draft_by(
         lambda carry, ids, positions: (table[ids % len(table)], carry + ids),
         jnp.zeros(len(table[:6]), jnp.int32),
         arrays["token_ids"][:, 0],
