@@ -103,12 +103,12 @@ def check_draft(pair: ModelPair) -> CheckedDraft:
     """Refuses a draft model whose vocabulary is not the target's, or a head that does not fit."""
     if pair.draft_spec in ("ngram", "none"):
         return CheckedDraft()
-    facts = models.read_draft(pair.draft_spec, pair.target_config)
-    auto = facts.step_costs, facts.usual_acceptance_rate
-    if facts.kind != "model":
-        warning = _warn_of_verifier(pair, facts.verifier)
-        most = facts.max_speculative_tokens
-        return CheckedDraft(facts.num_speculative_tokens, warning, most, *auto)
+    info = models.read_draft(pair.draft_spec, pair.target_config)
+    auto = info.step_costs, info.usual_acceptance_rate
+    if info.kind != "model":
+        warning = _warn_of_verifier(pair, info.verifier)
+        most = info.max_speculative_tokens
+        return CheckedDraft(info.num_speculative_tokens, warning, most, *auto)
     target_vocab = pair.tokenizer.get_vocab()
     # Tokenizers are compared: the models' own vocabulary sizes may differ by padding.
     draft_vocab = models.load_tokenizer(pair.draft_spec).get_vocab()

@@ -14,26 +14,22 @@ from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.rope import RopeScaling
 from specjax.models.decoder.transformer import Transformer, build, functions
 from specjax.models.heads.dflash import DFlashConfig, build_dflash
-from specjax.models.heads.dflash_drafter import dflash_drafter
-from specjax.models.heads.dflash_folder import load_dflash
-from specjax.models.heads.dflash_writer import save_dflash
-from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3
-from specjax.models.heads.eagle3_drafter import eagle3_drafter
-from specjax.models.heads.eagle3_folder import load_eagle3
-from specjax.models.heads.eagle3_unrolled import unrolled_eagle3
-from specjax.models.heads.eagle3_writer import save_eagle3
-from specjax.models.heads.folder_kind import draft_kind
+from specjax.models.heads.dflash_folder import load_dflash, save_dflash
+from specjax.models.heads.drafters import dflash_drafter, eagle3_drafter
+from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3, unrolled_eagle3
+from specjax.models.heads.eagle3_folder import load_eagle3, save_eagle3
+from specjax.models.heads.head_folder import draft_kind
 from specjax.models.hf.chat_template import chat_prompt
 from specjax.models.hf.checkpoint import load, load_shapes, save
 from specjax.models.hf.load_config import load_config
 from specjax.models.hf.tokenizer import load_tokenizer
-from specjax.models.load_drafter import DraftFacts, load_drafter, read_draft
+from specjax.models.load_drafter import DraftInfo, load_drafter, read_draft
 from specjax.models.pretrained import pretrained_folder
 from specjax.models.sharding.sharded_model import split_model
 
 __all__ = [
     "DFlashConfig",
-    "DraftFacts",
+    "DraftInfo",
     "Eagle3Config",
     "RopeScaling",
     "Transformer",

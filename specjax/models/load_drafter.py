@@ -1,7 +1,8 @@
-"""`load_drafter`: the drafter of a folder, which config.json alone says the kind of."""
+"""Loads any supported drafter; `config.json` decides the kind."""
 
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
@@ -10,20 +11,34 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.heads.dflash_drafter import check_dflash, dflash_drafter
-from specjax.models.heads.dflash_folder import load_dflash, load_dflash_config
-from specjax.models.heads.eagle3_drafter import check_eagle3, eagle3_drafter
-from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
-from specjax.models.heads.folder_kind import DraftKind, draft_kind, refuse_eagle1
+from specjax.models.heads.dflash_folder import load_dflash, open_dflash
+from specjax.models.heads.drafters import dflash_drafter, eagle3_drafter
+from specjax.models.heads.eagle3_folder import load_eagle3, open_eagle3
+from specjax.models.heads.head_folder import DraftKind, draft_kind, refuse_eagle1
+from specjax.models.heads.head_target import check_target
 from specjax.models.hf.checkpoint import load
 from specjax.models.hf.folder import read_json_object
 from specjax.models.hf.load_config import load_config
 from specjax.types import Model
 
-__all__ = ["DraftFacts", "load_drafter", "read_draft"]
+__all__ = ["DraftInfo", "load_drafter", "read_draft"]
 
 
-class DraftFacts(NamedTuple):
+class _Head(NamedTuple):
+    """The functions of one kind of head."""
+
+    open: Callable[..., Any]
+    load: Callable[..., Any]
+    drafter: Callable[..., Drafter]
+
+
+_HEADS = {
+    "eagle3": _Head(open_eagle3, load_eagle3, eagle3_drafter),
+    "dflash": _Head(open_dflash, load_dflash, dflash_drafter),
+}
+
+
+class DraftInfo(NamedTuple):
     """What a folder says of its draft before any weight is read.
 
     Attributes:
@@ -45,7 +60,7 @@ class DraftFacts(NamedTuple):
     usual_acceptance_rate: float | None = None
 
 
-def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
+def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftInfo:
     """Returns what a folder says of its draft; refuses a head that is for another target.
 
     Args:
@@ -61,36 +76,39 @@ def read_draft(folder: str | os.PathLike[str], target: TransformerConfig) -> Dra
       >>> read_draft(pretrained_folder("eagle3"), target).kind
       'eagle3'
     """
-    facts = _read_facts(folder, target)
+    info = _read_config(folder, target)
     path = pathlib.Path(folder) / "step_costs.json"
     if not path.exists():
-        return facts
+        return info
     try:
-        told = read_json_object(path, "step costs")
-        rate = told.get("usual_acceptance_rate")
-        auto = SpeculativeConfig("auto", step_costs=told["step_costs"], usual_acceptance_rate=rate)
+        fields = read_json_object(path, "step costs")
+        rate = fields.get("usual_acceptance_rate")
+        auto = SpeculativeConfig(
+            "auto", step_costs=fields["step_costs"], usual_acceptance_rate=rate
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no file of step costs: {error}") from None
-    return facts._replace(
+    return info._replace(
         step_costs=auto.step_costs, usual_acceptance_rate=auto.usual_acceptance_rate
     )
 
 
-def _read_facts(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftFacts:
+def _read_config(folder: str | os.PathLike[str], target: TransformerConfig) -> DraftInfo:
+    """Returns what the config.json of a folder says of its draft."""
     kind = draft_kind(folder)
     if kind == "model":
         refuse_eagle1(folder)
-        return DraftFacts(kind, load_config(folder))
+        return DraftInfo(kind, load_config(folder))
     layers = target.num_hidden_layers
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    if kind == "dflash":
-        block, head = load_dflash_config(folder, num_target_layers=layers)
-        check_dflash(block, num_layers=layers, **sizes)
-        most = block.max_speculative_tokens
-        return DraftFacts(kind, block, block.num_speculative_tokens or most, head.verifier, most)
-    config, head = load_eagle3_config(folder, num_target_layers=layers)
-    check_eagle3(config, num_layers=layers, **sizes)
-    return DraftFacts(kind, config, head.num_speculative_tokens, head.verifier)
+    config, head, _ = _HEADS[kind].open(folder, num_target_layers=layers)
+    check_target(
+        config,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=layers,
+    )
+    most = config.max_speculative_tokens
+    return DraftInfo(kind, config, config.num_speculative_tokens or most, head.verifier, most)
 
 
 def load_drafter(
@@ -127,10 +145,7 @@ def load_drafter(
         mesh = None if target.placement is None else target.placement.mesh
         options: dict[str, Any] = {"mesh": mesh, "replicate": True}
         return model_drafter(load(folder, dtype, implementation=implementation, **options)[0])
-    layers = len(target.params["layers"])
     dtype = target.params["embedding"].dtype if dtype is None else dtype
-    if kind == "dflash":
-        params, block = load_dflash(folder, dtype, num_target_layers=layers)
-        return dflash_drafter(target, block, params, implementation=implementation)
-    params, config = load_eagle3(folder, dtype, num_target_layers=layers)
-    return eagle3_drafter(target, config, params, implementation=implementation)
+    layers = len(target.params["layers"])
+    params, config = _HEADS[kind].load(folder, dtype, num_target_layers=layers)
+    return _HEADS[kind].drafter(target, config, params, implementation=implementation)

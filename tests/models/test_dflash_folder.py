@@ -16,8 +16,8 @@ from specjax.models import (
     read_draft,
     save_dflash,
 )
-from specjax.models.heads.dflash_folder import load_dflash_config
-from specjax.models.heads.folder_kind import draft_kind
+from specjax.models.heads.dflash_folder import open_dflash
+from specjax.models.heads.head_folder import draft_kind
 
 pytestmark = pytest.mark.once
 
@@ -59,8 +59,8 @@ def test_a_saved_head_is_read_back(tmp_path, name):
     again, found = read(tmp_path / "saved")
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert found == config
-    facts = read_draft(tmp_path / "saved", TARGET)
-    assert facts[2:] == (3, "meta/Llama", config.max_speculative_tokens, None, None)
+    info = read_draft(tmp_path / "saved", TARGET)
+    assert info[2:] == (3, "meta/Llama", config.max_speculative_tokens, None, None)
     most = config.max_speculative_tokens
     assert read_draft(tmp_path / "given", TARGET)[2:] == (most, None, most, None, None)
 
@@ -166,7 +166,7 @@ def test_more_tokens_than_a_block_has_contradict_the_folder(tmp_path):
     fields["speculators_config"] = {"proposal_methods": [{"speculative_tokens": 5}]}
     heads.write_head(tmp_path, fields, heads.random_tensors(heads.FIELDS, ()))
     with pytest.raises(ValueError, match="num_speculative_tokens is 5; a block of 5 drafts at mos"):
-        load_dflash_config(tmp_path, num_target_layers=heads.TARGET_LAYERS)
+        open_dflash(tmp_path, num_target_layers=heads.TARGET_LAYERS)
 
 
 def test_weights_in_a_pickle_are_refused_with_what_converts_them(tmp_path):

@@ -12,11 +12,13 @@ from drafter_steps import Acceptance, accepted_steps, check_greedy_texts, drafte
 from oracle_eagle3 import Head
 
 import specjax
-from specjax.models import TransformerConfig, build
-from specjax.models.heads.eagle3 import Eagle3Config, build_eagle3, eagle3_functions
-from specjax.models.heads.eagle3_drafter import eagle3_drafter
-from specjax.models.heads.eagle3_folder import load_eagle3
-from specjax.models.heads.eagle3_unrolled import unrolled_eagle3
+from specjax.models import TransformerConfig, build, eagle3_drafter, load_eagle3
+from specjax.models.heads.eagle3 import (
+    Eagle3Config,
+    build_eagle3,
+    eagle3_functions,
+    unrolled_eagle3,
+)
 
 pytestmark = pytest.mark.once
 

@@ -10,9 +10,8 @@ import pytest
 
 from specjax.models import build
 from specjax.models.decoder.config import TransformerConfig
-from specjax.models.heads.eagle3_drafter import eagle3_drafter
-from specjax.models.heads.eagle3_folder import load_eagle3, load_eagle3_config
-from specjax.models.heads.eagle3_writer import save_eagle3
+from specjax.models.heads.drafters import eagle3_drafter
+from specjax.models.heads.eagle3_folder import load_eagle3, open_eagle3, save_eagle3
 from specjax.models.load_drafter import load_drafter
 
 pytestmark = pytest.mark.once
@@ -74,10 +73,10 @@ def test_a_saved_head_is_read_back(tmp_path, name):
     again, found = read(tmp_path / "saved")
     jax.tree.map(np.testing.assert_array_equal, again, params)
     assert found == config
-    _, facts = load_eagle3_config(tmp_path / "saved", num_target_layers=heads.TARGET_LAYERS)
-    assert facts.verifier == "meta/Llama"
+    _, head, _ = open_eagle3(tmp_path / "saved", num_target_layers=heads.TARGET_LAYERS)
+    assert head.verifier == "meta/Llama"
     save_eagle3(tmp_path / "short", params, config)
-    assert load_eagle3_config(tmp_path / "short", num_target_layers=4)[0].layer.dtype == "bfloat16"
+    assert open_eagle3(tmp_path / "short", num_target_layers=4)[0].layer.dtype == "bfloat16"
     with pytest.raises(ValueError, match="the format of speculators has neither"):
         save_eagle3(tmp_path, params, dataclasses.replace(config, logit_scale=2.0))
 
@@ -86,7 +85,7 @@ def test_without_taps_in_config_json_they_follow_from_the_target(tmp_path):
     fields, owned = heads.variant("llama")
     del fields["eagle_config"]
     folder = heads.write_head(tmp_path, fields, heads.random_tensors(fields, owned))
-    config, head = load_eagle3_config(folder, num_target_layers=36)
+    config, head, _ = open_eagle3(folder, num_target_layers=36)
     assert (config.taps, head.taps) == ((2, 18, 33), None)
     assert read(folder, num_target_layers=8)[1].taps == (2, 4, 5)
 

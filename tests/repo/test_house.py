@@ -57,13 +57,9 @@ INSIDE_MODELS = {
         "specjax.models",
         "specjax.models.load_drafter",
         "specjax.models.heads.dflash_folder",
-        "specjax.models.heads.dflash_writer",
         "specjax.models.heads.eagle3_folder",
-        "specjax.models.heads.eagle3_writer",
-        "specjax.models.heads.folder_kind",
         "specjax.models.heads.head_fields",
-        "specjax.models.heads.head_tensors",
-        "specjax.models.heads.head_writer",
+        "specjax.models.heads.head_folder",
     ),
 }
 GROUND_OF_KERNELS = (

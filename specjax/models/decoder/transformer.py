@@ -16,7 +16,7 @@ from specjax.implementation import Implementation
 from specjax.models.decoder.attention import AttentionBackend
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.dispatch import run_decoder
-from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, weight
+from specjax.models.decoder.layers import Layer, RMSNorm, embed_tokens, table_logits, weight
 from specjax.models.decoder.rope import rope_cos_sin
 from specjax.types import Model
 
@@ -117,9 +117,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns logits [..., V] of hidden states [..., E], this device's of a share."""
         table = self.embedding if self.config.tie_word_embeddings else self.head
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        # The table on the left: one row against it is read in order, ten times faster on CPU.
-        logits = (table[...] @ rows.T).T.reshape(*hidden.shape[:-1], -1)
+        logits = table_logits(table[...], hidden)
         cap = self.config.logit_softcap
         if cap is None:
             return logits

@@ -19,7 +19,7 @@ References:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +62,10 @@ class DFlashConfig:
       num_speculative_tokens: K that the head was trained for; None is as many as a block has.
       has_embedding: whether the head has embeddings of its own; else they are the target's.
       has_lm_head: whether the head has an output layer of its own; else it is the target's.
+      kind: for people.
     """
 
+    kind: ClassVar[str] = "DFlash"
     layer: TransformerConfig
     draft_vocab_size: int
     taps: tuple[int, ...]
@@ -102,6 +104,11 @@ class DFlashConfig:
                 f"layer_windows is {list(self.layer.layer_windows)}; the layers of a DFlash head "
                 "need to attend to all tokens."
             )
+
+    @property
+    def target_hidden_size(self) -> int:
+        """E, which is the head's own."""
+        return self.layer.hidden_size
 
     @property
     def max_speculative_tokens(self) -> int:

@@ -1,39 +1,33 @@
-"""Reads the folder of a DFlash head, in any of its formats."""
+"""The folder of a DFlash head: read in any format, written in that of `speculators`."""
 
 import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.typing import DTypeLike
 
 from specjax.file_io import quote
 from specjax.models.heads.dflash import DFlashConfig
-from specjax.models.heads.folder_kind import draft_kind, read_head_config
-from specjax.models.heads.head_fields import (
-    ANY,
-    HeadFields,
-    Known,
-    check_num_target_layers,
-    read_head_fields,
-    refuse_unknown,
+from specjax.models.heads.head_fields import ANY, HeadFields, Known, any_of, refuse_unknown
+from specjax.models.heads.head_folder import (
+    HeadTensors,
+    decoder_entries,
+    load_params,
+    open_head,
+    write_head,
 )
-from specjax.models.heads.head_tensors import HeadTensors
-from specjax.models.hf.checkpoint import resolve_dtype
-from specjax.models.hf.weight_map import WeightEntry, weight_entries
+from specjax.models.hf.weight_map import WeightEntry
 
-__all__ = ["dflash_entries", "load_dflash", "load_dflash_config"]
+__all__ = ["load_dflash", "open_dflash", "save_dflash"]
 
-_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+_TITLE = "a DFlash head"
 _LAYER_KINDS = ("qwen3", "llama")
 # At the top level or in `dflash_config`.
 _DFLASH_CONFIG: Known = {
-    **dict.fromkeys(("block_size", "mask_token_id", "sample_from_anchor"), ANY),
-    **dict.fromkeys(("num_target_layers", "target_layer_ids"), ANY),
+    **any_of("block_size mask_token_id sample_from_anchor num_target_layers target_layer_ids"),
     # Of a head for more than blocks, where `markov_rank` and `enable_confidence_head` are refused.
-    **dict.fromkeys(("confidence_head_alpha", "confidence_head_with_markov"), ANY),
-    "markov_head_type": ANY,
+    **any_of("confidence_head_alpha confidence_head_with_markov markov_head_type"),
     **dict.fromkeys(("causal", "causal_head", "is_causal"), (False,)),
     "input_embedding_scale": (1.0,),
     "output_multiplier": (1.0,),
@@ -41,15 +35,14 @@ _DFLASH_CONFIG: Known = {
 }
 _FIELDS: Known = {
     **_DFLASH_CONFIG,
-    **dict.fromkeys(("aux_hidden_state_layer_ids", "dflash_config", "draft_vocab_size"), ANY),
-    "target_hidden_size": ANY,
+    **any_of("aux_hidden_state_layer_ids dflash_config draft_vocab_size target_hidden_size"),
     "sliding_window_non_causal": ANY,  # Layers with a window are refused.
 }
 
 
-def load_dflash_config(
+def open_dflash(
     folder: str | os.PathLike[str], *, num_target_layers: int
-) -> tuple[DFlashConfig, HeadFields]:
+) -> tuple[DFlashConfig, HeadFields, HeadTensors]:
     """Reads config.json, and of the tensors which ones there are.
 
     Args:
@@ -57,12 +50,51 @@ def load_dflash_config(
       num_target_layers: of the target. A folder may name another number, and is refused then.
 
     Returns:
-      The configuration with the dtype that the file names, and what else the file says.
+      The configuration with the dtype that the file names, what else the file says, and the
+      tensors, which are not read yet.
 
     Raises:
       ValueError: if the folder is not that of a DFlash head, or asks for something unsupported.
     """
-    return _read(folder, num_target_layers)[:2]
+    # A target's layers are causal.
+    head = open_head(folder, "dflash", _TITLE, nested="dflash_config", not_of_layer=("is_causal",))
+    source, layer = head.source, head.layer
+    inner = {"target_hidden_size": (layer.hidden_size,), **_DFLASH_CONFIG}
+    refuse_unknown(head.fields, source, _TITLE, _FIELDS, {"dflash_config": inner})
+    if head.layer_kind not in _LAYER_KINDS:
+        raise ValueError(
+            f"{source} has model_type {head.layer_kind!r}; the layers of a DFlash head are those "
+            "of 'qwen3'."
+        )
+    head.check_num_target_layers(num_target_layers)
+    if head.taps is None:
+        raise ValueError(
+            f"{source} names no target_layer_ids and no aux_hidden_state_layer_ids; add those that "
+            "the head was trained with."
+        )
+    if head.target_hidden_size != layer.hidden_size:
+        raise ValueError(
+            f"{source} has target_hidden_size {head.target_hidden_size} and hidden_size "
+            f"{layer.hidden_size}; a DFlash head needs its target's size."
+        )
+    tensors = HeadTensors(folder)
+    sizes = {name: _integer(head, name) for name in ("block_size", "mask_token_id")}
+    samples_from_anchor = _samples_from_anchor(head)
+    try:
+        config = DFlashConfig(
+            # A DFlash head's layers are Qwen 3's, even if config.json names `llama`.
+            dataclasses.replace(layer, qk_norm=True),
+            head.draft_vocab_size,
+            head.taps,
+            **sizes,
+            sample_from_anchor=samples_from_anchor,
+            num_speculative_tokens=head.num_speculative_tokens,
+            has_embedding=tensors.has_embedding,
+            has_lm_head=tensors.has_lm_head,
+        )
+    except ValueError as error:
+        raise ValueError(f"{source} contradicts itself: {error}") from None
+    return config, head, tensors
 
 
 def load_dflash(
@@ -78,7 +110,7 @@ def load_dflash(
     Args:
       folder: with config.json and model.safetensors.
       dtype: as in `load`.
-      num_target_layers: as in `load_dflash_config`.
+      num_target_layers: of the target. A folder may name another number, and is refused then.
 
     Returns:
       The parameters, and the configuration with that dtype.
@@ -87,107 +119,82 @@ def load_dflash(
       ValueError: if a file or a tensor is missing, unreadable or unsupported; the sentence names
         it.
     """
-    config, _, tensors = _read(folder, num_target_layers)
-    layer = dataclasses.replace(config.layer, dtype=resolve_dtype(dtype, config.layer.dtype))
-    config = dataclasses.replace(config, layer=layer)
-    token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)
-    params = tensors.load(dflash_entries(config), layer.dtype)
-    if token_map is not None:
-        params["token_map"] = jax.device_put(token_map)
-    return params, config
+    config, _, tensors = open_dflash(folder, num_target_layers=num_target_layers)
+    return load_params(config, tensors, _entries(config), dtype)
 
 
-def _read(
-    folder: str | os.PathLike[str], num_target_layers: int
-) -> tuple[DFlashConfig, HeadFields, HeadTensors]:
-    kind = draft_kind(folder)
-    if kind != "dflash":
-        raise ValueError(f"{folder} holds a {kind}; load_dflash reads the folder of a DFlash head.")
-    fields, source = read_head_config(folder)
-    # A target's layers are causal.
-    head = read_head_fields({n: x for n, x in fields.items() if n != "is_causal"}, source)
-    inner = {"target_hidden_size": (head.layer.hidden_size,), **_DFLASH_CONFIG}
-    refuse_unknown(fields, source, "a DFlash head", _FIELDS, {"dflash_config": inner})
-    if head.layer_kind not in _LAYER_KINDS:
-        raise ValueError(
-            f"{source} has model_type {head.layer_kind!r}; the layers of a DFlash head are those "
-            "of 'qwen3'."
-        )
-    places = [fields, fields.get("dflash_config") or {}]
-    told_layers = _value("num_target_layers", places, source)
-    check_num_target_layers(told_layers, source, num_target_layers)
-    if head.taps is None:
-        raise ValueError(
-            f"{source} names no target_layer_ids and no aux_hidden_state_layer_ids; add those that "
-            "the head was trained with."
-        )
-    if head.target_hidden_size != head.layer.hidden_size:
-        raise ValueError(
-            f"{source} has target_hidden_size {head.target_hidden_size} and hidden_size "
-            f"{head.layer.hidden_size}; a DFlash head needs its target's size."
-        )
-    tensors = HeadTensors(folder)
-    try:
-        config = DFlashConfig(
-            # A DFlash head's layers are Qwen 3's, even if config.json names `llama`.
-            layer=dataclasses.replace(head.layer, qk_norm=True),
-            draft_vocab_size=head.draft_vocab_size,
-            taps=head.taps,
-            block_size=_integer("block_size", places, source),
-            mask_token_id=_integer("mask_token_id", places, source),
-            sample_from_anchor=_samples_from_anchor(places, source),
-            num_speculative_tokens=head.num_speculative_tokens,
-            has_embedding=_EMBEDDING in tensors,
-            has_lm_head=_LM_HEAD in tensors,
-        )
-    except ValueError as error:
-        if str(error).startswith(source):
-            raise
-        raise ValueError(f"{source} contradicts itself: {error}") from None
-    return config, head, tensors
+def save_dflash(
+    folder: str | os.PathLike[str],
+    params: Any,
+    config: DFlashConfig,
+    dtype: str = "bfloat16",
+    *,
+    verifier: str | None = None,
+) -> None:
+    """Saves a folder that `load_dflash` reads back, up to rounding to `dtype`.
+
+    Args:
+      folder: created if absent. Its config.json and model.safetensors are replaced, each after the
+        new one is complete.
+      params: of the head.
+      config: of the head; its dtype is replaced by `dtype`.
+      dtype: of the tensors on disk.
+      verifier: the name of the target that the head was trained for, or None.
+
+    Raises:
+      ValueError: if the format has no room for the configuration.
+
+    Example:
+      >>> import tempfile
+      >>> from specjax.models import TransformerConfig, build_dflash
+      >>> layer = TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True)
+      >>> config = DFlashConfig(layer, 64, taps=(1, 2), block_size=4, mask_token_id=63)
+      >>> folder = tempfile.mkdtemp()
+      >>> save_dflash(folder, build_dflash(config), config)
+      >>> load_dflash(folder, "float32", num_target_layers=4)[1].taps
+      (1, 2)
+    """
+    own = {
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": list(config.taps),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+    }
+    write_head(
+        folder,
+        params,
+        config,
+        _entries(config),
+        own,
+        architecture="DFlashSpeculator",
+        dtype=dtype,
+        verifier=verifier,
+    )
 
 
-def _value(name: str, places: list[dict[str, Any]], source: str) -> Any:
-    """Returns a field that stands in one of two places, or alike in both; None if in neither."""
-    values = [place[name] for place in places if place.get(name) is not None]
-    if len(values) == 2 and values[0] != values[1]:
-        both = " and in dflash_config ".join(map(quote, values))
-        raise ValueError(f"{source} has {name} {both}; loaders differ in which counts: remove one.")
-    return values[0] if values else None
-
-
-def _integer(name: str, places: list[dict[str, Any]], source: str) -> int:
-    value = _value(name, places, source)
+def _integer(head: HeadFields, name: str) -> int:
+    value = head.value(name)
     if type(value) is not int:
-        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be an integer.")
+        raise ValueError(f"{head.source} has {name} {quote(value)}; it needs to be an integer.")
     return value
 
 
-def _samples_from_anchor(places: list[dict[str, Any]], source: str) -> bool:
+def _samples_from_anchor(head: HeadFields) -> bool:
     """Returns whether the first row drafts, too: in DeepSpec's folders without their saying so."""
-    value = _value("sample_from_anchor", places, source)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(
-            f"{source} has sample_from_anchor {quote(value)}; it needs to be true or false."
-        )
-    is_deep_spec = "Qwen3DSparkModel" in str(places[0].get("architectures"))
+    value = head.flag("sample_from_anchor")
+    is_deep_spec = "Qwen3DSparkModel" in str(head.fields.get("architectures"))
     return is_deep_spec if value is None else value
 
 
-def dflash_entries(config: DFlashConfig) -> Iterator[WeightEntry]:
+def _entries(config: DFlashConfig) -> Iterator[WeightEntry]:
     """Yields the arrays of a head's parameters and their tensors.
 
     Args:
       config: of the head.
     """
-    layer, size = config.layer, config.layer.hidden_size
+    size = config.layer.hidden_size
     yield WeightEntry(("fc",), ("fc.weight",), ((size, len(config.taps) * size),), True)
     yield WeightEntry(("hidden_norm", "weight"), ("hidden_norm.weight",), ((size,),), False)
-    decoder = dataclasses.replace(layer, tie_word_embeddings=True)
-    for entry in weight_entries(decoder):
-        if entry.path == ("embedding",) and not config.has_embedding:
-            continue
-        names = tuple(name.removeprefix("model.") for name in entry.names)
-        yield entry._replace(path=("decoder", *entry.path), names=names)
-    if config.has_lm_head:
-        yield WeightEntry(("head",), (_LM_HEAD,), ((config.draft_vocab_size, size),), False)
+    for entry in decoder_entries(config):
+        is_head = entry.path == ("head",)
+        yield entry if is_head else entry._replace(path=("decoder", *entry.path))

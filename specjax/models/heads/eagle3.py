@@ -9,7 +9,7 @@ taps[t] are the target's residual streams after some layers, at token t. A commi
 target's g. A drafted one has the output of the drafted token before it: out, or norm(out) with
 `norm_output`.
 Axes: `B` requests, `T` tokens, `A` taps, `E` hidden of the target, `H` hidden of the head, `V_d`
-draft vocabulary.
+draft vocabulary, `G` key-value heads, `R` query heads per key-value head, `D` head dimension.
 
 References:
   Li et al., 2025, arXiv:2503.01840.
@@ -17,7 +17,7 @@ References:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.dispatch import run_layer, run_product
 from specjax.models.decoder.layers import Layer, RMSNorm, linear, weight
-from specjax.models.decoder.rope import rope_cos_sin
+from specjax.models.decoder.rope import rope_cos_sin, rotate
 
 __all__ = [
     "Eagle3Config",
@@ -35,8 +35,10 @@ __all__ = [
     "Eagle3Head",
     "build_eagle3",
     "eagle3_functions",
-    "head_graph",
+    "unrolled_eagle3",
 ]
+
+_MASKED = -1e30  # Finite, since the first token of a sequence has no context.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +60,12 @@ class Eagle3Config:
       has_embedding: whether the head has embeddings of its own; else they are the target's.
       has_lm_head: whether the head has an output layer of its own; else it is the target's.
       logit_scale: multiplies the logits.
+      kind: for people.
+      max_speculative_tokens: None: it drafts token after token, as many as are asked for.
     """
 
+    kind: ClassVar[str] = "EAGLE-3"
+    max_speculative_tokens: ClassVar[int | None] = None
     layer: TransformerConfig
     target_hidden_size: int
     draft_vocab_size: int
@@ -198,9 +204,13 @@ class Eagle3Functions(NamedTuple):
 
 
 @functools.cache
-def head_graph(config: Eagle3Config) -> Any:
-    """Returns the graph of a head, for `nnx.merge` with its parameters."""
+def _graph(config: Eagle3Config) -> Any:
     return nnx.split(nnx.eval_shape(lambda: Eagle3Head(config, None)))[0]
+
+
+def _merge(config: Eagle3Config, params: Any) -> Eagle3Head:
+    head: Eagle3Head = nnx.merge(_graph(config), nnx.State(params))
+    return head
 
 
 @functools.cache
@@ -214,10 +224,6 @@ def eagle3_functions(
       implementation: of the layer and of `fc`, as in `build`.
     """
 
-    def merge(params: Any) -> Eagle3Head:
-        head: Eagle3Head = nnx.merge(head_graph(config), nnx.State(params))
-        return head
-
     def init_cache(batch_size: int, max_length: int) -> Any:
         layer = config.layer
         shape = (batch_size, layer.num_key_value_heads, max_length, layer.head_dim)
@@ -227,13 +233,13 @@ def eagle3_functions(
         params: Any, tokens: jax.Array, states: jax.Array, positions: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
         tokens = tokens.astype(config.layer.dtype)
-        return merge(params)(tokens, states, positions, cache, implementation)
+        return _merge(config, params)(tokens, states, positions, cache, implementation)
 
     return Eagle3Functions(
         init_cache,
-        lambda params, features: merge(params).fuse(features, implementation),
+        lambda params, features: _merge(config, params).fuse(features, implementation),
         apply,
-        lambda params, outputs: merge(params).decode(outputs),
+        lambda params, outputs: _merge(config, params).decode(outputs),
     )
 
 
@@ -253,3 +259,92 @@ def build_eagle3(config: Eagle3Config, seed: int = 0) -> Any:
       ['fc', 'head', 'hidden_norm', 'layer', 'norm']
     """
     return nnx.to_pure_dict(nnx.state(Eagle3Head(config, nnx.Rngs(seed)), nnx.Param))
+
+
+def unrolled_eagle3(
+    config: Eagle3Config, params: Any, tokens: jax.Array, features: jax.Array, num_steps: int
+) -> jax.Array:
+    """Returns the rows that an lm_head reads, of proposals that begin at every token, for training.
+
+    A proposal that begins after token t reads, at draft i, token t + i and the state of the token
+    before it: the target's for i = 0, its own output of draft i - 1 after that. Its context are the
+    pairs of tokens 1 to t with the target's states, as in the cache while decoding.
+
+    Args:
+      config: sizes and variants.
+      params: of the head, of any floating dtype.
+      tokens: [B, T, H], embeddings of whole sequences.
+      features: [B, T, A * E], the target's taps at these tokens.
+      num_steps: drafted tokens per proposal, a Python int >= 1.
+
+    Returns:
+      [num_steps, B, T, H]. Entry [i, :, t] is of the proposal that begins after token t, and
+      decides on token t + i + 1. Rows with t = 0 or t + i >= T are meaningless.
+
+    Example:
+      >>> from specjax.models import TransformerConfig, build_eagle3
+      >>> config = Eagle3Config(TransformerConfig(64, 16, 32, 1, 4, 2, 4), 16, 64, taps=(1, 2))
+      >>> tokens, features = jnp.zeros((1, 5, 16)), jnp.zeros((1, 5, 32))
+      >>> unrolled_eagle3(config, build_eagle3(config), tokens, features, num_steps=3).shape
+      (3, 1, 5, 16)
+    """
+    head = _merge(config, params)
+    length = tokens.shape[1]
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    state = jnp.pad(head.fuse(features, "xla"), ((0, 0), (1, 0), (0, 0)))[:, :length]
+    # Token 0 makes no pair.
+    visible = (place <= place.T) & (place > 0)
+    keys: list[jax.Array] = []
+    values: list[jax.Array] = []
+    outputs = []
+    for step in range(num_steps):
+        rows, x = head.layer_input(_shift(tokens, step), state)
+        q, k, v = _project_qkv(head, rows, place + step)
+        keys, values = [*keys, k], [*values, v]
+        y = _attend(head.layer.attention.spec.scale, q, keys, values, visible)
+        x = x + linear(y, head.layer.attention.out, head.layer.attention.out_bias)
+        x = x + head.layer.mlp(head.layer.mlp_norm(x))
+        state = head.norm(x) if config.norm_output else x
+        outputs.append(head.decode(state))
+    return jnp.stack(outputs)
+
+
+def _shift(x: jax.Array, step: int) -> jax.Array:
+    """Returns x with row t + step at t, and zeros after the end."""
+    return jnp.pad(x[:, step:], ((0, 0), (0, step), (0, 0)))
+
+
+def _project_qkv(
+    head: Eagle3Head, rows: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [B, T, G, R, D], keys and values [B, T, G, D], rotated."""
+    attention, size = head.layer.attention, head.config.layer.head_dim
+    cos_sin = rope_cos_sin(*head.layer.rope, size, positions)
+    heads = attention.normed_heads(linear(rows, attention.qkv, attention.qkv_bias))
+    ends = [attention.num_heads, attention.num_heads + attention.num_kv_heads]
+    q, k, v = jnp.split(heads, ends, axis=2)
+    q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+    return q.reshape(*rows.shape[:2], attention.num_kv_heads, -1, size), k, v
+
+
+def _attend(
+    scale: float, q: jax.Array, keys: list[jax.Array], values: list[jax.Array], visible: jax.Array
+) -> jax.Array:
+    """Returns [B, T, heads * D]: row t sees the pairs of the context up to its own, and its drafts.
+
+    Args:
+      scale: of the scores.
+      q: [B, T, G, R, D].
+      keys: of each step so far, [B, T, G, D]; those of step 0 are of the context's pairs.
+      values: as keys.
+      visible: bool[T, T], which pairs of the context a row sees.
+    """
+    length = q.shape[1]
+    scores = jnp.where(visible, jnp.einsum("btgrd,bsgd->bgrts", q, keys[0]), _MASKED)
+    own = [jnp.einsum("btgrd,btgd->bgrt", q, k)[..., None] for k in keys[1:]]
+    scores = jnp.concatenate([scores, *own], axis=-1).astype(jnp.float32) * scale
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    y = jnp.einsum("bgrts,bsgd->btgrd", weights[..., :length], values[0])
+    for n, v in enumerate(values[1:]):
+        y += jnp.einsum("bgrt,btgd->btgrd", weights[..., length + n], v)
+    return y.reshape(*y.shape[:2], -1)

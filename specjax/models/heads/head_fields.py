@@ -18,7 +18,7 @@ __all__ = [
     "ANY",
     "HeadFields",
     "Known",
-    "check_num_target_layers",
+    "any_of",
     "default_taps",
     "read_head_fields",
     "refuse_unknown",
@@ -27,23 +27,17 @@ __all__ = [
 _Fields = dict[str, Any]
 # `speculators` leaves out fields with the values of the classes in transformers.
 _CLASS_SIZES = {
-    "llama": {
-        "vocab_size": 32000,
+    kind: {
+        "vocab_size": vocab_size,
         "hidden_size": 4096,
-        "intermediate_size": 11008,
+        "intermediate_size": intermediate_size,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    }
+    for kind, vocab_size, intermediate_size in (("llama", 32000, 11008), ("qwen3", 151936, 22016))
 }
 # Where a format names the layers that are tapped, and how many more layers have run there.
-_TAPS = (
+_TAP_SOURCES = (
     ((), "eagle_aux_hidden_state_layer_ids", 0),
     ((), "aux_hidden_state_layer_ids", 0),
     ((), "target_layer_ids", 1),
@@ -51,71 +45,71 @@ _TAPS = (
     (("dflash_config",), "target_layer_ids", 1),
 )
 # Read here, or by the kind of head, with another meaning than a model's.
-_NOT_OF_THE_LAYER = ("architectures", "logit_scale", "quantization_config")
+_IGNORED_FIELDS = ("architectures", "logit_scale", "quantization_config")
 
 ANY = None
 """Stands for every value of a field."""
 Known = Mapping[str, tuple[Any, ...] | None]
 """Fields by name, each with the values that are allowed."""
 
-_FORMAT = (
-    *("_commit_hash", "_name_or_path", "architectures", "auto_map", "custom_pipelines"),
-    *("dtype", "is_llama_config", "model_type", "name_or_path", "speculators_config"),
-    *("speculators_model_type", "speculators_version", "torch_dtype", "transformers_version"),
-    *("base_model_ep_plan", "base_model_pp_plan", "base_model_tp_plan"),
-    *("has_no_defaults_at_init", "unsloth_fixed", "unsloth_version"),
-)
-_TOKENS = (
-    *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "prefix"),
-    *("sep_token_id", "tokenizer_class"),
-)
+
+def any_of(names: str) -> Known:
+    """Returns fields that may have any value.
+
+    Args:
+      names: of the fields, with spaces between.
+
+    Example:
+      >>> any_of("block_size mask_token_id")
+      {'block_size': None, 'mask_token_id': None}
+    """
+    return dict.fromkeys(names.split(), ANY)
+
+
+_FORMAT = """
+    _commit_hash _name_or_path architectures auto_map base_model_ep_plan base_model_pp_plan
+    base_model_tp_plan custom_pipelines dtype has_no_defaults_at_init is_llama_config model_type
+    name_or_path speculators_config speculators_model_type speculators_version torch_dtype
+    transformers_version unsloth_fixed unsloth_version
+"""
+_TOKENS = """
+    bos_token_id decoder_start_token_id eos_token_id pad_token_id prefix sep_token_id
+    tokenizer_class
+"""
 # Where embeddings and an lm_head come from is said by the tensors.
-_TRAINING = (
-    *("attention_dropout", "embed_requires_grad", "gradient_checkpointing", "hidden_dropout"),
-    *("initializer_range", "max_anchors", "num_anchors", "pretraining_tp", "tie_word_embeddings"),
-    *("ttt_length", "ttt_steps"),
-)
-_EXECUTION = (
-    *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation"),
-    *("chunk_size_feed_forward", "flex_attention_backend", "is_decoder", "output_attentions"),
-    *("output_hidden_states", "return_dict", "tf_legacy_loss", "tie_encoder_decoder"),
-    *("torchscript", "use_bfloat16", "use_cache"),
-)
-_CLASSIFICATION = (
-    *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type"),
-    "task_specific_params",
-)
+_TRAINING = """
+    attention_dropout embed_requires_grad gradient_checkpointing hidden_dropout initializer_range
+    max_anchors num_anchors pretraining_tp tie_word_embeddings ttt_length ttt_steps
+"""
+_EXECUTION = """
+    _attn_implementation _attn_implementation_autoset attn_implementation chunk_size_feed_forward
+    flex_attention_backend is_decoder output_attentions output_hidden_states return_dict
+    tf_legacy_loss tie_encoder_decoder torchscript use_bfloat16 use_cache
+"""
+_CLASSIFICATION = "finetuning_task id2label label2id num_labels problem_type task_specific_params"
 # Defaults of transformers' own loop.
-_GENERATION = (
-    *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample"),
-    *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
-    *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length"),
-    *("max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams"),
-    *("num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty"),
-    *("return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
-)
-_HARMLESS = dict.fromkeys(
-    (*_FORMAT, *_TOKENS, *_TRAINING, *_EXECUTION, *_CLASSIFICATION, *_GENERATION), ANY
-)
+_GENERATION = """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+"""
+_HARMLESS = any_of(_FORMAT + _TOKENS + _TRAINING + _EXECUTION + _CLASSIFICATION + _GENERATION)
 # `read_fields` reads these, or refuses the values that change the layers.
-_LAYER: dict[str, tuple[Any, ...] | None] = {
+_LAYER: Known = {
     **dict.fromkeys((*FIELD_NAMES, *CHECKED_FIELDS), ANY),
-    **dict.fromkeys(("initial_context_length", "original_max_position_embeddings"), ANY),
+    **any_of("initial_context_length original_max_position_embeddings"),
     "text_config": (),
     # Pairs of a half apart rotate together, as `rotate` does it.
     "is_neox_style": (True,),
     "rope_is_neox_style": (True,),
 }
-_ROPE = dict.fromkeys(
-    (
-        *("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
-        *("partial_rotary_factor", "rope_theta", "rope_type", "type"),
-    ),
-    ANY,
+_ROPE = any_of(
+    "factor high_freq_factor low_freq_factor original_max_position_embeddings "
+    "partial_rotary_factor rope_theta rope_type type"
 )
-_SPECULATION = dict.fromkeys(
-    ("algorithm", "default_proposal_method", "proposal_methods", "verifier"), ANY
-)
+_SPECULATION = any_of("algorithm default_proposal_method proposal_methods verifier")
 
 
 class HeadFields(NamedTuple):
@@ -132,6 +126,7 @@ class HeadFields(NamedTuple):
         None where the file leaves them out.
       num_speculative_tokens: K that the head was made for, or None.
       verifier: the name of the target that it was trained for, or None.
+      nested: an object of the JSON that may hold fields of the top level, too, or None.
     """
 
     fields: dict[str, Any]
@@ -143,6 +138,58 @@ class HeadFields(NamedTuple):
     taps: tuple[int, ...] | None
     num_speculative_tokens: int | None
     verifier: str | None
+    nested: str | None = None
+
+    def value(self, name: str) -> Any:
+        """Returns a field of the top level or of `nested`, alike if in both; None if in neither.
+
+        Args:
+          name: of the field.
+
+        Raises:
+          ValueError: if the two differ.
+        """
+        inner = None if self.nested is None else self.fields.get(self.nested)
+        places = (self.fields, inner or {})
+        values = [place[name] for place in places if place.get(name) is not None]
+        if len(values) == 2 and values[0] != values[1]:
+            both = f" and in {self.nested} ".join(map(quote, values))
+            raise ValueError(
+                f"{self.source} has {name} {both}; loaders differ in which counts: remove one."
+            )
+        return values[0] if values else None
+
+    def flag(self, name: str) -> bool | None:
+        """Returns a field that is true, false or absent.
+
+        Args:
+          name: of the field.
+
+        Raises:
+          ValueError: if it has another value.
+        """
+        value = self.value(name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(
+                f"{self.source} has {name} {quote(value)}; it needs to be true or false."
+            )
+        return value
+
+    def check_num_target_layers(self, num_target_layers: int) -> None:
+        """Refuses a head that names another number of layers than the target has.
+
+        Args:
+          num_target_layers: of the target.
+
+        Raises:
+          ValueError: if they differ.
+        """
+        num_layers = self.value("num_target_layers")
+        if num_layers not in (None, num_target_layers):
+            raise ValueError(
+                f"{self.source} has num_target_layers {quote(num_layers)} and the target has "
+                f"{num_target_layers} layers; use a head that was trained for this target."
+            )
 
 
 def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
@@ -174,18 +221,13 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
         inner = _CLASS_SIZES.get(str(inner["model_type"]), {}) | inner
         # The tensors are of the outer object's.
         inner = {"dtype": fields.get("dtype") or fields.get("torch_dtype")} | inner
-    inner = {name: value for name, value in inner.items() if name not in _NOT_OF_THE_LAYER}
+    inner = {name: value for name, value in inner.items() if name not in _IGNORED_FIELDS}
     layer = read_fields(inner, source)
-    sizes = {"target_hidden_size": layer.hidden_size, "draft_vocab_size": layer.vocab_size}
-    for name, default in sizes.items():
-        sizes[name] = default if fields.get(name) is None else fields[name]
-        if type(sizes[name]) is not int or sizes[name] < 1:
-            raise ValueError(
-                f"{source} has {name} {quote(fields[name])}; it needs to be a size >= 1."
-            )
-    if sizes["draft_vocab_size"] > layer.vocab_size:
+    target_hidden_size = _size(fields, "target_hidden_size", layer.hidden_size, source)
+    draft_vocab_size = _size(fields, "draft_vocab_size", layer.vocab_size, source)
+    if draft_vocab_size > layer.vocab_size:
         raise ValueError(
-            f"{source} has draft_vocab_size {sizes['draft_vocab_size']} and vocab_size "
+            f"{source} has draft_vocab_size {draft_vocab_size} and vocab_size "
             f"{layer.vocab_size}; a draft's vocabulary is a part of the target's."
         )
     speculation = _object(fields, "speculators_config", source)
@@ -195,7 +237,8 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
         source=source,
         layer=layer,
         layer_kind=inner["model_type"],
-        **sizes,
+        target_hidden_size=target_hidden_size,
+        draft_vocab_size=draft_vocab_size,
         taps=_read_taps(fields, source),
         num_speculative_tokens=_read_k(speculation, source),
         verifier=verifier if isinstance(verifier, str) and verifier else None,
@@ -258,24 +301,6 @@ def _refuse(fields: Any, source: str, kind: str, place: str, known: Known) -> No
         )
 
 
-def check_num_target_layers(told: Any, source: str, num_target_layers: int) -> None:
-    """Refuses a head that names another number of layers than the target has.
-
-    Args:
-      told: `num_target_layers` of config.json, or None.
-      source: names the file in an error.
-      num_target_layers: of the target.
-
-    Raises:
-      ValueError: if they differ.
-    """
-    if told not in (None, num_target_layers):
-        raise ValueError(
-            f"{source} has num_target_layers {quote(told)} and the target has "
-            f"{num_target_layers} layers; use a head that was trained for this target."
-        )
-
-
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Returns the taps of an EAGLE-3 head whose config.json leaves them out.
 
@@ -296,7 +321,7 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
     output, as SGLang reads it. At the top level `speculators` counts layers.
     """
     found = {}
-    for path, name, offset in _TAPS:
+    for path, name, offset in _TAP_SOURCES:
         place = fields
         for key in path:
             place = _object(place, key, source)
@@ -331,6 +356,15 @@ def _read_k(speculation: _Fields, source: str) -> int | None:
             f"{source} has speculative_tokens {quote(k)}; it needs to be an integer >= 1."
         )
     return k
+
+
+def _size(fields: _Fields, name: str, default: int, source: str) -> int:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{source} has {name} {quote(value)}; it needs to be a size >= 1.")
+    return value
 
 
 def _object(fields: _Fields, name: str, source: str) -> _Fields:

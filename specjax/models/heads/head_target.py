@@ -1,4 +1,4 @@
-"""What a draft head uses of its target, on one device or over several.
+"""What a draft head uses of its target, on one device or over several, and which target it needs.
 
 On a target over devices each device has the whole head, and runs it on its requests. Embeddings and
 logits are the target's: their shares stay where they are.
@@ -12,10 +12,16 @@ import jax
 from jax.sharding import PartitionSpec
 
 from specjax.devices.placement import Placement
+from specjax.file_io import quote
 from specjax.models.decoder.layers import embed_tokens
+from specjax.models.heads.dflash import DFlashConfig
+from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.types import Model
 
-__all__ = ["HeadTarget", "head_target"]
+__all__ = ["HeadConfig", "HeadTarget", "check_target", "head_target"]
+
+HeadConfig = Eagle3Config | DFlashConfig
+"""The configuration of a head of any kind."""
 
 
 class HeadTarget(NamedTuple):
@@ -74,11 +80,61 @@ class HeadTarget(NamedTuple):
         return run
 
 
-def head_target(target: Model) -> HeadTarget:
-    """Returns what a head uses of a target, from `load`, `build` or `split_model`."""
+def head_target(target: Model, head: HeadConfig) -> HeadTarget:
+    """Returns what a head uses of its target; refuses a target that the head is not for.
+
+    Args:
+      target: from `load`, `build` or `split_model`.
+      head: configuration of the head.
+
+    Raises:
+      ValueError: as `check_target`.
+    """
     vocab_size, size = target.params["embedding"].shape
     if target.split_logits is not None:
         # The shares of a table are filled up.
         row = jax.ShapeDtypeStruct((1, size), target.params["embedding"].dtype)
         vocab_size = jax.eval_shape(target.logits, target.params, row).shape[-1]
+    layers = len(target.params["layers"])
+    check_target(head, hidden_size=size, vocab_size=vocab_size, num_layers=layers)
     return HeadTarget(target.logits, vocab_size, target.placement)
+
+
+def check_target(head: HeadConfig, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Refuses a head that was trained for another target.
+
+    Args:
+      head: configuration of the head.
+      hidden_size: of the target.
+      vocab_size: of the target.
+      num_layers: of the target.
+
+    Raises:
+      ValueError: if the head reads states of another size, tokens of another vocabulary, or after
+        layers that the target has not.
+
+    Example:
+      >>> from specjax.models import TransformerConfig
+      >>> head = Eagle3Config(TransformerConfig(64, 16, 32, 1, 4, 2, 4), 16, 64, taps=(1, 9))
+      >>> check_target(head, hidden_size=16, vocab_size=64, num_layers=8)
+      Traceback (most recent call last):
+        ...
+      ValueError: the EAGLE-3 head reads states after layers [1, 9] and the target has 8 layers; \
+use a head that was trained for this target.
+    """
+    kind, layer, cure = head.kind, head.layer, "use a head that was trained for this target."
+    if head.target_hidden_size != hidden_size:
+        raise ValueError(
+            f"the {kind} head reads hidden states of size {head.target_hidden_size} and the "
+            f"target's have {hidden_size}; {cure}"
+        )
+    if layer.vocab_size != vocab_size:
+        raise ValueError(
+            f"the {kind} head is for {layer.vocab_size} tokens and the target has {vocab_size}; "
+            f"{cure}"
+        )
+    if not head.taps or min(head.taps) < 0 or max(head.taps) > num_layers:
+        raise ValueError(
+            f"the {kind} head reads states after layers {quote(list(head.taps))} and the target "
+            f"has {num_layers} layers; {cure}"
+        )

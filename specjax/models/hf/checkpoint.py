@@ -1,7 +1,6 @@
 """Loads and saves models as Hugging Face folders."""
 
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import tokenizers
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
-from safetensors.flax import save as serialize
 
 from specjax.devices.placement import parse_mesh
 from specjax.file_io import replace_file
@@ -20,7 +18,7 @@ from specjax.implementation import Implementation
 from specjax.models.decoder.config import DTYPES, TransformerConfig
 from specjax.models.decoder.transformer import build, param_shapes
 from specjax.models.hf.config_writer import write_fields
-from specjax.models.hf.folder import find_member
+from specjax.models.hf.folder import find_member, write_folder
 from specjax.models.hf.load_config import load_config
 from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
 from specjax.models.hf.progress import loading_bar
@@ -30,7 +28,7 @@ from specjax.models.hf.weight_map import (
     assemble_arrays,
     get_path,
     set_path,
-    split_tensors,
+    stored_tensors,
     weight_entries,
 )
 from specjax.models.sharding.sharded_model import model_of_shares
@@ -208,20 +206,8 @@ def save(
       True
     """
     _check_whole(params, config)
-    path = pathlib.Path(folder)
     fields = write_fields(dataclasses.replace(config, dtype=dtype))
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: jnp.asarray(np.ascontiguousarray(array), dtype)
-        for entry in weight_entries(config)
-        for name, array in zip(
-            entry.names, split_tensors(get_path(params, entry.path), entry), strict=True
-        )
-    }
-    with replace_file(path / _WEIGHTS) as temporary:
-        temporary.write_bytes(serialize(tensors, metadata={"format": "pt"}))
-    with replace_file(path / "config.json") as temporary:
-        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    path = write_folder(folder, fields, stored_tensors(params, weight_entries(config), dtype))
     with replace_file(path / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
 

@@ -1,11 +1,15 @@
-"""Finds a Hugging Face folder and reads its small files, or raises an error that names them."""
+"""Finds a Hugging Face folder, reads its small files, and writes one; errors name the file."""
 
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
-from specjax.file_io import read_file
+import numpy as np
+from safetensors.numpy import save as serialize
+
+from specjax.file_io import read_file, replace_file
 
 __all__ = [
     "find_folder",
@@ -13,6 +17,7 @@ __all__ = [
     "read_json_object",
     "read_small_file",
     "refuse_lfs_pointer",
+    "write_folder",
 ]
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -126,3 +131,25 @@ def read_json_object(path: pathlib.Path, expected: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object; it needs to be an object with {expected}.")
     return content
+
+
+def write_folder(
+    folder: str | os.PathLike[str], fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> pathlib.Path:
+    """Writes config.json and model.safetensors, each after the new one is complete.
+
+    Args:
+      folder: created if absent.
+      fields: of config.json.
+      tensors: of model.safetensors, by name.
+
+    Returns:
+      The path of the folder.
+    """
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    with replace_file(path / "model.safetensors") as temporary:
+        temporary.write_bytes(serialize(dict(tensors), metadata={"format": "pt"}))
+    with replace_file(path / "config.json") as temporary:
+        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return path

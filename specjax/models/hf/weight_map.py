@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ __all__ = [
     "concatenate_on_device",
     "get_path",
     "set_path",
-    "split_tensors",
+    "stored_tensors",
     "weight_entries",
 ]
 
@@ -151,8 +151,26 @@ def concatenate_on_device(views: list[Any], transposed: bool, dtype: str) -> jax
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)).astype(dtype)
 
 
-def split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
-    """Returns the tensors of an entry from its array, the inverse of `assemble_arrays`."""
+def stored_tensors(
+    params: Any, entries: Iterable[WeightEntry], dtype: str
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file by name, the inverse of `assemble_arrays`.
+
+    Args:
+      params: nested parameters.
+      entries: their arrays.
+      dtype: of the tensors.
+    """
+    return {
+        name: np.ascontiguousarray(jnp.asarray(tensor, dtype))
+        for entry in entries
+        for name, tensor in zip(
+            entry.names, _split_tensors(get_path(params, entry.path), entry), strict=True
+        )
+    }
+
+
+def _split_tensors(array: jax.Array, entry: WeightEntry) -> list[jax.Array]:
     if len(entry.shapes) == 1:
         tensors = [array]
     else:

@@ -3,12 +3,12 @@
 from ..mutation import Mutation
 from .tests import (
     byte_automata,
-    draft_rows,
     engines,
     grammar_laws,
     grammars,
     json_schemas,
     row_masks,
+    sample_block,
     schema_references,
     text_streams,
     token_automata,
@@ -289,7 +289,7 @@ MUTATIONS = (
         "specjax.processing.logit_rules.LogitRules.reads_drafted",
         " or self.grammar is not None",
         "",
-        draft_rows("test_a_grammar_masks_each_row_by_the_tokens_drafted_before"),
+        sample_block("test_a_grammar_masks_each_row_by_the_tokens_drafted_before"),
         "a block that is drawn at once has the grammar's first mask in every row",
     ),
 )

@@ -5,23 +5,23 @@ from .tests import (
     dflash,
     dflash_folder,
     draft_folders,
-    draft_rows,
     eagle3,
     eagle3_folder,
     embedded_eagle3,
     head_folders,
+    sample_block,
 )
 
 __all__ = ["MUTATIONS"]
 
 _HEADS = "specjax.models.heads."
-_EXTEND = f"{_HEADS}eagle3_drafter._drafter_functions.extend"
+_EXTEND = f"{_HEADS}drafters._eagle3_functions.extend"
 _FORMULAS = "test_a_head_drafts_from_what_the_formulas_say"
 _OVERLAP = embedded_eagle3("test_acceptance_of_generate_is_the_overlap_at_every_position_of_a_step")
 _LLAMA = eagle3(f"{_FORMULAS}[llama]")
 _BLOCK = dflash("test_a_block_is_drafted_from_what_the_formulas_say[z-lab-4]")
 _ONE_CALL = "test_a_block_is_drawn_at_once_as_it_is_one_by_one"
-_DFLASH = f"{_HEADS}dflash_drafter._draft"
+_DFLASH = f"{_HEADS}drafters._draft_block"
 _APPENDED = "features, positions, cache)"
 
 MUTATIONS = (
@@ -48,7 +48,7 @@ MUTATIONS = (
         "the last state is that of padding",
     ),
     Mutation(
-        f"{_HEADS}eagle3_drafter._draft.step",
+        f"{_HEADS}drafters._draft_tokens.step",
         "(cache, last)",
         "(cache, carry[1])",
         _LLAMA,
@@ -83,35 +83,35 @@ MUTATIONS = (
         "a tap is one layer too early",
     ),
     Mutation(
-        f"{_HEADS}head_tensors.HeadTensors.read_token_map",
+        f"{_HEADS}head_folder.HeadTensors.read_token_map",
         "np.arange(draft_vocab_size, dtype=np.int64) + offsets",
         "offsets + np.int64(0)",
         head_folders("test_d2t_holds_offsets_and_every_token_once"),
         "d2t is read as ids, not as offsets",
     ),
     Mutation(
-        f"{_HEADS}head_tensors._plain_name",
+        f"{_HEADS}head_folder._plain_name",
         'stored.removeprefix("model.")',
         "stored",
         eagle3_folder("test_a_head_is_the_same_in_every_format[llama]"),
         "a prefix of names is kept",
     ),
     Mutation(
-        f"{_HEADS}eagle3_drafter._draft",
+        f"{_HEADS}drafters._sampling_options",
         '"token_map": params["token_map"]',
         '"token_map": jnp.sort(params["token_map"] + 1) % target.vocab_size',
         eagle3("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
         "draft tokens are those next to their own",
     ),
     Mutation(
-        f"{_HEADS}dflash_drafter._drafter_functions.extend",
+        f"{_HEADS}drafters._dflash_functions.extend",
         _APPENDED,
         "features, jnp.where(positions < 6, positions, -1), cache)",
         _BLOCK,
         "keys and values of a block are kept for the tokens that were committed",
     ),
     Mutation(
-        f"{_HEADS}dflash_drafter._drafter_functions.extend",
+        f"{_HEADS}drafters._dflash_functions.extend",
         _APPENDED,
         "features, positions + (positions >= 0), cache)",
         dflash("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
@@ -160,7 +160,7 @@ MUTATIONS = (
         "in the kernels a block attends to its first row alone",
     ),
     Mutation(
-        f"{_HEADS}head_fields._TAPS",
+        f"{_HEADS}head_fields._TAP_SOURCES",
         '(("dflash_config",), "target_layer_ids", 1)',
         '(("dflash_config",), "target_layer_ids", 0)',
         dflash("test_drafts_are_accepted_as_often_as_the_target_and_the_head_overlap"),
@@ -174,17 +174,17 @@ MUTATIONS = (
         "a block of DeepSpec drafts at its own positions",
     ),
     Mutation(
-        f"{_HEADS}draft_rows._draw_all",
+        f"{_HEADS}sample_block._draw_all",
         "Stream.draft(row)",
         "Stream.draft(0 * row)",
-        draft_rows(f"{_ONE_CALL}[plain]"),
+        sample_block(f"{_ONE_CALL}[plain]"),
         "every row is drawn on the stream of the first",
     ),
     Mutation(
-        f"{_HEADS}draft_rows.draft_rows.step",
+        f"{_HEADS}sample_block.sample_block.step",
         "i + 1",
         "i",
-        draft_rows("test_a_penalty_counts_the_tokens_drafted_before"),
+        sample_block("test_a_penalty_counts_the_tokens_drafted_before"),
         "one by one, every token is drawn from the first row",
     ),
     Mutation(
@@ -218,14 +218,14 @@ MUTATIONS = (
         "features are those of the position before",
     ),
     Mutation(
-        f"{_HEADS}eagle3_drafter._draft",
+        f"{_HEADS}drafters._sampling_options",
         '"token_map": params["token_map"]',
-        '"token_map": jnp.arange(head.draft_vocab_size, dtype=jnp.int32)',
+        '"token_map": jnp.arange(len(params["token_map"]), dtype=jnp.int32)',
         _OVERLAP,
         "the offsets of d2t are lost",
     ),
     Mutation(
-        f"{_HEADS}eagle3_unrolled.unrolled_eagle3",
+        f"{_HEADS}eagle3.unrolled_eagle3",
         "(place <= place.T) & (place > 0)",
         "place <= place.T",
         eagle3("test_an_unrolled_head_drafts_what_it_drafts_from_a_cache[qwen3]"),

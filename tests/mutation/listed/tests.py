@@ -20,7 +20,7 @@ __all__ = [
     "dflash",
     "dflash_folder",
     "draft_folders",
-    "draft_rows",
+    "sample_block",
     "draft_vocabularies",
     "drafts",
     "eagle3",
@@ -95,7 +95,7 @@ cutoff_teams = _of("pallas/test_cutoff_team.py")
 decode = _of("decode/test_generate.py")
 dflash = _of("models/test_dflash.py")
 dflash_folder = _of("models/test_dflash_folder.py")
-draft_rows = _of("models/test_draft_rows.py")
+sample_block = _of("models/test_sample_block.py")
 draft_vocabularies = _of("decode/test_draft_vocabulary.py")
 draft_folders = _of("cli/test_draft_folders.py")
 drafts = _of("decode/test_drafts.py")

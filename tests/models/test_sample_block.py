@@ -12,7 +12,7 @@ import pytest
 import specjax
 from specjax import SamplingParams, SpeculativeConfig
 from specjax.decode.propose import propose_step
-from specjax.models.heads.draft_rows import draft_rows
+from specjax.models.heads.sample_block import sample_block
 
 pytestmark = pytest.mark.once
 
@@ -40,7 +40,7 @@ def draft(logits, sampling, keys, *, config, is_mapped, one_by_one, history=None
     if is_mapped:
         given |= {"token_map": jnp.asarray(TOKEN_MAP), "vocab_size": VOCAB}
     if not one_by_one:
-        return draft_rows(logits, inputs, **given)
+        return sample_block(logits, inputs, **given)
     last = jnp.zeros(SIZE, jnp.int32)
 
     def step(i, ids, at):

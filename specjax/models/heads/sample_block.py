@@ -1,4 +1,4 @@
-"""`draft_rows`: drafts a block whose rows of logits are all there before the first token is drawn.
+"""Drafts a block whose rows of logits are all there before the first token is drawn.
 
 Token i is drawn from row i, on `Stream.draft(i)` at the position that it takes: with the same noise
 as if the rows came one after another. So one call draws all of them. Where penalties, bad words or
@@ -29,10 +29,10 @@ from specjax.processing.sampling_params import (
 from specjax.samplers.gumbel_sample import sample_batch
 from specjax.types import Draft
 
-__all__ = ["draft_rows"]
+__all__ = ["sample_block"]
 
 
-def draft_rows(
+def sample_block(
     logits: jax.Array,
     inputs: DraftInputs,
     *,
@@ -57,7 +57,7 @@ def draft_rows(
       >>> inputs = DraftInputs(
       ...     jax.random.key(0), jnp.array([5]), jnp.array([2]), temperature=jnp.zeros(1))
       >>> logits = jnp.array([[[0.0, 9.0], [9.0, 0.0]]])
-      >>> draft = draft_rows(logits, inputs, config=SpeculativeConfig(2))
+      >>> draft = sample_block(logits, inputs, config=SpeculativeConfig(2))
       >>> draft.token_ids.tolist(), draft.logits.shape
       ([[1, 0]], (1, 2, 2))
     """

@@ -1,0 +1,324 @@
+"""Drafters that run a head on the target's taps: `eagle3_drafter` and `dflash_drafter`.
+
+Slot t of an EAGLE-3 head's cache is of the pair of token t + 1 and the state of token t: the first
+token of a text has none. Slot t of a DFlash head's cache is of token t. `extend` writes the slots
+of committed tokens, from the target's taps, over what drafting has left there.
+A DFlash block is at the last committed token, whose taps are not known yet, and after it.
+Axes: `B` requests, `T` tokens, `K` drafted tokens, `E` hidden of the target, `H` hidden of the
+head, `V_d` draft vocabulary.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import SpeculativeConfig
+from specjax.decode.drafters import Drafter
+from specjax.decode.propose import DraftInputs, propose_step
+from specjax.devices.placement import put_whole
+from specjax.implementation import Implementation
+from specjax.models.decoder.layers import table_logits
+from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
+from specjax.models.heads.eagle3 import Eagle3Config, Eagle3Functions, eagle3_functions
+from specjax.models.heads.head_target import HeadConfig, HeadTarget, head_target
+from specjax.models.heads.sample_block import sample_block
+from specjax.types import Draft, Model
+
+__all__ = ["dflash_drafter", "eagle3_drafter"]
+
+
+def eagle3_drafter(
+    target: Model,
+    config: Eagle3Config,
+    params: Any,
+    *,
+    implementation: str | Implementation | None = None,
+) -> Drafter:
+    """Returns a drafter that runs an EAGLE-3 head on top of the target.
+
+    A step runs the head once over the tokens that the last step committed, with the target's
+    states, and once for every drafted token, with the head's own. Embeddings and an lm_head that
+    the head has not are the target's; they are held in memory once.
+
+    Args:
+      target: from `load` or `build`; the target that the head was trained for.
+      config: of the head.
+      params: of the head, from `load_eagle3` or `build_eagle3`. `token_map` i32[V_d] among them
+        holds the target's id of each draft token; without it they are the same.
+      implementation: of the head's layer, as in `build`.
+
+    Returns:
+      A `Drafter` whose state holds the head's cache.
+
+    Raises:
+      ValueError: if the head is for another target.
+
+    Example:
+      >>> from specjax.models import TransformerConfig, build, build_eagle3
+      >>> target = build(TransformerConfig(64, 16, 32, 4, 4, 2, 4))
+      >>> config = Eagle3Config(TransformerConfig(64, 16, 32, 1, 4, 2, 4), 16, 64, taps=(1, 2, 4))
+      >>> drafter = eagle3_drafter(target, config, build_eagle3(config))
+      >>> output = specjax.generate(
+      ...     target, drafter, [[7, 8, 9]], [3], keys=jax.random.key(0), max_new_tokens=4)
+      >>> int(output.lengths[0])
+      7
+
+    References:
+      Li et al., 2025, arXiv:2503.01840: EAGLE-3.
+    """
+    functions = _eagle3_functions(config, head_target(target, config), implementation)
+    parts = _drafter_params(target, config, params)
+    return Drafter(parts, *functions, reads_features=True, taps=config.taps)
+
+
+def dflash_drafter(
+    target: Model,
+    config: DFlashConfig,
+    params: Any,
+    *,
+    implementation: str | Implementation | None = None,
+) -> Drafter:
+    """Returns a drafter that runs a DFlash head on top of the target.
+
+    A step appends the keys and values of the tokens that the last step committed, by the target's
+    taps, and runs the head once over a block. Embeddings and an lm_head that the head has not are
+    the target's; they are held in memory once. The projections of keys and values are held twice,
+    the second time next to one another, so that one product serves all layers.
+
+    Args:
+      target: from `load` or `build`; the target that the head was trained for.
+      config: of the head.
+      params: of the head, from `load_dflash` or `build_dflash`. `token_map` i32[V_d] among them
+        holds the target's id of each draft token; without it they are the same.
+      implementation: of the head's products and layers, as in `build`.
+
+    Returns:
+      A `Drafter` whose state is the head's cache. Its `propose` refuses a K that is larger than
+      `config.max_speculative_tokens`; a smaller one computes as many rows of logits.
+
+    Raises:
+      ValueError: if the head is for another target.
+
+    Example:
+      >>> from specjax.models import TransformerConfig, build, build_dflash
+      >>> target = build(TransformerConfig(64, 16, 32, 4, 4, 2, 4))
+      >>> layer = TransformerConfig(64, 16, 32, 2, 4, 2, 4, qk_norm=True)
+      >>> config = DFlashConfig(layer, 64, taps=(1, 2, 4), block_size=5, mask_token_id=63)
+      >>> drafter = dflash_drafter(target, config, build_dflash(config))
+      >>> output = specjax.generate(
+      ...     target, drafter, [[7, 8, 9]], [3], keys=jax.random.key(0), max_new_tokens=4,
+      ...     config=specjax.SpeculativeConfig(config.max_speculative_tokens))
+      >>> int(output.lengths[0])
+      7
+
+    References:
+      Chen et al., 2026, arXiv:2602.06036: DFlash.
+    """
+    functions = _dflash_functions(config, head_target(target, config), implementation)
+    parts = _drafter_params(target, config, params)
+    parts["context"] = dflash_functions(config, implementation).context(parts["head"])
+    return Drafter(parts, *functions, reads_features=True, taps=config.taps)
+
+
+def _drafter_params(target: Model, head: HeadConfig, params: Any) -> dict[str, Any]:
+    """Returns the head's parameters, its token map, and the target's if the head shares a table."""
+    params = dict(put_whole(target.placement, params))
+    parts = {"token_map": params.pop("token_map")} if "token_map" in params else {}
+    if not (head.has_embedding and head.has_lm_head):
+        parts["target"] = target.params
+    return parts | {"head": params}
+
+
+def _sampling_options(target: HeadTarget, params: Any, **options: Any) -> dict[str, Any]:
+    """Returns options of `propose_step` or `sample_block`, with the draft's vocabulary."""
+    if "token_map" in params:
+        options |= {"token_map": params["token_map"], "vocab_size": target.vocab_size}
+    return options | {"placement": target.placement}
+
+
+def _last_tokens(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns the last committed token i32[B, 1] of each request."""
+    index = jnp.clip(positions - 1, 0, token_ids.shape[1] - 1)
+    return jnp.take_along_axis(token_ids, index[:, None], axis=1)
+
+
+def _table(head: HeadConfig, params: Any) -> jax.Array:
+    """Returns the table of embeddings, the target's if the head has none."""
+    if not head.has_embedding:
+        return params["target"]["embedding"]
+    return params["head"].get("decoder", params["head"])["embedding"]
+
+
+def _embed(head: HeadConfig, target: HeadTarget, params: Any, token_ids: jax.Array) -> jax.Array:
+    """Returns the embeddings [B, T, H] of tokens."""
+    table = _table(head, params)
+    return table[token_ids] if head.has_embedding else target.embed(table, token_ids)
+
+
+def _logits(
+    head: HeadConfig, target: HeadTarget, params: Any, rows: jax.Array, dtype: Any
+) -> jax.Array:
+    """Returns draft logits [..., V_d] of rows [..., H], by the target's lm_head if need be."""
+    if head.has_lm_head:
+        return table_logits(params["head"]["head"], rows)
+    # In the target's dtype: a wider one would cast its table.
+    logits: jax.Array = target.logits(params["target"], rows.astype(dtype))
+    return logits
+
+
+class _Eagle3State(NamedTuple):
+    """The head's cache, and the state [B, H] of the last token whose taps were read."""
+
+    cache: Any
+    last: jax.Array
+
+
+@functools.lru_cache(maxsize=64)
+def _eagle3_functions(
+    head: Eagle3Config, target: HeadTarget, implementation: str | Implementation | None
+) -> tuple[Any, Any, Any]:
+    """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
+    functions = eagle3_functions(head, implementation)
+    functions = functions._replace(
+        fuse=target.on_each_device(functions.fuse), apply=target.on_each_device(functions.apply)
+    )
+
+    def init(params: Any, batch_size: int, max_length: int) -> _Eagle3State:
+        last = jnp.zeros((batch_size, head.layer.hidden_size), head.layer.dtype)
+        return _Eagle3State(functions.init_cache(batch_size, max_length), last)
+
+    def extend(
+        params: Any, state: _Eagle3State, token_ids: jax.Array, positions: jax.Array, features: Any
+    ) -> _Eagle3State:
+        states = functions.fuse(params["head"], features)
+        before = jnp.concatenate([state.last[:, None], states[:, :-1]], axis=1)
+        # The pair of a token at position 0 would be at -1, which is none.
+        pairs = jnp.maximum(positions - 1, -1)
+        tokens = _embed(head, target, params, token_ids)
+        _, cache = functions.apply(params["head"], tokens, before, pairs, state.cache)
+        # Of every request the tokens come first, and padding after them.
+        num_read = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
+        last = jnp.take_along_axis(states, jnp.maximum(num_read - 1, 0)[:, None, None], axis=1)
+        return _Eagle3State(cache, jnp.where(num_read[:, None] > 0, last[:, 0], state.last))
+
+    return init, extend, functools.partial(_draft_tokens, head, functions, target)
+
+
+def _draft_tokens(
+    head: Eagle3Config,
+    functions: Eagle3Functions,
+    target: HeadTarget,
+    params: Any,
+    state: _Eagle3State,
+    token_ids: jax.Array,
+    hidden: jax.Array,
+    inputs: DraftInputs,
+    **options: Any,
+) -> tuple[Draft, Any]:
+    """Implements `Drafter.propose`: runs an EAGLE-3 head over its own outputs."""
+    num_tokens = inputs.num_tokens
+    assert num_tokens is not None
+
+    def step(carry: Any, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
+        cache, last = carry
+        pairs = jnp.where(num_tokens >= 0, position - 1, -1)[:, None]
+        tokens = _embed(head, target, params, token[:, None])
+        outputs, cache = functions.apply(params["head"], tokens, last[:, None], pairs, cache)
+        last = outputs[:, 0]
+        rows = functions.decode(params["head"], last)
+        logits = _logits(head, target, params, rows, hidden.dtype)
+        return logits if head.logit_scale == 1.0 else logits * head.logit_scale, (cache, last)
+
+    drafts, (cache, _) = propose_step(
+        step,
+        (state.cache, state.last),
+        _last_tokens(token_ids, inputs.positions)[:, 0],
+        inputs,
+        **_sampling_options(target, params, **options),
+    )
+    return drafts, state._replace(cache=cache)
+
+
+@functools.lru_cache(maxsize=64)
+def _dflash_functions(
+    head: DFlashConfig, target: HeadTarget, implementation: str | Implementation | None
+) -> tuple[Any, Any, Any]:
+    """Returns the functions of a drafter; equal ones for equal heads, to share programs."""
+    functions = dflash_functions(head, implementation)
+    append = target.on_each_device(lambda params, *arrays: functions.append(*params, *arrays))
+
+    def init(params: Any, batch_size: int, max_length: int) -> Any:
+        return functions.init_cache(batch_size, max_length)
+
+    def extend(
+        params: Any, cache: Any, token_ids: jax.Array, positions: jax.Array, features: Any
+    ) -> Any:
+        weights = params["head"], params["context"]
+        return append(weights, features, positions, cache)
+
+    return init, extend, functools.partial(_draft_block, head, functions, target)
+
+
+def _draft_block(
+    head: DFlashConfig,
+    functions: DFlashFunctions,
+    target: HeadTarget,
+    params: Any,
+    cache: Any,
+    token_ids: jax.Array,
+    hidden: jax.Array,
+    inputs: DraftInputs,
+    *,
+    config: SpeculativeConfig,
+    **options: Any,
+) -> tuple[Draft, Any]:
+    """Implements `Drafter.propose`: runs a DFlash head over one block."""
+    positions, num_tokens = inputs.positions, inputs.num_tokens
+    assert num_tokens is not None
+    k = config.num_speculative_tokens
+    if k > head.max_speculative_tokens:
+        raise ValueError(
+            f"num_speculative_tokens is {k}; the DFlash head drafts blocks of "
+            f"{head.max_speculative_tokens} tokens, so it needs to be at most that."
+        )
+    last_token = _last_tokens(token_ids, positions)
+    masks = jnp.full((len(positions), head.block_size - 1), head.mask_token_id, jnp.int32)
+    place = positions[:, None] - 1 + jnp.arange(head.block_size, dtype=jnp.int32)[None]
+    place = jnp.where(num_tokens[:, None] >= 0, place, -1)
+    ids = jnp.concatenate([last_token, masks], axis=1)
+    states, cache = _run_block(head, functions, target, params, ids, place, cache)
+    first = 0 if head.sample_from_anchor else 1
+    drafts = sample_block(
+        _logits(head, target, params, states[:, first : first + k], hidden.dtype),
+        inputs,
+        config=config,
+        **_sampling_options(target, params, **options),
+    )
+    return drafts, cache
+
+
+def _run_block(
+    head: DFlashConfig,
+    functions: DFlashFunctions,
+    target: HeadTarget,
+    params: Any,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+) -> tuple[jax.Array, Any]:
+    """Returns hidden states [B, T, E] of a block, and the cache."""
+    if target.placement is None:
+        table = _table(head, params)
+        states, cache = functions.apply(params["head"], table, token_ids, positions, cache)
+        return states, cache
+    rows = _embed(head, target, params, token_ids)
+
+    def on_device(params: Any, rows: jax.Array, positions: jax.Array, cache: Any) -> Any:
+        # The block's own rows are the table.
+        ids = jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
+        return functions.apply(params, rows.reshape(-1, rows.shape[-1]), ids, positions, cache)
+
+    states, cache = target.on_each_device(on_device)(params["head"], rows, positions, cache)
+    return states, cache

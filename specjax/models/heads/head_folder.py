@@ -1,0 +1,406 @@
+"""Folders of draft heads: their kind, and what every kind of them has.
+
+`draft_kind` tells by config.json what a folder drafts with. `HeadTensors` reads tensors under the
+names of any format, and `write_head` writes the format of `speculators`.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from specjax.file_io import quote
+from specjax.models.heads.dflash import DFlashConfig
+from specjax.models.heads.eagle3 import Eagle3Config
+from specjax.models.heads.head_fields import HeadFields, read_head_fields
+from specjax.models.heads.head_target import HeadConfig
+from specjax.models.hf.checkpoint import resolve_dtype
+from specjax.models.hf.config_writer import write_fields
+from specjax.models.hf.folder import find_folder, read_json_object, write_folder
+from specjax.models.hf.mapped_tensors import MappedTensors, has_weights
+from specjax.models.hf.weight_map import (
+    WeightEntry,
+    assemble_arrays,
+    set_path,
+    stored_tensors,
+    weight_entries,
+)
+
+__all__ = [
+    "DraftKind",
+    "HeadTensors",
+    "decoder_entries",
+    "draft_kind",
+    "load_params",
+    "open_head",
+    "refuse_eagle1",
+    "write_head",
+]
+
+DraftKind = Literal["model", "eagle3", "dflash"]
+
+_SPECULATORS: dict[str, DraftKind] = {"eagle3": "eagle3", "dflash": "dflash"}
+_ARCHITECTURES: dict[str, DraftKind] = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "DFlashDraftModel": "dflash",
+    "DFlashSpeculator": "dflash",
+    # DeepSpec's DFlash heads are DSpark heads without what DSpark adds.
+    "Qwen3DSparkModel": "dflash",
+}
+# Other kinds of drafts, which would otherwise be read as a model.
+_OTHER_DRAFTS = re.compile(
+    r"assistant|dflash|domino|draft|dspark|eagle|hydra|lilicorr|medusa|mtp|nextn|speculator|xpress",
+    re.IGNORECASE,
+)
+# A model has no such field.
+_HEAD_FIELDS = ("dflash_config", "dspark_config", "markov_rank", "truncated_vocab_size")
+
+
+def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
+    """Returns what a folder drafts with; a `config.py` in it is never run.
+
+    Args:
+      folder: of a draft model or a draft head.
+
+    Returns:
+      "eagle3" for an EAGLE-3 head, "dflash" for a DFlash head, "model" otherwise.
+
+    Raises:
+      ValueError: if config.json is missing or unreadable, or names a kind of draft head that is
+        not supported.
+
+    Example:
+      >>> from specjax.models import pretrained_folder
+      >>> draft_kind(pretrained_folder("eagle3")), draft_kind(pretrained_folder("draft"))
+      ('eagle3', 'model')
+    """
+    return _kind_of(*_read_config(folder))
+
+
+def _read_config(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """Returns the fields of a folder's config.json, and the name of that file."""
+    path = find_folder(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; the folder of a draft needs it.")
+    return read_json_object(path, "the fields of a draft"), str(path)
+
+
+def _kind_of(fields: dict[str, Any], source: str) -> DraftKind:
+    model_type = fields.get("model_type")
+    if model_type == "specjax_head":
+        raise ValueError(
+            f"{source} is of specjax's former head on the last state, which is no longer read; "
+            "train an EAGLE-3 head for this target with examples/train_head.py."
+        )
+    kind = fields.get("speculators_model_type")
+    if kind is not None:
+        return _known(kind, _SPECULATORS, "speculators_model_type", source)
+    inner = fields.get("dflash_config")
+    projector = inner.get("projector_type") if isinstance(inner, dict) else None
+    if projector is not None:
+        return _known(projector, {"dflash": "dflash"}, "dflash_config.projector_type", source)
+    names = fields.get("architectures")
+    for name in names if isinstance(names, list) else [names]:
+        if isinstance(name, str) and (name in _ARCHITECTURES or _OTHER_DRAFTS.search(name)):
+            return _known(name, _ARCHITECTURES, "architectures", source)
+    # The first EAGLE-3 heads name the architecture of their layer.
+    if "draft_vocab_size" in fields or fields.get("eagle_config"):
+        return "eagle3"
+    name = next((name for name in _HEAD_FIELDS if fields.get(name)), "model_type")
+    if name != "model_type" or (isinstance(model_type, str) and _OTHER_DRAFTS.search(model_type)):
+        raise ValueError(
+            f"{source} has {name} {quote(fields[name])}, which is a draft head's, and its "
+            f"architectures say no kind that is supported: {', '.join(map(repr, _ARCHITECTURES))}."
+        )
+    return "model"
+
+
+def refuse_eagle1(folder: str | os.PathLike[str]) -> None:
+    """Refuses a head of EAGLE-1 or EAGLE-2, whose config.json is that of a model of one layer.
+
+    Args:
+      folder: of what `draft_kind` calls a model.
+
+    Raises:
+      ValueError: if its config.json or its tensors are those of such a head.
+    """
+    fields, source = _read_config(folder)
+    # Models that were converted to Llama may have the field, too, and more layers.
+    is_named = "bias" in fields and fields.get("num_hidden_layers") == 1
+    sign = f"{source} has bias" if is_named else ""
+    if not sign and has_weights(folder) and "fc.weight" in HeadTensors(folder):
+        sign = f"{folder} holds fc.weight"
+    if sign:
+        raise ValueError(
+            f"{sign}, as heads of EAGLE-1 and EAGLE-2 do and models do not; of EAGLE's heads, "
+            "those of EAGLE-3 are supported."
+        )
+
+
+def _known(name: Any, kinds: dict[str, DraftKind], field: str, source: str) -> DraftKind:
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(
+            f"{source} has {field} {quote(name)}; the draft heads that are supported have "
+            f"{', '.join(map(repr, kinds))}."
+        )
+    return kinds[name]
+
+
+def open_head(
+    folder: str | os.PathLike[str],
+    kind: DraftKind,
+    title: str,
+    *,
+    nested: str | None = None,
+    not_of_layer: tuple[str, ...] = (),
+) -> HeadFields:
+    """Returns what the config.json of a head says; refuses a folder of another kind.
+
+    Args:
+      folder: any path.
+      kind: that the folder needs to be of.
+      title: of such a head, for people.
+      nested: an object of config.json that may hold fields of the top level, too.
+      not_of_layer: fields of the top level that mean another thing in a model's layer.
+
+    Raises:
+      ValueError: if the folder is of another kind, or config.json asks for something unsupported.
+    """
+    fields, source = _read_config(folder)
+    found = _kind_of(fields, source)
+    if found != kind:
+        raise ValueError(f"{folder} holds a {found}; load_{kind} reads the folder of {title}.")
+    kept = {name: value for name, value in fields.items() if name not in not_of_layer}
+    return read_head_fields(kept, source)._replace(fields=fields, nested=nested)
+
+
+# Tensors of a head that has tables of its own.
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+# Only training reads these: which target tokens the draft has.
+_UNREAD = ("t2d",)
+
+
+class HeadTensors:
+    """The tensors of a head, named as in `speculators`: `layers.0.self_attn.q_proj.weight`.
+
+    A file may write `midlayer.` for `layers.0.`, and `model.` before any name.
+
+    Args:
+      folder: with model.safetensors, or with model.safetensors.index.json and its files.
+
+    Raises:
+      ValueError: if it holds no safetensors, or unreadable ones.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        path = find_folder(folder)
+        if not has_weights(path):
+            _refuse_weights(path)
+        self._tensors = MappedTensors(path)
+        self._names: dict[str, str] = {}
+        for stored in self._tensors.names():
+            self._names.setdefault(_plain_name(stored), stored)
+        self._read = set(_UNREAD)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the head has embeddings of its own."""
+        return _EMBEDDING in self
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the head has an output layer of its own."""
+        return _LM_HEAD in self
+
+    def view(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns a read-only view of a tensor of floats, as `MappedTensors.view` does.
+
+        Args:
+          name: of the tensor.
+          shape: that config.json gives it.
+
+        Raises:
+          ValueError: if the tensor is missing, has another shape, or is not of a float dtype.
+        """
+        self._read.add(name)
+        return self._tensors.view(self._names.get(name, name), shape)
+
+    def load(self, entries: Iterable[WeightEntry], dtype: str) -> dict[str, Any]:
+        """Returns the parameters of entries, and refuses a folder that holds other tensors.
+
+        Args:
+          entries: arrays of the parameters, and the tensors that each concatenates.
+          dtype: of the arrays.
+
+        Raises:
+          ValueError: as `view`, or if there is a tensor that nothing has read.
+        """
+        params: dict[str, Any] = {}
+        views = [(entry, list(map(self.view, entry.names, entry.shapes))) for entry in entries]
+        self._tensors.check_all_read(self._names.get(name, name) for name in self._read)
+        for (entry, _), array in zip(views, assemble_arrays(views, dtype), strict=True):
+            set_path(params, entry.path, array)
+        return params
+
+    def read_token_map(self, draft_vocab_size: int, vocab_size: int) -> np.ndarray | None:
+        """Returns the target's id of each draft token, i32[V_d]; None where the two are one.
+
+        `d2t` holds offsets: token i of the draft is token i + d2t[i] of the target.
+
+        Args:
+          draft_vocab_size: V_d.
+          vocab_size: of the target.
+
+        Raises:
+          ValueError: if `d2t` is missing, or maps to ids that repeat or that the target has not.
+        """
+        if "d2t" not in self:
+            if draft_vocab_size == vocab_size:
+                return None
+            raise ValueError(
+                f"{self._tensors.source} has no tensor d2t; config.json gives the draft "
+                f"{draft_vocab_size} of the target's {vocab_size} tokens, and d2t says which."
+            )
+        self._read.add("d2t")
+        offsets = self._tensors.view_integers(self._names["d2t"], (draft_vocab_size,))
+        ids = np.arange(draft_vocab_size, dtype=np.int64) + offsets
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            token = int(np.argmax(outside))
+            raise ValueError(
+                f"{self._tensors.source} maps draft token {token} to token {ids[token]} by d2t; "
+                f"the target has tokens 0 to {vocab_size - 1}, so this head is another target's."
+            )
+        tokens, counts = np.unique(ids, return_counts=True)
+        if counts.max() > 1:
+            token = tokens[np.argmax(counts)]
+            raise ValueError(
+                f"{self._tensors.source} maps {counts.max()} draft tokens to token {token} by "
+                "d2t; d2t holds offsets, and each target token may be that of one draft token."
+            )
+        is_identity = draft_vocab_size == vocab_size and not offsets.any()
+        return None if is_identity else ids.astype(np.int32)
+
+
+def _plain_name(stored: str) -> str:
+    """Returns the name of a tensor without what formats add to it."""
+    name = stored.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def decoder_entries(config: HeadConfig) -> Iterator[WeightEntry]:
+    """Yields the arrays of a head's layers, last norm and own tables, and their tensors.
+
+    Args:
+      config: of the head.
+    """
+    for entry in weight_entries(dataclasses.replace(config.layer, tie_word_embeddings=True)):
+        if entry.path != ("embedding",) or config.has_embedding:
+            names = tuple(name.removeprefix("model.") for name in entry.names)
+            yield entry._replace(names=names)
+    if config.has_lm_head:
+        shape = (config.draft_vocab_size, config.layer.hidden_size)
+        yield WeightEntry(("head",), (_LM_HEAD,), (shape,), False)
+
+
+_Config = TypeVar("_Config", Eagle3Config, DFlashConfig)
+
+
+def load_params(
+    config: _Config,
+    tensors: HeadTensors,
+    entries: Iterable[WeightEntry],
+    dtype: DTypeLike | None,
+) -> tuple[Any, _Config]:
+    """Returns the parameters of a head, and its configuration with their dtype.
+
+    Args:
+      config: of the head.
+      tensors: of its folder.
+      entries: arrays of the parameters.
+      dtype: as in `load`.
+
+    Raises:
+      ValueError: if a tensor is missing, unreadable or unsupported, or nothing reads it.
+    """
+    layer = dataclasses.replace(config.layer, dtype=resolve_dtype(dtype, config.layer.dtype))
+    token_map = tensors.read_token_map(config.draft_vocab_size, layer.vocab_size)
+    params = tensors.load(entries, layer.dtype)
+    if token_map is not None:
+        params["token_map"] = jax.device_put(token_map)
+    return params, dataclasses.replace(config, layer=layer)
+
+
+def write_head(
+    folder: str | os.PathLike[str],
+    params: Any,
+    config: HeadConfig,
+    entries: Iterable[WeightEntry],
+    fields: dict[str, Any],
+    *,
+    architecture: str,
+    dtype: str,
+    verifier: str | None,
+) -> None:
+    """Writes config.json and model.safetensors, each after the new one is complete.
+
+    Args:
+      folder: created if absent.
+      params: of the head, with a `token_map` if it drafts from a part of the vocabulary.
+      config: of the head; its dtype is replaced by `dtype`.
+      entries: arrays of the parameters, and the tensors that each concatenates.
+      fields: of config.json that this kind of head has.
+      architecture: by which config.json names the kind of the head.
+      dtype: of the tensors on disk.
+      verifier: the name of the target that the head was trained for, or None.
+
+    Raises:
+      ValueError: if the format has no room for the configuration.
+    """
+    kind, k = _ARCHITECTURES[architecture], config.num_speculative_tokens
+    method = {"proposal_type": "greedy"} | ({} if k is None else {"speculative_tokens": k})
+    fields = {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "transformer_layer_config": write_fields(dataclasses.replace(config.layer, dtype=dtype)),
+        "draft_vocab_size": config.draft_vocab_size,
+        **fields,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        "torch_dtype": dtype,
+    }
+    tensors = stored_tensors(params, entries, dtype)
+    if "token_map" in params:
+        ids = np.asarray(params["token_map"], np.int64)
+        tensors["d2t"] = ids - np.arange(len(ids))
+        tensors["t2d"] = np.isin(np.arange(config.layer.vocab_size), ids)
+    write_folder(folder, fields, tensors)
+
+
+def _refuse_weights(path: Any) -> None:
+    """Refuses a folder without safetensors; a pickle would run code when it is read."""
+    if not any(path.glob("*.bin")) and not any(path.glob("*.pt")):
+        raise ValueError(f"{path} has no model.safetensors; the folder of a draft head needs it.")
+    name = sorted([*path.glob("*.bin"), *path.glob("*.pt")])[0].name
+    raise ValueError(
+        f"{path} has its weights in {name}, a pickle, which may run any code when it is read. "
+        'Convert it where you trust it, in its folder: python -c "import torch; from '
+        "safetensors.torch import save_file; save_file({n: t.contiguous() for n, t in "
+        f"torch.load('{name}', weights_only=True).items()}}, 'model.safetensors')\""
+    )
