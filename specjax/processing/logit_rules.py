@@ -14,7 +14,7 @@ from specjax.processing.fields import FIELDS
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
 
-__all__ = ["PENALTIES", "LogitRules", "RowContext", "apply_rules"]
+__all__ = ["LogitRules", "PENALTIES", "RowContext", "apply_rules"]
 
 
 class LogitRules(NamedTuple):
