@@ -71,8 +71,7 @@ def main() -> None:
     generation = specjax.generate(
         target,
         specjax.model_drafter(draft),
-        np.tile(prompts, (repeats, 1)),
-        lengths,
+        (np.tile(prompts, (repeats, 1)), lengths),
         keys=jax.random.key(args.seed),
         config=specjax.SpeculativeConfig(num_speculative_tokens=args.num_speculative_tokens),
         max_new_tokens=args.max_new_tokens,

@@ -4,8 +4,8 @@ Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, th
 `tree_rejection_sample`, `gumbel_sample`.
 Drafts: `Draft`, `DraftInputs`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
-Decoding: `generate`, `init`, `step`, `commit`, `unpad`, `model_drafter`, `ngram_drafter`,
-`whole_prompt_drafter`, `RowMasks`.
+Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
+`ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
 Serving: `Engine`, `Request`.
 Compilation: `compile_generate`, `load_compiled`, `enable_compilation_cache`.
 Synthetic acceptance: `geometric_rates`, `conditional_rates`, `rates_for_length`.
@@ -38,6 +38,7 @@ from specjax.decode.init_and_step import init, step
 from specjax.decode.logprobs import TopLogprobs, top_logprobs
 from specjax.decode.matchers import Matcher, RowMasks
 from specjax.decode.metrics import Metrics, init_metrics, update_metrics
+from specjax.decode.options import LoopOptions
 from specjax.decode.propose import DraftInputs, propose
 from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.engine.engine import Engine
@@ -82,6 +83,7 @@ __all__ = [
     "Generation",
     "Grammar",
     "History",
+    "LoopOptions",
     "Matcher",
     "Metrics",
     "Model",

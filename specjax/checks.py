@@ -21,7 +21,6 @@ __all__ = [
     "check_keys",
     "check_logits",
     "check_noise_dtype",
-    "check_prompt",
     "check_shape",
     "parse_array",
     "parse_ids",
@@ -279,28 +278,6 @@ def check_keys(keys: Any, batch_size: int, name: str = "keys") -> Any:
             "for one key that every request folds its row index into."
         )
     return keys
-
-
-def check_prompt(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
-    """Returns prompts i32[B, L] and their lengths i32[B]; on the host what came from there."""
-    token_ids = as_array("prompt_token_ids", token_ids)
-    lengths = as_array("prompt_lengths", lengths)
-    if token_ids.ndim != 2 or 0 in token_ids.shape:
-        raise ValueError(
-            f"prompt_token_ids has shape {token_ids.shape}; it needs [B, L] with B, L >= 1."
-        )
-    ids = parse_array("prompt_token_ids", token_ids, jnp.int32, token_ids.shape)
-    lengths = parse_array("prompt_lengths", lengths, jnp.int32, token_ids.shape[:1])
-    if not isinstance(lengths, jax.core.Tracer):
-        known = np.asarray(lengths)
-        low, high = int(known.min(initial=1)), int(known.max(initial=1))
-        if low < 1 or high > token_ids.shape[1]:
-            raise ValueError(
-                f"prompt_lengths runs from {low} to {high}; each needs to be between 1 and "
-                f"{token_ids.shape[1]}, the width of prompt_token_ids: an empty prompt gives the "
-                "model nothing to continue."
-            )
-    return ids, lengths
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -23,7 +23,7 @@ def markov_chain(probs: Any) -> Model:
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.0, 1.0], [1.0, 0.0]])
       >>> output = specjax.generate(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3)
+      ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=3)
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 0, 1]]
     """

@@ -53,8 +53,7 @@ def first_calls(case: str, smoke: bool) -> dict[str, Any]:
         output = specjax.generate(
             target,
             drafter,
-            ids,
-            [num_prompt_tokens],
+            (ids, [num_prompt_tokens]),
             keys=jax.random.key(0),
             config=specjax.SpeculativeConfig(num_speculative_tokens=K),
             max_new_tokens=max_new_tokens,

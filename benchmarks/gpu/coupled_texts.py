@@ -44,18 +44,14 @@ def measure(
     target, draft = (load(pretrained_folder(role), dtype)[0] for role in roles)
     tokenizer = load_tokenizer(pretrained_folder("target"))
     rows = [tokenizer.encode(TEXTS[b % len(TEXTS)]).ids for b in range(requests)]
-    prompts = np.full((requests, max(map(len, rows))), -1, np.int32)
-    for b, row in enumerate(rows):
-        prompts[b, : len(row)] = row
-    lengths = np.array([len(row) for row in rows], np.int32)
     keys = jax.vmap(jax.random.key)(np.arange(requests))
     options = dict(keys=keys, max_new_tokens=new_tokens, temperature=0.8)
     config = specjax.SpeculativeConfig(k, rejection_sample_method="coupled")
     drafter = specjax.model_drafter(draft)
-    coupled = specjax.generate(target, drafter, prompts, lengths, config=config, **options)
-    plain = specjax.generate(target, None, prompts, lengths, **options)
+    coupled = specjax.generate(target, drafter, rows, config=config, **options)
+    plain = specjax.generate(target, None, rows, **options)
     found = [first_difference(*pair) for pair in zip(texts(coupled), texts(plain), strict=True)]
-    places = sorted(i - n for i, n in zip(found, lengths.tolist(), strict=True) if i is not None)
+    places = sorted(i - len(x) for i, x in zip(found, rows, strict=True) if i is not None)
     return {
         "case": f"K={k} {dtype}",
         "requests": requests,

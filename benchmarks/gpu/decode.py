@@ -149,8 +149,7 @@ def speculate(
     state = specjax.init(
         target,
         drafter,
-        prompt,
-        jnp.full((batch,), effort.context, jnp.int32),
+        (prompt, jnp.full((batch,), effort.context, jnp.int32)),
         keys=jax.random.key(0),
         config=config,
         max_new_tokens=effort.iterations * (k + 1) + 2,

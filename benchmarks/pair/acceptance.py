@@ -125,8 +125,7 @@ def count(
     generation = specjax.generate(
         pair.target,
         drafter_of(pair, args.head),
-        prompts,
-        np.full(size, context, np.int32),
+        (prompts, np.full(size, context, np.int32)),
         keys=keys,
         config=specjax.SpeculativeConfig(num_speculative_tokens=args.num_speculative_tokens),
         max_new_tokens=args.positions,

@@ -101,8 +101,7 @@ def texts_of(
         text = specjax.generate(
             pair.target,
             specjax.model_drafter(pair.draft),
-            piece[:, :-1],
-            np.full(len(piece), context, np.int32),
+            (piece[:, :-1], np.full(len(piece), context, np.int32)),
             keys=keys_of(args.seed, temperature, piece[:, -1]),
             config=specjax.SpeculativeConfig(rejection_sample_method="coupled"),
             max_new_tokens=length,
@@ -126,8 +125,7 @@ def counted(
             metrics = specjax.generate(
                 pair.target,
                 specjax.model_drafter(pair.draft),
-                piece[:, :-1],
-                np.full(len(piece), prompts.shape[1], np.int32),
+                (piece[:, :-1], np.full(len(piece), prompts.shape[1], np.int32)),
                 # Keys of their own, so that these texts are others.
                 keys=keys_of(args.seed + 1, temperature, piece[:, -1]),
                 config=config,

@@ -82,8 +82,7 @@ def main() -> None:
             output = specjax.generate(
                 target,
                 None,
-                piece[:, :-1],
-                np.full(len(piece), args.context, np.int32),
+                (piece[:, :-1], np.full(len(piece), args.context, np.int32)),
                 keys=jax.vmap(jax.random.fold_in, (None, 0))(key, piece[:, -1]),
                 max_new_tokens=max(args.positions),
                 temperature=temperature,

@@ -15,9 +15,10 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import DEFAULT_CAPACITY
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions
+from specjax.decode.request_batch import check_arguments
 from specjax.decode.state import DecodeState
 from specjax.engine.request import FinishReason
 from specjax.engine.stop_strings import StoppedText
@@ -135,16 +136,14 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
     arguments = check_arguments(
         job.target,
         job.drafter,
-        np.array([job.prompt_ids], np.int32),
-        np.array([len(job.prompt_ids)], np.int32),
+        [job.prompt_ids],
         keys=job.key[None],
-        config=job.config,
         max_new_tokens=job.max_new_tokens,
         temperature=np.float32(job.temperature),
         eos_token_ids=np.array(job.eos_token_ids, np.int32),
         sampling=job.sampling,
-        num_logprobs=job.num_logprobs,
-        prefill_chunk_size=_chunk_size(job),
+        config=job.config,
+        options=LoopOptions(prefill_chunk_size=_chunk_size(job), num_logprobs=job.num_logprobs),
     )
     store = None
     if job.folder is not None:

@@ -82,8 +82,8 @@ def choose_max_length(
         needed = width + int(np.max(np.asarray(max_new_tokens)))
     elif max_length is None:
         raise ValueError(
-            "max_new_tokens is traced, so that it cannot size the buffers; give max_length, a "
-            "Python int."
+            "max_new_tokens is traced, so that it cannot size the buffers; give "
+            "options=LoopOptions(max_length=...), a Python int."
         )
     else:
         needed = width + 1 if not _is_known(lengths) else int(np.max(np.asarray(lengths))) + 1

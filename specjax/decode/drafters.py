@@ -76,8 +76,7 @@ def model_drafter(model: Model) -> Drafter:
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
-      ...     model, specjax.model_drafter(model), [[0]], [1], keys=jax.random.key(0),
-      ...     max_new_tokens=9)
+      ...     model, specjax.model_drafter(model), [[0]], keys=jax.random.key(0), max_new_tokens=9)
       >>> float(output.metrics.draft_acceptance_rate)  # p = q: every draft is accepted
       1.0
     """
@@ -261,7 +260,7 @@ def whole_prompt_drafter(
       ...     return draft, state
       >>> drafter = specjax.whole_prompt_drafter((), lambda *prompts: (), propose)
       >>> output = specjax.generate(
-      ...     markov_chain([[0.0, 1.0], [0.0, 1.0]]), drafter, [[0]], [1],
+      ...     markov_chain([[0.0, 1.0], [0.0, 1.0]]), drafter, [[0]],
       ...     keys=jax.random.key(0), max_new_tokens=7)
       >>> int(output.metrics.num_accepted.sum())
       4

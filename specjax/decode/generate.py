@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import explain_out_of_memory, pad_batch_to_mesh
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, check_prompt_ids
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import prefill_and_run
+from specjax.decode.request_batch import check_arguments, check_prompt_ids
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
 from specjax.devices.placement import call_on_auto_axes, pvary_like
@@ -50,20 +51,15 @@ class Generation(NamedTuple):
 def generate(
     target: Model,
     drafter: Drafter | None,
-    prompt_token_ids: Any,
-    prompt_lengths: Any,
+    prompts: Any,
     *,
     keys: jax.Array,
-    config: SpeculativeConfig | None = None,
     max_new_tokens: Any,
-    max_length: int | None = None,
-    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
     temperature: Any = 1.0,
     eos_token_ids: Any = (),
     sampling: SamplingParams | None = None,
-    num_logprobs: int | None = None,
-    logprobs_mode: str = "raw",
-    implementation: str | Implementation | None = None,
+    config: SpeculativeConfig | None = None,
+    options: LoopOptions = LoopOptions(),
 ) -> Generation:
     r"""Generates text with speculation; it follows the target's distribution exactly.
 
@@ -78,31 +74,19 @@ def generate(
       target: the model whose distribution the output follows.
       drafter: `model_drafter(model)`, `ngram_drafter()`, a `Drafter` of your own, or None for
         plain decoding by this loop.
-      prompt_token_ids: i32[B, L] in [0, V), B and L >= 1, padded at the end with any ids. They
-        are checked where this call reads them: not traced, nor on several devices.
-      prompt_lengths: i32[B] in [1, L].
+      prompts: B lists of ids in [0, V), such as `[[1, 2, 3], [4]]`, none of them empty. Or a tuple
+        of arrays (ids, lengths): i32[B, L], padded at the end with any ids, and i32[B] in [1, L].
+        Ids are checked where this call reads them: not traced, nor on several devices.
       keys: typed threefry keys, [B] or (). With () each request folds in its index.
-      config: a `SpeculativeConfig`. None is the default one.
       max_new_tokens: most tokens generated per request, int or i32[B], >= 1.
-      max_length: S, the tokens of a request that the buffers and caches have room for, a Python
-        int. None is the next power of two, at least 128, that fits the prompts and
-        `max_new_tokens`, and at most what the target's positions take. Programs are compiled for
-        a capacity and a batch size: within them, prompts of other lengths, other
-        `max_new_tokens`, end-of-sequence ids and sampling values compile nothing. Tokens do not
-        depend on it.
-      prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. It
-        bounds the memory of a long prompt; tokens do not depend on it.
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or not
         finite makes it invalid.
       eos_token_ids: int, ints or i32[E], tokens that end a request. They are committed.
       sampling: `SamplingParams` of the target; a draft model samples by them too. They are data:
         only a rule that is added or taken away compiles anew. None is no rule.
-      num_logprobs: likeliest tokens listed for every generated token, besides its own rank and
-        log-probability, a Python int in [0, V]. None lists none.
-      logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
-        distribution that was sampled from. `Generation.logprobs` are always of the second.
-      implementation: of verification, cutoffs and drafts, as in `rejection_sample`. What is named
-        is passed to `drafter.propose` too. A model chooses the kernels of its own layers.
+      config: a `SpeculativeConfig`. None is the default one.
+      options: `LoopOptions`: the capacity of the buffers, the chunks of prompts, the
+        log-probabilities that are listed, and the implementation.
 
     Returns:
       `Generation` with buffers of S tokens. A request ends as
@@ -110,17 +94,17 @@ def generate(
 
     Raises:
       ValueError: for empty prompts, ids outside [0, V), wrong shapes or keys, max_new_tokens < 1,
-        texts that `max_length` or the target's positions do not hold, more log-probabilities than
-        tokens, or an unknown implementation. Also under an outer `jit` if `max_new_tokens` is
-        traced and `max_length` is None.
+        texts that `options.max_length` or the target's positions do not hold, more
+        log-probabilities than tokens, or an unknown implementation. Also under an outer `jit` if
+        `max_new_tokens` is traced and `options.max_length` is None.
       MemoryError: if the device has no room; it names the bytes of the target's cache.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
-      ...     model, specjax.ngram_drafter(), [[0]], [1], keys=jax.random.key(0),
-      ...     max_new_tokens=5, temperature=0)
+      ...     model, specjax.ngram_drafter(), [[0]], keys=jax.random.key(0), max_new_tokens=5,
+      ...     temperature=0)
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 0, 1, 0, 1]]
 
@@ -130,19 +114,14 @@ def generate(
     arguments = check_arguments(
         target,
         drafter,
-        prompt_token_ids,
-        prompt_lengths,
+        prompts,
         keys=keys,
-        config=config,
         max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        prefill_chunk_size=prefill_chunk_size,
         temperature=temperature,
         eos_token_ids=eos_token_ids,
         sampling=sampling,
-        num_logprobs=num_logprobs,
-        logprobs_mode=logprobs_mode,
-        implementation=implementation,
+        config=config,
+        options=options,
     )
     check_prompt_ids(arguments, target, drafter)
     with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):

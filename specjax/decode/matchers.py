@@ -1,6 +1,7 @@
 """`RowMasks`: masks of a step's rows from matchers on the host, for a loop of `init` and `step`.
 
-    init(..., allowed=masks.first())   then in each step   step(..., allowed=masks.of_rows(state))
+    init(..., sampling=SamplingParams(allowed=masks.first()))
+    step(..., allowed=masks.of_rows(state))   in each step
 
 The drafts of a state are known before they are verified, so the host can say what each row allows.
 Nothing is masked while they are drawn: the host would have to answer between two drafted tokens.
@@ -101,7 +102,7 @@ class RowMasks:
     Args:
       matchers: one per request, None for a request without a grammar. They have read nothing, and
         are this object's from now on.
-      prompt_lengths: i32[B], as given to `init`; prompts are not read.
+      prompt_lengths: i32[B], of the prompts given to `init`; prompts are not read.
       vocab_size: V.
 
     Example:
@@ -114,8 +115,8 @@ class RowMasks:
       >>> model = markov_chain([[0.2, 0.8], [0.6, 0.4]])
       >>> masks = specjax.RowMasks([TwoOnes()], [2], vocab_size=2)
       >>> state = specjax.init(
-      ...     model, None, [[0, 0]], [2], keys=jax.random.key(0), max_new_tokens=5,
-      ...     allowed=masks.first())
+      ...     model, None, [[0, 0]], keys=jax.random.key(0), max_new_tokens=5,
+      ...     sampling=specjax.SamplingParams(allowed=masks.first()))
       >>> while not state.finish.all():
       ...     state, _ = specjax.step(model, None, state, allowed=masks.of_rows(state))
       >>> specjax.unpad(state.token_ids)
@@ -140,12 +141,12 @@ class RowMasks:
         self._last_prompt = int(self._num_read[-1:].sum())
 
     def first(self) -> np.ndarray:
-        """Returns the masks of the first generated token, u32[B, ceil(V / 32)], for `init`."""
+        """Returns the masks of the first generated token, u32[B, 1, ceil(V / 32)], for `init`."""
         masks = new_masks(len(self._texts), 1, self._vocab_size)
         for row, text in zip(masks, self._texts, strict=True):
             if text is not None:
                 row[0] = text.mask()
-        return masks[:, 0]
+        return masks
 
     def of_rows(self, state: DecodeState) -> np.ndarray:
         """Returns the masks of the rows of a state's next step, u32[B, K + 1, ceil(V / 32)].

@@ -10,8 +10,9 @@ import numpy as np
 from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import check_arguments
 from specjax.decode.matchers import Matcher
+from specjax.decode.options import LoopOptions
+from specjax.decode.request_batch import check_arguments
 from specjax.engine.group import make_group
 from specjax.engine.programs import choose_chunk_size, make_programs
 from specjax.engine.request import Request
@@ -110,16 +111,17 @@ class Engine:
         arguments = check_arguments(
             target,
             drafter,
-            np.zeros((num_slots, 1), np.int32),
-            np.ones(num_slots, np.int32),
+            (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32)),
             keys=keys,
-            config=config,
             max_new_tokens=1,
-            max_length=max_length,
-            prefill_chunk_size=choose_chunk_size(prefill_chunk_size),
-            num_logprobs=num_logprobs,
-            logprobs_mode=logprobs_mode,
-            implementation=implementation,
+            config=config,
+            options=LoopOptions(
+                max_length=max_length,
+                prefill_chunk_size=choose_chunk_size(prefill_chunk_size),
+                num_logprobs=num_logprobs,
+                logprobs_mode=logprobs_mode,
+                implementation=implementation,
+            ),
         )
         defaults = parse_defaults(sampling)
         settings = slot_settings(arguments["settings"], defaults, k_by_rate)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode.drafters import Drafter, reads_chunks
-from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE
+from specjax.decode.options import PREFILL_CHUNK_SIZE
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import count_rows, vocabulary_size
 from specjax.engine import slots

@@ -36,7 +36,7 @@ class Grammar(NamedTuple):
       ...     allowed=jnp.array([[0b011], [0b001]]))
       >>> from specjax.markov_chain import markov_chain
       >>> output = specjax.generate(
-      ...     markov_chain([[0.1, 0.2, 0.7]] * 3), None, [[2]], [1], keys=jax.random.key(0),
+      ...     markov_chain([[0.1, 0.2, 0.7]] * 3), None, [[2]], keys=jax.random.key(0),
       ...     max_new_tokens=4, temperature=0, sampling=specjax.SamplingParams(grammar=grammar))
       >>> specjax.unpad(output.token_ids)
       [[2, 1, 0, 0, 0]]

@@ -6,12 +6,19 @@ They are the target's. A draft is drawn before the host can know what its rows a
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.processing.logit_rules import LogitRules
 from specjax.processing.rule_checks import check_rules
 from specjax.processing.sampling_params import SamplingParams
 
-__all__ = ["draft_sampling", "has_row_masks", "with_first_mask", "with_row_masks"]
+__all__ = [
+    "draft_sampling",
+    "has_row_masks",
+    "split_first_mask",
+    "with_first_mask",
+    "with_row_masks",
+]
 
 
 def has_row_masks(sampling: SamplingParams | None) -> bool:
@@ -27,6 +34,17 @@ def draft_sampling(sampling: SamplingParams | None) -> SamplingParams | None:
     return None if all(field is None for field in others) else others
 
 
+def split_first_mask(sampling: Any) -> tuple[Any, Any]:
+    """Returns the parameters without a mask of the first token alone, and that mask or None.
+
+    Args:
+      sampling: of `init`, unchecked. A mask of three axes is of the first token.
+    """
+    if not isinstance(sampling, SamplingParams) or np.ndim(sampling.allowed) != 3:
+        return sampling, None
+    return sampling._replace(allowed=None), sampling.allowed
+
+
 def with_first_mask(
     sampling: SamplingParams | None, allowed: Any, size: int, num_rows: int
 ) -> SamplingParams:
@@ -34,20 +52,15 @@ def with_first_mask(
 
     Args:
       sampling: of the requests, checked.
-      allowed: bool [B, V] or words [B, ceil(V / 32)], unchecked.
+      allowed: bool [B, 1, V] or words [B, 1, ceil(V / 32)], unchecked.
       size: B.
       num_rows: K + 1. The first step computes as many and emits the first.
 
     Raises:
       ValueError: for another shape or dtype.
     """
-    mask = check_rules(LogitRules(allowed=allowed), size).allowed
-    if mask.ndim != 2:
-        raise ValueError(
-            f"allowed has shape {mask.shape}; init needs one mask of each request's first token, "
-            f"[{size}, V] or [{size}, ceil(V / 32)]."
-        )
-    return _with_masks(sampling, jnp.repeat(jnp.asarray(mask)[:, None], num_rows, axis=1))
+    mask = check_rules(LogitRules(allowed=allowed), size, 1, prefix="sampling.").allowed
+    return _with_masks(sampling, jnp.repeat(jnp.asarray(mask), num_rows, axis=1))
 
 
 def with_row_masks(
@@ -68,7 +81,7 @@ def with_row_masks(
         raise ValueError(
             f"allowed is {'None' if allowed is None else 'given'}, and the state was begun "
             f"{'with' if allowed is None else 'without'} masks; a text that init began with "
-            "allowed needs it in every step, and no other takes it."
+            "a mask of its first token needs allowed in every step, and no other takes it."
         )
     if allowed is None:
         return sampling

@@ -33,7 +33,7 @@ class SamplingParams(NamedTuple):
       bias: f32, [V] or [B, V], off 0. Added to the logits; see `bias_array`.
       allowed: bool, [V] or [B, V], tokens that may be emitted; or the mask in 32-bit words, i32
         or u32, [ceil(V / 32)] or [B, ceil(V / 32)]: bit ``v % 32`` of word ``v // 32``, as grammar
-        libraries make it.
+        libraries make it. `init` also takes an axis of 1 before V: the first token's mask.
       bad_words: i32, [N, M] or [B, N, M], N token sequences that must not be completed, padded at
         the end with -1. A sequence may begin in the prompt; see `bad_words_array`.
       grammar: a `Grammar`, which every text follows from its first generated token on.
@@ -44,7 +44,7 @@ class SamplingParams(NamedTuple):
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> output = specjax.generate(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=4,
+      ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=4,
       ...     sampling=specjax.SamplingParams(allowed=jnp.array([False, True])))
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 1, 1, 1]]

@@ -165,7 +165,7 @@ def test_the_documented_commands_give_a_drafted_text(pair, folders, capsys):
 @pytest.mark.once
 def test_calls_give_every_process_the_tokens_of_one_device_or_a_refusal(pair, folders):
     prompts, given = one_of_two.arguments()
-    one = specjax.generate(load(folders[0])[0], None, *prompts, **given)
+    one = specjax.generate(load(folders[0])[0], None, prompts, **given)
     replies = [seen for _, seen in pair.ask("call")]
     for seen in replies:
         assert seen["texts"] == [specjax.unpad(one.token_ids)] * 2

@@ -11,7 +11,7 @@ from specjax import SpeculativeConfig
 from specjax.cli import program_store
 from specjax.cli.program_store import ProgramStore
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.decode.init_and_step import check_arguments
+from specjax.decode.request_batch import check_arguments
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
 MODEL, DRAFTER = bigrams.model(TARGET), specjax.model_drafter(bigrams.model(DRAFT))
@@ -45,8 +45,7 @@ def stream(folder, prompts, drafter=DRAFTER):
         if event == "/jax/core/compile/jaxpr_trace_duration":
             traced.append(fun_name)
 
-    ids, lengths = bigrams.prompts(prompts)
-    arguments = check_arguments(MODEL, drafter, ids, lengths, **OPTIONS)
+    arguments = check_arguments(MODEL, drafter, prompts, **OPTIONS)
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -11,8 +11,9 @@ import pytest
 import specjax
 from specjax import SpeculativeConfig
 from specjax.cli.stream_programs import StreamPrograms
-from specjax.decode.init_and_step import check_arguments
+from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk, run_prefill
+from specjax.decode.request_batch import check_arguments
 from specjax.decode.target_step import score_draft
 
 TARGET, DRAFT = bigrams.pair(4, seed=1)
@@ -32,10 +33,8 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
         return jnp.stack([token_ids, token_ids], axis=-1), cache
 
     huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
-    prompt = bigrams.prompts([[1, 2, 3]])
-    options = {"keys": bigrams.keys(1), "config": None, "max_new_tokens": 9, "max_length": 16}
-    options |= {"temperature": 1.0, "eos_token_ids": ()}
-    programs = StreamPrograms(huge, None, check_arguments(huge, None, *prompt, **options))
+    options = {"keys": bigrams.keys(1), "max_new_tokens": 9, "options": LoopOptions(max_length=16)}
+    programs = StreamPrograms(huge, None, check_arguments(huge, None, [[1, 2, 3]], **options))
     with pytest.raises(MemoryError, match=r"cache takes 16384.00 GiB .* max_length 16;"):
         programs.read_prompt(huge, None)
 
@@ -45,10 +44,10 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
 def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     """Both prompts end in their third chunk; the drafter's state is compared, too."""
     drafter = dataclasses.replace(DRAFTER, reads_features=bool(taps), taps=taps)
-    ids, lengths = bigrams.prompts([[1, 2, 3, 0, 2], [0, 1, 3, 3, 2, 1]], width=6)
+    prompts = [[1, 2, 3, 0, 2], [0, 1, 3, 3, 2, 1]]
     options = {"keys": bigrams.keys(2), "config": SpeculativeConfig(3), "max_new_tokens": 9}
-    options |= {"temperature": 0.7, "eos_token_ids": (), "prefill_chunk_size": 2}
-    arguments = check_arguments(MODEL, drafter, ids, lengths, **options)
+    options |= {"temperature": 0.7, "options": LoopOptions(prefill_chunk_size=2)}
+    arguments = check_arguments(MODEL, drafter, prompts, **options)
     before = run_prefill(MODEL, drafter, **arguments)
     size = {"chunk_size": arguments.pop("chunk_size"), "implementation": None}
     state = begin_prefill(MODEL, drafter, **arguments)
@@ -68,18 +67,16 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
 def test_parts_of_a_step_give_what_a_step_gives(kind):
     """Every array of every state, but for drafts of no tokens."""
     drafter, config = KINDS[kind]
-    ids, lengths = bigrams.prompts([[1, 2, 3], [0, 1]])
+    prompts = [[1, 2, 3], [0, 1]]
     options = {
         "keys": bigrams.keys(2),
         "config": config,
         "max_new_tokens": 30,
         "temperature": np.array([0.7, 1.0], np.float32),
-        "num_logprobs": 2 if kind == "auto" else None,
+        "options": LoopOptions(num_logprobs=2 if kind == "auto" else None),
     }
-    state = specjax.init(MODEL, drafter, ids, lengths, **options)
-    programs = StreamPrograms(
-        MODEL, drafter, check_arguments(MODEL, drafter, ids, lengths, **options)
-    )
+    state = specjax.init(MODEL, drafter, prompts, **options)
+    programs = StreamPrograms(MODEL, drafter, check_arguments(MODEL, drafter, prompts, **options))
     if kind == "three":
         programs.warm_up(MODEL, drafter)
     parts = programs.read_prompt(MODEL, drafter)

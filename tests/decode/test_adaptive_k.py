@@ -41,9 +41,8 @@ DRAFTERS = {
 
 
 def generate(drafter, rows=PROMPTS, *, keys, config=CONFIG, function=specjax.generate, **options):
-    ids, lengths = bigrams.prompts(rows)
     options = {"max_new_tokens": 40, "temperature": np.ones(len(rows), np.float32)} | options
-    return function(MODEL, drafter, ids, lengths, keys=keys, config=config, **options)
+    return function(MODEL, drafter, rows, keys=keys, config=config, **options)
 
 
 def texts(output):
@@ -194,13 +193,12 @@ def test_sampling_rules_and_log_probabilities_are_those_of_each_request_under_vm
         return specjax.generate(
             MODEL,
             DRAFTERS["ngram"],
-            ids,
-            lengths,
+            (ids, lengths),
             keys=keys,
             config=CONFIG,
             max_new_tokens=40,
             sampling=sampling._replace(top_k=top_k),
-            num_logprobs=1,
+            options=specjax.LoopOptions(num_logprobs=1),
         )
 
     arrays = (ids, lengths, bigrams.keys(B), sampling.top_k)
@@ -263,9 +261,8 @@ def test_a_model_that_drafts_again_has_read_what_it_missed():
     """Drafting for itself it is accepted always, unless its cache lacks a token."""
     target, _ = soak.make_models()  # of all tokens so far
     itself = specjax.model_drafter(target)
-    ids, lengths = bigrams.prompts(PROMPTS)
     options = dict(temperature=np.ones(B, np.float32), config=CONFIG, max_new_tokens=100)
-    state = specjax.init(target, itself, ids, lengths, keys=bigrams.keys(B), **options)
+    state = specjax.init(target, itself, PROMPTS, keys=bigrams.keys(B), **options)
     for num_plain in (1, 2, 0, 9, 17):
         for k in [0] * num_plain + [K, K]:
             before = state.drafter_state
@@ -296,10 +293,9 @@ def test_a_step_without_drafts_computes_one_row():
         return hidden, jnp.int32(token_ids.shape[1])
 
     target = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
-    ids, lengths = bigrams.prompts(PROMPTS)
     drafter, config = DRAFTERS["model"], SpeculativeConfig("auto", step_costs=[1.0] * 6)
     options = dict(keys=bigrams.keys(B), config=config, max_new_tokens=40)
-    state = specjax.init(target, drafter, ids, lengths, **options)
+    state = specjax.init(target, drafter, PROMPTS, **options)
     for k, rows in ((0, None), (0, 1), (2, 1), (5, 6), (0, 6), (0, 1)):
         state, _ = specjax.step(target, drafter, with_k(state, k), config=config)
         assert rows in (None, int(state.target_cache))
@@ -480,12 +476,11 @@ def z_of_texts():
     output = specjax.generate(
         bigrams.model(SMALL_TARGET),
         drafter,
-        ids,
-        lengths,
+        (ids, lengths),
         keys=bigrams.keys(NUM_SAMPLED),
         config=SpeculativeConfig("auto", step_costs=(1.0, 1.45, 1.7, 9.0)),
         max_new_tokens=NUM_JOINT + 2,
-        max_length=len(PROMPT) + NUM_JOINT + 2,
+        options=specjax.LoopOptions(max_length=len(PROMPT) + NUM_JOINT + 2),
     )
     drafted = np.asarray(output.metrics.num_drafted)
     assert len({tuple(row) for row in drafted}) > 2

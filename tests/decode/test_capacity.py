@@ -23,15 +23,15 @@ CONFIG = SpeculativeConfig(num_speculative_tokens=3)
 ROWS = [[1, 2, 3, 0, 1, 2, 2], [3], [0, 1, 0, 2, 1]]
 
 
-def generate(rows, *, drafter=BY_MODEL, max_new_tokens=9, target=MODEL, **options):
-    width = max(len(row) for row in rows)
-    ids = np.array([row + [0] * (width - len(row)) for row in rows])
-    lengths = [len(row) for row in rows]
-    if "keys" not in options:
-        options["keys"] = bigrams.keys(len(rows))
-    # A listing as where one is compared: the tests share programs.
-    options |= {"max_new_tokens": max_new_tokens, "config": CONFIG, "num_logprobs": 1}
-    return specjax.generate(target, drafter, ids, lengths, **options)
+def options_of(max_length=None, prefill_chunk_size=None):
+    """A listing as where one is compared: the tests share programs."""
+    return specjax.LoopOptions(max_length, prefill_chunk_size, num_logprobs=1)
+
+
+def generate(rows, options=None, *, drafter=BY_MODEL, target=MODEL, **values):
+    options = options_of() if options is None else options
+    values = {"keys": bigrams.keys(len(rows)), "max_new_tokens": 9} | values
+    return specjax.generate(target, drafter, rows, config=CONFIG, options=options, **values)
 
 
 def texts(output):
@@ -59,11 +59,11 @@ def random_requests(rng):
 @pytest.mark.once
 def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
     rng, keys = np.random.default_rng(0), bigrams.keys(B)
-    options = {"keys": keys, "config": CONFIG, "num_logprobs": 1}
+    options = {"keys": keys, "config": CONFIG, "options": options_of()}
 
     def stream(rows, **values):
         ids, lengths = np.zeros((B, 90), np.int32), [len(row) for row in rows]
-        state = specjax.init(MODEL, BY_MODEL, ids, lengths, **values, **options)
+        state = specjax.init(MODEL, BY_MODEL, (ids, lengths), **values, **options)
         specjax.step(MODEL, BY_MODEL, state, config=CONFIG)
 
     def both(seed):
@@ -85,10 +85,9 @@ def test_fifty_requests_of_any_length_and_any_values_compile_nothing():
 @pytest.mark.once
 def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
     temperature = np.array([0.0, 1.0, 0.7], np.float32)
-    wanted = generate(ROWS, max_length=16, temperature=temperature)
+    wanted = generate(ROWS, options_of(16), temperature=temperature)
     for max_length, chunk in ((16, 1), (16, 6), (None, 3)):
-        size = {"max_length": max_length, "prefill_chunk_size": chunk}
-        found = generate(ROWS, **size, temperature=temperature)
+        found = generate(ROWS, options_of(max_length, chunk), temperature=temperature)
         assert found.token_ids.shape == (B, 128 if max_length is None else max_length)
         for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
             np.testing.assert_array_equal(x[:, :16] if x.ndim > 1 else x, y)
@@ -98,31 +97,35 @@ def test_tokens_do_not_depend_on_the_capacity_or_on_the_chunks_of_a_prompt():
 def test_every_request_has_its_own_number_of_new_tokens():
     counts = np.array([1, 9, 4])
     # Greedy: the drafts that are cut at the end of a text change which noise draws its last tokens.
-    options = {"temperature": 0.0, "max_length": 16}
-    whole, cut = (generate(ROWS, max_new_tokens=n, **options) for n in (9, counts))
+    whole, cut = (
+        generate(ROWS, options_of(16), max_new_tokens=n, temperature=0.0) for n in (9, counts)
+    )
     rows = zip(texts(whole), ROWS, counts, strict=True)
     assert texts(cut) == [text[: len(row) + n] for text, row, n in rows]
 
 
 def test_under_an_outer_jit_the_capacity_is_given_where_the_number_of_tokens_is_traced():
     def call(most, max_length):
-        return generate(ROWS, max_new_tokens=most, max_length=max_length).token_ids
+        return generate(ROWS, options_of(max_length), max_new_tokens=most).token_ids
 
-    with pytest.raises(ValueError, match="give max_length"):
+    with pytest.raises(ValueError, match=r"give options=LoopOptions\(max_length=...\)"):
         jax.eval_shape(lambda most: call(most, None), jnp.int32(9))
     found = jax.jit(lambda most: call(most, 16))(jnp.int32(9))
-    np.testing.assert_array_equal(found, generate(ROWS, max_length=16).token_ids)
+    np.testing.assert_array_equal(found, generate(ROWS, options_of(16)).token_ids)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_length": 15}, "max_length is 15; the longest prompt and its max_new_tokens need 16"),
-        ({"max_length": 33}, "target takes texts of at most 32 tokens"),
+        (
+            {"options": options_of(15)},
+            "max_length is 15; the longest prompt and its max_new_tokens need 16",
+        ),
+        ({"options": options_of(33)}, "target takes texts of at most 32 tokens"),
         ({"max_new_tokens": 26}, "a text may need 33 tokens, and the target takes"),
         ({"max_new_tokens": np.array([1, 0, 3])}, "max_new_tokens holds 0"),
-        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
+        ({"options": options_of(None, 0)}, "prefill_chunk_size is 0"),
     ],
 )
 def test_what_has_no_room_is_refused(change, words):
@@ -144,14 +147,16 @@ def test_an_id_outside_the_vocabulary_is_refused_where_the_host_reads_prompts():
         functools.partial(compiled, MODEL, None),
     ]
     for call, wrong in itertools.product(calls, (V, -1, 2**31 - 1)):
-        words = rf"prompt_token_ids\[1, 1\] is {wrong}; it needs an id in \[0, {V}\)"
-        for make in (list, np.array, jnp.array):
-            prompt = make([[1, 2, 0], [3, wrong, wrong]])
+        words = rf"prompts has {wrong} as token 1 of prompt 1; it needs an id in \[0, {V}\)"
+        padded = [[1, 2, 0], [3, wrong, wrong]]
+        pairs = [(make(padded), [3, 2]) for make in (list, np.array, jnp.array)]
+        for prompts in ([[1, 2, 0], [3, wrong]], *pairs):
             with pytest.raises(ValueError, match=words):
-                call(prompt, [3, 2], **options)
+                call(prompts, **options)
     # An id after a prompt's length is not read.
-    assert compiled(MODEL, None, [[1, V], [3, -1]], [1, 1], **options).token_ids.shape == (2, 16)
-    traced = jax.eval_shape(lambda prompt: calls[0](prompt, [1, 1], **options), np.full((2, 1), V))
+    prompts = [[1, V], [3, -1]], [1, 1]
+    assert compiled(MODEL, None, prompts, **options).token_ids.shape == (2, 16)
+    traced = jax.eval_shape(lambda ids: calls[0]((ids, [1, 1]), **options), np.full((2, 1), V))
     assert traced.token_ids.shape == (2, 128)
 
 
@@ -187,10 +192,10 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
         specjax.init(
             huge,
             BY_MODEL,
-            *bigrams.prompts(ROWS, 7),
+            ROWS,
             keys=bigrams.keys(B),
             max_new_tokens=9,
-            max_length=16,
+            options=options_of(16),
         )
 
 
@@ -204,8 +209,8 @@ def test_a_drafter_that_reads_whole_prompts_drafts_like_one_that_reads_chunks():
         return draft.apply(params, token_ids, positions, draft.init_cache(B, max_length))[1]
 
     whole = specjax.whole_prompt_drafter(draft.params, init, BY_MODEL.propose)
-    found = generate(ROWS, drafter=whole, max_length=16, prefill_chunk_size=3)
-    wanted = generate(ROWS, max_length=16)
+    found = generate(ROWS, options_of(16, 3), drafter=whole)
+    wanted = generate(ROWS, options_of(16))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
@@ -218,8 +223,8 @@ def test_a_prompt_of_one_token_is_drafted_for_alike_in_any_company():
         return specjax.Draft(ids, num_tokens=inputs.num_tokens), state
 
     drafter = specjax.whole_prompt_drafter((), init, propose)
-    alone = generate([[3], [1], [2]], drafter=drafter, max_length=16)
-    company = generate([[3], [1, 0, 3, 2], [2]], drafter=drafter, max_length=16)
+    alone = generate([[3], [1], [2]], options_of(16), drafter=drafter)
+    company = generate([[3], [1, 0, 3, 2], [2]], options_of(16), drafter=drafter)
     for found, wanted in zip(jax.tree.leaves(alone), jax.tree.leaves(company), strict=True):
         np.testing.assert_array_equal(found[::2], wanted[::2])
     assert int(alone.metrics.num_accepted.sum()) > 0
@@ -259,9 +264,9 @@ def test_a_drafter_that_reads_features_is_given_those_of_every_committed_token_o
         return specjax.ngram_drafter().propose((), (), *arguments, **options)[0], state
 
     drafter = specjax.Drafter((), init, extend, propose, reads_features=True, taps=taps)
-    ids, lengths = bigrams.prompts(ROWS, width=7)
-    options = dict(keys=bigrams.keys(B), config=config, max_new_tokens=9, max_length=16)
-    state = specjax.init(MODEL, drafter, ids, lengths, prefill_chunk_size=3, **options)
+    options = specjax.LoopOptions(max_length=16, prefill_chunk_size=3)
+    given = dict(keys=bigrams.keys(B), max_new_tokens=9, config=config, options=options)
+    state = specjax.init(MODEL, drafter, ROWS, **given)
     while True:
         text, (count, kept) = jax.device_get((state.token_ids, state.drafter_state))
         for b, length in enumerate(np.asarray(state.lengths)):

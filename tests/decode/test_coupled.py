@@ -34,14 +34,13 @@ DRAFT = markov_chain(0.49 * probs(0) + 0.49 * probs(1) + 0.02 / V)
 DRAFTERS = {"model": specjax.model_drafter(DRAFT), "ngram": specjax.ngram_drafter()}
 
 
-def decode(drafter, rows=PROMPTS, *, keys=None, target=TARGET, config=None, **options):
-    ids, lengths = bigrams.prompts(rows, max(map(len, rows)))
+def decode(drafter, rows=PROMPTS, *, keys=None, target=TARGET, implementation="xla", **values):
     keys = bigrams.keys(len(rows)) if keys is None else keys
     # A number per request, which shares compilations.
     temperature = np.full(len(rows), 0.9, np.float32)
-    room = dict(max_new_tokens=NEW, max_length=64)
-    options = room | {"temperature": temperature, "implementation": "xla"} | options
-    return specjax.generate(target, drafter, ids, lengths, keys=keys, config=config, **options)
+    values = {"max_new_tokens": NEW, "temperature": temperature} | values
+    options = specjax.LoopOptions(max_length=64, implementation=implementation)
+    return specjax.generate(target, drafter, rows, keys=keys, options=options, **values)
 
 
 def texts(output):
@@ -132,12 +131,11 @@ def test_drafts_match_as_often_as_the_formula_says():
 
 def begin(config):
     """The state after a first token, with drafts for the second."""
-    ids, lengths = bigrams.prompts(PROMPTS)
     temperature = np.full(len(PROMPTS), 0.9, np.float32)
-    options = dict(keys=bigrams.keys(len(PROMPTS)), temperature=temperature, implementation="xla")
-    room = dict(max_new_tokens=NEW, max_length=64)
+    values = dict(keys=bigrams.keys(len(PROMPTS)), temperature=temperature, max_new_tokens=NEW)
+    options = specjax.LoopOptions(max_length=64, implementation="xla")
     drafter = DRAFTERS["model"]
-    return specjax.init(TARGET, drafter, ids, lengths, config=config, **room, **options)
+    return specjax.init(TARGET, drafter, PROMPTS, config=config, options=options, **values)
 
 
 def step_by(config, state):

@@ -204,15 +204,15 @@ def test_a_decode_loop_carries_the_map(method):
     target = markov_chain(np.asarray(jax.nn.softmax(table)))
     params = (jnp.asarray(table[:, TOKEN_MAP]), jnp.asarray(TOKEN_MAP))
     drafter = Drafter(params, begin, read, propose_from_table)
-    prompt, lengths = np.full((SIZE, 2), TOKEN_MAP[0], np.int32), np.full(SIZE, 2, np.int32)
+    prompts = [[TOKEN_MAP[0]] * 2] * SIZE
     options = dict(keys=KEYS, max_new_tokens=24)
     config = SpeculativeConfig(num_speculative_tokens=3, rejection_sample_method=method)
-    ours = specjax.generate(target, drafter, prompt, lengths, config=config, **options)
+    ours = specjax.generate(target, drafter, prompts, config=config, **options)
     # p is q but for the few percent that lie outside the map.
     assert ours.metrics.draft_acceptance_rate > 0.8
     assert np.all(np.asarray(ours.finish) == specjax.Finish.LENGTH)
     if method == "coupled":
-        plain = specjax.generate(target, None, prompt, lengths, config=config, **options)
+        plain = specjax.generate(target, None, prompts, config=config, **options)
         np.testing.assert_array_equal(ours.token_ids, plain.token_ids)
 
 

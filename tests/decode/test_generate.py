@@ -23,7 +23,6 @@ DRAFTERS = {
 
 
 def run(drafter, rows=PROMPTS, *, k=3, max_new_tokens=24, target=TARGET, key_seed=0, **options):
-    ids, lengths = bigrams.prompts(rows)
     options.setdefault("keys", bigrams.keys(len(rows), key_seed))
     # Two tokens that no model has: as many as where a request ends, which shares compilations.
     options.setdefault("eos_token_ids", (98, 99))
@@ -37,8 +36,7 @@ def run(drafter, rows=PROMPTS, *, k=3, max_new_tokens=24, target=TARGET, key_see
     return generate(
         bigrams.model(target),
         drafter,
-        ids,
-        lengths,
+        bigrams.prompts(rows),
         config=config,
         max_new_tokens=max_new_tokens,
         **options,
@@ -108,7 +106,7 @@ def sampled(drafter, k):
         max_new_tokens=NUM_JOINT,
         target=SMALL_TARGET,
         temperature=HOT,
-        max_length=2 + NUM_JOINT,
+        options=specjax.LoopOptions(max_length=2 + NUM_JOINT),
     )
 
 
@@ -340,8 +338,7 @@ def test_float64_noise_reaches_verification_and_the_drafts():
         state = specjax.init(
             bigrams.model(TARGET),
             DRAFTERS["model"],
-            ids,
-            lengths,
+            (ids, lengths),
             keys=bigrams.keys(size),
             config=SpeculativeConfig(num_speculative_tokens=1, use_fp64_gumbel=True),
             max_new_tokens=4,
@@ -391,7 +388,9 @@ def test_streaming_gives_the_tokens_of_generate(drafter):
     ids, lengths = bigrams.prompts(PROMPTS)
     keys = bigrams.keys(4)
     whole = run(proposer, keys=keys)
-    state = specjax.init(model, proposer, ids, lengths, keys=keys, config=config, max_new_tokens=24)
+    state = specjax.init(
+        model, proposer, (ids, lengths), keys=keys, config=config, max_new_tokens=24
+    )
     emitted = np.ones(4, np.int64)
     while np.any(state.finish == 0):
         before = np.asarray(state.lengths)
@@ -506,8 +505,7 @@ def synthetic(seed=0, temperature=1.0, eos=99, table=TARGET, **acceptance):
     return generate(
         bigrams.model(table),
         DRAFTERS["model"],
-        (ids + seed) % V,
-        lengths,
+        ((ids + seed) % V, lengths),
         keys=bigrams.keys(64, seed),
         temperature=temperature,
         eos_token_ids=(eos,),
@@ -549,7 +547,12 @@ def test_parameters_are_arguments_and_not_constants():
 
     def call(target, drafter):
         return generate(
-            target, drafter, ids, lengths, keys=bigrams.keys(4), max_new_tokens=5, max_length=12
+            target,
+            drafter,
+            (ids, lengths),
+            keys=bigrams.keys(4),
+            max_new_tokens=5,
+            options=specjax.LoopOptions(max_length=12),
         ).token_ids
 
     jaxpr = jax.make_jaxpr(call)(bigrams.model(TARGET), DRAFTERS["model"])
@@ -576,8 +579,7 @@ def test_an_empty_prompt_among_others_is_refused():
         generate(
             bigrams.model(TARGET),
             None,
-            jnp.ones((2, 3), jnp.int32),
-            jnp.array([3, 0]),
+            (jnp.ones((2, 3), jnp.int32), jnp.array([3, 0])),
             keys=jax.random.key(0),
             max_new_tokens=2,
         )

@@ -50,7 +50,7 @@ def test_each_row_has_the_mask_after_the_tokens_before_it_and_the_matchers_go_ba
     first = [automata.allowed_after(-1 if start is None else start, []) for start in starts]
     unmasked = np.uint32(2**32 - 1)
     first = np.where([[x is None] for x in starts], unmasked, processed.pack(np.stack(first)))
-    np.testing.assert_array_equal(masks.first(), first)
+    np.testing.assert_array_equal(masks.first(), first[:, None])
     prompts = [[9], [9, 9], [9], [9], [9]]
     # After each prompt: committed tokens in two parts, and drafts that may follow or not.
     steps = [
@@ -108,15 +108,15 @@ def test_a_matcher_is_handed_tokens_of_the_vocabulary_alone(token):
 def test_masks_of_another_form_are_refused():
     model = markov_chain([[0.5, 0.5], [0.5, 0.5]])
 
-    def begin(**options):
-        keys = bigrams.keys(1)
-        return specjax.init(model, None, [[0]], [1], keys=keys, max_new_tokens=3, **options)
+    def begin(allowed):
+        sampling = specjax.SamplingParams(allowed=allowed)
+        return specjax.init(
+            model, None, [[0]], keys=bigrams.keys(1), max_new_tokens=3, sampling=sampling
+        )
 
-    with pytest.raises(ValueError, match=r"init needs one mask of each request"):
-        begin(allowed=np.ones(2, bool))
-    with pytest.raises(ValueError, match="allowed has shape"):
-        begin(allowed=np.ones((1, 1, 2), bool))
-    masked = begin(allowed=np.array([[False, True]]))
+    with pytest.raises(ValueError, match=r"sampling.allowed has shape .* or \[1, 1, V\]"):
+        begin(np.ones((1, 2, 2), bool))
+    masked = begin(np.array([[[False, True]]]))
     plain = masked._replace(settings=masked.settings._replace(sampling=None))
     assert masked.token_ids[0, 1] == 1
     with pytest.raises(ValueError, match="allowed is None, and the state was begun with masks"):

@@ -59,7 +59,6 @@ UNRESTRICTED = SamplingParams(
 
 
 def run(drafter, sampling=EACH, rows=PROMPTS, *, temperature=0.9, keys=None, **options):
-    ids, lengths = bigrams.prompts(rows)
     config = SpeculativeConfig(num_speculative_tokens=3)
     # Programs that take long to compile: the tests share them, which list log-probabilities.
     if drafter in ("model", "ngram"):
@@ -72,14 +71,13 @@ def run(drafter, sampling=EACH, rows=PROMPTS, *, temperature=0.9, keys=None, **o
     return specjax.generate(
         bigrams.model(TARGET),
         DRAFTERS[drafter] if drafter is None or isinstance(drafter, str) else drafter,
-        ids,
-        lengths,
+        rows,
         keys=bigrams.keys(len(rows)) if keys is None else keys,
         config=config,
         max_new_tokens=NEW,
         temperature=temperature,
         sampling=sampling,
-        **options,
+        options=specjax.LoopOptions(**options),
     )
 
 
@@ -183,14 +181,13 @@ def test_streaming_gives_what_generate_gives():
     state = specjax.init(
         target,
         drafter,
-        ids,
-        lengths,
+        (ids, lengths),
         keys=bigrams.keys(4),
         config=config,
         max_new_tokens=NEW,
         temperature=0.9,
         sampling=EACH,
-        num_logprobs=2,
+        options=specjax.LoopOptions(num_logprobs=2),
     )
     while np.any(state.finish == 0):
         state, _ = specjax.step(target, drafter, state, config=config)
@@ -334,8 +331,7 @@ def test_generate_inside_shard_map_gives_the_same_tokens():
         output = specjax.generate(
             bigrams.model(TARGET),
             DRAFTERS["model"],
-            ids,
-            lengths,
+            (ids, lengths),
             keys=keys,
             config=SpeculativeConfig(num_speculative_tokens=3),
             max_new_tokens=NEW,
@@ -353,8 +349,7 @@ def test_generate_inside_shard_map_gives_the_same_tokens():
 
 
 def test_without_parameters_nothing_is_carried():
-    ids, lengths = bigrams.prompts(PROMPTS)
-    init = functools.partial(specjax.init, bigrams.model(TARGET), None, ids, lengths)
+    init = functools.partial(specjax.init, bigrams.model(TARGET), None, PROMPTS)
     state = jax.eval_shape(functools.partial(init, max_new_tokens=1), keys=bigrams.keys(4))
     assert state.counts is state.top_logprobs is state.settings.sampling is None
     assert state.settings.logprobs is None

@@ -362,10 +362,10 @@ def test_a_request_gets_what_generate_gives():
         output = specjax.generate(
             MODEL,
             BY_MODEL,
-            *bigrams.prompts(rows, 25),
+            rows,
             keys=jnp.stack(KEYS[: len(rows)]),
             config=CONFIG,
-            max_length=S,
+            options=specjax.LoopOptions(max_length=S),
             sampling=sampling,
             max_new_tokens=np.array([value["max_new_tokens"] for value in values]),
             temperature=np.array([value["temperature"] for value in values], np.float32),
@@ -707,7 +707,13 @@ def test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone():
     engine = make_engine(drafter, num_slots=1, **sizes)
     request = engine.submit(prompt[0], key=KEYS[3], max_new_tokens=12).result()
     output = specjax.generate(
-        MODEL, drafter, prompt, [513], keys=KEYS[3][None], max_new_tokens=12, config=CONFIG, **sizes
+        MODEL,
+        drafter,
+        [prompt[0]],
+        keys=KEYS[3][None],
+        max_new_tokens=12,
+        config=CONFIG,
+        options=specjax.LoopOptions(**sizes),
     )
     assert request.token_ids == output.token_ids[0, 513:525].tolist()
     state = np.asarray(engine._scheduler._slots.drafter_state.state)

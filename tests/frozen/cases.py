@@ -553,16 +553,14 @@ def whole_decode(kind, weights, prompts, lengths, keys, temperature, sampling=No
     return specjax.generate(
         target,
         drafter,
-        prompts,
-        lengths,
+        (prompts, lengths),
         keys=keys,
         config=SpeculativeConfig(num_speculative_tokens=K),
         max_new_tokens=12,
-        max_length=19,
+        options=specjax.LoopOptions(max_length=19, num_logprobs=None if sampling is None else 2),
         temperature=temperature,
         eos_token_ids=(3,),
         sampling=sampling,
-        num_logprobs=None if sampling is None else 2,
     )
 
 

@@ -52,13 +52,12 @@ def decode():
     output = specjax.generate(
         target,
         specjax.model_drafter(draft),
-        np.tile(np.int32(PROMPT), (size, 1)),
-        np.full(size, len(PROMPT), np.int32),
+        (np.tile(np.int32(PROMPT), (size, 1)), np.full(size, len(PROMPT), np.int32)),
         keys=make_keys(size, SEED),
         config=SpeculativeConfig(K, rejection_sample_method="block"),
         sampling=SamplingParams(top_k=np.repeat([0, TOP_K], [NUM_REQUESTS, NUM_CUT])),
         max_new_tokens=LENGTH + K,
-        max_length=16,
+        options=specjax.LoopOptions(max_length=16),
     )
     new = slice(len(PROMPT), len(PROMPT) + LENGTH)
     return np.asarray(output.token_ids)[:, new], np.asarray(output.origins)[:, new]

@@ -54,14 +54,15 @@ def draw():
     state = specjax.init(
         target,
         drafter,
-        *bigrams.prompts([PROMPT] * len(starts)),
+        [PROMPT] * len(starts),
         keys=bigrams.keys(len(starts), seed=3),
         config=config,
         max_new_tokens=NUM_TOKENS,
-        max_length=len(PROMPT) + NUM_TOKENS,
+        options=specjax.LoopOptions(max_length=len(PROMPT) + NUM_TOKENS),
         temperature=TEMPERATURE,
-        sampling=SamplingParams(grammar=GRAMMAR, grammar_state=starts.astype(np.int32)),
-        allowed=masks.first(),
+        sampling=SamplingParams(
+            grammar=GRAMMAR, grammar_state=starts.astype(np.int32), allowed=masks.first()
+        ),
     )
     while not np.all(state.finish):
         rows = masks.of_rows(state)

@@ -274,8 +274,7 @@ def generate(target, draft, change=q_is_dropped_by, fault=False):
     return specjax.generate(
         target,
         specjax.Drafter(params, *changed_model_drafter(change)),
-        np.ones((128, 2), np.int32),
-        np.full(128, 2, np.int32),
+        (np.ones((128, 2), np.int32), np.full(128, 2, np.int32)),
         keys=make_keys(128, 3),
         config=specjax.SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS),
         max_new_tokens=60,

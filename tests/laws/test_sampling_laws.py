@@ -85,12 +85,11 @@ def draw(drafter, size=SIZE):
     output = specjax.generate(
         bigrams.model(TARGET),
         drafter,
-        ids,
-        lengths,
+        (ids, lengths),
         keys=bigrams.keys(size),
         config=SpeculativeConfig(num_speculative_tokens=K),
         max_new_tokens=NUM_TOKENS,
-        max_length=len(PROMPT) + NUM_TOKENS,
+        options=specjax.LoopOptions(max_length=len(PROMPT) + NUM_TOKENS),
         temperature=TEMPERATURE,
         sampling=EVERYTHING,
     )

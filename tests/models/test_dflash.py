@@ -101,7 +101,7 @@ def test_a_greedy_text_is_the_target_s_and_other_lengths_compile_nothing(tmp_pat
 
     def generate(drafter, lengths):
         options = {"keys": jax.random.key(0), "max_new_tokens": 12, "temperature": 0.0}
-        return specjax.generate(target(), drafter, prompts, lengths, config=config, **options)
+        return specjax.generate(target(), drafter, (prompts, lengths), config=config, **options)
 
     lengths = [6, 2, 1]
     check_greedy_texts(whole_forward, target(), generate(drafter, lengths), lengths)
@@ -137,7 +137,7 @@ def test_more_tokens_than_a_block_has_are_refused_in_a_sentence(tmp_path):
         options = {"keys": jax.random.key(0), "max_new_tokens": 4, "config": config}
         sentence = f"num_speculative_tokens is {most + 1}; the DFlash head drafts blocks of {most}"
         with pytest.raises(ValueError, match=sentence):
-            specjax.generate(target(), drafter, [[1]], [1], **options)
+            specjax.generate(target(), drafter, [[1]], **options)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

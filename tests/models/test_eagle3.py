@@ -101,7 +101,7 @@ def test_a_greedy_text_is_the_target_s(tmp_path):
 
     lengths = [6, 2, 1]
     options = {"keys": jax.random.key(0), "max_new_tokens": 12, "temperature": 0.0}
-    output = specjax.generate(model, drafter, prompts, lengths, config=config, **options)
+    output = specjax.generate(model, drafter, (prompts, lengths), config=config, **options)
     check_greedy_texts(whole_forward, model, output, lengths)
 
 

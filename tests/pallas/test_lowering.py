@@ -395,9 +395,8 @@ def test_a_step_with_an_eagle3_head_lowers_to_kernels_and_copies_no_weights():
     settings = specjax.SpeculativeConfig(num_speculative_tokens=K)
 
     def init(target, drafter):
-        prompts, lengths = jnp.ones((2, 9), I32), jnp.full((2,), 9, I32)
         options = {"keys": jax.random.key(0), "config": settings, "max_new_tokens": 20}
-        return specjax.init(target, drafter, prompts, lengths, **options)
+        return specjax.init(target, drafter, [[1] * 9] * 2, **options)
 
     def step(*state):
         return specjax.step(*state, config=settings)[0]

@@ -111,24 +111,24 @@ def propose(name):
 def arguments(name):
     """Arguments of `generate` and `init` with a draft model."""
     chain = markov_chain(jnp.full((V, V), 1 / V))
-    prompt = (chain, specjax.model_drafter(chain), jnp.zeros((B, 3), jnp.int32), jnp.array([2, 3]))
-    options = dict(keys=KEYS, max_new_tokens=2, sampling=SAMPLING, implementation=name)
-    return prompt, options
+    given = chain, specjax.model_drafter(chain), [[0, 0], [0, 0, 0]]
+    options = specjax.LoopOptions(implementation=name)
+    return given, dict(keys=KEYS, max_new_tokens=2, sampling=SAMPLING, options=options)
 
 
 def generate(name):
-    prompt, options = arguments(name)
-    return specjax.generate(*prompt, **options)
+    given, options = arguments(name)
+    return specjax.generate(*given, **options)
 
 
 def init(name):
-    prompt, options = arguments(name)
-    return specjax.init(*prompt, **options)
+    given, options = arguments(name)
+    return specjax.init(*given, **options)
 
 
 def step(name):
-    prompt, options = arguments(name)
-    state = jax.eval_shape(lambda: specjax.init(*prompt, **options))
+    given, options = arguments(name)
+    state = jax.eval_shape(lambda: specjax.init(*given, **options))
     state = jax.tree.map(
         lambda x: (
             jnp.broadcast_to(jax.random.key(0), x.shape)
@@ -137,7 +137,7 @@ def step(name):
         ),
         state,
     )
-    return specjax.step(*prompt[:2], state, implementation=name)
+    return specjax.step(*given[:2], state, implementation=name)
 
 
 def build(name):
@@ -227,7 +227,7 @@ def test_every_public_call_that_takes_an_implementation_is_traced_here():
         for room in (specjax, models)
         for name in room.__all__
         if inspect.isfunction(inspect.unwrap(getattr(room, name)))
-        and "implementation" in inspect.signature(getattr(room, name)).parameters
+        and {"implementation", "options"} & {*inspect.signature(getattr(room, name)).parameters}
     }
     elsewhere = OF_ATTENTION | AHEAD_OF_TIME | OVER_DEVICES | WITHOUT_KERNELS
     assert set(CALLS) == taking - elsewhere

@@ -100,8 +100,7 @@ def generated_steps(target, drafter, prompts, lengths, *, temperature, num_draft
     output = specjax.generate(
         target,
         drafter,
-        prompts,
-        lengths,
+        (prompts, lengths),
         keys=jax.random.key(3),
         config=specjax.SpeculativeConfig(num_speculative_tokens=num_drafted),
         max_new_tokens=max_new_tokens,
@@ -126,8 +125,8 @@ def accepted_steps(target, drafter, prompts, lengths, *, temperature, num_drafte
     """
     config = specjax.SpeculativeConfig(num_speculative_tokens=num_drafted)
     options = {"keys": jax.random.key(2), "config": config, "max_new_tokens": 20}
-    options |= {"temperature": temperature, "prefill_chunk_size": 3}
-    state = specjax.init(target, drafter, prompts, lengths, **options)
+    options |= {"temperature": temperature, "options": specjax.LoopOptions(prefill_chunk_size=3)}
+    state = specjax.init(target, drafter, (prompts, lengths), **options)
     for _ in range(num_steps):
         lengths, pending = np.asarray(state.lengths), jax.device_get(state.draft)
         text = np.maximum(np.asarray(state.token_ids), 0)

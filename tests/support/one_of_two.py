@@ -30,9 +30,8 @@ def arguments():
     given = dict(
         keys=jax.vmap(jax.random.key)(np.arange(len(PROMPTS), dtype=np.uint32)),
         max_new_tokens=12,
-        max_length=32,
-        prefill_chunk_size=8,
         temperature=np.array([0, 1.0, 0.7], np.float32),
+        options=specjax.LoopOptions(max_length=32, prefill_chunk_size=8),
     )
     return (PROMPTS, LENGTHS), given
 
@@ -46,8 +45,8 @@ def decode(folder):
     """Texts of `generate`, and of `init` and `step`, with the requests over both processes."""
     target = load(folder, mesh=jax.make_mesh((2,), ("data",)))[0]
     prompts, given = arguments()
-    whole = specjax.generate(target, None, *prompts, **given)
-    state = specjax.init(target, None, *prompts, **given)
+    whole = specjax.generate(target, None, prompts, **given)
+    state = specjax.init(target, None, prompts, **given)
     while not read(state.finish).all():
         state, _ = specjax.step(target, None, state)
     # The state's last request is a copy of the one before it.

@@ -26,9 +26,6 @@ from specjax.types import Model
 
 __all__ = ["measure_acceptance", "measure_step_costs", "num_cost_stages"]
 
-# Prompts are padded to a multiple of this.
-_PROMPT_MULTIPLE = 64
-
 
 def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], None]) -> Acceptance:
     """Decodes the prompts one by one and counts accepted tokens per step.
@@ -48,22 +45,18 @@ def measure_acceptance(workload: Workload, K: int, on_stage: Callable[[str], Non
     config = SpeculativeConfig(
         num_speculative_tokens=K, draft_sample_method=workload.draft_sample_method
     )
-    width = -(-max(map(len, workload.prompts)) // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
     num_accepted: list[list[int]] = []
     for number, ids in enumerate(workload.prompts):
         on_stage(f"decoding prompt {number + 1} of {len(workload.prompts)}, K = {K}")
-        prompt = np.zeros((1, width), np.int32)
-        prompt[0, : len(ids)] = ids
         state = init(
             workload.target,
             workload.drafter,
-            prompt,
-            np.array([len(ids)], np.int32),
+            [ids],
             keys=jax.random.fold_in(workload.key, number)[None],
-            config=config,
             max_new_tokens=workload.max_new_tokens + K + 1,
             temperature=np.float32(workload.temperature),
             eos_token_ids=np.array(workload.eos_token_ids, np.int32),
+            config=config,
         )
         num_accepted.append([])
         while not all_ended(state) and int(state.lengths[0]) < len(ids) + workload.max_new_tokens:

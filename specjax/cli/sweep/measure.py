@@ -20,8 +20,9 @@ from specjax.cli.sweep.choice import synthetic_lengths
 from specjax.config import DraftSampleMethod, SpeculativeConfig
 from specjax.decode.commit import Finish
 from specjax.decode.drafters import Drafter
-from specjax.decode.init_and_step import check_arguments, step
+from specjax.decode.init_and_step import step
 from specjax.decode.prefill import run_prefill
+from specjax.decode.request_batch import check_arguments
 from specjax.decode.state import DecodeState
 from specjax.theory.acceptance_rates import expected_acceptance_length, rates_for_length
 from specjax.types import Model
@@ -155,8 +156,7 @@ def start_batch(
     arguments = check_arguments(
         workload.target,
         drafter,
-        np.stack(rows),
-        np.full(workload.batch_size, workload.context, np.int32),
+        rows,
         keys=jax.random.fold_in(workload.key, number),
         config=config,
         max_new_tokens=buffer_tokens(workload.max_speculative_tokens, workload.num_steps),

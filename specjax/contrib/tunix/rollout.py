@@ -17,6 +17,7 @@ from specjax.contrib.tunix.texts import cut_texts, read_prompts
 from specjax.decode.drafters import Drafter, model_drafter
 from specjax.decode.generate import generate
 from specjax.decode.metrics import Metrics
+from specjax.decode.options import LoopOptions
 from specjax.types import Model
 
 __all__ = ["SpecRollout"]
@@ -131,18 +132,18 @@ class SpecRollout(_BaseRollout):
         target = self._next_policy()
         key = jax.random.fold_in(read_key(rollout_config.seed), self._num_calls)
         self._num_calls += 1
+        max_length = read.token_ids.shape[1] + rollout_config.max_tokens_to_generate
         output = generate(
             target,
             self._make_drafter(target, texts),
-            read.token_ids,
-            read.lengths,
+            (read.token_ids, read.lengths),
             keys=key,
-            config=self._config,
             max_new_tokens=rollout_config.max_tokens_to_generate,
-            max_length=read.token_ids.shape[1] + rollout_config.max_tokens_to_generate,
             temperature=read_temperature(rollout_config),
             eos_token_ids=np.array(eos, np.int32),
             sampling=read_filters(rollout_config),
+            config=self._config,
+            options=LoopOptions(max_length=max_length),
         )
         output = jax.device_get(output)
         self.metrics = output.metrics

@@ -25,10 +25,11 @@ from specjax.decode.compile.saved_programs import (
 )
 from specjax.decode.drafters import Drafter
 from specjax.decode.generate import Generation, run_loop, take_first_requests
-from specjax.decode.init_and_step import PREFILL_CHUNK_SIZE, check_arguments, check_prompt_ids
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
+from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions
 from specjax.decode.prefill import begin_compilation
+from specjax.decode.request_batch import check_arguments, check_prompt_ids, parse_prompts
 from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import call_on_auto_axes, put_whole
 from specjax.implementation import Implementation
@@ -67,8 +68,7 @@ class CompiledGenerate:
         self,
         target: Model,
         drafter: Drafter | None,
-        prompt_token_ids: Any,
-        prompt_lengths: Any,
+        prompts: Any,
         *,
         keys: jax.Array,
         max_new_tokens: Any,
@@ -81,8 +81,7 @@ class CompiledGenerate:
         Args:
           target: with the functions compiled in, and parameters of those shapes.
           drafter: like that, or None.
-          prompt_token_ids: i32[B, L], as each of the following in `generate`.
-          prompt_lengths: i32[B].
+          prompts: B lists of ids or a tuple (ids, lengths), as each of the following in `generate`.
           keys: typed threefry keys, [B] or ().
           max_new_tokens: int or i32[B].
           temperature: f32, [B] or scalar.
@@ -96,8 +95,7 @@ class CompiledGenerate:
         data, _ = _read_arguments(
             target,
             drafter,
-            prompt_token_ids,
-            prompt_lengths,
+            prompts,
             keys=keys,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -180,7 +178,7 @@ def compile_generate(
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> compiled = specjax.compile_generate(model, None, batch_size=1, max_length=16)
       >>> output = compiled(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 0, 1]]
     """
@@ -200,8 +198,7 @@ def compile_generate(
     data, static = _read_arguments(
         target,
         drafter,
-        np.zeros((batch_size, 1), np.int32),
-        np.ones((batch_size,), np.int32),
+        (np.zeros((batch_size, 1), np.int32), np.ones((batch_size,), np.int32)),
         keys=_fold_in_rows(key, size=batch_size),
         max_new_tokens=1,
         temperature=1.0,
@@ -251,7 +248,7 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
       >>> path = tempfile.mkdtemp() + "/programs"
       >>> specjax.compile_generate(model, None, batch_size=1, max_length=16).save(path)
       >>> output = specjax.load_compiled(path)(
-      ...     model, None, [[0]], [1], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
+      ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 0, 1]]
     """
@@ -272,7 +269,10 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
 
 
 def _read_arguments(
-    *positional: Any,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Any,
+    *,
     batch_size: int,
     num_eos_token_ids: int,
     vocab_size: int,
@@ -282,12 +282,16 @@ def _read_arguments(
 
     A number for all requests becomes one per request, so that either runs the one program.
     """
-    shape = np.shape(positional[-1])
-    if shape != (batch_size,):
-        needed = f"({batch_size},), one for each request of the batch size compiled for"
-        raise ValueError(f"prompt_lengths has shape {shape}; it needs {needed}.")
-    checked = check_arguments(*positional, **arguments)
-    target, drafter = positional[:2]
+    prompts = parse_prompts(prompts)
+    shape = (batch_size,)
+    if prompts[1].shape != shape:
+        raise ValueError(
+            f"prompts has {prompts[1].size} of them; it needs {batch_size}, the batch size that "
+            "was compiled for."
+        )
+    names = [field.name for field in dataclasses.fields(LoopOptions)]
+    options = LoopOptions(**{name: arguments.pop(name) for name in names})
+    checked = check_arguments(target, drafter, prompts, options=options, **arguments)
     check_prompt_ids(checked, target, drafter, vocab_size)
     data = {name: checked.pop(name) for name in ("prompt", "lengths", "settings")}
     settings = data["settings"]

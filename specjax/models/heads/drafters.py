@@ -61,7 +61,7 @@ def eagle3_drafter(
       >>> config = Eagle3Config(TransformerConfig(64, 16, 32, 1, 4, 2, 4), 16, 64, taps=(1, 2, 4))
       >>> drafter = eagle3_drafter(target, config, build_eagle3(config))
       >>> output = specjax.generate(
-      ...     target, drafter, [[7, 8, 9]], [3], keys=jax.random.key(0), max_new_tokens=4)
+      ...     target, drafter, [[7, 8, 9]], keys=jax.random.key(0), max_new_tokens=4)
       >>> int(output.lengths[0])
       7
 
@@ -108,7 +108,7 @@ def dflash_drafter(
       >>> config = DFlashConfig(layer, 64, taps=(1, 2, 4), block_size=5, mask_token_id=63)
       >>> drafter = dflash_drafter(target, config, build_dflash(config))
       >>> output = specjax.generate(
-      ...     target, drafter, [[7, 8, 9]], [3], keys=jax.random.key(0), max_new_tokens=4,
+      ...     target, drafter, [[7, 8, 9]], keys=jax.random.key(0), max_new_tokens=4,
       ...     config=specjax.SpeculativeConfig(config.max_speculative_tokens))
       >>> int(output.lengths[0])
       7

@@ -419,16 +419,16 @@ def test_two_hundred_prompts_give_valid_json_by_the_automaton_and_by_llguidance(
     state = specjax.init(
         target,
         drafter,
-        np.tile(PROMPTS, (2, 1)),
-        np.full(size, 3),
+        (np.tile(PROMPTS, (2, 1)), np.full(size, 3)),
         keys=bigrams.keys(size),
         config=config,
         max_new_tokens=NEW,
         eos_token_ids=[EOS],
         sampling=SamplingParams(
-            grammar=GRAMMAR, grammar_state=np.repeat(np.array([0, -1], np.int32), NUM_PROMPTS)
+            grammar=GRAMMAR,
+            grammar_state=np.repeat(np.array([0, -1], np.int32), NUM_PROMPTS),
+            allowed=masks.first(),
         ),
-        allowed=masks.first(),
     )
     while not np.all(state.finish):
         rows = masks.of_rows(state)

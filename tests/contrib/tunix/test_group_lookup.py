@@ -53,8 +53,8 @@ def test_an_empty_range_of_suffixes_is_refused():
 def test_greedy_texts_do_not_depend_on_the_group():
     model = markov_chain(jax.nn.softmax(jax.random.normal(jax.random.key(1), (6, 6))))
     options = dict(keys=jax.random.key(0), config=CONFIG, max_new_tokens=20, temperature=0)
-    prompts = [[0, 1], [3, 2], [0, 1]], [2, 2, 2]
-    plain = specjax.generate(model, None, *prompts, **options)
-    drafted = specjax.generate(model, group_lookup_drafter([0, 0, 0]), *prompts, **options)
+    prompts = [[0, 1], [3, 2], [0, 1]]
+    plain = specjax.generate(model, None, prompts, **options)
+    drafted = specjax.generate(model, group_lookup_drafter([0, 0, 0]), prompts, **options)
     assert specjax.unpad(drafted.token_ids) == specjax.unpad(plain.token_ids)
     assert drafted.metrics.num_accepted.sum() > 0

@@ -184,10 +184,11 @@ def test_a_request_has_the_tokens_that_it_gets_alone(family):
     prompts = jax.random.randint(jax.random.key(5), (3, 6), 0, VOCAB)
     lengths, keys = np.array([6, 1, 4]), jax.random.split(jax.random.key(6), 3)
     generate = functools.partial(specjax.generate, model, drafter, max_new_tokens=16)
-    together = generate(prompts, lengths, keys=keys)
+    together = generate((prompts, lengths), keys=keys)
     assert together.metrics.num_accepted.sum() > 0
     for row in range(3):
-        alone = generate(prompts[row : row + 1], lengths[row : row + 1], keys=keys[row : row + 1])
+        one = slice(row, row + 1)
+        alone = generate((prompts[one], lengths[one]), keys=keys[one])
         assert specjax.unpad(alone.token_ids)[0] == specjax.unpad(together.token_ids)[row]
 
 

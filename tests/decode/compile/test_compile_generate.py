@@ -20,17 +20,18 @@ B, S = 2, 16
 PROBS = [[0.1, 0.6, 0.3], [0.5, 0.1, 0.4], [0.4, 0.5, 0.1]]
 MODEL, NGRAM = markov_chain(PROBS), specjax.ngram_drafter()
 CONFIG = SpeculativeConfig(num_speculative_tokens=2)
-IDS, LENGTHS = [[1, 2, 1, 2, 1], [0, 0, 0, 0, 0]], [5, 1]
+PROMPTS = [[1, 2, 1, 2, 1], [0]]
 
 
-def run(function, ids=IDS, lengths=LENGTHS, *, model=MODEL, drafter=NGRAM, **options):
+def run(function, prompts=PROMPTS, *, model=MODEL, drafter=NGRAM, **options):
     defaults = {"keys": jax.random.key(1), "max_new_tokens": 9, "temperature": 0.8}
     defaults["sampling"] = SamplingParams(top_k=np.array([2, 3]))
-    return function(model, drafter, ids, lengths, **defaults | options)
+    return function(model, drafter, prompts, **defaults | options)
 
 
-def generate(*prompts, **options):
-    return specjax.generate(*prompts, config=CONFIG, max_length=S, num_logprobs=1, **options)
+def generate(*given, **values):
+    options = specjax.LoopOptions(max_length=S, num_logprobs=1)
+    return specjax.generate(*given, config=CONFIG, options=options, **values)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def test_calls_give_the_tokens_of_generate_and_compile_nothing(compiled):
     calls = [
         {},
         {"keys": keys, "temperature": np.array([0.0, 1.5]), "max_new_tokens": np.array([1, 8])},
-        {"ids": [[2], [1]], "lengths": [1, 1], "eos_token_ids": [2, 0], "max_new_tokens": 15},
+        {"prompts": [[2], [1]], "eos_token_ids": [2, 0], "max_new_tokens": 15},
+        {"prompts": (np.array([[2, 7], [1, 2]]), [1, 2])},
         {"temperature": jnp.float32(2), "sampling": SamplingParams(top_k=jnp.int32(2))},
     ]
     # A number on a device for all requests: `generate` would compile another program.
@@ -72,7 +74,7 @@ def test_another_process_runs_saved_programs_and_compiles_nothing(path):
         import json, sys
         import jax, numpy as np, specjax
         from specjax.markov_chain import markov_chain
-        path, probs, key, ids, lengths = map(json.loads, sys.argv[1:])
+        path, probs, key, prompts = map(json.loads, sys.argv[1:])
         model = markov_chain(probs)
         key = jax.random.wrap_key_data(np.array(key, np.uint32), impl="threefry2x32")
         rules = specjax.SamplingParams(top_k=np.array([2, 3]))
@@ -80,13 +82,13 @@ def test_another_process_runs_saved_programs_and_compiles_nothing(path):
         jax.monitoring.register_event_duration_secs_listener(
             lambda name, *_, **of: "backend_compile" in name and found.append(of))
         output = specjax.load_compiled(path)(
-            model, specjax.ngram_drafter(), ids, lengths, keys=key, max_new_tokens=9,
+            model, specjax.ngram_drafter(), prompts, keys=key, max_new_tokens=9,
             temperature=0.8, sampling=rules)
         leaves = [leaf.tolist() for leaf in jax.tree.leaves(output)]
         print(json.dumps([leaves, str(jax.tree.structure(output)), found]))
     """
     key = jax.random.key_data(jax.random.key(1)).tolist()
-    arguments = map(json.dumps, (str(path), PROBS, key, IDS, LENGTHS))
+    arguments = map(json.dumps, (str(path), PROBS, key, PROMPTS))
     leaves, structure, found = json.loads(run_process("-c", code, *arguments, cwd=path.parent))
     assert found == []
     wanted = run(generate)
@@ -100,7 +102,7 @@ def test_what_was_not_compiled_for_is_refused(source, request):
     programs = request.getfixturevalue(source)
     programs = specjax.load_compiled(programs) if source == "path" else programs
     for change, words in [
-        ({"ids": [[1]], "lengths": [1]}, "prompt_lengths has shape .1,.; it needs .2,."),
+        ({"prompts": [[1]]}, "prompts has 1 of them; it needs 2, the batch size"),
         ({"max_new_tokens": 12}, "max_length is 16; .* need 17"),
         ({"sampling": None}, "sampling.top_k is absent; .* compiled for int32"),
         ({"sampling": SamplingParams(top_k=1, top_p=0.5)}, "top_p is float32.* calls without it"),

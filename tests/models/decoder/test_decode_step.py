@@ -314,8 +314,7 @@ def test_a_drafted_token_without_finite_numbers_is_rejected_and_changes_nothing(
         output = specjax.generate(
             models[implementation],
             drafter,
-            jnp.array([[7, 8, 9], [10, 11, -1]]),
-            jnp.array([3, 2]),
+            (jnp.array([[7, 8, 9], [10, 11, -1]]), jnp.array([3, 2])),
             keys=jax.random.key(0),
             temperature=jnp.array([0.0, 1.0]),
             max_new_tokens=12,

@@ -17,8 +17,8 @@ from over_devices import collectives
 
 import specjax
 from specjax.call_arrays import CallOptions, VerifyArrays
-from specjax.decode.init_and_step import check_arguments
 from specjax.decode.prefill import run_prefill
+from specjax.decode.request_batch import check_arguments
 from specjax.decode.step import run_step
 from specjax.devices.placement import parse_mesh
 from specjax.devices.vocabulary_split import VocabularySplit
@@ -103,13 +103,11 @@ def decode(target, drafter, keys):
     return specjax.generate(
         target,
         drafter,
-        PROMPT,
-        LENGTHS,
+        (PROMPT, LENGTHS),
         keys=keys,
         config=specjax.SpeculativeConfig(K),
         max_new_tokens=12,
-        max_length=32,
-        prefill_chunk_size=K + 1,
+        options=specjax.LoopOptions(max_length=32, prefill_chunk_size=K + 1),
         temperature=np.array([0, 1.0, 0.7], np.float32),
     )
 
@@ -154,11 +152,12 @@ def test_no_row_of_logits_travels_where_devices_do_not_divide_the_requests(draft
 
     def decode(target, drafter, keys):
         prompts = np.ones((5, 8), np.int32), np.full(5, 8)
-        options = {"keys": keys, "max_new_tokens": 8, "max_length": 24, "config": config}
+        options = {"keys": keys, "max_new_tokens": 8, "config": config}
+        options["options"] = specjax.LoopOptions(max_length=24)
         options["temperature"] = np.ones(5, np.float32)
         if drafts:
-            return specjax.generate(target, drafter, *prompts, **options)
-        state = specjax.init(target, drafter, *prompts, **options)
+            return specjax.generate(target, drafter, prompts, **options)
+        state = specjax.init(target, drafter, prompts, **options)
         return specjax.step(target, drafter, state, config=config)
 
     keys = jax.random.split(jax.random.key(0), 5)
@@ -189,19 +188,20 @@ def test_requests_that_devices_do_not_divide_keep_their_own_options():
         "temperature": np.array([1.0, 0.0, 0.7], np.float32),
         "sampling": sampling,
     }
-    static = {"max_length": 20, "num_logprobs": 2}
-    static["config"] = specjax.SpeculativeConfig(num_speculative_tokens=2)
+    options = specjax.LoopOptions(max_length=20, num_logprobs=2)
+    static = {"config": specjax.SpeculativeConfig(num_speculative_tokens=2), "options": options}
 
     prompts = np.full((3, 4), 5), np.array([2, 4, 3])
     given = split_model(config, seed=3, mesh=mesh_of(2, 1)), specjax.ngram_drafter()
-    compiled = specjax.compile_generate(*given, batch_size=3, sampling=sampling, **static)
+    sizes = {"batch_size": 3, "max_length": 20, "num_logprobs": 2, "config": static["config"]}
+    compiled = specjax.compile_generate(*given, sampling=sampling, **sizes)
     found = [
-        specjax.generate(*given, *prompts, **arguments, **static),
-        compiled(*given, *prompts, **arguments),
+        specjax.generate(*given, prompts, **arguments, **static),
+        compiled(*given, prompts, **arguments),
     ]
     # The same masks, given for every row.
-    others = arguments | {"sampling": sampling._replace(allowed=None)}
-    state = specjax.init(*given, *prompts, **others, **static, allowed=allowed)
+    others = arguments | {"sampling": sampling._replace(allowed=allowed[:, None])}
+    state = specjax.init(*given, prompts, **others, **static)
     while not state.finish.all():
         rows = np.repeat(allowed[[0, 1, 2, 2], None], 3, axis=1)
         state, _ = specjax.step(*given, state, config=static["config"], allowed=rows)
@@ -209,7 +209,7 @@ def test_requests_that_devices_do_not_divide_keep_their_own_options():
     found.append(jax.tree.map(lambda x: x[:3], specjax.Generation(*fields)))
 
     one = split_model(config, seed=3, mesh=mesh_of(1, 1))
-    expected = specjax.generate(one, given[1], *prompts, **arguments, **static)
+    expected = specjax.generate(one, given[1], prompts, **arguments, **static)
     for output in found:
         chex.assert_trees_all_close(output, expected, atol=1e-4)
 
@@ -328,10 +328,11 @@ def test_calls_inside_explicit_axes_give_arrays_of_these_axes(folders, tmp_path)
     options |= dict(keys=keys_of(2), temperature=np.zeros(2, np.float32))
     with jax.set_mesh(mesh):
         given = jax.device_put((PROMPT[:2], LENGTHS[:2]), NamedSharding(mesh, rows))
-        state = specjax.init(target, None, *given, **options, max_length=32)
+        room = specjax.LoopOptions(max_length=32)
+        state = specjax.init(target, None, given, **options, options=room)
         state = specjax.step(target, None, state)[0]
-        outputs = [specjax.generate(target, None, *given, **options, max_length=32)]
-        outputs += [programs(target, None, *given, **options), state]
+        outputs = [specjax.generate(target, None, given, **options, options=room)]
+        outputs += [programs(target, None, given, **options), state]
         # They may be read with the caller's own.
         for output in outputs:
             assert (output.lengths == given[1] + 2).all()
@@ -606,10 +607,10 @@ def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
     """GSPMD brings a kernel the rows of all devices."""
     target, drafter = on_h200s(), specjax.model_drafter(on_h200s(replicate=True))
     options = dict(config=specjax.SpeculativeConfig(2), implementation=HOPPER)
-    ids, lengths = np.zeros((4, 8), np.int32), np.full(4, 8)
-    given = dict(keys=keys_of(4), max_new_tokens=9, temperature=np.float32(0.7))
+    given = dict(config=options["config"], options=specjax.LoopOptions(implementation=HOPPER))
+    given |= dict(keys=keys_of(4), max_new_tokens=9, temperature=np.float32(0.7))
     with jax.sharding.use_abstract_mesh(target.placement.mesh):
-        checked = check_arguments(target, drafter, ids, lengths, **given, **options)
+        checked = check_arguments(target, drafter, [[0] * 8] * 4, **given)
         state = run_prefill.eval_shape(target, drafter, **checked)
         traced = run_step.trace(target, drafter, state, **options)
     found = collections.Counter(primitives(traced.jaxpr.jaxpr))

@@ -9,7 +9,7 @@ _CUMULATIVE = "specjax.checks.check_cumulative"
 _VERIFIERS = "test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do"
 _COUNTS = "test_counts_that_are_not_cumulative_are_refused"
 _IDS = "test_an_id_outside_the_vocabulary_is_refused_where_the_host_reads_prompts"
-_PROMPT_IDS = "specjax.decode.init_and_step.check_prompt_ids"
+_PROMPT_IDS = "specjax.decode.request_batch.check_prompt_ids"
 _WARNED = "test_a_gpu_without_pallas_triton_is_said_to_run_plain_jax_once"
 
 MUTATIONS = (

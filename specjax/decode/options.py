@@ -1,0 +1,48 @@
+"""`LoopOptions`: what a decode loop is compiled for, besides its models and its config."""
+
+import dataclasses
+
+from specjax.implementation import Implementation
+
+__all__ = ["LoopOptions", "PREFILL_CHUNK_SIZE"]
+
+PREFILL_CHUNK_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """Options of a decode loop, the same for all its requests. Hashable Python values.
+
+    The call that takes them checks them.
+
+    Attributes:
+      max_length: S, the tokens of a request that the buffers and caches have room for, a Python
+        int. None is the next power of two, at least 128, that fits the prompts and
+        `max_new_tokens`, and at most what the target's positions take. Programs are compiled for
+        a capacity and a batch size: within them, prompts of other lengths, other
+        `max_new_tokens`, end-of-sequence ids and sampling values compile nothing. Tokens do not
+        depend on it.
+      prefill_chunk_size: tokens of a prompt that the models read at once, a Python int >= 1. It
+        bounds the memory of a long prompt; tokens do not depend on it. None is 128.
+      num_logprobs: likeliest tokens listed for every generated token, besides its own rank and
+        log-probability, a Python int in [0, V]. None lists none.
+      logprobs_mode: "raw" lists the model's distribution at temperature 1, "processed" the
+        distribution that was sampled from. `Generation.logprobs` are always of the second.
+      implementation: of verification, cutoffs and drafts, as in `rejection_sample`. What is named
+        is passed to `drafter.propose` too. A model chooses the kernels of its own layers.
+
+    Example:
+      >>> from specjax.markov_chain import markov_chain
+      >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
+      >>> output = specjax.generate(
+      ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=3, temperature=0,
+      ...     options=specjax.LoopOptions(max_length=6))
+      >>> output.token_ids.tolist()
+      [[0, 1, 0, 1, -1, -1]]
+    """
+
+    max_length: int | None = None
+    prefill_chunk_size: int | None = None
+    num_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    implementation: str | Implementation | None = None

@@ -1,0 +1,235 @@
+"""The requests of a batch, from what `generate` and `init` are given to checked arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checks import (
+    as_array,
+    check_count,
+    check_keys,
+    check_noise_dtype,
+    parse_array,
+    parse_ids,
+)
+from specjax.config import SpeculativeConfig
+from specjax.decode.adaptive_k import k_by_rate
+from specjax.decode.capacity import (
+    as_host_array,
+    choose_max_length,
+    pad_eos,
+    pad_prompt,
+    parse_budget,
+)
+from specjax.decode.drafters import Drafter
+from specjax.decode.logprobs import check_logprobs_config
+from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions
+from specjax.decode.state import Settings
+from specjax.decode.target_step import vocabulary_size
+from specjax.implementation import Implementation, resolve_implementation
+from specjax.processing.sampling_params import SamplingParams, read_sampling
+from specjax.types import Model
+
+__all__ = ["check_arguments", "check_prompt_ids", "check_step_options", "parse_prompts"]
+
+
+def check_arguments(
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Any,
+    *,
+    keys: jax.Array,
+    max_new_tokens: Any,
+    temperature: Any = 1.0,
+    eos_token_ids: Any = (),
+    sampling: SamplingParams | None = None,
+    config: SpeculativeConfig | None = None,
+    options: LoopOptions = LoopOptions(),
+) -> dict[str, Any]:
+    """Returns the checked arguments of `run_prefill`."""
+    config = SpeculativeConfig() if config is None else config
+    _check_types(target, drafter, config, options)
+    logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
+    if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
+        sampling = None
+    static = check_step_options(config, options.implementation)
+    prompt, lengths = (as_host_array(x) for x in parse_prompts(prompts))
+    size, width = prompt.shape
+    max_new_tokens = parse_budget(max_new_tokens, size)
+    room = (options.max_length, width, lengths, max_new_tokens, target.max_length)
+    max_length = choose_max_length(*room)
+    temperature = as_host_array(parse_array("temperature", temperature, jnp.float32, (), (size,)))
+    if isinstance(temperature, np.ndarray):
+        temperature = np.broadcast_to(temperature, (size,))
+    settings = Settings(
+        keys=check_keys(keys, size),
+        temperature=temperature,
+        prompt_lengths=lengths,
+        max_lengths=(lengths + max_new_tokens).astype(jnp.int32),
+        eos_token_ids=pad_eos(as_host_array(parse_ids("eos_token_ids", eos_token_ids))),
+        conditional_rates=None if drafter is None else config.conditional_rates(),
+        sampling=None if sampling is None else read_sampling(sampling, size),
+        logprobs=logprobs,
+        k_by_rate=None if drafter is None else k_by_rate(config),
+    )
+    chunk_size = options.prefill_chunk_size
+    chunk_size = PREFILL_CHUNK_SIZE if chunk_size is None else chunk_size
+    why = "the tokens of a prompt that are read at once"
+    return {
+        "prompt": pad_prompt(prompt, max_length),
+        "lengths": lengths,
+        "settings": settings,
+        "chunk_size": check_count("prefill_chunk_size", chunk_size, 1, why),
+        **static,
+    }
+
+
+def parse_prompts(prompts: Any) -> tuple[Any, Any]:
+    """Returns prompts i32[B, L], padded with 0, and their lengths i32[B].
+
+    A tuple of two whose first member has two axes or more is the pair (ids, lengths). All else is
+    a sequence of prompts, so a list never is the pair.
+
+    Args:
+      prompts: as in `generate`, unchecked.
+
+    Returns:
+      NumPy arrays; of a pair, what came as arrays of JAX is returned as such.
+
+    Raises:
+      ValueError: for an empty prompt, and for what is neither.
+
+    Example:
+      >>> ids, lengths = parse_prompts([[1, 2, 3], [4]])
+      >>> ids.tolist(), lengths.tolist()
+      ([[1, 2, 3], [4, 0, 0]], [3, 1])
+      >>> [x.tolist() for x in parse_prompts((np.array([[1, 2, 3], [4, 9, 9]]), [3, 1]))]
+      [[[1, 2, 3], [4, 9, 9]], [3, 1]]
+    """
+    if isinstance(prompts, tuple) and len(prompts) == 2 and _num_axes(prompts[0]) >= 2:
+        return _parse_pair(*prompts)
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        shape = f" of shape {prompts.shape}" if hasattr(prompts, "shape") else ""
+        raise ValueError(
+            f"prompts is {type(prompts).__name__}{shape}; it needs lists of ids, such as "
+            "[[1, 2, 3], [4]], or a tuple of arrays (ids, lengths)."
+        )
+    if not prompts:
+        raise ValueError("prompts is empty; it needs one prompt or more.")
+    rows = [_parse_prompt(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+    lengths = np.array([row.size for row in rows], np.int32)
+    ids = np.zeros((len(rows), lengths.max()), np.int32)
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: row.size] = row
+    return ids, lengths
+
+
+def _num_axes(value: Any) -> int:
+    """Returns the number of axes of an array, or of lists by their first members."""
+    if isinstance(value, list | tuple):
+        return 1 + (_num_axes(value[0]) if value else 0)
+    return getattr(value, "ndim", 0)
+
+
+def _parse_prompt(name: str, prompt: Any) -> np.ndarray:
+    """Returns the ids of one prompt, i32[P]."""
+    if isinstance(prompt, jax.core.Tracer):
+        raise ValueError(f"{name} is traced; traced prompts are a tuple of arrays (ids, lengths).")
+    row = np.asarray(as_array(name, prompt))
+    if row.ndim != 1:
+        raise ValueError(
+            f"{name} has shape {row.shape}; a prompt is one list of ids, as in [[1, 2, 3], [4]], "
+            "and padded arrays are a tuple (ids, lengths)."
+        )
+    if not row.size:
+        raise ValueError(f"{name} is empty; an empty prompt gives the model nothing to continue.")
+    ids: np.ndarray = parse_array(name, row, np.int32, row.shape)
+    return ids
+
+
+def _parse_pair(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
+    """Returns prompts i32[B, L] and their lengths i32[B]; on the host what came from there."""
+    token_ids = as_array("prompts[0]", token_ids)
+    lengths = as_array("prompts[1]", lengths)
+    if token_ids.ndim != 2 or 0 in token_ids.shape:
+        raise ValueError(
+            f"prompts[0] has shape {token_ids.shape}; of a tuple (ids, lengths), the ids need "
+            "[B, L] with B, L >= 1."
+        )
+    ids = parse_array("prompts[0]", token_ids, jnp.int32, token_ids.shape)
+    lengths = parse_array("prompts[1]", lengths, jnp.int32, token_ids.shape[:1])
+    if not isinstance(lengths, jax.core.Tracer):
+        known = np.asarray(lengths)
+        low, high = int(known.min(initial=1)), int(known.max(initial=1))
+        if low < 1 or high > token_ids.shape[1]:
+            raise ValueError(
+                f"prompts[1], the lengths, runs from {low} to {high}; each needs to be between 1 "
+                f"and {token_ids.shape[1]}, the width of the ids: an empty prompt gives the model "
+                "nothing to continue."
+            )
+    return ids, lengths
+
+
+def check_prompt_ids(
+    arguments: dict[str, Any],
+    target: Model,
+    drafter: Drafter | None,
+    vocab_size: int | None = None,
+) -> None:
+    """Refuses prompts with an id outside the target's vocabulary; no array is read for it.
+
+    Args:
+      arguments: from `check_arguments`, which reads prompts of the host or of one device.
+      target: as in `generate`.
+      drafter: as in `generate`.
+      vocab_size: V. None traces a step of the target, as `run_prefill` does.
+    """
+    prompt, lengths = arguments["prompt"], arguments["lengths"]
+    if not (isinstance(prompt, np.ndarray) and isinstance(lengths, np.ndarray)):
+        return
+    if vocab_size is None:
+        k = 0 if drafter is None else arguments["config"].num_speculative_tokens
+        vocab_size = vocabulary_size(target, prompt.shape[0], k + 1, prompt.shape[1])
+    is_token = np.arange(prompt.shape[1]) < lengths[:, None]
+    for row, column in np.argwhere(is_token & ((prompt < 0) | (prompt >= vocab_size)))[:1]:
+        raise ValueError(
+            f"prompts has {prompt[row, column]} as token {column} of prompt {row}; it needs an id "
+            f"in [0, {vocab_size}), the target's vocabulary."
+        )
+
+
+def check_step_options(
+    config: SpeculativeConfig, implementation: str | Implementation | None
+) -> dict[str, Any]:
+    """Returns the static options of a step."""
+    check_noise_dtype(config.noise_dtype)
+    # Also without a name: this looks for Pallas, and the newest JAX traces anew once it is found.
+    resolved = resolve_implementation(implementation)
+    return {
+        "config": config.compile_key(),
+        "implementation": None if implementation is None else resolved,
+    }
+
+
+def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:
+    if not isinstance(target, Model):
+        raise ValueError(f"target is {type(target).__name__}; it needs a specjax.Model.")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"drafter is {type(drafter).__name__}; it needs specjax.model_drafter(model), "
+            "specjax.ngram_drafter(), a specjax.Drafter of your own, or None."
+        )
+    if drafter is not None and drafter.taps and not drafter.reads_features:
+        raise ValueError(
+            f"drafter has taps {list(drafter.taps)} and reads_features False; taps are the "
+            "features of a drafter that reads them, so it needs reads_features=True."
+        )
+    if not isinstance(config, SpeculativeConfig):
+        raise ValueError(
+            f"config is {type(config).__name__}; it needs a specjax.SpeculativeConfig."
+        )
+    if not isinstance(options, LoopOptions):
+        raise ValueError(f"options is {type(options).__name__}; it needs specjax.LoopOptions(...).")
