@@ -58,7 +58,11 @@ def contenders(num_prompts: int, num_new: int, num_slots: int, ks: list[int]) ->
         drafter = specjax.model_drafter(draft) if k else None
         config = specjax.SpeculativeConfig(num_speculative_tokens=max(k, 1))
         compiled = specjax.compile_generate(
-            target, drafter, batch_size=1, max_length=max_length, config=config
+            target,
+            drafter,
+            batch_size=1,
+            config=config,
+            options=specjax.LoopOptions(max_length=max_length),
         )
         engine = specjax.Engine(
             target,
@@ -74,8 +78,7 @@ def contenders(num_prompts: int, num_new: int, num_slots: int, ks: list[int]) ->
         ) -> list[list[int]]:
             texts = []
             for prompt, key in zip(prompts, keys, strict=False):
-                ids, lengths = np.array([prompt]), np.array([len(prompt)])
-                output = compiled(target, drafter, ids, lengths, keys=key[None], **values)
+                output = compiled(target, drafter, [prompt], keys=key[None], **values)
                 row = np.asarray(output.token_ids)[0, len(prompt) : int(output.lengths[0])]
                 texts.append(row.tolist())
             return texts

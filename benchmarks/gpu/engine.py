@@ -82,20 +82,17 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def decode_seconds(pair: Pair, num_slots: int, effort: Effort) -> float:
     """Seconds that `generate` takes for all but the first token of equal requests, its best."""
-    length = effort.prompt + effort.new
+    options = specjax.LoopOptions(max_length=effort.prompt + effort.new)
     compiled = specjax.compile_generate(
-        pair.target, pair.drafter, batch_size=num_slots, max_length=length, config=pair.config
+        pair.target, pair.drafter, batch_size=num_slots, config=pair.config, options=options
     )
-    ids = np.array([prompt_of(effort.prompt, seed) for seed in range(num_slots)])
-    lengths, keys = (
-        np.full(num_slots, effort.prompt),
-        jax.random.split(jax.random.key(0), num_slots),
-    )
+    prompts = [prompt_of(effort.prompt, seed) for seed in range(num_slots)]
+    keys = jax.random.split(jax.random.key(0), num_slots)
     seconds: dict[int, list[float]] = {1: [], effort.new: []}
     for new in (1, *[1, effort.new] * 3):
         start = time.perf_counter()
         output = compiled(
-            pair.target, pair.drafter, ids, lengths, keys=keys, max_new_tokens=new, temperature=1.0
+            pair.target, pair.drafter, prompts, keys=keys, max_new_tokens=new, temperature=1.0
         )
         jax.block_until_ready(output)
         seconds[new].append(time.perf_counter() - start)

@@ -133,7 +133,7 @@ def _chunk_size(job: GenerateJob) -> int:
 
 def begin_programs(job: GenerateJob) -> StreamPrograms:
     """Returns the programs that stream a job's text; of its weights only the shapes are read."""
-    arguments = check_arguments(
+    requests, options = check_arguments(
         job.target,
         job.drafter,
         [job.prompt_ids],
@@ -147,9 +147,9 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
     )
     store = None
     if job.folder is not None:
-        types = jax.tree.map(_describe, arguments)
+        types = jax.tree.map(_describe, (requests, options))
         store = ProgramStore(job.folder, repr((job.models, job.drafter is None, types)))
-    programs = StreamPrograms(job.target, job.drafter, arguments, store)
+    programs = StreamPrograms(job.target, job.drafter, requests, options, store)
     if not programs.compiles_at_calls:
         programs.lower_steps()
     return programs

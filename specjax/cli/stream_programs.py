@@ -27,8 +27,9 @@ from specjax.decode.capacity import explain_out_of_memory
 from specjax.decode.compile.compiler_options import prefill_options, small_program_options
 from specjax.decode.draft_step import draft_budget, run_draft
 from specjax.decode.drafters import Drafter
+from specjax.decode.options import StaticOptions, StepOptions
 from specjax.decode.prefill import begin_prefill, read_prompt_chunk
-from specjax.decode.state import DecodeState, StepOptions
+from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.step import commit_emitted, extend_drafter, verify_pending
 from specjax.decode.target_step import TargetRows, count_rows, gather_row, score_draft
 from specjax.implementation import Implementation
@@ -103,7 +104,8 @@ class StreamPrograms:
     Args:
       target: the model; only the shapes of its weights are read.
       drafter: the drafter, or None for plain decoding.
-      arguments: of `run_prefill`; all prompts end in the same chunk.
+      requests: of `run_prefill`; all prompts end in the same chunk.
+      options: of `run_prefill`.
       store: where programs of this kind are kept, or None.
 
     Attributes:
@@ -115,20 +117,21 @@ class StreamPrograms:
         self,
         target: Model,
         drafter: Drafter | None,
-        arguments: dict[str, Any],
+        requests: RequestBatch,
+        options: StaticOptions,
         store: ProgramStore | None = None,
     ) -> None:
         self.seconds_waited = 0.0
         self._target, self._drafter = _shapes_of(target), _shapes_of(drafter)
         self.compiles_at_calls = target.placement is not None
-        self._arguments, self._store = dict(arguments), store
-        self._implementation = {"implementation": arguments["implementation"]}
-        self._chunk = {"chunk_size": self._arguments.pop("chunk_size"), **self._implementation}
-        self._options = {"config": arguments["config"], **self._implementation}
-        self._k = 0 if drafter is None else arguments["config"].num_speculative_tokens
+        self._requests, self._store = requests, store
+        self._implementation: dict[str, Any] = {"implementation": options.implementation}
+        self._chunk: dict[str, Any] = {"chunk_size": options.chunk_size, **self._implementation}
+        self._options: dict[str, Any] = {"config": options.config, **self._implementation}
+        self._k = 0 if drafter is None else options.config.num_speculative_tokens
         self._has_draft_model = drafter is not None and bool(jax.tree.leaves(drafter.params))
         # How many drafted tokens the steps feed in which nothing was drafted.
-        self._plain_k = 0 if arguments["config"].adaptive_k else self._k
+        self._plain_k = 0 if options.config.adaptive_k else self._k
         workers = min(max(os.cpu_count() or 1, 3), 6)
         self._pool = futures.ThreadPoolExecutor(workers)
         self._programs: dict[str, futures.Future[Callable[..., Any] | None]] = {}
@@ -190,7 +193,7 @@ class StreamPrograms:
         """Returns a program traced for the shapes of its operands."""
         kind, _, k = name.partition(" ")
         if kind == "begin":
-            return _BEGIN.trace(self._target, self._drafter, **self._arguments)
+            return _BEGIN.trace(self._target, self._drafter, self._requests, **self._options)
         if kind == "chunk":
             operands = (self._drafter, self._begun_shapes, np.int32(0))
             return _CHUNK.trace(self._target, *operands, **self._chunk)
@@ -216,7 +219,7 @@ class StreamPrograms:
 
     @functools.cached_property
     def _begun_shapes(self) -> Any:
-        return _BEGIN.eval_shape(self._target, self._drafter, **self._arguments)
+        return _BEGIN.eval_shape(self._target, self._drafter, self._requests, **self._options)
 
     @functools.cached_property
     def _prompt_shapes(self) -> Any:
@@ -275,8 +278,8 @@ class StreamPrograms:
     def read_prompt(self, target: Model, drafter: Drafter | None) -> DecodeState:
         """Returns the state that has read the prompt; the first step takes its last row."""
         with self._explain_out_of_memory(target, drafter):
-            state = self._call("begin", _BEGIN, target, drafter, **self._arguments)
-            last, size = int(np.max(self._arguments["lengths"])), self._chunk["chunk_size"]
+            state = self._call("begin", _BEGIN, target, drafter, self._requests, **self._options)
+            last, size = int(np.max(self._requests.lengths)), self._chunk["chunk_size"]
             for done in np.arange(0, last, size, dtype=np.int32):
                 operands = (target, drafter, state, done)
                 state, rows = self._call("chunk", _CHUNK, *operands, **self._chunk)
@@ -318,7 +321,7 @@ class StreamPrograms:
     def _explain_out_of_memory(
         self, target: Model, drafter: Drafter | None
     ) -> contextlib.AbstractContextManager[None]:
-        return explain_out_of_memory(target, drafter, *self._arguments["prompt"].shape)
+        return explain_out_of_memory(target, drafter, *self._requests.token_ids.shape)
 
     def _compute_rows(self, target: Model, state: DecodeState, k: int) -> tuple[DecodeState, Any]:
         state, cache = _without_cache(state)

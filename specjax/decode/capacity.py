@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.checks import check_count, check_shape, parse_array
 from specjax.core.noise import fold_in_rows
+from specjax.decode.state import RequestBatch
 from specjax.devices.placement import Placement
 
 __all__ = [
@@ -114,20 +115,20 @@ def pad_prompt(prompt: Any, max_length: int) -> Any:
     return padded
 
 
-def pad_batch_to_mesh(arguments: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
+def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> RequestBatch:
     """Pads the batch to a multiple of the mesh's data axis by repeating the last request.
 
     Otherwise every step would send whole rows of logits between devices.
 
     Args:
-      arguments: of `run_prefill`.
+      requests: from `check_arguments`.
       placement: of the target.
     """
-    size = arguments["prompt"].shape[0]
+    size = requests.lengths.shape[0]
     num_filled = size if placement is None else placement.round_up(size)
     if num_filled == size:
-        return arguments
-    settings, index = arguments["settings"], np.minimum(np.arange(num_filled), size - 1)
+        return requests
+    settings, index = requests.settings, np.minimum(np.arange(num_filled), size - 1)
     keys = settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size)
 
     def repeat(x: Any, rank: int = 1) -> Any:
@@ -141,9 +142,8 @@ def pad_batch_to_mesh(arguments: dict[str, Any], placement: Placement | None) ->
         ranks |= {"bias": 2, "allowed": 2, "bad_words": 3}
         fields = {name: repeat(getattr(sampling, name), rank) for name, rank in ranks.items()}
         each["sampling"] = sampling._replace(**fields)
-    filled = {name: arguments[name][index] for name in ("prompt", "lengths")}
     settings = settings._replace(keys=keys[index], **each)
-    return arguments | filled | {"settings": settings}
+    return RequestBatch(requests.token_ids[index], requests.lengths[index], settings)
 
 
 def pad_eos(ids: Any, least: int = _EOS_IDS) -> Any:

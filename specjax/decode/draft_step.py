@@ -14,8 +14,9 @@ from specjax.checks import check_draft
 from specjax.config import SpeculativeConfig
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.drafters import Drafter, reads_chunks
+from specjax.decode.options import StepOptions
 from specjax.decode.propose import DraftInputs
-from specjax.decode.state import DecodeState, Settings, StepInfo, StepOptions
+from specjax.decode.state import DecodeState, Settings, StepInfo
 from specjax.decode.target_step import TargetRows, gather_row
 from specjax.devices.placement import pvary_like
 from specjax.processing.history import History

@@ -111,7 +111,7 @@ def generate(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arguments = check_arguments(
+    requests, static = check_arguments(
         target,
         drafter,
         prompts,
@@ -123,13 +123,13 @@ def generate(
         config=config,
         options=options,
     )
-    check_prompt_ids(arguments, target, drafter)
-    with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
-        run = functools.partial(prefill_and_run, run_loop)
-        like, size = (arguments["prompt"], arguments["settings"]), arguments["prompt"].shape[0]
-        filled = pad_batch_to_mesh(arguments, target.placement)
-        generation = call_on_auto_axes(run, target, drafter, like=like, **filled)
-    return take_first_requests(generation, size)
+    num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
+    check_prompt_ids(target, requests, num_rows)
+    with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
+        filled = pad_batch_to_mesh(requests, target.placement)
+        run = functools.partial(prefill_and_run, run_loop, options=static)
+        generation = call_on_auto_axes(run, target, drafter, filled, like=requests)
+    return take_first_requests(generation, requests.lengths.shape[0])
 
 
 def take_first_requests(generation: Generation, size: int) -> Generation:
@@ -149,12 +149,13 @@ def run_loop(
     implementation: Implementation | None,
 ) -> Generation:
     """Takes steps until every request has ended, and returns what `generate` returns."""
-    options: dict[str, Any] = {"config": config, "implementation": implementation}
-    state = jax.lax.while_loop(
-        lambda state: jnp.any(state.finish == 0),
-        lambda state: pvary_like(run_step(target, drafter, state, **options)[0], state),
-        pvary_like(state, state, target, drafter),
-    )
+
+    def take_step(state: DecodeState) -> DecodeState:
+        after, _ = run_step(target, drafter, state, config=config, implementation=implementation)
+        return pvary_like(after, state)
+
+    start = pvary_like(state, state, target, drafter)
+    state = jax.lax.while_loop(lambda state: jnp.any(state.finish == 0), take_step, start)
     return Generation(*(getattr(state, name) for name in Generation._fields))
 
 

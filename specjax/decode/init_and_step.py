@@ -68,7 +68,7 @@ def init(
       ([[0, 1, -1, -1]], [2])
     """
     sampling, first_mask = split_first_mask(sampling)
-    arguments = check_arguments(
+    requests, static = check_arguments(
         target,
         drafter,
         prompts,
@@ -80,17 +80,16 @@ def init(
         config=config,
         options=options,
     )
-    check_prompt_ids(arguments, target, drafter)
+    num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
+    check_prompt_ids(target, requests, num_rows)
     if first_mask is not None:
-        num_rows = 1 + (0 if drafter is None else arguments["config"].num_speculative_tokens)
-        settings, size = arguments["settings"], arguments["prompt"].shape[0]
+        settings, size = requests.settings, requests.lengths.shape[0]
         masked = with_first_mask(settings.sampling, first_mask, size, num_rows)
-        arguments["settings"] = settings._replace(sampling=masked)
-    with explain_out_of_memory(target, drafter, *arguments["prompt"].shape):
-        run = functools.partial(prefill_and_run, run_step)
-        like = arguments["prompt"], arguments["settings"]
-        filled = pad_batch_to_mesh(arguments, target.placement)
-        state, _ = call_on_auto_axes(run, target, drafter, like=like, **filled)
+        requests = requests._replace(settings=settings._replace(sampling=masked))
+    with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
+        filled = pad_batch_to_mesh(requests, target.placement)
+        run = functools.partial(prefill_and_run, run_step, options=static)
+        state, _ = call_on_auto_axes(run, target, drafter, filled, like=requests)
         return state
 
 
@@ -137,7 +136,7 @@ def step(
       ([[0, 1, 0, -1]], [1])
     """
     config = SpeculativeConfig() if config is None else config
-    options = check_step_options(config, implementation)
+    config_key, implementation = check_step_options(config, implementation)
     k = 0 if drafter is None else config.num_speculative_tokens
     is_auto = drafter is not None and config.adaptive_k
     if (k, is_auto) != (state.metrics.num_drafted.shape[-1], state.k_policy.is_adaptive):
@@ -156,5 +155,6 @@ def step(
     size = state.lengths.shape[0]
     sampling = with_row_masks(state.settings.sampling, allowed, size, k + 1)
     state = state._replace(settings=state.settings._replace(sampling=sampling))
+    run = functools.partial(run_step, config=config_key, implementation=implementation)
     # One array of the state, since a step may last half a millisecond.
-    return call_on_auto_axes(run_step, target, drafter, state, like=state.token_ids, **options)
+    return call_on_auto_axes(run, target, drafter, state, like=state.token_ids)

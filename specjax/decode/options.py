@@ -1,10 +1,11 @@
-"""`LoopOptions`: what a decode loop is compiled for, besides its models and its config."""
+"""What a decode loop is compiled for, besides its models: as given, and as its programs take it."""
 
 import dataclasses
 
+from specjax.config import SpeculativeConfig
 from specjax.implementation import Implementation
 
-__all__ = ["LoopOptions", "PREFILL_CHUNK_SIZE"]
+__all__ = ["LoopOptions", "PREFILL_CHUNK_SIZE", "StaticOptions", "StepOptions"]
 
 PREFILL_CHUNK_SIZE = 128
 
@@ -46,3 +47,31 @@ class LoopOptions:
     num_logprobs: int | None = None
     logprobs_mode: str = "raw"
     implementation: str | Implementation | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Static options of a step: other ones are another program.
+
+    Attributes:
+      config: a compile key.
+      implementation: a resolved one if the caller named one, else None.
+    """
+
+    config: SpeculativeConfig
+    implementation: Implementation | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticOptions:
+    """Checked options of the programs of a loop, a static argument of `jit`.
+
+    Attributes:
+      config: a compile key.
+      implementation: a resolved one if the caller named one, else None.
+      chunk_size: most tokens of a request's prompt that the models read at once.
+    """
+
+    config: SpeculativeConfig
+    implementation: Implementation | None
+    chunk_size: int

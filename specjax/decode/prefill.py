@@ -19,7 +19,8 @@ from specjax.decode.draft_step import propose_draft
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
-from specjax.decode.state import DecodeState, Settings, StepOptions
+from specjax.decode.options import StaticOptions, StepOptions
+from specjax.decode.state import DecodeState, RequestBatch
 from specjax.decode.target_step import TargetRows, apply_model, gather_row, score_hidden
 from specjax.devices.placement import pvary_like
 from specjax.implementation import Implementation
@@ -36,7 +37,6 @@ __all__ = [
     "run_prefill",
 ]
 
-_STATIC = ("config", "implementation", "chunk_size")
 _NOT_TRACED = get_opaque_trace_state(convention="flax")
 
 
@@ -52,7 +52,14 @@ class LoweredProgram(NamedTuple):
     compilation: futures.Future[Any]
 
 
-def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **arguments: Any) -> Any:
+def prefill_and_run(
+    run: Any,
+    target: Model,
+    drafter: Drafter | None,
+    requests: RequestBatch,
+    *,
+    options: StaticOptions,
+) -> Any:
     """Reads the prompts and runs `run` on the state: two programs, compiled at the same time.
 
     XLA compiles each on one core, for longer than it takes to trace and lower both. Under an outer
@@ -62,33 +69,37 @@ def prefill_and_run(run: Any, target: Model, drafter: Drafter | None, **argument
       run: a jitted function of target, drafter, state and the options of a step.
       target: as in `init`.
       drafter: as in `init`.
-      **arguments: of `run_prefill`.
+      requests: as in `run_prefill`.
+      options: as in `run_prefill`.
     """
     # The calls below get what was compiled here from JAX. A program that failed is compiled again
     # by its call, which raises the error.
-    programs = _begin_compilation(run, target, drafter, arguments)
+    programs = _begin_compilation(run, target, drafter, requests, options)
     futures.wait(program.compilation for program in programs[:1])
-    state = _prefill_program()(target, drafter, **arguments)
+    state = _prefill_program()(target, drafter, requests, options=options)
     futures.wait(program.compilation for program in programs[1:])
-    return run(target, drafter, state, **_step_options(arguments))
+    config, implementation = options.config, options.implementation
+    return run(target, drafter, state, config=config, implementation=implementation)
 
 
 def _begin_compilation(
-    run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
+    run: Any,
+    target: Model,
+    drafter: Drafter | None,
+    requests: RequestBatch,
+    options: StaticOptions,
 ) -> tuple[LoweredProgram, ...]:
     """Begins to compile `run_prefill` and `run`, if no call had these shapes and options before."""
-    data = {name: value for name, value in arguments.items() if name not in _STATIC}
-    leaves, structure = jax.tree.flatten((target, drafter, data))
+    leaves, structure = jax.tree.flatten((target, drafter, requests))
     # If inputs are sharded, the state's sharding is known only after prefill.
     if any(isinstance(leaf, jax.core.Tracer) or _is_placed(leaf) for leaf in leaves):
         return ()
     if jax.config.values["jax_disable_jit"]:
         return ()
-    static = tuple(arguments[name] for name in _STATIC)
     types = tuple(map(jax.typeof, leaves))
-    if next(_count_calls(run, structure, types, static, jax.dtypes.canonicalize_dtype(float))):
+    if next(_count_calls(run, structure, types, options, jax.dtypes.canonicalize_dtype(float))):
         return ()
-    return begin_compilation(run, target, drafter, arguments)
+    return begin_compilation(run, target, drafter, requests, options)
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,7 +109,11 @@ def _count_calls(*kind: Any) -> Iterator[int]:
 
 
 def begin_compilation(
-    run: Any, target: Model, drafter: Drafter | None, arguments: dict[str, Any]
+    run: Any,
+    target: Model,
+    drafter: Drafter | None,
+    requests: RequestBatch,
+    options: StaticOptions,
 ) -> tuple[LoweredProgram, LoweredProgram]:
     """Returns `run_prefill` and `run`, which are being compiled.
 
@@ -107,16 +122,17 @@ def begin_compilation(
     """
     pool = futures.ThreadPoolExecutor(2)
     try:
-        lowered = _prefill_program().lower(target, drafter, **arguments)
+        lowered = _prefill_program().lower(target, drafter, requests, options=options)
         prefill = LoweredProgram(lowered, pool.submit(lowered.compile))
-        state = run_prefill.eval_shape(target, drafter, **arguments)
+        state = run_prefill.eval_shape(target, drafter, requests, options=options)
         if target.placement is not None:
             shardings = prefill.compilation.result().output_shardings
             state = jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 *(state, shardings),
             )
-        lowered = run.lower(target, drafter, state, **_step_options(arguments))
+        config, implementation = options.config, options.implementation
+        lowered = run.lower(target, drafter, state, config=config, implementation=implementation)
         return prefill, LoweredProgram(lowered, pool.submit(lowered.compile))
     finally:
         pool.shutdown(wait=False)
@@ -132,28 +148,16 @@ def _prefill_program() -> Any:
 @functools.cache
 def _gpu_prefill() -> Any:
     function = inspect.unwrap(run_prefill)
-    return jax.jit(function, static_argnames=_STATIC, compiler_options=prefill_options())
-
-
-def _step_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: arguments[name] for name in ("config", "implementation")}
+    return jax.jit(function, static_argnames="options", compiler_options=prefill_options())
 
 
 def _is_placed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames="options")
 def run_prefill(
-    target: Model,
-    drafter: Drafter | None,
-    *,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    settings: Settings,
-    config: SpeculativeConfig,
-    implementation: Implementation | None,
-    chunk_size: int,
+    target: Model, drafter: Drafter | None, requests: RequestBatch, *, options: StaticOptions
 ) -> DecodeState:
     """Returns a state that has read all but the last token of each prompt, and drafted nothing.
 
@@ -162,16 +166,13 @@ def run_prefill(
     Args:
       target: as in `init`.
       drafter: as in `init`.
-      prompt: i32[B, S], S as of the buffers; ids after a prompt are ignored.
-      lengths: i32[B].
-      settings: keys [B] or (), temperature [B] or ().
-      config: a compile key.
-      implementation: a resolved one if the caller named one, else None.
-      chunk_size: most tokens of a request that the models read at once.
+      requests: in buffers of their size S.
+      options: from `check_arguments`.
     """
-    options: dict[str, Any] = {"config": config, "implementation": implementation}
-    state = begin_prefill(target, drafter, prompt, lengths, settings, **options)
-    chunk_size = min(chunk_size, prompt.shape[1])
+    config, implementation = options.config, options.implementation
+    state = begin_prefill(target, drafter, requests, config=config, implementation=implementation)
+    prompt, lengths, _ = requests
+    chunk_size = min(options.chunk_size, prompt.shape[1])
     padded = jnp.pad(prompt, ((0, 0), (0, -prompt.shape[1] % chunk_size)))
 
     def read(carry: Any) -> Any:
@@ -190,14 +191,13 @@ def run_prefill(
 def begin_prefill(
     target: Model,
     drafter: Drafter | None,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    settings: Settings,
+    requests: RequestBatch,
     *,
     config: SpeculativeConfig,
     implementation: Implementation | None,
 ) -> DecodeState:
-    """Returns a state that has read no token of the prompts; arguments as in `run_prefill`."""
+    """Returns a state that has read nothing of the prompts; arguments as in `run_prefill`."""
+    prompt, lengths, settings = requests
     size, width = prompt.shape
     settings = settings._replace(
         keys=settings.keys if settings.keys.shape else fold_in_rows(settings.keys, size),

@@ -26,8 +26,8 @@ from specjax.decode.capacity import (
 )
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
-from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions
-from specjax.decode.state import Settings
+from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions, StaticOptions
+from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.sampling_params import SamplingParams, read_sampling
@@ -48,14 +48,14 @@ def check_arguments(
     sampling: SamplingParams | None = None,
     config: SpeculativeConfig | None = None,
     options: LoopOptions = LoopOptions(),
-) -> dict[str, Any]:
-    """Returns the checked arguments of `run_prefill`."""
+) -> tuple[RequestBatch, StaticOptions]:
+    """Returns the arguments of `generate` as arrays and as what is compiled in."""
     config = SpeculativeConfig() if config is None else config
     _check_types(target, drafter, config, options)
     logprobs = check_logprobs_config(options.num_logprobs, options.logprobs_mode)
     if isinstance(sampling, SamplingParams) and all(field is None for field in sampling):
         sampling = None
-    static = check_step_options(config, options.implementation)
+    config_key, implementation = check_step_options(config, options.implementation)
     prompt, lengths = (as_host_array(x) for x in parse_prompts(prompts))
     size, width = prompt.shape
     max_new_tokens = parse_budget(max_new_tokens, size)
@@ -78,13 +78,9 @@ def check_arguments(
     chunk_size = options.prefill_chunk_size
     chunk_size = PREFILL_CHUNK_SIZE if chunk_size is None else chunk_size
     why = "the tokens of a prompt that are read at once"
-    return {
-        "prompt": pad_prompt(prompt, max_length),
-        "lengths": lengths,
-        "settings": settings,
-        "chunk_size": check_count("prefill_chunk_size", chunk_size, 1, why),
-        **static,
-    }
+    chunk_size = check_count("prefill_chunk_size", chunk_size, 1, why)
+    requests = RequestBatch(pad_prompt(prompt, max_length), lengths, settings)
+    return requests, StaticOptions(config_key, implementation, chunk_size)
 
 
 def parse_prompts(prompts: Any) -> tuple[Any, Any]:
@@ -174,44 +170,37 @@ def _parse_pair(token_ids: Any, lengths: Any) -> tuple[Any, Any]:
 
 
 def check_prompt_ids(
-    arguments: dict[str, Any],
-    target: Model,
-    drafter: Drafter | None,
-    vocab_size: int | None = None,
+    target: Model, requests: RequestBatch, num_rows: int, vocab_size: int | None = None
 ) -> None:
     """Refuses prompts with an id outside the target's vocabulary; no array is read for it.
 
     Args:
-      arguments: from `check_arguments`, which reads prompts of the host or of one device.
       target: as in `generate`.
-      drafter: as in `generate`.
+      requests: from `check_arguments`, which reads prompts of the host or of one device.
+      num_rows: rows of a step.
       vocab_size: V. None traces a step of the target, as `run_prefill` does.
     """
-    prompt, lengths = arguments["prompt"], arguments["lengths"]
-    if not (isinstance(prompt, np.ndarray) and isinstance(lengths, np.ndarray)):
+    ids, lengths = requests.token_ids, requests.lengths
+    if not (isinstance(ids, np.ndarray) and isinstance(lengths, np.ndarray)):
         return
     if vocab_size is None:
-        k = 0 if drafter is None else arguments["config"].num_speculative_tokens
-        vocab_size = vocabulary_size(target, prompt.shape[0], k + 1, prompt.shape[1])
-    is_token = np.arange(prompt.shape[1]) < lengths[:, None]
-    for row, column in np.argwhere(is_token & ((prompt < 0) | (prompt >= vocab_size)))[:1]:
+        vocab_size = vocabulary_size(target, ids.shape[0], num_rows, ids.shape[1])
+    is_token = np.arange(ids.shape[1]) < lengths[:, None]
+    for row, column in np.argwhere(is_token & ((ids < 0) | (ids >= vocab_size)))[:1]:
         raise ValueError(
-            f"prompts has {prompt[row, column]} as token {column} of prompt {row}; it needs an id "
+            f"prompts has {ids[row, column]} as token {column} of prompt {row}; it needs an id "
             f"in [0, {vocab_size}), the target's vocabulary."
         )
 
 
 def check_step_options(
     config: SpeculativeConfig, implementation: str | Implementation | None
-) -> dict[str, Any]:
-    """Returns the static options of a step."""
+) -> tuple[SpeculativeConfig, Implementation | None]:
+    """Returns what a step is compiled for: a compile key, and what the caller named, resolved."""
     check_noise_dtype(config.noise_dtype)
     # Also without a name: this looks for Pallas, and the newest JAX traces anew once it is found.
     resolved = resolve_implementation(implementation)
-    return {
-        "config": config.compile_key(),
-        "implementation": None if implementation is None else resolved,
-    }
+    return config.compile_key(), None if implementation is None else resolved
 
 
 def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:

@@ -1,35 +1,19 @@
-"""Types of the decode loop: `DecodeState`, its `Settings`, `StepOptions`, and `StepInfo`."""
+"""The types of the decode loop: `RequestBatch` and `Settings`, `DecodeState`, `StepInfo`."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 
-from specjax.config import SpeculativeConfig
 from specjax.decode.adaptive_k import AdaptiveK, DraftHistory, FixedK, k_policy
 from specjax.decode.logprobs import LogprobsConfig, TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.implementation import Implementation
 from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts
 from specjax.types import Draft, Verification
 
-__all__ = ["DecodeState", "Settings", "StepInfo", "StepOptions"]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """Static options of a step: other ones are another program.
-
-    Attributes:
-      config: a compile key.
-      implementation: a resolved one if the caller named one, else None.
-    """
-
-    config: SpeculativeConfig
-    implementation: Implementation | None
+__all__ = ["DecodeState", "RequestBatch", "Settings", "StepInfo"]
 
 
 class Settings(NamedTuple):
@@ -58,6 +42,20 @@ class Settings(NamedTuple):
     sampling: SamplingParams | None = None
     logprobs: LogprobsConfig | None = None
     k_by_rate: jax.Array | None = None
+
+
+class RequestBatch(NamedTuple):
+    """The requests of a batch before anything is read; data, so that other values do not recompile.
+
+    Attributes:
+      token_ids: i32[B, S], each row begins with a prompt; what follows it is ignored.
+      lengths: i32[B], tokens of each prompt.
+      settings: keys [B] or (), temperature [B] or ().
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    settings: Settings
 
 
 class DecodeState(NamedTuple):

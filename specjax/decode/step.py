@@ -23,7 +23,8 @@ from specjax.decode.draft_step import discard_incompatible_draft, draft_next
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs, list_logprobs
 from specjax.decode.metrics import update_metrics
-from specjax.decode.state import DecodeState, StepInfo, StepOptions
+from specjax.decode.options import StepOptions
+from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.target_step import (
     TargetRows,
     count_drafted,

@@ -166,8 +166,8 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
       num_rows: rows of a step.
       max_length: S.
     """
-    keywords = {"size": size, "num_rows": num_rows, "max_length": max_length}
-    rows = call_on_auto_axes(_logits.eval_shape, target, like=(), **keywords)
+    sizes = {"size": size, "num_rows": num_rows, "max_length": max_length}
+    rows = call_on_auto_axes(functools.partial(_logits.eval_shape, **sizes), target, like=())
     vocab_size: int = rows.shape[-1]
     return vocab_size
 

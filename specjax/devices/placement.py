@@ -128,21 +128,18 @@ def put_whole(placement: Placement | None, tree: Any) -> Any:
     return jax.tree.map(put, tree)
 
 
-def call_on_auto_axes(
-    function: Callable[..., Any], target: Any, *operands: Any, like: Any, **keywords: Any
-) -> Any:
+def call_on_auto_axes(function: Callable[..., Any], target: Any, *operands: Any, like: Any) -> Any:
     """Calls a function where the axes of the mesh are Auto, as a model over devices needs it.
 
     Arrays with explicit axes are given to it as arrays that lie there and say so no more. What it
     returns has the caller's axes again; nothing moves.
 
     Args:
-      function: of the other arguments.
+      function: of the target and the operands.
       target: a `Model`.
       *operands: pytrees.
       like: a pytree of a few of the arrays, which say whether the caller's axes are explicit where
         no context of `jax.set_mesh` does.
-      **keywords: pytrees.
 
     Raises:
       ValueError: inside `jit`, of a model over devices.
@@ -151,10 +148,10 @@ def call_on_auto_axes(
     arrays = [leaf for leaf in jax.tree.leaves(like) if isinstance(leaf, jax.Array)]
     kinds = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
     if not any(AxisType.Explicit in kind.axis_types for kind in kinds):
-        return function(*operands, **keywords)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((operands, keywords))):
+        return function(*operands)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
         if placement is None:
-            return function(*operands, **keywords)
+            return function(*operands)
         raise ValueError(
             "a mesh has explicit axes here, and inside jit a model over devices needs Auto ones; "
             "call this outside jit, or inside jax.sharding.auto_axes."
@@ -163,8 +160,7 @@ def call_on_auto_axes(
     mesh = next(each for each in theirs if each and AxisType.Explicit in each.axis_types)
     own = _with_auto_axes(mesh) if placement is None else placement.mesh
     with jax.set_mesh(own):
-        operands, keywords = _relabel((operands, keywords), own)
-        outputs = function(*operands, **keywords)
+        outputs = function(*_relabel(operands, own))
     return _relabel(outputs, mesh)
 
 

@@ -108,7 +108,7 @@ class Engine:
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
         drafter, config, k_by_rate = choose_drafts(drafter, config, num_slots, k_by_load)
-        arguments = check_arguments(
+        requests, static = check_arguments(
             target,
             drafter,
             (np.zeros((num_slots, 1), np.int32), np.ones(num_slots, np.int32)),
@@ -124,14 +124,17 @@ class Engine:
             ),
         )
         defaults = parse_defaults(sampling)
-        settings = slot_settings(arguments["settings"], defaults, k_by_rate)
-        options = {name: arguments[name] for name in ("config", "implementation")}
-        chunk_size = min(arguments["chunk_size"], max_length)
+        settings = slot_settings(requests.settings, defaults, k_by_rate)
+        options: dict[str, Any] = {
+            "config": static.config,
+            "implementation": static.implementation,
+        }
+        chunk_size = min(static.chunk_size, max_length)
         sizes = {"num_slots": num_slots, "max_length": max_length, "chunk_size": chunk_size}
         programs = make_programs(target, drafter, settings, **sizes, **options)
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes = programs.slot_bytes
-        num_rows = 1 + (0 if drafter is None else options["config"].num_speculative_tokens)
+        num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
         all_allowed = read_masks(takes_matchers, defaults, num_slots, num_rows, programs.vocab_size)
         takes = all_allowed is not None
         self._options = EngineOptions(max_length, programs.vocab_size, defaults, tokenizer, takes)

@@ -11,8 +11,9 @@ from specjax.decode.adaptive_k import init_history
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import empty_logprobs
 from specjax.decode.metrics import init_metrics
+from specjax.decode.options import StaticOptions
 from specjax.decode.prefill import run_prefill
-from specjax.decode.state import DecodeState, Settings
+from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import apply_model, count_drafted, count_rows
 from specjax.engine.rows import put_beginning, put_row, take_row
@@ -63,16 +64,9 @@ def empty_slots(
       implementation: as in `run_step`.
     """
     ones = jnp.ones((size,), jnp.int32)
-    shapes = run_prefill.eval_shape(
-        target,
-        drafter,
-        prompt=jnp.zeros((size, max_length), jnp.int32),
-        lengths=ones,
-        settings=settings,
-        config=config,
-        implementation=implementation,
-        chunk_size=1,
-    )
+    requests = RequestBatch(jnp.zeros((size, max_length), jnp.int32), ones, settings)
+    options = StaticOptions(config, implementation, chunk_size=1)
+    shapes = run_prefill.eval_shape(target, drafter, requests, options=options)
     others = shapes._replace(target_cache=None, drafter_state=None, settings=None)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
     draft = state.draft._replace(num_tokens=jnp.full((size,), -1, jnp.int32))

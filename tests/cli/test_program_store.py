@@ -49,7 +49,7 @@ def stream(folder, prompts, drafter=DRAFTER):
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        programs = StreamPrograms(MODEL, drafter, arguments, ProgramStore(folder, "a pair"))
+        programs = StreamPrograms(MODEL, drafter, *arguments, ProgramStore(folder, "a pair"))
         programs.warm_up(MODEL, drafter)
         state = programs.read_prompt(MODEL, drafter)
         while not np.all(state.finish):

@@ -34,7 +34,7 @@ def test_a_device_without_room_names_the_bytes_of_the_cache():
 
     huge = specjax.Model(MODEL.params, init_cache, apply, MODEL.logits)
     options = {"keys": bigrams.keys(1), "max_new_tokens": 9, "options": LoopOptions(max_length=16)}
-    programs = StreamPrograms(huge, None, check_arguments(huge, None, [[1, 2, 3]], **options))
+    programs = StreamPrograms(huge, None, *check_arguments(huge, None, [[1, 2, 3]], **options))
     with pytest.raises(MemoryError, match=r"cache takes 16384.00 GiB .* max_length 16;"):
         programs.read_prompt(huge, None)
 
@@ -47,10 +47,10 @@ def test_chunks_give_the_row_that_the_last_token_would_give(taps):
     prompts = [[1, 2, 3, 0, 2], [0, 1, 3, 3, 2, 1]]
     options = {"keys": bigrams.keys(2), "config": SpeculativeConfig(3), "max_new_tokens": 9}
     options |= {"temperature": 0.7, "options": LoopOptions(prefill_chunk_size=2)}
-    arguments = check_arguments(MODEL, drafter, prompts, **options)
-    before = run_prefill(MODEL, drafter, **arguments)
-    size = {"chunk_size": arguments.pop("chunk_size"), "implementation": None}
-    state = begin_prefill(MODEL, drafter, **arguments)
+    requests, static = check_arguments(MODEL, drafter, prompts, **options)
+    before = run_prefill(MODEL, drafter, requests, options=static)
+    size = {"chunk_size": static.chunk_size, "implementation": None}
+    state = begin_prefill(MODEL, drafter, requests, config=static.config, implementation=None)
     for done in (0, 2, 4):
         state, rows = read_prompt_chunk(MODEL, drafter, state, jnp.int32(done), **size)
     plain = {"k": 0, "implementation": None, "taps": taps}
@@ -76,7 +76,7 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
         "options": LoopOptions(num_logprobs=2 if kind == "auto" else None),
     }
     state = specjax.init(MODEL, drafter, prompts, **options)
-    programs = StreamPrograms(MODEL, drafter, check_arguments(MODEL, drafter, prompts, **options))
+    programs = StreamPrograms(MODEL, drafter, *check_arguments(MODEL, drafter, prompts, **options))
     if kind == "three":
         programs.warm_up(MODEL, drafter)
     parts = programs.read_prompt(MODEL, drafter)

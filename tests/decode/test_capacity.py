@@ -139,7 +139,7 @@ def test_an_id_outside_the_vocabulary_is_refused_where_the_host_reads_prompts():
     """After a prompt's length any id may stand; what is traced is the caller's promise."""
     options = dict(keys=bigrams.keys(2), max_new_tokens=9, config=CONFIG)
     compiled = specjax.compile_generate(
-        MODEL, None, batch_size=2, max_length=16, config=options.pop("config")
+        MODEL, None, batch_size=2, config=options.pop("config"), options=options_of(16)
     )
     calls = [
         functools.partial(specjax.generate, MODEL, BY_MODEL, config=CONFIG),

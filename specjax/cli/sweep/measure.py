@@ -153,7 +153,7 @@ def start_batch(
     rows = [
         np.resize(np.roll(text, -7 * row), workload.context) for row in range(workload.batch_size)
     ]
-    arguments = check_arguments(
+    requests, options = check_arguments(
         workload.target,
         drafter,
         rows,
@@ -162,7 +162,7 @@ def start_batch(
         max_new_tokens=buffer_tokens(workload.max_speculative_tokens, workload.num_steps),
         temperature=np.float32(workload.temperature),
     )
-    return run_prefill(workload.target, drafter, **arguments)
+    return run_prefill(workload.target, drafter, requests, options=options)
 
 
 def _start_synthetic(workload: Workload, K: int, number: int) -> DecodeState:

@@ -27,17 +27,19 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.generate import Generation, run_loop, take_first_requests
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions
+from specjax.decode.options import LoopOptions
 from specjax.decode.prefill import begin_compilation
 from specjax.decode.request_batch import check_arguments, check_prompt_ids, parse_prompts
+from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import call_on_auto_axes, put_whole
-from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 
+# What a file says of `LoopOptions`: an implementation is in the programs.
+_SAVED_OPTIONS = ("max_length", "prefill_chunk_size", "num_logprobs", "logprobs_mode")
 # Rules that are one number per request.
 _NUMBERS = sorted({*SamplingParams._fields} - {"bias", "allowed", "bad_words", "grammar"})
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
@@ -50,15 +52,22 @@ class CompiledGenerate:
     A call takes `generate`'s arguments that are data, returns what it returns, compiles nothing.
 
     Attributes:
-      options: what is compiled in: `batch_size`, `num_eos_token_ids`, `vocab_size` and arguments of
-        `generate`.
+      batch_size: B.
+      num_eos_token_ids: most end-of-sequence ids of a call.
+      vocab_size: V.
+      config: the `SpeculativeConfig` compiled in.
+      options: the `LoopOptions` compiled in, without an implementation if read from a file.
       arguments: name -> dtype and shape of each parameter and each setting.
       programs: functions that fold rows into a key, read prompts and take steps.
       serialize: returns these programs as bytes.
       functions: name -> function of the models compiled in; {} if they were read from a file.
     """
 
-    options: dict[str, Any]
+    batch_size: int
+    num_eos_token_ids: int
+    vocab_size: int
+    config: SpeculativeConfig
+    options: LoopOptions
     arguments: dict[str, str]
     programs: Sequence[Callable[..., Any]]
     serialize: Callable[[], list[SavedProgram]]
@@ -92,29 +101,32 @@ class CompiledGenerate:
           ValueError: for what `generate` refuses, texts that the capacity does not hold, and
             another batch size, other rules, parameters or functions than compiled for.
         """
-        data, _ = _read_arguments(
+        requests, _ = check_arguments(
             target,
             drafter,
-            prompts,
+            _parse_prompts(prompts, self.batch_size),
             keys=keys,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             eos_token_ids=eos_token_ids,
             sampling=sampling,
-            implementation=None,
-            **self.options,
+            config=self.config,
+            options=self.options,
         )
+        check_prompt_ids(target, requests, 0, self.vocab_size)
         fold, prefill, run = self.programs
-        settings = data["settings"]
+        requests = _in_one_form(requests, self.num_eos_token_ids)
+        settings = requests.settings
         if not settings.keys.shape:
-            data["settings"] = settings = settings._replace(keys=fold(settings.keys))
+            settings = settings._replace(keys=fold(settings.keys))
         check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
         check_functions(list_functions(target=target, drafter=drafter), self.functions)
-        data = put_whole(target.placement, pad_batch_to_mesh(data, target.placement))
-        with explain_out_of_memory(target, drafter, *data["prompt"].shape):
-            state = call_on_auto_axes(prefill, target, drafter, like=keys, **data)
+        filled = pad_batch_to_mesh(requests._replace(settings=settings), target.placement)
+        filled = put_whole(target.placement, filled)
+        with explain_out_of_memory(target, drafter, *filled.token_ids.shape):
+            state = call_on_auto_axes(prefill, target, drafter, filled, like=keys)
             generation = call_on_auto_axes(run, target, drafter, state, like=keys)
-        return take_first_requests(generation, self.options["batch_size"])
+        return take_first_requests(generation, self.batch_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the programs to a file, which `load_compiled` reads.
@@ -130,8 +142,15 @@ class CompiledGenerate:
         """
         if self.functions.get("target.placement") is not None:
             raise ValueError("Programs of a model over devices are not saved; compile them anew.")
-        options = self.options | {"config": self.options["config"].to_json()}
-        write_programs(path, {"options": options, "arguments": self.arguments}, self.serialize())
+        description = {
+            "batch_size": self.batch_size,
+            "num_eos_token_ids": self.num_eos_token_ids,
+            "vocab_size": self.vocab_size,
+            "config": self.config.to_json(),
+            "options": {name: getattr(self.options, name) for name in _SAVED_OPTIONS},
+            "arguments": self.arguments,
+        }
+        write_programs(path, description, self.serialize())
 
 
 def compile_generate(
@@ -139,14 +158,10 @@ def compile_generate(
     drafter: Drafter | None,
     *,
     batch_size: int,
-    max_length: int,
-    config: SpeculativeConfig | None = None,
-    prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
+    options: LoopOptions,
     num_eos_token_ids: int = 8,
     sampling: SamplingParams | None = None,
-    num_logprobs: int | None = None,
-    logprobs_mode: str = "raw",
-    implementation: str | Implementation | None = None,
+    config: SpeculativeConfig | None = None,
 ) -> CompiledGenerate:
     """Compiles `generate` before the first prompt, for one device or the mesh of the target.
 
@@ -157,15 +172,11 @@ def compile_generate(
       target: a `Model`; of its parameters, only shapes, dtypes and shardings are read.
       drafter: a `Drafter`, or None.
       batch_size: B, a Python int >= 1.
-      max_length: S, the tokens of a request, prompt and text, that buffers have room for.
-      config: a `SpeculativeConfig`. None is the default one.
-      prefill_chunk_size: as in `generate`.
+      options: `LoopOptions`. Its `max_length`, room for a prompt and its text, is needed.
       num_eos_token_ids: most end-of-sequence ids of a call, rounded up to a multiple of 8.
       sampling: `SamplingParams` with any values in the fields that calls give, and `bias`,
         `allowed` and `bad_words` of their shapes. None is no rule.
-      num_logprobs: as in `generate`.
-      logprobs_mode: as in `generate`.
-      implementation: as in `generate`.
+      config: a `SpeculativeConfig`. None is the default one.
 
     Returns:
       `CompiledGenerate`, a function like `generate`, which can be saved to a file.
@@ -176,50 +187,47 @@ def compile_generate(
     Example:
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
-      >>> compiled = specjax.compile_generate(model, None, batch_size=1, max_length=16)
+      >>> options = specjax.LoopOptions(max_length=16)
+      >>> compiled = specjax.compile_generate(model, None, batch_size=1, options=options)
       >>> output = compiled(
       ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
       >>> specjax.unpad(output.token_ids)
       [[0, 1, 0, 1]]
     """
+    batch_size = check_count("batch_size", batch_size, 1, "the requests of a call")
     why = "the most end-of-sequence ids of a call"
-    options: dict[str, Any] = {
-        "batch_size": check_count("batch_size", batch_size, 1, "the requests of a call"),
-        "num_eos_token_ids": check_count("num_eos_token_ids", num_eos_token_ids, 0, why),
-        "config": SpeculativeConfig() if config is None else config,
-        "max_length": check_count("max_length", max_length, 2, "the tokens of prompt and text"),
-        "prefill_chunk_size": prefill_chunk_size,
-        "num_logprobs": num_logprobs,
-        "logprobs_mode": logprobs_mode,
-    }
-    options["vocab_size"] = vocabulary_size(target, batch_size, 1, options["max_length"])
+    num_eos_token_ids = check_count("num_eos_token_ids", num_eos_token_ids, 0, why)
     key = jax.random.key(0, impl="threefry2x32")
     fold = _fold_in_rows.lower(key, size=batch_size)
-    data, static = _read_arguments(
+    requests, static = check_arguments(
         target,
         drafter,
         (np.zeros((batch_size, 1), np.int32), np.ones((batch_size,), np.int32)),
         keys=_fold_in_rows(key, size=batch_size),
         max_new_tokens=1,
-        temperature=1.0,
-        eos_token_ids=(),
         sampling=sampling,
-        implementation=implementation,
-        **options,
+        config=config,
+        options=options,
     )
+    check_count("max_length", options.max_length, 2, "the tokens of prompt and text")
+    requests = _in_one_form(requests, num_eos_token_ids)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
-    filled = put_whole(target.placement, pad_batch_to_mesh(data, target.placement))
-    begun = begin_compilation(run_loop, target, drafter, filled | static)
+    filled = put_whole(target.placement, pad_batch_to_mesh(requests, target.placement))
+    begun = begin_compilation(run_loop, target, drafter, filled, static)
     lowered = [fold, *(program.lowered for program in begun)]
     programs = [fold.compile(), *(program.compilation.result() for program in begun)]
     return CompiledGenerate(
-        options,
-        _describe_arguments(target, drafter, data["settings"]),
-        programs,
-        functools.partial(serialize_programs, lowered, programs, is_cache_in_use()),
-        list_functions(target=target, drafter=drafter),
+        batch_size=batch_size,
+        num_eos_token_ids=num_eos_token_ids,
+        vocab_size=vocabulary_size(target, batch_size, 1, requests.token_ids.shape[1]),
+        config=SpeculativeConfig() if config is None else config,
+        options=options,
+        arguments=_describe_arguments(target, drafter, requests.settings),
+        programs=programs,
+        serialize=functools.partial(serialize_programs, lowered, programs, is_cache_in_use()),
+        functions=list_functions(target=target, drafter=drafter),
     )
 
 
@@ -246,7 +254,8 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
       >>> path = tempfile.mkdtemp() + "/programs"
-      >>> specjax.compile_generate(model, None, batch_size=1, max_length=16).save(path)
+      >>> options = specjax.LoopOptions(max_length=16)
+      >>> specjax.compile_generate(model, None, batch_size=1, options=options).save(path)
       >>> output = specjax.load_compiled(path)(
       ...     model, None, [[0]], keys=jax.random.key(0), max_new_tokens=3, temperature=0)
       >>> specjax.unpad(output.token_ids)
@@ -254,47 +263,46 @@ def load_compiled(path: str | os.PathLike[str]) -> CompiledGenerate:
     """
     description, saved = read_programs(path)
     try:
-        options, arguments = description["options"], description["arguments"]
-        auto = {"num_speculative_tokens": "auto"} if options["config"]["step_costs"] else {}
-        options["config"] = SpeculativeConfig(**options["config"] | auto)
-        listed = None if options["num_logprobs"] is None else TopLogprobs._make(TopLogprobs._fields)
+        batch_size, vocab_size = description["batch_size"], description["vocab_size"]
+        num_eos_token_ids, arguments = description["num_eos_token_ids"], description["arguments"]
+        auto = {"num_speculative_tokens": "auto"} if description["config"]["step_costs"] else {}
+        config = SpeculativeConfig(**description["config"] | auto)
+        options = LoopOptions(**description["options"])
     except (KeyError, TypeError):
         raise ValueError(
             f"{path} says other things of its programs than this specjax writes; compile and save "
             "it here."
         ) from None
+    listed = None if options.num_logprobs is None else TopLogprobs._make(TopLogprobs._fields)
     texts = Generation._make([*Generation._fields[:5], Metrics._make(Metrics._fields), listed])
     programs = [load_program(*each) for each in zip(saved, (0, None, texts), strict=True)]
-    return CompiledGenerate(options, arguments, programs, lambda: saved, {})
+    return CompiledGenerate(
+        batch_size=batch_size,
+        num_eos_token_ids=num_eos_token_ids,
+        vocab_size=vocab_size,
+        config=config,
+        options=options,
+        arguments=arguments,
+        programs=programs,
+        serialize=lambda: saved,
+        functions={},
+    )
 
 
-def _read_arguments(
-    target: Model,
-    drafter: Drafter | None,
-    prompts: Any,
-    *,
-    batch_size: int,
-    num_eos_token_ids: int,
-    vocab_size: int,
-    **arguments: Any,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays and the static options of `run_prefill`, each array of one form.
-
-    A number for all requests becomes one per request, so that either runs the one program.
-    """
-    prompts = parse_prompts(prompts)
-    shape = (batch_size,)
-    if prompts[1].shape != shape:
+def _parse_prompts(prompts: Any, batch_size: int) -> tuple[Any, Any]:
+    """Returns ids and lengths of prompts, or refuses another number of them."""
+    token_ids, lengths = parse_prompts(prompts)
+    if lengths.shape[0] != batch_size:
         raise ValueError(
-            f"prompts has {prompts[1].size} of them; it needs {batch_size}, the batch size that "
+            f"prompts has {lengths.shape[0]} of them; it needs {batch_size}, the batch size that "
             "was compiled for."
         )
-    names = [field.name for field in dataclasses.fields(LoopOptions)]
-    options = LoopOptions(**{name: arguments.pop(name) for name in names})
-    checked = check_arguments(target, drafter, prompts, options=options, **arguments)
-    check_prompt_ids(checked, target, drafter, vocab_size)
-    data = {name: checked.pop(name) for name in ("prompt", "lengths", "settings")}
-    settings = data["settings"]
+    return token_ids, lengths
+
+
+def _in_one_form(requests: RequestBatch, num_eos_token_ids: int) -> RequestBatch:
+    """Returns requests with a number for each, so that a number for all runs the one program."""
+    settings, shape = requests.settings, requests.lengths.shape
 
     def for_each(value: Any) -> Any:
         return None if value is None else np.broadcast_to(as_host_array(value), shape)
@@ -302,15 +310,17 @@ def _read_arguments(
     sampling = settings.sampling
     if sampling is not None:
         sampling = sampling._replace(**{x: for_each(getattr(sampling, x)) for x in _NUMBERS})
-    data["settings"] = settings._replace(
+    settings = settings._replace(
         temperature=for_each(settings.temperature),
         eos_token_ids=pad_eos(settings.eos_token_ids, num_eos_token_ids),
         sampling=sampling,
     )
-    return data, checked
+    return requests._replace(settings=settings)
 
 
-def _describe_arguments(target: Model, drafter: Drafter | None, settings: Any) -> dict[str, str]:
+def _describe_arguments(
+    target: Model, drafter: Drafter | None, settings: Settings
+) -> dict[str, str]:
     """Returns name -> dtype and shape of the parameters and the settings, and what drafts."""
     tree = {"target": target.params, "drafter": drafter and drafter.params, **settings._asdict()}
     described = {} if drafter is None else {"a drafter": "given"}

@@ -29,9 +29,11 @@ def run(function, prompts=PROMPTS, *, model=MODEL, drafter=NGRAM, **options):
     return function(model, drafter, prompts, **defaults | options)
 
 
+OPTIONS = specjax.LoopOptions(max_length=S, num_logprobs=1)
+
+
 def generate(*given, **values):
-    options = specjax.LoopOptions(max_length=S, num_logprobs=1)
-    return specjax.generate(*given, config=CONFIG, options=options, **values)
+    return specjax.generate(*given, config=CONFIG, options=OPTIONS, **values)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,10 @@ def compiled():
     """For parameters that are not there yet."""
     shapes = jax.ShapeDtypeStruct(MODEL.params.shape, MODEL.params.dtype)
     model = specjax.Model(shapes, MODEL.init_cache, MODEL.apply, MODEL.logits)
-    options = {"batch_size": B, "max_length": S, "config": CONFIG, "num_logprobs": 1}
-    return specjax.compile_generate(model, NGRAM, sampling=SamplingParams(top_k=1), **options)
+    few = SamplingParams(top_k=1)
+    return specjax.compile_generate(
+        model, NGRAM, batch_size=B, sampling=few, config=CONFIG, options=OPTIONS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,11 @@ def test_what_was_not_compiled_for_is_refused(source, request):
             run(programs, **change)
 
 
+def test_a_capacity_is_needed_to_compile():
+    with pytest.raises(ValueError, match="max_length is None; it needs a Python int >= 2"):
+        specjax.compile_generate(MODEL, None, batch_size=B, options=specjax.LoopOptions())
+
+
 def test_other_functions_than_those_compiled_in_are_refused(compiled):
     """They would be left unused: what was compiled runs."""
 
@@ -159,7 +168,7 @@ def test_a_file_from_elsewhere_is_refused_before_its_programs_are_read(
 
 def test_programs_of_a_rule_are_not_saved(compiled, tmp_path):
     config = SpeculativeConfig(num_speculative_tokens=2, rule=lenience(0.5))
-    other = dataclasses.replace(compiled, options=compiled.options | {"config": config})
+    other = dataclasses.replace(compiled, config=config)
     with pytest.raises(ValueError, match="config has a rule, whose functions a file cannot hold"):
         other.save(tmp_path / "programs")
     assert not list(tmp_path.iterdir())
@@ -186,6 +195,14 @@ def test_a_damaged_file_is_refused_before_anything_of_it_is_unpickled(path, tmp_
         {},
         {"options": [], "arguments": {}},
         {"options": {"config": {"step_costs": None}}, "arguments": {}},
+        {
+            "batch_size": 2,
+            "vocab_size": 3,
+            "num_eos_token_ids": 8,
+            "arguments": {},
+            "config": {"step_costs": None},
+            "options": {"capacity": 16},
+        },
     ],
 )
 def test_a_description_of_another_specjax_of_this_version_is_refused(description, path, tmp_path):

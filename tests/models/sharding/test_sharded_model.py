@@ -193,8 +193,7 @@ def test_requests_that_devices_do_not_divide_keep_their_own_options():
 
     prompts = np.full((3, 4), 5), np.array([2, 4, 3])
     given = split_model(config, seed=3, mesh=mesh_of(2, 1)), specjax.ngram_drafter()
-    sizes = {"batch_size": 3, "max_length": 20, "num_logprobs": 2, "config": static["config"]}
-    compiled = specjax.compile_generate(*given, sampling=sampling, **sizes)
+    compiled = specjax.compile_generate(*given, batch_size=3, sampling=sampling, **static)
     found = [
         specjax.generate(*given, prompts, **arguments, **static),
         compiled(*given, prompts, **arguments),
@@ -324,11 +323,11 @@ def test_calls_inside_explicit_axes_give_arrays_of_these_axes(folders, tmp_path)
     mesh, rows = mesh_of(2, 2), jax.P("data")
     assert set(mesh.axis_types) == {AxisType.Explicit}
     target, options = load(folders[0], mesh=mesh)[0], dict(max_new_tokens=2)
-    programs = specjax.compile_generate(target, None, batch_size=2, max_length=32)
+    room = specjax.LoopOptions(max_length=32)
+    programs = specjax.compile_generate(target, None, batch_size=2, options=room)
     options |= dict(keys=keys_of(2), temperature=np.zeros(2, np.float32))
     with jax.set_mesh(mesh):
         given = jax.device_put((PROMPT[:2], LENGTHS[:2]), NamedSharding(mesh, rows))
-        room = specjax.LoopOptions(max_length=32)
         state = specjax.init(target, None, given, **options, options=room)
         state = specjax.step(target, None, state)[0]
         outputs = [specjax.generate(target, None, given, **options, options=room)]
@@ -610,8 +609,8 @@ def test_no_kernel_of_a_step_of_decoding_is_left_to_gspmd():
     given = dict(config=options["config"], options=specjax.LoopOptions(implementation=HOPPER))
     given |= dict(keys=keys_of(4), max_new_tokens=9, temperature=np.float32(0.7))
     with jax.sharding.use_abstract_mesh(target.placement.mesh):
-        checked = check_arguments(target, drafter, [[0] * 8] * 4, **given)
-        state = run_prefill.eval_shape(target, drafter, **checked)
+        requests, static = check_arguments(target, drafter, [[0] * 8] * 4, **given)
+        state = run_prefill.eval_shape(target, drafter, requests, options=static)
         traced = run_step.trace(target, drafter, state, **options)
     found = collections.Counter(primitives(traced.jaxpr.jaxpr))
     assert found["pallas_call", True] > 20

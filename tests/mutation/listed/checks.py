@@ -43,8 +43,8 @@ MUTATIONS = (
     ),
     Mutation(
         _PROMPT_IDS,
-        "prompt >= vocab_size",
-        "prompt > vocab_size",
+        "ids >= vocab_size",
+        "ids > vocab_size",
         capacity(_IDS),
         "the first id past the vocabulary is read as a token",
     ),

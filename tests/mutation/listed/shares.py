@@ -91,8 +91,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.devices.placement.call_on_auto_axes",
-        "operands, keywords = _relabel((operands, keywords), own)",
-        "pass",
+        "_relabel(operands, own)",
+        "operands",
         split_models("test_calls_inside_explicit_axes_give_arrays_of_these_axes"),
         "prompts of explicit axes are traced with a model of Auto ones",
     ),
