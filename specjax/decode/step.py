@@ -53,7 +53,7 @@ def run_step(
     implementation: Implementation | None,
     row_buckets: tuple[int, ...] = (),
 ) -> tuple[DecodeState, StepInfo]:
-    """Computes the target's rows, verifies, commits, extends the drafter's state and drafts.
+    """Computes rows, verifies, commits, extends and drafts; returns the next state and the info.
 
     Args:
       target: as in `step`.
@@ -63,9 +63,6 @@ def run_step(
       implementation: a resolved one if the caller named one, else None.
       row_buckets: numbers of drafted tokens, besides 0 and K, for which a step of adaptive K has a
         copy of the target's layers.
-
-    Returns:
-      The state and the info that `step` returns.
     """
     options = StepOptions(config, implementation)
     before, rows = _compute_rows(target, drafter, state, options, row_buckets)
@@ -83,9 +80,9 @@ def _compute_rows(
     options: StepOptions,
     row_buckets: tuple[int, ...],
 ) -> tuple[DecodeState, TargetRows]:
-    """Returns the state with the target's cache, and rows of the last token and the draft.
+    """Returns the state with the target's cache, and the rows of the last token and the draft.
 
-    A draft that another method drew is discarded; of its rows the first is used.
+    A draft that another method drew is discarded, and only the first row is then used.
     """
     taps = () if drafter is None else drafter.taps
 
