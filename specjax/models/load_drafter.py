@@ -124,7 +124,7 @@ def load_drafter(
       folder: with config.json, which says what it is, and model.safetensors.
       target: from `load`, `build` or `split_model`; a head runs on its states. Over devices each
         has the whole draft, as `load(folder, mesh=mesh, replicate=True)` gives a model.
-      dtype: as in `load`; None is the target's for a head that reads taps, which have it.
+      dtype: as in `load`; None is the target's for a head, whose taps have it.
       implementation: of the draft's steps, as in `build`.
 
     Returns:

@@ -154,7 +154,7 @@ def save_dflash(
       >>> load_dflash(folder, "float32", num_target_layers=4)[1].taps
       (1, 2)
     """
-    own = {
+    fields = {
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id,
@@ -165,7 +165,7 @@ def save_dflash(
         params,
         config,
         _entries(config),
-        own,
+        fields,
         architecture="DFlashSpeculator",
         dtype=dtype,
         verifier=verifier,

@@ -168,7 +168,7 @@ def save_eagle3(
             "format of speculators has neither."
         )
     size = config.target_hidden_size
-    own = {
+    fields = {
         "target_hidden_size": None if size == config.layer.hidden_size else size,
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
         **{name: getattr(config, name) for name in _WRITTEN_FLAGS},
@@ -178,7 +178,7 @@ def save_eagle3(
         params,
         config,
         _entries(config),
-        own,
+        fields,
         architecture="Eagle3Speculator",
         dtype=dtype,
         verifier=verifier,

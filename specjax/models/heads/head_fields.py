@@ -246,7 +246,7 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
 
 
 def refuse_unknown(
-    fields: dict[str, Any], source: str, kind: str, own: Known, nested: Mapping[str, Known]
+    fields: dict[str, Any], source: str, kind: str, known: Known, nested: Mapping[str, Known]
 ) -> None:
     """Refuses a field that the head may depend on and that nothing reads.
 
@@ -254,20 +254,20 @@ def refuse_unknown(
       fields: the parsed JSON.
       source: names the file in an error.
       kind: of the head with its article, for people.
-      own: fields at the top level that this kind of head reads.
+      known: fields at the top level that this kind of head reads.
       nested: objects at the top level, and their fields.
 
     Raises:
       ValueError: for the first such field, by name.
 
     Example:
-      >>> own = {"block_size": ANY, "is_causal": (False,)}
-      >>> refuse_unknown({"block_size": 4, "is_causal": False}, "config.json", "a head", own, {})
-      >>> refuse_unknown({"is_causal": True}, "config.json", "a head", own, {})
+      >>> known = {"block_size": ANY, "is_causal": (False,)}
+      >>> refuse_unknown({"block_size": 4, "is_causal": False}, "config.json", "a head", known, {})
+      >>> refuse_unknown({"is_causal": True}, "config.json", "a head", known, {})
       Traceback (most recent call last):
         ...
       ValueError: config.json has is_causal True; a head needs it to be False or absent.
-      >>> refuse_unknown({"markov_rank": 256}, "config.json", "a head", own, {})
+      >>> refuse_unknown({"markov_rank": 256}, "config.json", "a head", known, {})
       Traceback (most recent call last):
         ...
       ValueError: config.json has markov_rank 256, which is not read and may change what a head \
@@ -276,13 +276,13 @@ drafts; it needs to be null or absent.
     layer, place = fields, ""
     if fields.get("speculators_model_type") is not None:
         layer, place = fields.get("transformer_layer_config") or {}, "transformer_layer_config."
-        _refuse(fields, source, kind, "", {**_HARMLESS, **own, "transformer_layer_config": ANY})
-        own = {}
-    _refuse(layer, source, kind, place, {**_HARMLESS, **_LAYER, **own})
+        _refuse(fields, source, kind, "", {**_HARMLESS, **known, "transformer_layer_config": ANY})
+        known = {}
+    _refuse(layer, source, kind, place, {**_HARMLESS, **_LAYER, **known})
     for name in ("rope_scaling", "rope_parameters"):
         _refuse(layer.get(name), source, kind, f"{place}{name}.", _ROPE)
-    for name, known in {"speculators_config": _SPECULATION, **nested}.items():
-        _refuse(fields.get(name), source, kind, f"{name}.", known)
+    for name, inner in {"speculators_config": _SPECULATION, **nested}.items():
+        _refuse(fields.get(name), source, kind, f"{name}.", inner)
 
 
 def _refuse(fields: Any, source: str, kind: str, place: str, known: Known) -> None:
@@ -292,11 +292,11 @@ def _refuse(fields: Any, source: str, kind: str, place: str, known: Known) -> No
         # transformers writes false, 0 or null for what a model does not use.
         if value is None or allowed is ANY or value in allowed or (not value and not allowed):
             continue
-        said = f"{source} has {place}{name} {quote(value)}"
+        field = f"{source} has {place}{name} {quote(value)}"
         if allowed:
-            raise ValueError(f"{said}; {kind} needs it to be {allowed[0]!r} or absent.")
+            raise ValueError(f"{field}; {kind} needs it to be {allowed[0]!r} or absent.")
         raise ValueError(
-            f"{said}, which is not read and may change what {kind} drafts; it needs to be null or "
+            f"{field}, which is not read and may change what {kind} drafts; it needs to be null or "
             "absent."
         )
 
@@ -320,7 +320,7 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
     In `eagle_config` and in DeepSpec's and DFlash's `target_layer_ids` a layer's id stands for its
     output, as SGLang reads it. At the top level `speculators` counts layers.
     """
-    found = {}
+    taps_by_place = {}
     for path, name, offset in _TAP_SOURCES:
         place = fields
         for key in path:
@@ -333,24 +333,24 @@ def _read_taps(fields: _Fields, source: str) -> tuple[int, ...] | None:
             raise ValueError(
                 f"{source} has {where} {quote(ids)}; it needs to be a list of layer ids."
             )
-        found[where] = tuple(i + offset for i in ids)
-    if len(set(found.values())) > 1:
+        taps_by_place[where] = tuple(i + offset for i in ids)
+    if len(set(taps_by_place.values())) > 1:
         raise ValueError(
-            f"{source} names the tapped layers in {' and '.join(found)}, which differ: after "
-            f"{' and '.join(quote(list(taps)) for taps in found.values())} layers. Remove "
-            "one."
+            f"{source} names the tapped layers in {' and '.join(taps_by_place)}, which differ: "
+            f"after {' and '.join(quote(list(taps)) for taps in taps_by_place.values())} layers. "
+            "Remove one."
         )
-    return next(iter(found.values()), None)
+    return next(iter(taps_by_place.values()), None)
 
 
 def _read_k(speculation: _Fields, source: str) -> int | None:
     """Returns `speculative_tokens` of the default method of proposing."""
     methods = speculation.get("proposal_methods")
-    wanted = speculation.get("default_proposal_method")
     methods = methods if isinstance(methods, list) else []
     methods = [method for method in methods if isinstance(method, dict)]
-    named = [method for method in methods if method.get("proposal_type") == wanted]
-    k = next((method.get("speculative_tokens") for method in named or methods), None)
+    name = speculation.get("default_proposal_method")
+    defaults = [method for method in methods if method.get("proposal_type") == name]
+    k = next((method.get("speculative_tokens") for method in defaults or methods), None)
     if k is not None and (type(k) is not int or k < 1):
         raise ValueError(
             f"{source} has speculative_tokens {quote(k)}; it needs to be an integer >= 1."

@@ -176,11 +176,13 @@ def open_head(
       ValueError: if the folder is of another kind, or config.json asks for something unsupported.
     """
     fields, source = _read_config(folder)
-    found = _kind_of(fields, source)
-    if found != kind:
-        raise ValueError(f"{folder} holds a {found}; load_{kind} reads the folder of {title}.")
-    kept = {name: value for name, value in fields.items() if name not in not_of_layer}
-    return read_head_fields(kept, source)._replace(fields=fields, nested=nested)
+    actual_kind = _kind_of(fields, source)
+    if actual_kind != kind:
+        raise ValueError(
+            f"{folder} holds a {actual_kind}; load_{kind} reads the folder of {title}."
+        )
+    layer_fields = {name: fields[name] for name in fields if name not in not_of_layer}
+    return read_head_fields(layer_fields, source)._replace(fields=fields, nested=nested)
 
 
 # Tensors of a head that has tables of its own.
