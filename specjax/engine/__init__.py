@@ -7,12 +7,9 @@
     read      -> while the next step runs, the host gives each request its tokens and empties slots
 
 `engine` is the public class, and the file to open first. `slots` holds the device's part, pure
-functions of a `DecodeState` whose requests are slots; `slot_data` is what goes in and out. `rows`
-takes one request's row out of such a state and puts one in. `programs` binds the functions to an
-engine, `slot_settings` holds what it was made with, and `start` compiles it.
-`scheduler` is the host's part, `waiting_queue` its queue, and `group` what waits there.
-`submission` checks what a request asks for, and `request` is what it gets. `stop_strings` makes
-text. `interrupts` delays those that would leave slots half changed.
+functions of a `DecodeState` whose requests are slots. `programs` binds them to an engine and
+compiles them. `scheduler` is the host's part, and `queue` holds what waits for it. `submission`
+checks what a request asks for, and `request` is what it gets. `stop_strings` makes text.
 
 Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `S` `max_length`.
 """

@@ -1,7 +1,8 @@
 """The device's part: pure functions of a state of slots and of the row of a prompt being read."""
 
 import functools
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,13 @@ import jax.numpy as jnp
 from specjax.config import SpeculativeConfig
 from specjax.decode.adaptive_k import init_history
 from specjax.decode.drafters import Drafter
-from specjax.decode.logprobs import empty_logprobs
-from specjax.decode.metrics import init_metrics
+from specjax.decode.logprobs import TopLogprobs, empty_logprobs
+from specjax.decode.metrics import Metrics, init_metrics
 from specjax.decode.options import StaticOptions
 from specjax.decode.prefill import run_prefill
 from specjax.decode.state import DecodeState, RequestBatch, Settings
 from specjax.decode.step import run_step
 from specjax.decode.target_step import apply_model, count_drafted, count_rows
-from specjax.engine.rows import put_beginning, put_row, take_row
-from specjax.engine.slot_data import PromptRow, RequestSettings, StepOutput
 from specjax.implementation import Implementation
 from specjax.processing.grammar import start_states
 from specjax.processing.sampling_params import SamplingParams
@@ -25,20 +24,208 @@ from specjax.processing.token_counts import count_committed
 from specjax.types import Model
 
 __all__ = [
+    "PromptRow",
+    "RequestSettings",
+    "StepOutput",
     "admit",
     "empty_slots",
+    "find_axes",
     "grow_row",
     "new_row",
     "prefill_chunk",
     "put",
+    "put_beginning",
+    "put_row",
     "release",
+    "row_bytes",
+    "state_axes",
     "step_slots",
     "take",
+    "take_row",
 ]
 
-_State = TypeVar("_State", DecodeState, PromptRow)
+_State = TypeVar("_State")
+# Of a leaf that all requests share.
+_SHARED = -1
 # The `finish` of a slot that no request is in, and of one that was taken from its request.
 _VACANT = -1
+
+
+class PromptRow(NamedTuple):
+    """What the models know of a prompt while it is read: states of a batch of one, or of several.
+
+    Attributes:
+      target_cache: the target's cache.
+      drafter_state: the drafter's state, None without a drafter.
+    """
+
+    target_cache: Any
+    drafter_state: Any
+
+
+class RequestSettings(NamedTuple):
+    """What a request asks for, as data.
+
+    Attributes:
+      key: typed threefry key, ().
+      sample: i32, the index of a sample, folded into the key; -1 folds nothing.
+      temperature: f32.
+      prompt_length: i32.
+      max_length: i32, committed tokens at which the request ends.
+      stop_token_ids: i32[E], tokens that end the request, filled up with -2.
+      sampling: `SamplingParams` of one request without a batch axis, or None.
+    """
+
+    key: jax.Array
+    sample: Any
+    temperature: Any
+    prompt_length: Any
+    max_length: Any
+    stop_token_ids: Any
+    sampling: SamplingParams | None
+
+
+class StepOutput(NamedTuple):
+    """What a step committed, for the host.
+
+    Attributes:
+      token_ids: i32[B, K + 1], of which the first `num_tokens` of a request are new.
+      num_tokens: i32[B], tokens that each request gained.
+      logprobs: f32[B, K + 1].
+      origins: i8[B, K + 1].
+      finish: i8[B], as in `DecodeState`; negative for an empty slot.
+      metrics: `Metrics` of the requests so far.
+      top_logprobs: `TopLogprobs` [B, K + 1, ...], or None.
+      drafted: i32[B, K], the pending draft, -1 after its end; None unless a host masks rows.
+    """
+
+    token_ids: jax.Array
+    num_tokens: jax.Array
+    logprobs: jax.Array
+    origins: jax.Array
+    finish: jax.Array
+    metrics: Metrics
+    top_logprobs: TopLogprobs | None
+    drafted: jax.Array | None
+
+
+def find_axes(make: Callable[[int], Any], name: str) -> Any:
+    """Returns the axis of each leaf of `make(batch_size)` that holds the requests.
+
+    Args:
+      make: returns a pytree of arrays for a batch size; it is traced, and nothing is made.
+      name: of the pytree, for the error.
+
+    Returns:
+      The pytree with an int for each leaf.
+
+    Raises:
+      ValueError: for a leaf with no such axis. A row of it cannot be given to another request.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> find_axes(lambda size: (jnp.zeros((4, size, 9)), jnp.zeros(size)), "the cache")
+      (1, 0)
+    """
+    small, large = (jax.eval_shape(lambda size=size: make(size)) for size in (2, 3))
+
+    def axis_of(one: Any, other: Any) -> int:
+        pairs = enumerate(zip(one.shape, other.shape, strict=True))
+        axes = [axis for axis, sizes in pairs if sizes == (2, 3)]
+        if len(axes) != 1:
+            raise ValueError(
+                f"{name} has a leaf of shape {one.shape} for two requests and {other.shape} for "
+                "three; an engine gives one request's row to the next, so each leaf needs one axis "
+                "of the batch size."
+            )
+        return axes[0]
+
+    return jax.tree.map(axis_of, small, large)
+
+
+def state_axes(state: DecodeState, cache_axes: Any, drafter_axes: Any) -> tuple[int, ...]:
+    """Returns the axis of each leaf of a state that holds the requests; hashable, so static.
+
+    Args:
+      state: of arrays or of their shapes.
+      cache_axes: of the target's cache, from `find_axes`.
+      drafter_axes: of the drafter's state.
+    """
+    axes = jax.tree.map(lambda _: 0, state)
+    names = ("conditional_rates", "k_by_rate")
+    shared: dict[str, Any] = {
+        name: _SHARED for name in names if getattr(axes.settings, name) is not None
+    }
+    sampling = axes.settings.sampling
+    if sampling is not None:
+        grammar = jax.tree.map(lambda _: _SHARED, sampling.grammar)
+        shared["sampling"] = sampling._replace(grammar=grammar)
+    draft = axes.draft
+    if draft.token_map is not None:
+        draft = draft._replace(token_map=_SHARED)
+    axes = axes._replace(
+        target_cache=cache_axes,
+        drafter_state=drafter_axes,
+        draft=draft,
+        settings=axes.settings._replace(**shared),
+    )
+    return tuple(jax.tree.leaves(axes))
+
+
+def take_row(state: _State, axes: tuple[int, ...], slot: jax.Array) -> _State:
+    """Returns the state of the request in a slot: a batch of one."""
+    leaves, structure = jax.tree.flatten(state)
+
+    def take(leaf: jax.Array, axis: int) -> jax.Array:
+        return leaf if axis == _SHARED else jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis)
+
+    return jax.tree.unflatten(structure, map(take, leaves, axes))
+
+
+def put_row(state: _State, row: _State, axes: tuple[int, ...], slot: jax.Array) -> _State:
+    """Returns the state with the request of a batch of one in a slot.
+
+    Args:
+      state: of all slots.
+      row: of one request; what all requests share is not read.
+      axes: from `state_axes`.
+      slot: i32.
+    """
+    leaves, structure = jax.tree.flatten(state)
+
+    def put(leaf: jax.Array, value: jax.Array, axis: int) -> jax.Array:
+        if axis == _SHARED:
+            return leaf
+        return jax.lax.dynamic_update_slice_in_dim(leaf, value, slot, axis)
+
+    return jax.tree.unflatten(structure, map(put, leaves, jax.tree.leaves(row), axes))
+
+
+def put_beginning(whole: _State, part: _State) -> _State:
+    """Returns a pytree of arrays with another, of a shorter length, at the beginning of each leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> put_beginning([jnp.zeros((1, 4)), jnp.zeros(2)], [jnp.ones((1, 2)), jnp.ones(2)])
+      [Array([[1., 1., 0., 0.]], dtype=float32), Array([1., 1.], dtype=float32)]
+    """
+
+    def put(leaf: jax.Array, value: jax.Array) -> jax.Array:
+        if leaf.shape == value.shape:
+            return value
+        return jax.lax.dynamic_update_slice(leaf, value, (0,) * leaf.ndim)
+
+    return jax.tree.map(put, whole, part)
+
+
+def row_bytes(state: Any, axes: tuple[int, ...]) -> int:
+    """Returns how many bytes of a state belong to one request."""
+    leaves = zip(jax.tree.leaves(state), axes, strict=True)
+    return sum(
+        leaf.size * leaf.dtype.itemsize // leaf.shape[axis]
+        for leaf, axis in leaves
+        if axis != _SHARED
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("size", "max_length", "config", "implementation"))

@@ -10,7 +10,7 @@ from specjax.checks import as_array, check_count, check_keys, parse_array, parse
 from specjax.decode.capacity import pad_eos
 from specjax.decode.matchers import MatchedText, Matcher
 from specjax.engine.request import FinishReason, Request
-from specjax.engine.slot_data import RequestSettings
+from specjax.engine.slots import RequestSettings
 from specjax.engine.stop_strings import StoppedText, check_stop
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 

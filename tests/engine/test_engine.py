@@ -21,11 +21,11 @@ import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.metrics import Metrics
 from specjax.engine import slots
+from specjax.engine.engine import choose_drafts
 from specjax.engine.programs import _batch_programs as batch_programs
+from specjax.engine.programs import devices_of, explain_slots_out_of_memory, warm_up
 from specjax.engine.request import Request
-from specjax.engine.slot_data import StepOutput
-from specjax.engine.slot_settings import choose_drafts
-from specjax.engine.start import devices_of, explain_slots_out_of_memory, warm_up
+from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
 from specjax.engine.submission import read_submission
 

@@ -16,8 +16,8 @@ import pytest
 import specjax
 from benchmarks.cpu import soak
 from specjax.engine import scheduler
-from specjax.engine.interrupts import delayed_interrupts
 from specjax.engine.request import Request
+from specjax.engine.scheduler import delayed_interrupts
 
 V = 4
 MODEL = bigrams.model(bigrams.pair(V, seed=1)[0])

@@ -14,7 +14,7 @@ from specjax import Finish, RowMasks, SamplingParams, SpeculativeConfig
 from specjax.contrib.grammars import llguidance_matchers
 from specjax.contrib.grammars.json_schema import schema_pattern
 from specjax.contrib.grammars.schema_references import inline_references
-from specjax.engine.slot_settings import read_masks
+from specjax.engine.engine import read_masks
 from specjax.engine.submission import EngineOptions, read_submission
 from specjax.markov_chain import markov_chain
 from specjax.processing.token_bytes import token_bytes

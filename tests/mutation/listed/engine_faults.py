@@ -18,7 +18,7 @@ _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 
 MUTATIONS = (
     Mutation(
-        f"{_ENGINE}waiting_queue.WaitingQueue.put_first",
+        f"{_ENGINE}queue.WaitingQueue.put_first",
         "self._groups.appendleft(group)",
         "self._groups.append(group)",
         engines("test_a_preempted_request_goes_on_before_those_that_wait"),
@@ -46,7 +46,7 @@ MUTATIONS = (
         "a step that was half read adds its tokens twice",
     ),
     Mutation(
-        f"{_ENGINE}group.PromptGroup.read_chunk",
+        f"{_ENGINE}queue.PromptGroup.read_chunk",
         "self.row = programs.prefill_chunk(row, *self.next_chunk(programs.chunk_size))\n"
         "        self.count_read(programs.chunk_size)",
         "chunk = self.next_chunk(programs.chunk_size)\n"
@@ -56,7 +56,7 @@ MUTATIONS = (
         "a chunk counts as read before a program has it",
     ),
     Mutation(
-        f"{_ENGINE}group.ParkedRequest.read_chunk",
+        f"{_ENGINE}queue.ParkedRequest.read_chunk",
         "self.row = programs.prefill_target_chunk(self.row, *chunk)\n"
         "        self._num_read += programs.chunk_size",
         "self._num_read += programs.chunk_size\n"
@@ -65,7 +65,7 @@ MUTATIONS = (
         "a chunk of a preempted request counts as read before a program has it",
     ),
     Mutation(
-        f"{_ENGINE}group.PrefillBatch.read",
+        f"{_ENGINE}queue.PrefillBatch.read",
         "        self._rows = self._batch.prefill(self._rows, token_ids, positions)\n"
         "        for group in lent:\n"
         "            group.count_read(self._batch.num_tokens)\n",
@@ -76,7 +76,7 @@ MUTATIONS = (
         "chunks of a batch count as read before a program has them",
     ),
     Mutation(
-        f"{_ENGINE}group.PrefillBatch.give_back",
+        f"{_ENGINE}queue.PrefillBatch.give_back",
         "            row = self._batch.take(self._rows, np.int32(index))\n"
         "            self._groups.pop(index).set_row(row, self._programs.row_lengths[0])",
         "            lent = self._groups.pop(index)\n"
@@ -86,14 +86,14 @@ MUTATIONS = (
         "a prompt leaves its batch without its row",
     ),
     Mutation(
-        f"{_ENGINE}group._next_chunk",
+        f"{_ENGINE}queue._next_chunk",
         "max(0, min(chunk_size, end - begin))",
         "min(chunk_size, end - begin)",
         soaks(_MOVED),
         "a prompt that is read, and could not leave its batch, has chunks of fewer than no tokens",
     ),
     Mutation(
-        f"{_ENGINE}group.PromptGroup.put",
+        f"{_ENGINE}queue.PromptGroup.put",
         "self.waiting[0]",
         "self.waiting.popleft()",
         soaks(_MOVED),
@@ -135,7 +135,7 @@ MUTATIONS = (
         "coroutines read a step of an engine that was closed meanwhile",
     ),
     Mutation(
-        f"{_ENGINE}waiting_queue.WaitingQueue._check_room",
+        f"{_ENGINE}queue.WaitingQueue._check_room",
         "self.check_open()",
         "",
         faults("test_a_queue_that_is_closed_meanwhile_takes_no_request"),
@@ -177,7 +177,7 @@ MUTATIONS = (
         "the device decodes on for a request that the host ended",
     ),
     Mutation(
-        f"{_ENGINE}group.ParkedRequest.is_read",
+        f"{_ENGINE}queue.ParkedRequest.is_read",
         "self._committed()[1] - 1",
         "self._committed()[1] - 2",
         engines("test_a_preempted_request_gets_the_same_tokens[True]"),
@@ -198,7 +198,7 @@ MUTATIONS = (
         "a request begins in the state of the grammar in which the one before it ended",
     ),
     Mutation(
-        f"{_ENGINE}interrupts.delayed_interrupts",
+        f"{_ENGINE}scheduler.delayed_interrupts",
         "calls.callback(handlers[number], number, frame)",
         "pass",
         engines("test_an_interrupt_waits_until_slots_and_requests_are_whole"),
