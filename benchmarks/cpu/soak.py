@@ -145,7 +145,7 @@ def make_models() -> tuple[Any, Any]:
 
 def make_engine(num_slots: int, faults: Faults) -> specjax.Engine:
     """An engine whose requests choose K by their past; its short prompts are read together."""
-    with mock.patch.multiple("specjax.engine.programs", _LEAST_CHUNK=1, _LEAST_ROW=LENGTH // 2):
+    with mock.patch.multiple("specjax.engine.programs", _MIN_CHUNK=1, _MIN_ROW=LENGTH // 2):
         engine = specjax.Engine(
             *make_models(),
             # One to three tokens, by the rate of a request.

@@ -37,7 +37,7 @@ from specjax.cli.streams import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.decode.compile.cache_folder import command_folder, enable_compilation_cache
-from specjax.engine.request import STOPS, describe
+from specjax.engine.request import PROGRAM_EXITS, describe
 from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["main"]
@@ -301,7 +301,7 @@ def _run_and_flush(argv: list[str] | None) -> int:
         return print_error(ValueError(f"the output cannot be written: {error.strerror}."), 1)
     except BaseException as error:
         # A panic of Rust, in which tokenizers are written, is no Exception.
-        if isinstance(error, (Exception, *STOPS)):
+        if isinstance(error, (Exception, *PROGRAM_EXITS)):
             raise
         return print_error(RuntimeError(describe(error)), 1)
     finally:

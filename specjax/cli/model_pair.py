@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from specjax import models
 from specjax.cli.mesh_arguments import load_options
 from specjax.decode.drafters import Drafter, model_drafter, ngram_drafter
-from specjax.engine.request import STOPS
+from specjax.engine.request import PROGRAM_EXITS
 from specjax.file_io import shorten
 from specjax.types import Model
 
@@ -216,7 +216,7 @@ def encode_prompt(
     try:
         ids, warning = encode_text(pair.tokenizer, text, chat=chat)
     except BaseException as error:  # The library raises a bare Exception, or panics.
-        if isinstance(error, STOPS):
+        if isinstance(error, PROGRAM_EXITS):
             raise
         raise ValueError(
             f"the target's tokenizer cannot read the prompt ({shorten(error)})."

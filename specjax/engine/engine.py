@@ -29,17 +29,17 @@ from specjax.engine.queue import make_group
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.submission import (
-    MOST_STOP_IDS,
-    EngineOptions,
+    MAX_STOP_IDS,
+    EngineLimits,
+    check_request,
     make_request,
     parse_defaults,
-    read_submission,
 )
 from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["Engine", "choose_drafts", "read_masks", "slot_settings"]
+__all__ = ["Engine", "resolve_speculation", "all_allowed_masks", "slot_settings"]
 
 
 class Engine:
@@ -122,7 +122,7 @@ class Engine:
         why = "the requests that wait for a slot"
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
-        drafter, config, k_by_rate = choose_drafts(drafter, config, num_slots, k_by_load)
+        drafter, config, k_by_rate = resolve_speculation(drafter, config, num_slots, k_by_load)
         requests, static = check_arguments(
             target,
             drafter,
@@ -150,12 +150,14 @@ class Engine:
         self.num_slots, self.max_length = num_slots, max_length
         self.slot_bytes = programs.slot_bytes
         num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
-        all_allowed = read_masks(takes_matchers, defaults, num_slots, num_rows, programs.vocab_size)
+        all_allowed = all_allowed_masks(
+            takes_matchers, defaults, num_slots, num_rows, programs.vocab_size
+        )
         takes = all_allowed is not None
-        self._options = EngineOptions(max_length, programs.vocab_size, defaults, tokenizer, takes)
-        needed = self.slot_bytes, num_slots, max_length, programs.num_prompt_slots
+        self._options = EngineLimits(max_length, programs.vocab_size, defaults, tokenizer, takes)
+        needed = self.slot_bytes, num_slots, max_length, programs.prefill_slots
         with explain_slots_out_of_memory(devices_of(target), *needed):
-            any_request = read_submission([0, 0], self._options, key=keys[0])
+            any_request = check_request([0, 0], self._options, key=keys[0])
             slots = warm_up(programs, any_request.settings, all_allowed)
         self._scheduler = Scheduler(programs, slots, all_allowed, max_waiting)
 
@@ -257,12 +259,12 @@ class Engine:
         self, prompt_token_ids: Any, num_samples: int | None, **values: Any
     ) -> list[Request]:
         scheduler, count = self._scheduler, num_samples or 1
-        given = read_submission(prompt_token_ids, self._options, **values)
+        checked = check_request(prompt_token_ids, self._options, **values)
         scheduler.check_room(count)
         run = scheduler.take_step, scheduler.take_step_async
-        requests = [make_request(given, self._options, *run) for _ in range(count)]
+        requests = [make_request(checked, self._options, *run) for _ in range(count)]
         if any(request.finish_reason is None for request in requests):
-            scheduler.enqueue(make_group(given, requests, is_sampled=num_samples is not None))
+            scheduler.enqueue(make_group(checked, requests, is_sampled=num_samples is not None))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -347,7 +349,7 @@ class Engine:
         return self._scheduler.num_occupied / num_slots if num_slots else 0.0
 
 
-def choose_drafts(
+def resolve_speculation(
     drafter: Drafter | None,
     config: SpeculativeConfig | None,
     num_slots: int,
@@ -394,10 +396,10 @@ def slot_settings(settings: Settings, defaults: SamplingParams | None, k_by_rate
     Args:
       settings: of a batch of as many requests, checked.
       defaults: from `parse_defaults`.
-      k_by_rate: from `choose_drafts`.
+      k_by_rate: from `resolve_speculation`.
     """
     num_slots = settings.prompt_lengths.shape[0]
-    no_stop_ids: Any = pad_eos(np.zeros(0, np.int32), MOST_STOP_IDS)
+    no_stop_ids: Any = pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS)
     given: dict[str, Any] = {
         "temperature": np.ones(num_slots, np.float32),
         "eos_token_ids": np.tile(no_stop_ids, (num_slots, 1)),
@@ -407,7 +409,7 @@ def slot_settings(settings: Settings, defaults: SamplingParams | None, k_by_rate
     return settings._replace(**given)
 
 
-def read_masks(
+def all_allowed_masks(
     takes_matchers: bool,
     defaults: SamplingParams | None,
     num_slots: int,

@@ -37,12 +37,12 @@ __all__ = [
 ]
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
-_LEAST_ROW = 512
+_MIN_ROW = 512
 # Prompts that are read before a slot is empty, without a batch. Each takes the memory of a slot.
-_AHEAD = 2
+_PREFILL_AHEAD = 2
 # Prompts that a CPU reads at once, and the least chunk where it does. A shorter one, and one of
 # bfloat16, has other last bits alone than in a batch.
-_MOST_PROMPTS, _LEAST_CHUNK = 16, 64
+_MAX_PROMPTS, _MIN_CHUNK = 16, 64
 
 
 class BatchPrograms(NamedTuple):
@@ -106,18 +106,20 @@ class Programs(NamedTuple):
     vocab_size: int
 
     @property
-    def num_ahead(self) -> int:
+    def prefill_depth(self) -> int:
         """Prompts that are read before a slot is empty, or are being read.
 
         While so many are unread that they fill a batch, half as many wait that are read.
         """
-        return _AHEAD if self.batch is None else self.batch.size + self.batch.size // 2
+        return _PREFILL_AHEAD if self.batch is None else self.batch.size + self.batch.size // 2
 
     @property
-    def num_prompt_slots(self) -> float:
+    def prefill_slots(self) -> float:
         """How many slots' bytes prompts take that are being read."""
         # Rows of the batch, those read ahead for it, and an empty one.
-        num_rows = 0 if self.batch is None else self.batch.size + self.num_ahead - _AHEAD + 1
+        num_rows = (
+            0 if self.batch is None else self.batch.size + self.prefill_depth - _PREFILL_AHEAD + 1
+        )
         # Two more rows, one of which grows out of one of half its length.
         return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
 
@@ -237,8 +239,8 @@ def _batch_programs(
     A CPU reads the weights from memory once for all of them, and less padding: pieces are short. On
     a GPU, rows of other prompts would change a prompt's last bits.
     """
-    size = min(_MOST_PROMPTS, num_slots // 4)
-    if size < 2 or chunk_size < _LEAST_CHUNK or jax.default_backend() != "cpu":
+    size = min(_MAX_PROMPTS, num_slots // 4)
+    if size < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":
         return None
     row = jax.eval_shape(functools.partial(new_row, max_length=row_length))
     if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(row)):
@@ -267,7 +269,7 @@ def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
       ((625, 1250, 2500), (1250, 2500), (1000,))
     """
     lengths = [max_length]
-    while (half := -(-lengths[0] // 2)) >= max(_LEAST_ROW, chunk_size):
+    while (half := -(-lengths[0] // 2)) >= max(_MIN_ROW, chunk_size):
         lengths.insert(0, half)
     return tuple(lengths)
 
@@ -292,7 +294,7 @@ def explain_slots_out_of_memory(
     slot_bytes: int,
     num_slots: int,
     max_length: int,
-    num_prompt_slots: float,
+    prefill_slots: float,
 ) -> Iterator[None]:
     """Refuses slots that the devices have no room for, before or when they are made.
 
@@ -301,15 +303,15 @@ def explain_slots_out_of_memory(
       slot_bytes: of one slot.
       num_slots: B.
       max_length: S.
-      num_prompt_slots: how many slots' bytes prompts take that are being read.
+      prefill_slots: how many slots' bytes prompts take that are being read.
 
     Raises:
       MemoryError: with the bytes of a slot.
     """
-    needed = int(slot_bytes * (num_slots + num_prompt_slots))
+    needed = int(slot_bytes * (num_slots + prefill_slots))
     error = MemoryError(
         f"The device has no room for {num_slots} slots: each takes {format_bytes(slot_bytes)} at "
-        f"max_length {max_length}, and prompts that are read {num_prompt_slots:.1f} more, "
+        f"max_length {max_length}, and prompts that are read {prefill_slots:.1f} more, "
         f"{format_bytes(needed)} together. Fewer num_slots or a smaller max_length take less."
     )
     # None on a CPU, whose allocator says only when it is asked.

@@ -13,9 +13,16 @@ from specjax.decode.state import DecodeState
 from specjax.engine.programs import BatchPrograms, Programs
 from specjax.engine.request import Request
 from specjax.engine.slots import PromptRow, RequestSettings
-from specjax.engine.submission import Submission
+from specjax.engine.submission import CheckedRequest
 
-__all__ = ["ParkedRequest", "PrefillBatch", "PromptGroup", "Waiting", "WaitingQueue", "make_group"]
+__all__ = [
+    "ParkedRequest",
+    "PrefillBatch",
+    "PromptGroup",
+    "QueueEntry",
+    "WaitingQueue",
+    "make_group",
+]
 
 
 class PromptGroup:
@@ -50,15 +57,15 @@ class PromptGroup:
     def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the models computed something."""
         end = self._num_tokens - 1
-        row = self._row_for(programs, min(self._num_read + programs.chunk_size, end))
-        if not self.num_left:
+        row = self._grow_row(programs, min(self._num_read + programs.chunk_size, end))
+        if not self.num_unread:
             return False
         self.row = programs.prefill_chunk(row, *self.next_chunk(programs.chunk_size))
         self.count_read(programs.chunk_size)
         return True
 
     @property
-    def num_left(self) -> int:
+    def num_unread(self) -> int:
         """Tokens that the models have not read: all but the prompt's last."""
         return max(0, self._num_tokens - 1 - self._num_read)
 
@@ -79,7 +86,7 @@ class PromptGroup:
         """Returns the arrays that this object holds on the device."""
         return self.row
 
-    def set_row(self, row: PromptRow | None, length: int) -> None:
+    def attach_row(self, row: PromptRow | None, length: int) -> None:
         """Sets the row; None while a batch has it.
 
         Args:
@@ -88,7 +95,7 @@ class PromptGroup:
         """
         self.row, self._row_length = row, length
 
-    def _row_for(self, programs: Programs, num_tokens: int) -> PromptRow:
+    def _grow_row(self, programs: Programs, num_tokens: int) -> PromptRow:
         """Returns the row, with room for the tokens and perhaps for as many again."""
         length = next(length for length in programs.row_lengths if length >= num_tokens)
         if self.row is None:
@@ -106,18 +113,20 @@ class PromptGroup:
         return slots, request
 
 
-def make_group(given: Submission, requests: list[Request], *, is_sampled: bool) -> PromptGroup:
+def make_group(
+    checked: CheckedRequest, requests: list[Request], *, is_sampled: bool
+) -> PromptGroup:
     """Returns the group of one submission's requests.
 
     Args:
-      given: the submission.
+      checked: the submission.
       requests: one, or its samples.
       is_sampled: whether each has a key of its own, with its index folded in.
     """
     each = [np.int32(index if is_sampled else -1) for index in range(len(requests))]
-    settings = (given.settings._replace(sample=sample) for sample in each)
+    settings = (checked.settings._replace(sample=sample) for sample in each)
     waiting = dict(zip(requests, settings, strict=True))
-    return PromptGroup(given.padded, given.token_ids.size, waiting)
+    return PromptGroup(checked.padded, checked.token_ids.size, waiting)
 
 
 class ParkedRequest:
@@ -181,7 +190,7 @@ class ParkedRequest:
         return programs.resume(slots, parked, np.int32(slot)), self.waiting[0]
 
 
-Waiting = PromptGroup | ParkedRequest
+QueueEntry = PromptGroup | ParkedRequest
 
 
 class PrefillBatch:
@@ -202,18 +211,18 @@ class PrefillBatch:
         self.num_chunks = -(-batch.size * batch.num_tokens // programs.chunk_size)
         self._groups: dict[int, PromptGroup] = {}
 
-    def read(self, unread: Sequence[Waiting], most_chunks: int | None) -> bool:
+    def read(self, unread: Sequence[QueueEntry], max_chunks: int | None) -> bool:
         """Reads the next tokens of as many prompts as the batch has rows; returns whether it did.
 
         Args:
           unread: what is to be read, the first first.
-          most_chunks: in which the first is to be read, as a slot is empty; or None.
+          max_chunks: in which the first is to be read, as a slot is empty; or None.
         """
         first = unread[0]
         if not self._takes(first):
             return False
-        num_readings = -(-first.num_left // self._batch.num_tokens)
-        if most_chunks is not None and num_readings * self.num_chunks > most_chunks:
+        num_readings = -(-first.num_unread // self._batch.num_tokens)
+        if max_chunks is not None and num_readings * self.num_chunks > max_chunks:
             return False
         size, lent = self._batch.size, self._groups.values()
         others = [group for group in unread if self._takes(group) and group not in lent]
@@ -223,7 +232,7 @@ class PrefillBatch:
         for index, group in zip(free, others, strict=False):
             row = self._empty_row if group.row is None else group.row
             self._rows = self._batch.put(self._rows, row, np.int32(index))
-            group.set_row(None, 0)
+            group.attach_row(None, 0)
             self._groups[index] = group
         chunks = [self._groups[i].next_chunk(self._batch.num_tokens) for i in range(size)]
         token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
@@ -231,8 +240,8 @@ class PrefillBatch:
         for group in lent:
             group.count_read(self._batch.num_tokens)
         for group in tuple(lent):
-            if not group.num_left:
-                self.give_back(group)
+            if not group.num_unread:
+                self.detach_group(group)
         return True
 
     @property
@@ -244,16 +253,18 @@ class PrefillBatch:
         """Lets prompts go that no request waits for any more."""
         self._groups = {i: group for i, group in self._groups.items() if group.waiting}
 
-    def _takes(self, group: Waiting) -> TypeGuard[PromptGroup]:
+    def _takes(self, group: QueueEntry) -> TypeGuard[PromptGroup]:
         """Returns whether something of a prompt is to be read that has room in a row."""
-        return isinstance(group, PromptGroup) and group.num_left > 0 and group.fits(self._programs)
+        return (
+            isinstance(group, PromptGroup) and group.num_unread > 0 and group.fits(self._programs)
+        )
 
-    def give_back(self, group: Waiting) -> None:
+    def detach_group(self, group: QueueEntry) -> None:
         """Gives a prompt its row, if it is one of the batch's; it is read alone from now on."""
         index = next((i for i, other in self._groups.items() if other is group), None)
         if index is not None:
             row = self._batch.take(self._rows, np.int32(index))
-            self._groups.pop(index).set_row(row, self._programs.row_lengths[0])
+            self._groups.pop(index).attach_row(row, self._programs.row_lengths[0])
 
 
 def _next_chunk(
@@ -281,7 +292,7 @@ class WaitingQueue:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._groups: deque[Waiting] = deque()
+        self._groups: deque[QueueEntry] = deque()
         self.lock = threading.Lock()
         self.closed: str | None = None
 
@@ -290,7 +301,7 @@ class WaitingQueue:
         if self.closed is not None:
             raise RuntimeError(self.closed)
 
-    def close(self, why: str) -> list[Waiting]:
+    def close(self, why: str) -> list[QueueEntry]:
         """Closes the queue, and returns what waits in it."""
         with self.lock:
             self.closed = why
@@ -336,13 +347,13 @@ class WaitingQueue:
                 f"{self._max_waiting}. Run the engine, or wait for requests to end."
             )
 
-    def put(self, group: Waiting) -> None:
+    def put(self, group: QueueEntry) -> None:
         """Puts requests at the end, as `check_room` allows."""
         with self.lock:
             self._check_room(len(group.waiting))
             self._groups.append(group)
 
-    def put_first(self, group: Waiting) -> None:
+    def put_first(self, group: QueueEntry) -> None:
         """Puts requests before all others, however many wait."""
         with self.lock:
             self._groups.appendleft(group)
@@ -360,9 +371,9 @@ class WaitingQueue:
                 group.waiting = deque(going)
             self._groups = deque(group for group in self._groups if group.waiting)
 
-    def first(self, number: int) -> list[Waiting]:
+    def first(self, number: int) -> list[QueueEntry]:
         """Returns the first groups that have a request waiting, at most `number`."""
-        first: list[Waiting] = []
+        first: list[QueueEntry] = []
         with self.lock:
             for group in self._groups:
                 while group.waiting and group.waiting[0].finish_reason is not None:

@@ -14,7 +14,7 @@ from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
 from specjax.engine.stop_strings import StoppedText
 
-__all__ = ["FinishReason", "Piece", "Request", "STOPS", "describe"]
+__all__ = ["FinishReason", "Piece", "Request", "PROGRAM_EXITS", "describe"]
 
 
 class FinishReason:
@@ -31,7 +31,7 @@ class FinishReason:
     ENGINE_ERROR = "engine_error"
 
 
-_REASONS = {
+_FINISH_REASONS = {
     Finish.LENGTH: FinishReason.LENGTH,
     Finish.END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
     Finish.INVALID: FinishReason.INVALID_LOGITS,
@@ -39,7 +39,7 @@ _REASONS = {
 
 
 # What is no fault of a request's tokenizer or matcher, whichever code it is raised in.
-STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+PROGRAM_EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 def describe(error: BaseException) -> str:
@@ -108,7 +108,7 @@ class Request:
         self._matched, self._drafted = matched, list[int]()
         if text is not None:
             # Here, as all slots would wait for a long prompt in a round of the engine.
-            with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR):
+            with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR):
                 text.read_context()
 
     @property
@@ -117,7 +117,7 @@ class Request:
         return None if self._text is None else self._text.text
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Most tokens that it may still get."""
         return self._max_new_tokens - len(self.token_ids)
 
@@ -133,10 +133,10 @@ class Request:
     def result(self) -> "Request":
         """Runs the engine until this request has ended, and returns it."""
         while (run := self._run) is not None:
-            self._check_goes_on(run())
+            self._check_progress(run())
         return self
 
-    def _check_goes_on(self, is_busy: bool) -> None:
+    def _check_progress(self, is_busy: bool) -> None:
         if not is_busy and self.finish_reason is None:
             raise RuntimeError("the engine has nothing to do, and this request has not ended.")
 
@@ -149,7 +149,7 @@ class Request:
                 yield piece
             if run is None:
                 return
-            self._check_goes_on(run())
+            self._check_progress(run())
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         num_tokens = num_characters = 0
@@ -160,7 +160,7 @@ class Request:
                 yield piece
             if run is None:
                 return
-            self._check_goes_on(await run())
+            self._check_progress(await run())
 
     def _piece(self, num_tokens: int, num_characters: int) -> tuple[Piece, int, int]:
         token_ids, text = self.token_ids[num_tokens:], self.text or ""
@@ -173,7 +173,7 @@ class Request:
             if self.finish_reason is not None:
                 return
             if self._text is not None and reason != FinishReason.TOKENIZER_ERROR:
-                with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR):
+                with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR):
                     self._text.flush()
                 if self.finish_reason is not None:
                     return
@@ -195,17 +195,17 @@ class Request:
     def fill_masks(self, rows: np.ndarray) -> None:
         """Fills masks u32[K + 1, ceil(V / 32)] of its next step, all of whose past is read."""
         if self._matched is not None:
-            with self._errors_of("matcher", FinishReason.MATCHER_ERROR):
+            with self._contain_errors("matcher", FinishReason.MATCHER_ERROR):
                 self._matched.fill(self._drafted, rows)
 
     @contextlib.contextmanager
-    def _errors_of(self, what: str, reason: str) -> Iterator[None]:
+    def _contain_errors(self, what: str, reason: str) -> Iterator[None]:
         """Ends this request, and no other, if what the caller gave it raises."""
         try:
             yield
         except BaseException as error:  # It may raise anything, such as a panic of Rust.
             self.end(reason, f"its {what} raised {describe(error)}")
-            if isinstance(error, STOPS):
+            if isinstance(error, PROGRAM_EXITS):
                 raise
 
     def add(self, output: Any, slot: int) -> None:
@@ -231,15 +231,15 @@ class Request:
                 self.top_logprobs.append(top)
             self.token_ids.append(token_id)
             if self._text is not None:
-                with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR):
+                with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR):
                     self._text.feed(token_id)
                 if self._text.stopped or self.finish_reason is not None:
                     break
         if self._text is not None and self._text.stopped:
             self.end(FinishReason.STOP_STRING)
         elif finish > 0:
-            self.end(_REASONS[finish])
+            self.end(_FINISH_REASONS[finish])
         elif self._matched is not None and self.finish_reason is None:
-            with self._errors_of("matcher", FinishReason.MATCHER_ERROR):
+            with self._contain_errors("matcher", FinishReason.MATCHER_ERROR):
                 self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])
             self._drafted = [token for token in output.drafted[slot].tolist() if token >= 0]

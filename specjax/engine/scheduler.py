@@ -20,10 +20,10 @@ import numpy as np
 from specjax.decode.state import DecodeState
 from specjax.engine.programs import Programs
 from specjax.engine.queue import ParkedRequest, PrefillBatch, PromptGroup, WaitingQueue
-from specjax.engine.request import STOPS, FinishReason, Request, describe
+from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request, describe
 from specjax.engine.slots import StepOutput
 
-__all__ = ["InFlight", "Scheduler", "delayed_interrupts"]
+__all__ = ["DispatchedStep", "Scheduler", "delayed_interrupts"]
 
 # Those of `signal` make an enum of each answer, and take ten times as long for all signals.
 _signal = importlib.import_module("_signal")
@@ -77,10 +77,10 @@ def delayed_interrupts() -> Iterator[None]:
 
 
 # Prompts that are read as soon as they come, while no slot is empty.
-_MOST_READY = 2
+_MAX_READY = 2
 
 
-class InFlight(NamedTuple):
+class DispatchedStep(NamedTuple):
     """A step that was dispatched, and the requests that were in the slots and have not read it."""
 
     output: StepOutput
@@ -109,17 +109,17 @@ class Scheduler:
         max_waiting: int,
     ) -> None:
         self._programs, self._slots = programs, slots
-        self._all_allowed, self._on_device = all_allowed, jax.device_put(all_allowed)
+        self._all_allowed, self._all_allowed_on_device = all_allowed, jax.device_put(all_allowed)
         self._occupants: list[Request | None] = [None] * slots.lengths.shape[0]
         self._queue = WaitingQueue(max_waiting)
         batch = programs.batch
         self._batch = None if batch is None else PrefillBatch(programs, batch)
-        self._in_flight: deque[InFlight] = deque()
-        self._emptied: set[int] = set()
-        self._some_aborted = False
+        self._in_flight: deque[DispatchedStep] = deque()
+        self._to_release: set[int] = set()
+        self._has_aborted = False
         # Held by the thread whose turn it is to step or preempt.
-        self._turn = threading.RLock()
-        self._is_calling = False
+        self._step_lock = threading.RLock()
+        self._in_user_code = False
         self._shared_step: asyncio.Future[bool] | None = None
         self.num_steps = self.num_occupied = 0
 
@@ -131,9 +131,9 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that were put in a slot, have not ended, and do not wait for another."""
-        return len(set(self._going()) - self._queue.parked())
+        return len(set(self._unfinished()) - self._queue.parked())
 
-    def _going(self) -> Iterator[Request]:
+    def _unfinished(self) -> Iterator[Request]:
         """Returns requests that had a slot and have not ended; some twice."""
         each = (self._occupants, *(step.occupants for step in tuple(self._in_flight)))
         return (one for row in each for one in row if one is not None and one.finish_reason is None)
@@ -158,11 +158,11 @@ class Scheduler:
     def abort(self, request: Request) -> None:
         """Ends a request; the next round lets go what was read of its prompt."""
         request.end(FinishReason.ABORTED)
-        self._some_aborted = True
+        self._has_aborted = True
 
     def close(self) -> None:
         """Ends what has not ended, and frees what the device holds for it."""
-        with self._turn:
+        with self._step_lock:
             if self._queue.closed is None:
                 self._close(FinishReason.ABORTED, "the engine is closed; make another one.")
 
@@ -170,8 +170,8 @@ class Scheduler:
     def _close(self, reason: str, why: str, error: str | None = None) -> None:
         arrays = self._arrays()
         waiting = [request for group in self._queue.close(why) for request in group.waiting]
-        with self._calling():
-            for request in (*self._going(), *waiting):
+        with self._calling_user_code():
+            for request in (*self._unfinished(), *waiting):
                 request.end(reason, error)
         self._occupants = [None] * len(self._occupants)
         self._in_flight.clear()
@@ -184,7 +184,7 @@ class Scheduler:
         return self._slots, rows, self._queue.arrays()
 
     @contextlib.contextmanager
-    def _closed_by_loss(self) -> Iterator[None]:
+    def _closing_on_loss(self) -> Iterator[None]:
         """Closes the engine if an error took what the device holds for requests.
 
         A program consumes its donated inputs. An error before that changes nothing: the inputs are
@@ -193,18 +193,18 @@ class Scheduler:
         try:
             yield
         except BaseException as error:
-            with self._turn:
-                if self._queue.closed is None and not self._is_whole():
+            with self._step_lock:
+                if self._queue.closed is None and not self._is_intact():
                     why = (
                         "the engine lost what the device held for its requests, when it raised "
                         f"{describe(error)}; make another one."
                     )
                     self._close(FinishReason.ENGINE_ERROR, why, why)
-                    if not isinstance(error, STOPS):
+                    if not isinstance(error, PROGRAM_EXITS):
                         raise RuntimeError(why) from error
             raise
 
-    def _is_whole(self) -> bool:
+    def _is_intact(self) -> bool:
         """Returns whether every array of the requests is valid: none consumed, none failed."""
         outputs = [step.output for step in self._in_flight]
         try:
@@ -223,14 +223,14 @@ class Scheduler:
         Returns:
           Whether it was in a slot.
         """
-        with self._turn, self._closed_by_loss(), delayed_interrupts():
+        with self._step_lock, self._closing_on_loss(), delayed_interrupts():
             if request not in self._occupants or request.finish_reason is not None:
                 return False
             slot = self._occupants.index(request)
             parked = self._programs.park(self._slots, np.int32(slot))
             self._queue.put_first(ParkedRequest(request, parked, drops_cache))
             self._occupants[slot] = None
-            self._emptied.add(slot)
+            self._to_release.add(slot)
             return True
 
     def take_step(self) -> bool:
@@ -239,29 +239,29 @@ class Scheduler:
         Raises:
           RuntimeError: while coroutines wait for a step.
         """
-        with self._turn, self._closed_by_loss():
+        with self._step_lock, self._closing_on_loss():
             if self._is_shared():
                 raise RuntimeError(
                     "Coroutines wait for a step of this engine; iterate over requests with "
                     "`async for` until they have it."
                 )
-            num_unread = self._begin_round()
+            num_unread = self._dispatch_next()
             while (step := self._oldest_step(num_unread)) is not None:
-                self._end_round(step, jax.device_get(step.output))
+                self._deliver(step, jax.device_get(step.output))
             return self._is_busy()
 
     async def take_step_async(self) -> bool:
         """Takes a step that coroutines share, and lets others run while the device does."""
 
         async def take() -> bool:
-            with self._closed_by_loss():
-                with self._turn:
-                    num_unread = self._begin_round()
+            with self._closing_on_loss():
+                with self._step_lock:
+                    num_unread = self._dispatch_next()
                 while (step := self._oldest_step(num_unread)) is not None:
                     output = await asyncio.to_thread(jax.device_get, step.output)
-                    with self._turn:
-                        self._end_round(step, output)
-                with self._turn:
+                    with self._step_lock:
+                        self._deliver(step, output)
+                with self._step_lock:
                     return self._is_busy()
 
         if not self._is_shared():
@@ -277,23 +277,23 @@ class Scheduler:
         return step is not None and not step.done() and not step.get_loop().is_closed()
 
     @delayed_interrupts()
-    def _begin_round(self) -> int:
+    def _dispatch_next(self) -> int:
         """Fills slots and dispatches a step; returns how many steps may stay unread meanwhile."""
-        if self._is_calling:
+        if self._in_user_code:
             raise RuntimeError("A tokenizer or a matcher cannot run the engine that calls it.")
         # Left unread by a round that was interrupted; masks need what they drafted.
         while any(_has_matchers(step.occupants) for step in self._in_flight):
-            self._end_round(self._in_flight[0], jax.device_get(self._in_flight[0].output))
+            self._deliver(self._in_flight[0], jax.device_get(self._in_flight[0].output))
         if self._queue.closed is not None:
             return 0
-        if self._some_aborted:
-            self._some_aborted = False
+        if self._has_aborted:
+            self._has_aborted = False
             self._queue.drop_ended()
             if self._batch is not None:
                 self._batch.drop_ended()
-        self._empty_slots()
+        self._vacate_slots()
         self._fill_slots()
-        self._release_emptied()
+        self._release_slots()
         if not self._count_occupied():
             return 0
         masks = self._row_masks()
@@ -304,7 +304,7 @@ class Scheduler:
         return 0 if _has_matchers(self._occupants) else 1
 
     @delayed_interrupts()
-    def _end_round(self, step: InFlight, output: StepOutput) -> None:
+    def _deliver(self, step: DispatchedStep, output: StepOutput) -> None:
         """Gives the requests what a step committed, and empties slots of those that ended.
 
         Args:
@@ -317,7 +317,7 @@ class Scheduler:
             occupants[slot] = None
             if request is None or request.finish_reason is not None:
                 continue
-            with self._calling():
+            with self._calling_user_code():
                 request.add(output, slot)
             # The device has ended it, too. A stop string is known to the host alone.
             is_here = self._occupants[slot] is request
@@ -326,36 +326,36 @@ class Scheduler:
         if self._in_flight and self._in_flight[0] is step:
             self._in_flight.popleft()
 
-    def _oldest_step(self, num_unread: int) -> InFlight | None:
+    def _oldest_step(self, num_unread: int) -> DispatchedStep | None:
         """Returns the oldest step, if more are unread than may be."""
         steps = tuple(self._in_flight)
         return steps[0] if len(steps) > num_unread else None
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _calling_user_code(self) -> Iterator[None]:
         """Refuses rounds in a block that calls tokenizers or matchers: they would begin in it."""
-        before, self._is_calling = self._is_calling, True
+        before, self._in_user_code = self._in_user_code, True
         try:
             yield
         finally:
-            self._is_calling = before
+            self._in_user_code = before
 
     def _count_occupied(self) -> int:
         return sum(request is not None for request in self._occupants)
 
     def _is_busy(self) -> bool:
         """Whether a request is left that has not ended."""
-        return any(True for _ in self._going()) or self.num_waiting > 0
+        return any(True for _ in self._unfinished()) or self.num_waiting > 0
 
-    def _empty_slots(self) -> None:
+    def _vacate_slots(self) -> None:
         """Empties slots of requests that the host ended, and that steps not yet read will end."""
         for slot, request in enumerate(self._occupants):
             if request is None:
                 continue
             num_steps = sum(step.occupants[slot] is request for step in self._in_flight)
             if request.finish_reason is not None:
-                self._emptied.add(slot)
-            elif request.num_left > num_steps:
+                self._to_release.add(slot)
+            elif request.num_remaining > num_steps:
                 continue
             self._occupants[slot] = None
 
@@ -368,14 +368,14 @@ class Scheduler:
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         num_chunks = max(1, min(2 * max(1, len(empty)), self._queue.num_groups()))
-        while groups := self._queue.first(self._programs.num_ahead):
+        while groups := self._queue.first(self._programs.prefill_depth):
             if empty and groups[0].is_read():
                 slot = empty.pop(0)
                 self._slots, request = groups[0].put(self._programs, self._slots, slot)
                 with self._queue.lock:
                     groups[0].waiting.popleft()
                     self._occupants[slot] = request
-                self._emptied.discard(slot)
+                self._to_release.discard(slot)
                 continue
             unread = [group for group in groups if not group.is_read()]
             if not unread or num_chunks <= 0:
@@ -383,35 +383,35 @@ class Scheduler:
             most = num_chunks if empty else None
             if self._batch is not None and self._batch.read(unread, most):
                 num_chunks -= self._batch.num_chunks
-            elif empty or len(groups) - len(unread) < _MOST_READY:
+            elif empty or len(groups) - len(unread) < _MAX_READY:
                 if self._batch is not None:
-                    self._batch.give_back(unread[0])
+                    self._batch.detach_group(unread[0])
                 num_chunks -= unread[0].read_chunk(self._programs)
             else:
                 return
 
-    def _release_emptied(self) -> None:
+    def _release_slots(self) -> None:
         """Says to the device which slots no request is in any more."""
-        if self._emptied:
+        if self._to_release:
             rows = np.zeros(len(self._occupants), bool)
-            rows[list(self._emptied)] = True
+            rows[list(self._to_release)] = True
             self._slots = self._programs.release(self._slots, rows)
-            self._emptied.clear()
+            self._to_release.clear()
 
     def _row_masks(self) -> Any:
         """Returns the masks of the next step's rows, on the device; None if there are never any."""
         if not _has_matchers(self._occupants):
-            return self._on_device
+            return self._all_allowed_on_device
         masks = self._all_allowed.copy()
         for rows, request in zip(masks, self._occupants, strict=True):
             if request is not None:
-                with self._calling():
+                with self._calling_user_code():
                     request.fill_masks(rows)
         return jax.device_put(masks)
 
     def _dispatch_step(self, masks: Any) -> None:
         self._slots, output = self._programs.step(self._slots, masks)
-        self._in_flight.append(InFlight(output, list(self._occupants)))
+        self._in_flight.append(DispatchedStep(output, list(self._occupants)))
         self.num_steps += 1
         self.num_occupied += self._count_occupied()
         for leaf in jax.tree.leaves(output):

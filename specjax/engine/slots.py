@@ -46,9 +46,9 @@ __all__ = [
 
 _State = TypeVar("_State")
 # Of a leaf that all requests share.
-_SHARED = -1
+_NO_BATCH_AXIS = -1
 # The `finish` of a slot that no request is in, and of one that was taken from its request.
-_VACANT = -1
+_EMPTY_SLOT = -1
 
 
 class PromptRow(NamedTuple):
@@ -154,15 +154,15 @@ def state_axes(state: DecodeState, cache_axes: Any, drafter_axes: Any) -> tuple[
     axes = jax.tree.map(lambda _: 0, state)
     names = ("conditional_rates", "k_by_rate")
     shared: dict[str, Any] = {
-        name: _SHARED for name in names if getattr(axes.settings, name) is not None
+        name: _NO_BATCH_AXIS for name in names if getattr(axes.settings, name) is not None
     }
     sampling = axes.settings.sampling
     if sampling is not None:
-        grammar = jax.tree.map(lambda _: _SHARED, sampling.grammar)
+        grammar = jax.tree.map(lambda _: _NO_BATCH_AXIS, sampling.grammar)
         shared["sampling"] = sampling._replace(grammar=grammar)
     draft = axes.draft
     if draft.token_map is not None:
-        draft = draft._replace(token_map=_SHARED)
+        draft = draft._replace(token_map=_NO_BATCH_AXIS)
     axes = axes._replace(
         target_cache=cache_axes,
         drafter_state=drafter_axes,
@@ -177,7 +177,7 @@ def take_row(state: _State, axes: tuple[int, ...], slot: jax.Array) -> _State:
     leaves, structure = jax.tree.flatten(state)
 
     def take(leaf: jax.Array, axis: int) -> jax.Array:
-        return leaf if axis == _SHARED else jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis)
+        return leaf if axis == _NO_BATCH_AXIS else jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis)
 
     return jax.tree.unflatten(structure, map(take, leaves, axes))
 
@@ -194,7 +194,7 @@ def put_row(state: _State, row: _State, axes: tuple[int, ...], slot: jax.Array) 
     leaves, structure = jax.tree.flatten(state)
 
     def put(leaf: jax.Array, value: jax.Array, axis: int) -> jax.Array:
-        if axis == _SHARED:
+        if axis == _NO_BATCH_AXIS:
             return leaf
         return jax.lax.dynamic_update_slice_in_dim(leaf, value, slot, axis)
 
@@ -224,7 +224,7 @@ def row_bytes(state: Any, axes: tuple[int, ...]) -> int:
     return sum(
         leaf.size * leaf.dtype.itemsize // leaf.shape[axis]
         for leaf, axis in leaves
-        if axis != _SHARED
+        if axis != _NO_BATCH_AXIS
     )
 
 
@@ -259,7 +259,7 @@ def empty_slots(
     draft = state.draft._replace(num_tokens=jnp.full((size,), -1, jnp.int32))
     state = state._replace(
         lengths=ones,
-        finish=jnp.full((size,), _VACANT, jnp.int8),
+        finish=jnp.full((size,), _EMPTY_SLOT, jnp.int8),
         draft=draft,
         target_cache=target.init_cache(size, max_length),
         drafter_state=_init_drafter(drafter, size, max_length),
@@ -452,7 +452,7 @@ def release(slots: DecodeState, rows: jax.Array) -> DecodeState:
     num_tokens = slots.draft.num_tokens
     assert num_tokens is not None
     return slots._replace(
-        finish=jnp.where(rows, jnp.int8(_VACANT), slots.finish),
+        finish=jnp.where(rows, jnp.int8(_EMPTY_SLOT), slots.finish),
         draft=slots.draft._replace(num_tokens=jnp.where(rows, jnp.int32(-1), num_tokens)),
     )
 

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from specjax.file_io import quote
 from specjax.processing.token_bytes import BYTE_TOKEN
 
-__all__ = ["MOST_STOP_CHARACTERS", "StoppedText", "TextStream", "check_stop"]
+__all__ = ["MAX_STOP_CHARACTERS", "StoppedText", "TextStream", "check_stop"]
 
 # Of all stop strings of a request together; a character takes about 0.4 KB of an automaton.
-MOST_STOP_CHARACTERS = 2**14
+MAX_STOP_CHARACTERS = 2**14
 # Tokens of the prompt that are decoded again, as some decoders treat a first token specially.
 _NUM_CONTEXT = 8
 # Most tokens without a whole character that are decoded again with the next one.
-_MOST_TOKENS = 16
+_MAX_TOKENS = 16
 # Bytes of a character that is not complete; each may be decoded to U+FFFD.
-_MOST_BYTES = 3
+_MAX_BYTES = 3
 
 
 class TextStream:
@@ -61,7 +61,7 @@ class TextStream:
         # What is returned of their text.
         self._shown = ""
         # Most U+FFFD at the end of the text that may become a character.
-        self._most_held = _MOST_BYTES
+        self._max_held = _MAX_BYTES
         # Bytes of a character that a run has begun; None where the run is no text.
         self._begun: bytes | None = b""
 
@@ -103,7 +103,7 @@ class TextStream:
     def flush(self) -> str:
         """Returns the text that was held back."""
         self.read_context()
-        self._most_held = 0
+        self._max_held = 0
         return self._take()
 
     def _decode(self, ids: list[int]) -> str:
@@ -136,7 +136,7 @@ class TextStream:
             self.ahead, self._begun = None, b""
             return
         # Where runs are decoded by themselves, a token completes nothing of what is before it.
-        self.ahead, self._most_held = "", 0
+        self.ahead, self._max_held = "", 0
         if self._begun is None:
             return
         self._begun += byte
@@ -156,8 +156,8 @@ class TextStream:
         text = self._decode(self._ids)
         num_held = 0
         if text.endswith("\ufffd"):
-            num_held = min(self._most_held, len(text) - len(text.rstrip("\ufffd")))
-        waits = num_held > 0 and len(self._ids) <= _MOST_TOKENS
+            num_held = min(self._max_held, len(text) - len(text.rstrip("\ufffd")))
+        waits = num_held > 0 and len(self._ids) <= _MAX_TOKENS
         before = self._shown
         if not text.startswith(before):
             if waits:
@@ -347,9 +347,9 @@ def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]
         came = quote(strings if is_many else stop)
         raise ValueError(f"{name} is {came}; it needs strings that are not empty.")
     size = sum(map(len, strings))
-    if size > MOST_STOP_CHARACTERS:
+    if size > MAX_STOP_CHARACTERS:
         raise ValueError(
             f"{name} has {size} characters in {len(strings)} strings; it takes at most "
-            f"{MOST_STOP_CHARACTERS} in all."
+            f"{MAX_STOP_CHARACTERS} in all."
         )
     return strings

@@ -15,21 +15,21 @@ from specjax.engine.stop_strings import StoppedText, check_stop
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
 __all__ = [
-    "EngineOptions",
-    "MOST_STOP_IDS",
-    "Submission",
+    "EngineLimits",
+    "MAX_STOP_IDS",
+    "CheckedRequest",
     "make_request",
     "parse_defaults",
-    "read_submission",
+    "check_request",
 ]
 
 # How many there are is data up to this.
-MOST_STOP_IDS = 16
+MAX_STOP_IDS = 16
 # Axes of a field of one request.
 _RANKS = {"bias": 1, "allowed": 1, "bad_words": 2}
 
 
-class EngineOptions(NamedTuple):
+class EngineLimits(NamedTuple):
     """What an engine was made with that a request is checked by.
 
     Attributes:
@@ -47,7 +47,7 @@ class EngineOptions(NamedTuple):
     takes_matchers: bool
 
 
-class Submission(NamedTuple):
+class CheckedRequest(NamedTuple):
     """A request as it was submitted, checked.
 
     Attributes:
@@ -67,9 +67,9 @@ class Submission(NamedTuple):
     matched: MatchedText | None
 
 
-def read_submission(
+def check_request(
     token_ids: Any,
-    options: EngineOptions,
+    options: EngineLimits,
     *,
     key: Any,
     max_new_tokens: Any = None,
@@ -78,7 +78,7 @@ def read_submission(
     stop_token_ids: Any = (),
     sampling: SamplingParams | None = None,
     matcher: Matcher | None = None,
-) -> Submission:
+) -> CheckedRequest:
     """Returns what `Engine.submit` was given, as data of fixed shapes and dtypes.
 
     Raises:
@@ -109,31 +109,35 @@ def read_submission(
             )
         matched = MatchedText(matcher, options.vocab_size, "the request")
         matched.mask()  # refused here if it is of another vocabulary
-    return Submission(ids, padded, settings, _parse_stop(stop, options.tokenizer), error, matched)
+    return CheckedRequest(
+        ids, padded, settings, _parse_stop(stop, options.tokenizer), error, matched
+    )
 
 
-def make_request(given: Submission, options: EngineOptions, run: Any, run_async: Any) -> Request:
+def make_request(
+    checked: CheckedRequest, options: EngineLimits, run: Any, run_async: Any
+) -> Request:
     """Returns the request of a submission, which has ended if it is refused.
 
     Args:
-      given: the submission.
+      checked: the submission.
       options: the engine's.
       run: as in `Request`.
       run_async: as in `Request`.
     """
-    ids, tokenizer = given.token_ids.tolist(), options.tokenizer
+    ids, tokenizer = checked.token_ids.tolist(), options.tokenizer
     # A tokenizer cannot decode ids that it does not have.
-    context = ids if given.error is None else []
-    text = None if tokenizer is None else StoppedText(tokenizer, context, given.stop)
-    most = int(given.settings.max_length) - len(ids)
-    request = Request(ids, most, text, run, run_async, given.matched)
-    if given.error is not None:
-        request.end(FinishReason.REFUSED, given.error)
+    context = ids if checked.error is None else []
+    text = None if tokenizer is None else StoppedText(tokenizer, context, checked.stop)
+    most = int(checked.settings.max_length) - len(ids)
+    request = Request(ids, most, text, run, run_async, checked.matched)
+    if checked.error is not None:
+        request.end(FinishReason.REFUSED, checked.error)
     return request
 
 
 def _read_prompt(
-    token_ids: Any, max_new_tokens: int | None, options: EngineOptions
+    token_ids: Any, max_new_tokens: int | None, options: EngineLimits
 ) -> tuple[np.ndarray, str | None]:
     """Returns the prompt i32[P], and a sentence that says why it is refused, or None."""
     ids = np.asarray(as_array("prompt_token_ids", token_ids))
@@ -174,9 +178,9 @@ def _parse_temperature(value: Any) -> np.ndarray:
 
 def _parse_stop_ids(value: Any) -> np.ndarray:
     ids = np.asarray(parse_ids("stop_token_ids", value))
-    if ids.size > MOST_STOP_IDS:
-        raise ValueError(f"stop_token_ids has {ids.size} ids; it takes at most {MOST_STOP_IDS}.")
-    padded: np.ndarray = pad_eos(ids, MOST_STOP_IDS)
+    if ids.size > MAX_STOP_IDS:
+        raise ValueError(f"stop_token_ids has {ids.size} ids; it takes at most {MAX_STOP_IDS}.")
+    padded: np.ndarray = pad_eos(ids, MAX_STOP_IDS)
     return padded
 
 

@@ -21,13 +21,13 @@ import specjax
 from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.metrics import Metrics
 from specjax.engine import slots
-from specjax.engine.engine import choose_drafts
+from specjax.engine.engine import resolve_speculation
 from specjax.engine.programs import _batch_programs as batch_programs
 from specjax.engine.programs import devices_of, explain_slots_out_of_memory, warm_up
 from specjax.engine.request import Request
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
-from specjax.engine.submission import read_submission
+from specjax.engine.submission import check_request
 
 V, S, K = 4, 48, 3
 TARGET, DRAFT = bigrams.pair(V, seed=1)
@@ -67,7 +67,7 @@ def give_programs(engine, **programs):
     """Other programs for an engine that has done nothing."""
     scheduler = engine._scheduler
     scheduler._programs = scheduler._programs._replace(**programs)
-    any_request = read_submission([0, 0], engine._options, key=KEYS[0])
+    any_request = check_request([0, 0], engine._options, key=KEYS[0])
     scheduler._slots = warm_up(scheduler._programs, any_request.settings, None)
 
 
@@ -318,7 +318,7 @@ def test_an_engine_of_one_usual_k_is_that_of_this_k():
     # At 0.55 no draft pays, at 0.9 the longest does.
     for rate, k in [(None, None), (0.9, 3)]:
         config = dataclasses.replace(costs, usual_acceptance_rate=rate)
-        drafter, chosen, table = choose_drafts(BY_MODEL, config, 16, False)
+        drafter, chosen, table = resolve_speculation(BY_MODEL, config, 16, False)
         assert table is None
         assert (drafter and chosen.num_speculative_tokens) == k
     assert chosen == SpeculativeConfig(3)
@@ -845,7 +845,7 @@ def test_samples_of_a_prompt_are_those_of_its_keys_and_read_it_once(monkeypatch)
 @pytest.fixture
 def read_together(monkeypatch):
     """Prompts are read together from few tokens on; gives a list of the chunks that were read."""
-    monkeypatch.setattr("specjax.engine.programs._LEAST_CHUNK", 1)
+    monkeypatch.setattr("specjax.engine.programs._MIN_CHUNK", 1)
     shapes, read = [], slots.prefill_chunk
 
     def note(target, drafter, row, token_ids, positions):

@@ -282,7 +282,7 @@ def test_no_request_is_made_before_the_queue_has_room_for_all(monkeypatch):
 def test_a_thread_that_waits_for_its_turn_returns_when_the_engine_is_closed():
     engine = make_engine()
     request = submit(engine)
-    with engine._scheduler._turn:
+    with engine._scheduler._step_lock:
         thread = threading.Thread(target=request.result)
         thread.start()
         engine.close()
@@ -292,7 +292,7 @@ def test_a_thread_that_waits_for_its_turn_returns_when_the_engine_is_closed():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
-@pytest.mark.parametrize(("owner", "name"), [(scheduler, "InFlight"), (Request, "_add")])
+@pytest.mark.parametrize(("owner", "name"), [(scheduler, "DispatchedStep"), (Request, "_add")])
 def test_a_signal_whose_handler_raises_takes_no_token(monkeypatch, handled, number, owner, name):
     engine = make_engine()
     expected = [submit(engine, i).result().token_ids for i in range(4)]

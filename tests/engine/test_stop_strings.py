@@ -91,7 +91,7 @@ def test_ten_thousand_strings_are_looked_for_in_one_pass(monkeypatch):
 
 
 def test_stop_strings_have_a_most_number_of_characters():
-    strings = ["a" * 100] * (stop_strings.MOST_STOP_CHARACTERS // 100)
+    strings = ["a" * 100] * (stop_strings.MAX_STOP_CHARACTERS // 100)
     assert len(stop_strings.check_stop(strings)) == 163
     with pytest.raises(ValueError, match="stop has 16400 characters in 164 strings; it takes at "):
         stop_strings.check_stop([*strings, "a" * 100])

@@ -26,7 +26,7 @@ from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
 from specjax.engine.engine import Engine
-from specjax.engine.request import STOPS, FinishReason, Request
+from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request
 from specjax.file_io import read_file, shorten
 from specjax.processing.grammar import Grammar
 from specjax.processing.sampling_params import SamplingParams
@@ -120,7 +120,7 @@ def read_batch(
         try:
             ids, warning = encode_text(pair.tokenizer, prompt, chat=is_chat)
         except BaseException as error:  # The library raises a bare Exception, or panics.
-            if isinstance(error, STOPS):
+            if isinstance(error, PROGRAM_EXITS):
                 raise
             raise ValueError(f"the target's tokenizer cannot read it ({shorten(error)}).") from None
         warnings.extend([warning] if warning else [])

@@ -14,8 +14,8 @@ from specjax import Finish, RowMasks, SamplingParams, SpeculativeConfig
 from specjax.contrib.grammars import llguidance_matchers
 from specjax.contrib.grammars.json_schema import schema_pattern
 from specjax.contrib.grammars.schema_references import inline_references
-from specjax.engine.engine import read_masks
-from specjax.engine.submission import EngineOptions, read_submission
+from specjax.engine.engine import all_allowed_masks
+from specjax.engine.submission import EngineLimits, check_request
 from specjax.markov_chain import markov_chain
 from specjax.processing.token_bytes import token_bytes
 
@@ -400,14 +400,14 @@ def test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_f
 
 def test_a_matcher_that_an_engine_does_not_take_is_refused():
     (matcher,) = matchers_of(1)
-    options = EngineOptions(8, V, None, None, takes_matchers=False)
+    options = EngineLimits(8, V, None, None, takes_matchers=False)
     with pytest.raises(ValueError, match="it needs takes_matchers=True"):
-        read_submission([1], options, key=bigrams.keys(1)[0], matcher=matcher)
+        check_request([1], options, key=bigrams.keys(1)[0], matcher=matcher)
     options = options._replace(takes_matchers=True, vocab_size=8 * V)
     with pytest.raises(ValueError, match="has 2 words; 472 tokens need 15"):
-        read_submission([1], options, key=bigrams.keys(1)[0], matcher=matcher)
+        check_request([1], options, key=bigrams.keys(1)[0], matcher=matcher)
     with pytest.raises(ValueError, match=r"takes_matchers is True, and sampling\.allowed is given"):
-        read_masks(True, SamplingParams(allowed=np.ones(V, bool)), 1, 1, V)
+        all_allowed_masks(True, SamplingParams(allowed=np.ones(V, bool)), 1, 1, V)
 
 
 def test_two_hundred_prompts_give_valid_json_by_the_automaton_and_by_llguidance():

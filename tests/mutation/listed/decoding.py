@@ -352,7 +352,7 @@ MUTATIONS = (
         "the usual rate of a config is not read",
     ),
     Mutation(
-        "specjax.engine.engine.choose_drafts",
+        "specjax.engine.engine.resolve_speculation",
         "step_costs=None, usual_acceptance_rate=None",
         "step_costs=None",
         engines("test_an_engine_of_one_usual_k_is_that_of_this_k"),

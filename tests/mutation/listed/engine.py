@@ -20,7 +20,7 @@ _INTERRUPTED = "test_an_interrupted_step_is_read_before_the_next_masks"
 _STOPPED = "test_a_stop_string_ends_a_request_within_a_step_and_across_tokens"
 _COROUTINES = "test_pieces_add_up_and_coroutines_share_the_steps"
 _PREEMPTED = "test_a_preempted_request_gets_the_same_tokens"
-_AHEAD = "test_the_next_prompt_is_read_before_a_slot_is_empty"
+_PREFILL_AHEAD = "test_the_next_prompt_is_read_before_a_slot_is_empty"
 _GENERATE = "test_a_request_gets_what_generate_gives"
 _CUT = "test_a_text_ends_before_its_first_stop_string_however_it_is_cut"
 _ANY = "test_any_strings_end_a_text_where_the_first_is_complete_and_no_more_is_held_than_needed"
@@ -32,14 +32,14 @@ _MATCHED = "test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_n
 
 MUTATIONS = (
     Mutation(
-        "specjax.engine.scheduler.Scheduler._begin_round",
+        "specjax.engine.scheduler.Scheduler._dispatch_next",
         "0 if _has_matchers(self._occupants) else 1",
         "1",
         engines(_INTERRUPTED),
         "a step with masks is read by the call after it",
     ),
     Mutation(
-        "specjax.engine.scheduler.Scheduler._begin_round",
+        "specjax.engine.scheduler.Scheduler._dispatch_next",
         "any(_has_matchers(step.occupants) for step in self._in_flight)",
         "self._in_flight and _has_matchers(self._occupants)",
         engines(_INTERRUPTED),
@@ -47,13 +47,13 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._is_busy",
-        "any(True for _ in self._going())",
+        "any(True for _ in self._unfinished())",
         "bool(self._in_flight)",
         engines(_STOPPED),
         "a step is asked for to read what a request got after its stop string",
     ),
     Mutation(
-        "specjax.engine.scheduler.Scheduler._going",
+        "specjax.engine.scheduler.Scheduler._unfinished",
         "*(step.occupants for step in tuple(self._in_flight))",
         "",
         engines(_COROUTINES),
@@ -61,8 +61,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler.num_running",
-        "set(self._going()) - self._queue.parked()",
-        "set(self._going())",
+        "set(self._unfinished()) - self._queue.parked()",
+        "set(self._unfinished())",
         engines(_PREEMPTED),
         "a preempted request with an unread step counts twice",
     ),
@@ -91,20 +91,20 @@ MUTATIONS = (
         "specjax.engine.scheduler.Scheduler._fill_slots",
         "for group in groups if",
         "for group in groups[:1] if",
-        engines(_AHEAD),
+        engines(_PREFILL_AHEAD),
         "the second prompt is read when a slot is empty",
     ),
     Mutation(
-        "specjax.engine.scheduler.Scheduler._empty_slots",
-        "num_left > num_steps",
-        "num_left > 0",
+        "specjax.engine.scheduler.Scheduler._vacate_slots",
+        "num_remaining > num_steps",
+        "num_remaining > 0",
         engines(_SERVED),
         "a slot whose request has all its tokens waits until the host reads them",
     ),
     Mutation(
-        "specjax.engine.scheduler.Scheduler._empty_slots",
-        "num_left > num_steps",
-        "num_left > num_steps + 1",
+        "specjax.engine.scheduler.Scheduler._vacate_slots",
+        "num_remaining > num_steps",
+        "num_remaining > num_steps + 1",
         engines(_SERVED),
         "a request loses its slot before its last step",
     ),
@@ -159,8 +159,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler.take_step",
-        "with self._turn, self._closed_by_loss()",
-        "with self._closed_by_loss()",
+        "with self._step_lock, self._closing_on_loss()",
+        "with self._closing_on_loss()",
         engines("test_threads_that_run_an_engine_take_turns"),
         "two threads step an engine at once",
     ),
@@ -180,7 +180,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.programs.explain_slots_out_of_memory",
-        "(num_slots + num_prompt_slots)",
+        "(num_slots + prefill_slots)",
         "(num_slots + 2)",
         engines(_ROOM),
         "a row that grows has no room next to the one that it grows out of",
@@ -208,15 +208,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.queue.PrefillBatch.read",
-        "num_readings * self.num_chunks > most_chunks",
+        "num_readings * self.num_chunks > max_chunks",
         "False",
         engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
         "the first prompt waits for others to be read, while its slot is empty",
     ),
     Mutation(
         "specjax.engine.programs._batch_programs",
-        "chunk_size < _LEAST_CHUNK",
-        "2 * chunk_size < _LEAST_CHUNK",
+        "chunk_size < _MIN_CHUNK",
+        "2 * chunk_size < _MIN_CHUNK",
         engines("test_prompts_are_read_together_where_that_changes_no_bit"),
         "short chunks have other last bits alone than in a batch",
     ),
@@ -235,7 +235,7 @@ MUTATIONS = (
         "an aborted prompt is read to its end",
     ),
     Mutation(
-        "specjax.engine.queue.PrefillBatch.give_back",
+        "specjax.engine.queue.PrefillBatch.detach_group",
         "if other is group",
         "if other is not group",
         engines(_TOGETHER),
@@ -243,15 +243,15 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "self._batch.give_back(unread[0])",
+        "self._batch.detach_group(unread[0])",
         "pass",
         engines(_TOGETHER),
         "a prompt that is read alone loses what a batch has read of it",
     ),
     Mutation(
         "specjax.engine.scheduler.Scheduler._fill_slots",
-        "self._queue.first(self._programs.num_ahead)",
-        "sorted(self._queue.first(self._programs.num_ahead), key=lambda one: not one.is_read())",
+        "self._queue.first(self._programs.prefill_depth)",
+        "sorted(self._queue.first(self._programs.prefill_depth), key=lambda x: not x.is_read())",
         engines("test_a_short_prompt_that_is_read_first_waits_for_one_before_it"),
         "a short prompt takes the slot of a longer one before it",
     ),
@@ -278,13 +278,13 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.request.Request._add",
-        'with self._errors_of("tokenizer", FinishReason.TOKENIZER_ERROR)',
+        'with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR)',
         "if True",
         engines(_TOKENIZER),
         "a tokenizer that raises takes the tokens of other requests",
     ),
     Mutation(
-        "specjax.engine.request.Request._errors_of",
+        "specjax.engine.request.Request._contain_errors",
         "except BaseException",
         "except ValueError",
         json_schemas(_MATCHED),
@@ -312,7 +312,7 @@ MUTATIONS = (
         "the drafter does not read the prompt",
     ),
     Mutation(
-        "specjax.engine.queue.PromptGroup._row_for",
+        "specjax.engine.queue.PromptGroup._grow_row",
         "length >= num_tokens",
         "length >= num_tokens - 1",
         engines(_GROWN),
@@ -326,14 +326,14 @@ MUTATIONS = (
         "a row that grows forgets what was read",
     ),
     Mutation(
-        "specjax.engine.queue.PromptGroup._row_for",
+        "specjax.engine.queue.PromptGroup._grow_row",
         "programs.grow_row(self.row, max_length=length)",
         "programs.new_row(max_length=length)",
         engines(_GROWN),
         "a row that grows between two chunks forgets what was read",
     ),
     Mutation(
-        "specjax.engine.scheduler.Scheduler._begin_round",
+        "specjax.engine.scheduler.Scheduler._dispatch_next",
         "if _has_matchers(self._occupants) else 1",
         "if _has_matchers(self._occupants) else 0",
         engines(_SERVED),
@@ -387,7 +387,7 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.engine.stop_strings.TextStream._follow_run",
-        'self.ahead, self._most_held = "", 0',
+        'self.ahead, self._max_held = "", 0',
         'self.ahead = ""',
         text_streams(_WHOLE),
         "a run of bytes is cut, and becomes text that it is not",

@@ -25,21 +25,21 @@ MUTATIONS = (
         "a preempted request waits until all others had a slot",
     ),
     Mutation(
-        f"{_ENGINE}request.Request._errors_of",
+        f"{_ENGINE}request.Request._contain_errors",
         "except BaseException",
         "except Exception",
         faults(_RAISED),
         "a panic of a tokenizer leaves the step",
     ),
     Mutation(
-        f"{_ENGINE}request.Request._errors_of",
-        "isinstance(error, STOPS)",
+        f"{_ENGINE}request.Request._contain_errors",
+        "isinstance(error, PROGRAM_EXITS)",
         "False",
         faults(f"{_STOPS}[KeyboardInterrupt]"),
         "an interrupt in a tokenizer is swallowed",
     ),
     Mutation(
-        f"{_ENGINE}scheduler.Scheduler._end_round",
+        f"{_ENGINE}scheduler.Scheduler._deliver",
         "            occupants[slot] = None\n            if request is None",
         "            if request is None",
         faults(f"{_STOPS}[SystemExit]"),
@@ -76,12 +76,12 @@ MUTATIONS = (
         "chunks of a batch count as read before a program has them",
     ),
     Mutation(
-        f"{_ENGINE}queue.PrefillBatch.give_back",
+        f"{_ENGINE}queue.PrefillBatch.detach_group",
         "            row = self._batch.take(self._rows, np.int32(index))\n"
-        "            self._groups.pop(index).set_row(row, self._programs.row_lengths[0])",
+        "            self._groups.pop(index).attach_row(row, self._programs.row_lengths[0])",
         "            lent = self._groups.pop(index)\n"
         "            row = self._batch.take(self._rows, np.int32(index))\n"
-        "            lent.set_row(row, self._programs.row_lengths[0])",
+        "            lent.attach_row(row, self._programs.row_lengths[0])",
         soaks(_MOVED),
         "a prompt leaves its batch without its row",
     ),
@@ -114,7 +114,7 @@ MUTATIONS = (
         "an engine goes on that lost the rows of a batch",
     ),
     Mutation(
-        f"{_ENGINE}scheduler.Scheduler._is_whole",
+        f"{_ENGINE}scheduler.Scheduler._is_intact",
         "(self._arrays(), outputs)",
         "self._arrays()",
         faults("test_a_step_that_could_not_be_read_is_read_again_unless_it_is_lost[True]"),
@@ -157,21 +157,21 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler.preempt",
-        "self._emptied.add(slot)",
+        "self._to_release.add(slot)",
         "",
         soaks(_SOAK),
         "the device decodes on in the slot of a preempted request",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._fill_slots",
-        "self._emptied.discard(slot)",
+        "self._to_release.discard(slot)",
         "",
         engines("test_a_preempted_request_goes_on_before_those_that_wait"),
         "a request loses the slot that another one left in the same round",
     ),
     Mutation(
-        f"{_ENGINE}scheduler.Scheduler._empty_slots",
-        "self._emptied.add(slot)",
+        f"{_ENGINE}scheduler.Scheduler._vacate_slots",
+        "self._to_release.add(slot)",
         "pass",
         soaks(_SOAK),
         "the device decodes on for a request that the host ended",
