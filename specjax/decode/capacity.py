@@ -18,6 +18,7 @@ from specjax.checks import check_count, check_shape, parse_array
 from specjax.core.noise import fold_in_rows
 from specjax.decode.state import RequestBatch
 from specjax.devices.placement import Placement
+from specjax.processing.fields import FIELDS
 
 __all__ = [
     "DEFAULT_CAPACITY",
@@ -138,9 +139,11 @@ def pad_batch_to_mesh(requests: RequestBatch, placement: Placement | None) -> Re
     names = ("temperature", "prompt_lengths", "max_lengths")
     each = {name: repeat(getattr(settings, name)) for name in names}
     if (sampling := settings.sampling) is not None:
-        ranks = {name: 1 for name in sampling._fields if name != "grammar"}
-        ranks |= {"bias": 2, "allowed": 2, "bad_words": 3}
-        fields = {name: repeat(getattr(sampling, name), rank) for name, rank in ranks.items()}
+        fields = {
+            name: repeat(getattr(sampling, name), field.rank + 1)
+            for name, field in FIELDS.items()
+            if not field.is_shared
+        }
         each["sampling"] = sampling._replace(**fields)
     settings = settings._replace(keys=keys[index], **each)
     return RequestBatch(requests.token_ids[index], requests.lengths[index], settings)

@@ -12,6 +12,7 @@ from specjax.decode.matchers import MatchedText, Matcher
 from specjax.engine.request import FinishReason, Request
 from specjax.engine.slots import RequestSettings
 from specjax.engine.stop_strings import StoppedText, check_stop
+from specjax.processing.fields import FIELDS
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
 # How many there are is data up to this.
 MAX_STOP_IDS = 16
 # Axes of a field of one request.
-_RANKS = {"bias": 1, "allowed": 1, "bad_words": 2}
 
 
 class EngineLimits(NamedTuple):
@@ -214,7 +214,7 @@ def _row(name: str, value: Any) -> Any:
     if value is None:
         return None
     value = np.asarray(value)
-    return value[0] if value.ndim > _RANKS.get(name, 0) else value
+    return value[0] if value.ndim > FIELDS[name].rank else value
 
 
 def _parse_sampling(

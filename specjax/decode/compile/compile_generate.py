@@ -33,6 +33,7 @@ from specjax.decode.request_batch import check_arguments, check_prompt_ids, pars
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import call_on_auto_axes, put_whole
+from specjax.processing.fields import FIELDS
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
@@ -40,8 +41,6 @@ __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]
 
 # What a file says of `LoopOptions`: an implementation is in the programs.
 _SAVED_OPTIONS = ("max_length", "prefill_chunk_size", "num_logprobs", "logprobs_mode")
-# Rules that are one number per request.
-_NUMBERS = sorted({*SamplingParams._fields} - {"bias", "allowed", "bad_words", "grammar"})
 _fold_in_rows = jax.jit(fold_in_rows, static_argnames="size")
 
 
@@ -309,7 +308,8 @@ def _in_one_form(requests: RequestBatch, num_eos_token_ids: int) -> RequestBatch
 
     sampling = settings.sampling
     if sampling is not None:
-        sampling = sampling._replace(**{x: for_each(getattr(sampling, x)) for x in _NUMBERS})
+        numbers = [name for name, field in FIELDS.items() if field.parse is None]
+        sampling = sampling._replace(**{x: for_each(getattr(sampling, x)) for x in numbers})
     settings = settings._replace(
         temperature=for_each(settings.temperature),
         eos_token_ids=pad_eos(settings.eos_token_ids, num_eos_token_ids),
