@@ -26,7 +26,6 @@ __all__ = [
 
 # How many there are is data up to this.
 MAX_STOP_IDS = 16
-# Axes of a field of one request.
 
 
 class EngineLimits(NamedTuple):
