@@ -52,9 +52,8 @@ TAKERS = (
     "release",
     "resume",
     "prefill_chunk",
-    "prefill_target_chunk",
-    "batch.put",
-    "batch.prefill",
+    "put_row",
+    "prefill_batch",
 )
 # Reasons of a request whose text ends where the fault was.
 CUT_SHORT = (FinishReason.ABORTED, FinishReason.TOKENIZER_ERROR, FinishReason.MATCHER_ERROR)
@@ -169,24 +168,18 @@ def make_engine(num_slots: int, faults: Faults) -> specjax.Engine:
 def before_programs(engine: specjax.Engine, call: Callable[[str, Any], None]) -> None:
     """Has an engine call `call(name, operands)` before each program that it dispatches."""
 
-    def wrap(prefix: str, programs: Any) -> Any:
-        def wrapped(name: str, program: Any) -> Any:
-            def run(*operands: Any, **options: Any) -> Any:
-                call(name, operands)
-                return program(*operands, **options)
+    def wrapped(name: str, program: Any) -> Any:
+        def run(*operands: Any, **options: Any) -> Any:
+            call(name, operands)
+            return program(*operands, **options)
 
-            return run
-
-        each = programs._asdict().items()
-        return programs._replace(
-            **{name: wrapped(prefix + name, value) for name, value in each if callable(value)}
-        )
+        return run
 
     scheduler: Any = engine._scheduler
-    scheduler._programs = wrap("", scheduler._programs)
-    if scheduler._batch is not None:
-        scheduler._batch._programs = scheduler._programs
-        scheduler._batch._batch = wrap("batch.", scheduler._batch._batch)
+    each = scheduler._programs._asdict().items()
+    scheduler._programs = scheduler._programs._replace(
+        **{name: wrapped(name, value) for name, value in each if callable(value)}
+    )
 
 
 def make_kinds(rng: np.random.Generator) -> list[dict[str, Any]]:

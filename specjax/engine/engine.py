@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,28 +18,23 @@ from specjax.decode.matchers import Matcher, new_masks
 from specjax.decode.options import LoopOptions
 from specjax.decode.request_batch import check_arguments
 from specjax.decode.state import Settings
-from specjax.engine.programs import (
-    choose_chunk_size,
-    devices_of,
-    explain_slots_out_of_memory,
-    make_programs,
-    warm_up,
-)
-from specjax.engine.queue import make_group
+from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
+from specjax.engine.queue import PromptGroup
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.submission import (
     MAX_STOP_IDS,
+    CheckedRequest,
     EngineLimits,
     check_request,
+    drop_batch_axis,
     make_request,
-    parse_defaults,
 )
 from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
-__all__ = ["Engine", "resolve_speculation", "all_allowed_masks", "slot_settings"]
+__all__ = ["Engine", "all_allowed_masks", "resolve_speculation"]
 
 
 class Engine:
@@ -138,27 +133,25 @@ class Engine:
                 implementation=implementation,
             ),
         )
-        defaults = parse_defaults(sampling)
-        settings = slot_settings(requests.settings, defaults, k_by_rate)
-        options: dict[str, Any] = {
-            "config": static.config,
-            "implementation": static.implementation,
-        }
-        chunk_size = min(static.chunk_size, max_length)
-        sizes = {"num_slots": num_slots, "max_length": max_length, "chunk_size": chunk_size}
-        programs = make_programs(target, drafter, settings, **sizes, **options)
-        self.num_slots, self.max_length = num_slots, max_length
-        self.slot_bytes = programs.slot_bytes
-        num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
-        all_allowed = all_allowed_masks(
-            takes_matchers, defaults, num_slots, num_rows, programs.vocab_size
+        defaults = drop_batch_axis(sampling)
+        programs = make_programs(
+            target,
+            drafter,
+            _settings_of_slots(requests.settings, defaults, k_by_rate),
+            max_length=max_length,
+            chunk_size=min(static.chunk_size, max_length),
+            config=static.config,
+            implementation=static.implementation,
         )
-        takes = all_allowed is not None
-        self._options = EngineLimits(max_length, programs.vocab_size, defaults, tokenizer, takes)
-        needed = self.slot_bytes, num_slots, max_length, programs.prefill_slots
-        with explain_slots_out_of_memory(devices_of(target), *needed):
-            any_request = check_request([0, 0], self._options, key=keys[0])
-            slots = warm_up(programs, any_request.settings, all_allowed)
+        self.num_slots, self.max_length = num_slots, max_length
+        self.slot_bytes, vocab_size = programs.slot_bytes, programs.vocab_size
+        num_rows = 1 + (0 if drafter is None else static.config.num_speculative_tokens)
+        shape = num_slots, num_rows, vocab_size
+        all_allowed = all_allowed_masks(takes_matchers, defaults, shape)
+        takes_matchers = all_allowed is not None
+        self._limits = EngineLimits(max_length, vocab_size, defaults, tokenizer, takes_matchers)
+        any_request = check_request([0, 0], self._limits, key=keys[0])
+        slots = warm_up(programs, target, any_request.settings, all_allowed)
         self._scheduler = Scheduler(programs, slots, all_allowed, max_waiting)
 
     def submit(
@@ -208,9 +201,9 @@ class Engine:
           >>> engine.submit([7], key=jax.random.key(0)).error
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
-        return self._submit(
+        checked = check_request(
             prompt_token_ids,
-            None,
+            self._limits,
             key=key,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -218,7 +211,8 @@ class Engine:
             stop_token_ids=stop_token_ids,
             sampling=sampling,
             matcher=matcher,
-        )[0]
+        )
+        return self._enqueue(checked, [-1])[0]
 
     def submit_samples(
         self, num_samples: int, prompt_token_ids: Any, **options: Any
@@ -251,20 +245,18 @@ class Engine:
         why = "the requests of one prompt"
         if options.get("matcher") is not None:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
-        return self._submit(
-            prompt_token_ids, check_count("num_samples", num_samples, 1, why), **options
-        )
+        num_samples = check_count("num_samples", num_samples, 1, why)
+        checked = check_request(prompt_token_ids, self._limits, **options)
+        return self._enqueue(checked, range(num_samples))
 
-    def _submit(
-        self, prompt_token_ids: Any, num_samples: int | None, **values: Any
-    ) -> list[Request]:
-        scheduler, count = self._scheduler, num_samples or 1
-        checked = check_request(prompt_token_ids, self._options, **values)
-        scheduler.check_room(count)
-        run = scheduler.take_step, scheduler.take_step_async
-        requests = [make_request(checked, self._options, *run) for _ in range(count)]
-        if any(request.finish_reason is None for request in requests):
-            scheduler.enqueue(make_group(checked, requests, is_sampled=num_samples is not None))
+    def _enqueue(self, checked: CheckedRequest, samples: Sequence[int]) -> list[Request]:
+        """Returns a request for each sample index, and puts those that go on into the queue."""
+        queue = self._scheduler.queue
+        queue.check_room(len(samples))
+        requests = [make_request(checked, self._limits, self._scheduler) for _ in samples]
+        pairs = zip(requests, samples, strict=True)
+        if waiting := {one: sample for one, sample in pairs if one.finish_reason is None}:
+            queue.put(PromptGroup(checked, waiting))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -284,7 +276,7 @@ class Engine:
         Returns:
           Whether it was in a slot.
         """
-        self._scheduler.check_open()
+        self._scheduler.queue.check_open()
         return self._scheduler.preempt(request, drops_cache)
 
     def close(self) -> None:
@@ -319,7 +311,7 @@ class Engine:
           RuntimeError: while coroutines wait for a step, and once the engine is closed. Also if an
             error took what the device held for requests: they end as "engine_error".
         """
-        self._scheduler.check_open()
+        self._scheduler.queue.check_open()
         return self._scheduler.take_step()
 
     def run(self) -> None:
@@ -330,7 +322,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
-        return self._scheduler.num_waiting
+        return len(self._scheduler.queue.waiting())
 
     @property
     def num_running(self) -> int:
@@ -350,10 +342,7 @@ class Engine:
 
 
 def resolve_speculation(
-    drafter: Drafter | None,
-    config: SpeculativeConfig | None,
-    num_slots: int,
-    k_by_load: bool,
+    drafter: Drafter | None, config: SpeculativeConfig | None, num_slots: int, k_by_load: bool
 ) -> tuple[Drafter | None, SpeculativeConfig | None, Any]:
     """Returns the drafter and the config of an engine, and its `k_by_rate` if rates decide.
 
@@ -390,40 +379,15 @@ def resolve_speculation(
     return drafter, fixed, None
 
 
-def slot_settings(settings: Settings, defaults: SamplingParams | None, k_by_rate: Any) -> Settings:
-    """Returns the settings of slots.
-
-    Args:
-      settings: of a batch of as many requests, checked.
-      defaults: from `parse_defaults`.
-      k_by_rate: from `resolve_speculation`.
-    """
-    num_slots = settings.prompt_lengths.shape[0]
-    no_stop_ids: Any = pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS)
-    given: dict[str, Any] = {
-        "temperature": np.ones(num_slots, np.float32),
-        "eos_token_ids": np.tile(no_stop_ids, (num_slots, 1)),
-        "sampling": _spread_over_slots(defaults, num_slots),
-        "k_by_rate": k_by_rate,
-    }
-    return settings._replace(**given)
-
-
 def all_allowed_masks(
-    takes_matchers: bool,
-    defaults: SamplingParams | None,
-    num_slots: int,
-    num_rows: int,
-    vocab_size: int,
+    takes_matchers: bool, defaults: SamplingParams | None, shape: tuple[int, int, int]
 ) -> np.ndarray | None:
     """Returns masks that allow every token in every row, or None if no request has a matcher.
 
     Args:
       takes_matchers: as in `Engine`, unchecked.
-      defaults: from `parse_defaults`.
-      num_slots: B.
-      num_rows: K + 1.
-      vocab_size: V.
+      defaults: from `drop_batch_axis`.
+      shape: B, K + 1 and V.
 
     Raises:
       ValueError: if requests may have masks of their own, too.
@@ -435,14 +399,21 @@ def all_allowed_masks(
             "takes_matchers is True, and sampling.allowed is given; a matcher's masks would take "
             "its place, so an engine needs one of the two."
         )
-    return new_masks(num_slots, num_rows, vocab_size)
+    return new_masks(*shape)
 
 
-def _spread_over_slots(defaults: SamplingParams | None, num_slots: int) -> SamplingParams | None:
-    """Returns the defaults with a leading axis of slots, on the device; a grammar as it is."""
-    if defaults is None:
-        return None
-    rows = jax.tree.map(
-        lambda row: jnp.tile(row, (num_slots,) + (1,) * row.ndim), defaults._replace(grammar=None)
-    )
-    return rows._replace(grammar=jax.tree.map(jnp.asarray, defaults.grammar))
+def _settings_of_slots(
+    settings: Settings, defaults: SamplingParams | None, k_by_rate: Any
+) -> Settings:
+    """Returns settings of B equal requests that stop ids and the defaults have room in."""
+
+    def repeat(row: np.ndarray) -> jax.Array:
+        return jnp.tile(row, (settings.prompt_lengths.shape[0],) + (1,) * row.ndim)
+
+    sampling = None
+    if defaults is not None:
+        # The slots share the grammar's tables.
+        grammar = jax.tree.map(jnp.asarray, defaults.grammar)
+        sampling = jax.tree.map(repeat, defaults._replace(grammar=None))._replace(grammar=grammar)
+    no_stop_ids = repeat(pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS))
+    return settings._replace(eos_token_ids=no_stop_ids, sampling=sampling, k_by_rate=k_by_rate)

@@ -1,35 +1,35 @@
-"""The compiled programs of an engine, bound to its models and options, and the bytes they need."""
+"""The compiled programs of an engine: bound to its models, measured in bytes, run once each.
+
+    make_programs -> explain_slots_out_of_memory -> warm_up -> a state of empty slots
+
+`Programs` lists them. A row is the models' state of one prompt, and a batch holds rows of several.
+"""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.config import SpeculativeConfig
 from specjax.decode.capacity import format_bytes
 from specjax.decode.drafters import Drafter, reads_chunks
 from specjax.decode.options import PREFILL_CHUNK_SIZE
 from specjax.decode.state import DecodeState, Settings
 from specjax.decode.target_step import count_rows, vocabulary_size
 from specjax.engine import slots
-from specjax.engine.slots import (
-    PromptRow,
-    RequestSettings,
-    StepOutput,
-    find_axes,
-    row_bytes,
-    state_axes,
-)
+from specjax.engine.slots import PromptRow, RequestSettings, StepOutput
+from specjax.implementation import Implementation
 from specjax.types import Model
 
 __all__ = [
-    "BatchPrograms",
     "Programs",
     "choose_chunk_size",
     "devices_of",
+    "empty_chunk",
     "explain_slots_out_of_memory",
     "make_programs",
     "row_lengths",
@@ -38,54 +38,38 @@ __all__ = [
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _MIN_ROW = 512
-# Prompts that are read before a slot is empty, without a batch. Each takes the memory of a slot.
+# Prompts that are prefilled before a slot is empty, without a batch. Each takes a slot's memory.
 _PREFILL_AHEAD = 2
-# Prompts that a CPU reads at once, and the least chunk where it does. A shorter one, and one of
-# bfloat16, has other last bits alone than in a batch.
+# A CPU prefills at most so many prompts together, and only in chunks of at least so many tokens.
+# With shorter chunks, or in bfloat16, a batch rounds otherwise than a prompt alone.
 _MAX_PROMPTS, _MIN_CHUNK = 16, 64
 
 
-class BatchPrograms(NamedTuple):
-    """The functions that read several prompts at once, as rows of a batch.
-
-    Attributes:
-      size: N, prompts that are read at once.
-      num_tokens: tokens of each.
-      new_rows: `() -> PromptRow` of N prompts, each of the least of `Programs.row_lengths`.
-      put: `(rows, row, index) -> rows` with the row of one prompt among them.
-      prefill: `(rows, token_ids[N, num_tokens], positions) -> rows`.
-      take: `(rows, index) -> PromptRow` of one prompt.
-    """
-
-    size: int
-    num_tokens: int
-    new_rows: Callable[[], PromptRow]
-    put: Callable[..., PromptRow]
-    prefill: Callable[..., PromptRow]
-    take: Callable[..., PromptRow]
-
-
 class Programs(NamedTuple):
-    """The functions of `specjax.engine.slots` with everything bound that no request changes.
+    """The functions of `specjax.engine.slots`, bound to an engine's models and options.
 
     Attributes:
-      new_row: `(*, max_length) -> PromptRow`.
+      new_row: `(*, max_length, size=1) -> PromptRow`, of a prompt or of `size` prompts.
       grow_row: `(row, *, max_length) -> PromptRow` of a greater length.
-      row_lengths: lengths of the rows that a prompt is read into, one after another; the last
-        is S. A chunk attends to all of its row.
+      row_lengths: the lengths that a prompt's row grows through; the last is S. A chunk attends
+        to all of its row.
       chunk_size: C, tokens of a prompt that are read at once.
       prefill_chunk: `(row, token_ids[1, C], positions[1, C]) -> PromptRow`.
-      new_target_row: `() -> PromptRow` of length S, without a drafter's state.
-      prefill_target_chunk: `prefill_chunk` of such a row.
-      batch: of prompts that are read together, or None.
+      new_target_row: `(*, max_length) -> PromptRow` without a drafter's state.
+      batch_size: N, prompts that are read together, in rows of the least length; 0 for none.
+      batch_chunk_size: tokens of each that are read at once.
+      put_row: `(rows, row, index) -> rows` with the row of one prompt among N.
+      prefill_batch: `(rows, token_ids[N, batch_chunk_size], positions) -> rows`.
+      take_row: `(rows, index) -> PromptRow` of one prompt.
       admit: `(slots, row, slot, prompt[1, S], request) -> slots`, with a row of any of the lengths.
       step: `(slots, allowed) -> (slots, StepOutput)`.
       release: `(slots, rows: bool[B]) -> slots`.
       park: `(slots, slot) -> DecodeState`, a batch of one.
       resume: `(slots, parked, slot) -> slots`.
       empty_slots: `() -> slots`.
+      num_slots: B.
       slot_bytes: bytes that the state of a slot takes, its caches among them.
-      vocab_size: of the target's logits.
+      vocab_size: V of the target's logits.
     """
 
     new_row: Callable[..., PromptRow]
@@ -93,39 +77,119 @@ class Programs(NamedTuple):
     row_lengths: tuple[int, ...]
     chunk_size: int
     prefill_chunk: Callable[..., PromptRow]
-    new_target_row: Callable[[], PromptRow]
-    prefill_target_chunk: Callable[..., PromptRow]
-    batch: BatchPrograms | None
+    new_target_row: Callable[..., PromptRow]
+    batch_size: int
+    batch_chunk_size: int
+    put_row: Callable[..., PromptRow]
+    prefill_batch: Callable[..., PromptRow]
+    take_row: Callable[..., PromptRow]
     admit: Callable[..., DecodeState]
     step: Callable[..., tuple[DecodeState, StepOutput]]
     release: Callable[..., DecodeState]
     park: Callable[..., DecodeState]
     resume: Callable[..., DecodeState]
     empty_slots: Callable[[], DecodeState]
+    num_slots: int
     slot_bytes: int
     vocab_size: int
 
     @property
     def prefill_depth(self) -> int:
-        """Prompts that are read before a slot is empty, or are being read.
+        """Entries of the queue that are prefilled before a slot is empty.
 
-        While so many are unread that they fill a batch, half as many wait that are read.
+        With a batch, N of them are in it, and N / 2 may wait prefilled.
         """
-        return _PREFILL_AHEAD if self.batch is None else self.batch.size + self.batch.size // 2
+        return max(_PREFILL_AHEAD, self.batch_size + self.batch_size // 2)
 
     @property
     def prefill_slots(self) -> float:
-        """How many slots' bytes prompts take that are being read."""
-        # Rows of the batch, those read ahead for it, and an empty one.
-        num_rows = (
-            0 if self.batch is None else self.batch.size + self.prefill_depth - _PREFILL_AHEAD + 1
-        )
-        # Two more rows, one of which grows out of one of half its length.
+        """Memory of in-flight prefills, in slots."""
+        # The batch's rows, those prefilled ahead of it, and an empty one.
+        num_rows = self.batch_size and self.batch_size + self.prefill_depth - _PREFILL_AHEAD + 1
+        # 2.5 = two rows and, while one grows, its half-length predecessor.
         return 2.5 + num_rows * self.row_lengths[0] / self.row_lengths[-1]
+
+    def of_target(self) -> "Programs":
+        """Returns programs whose rows hold the target's cache alone, in one length."""
+        return self._replace(new_row=self.new_target_row, row_lengths=self.row_lengths[-1:])
+
+
+def make_programs(
+    target: Model,
+    drafter: Drafter | None,
+    settings: Settings,
+    *,
+    max_length: int,
+    chunk_size: int,
+    config: SpeculativeConfig,
+    implementation: Implementation | None,
+) -> Programs:
+    """Returns the programs of an engine; nothing is compiled yet.
+
+    Args:
+      target: as in `Engine`.
+      drafter: as in `Engine`.
+      settings: of B equal requests.
+      max_length: S.
+      chunk_size: C.
+      config: a compile key.
+      implementation: as in `run_step`.
+
+    Raises:
+      ValueError: if a mesh has several processes or several devices for requests, a cache has a
+        leaf without an axis of requests, or drafts say where each request's logits lie.
+    """
+    _check_placement(target)
+    options = {"config": config, "implementation": implementation}
+    empty = functools.partial(
+        slots.empty_slots, target, drafter, settings, max_length=max_length, **options
+    )
+    axes_of_row = slots.row_axes(target, drafter, max_length)
+    shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
+    if shapes.draft.rows is not None:
+        raise ValueError(
+            "the drafter's drafts have rows, which say in which request's place logits lie; an "
+            "engine moves requests between slots and needs drafts without."
+        )
+    axes = slots.slot_axes(shapes, axes_of_row)
+    # The state of a whole-prompt drafter cannot be grown: use rows of full length.
+    drafts = shapes.drafter_state
+    is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
+    lengths = (max_length,) if is_whole else row_lengths(max_length, chunk_size)
+    # For adaptive K: besides programs of 0 and K drafts one of half as many, a copy of the layers.
+    row_buckets = (count_rows(shapes) // 2,)
+    num_slots, leaf_axes = shapes.lengths.size, tuple(jax.tree.leaves(axes_of_row))
+    new_row = functools.partial(slots.new_row, target, drafter)
+    prefill_chunk = functools.partial(slots.prefill_chunk, target, drafter)
+    batch = _choose_batch(new_row, num_slots, lengths[0], chunk_size)
+    return Programs(
+        new_row=new_row,
+        grow_row=functools.partial(slots.grow_row, target, drafter),
+        row_lengths=lengths,
+        chunk_size=chunk_size,
+        prefill_chunk=prefill_chunk,
+        new_target_row=functools.partial(slots.new_row, target, None),
+        batch_size=batch[0],
+        batch_chunk_size=batch[1],
+        put_row=functools.partial(slots.put, axes=leaf_axes),
+        prefill_batch=prefill_chunk,
+        take_row=functools.partial(slots.take, axes=leaf_axes),
+        admit=functools.partial(slots.admit, target, drafter, axes=axes, **options),
+        step=functools.partial(
+            slots.step_slots, target, drafter, row_buckets=row_buckets, **options
+        ),
+        release=slots.release,
+        park=functools.partial(slots.take, axes=axes),
+        resume=functools.partial(slots.put, axes=axes),
+        empty_slots=empty,
+        num_slots=num_slots,
+        slot_bytes=slots.slot_bytes(shapes, axes),
+        vocab_size=vocabulary_size(target, 1, 1, 2),
+    )
 
 
 def _check_placement(target: Model) -> None:
-    """Refuses a mesh that an engine's host cannot move requests over alone."""
+    """Refuses a mesh over which one host cannot move requests alone."""
     placement = target.placement
     if placement is not None and placement.num_processes > 1:
         raise ValueError(
@@ -140,119 +204,33 @@ def _check_placement(target: Model) -> None:
         )
 
 
-def make_programs(
-    target: Model,
-    drafter: Drafter | None,
-    settings: Settings,
-    *,
-    num_slots: int,
-    max_length: int,
-    chunk_size: int,
-    **options: Any,
-) -> Programs:
-    """Returns the programs of an engine; nothing is compiled yet.
-
-    Args:
-      target: as in `Engine`.
-      drafter: as in `Engine`.
-      settings: of one empty request in each slot.
-      num_slots: B.
-      max_length: S.
-      chunk_size: C.
-      **options: `config` and `implementation`, static options of a step.
-
-    Raises:
-      ValueError: if a mesh has several processes or several devices for requests, a cache has a
-        leaf without an axis of requests, or drafts say where each request's logits lie.
-    """
-    _check_placement(target)
-    empty = functools.partial(
-        slots.empty_slots,
-        target,
-        drafter,
-        settings,
-        size=num_slots,
-        max_length=max_length,
-        **options,
-    )
-    cache_axes = find_axes(lambda size: target.init_cache(size, max_length), "the target's cache")
-    drafter_axes = drafter and find_axes(
-        lambda size: drafter.init(drafter.params, size, max_length), "the drafter's state"
-    )
-    shapes = slots.empty_slots.eval_shape(*empty.args, **empty.keywords)
-    if shapes.draft.rows is not None:
-        raise ValueError(
-            "the drafter's drafts have rows, which say in which request's place logits lie; an "
-            "engine moves requests between slots and needs drafts without."
-        )
-    axes = state_axes(shapes, cache_axes, drafter_axes)
-    # What a drafter makes of a whole prompt in a short row is no beginning of that in a longer one.
-    drafts = shapes.drafter_state
-    is_whole = bool(jax.tree.leaves(drafts)) and not reads_chunks(drafts)
-    lengths = (max_length,) if is_whole else row_lengths(max_length, chunk_size)
-    row_axes = tuple(jax.tree.leaves((cache_axes, drafter_axes)))
-    new_row = functools.partial(slots.new_row, target, drafter)
-    prefill_chunk = functools.partial(slots.prefill_chunk, target, drafter)
-    return Programs(
-        new_row=new_row,
-        grow_row=functools.partial(slots.grow_row, target, drafter),
-        row_lengths=lengths,
-        chunk_size=chunk_size,
-        prefill_chunk=prefill_chunk,
-        new_target_row=functools.partial(slots.new_row, target, None, max_length=max_length),
-        prefill_target_chunk=functools.partial(slots.prefill_chunk, target, None),
-        batch=_batch_programs(new_row, prefill_chunk, row_axes, num_slots, lengths[0], chunk_size),
-        admit=functools.partial(slots.admit, target, drafter, axes=axes),
-        step=functools.partial(
-            slots.step_slots, target, drafter, row_buckets=_row_buckets(shapes), **options
-        ),
-        release=slots.release,
-        park=functools.partial(slots.take, axes=axes),
-        resume=functools.partial(slots.put, axes=axes),
-        empty_slots=empty,
-        slot_bytes=row_bytes(shapes, axes),
-        vocab_size=vocabulary_size(target, 1, 1, 2),
-    )
-
-
-def choose_chunk_size(given: int | None) -> int:
-    """Returns how many tokens of a prompt are read at once: as given, or by the device.
+def choose_chunk_size(chunk_size: int | None) -> int:
+    """Returns how many tokens of a prompt are read at once; None chooses by the device.
 
     An H200 reads 256 of them with 8B and 1B shapes in 12 to 18 ms, 128 in 9 to 13. A CPU reads
     padding as slowly as tokens.
     """
-    if given is not None:
-        return given
+    if chunk_size is not None:
+        return chunk_size
     return 2 * PREFILL_CHUNK_SIZE if jax.default_backend() == "gpu" else PREFILL_CHUNK_SIZE
 
 
-def _batch_programs(
-    new_row: Callable[..., PromptRow],
-    prefill_chunk: Callable[..., PromptRow],
-    axes: tuple[int, ...],
-    num_slots: int,
-    row_length: int,
-    chunk_size: int,
-) -> BatchPrograms | None:
-    """Returns what reads several prompts at once, together two chunks or more; None but on a CPU.
+def _choose_batch(
+    new_row: Callable[..., PromptRow], num_slots: int, row_length: int, chunk_size: int
+) -> tuple[int, int]:
+    """Returns how many prompts are read together, and tokens of each; zeros for none, as off CPU.
 
-    A CPU reads the weights from memory once for all of them, and less padding: pieces are short. On
-    a GPU, rows of other prompts would change a prompt's last bits.
+    A CPU reads the weights from memory once for all prompts. It reads fewer tokens of each, and so
+    less padding, but together two chunks or more. On a GPU, other prompts in a batch would change
+    a prompt's last bits.
     """
     size = min(_MAX_PROMPTS, num_slots // 4)
     if size < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":
-        return None
+        return 0, 0
     row = jax.eval_shape(functools.partial(new_row, max_length=row_length))
     if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(row)):
-        return None
-    return BatchPrograms(
-        size=size,
-        num_tokens=max(-(-chunk_size // 4), -(-2 * chunk_size // size)),
-        new_rows=functools.partial(new_row, max_length=row_length, size=size),
-        put=functools.partial(slots.put, axes=axes),
-        prefill=prefill_chunk,
-        take=functools.partial(slots.take, axes=axes),
-    )
+        return 0, 0
+    return size, max(-(-chunk_size // 4), -(-2 * chunk_size // size))
 
 
 def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
@@ -274,15 +252,10 @@ def row_lengths(max_length: int, chunk_size: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _row_buckets(shapes: DecodeState) -> tuple[int, ...]:
-    """Returns the numbers of drafted tokens, besides 0 and K, that a step of adaptive K may feed.
-
-    One, half of K: each is one more copy of the target's layers.
-    """
-    return (count_rows(shapes) // 2,)
+# The start of an engine ---------------------------------------------------------------------------
 
 
-def devices_of(target: Model) -> set[Any]:
+def devices_of(target: Model) -> set[jax.Device]:
     """Returns the devices that a target's parameters are on; JAX's first if they are on a host."""
     leaves = (leaf for leaf in jax.tree.leaves(target.params) if isinstance(leaf, jax.Array))
     return {device for leaf in leaves for device in leaf.devices()} or {jax.devices()[0]}
@@ -290,34 +263,25 @@ def devices_of(target: Model) -> set[Any]:
 
 @contextlib.contextmanager
 def explain_slots_out_of_memory(
-    devices: Iterable[Any],
-    slot_bytes: int,
-    num_slots: int,
-    max_length: int,
-    prefill_slots: float,
+    devices: Iterable[jax.Device], programs: Programs
 ) -> Iterator[None]:
-    """Refuses slots that the devices have no room for, before or when they are made.
-
-    Args:
-      devices: that hold the slots together.
-      slot_bytes: of one slot.
-      num_slots: B.
-      max_length: S.
-      prefill_slots: how many slots' bytes prompts take that are being read.
+    """Refuses slots that the devices together have no room for, before or when they are made.
 
     Raises:
       MemoryError: with the bytes of a slot.
     """
-    needed = int(slot_bytes * (num_slots + prefill_slots))
+    slot_bytes, prefill_slots = programs.slot_bytes, programs.prefill_slots
+    needed = int(slot_bytes * (programs.num_slots + prefill_slots))
     error = MemoryError(
-        f"The device has no room for {num_slots} slots: each takes {format_bytes(slot_bytes)} at "
-        f"max_length {max_length}, and prompts that are read {prefill_slots:.1f} more, "
-        f"{format_bytes(needed)} together. Fewer num_slots or a smaller max_length take less."
+        f"The device has no room for {programs.num_slots} slots: each takes "
+        f"{format_bytes(slot_bytes)} at max_length {programs.row_lengths[-1]}, and prompts that "
+        f"are read {prefill_slots:.1f} more, {format_bytes(needed)} together. Fewer num_slots or a "
+        "smaller max_length take less."
     )
-    # None on a CPU, whose allocator says only when it is asked.
-    facts = [device.memory_stats() or {} for device in devices]
-    if all("bytes_limit" in fact for fact in facts):
-        free = sum(fact["bytes_limit"] - fact.get("bytes_in_use", 0) for fact in facts)
+    # A CPU has no statistics: its allocator fails when it is asked.
+    stats = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in each for each in stats):
+        free = sum(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
         if needed > free:
             raise error
     try:
@@ -328,52 +292,59 @@ def explain_slots_out_of_memory(
         raise error from failure
 
 
-def warm_up(programs: Programs, request: RequestSettings, allowed: Any) -> DecodeState:
-    """Runs every program, so that each is compiled, and returns slots with no request in any.
+def warm_up(
+    programs: Programs, target: Model, request: RequestSettings, allowed: np.ndarray | None
+) -> DecodeState:
+    """Runs every program, so that each is compiled, and returns empty slots.
 
-    Twice, as arrays that a program returned may be placed otherwise than those it was first given.
+    Each runs twice: arrays that a program returned may be placed otherwise than its first inputs.
 
     Args:
       programs: of an engine.
+      target: as in `Engine`.
       request: settings of any request of two tokens.
       allowed: masks that allow all tokens, if a host masks rows; else None.
+
+    Raises:
+      MemoryError: if the target's devices have no room for the slots.
     """
-    state = programs.empty_slots()
-    num_slots, max_length = state.token_ids.shape
-    first, nothing = np.int32(0), _empty_chunk(1, programs.chunk_size)
-    for _ in range(2):
-        for row in _rows_of_each_length(programs):
-            state = programs.admit(state, row, first, np.zeros((1, max_length), np.int32), request)
-        state, output = programs.step(state, allowed)
-        # No more than two rows at a time, as when prompts are read.
-        row = programs.prefill_target_chunk(programs.new_target_row(), *nothing)
-        parked = programs.park(state, first)
-        state = programs.resume(state, parked, first)
-        parked = parked._replace(target_cache=row.target_cache)
-        state = programs.resume(state, parked, first)
-        state = programs.release(state, np.ones(num_slots, bool))
-        jax.device_get(output)
+    first, length = np.int32(0), programs.row_lengths[-1]
+    operands = first, np.zeros((1, length), np.int32), request
+    with explain_slots_out_of_memory(devices_of(target), programs):
+        state = programs.empty_slots()
+        for _ in range(2):
+            for row in _rows_of_each_length(programs):
+                state = programs.admit(state, row, *operands)
+            state, output = programs.step(state, allowed)
+            # No more than two rows at a time, as in a round of the scheduler.
+            row = programs.new_target_row(max_length=length)
+            row = programs.prefill_chunk(row, *empty_chunk(1, programs.chunk_size))
+            parked = programs.park(state, first)
+            state = programs.resume(state, parked, first)
+            state = programs.resume(state, parked._replace(target_cache=row.target_cache), first)
+            state = programs.release(state, np.ones(programs.num_slots, bool))
+            jax.device_get(output)
     return state
 
 
-def _empty_chunk(num_prompts: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and positions of a chunk that holds no token."""
+def empty_chunk(num_prompts: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns token ids 0 and positions -1 of a chunk without tokens, two i32[N, C]."""
     shape = (num_prompts, num_tokens)
     return np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
 
 
 def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
-    """Yields the rows that a prompt without tokens is read into."""
+    """Yields rows of an empty prompt, by every program that makes one."""
     row = programs.new_row(max_length=programs.row_lengths[0])
     yield row
-    nothing = _empty_chunk(1, programs.chunk_size)
+    nothing = empty_chunk(1, programs.chunk_size)
     for i, length in enumerate(programs.row_lengths):
         if i:
             row = programs.grow_row(row, max_length=length)
         # The second chunk's row is one that a program returned.
         row = programs.prefill_chunk(programs.prefill_chunk(row, *nothing), *nothing)
-        if i == 0 and programs.batch is not None:
-            row = _through_batch(programs.batch, row)
+        if i == 0 and programs.batch_size:
+            row = _through_batch(programs, row)
             yield row
             row = programs.prefill_chunk(row, *nothing)
         for longer in programs.row_lengths[i + 2 :]:
@@ -381,10 +352,11 @@ def _rows_of_each_length(programs: Programs) -> Iterator[PromptRow]:
         yield row
 
 
-def _through_batch(batch: BatchPrograms, row: PromptRow) -> PromptRow:
-    """Returns a row that was one of a batch."""
-    nothing = _empty_chunk(batch.size, batch.num_tokens)
-    rows = batch.new_rows()
+def _through_batch(programs: Programs, row: PromptRow) -> PromptRow:
+    """Returns a row after it was one of a batch."""
+    size, first = programs.batch_size, np.int32(0)
+    rows = programs.new_row(max_length=programs.row_lengths[0], size=size)
     for _ in range(2):
-        rows = batch.prefill(batch.put(rows, row, np.int32(0)), *nothing)
-    return batch.take(rows, np.int32(0))
+        rows = programs.put_row(rows, row, first)
+        rows = programs.prefill_batch(rows, *empty_chunk(size, programs.batch_chunk_size))
+    return programs.take_row(rows, first)

@@ -1,299 +1,273 @@
-"""Requests that wait for slots: groups of one prompt, preempted ones, and the queue of both."""
+"""Requests that wait for slots: the queue, its entries, and the prompts that are read together.
 
+    WaitingQueue    entries, first come, first served
+    QueueEntry      requests that wait, and the row that their tokens are read into
+      PromptGroup     requests of one prompt, which is read once for all of them
+      ParkedRequest   a request that was preempted
+    PrefillBatch    the rows of several prompts, which one program reads together
+
+An entry is read chunk by chunk, if it has tokens to read; then its requests go into slots. While a
+prompt is in a batch, the batch holds its row.
+"""
+
+import abc
+import functools
+import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import jax
 import numpy as np
 
+from specjax.decode.capacity import pad_prompt
 from specjax.decode.state import DecodeState
-from specjax.engine.programs import BatchPrograms, Programs
+from specjax.engine.programs import Programs, empty_chunk
 from specjax.engine.request import Request
-from specjax.engine.slots import PromptRow, RequestSettings
+from specjax.engine.slots import PromptRow
 from specjax.engine.submission import CheckedRequest
 
-__all__ = [
-    "ParkedRequest",
-    "PrefillBatch",
-    "PromptGroup",
-    "QueueEntry",
-    "WaitingQueue",
-    "make_group",
-]
+__all__ = ["ParkedRequest", "PrefillBatch", "PromptGroup", "QueueEntry", "WaitingQueue"]
 
 
-class PromptGroup:
+class QueueEntry(abc.ABC):
+    """Requests that wait for slots, and the row that their tokens are read into.
+
+    Args:
+      requests: the requests.
+
+    Attributes:
+      waiting: the requests without a slot.
+      row: the models' state of the tokens read so far; None before, and while a batch holds it.
+      num_read: how many tokens programs have read, padding of the last chunk among them.
+    """
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.waiting = deque(requests)
+        self.row: PromptRow | None = None
+        self.num_read = self._row_length = 0
+
+    @property
+    @abc.abstractmethod
+    def token_ids(self) -> np.ndarray:
+        """All tokens of the entry, i32[L]."""
+
+    @property
+    def unread(self) -> np.ndarray:
+        """Tokens that are left to read: all but the last, which the first step feeds."""
+        return self.token_ids[self.num_read : -1]
+
+    def is_read(self) -> bool:
+        """Returns whether the row has all tokens but the last."""
+        return self.row is not None and not self.unread.size
+
+    def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the next tokens and their positions, two i32[1, size]; positions end with -1."""
+        chunk = self.unread[:size]
+        token_ids, positions = empty_chunk(1, size)
+        token_ids[0, : chunk.size] = chunk
+        positions[0, : chunk.size] = self.num_read + np.arange(chunk.size)
+        return token_ids, positions
+
+    def read_chunk(self, programs: Programs) -> bool:
+        """Reads the next tokens; returns whether a model computed something."""
+        self._grow_row(programs)
+        if not self.unread.size:
+            return False
+        self.row = programs.prefill_chunk(self.row, *self.next_chunk(programs.chunk_size))
+        self.num_read += programs.chunk_size
+        return True
+
+    def _grow_row(self, programs: Programs) -> None:
+        """Gives the row room for the next chunk, and perhaps for as many tokens again."""
+        num_tokens = min(self.num_read + programs.chunk_size, self.token_ids.size - 1)
+        length = next(length for length in programs.row_lengths if length >= num_tokens)
+        if self.row is None:
+            self.attach_row(programs.new_row(max_length=length), length)
+        elif self._row_length < length:
+            self.attach_row(programs.grow_row(self.row, max_length=length), length)
+
+    def attach_row(self, row: PromptRow, length: int) -> None:
+        """Sets the row, which has room for so many tokens."""
+        self.row, self._row_length = row, length
+
+    @abc.abstractmethod
+    def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
+        """Returns the slots with the first waiting request in one of them."""
+
+    @property
+    def arrays(self) -> object:
+        """The arrays that the entry holds on the device."""
+        return self.row
+
+
+class PromptGroup(QueueEntry):
     """Requests of one prompt.
 
     Args:
-      prompt: i32[1, S], padded.
-      num_tokens: of the prompt.
-      waiting: the requests and their settings.
-
-    Attributes:
-      waiting: the requests that are in no slot yet.
-      row: what the models know of the prompt; None before it is read, and while a batch has it.
+      checked: what each of them asks for.
+      samples: the requests, and the index that is folded into the key of each; -1 folds nothing.
     """
 
-    def __init__(
-        self,
-        prompt: np.ndarray,
-        num_tokens: int,
-        waiting: dict[Request, RequestSettings],
-    ) -> None:
-        self.waiting = deque(waiting)
-        self._settings = waiting
-        self._prompt, self._num_tokens = prompt, num_tokens
-        self.row: PromptRow | None = None
-        self._num_read = self._row_length = 0
-
-    def is_read(self) -> bool:
-        """Returns whether the models have read all but the prompt's last token."""
-        return self.row is not None and self._num_read >= self._num_tokens - 1
-
-    def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens; returns whether the models computed something."""
-        end = self._num_tokens - 1
-        row = self._grow_row(programs, min(self._num_read + programs.chunk_size, end))
-        if not self.num_unread:
-            return False
-        self.row = programs.prefill_chunk(row, *self.next_chunk(programs.chunk_size))
-        self.count_read(programs.chunk_size)
-        return True
+    def __init__(self, checked: CheckedRequest, samples: Mapping[Request, int]) -> None:
+        super().__init__(samples)
+        self._checked, self._samples = checked, samples
 
     @property
-    def num_unread(self) -> int:
-        """Tokens that the models have not read: all but the prompt's last."""
-        return max(0, self._num_tokens - 1 - self._num_read)
+    def token_ids(self) -> np.ndarray:
+        """The prompt, i32[L]."""
+        return self._checked.token_ids
 
-    def next_chunk(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the next tokens and their positions, two i32[1, C]; -1 after the last."""
-        return _next_chunk(self._prompt, self._num_read, self._num_tokens - 1, size)
-
-    def count_read(self, size: int) -> None:
-        """Counts a chunk as read, once a program has it."""
-        self._num_read += size
-
-    def fits(self, programs: Programs) -> bool:
-        """Returns whether the whole prompt has room in a row of the least length."""
-        return self._num_tokens - 1 <= programs.row_lengths[0]
-
-    @property
-    def arrays(self) -> Any:
-        """Returns the arrays that this object holds on the device."""
-        return self.row
-
-    def attach_row(self, row: PromptRow | None, length: int) -> None:
-        """Sets the row; None while a batch has it.
-
-        Args:
-          row: of this length.
-          length: in tokens.
-        """
-        self.row, self._row_length = row, length
-
-    def _grow_row(self, programs: Programs, num_tokens: int) -> PromptRow:
-        """Returns the row, with room for the tokens and perhaps for as many again."""
-        length = next(length for length in programs.row_lengths if length >= num_tokens)
-        if self.row is None:
-            self.row, self._row_length = programs.new_row(max_length=length), length
-        elif self._row_length < length:
-            self.row, self._row_length = programs.grow_row(self.row, max_length=length), length
-        return self.row
-
-    def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
-        """Returns the slots with the first waiting request in one of them, and the request."""
-        request = self.waiting[0]
-        settings = self._settings[request]
-        assert self.row is not None
-        slots = programs.admit(slots, self.row, np.int32(slot), self._prompt, settings)
-        return slots, request
+    def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
+        """Returns the slots with the first waiting request in one of them."""
+        sample = np.int32(self._samples[self.waiting[0]])
+        prompt = pad_prompt(self.token_ids[None], programs.row_lengths[-1])
+        settings = self._checked.settings._replace(sample=sample)
+        return programs.admit(slots, self.row, np.int32(slot), prompt, settings)
 
 
-def make_group(
-    checked: CheckedRequest, requests: list[Request], *, is_sampled: bool
-) -> PromptGroup:
-    """Returns the group of one submission's requests.
-
-    Args:
-      checked: the submission.
-      requests: one, or its samples.
-      is_sampled: whether each has a key of its own, with its index folded in.
-    """
-    each = [np.int32(index if is_sampled else -1) for index in range(len(requests))]
-    settings = (checked.settings._replace(sample=sample) for sample in each)
-    waiting = dict(zip(requests, settings, strict=True))
-    return PromptGroup(checked.padded, checked.token_ids.size, waiting)
-
-
-class ParkedRequest:
+class ParkedRequest(QueueEntry):
     """A request that was taken out of its slot.
 
     Args:
       request: the request.
       parked: its state, a batch of one.
       drops_cache: whether the target's cache is dropped, and computed again from its tokens.
-
-    Attributes:
-      waiting: the request, until it is in a slot.
-      row: what the target knows of the tokens that are computed again, or None.
     """
 
     def __init__(self, request: Request, parked: DecodeState, drops_cache: bool) -> None:
-        self.waiting = deque([request])
-        self._parked = parked._replace(target_cache=None) if drops_cache else parked
-        self.row: PromptRow | None = None
-        self._text: tuple[Any, int] | None = None
-        self._num_read = 0
+        super().__init__([request])
+        self._parked = parked._replace(target_cache=None)
+        self._token_ids: np.ndarray | None = None
+        if not drops_cache:
+            self.row = PromptRow(parked.target_cache, None)
+            self._token_ids = np.zeros(0, np.int32)  # Nothing to read.
 
-    def is_read(self) -> bool:
-        """Returns whether the target has read all but the last committed token."""
-        if self._parked.target_cache is not None:
-            return True
-        return self.row is not None and self._num_read >= self._committed()[1] - 1
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The committed tokens i32[L] that the target reads again.
+
+        The host may not know them yet. It waits for the last step before the request was parked.
+        """
+        if self._token_ids is None:
+            token_ids, lengths = jax.device_get((self._parked.token_ids, self._parked.lengths))
+            self._token_ids = token_ids[0, : int(lengths[0])]
+        return self._token_ids
 
     def read_chunk(self, programs: Programs) -> bool:
         """Reads the next tokens; returns whether the target computed something."""
-        if self.row is None:
-            self.row = programs.new_target_row()
-        token_ids, length = self._committed()
-        if self._num_read >= length - 1:
-            return False
-        chunk = _next_chunk(token_ids, self._num_read, length - 1, programs.chunk_size)
-        self.row = programs.prefill_target_chunk(self.row, *chunk)
-        self._num_read += programs.chunk_size
-        return True
+        return super().read_chunk(programs.of_target())
+
+    def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
+        """Returns the slots with the request in one of them."""
+        assert self.row is not None
+        parked = self._parked._replace(target_cache=self.row.target_cache)
+        return programs.resume(slots, parked, np.int32(slot))
 
     @property
-    def arrays(self) -> Any:
-        """Returns the arrays that this object holds on the device."""
+    def arrays(self) -> object:
+        """The arrays that the entry holds on the device."""
         return self._parked, self.row
-
-    def _committed(self) -> tuple[Any, int]:
-        """Returns the tokens i32[1, S] that the device has committed, which the host may not know.
-
-        It waits for the last step that was dispatched before the request was parked.
-        """
-        if self._text is None:
-            token_ids, lengths = jax.device_get((self._parked.token_ids, self._parked.lengths))
-            self._text = np.maximum(token_ids, 0), int(lengths[0])
-        return self._text
-
-    def put(self, programs: Programs, slots: DecodeState, slot: int) -> tuple[DecodeState, Request]:
-        """Returns the slots with the request in one of them, and the request."""
-        parked = self._parked
-        if self.row is not None:
-            parked = parked._replace(target_cache=self.row.target_cache)
-        return programs.resume(slots, parked, np.int32(slot)), self.waiting[0]
-
-
-QueueEntry = PromptGroup | ParkedRequest
 
 
 class PrefillBatch:
     """Prompts that are read together, as the rows of a batch.
 
     Args:
-      programs: of the engine.
-      batch: `programs.batch`.
-
-    Attributes:
-      num_chunks: how many chunks of one prompt have as many tokens.
+      programs: of the engine. If their `batch_size` is 0, no prompt is read here.
     """
 
-    def __init__(self, programs: Programs, batch: BatchPrograms) -> None:
-        self._programs, self._batch = programs, batch
-        self._rows = batch.new_rows()
-        self._empty_row = programs.new_row(max_length=programs.row_lengths[0])
-        self.num_chunks = -(-batch.size * batch.num_tokens // programs.chunk_size)
+    def __init__(self, programs: Programs) -> None:
         self._groups: dict[int, PromptGroup] = {}
+        self._rows = self._empty_row = None
+        if programs.batch_size:
+            new_row = functools.partial(programs.new_row, max_length=programs.row_lengths[0])
+            self._rows, self._empty_row = new_row(size=programs.batch_size), new_row()
 
-    def read(self, unread: Sequence[QueueEntry], max_chunks: int | None) -> bool:
-        """Reads the next tokens of as many prompts as the batch has rows; returns whether it did.
+    def read(self, programs: Programs, unread: Sequence[QueueEntry], max_chunks: float) -> int:
+        """Reads the next tokens of N prompts; of none if the first entry is not to wait for them.
 
         Args:
-          unread: what is to be read, the first first.
-          max_chunks: in which the first is to be read, as a slot is empty; or None.
+          programs: of the engine.
+          unread: the entries to read, the first of the queue first.
+          max_chunks: chunks until the first entry has to be read.
+
+        Returns:
+          How many chunks of one prompt have as many tokens; 0 if nothing was read.
         """
-        first = unread[0]
-        if not self._takes(first):
-            return False
-        num_readings = -(-first.num_unread // self._batch.num_tokens)
-        if max_chunks is not None and num_readings * self.num_chunks > max_chunks:
-            return False
-        size, lent = self._batch.size, self._groups.values()
-        others = [group for group in unread if self._takes(group) and group not in lent]
-        free = [index for index in range(size) if index not in self._groups]
+        size, chunk_size, first = programs.batch_size, programs.batch_chunk_size, unread[0]
+        if not size or not _fits_batch(first, programs):
+            return 0
+        num_chunks = -(-size * chunk_size // programs.chunk_size)
+        num_readings = -(-first.unread.size // chunk_size)
+        if num_readings * num_chunks > max_chunks or not self._fill(programs, unread):
+            return 0
+        groups = [self._groups[index] for index in range(size)]
+        chunks = [group.next_chunk(chunk_size) for group in groups]
+        token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
+        self._rows = programs.prefill_batch(self._rows, token_ids, positions)
+        for group in groups:
+            group.num_read += chunk_size
+        for group in groups:
+            if not group.unread.size:
+                self.detach_group(programs, group)
+        return num_chunks
+
+    def _fill(self, programs: Programs, unread: Sequence[QueueEntry]) -> bool:
+        """Puts prompts into the free rows; returns whether there are enough."""
+        groups = self._groups.values()
+        others = [one for one in unread if _fits_batch(one, programs) and one not in groups]
+        free = [index for index in range(programs.batch_size) if index not in self._groups]
         if len(others) < len(free):
             return False
         for index, group in zip(free, others, strict=False):
             row = self._empty_row if group.row is None else group.row
-            self._rows = self._batch.put(self._rows, row, np.int32(index))
-            group.attach_row(None, 0)
+            self._rows = programs.put_row(self._rows, row, np.int32(index))
+            group.row = None
             self._groups[index] = group
-        chunks = [self._groups[i].next_chunk(self._batch.num_tokens) for i in range(size)]
-        token_ids, positions = map(np.concatenate, zip(*chunks, strict=True))
-        self._rows = self._batch.prefill(self._rows, token_ids, positions)
-        for group in lent:
-            group.count_read(self._batch.num_tokens)
-        for group in tuple(lent):
-            if not group.num_unread:
-                self.detach_group(group)
         return True
 
-    @property
-    def arrays(self) -> Any:
-        """Returns the arrays that this object holds on the device."""
-        return self._rows, self._empty_row
+    def detach_group(self, programs: Programs, entry: QueueEntry) -> None:
+        """Gives an entry its row, if the batch holds it: from now on it is read alone."""
+        for index, group in self._groups.items():
+            if group is entry:
+                row = programs.take_row(self._rows, np.int32(index))
+                self._groups.pop(index).attach_row(row, programs.row_lengths[0])
+                return
 
     def drop_ended(self) -> None:
-        """Lets prompts go that no request waits for any more."""
+        """Drops prompts whose requests have all ended."""
         self._groups = {i: group for i, group in self._groups.items() if group.waiting}
 
-    def _takes(self, group: QueueEntry) -> TypeGuard[PromptGroup]:
-        """Returns whether something of a prompt is to be read that has room in a row."""
-        return (
-            isinstance(group, PromptGroup) and group.num_unread > 0 and group.fits(self._programs)
-        )
-
-    def detach_group(self, group: QueueEntry) -> None:
-        """Gives a prompt its row, if it is one of the batch's; it is read alone from now on."""
-        index = next((i for i, other in self._groups.items() if other is group), None)
-        if index is not None:
-            row = self._batch.take(self._rows, np.int32(index))
-            self._groups.pop(index).attach_row(row, self._programs.row_lengths[0])
+    @property
+    def arrays(self) -> object:
+        """The arrays that the batch holds on the device."""
+        return self._rows, self._empty_row
 
 
-def _next_chunk(
-    token_ids: np.ndarray, begin: int, end: int, chunk_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens and positions from `begin` on and before `end`, two i32[1, C]."""
-    size = max(0, min(chunk_size, end - begin))
-    ids = np.zeros((1, chunk_size), np.int32)
-    positions = np.full_like(ids, -1)
-    ids[0, :size] = token_ids[0, begin : begin + size]
-    positions[0, :size] = np.arange(begin, begin + size, dtype=np.int32)
-    return ids, positions
+def _fits_batch(entry: QueueEntry, programs: Programs) -> TypeGuard[PromptGroup]:
+    """Returns whether an entry is a prompt with unread tokens that fits a row of the batch."""
+    is_unread = isinstance(entry, PromptGroup) and entry.unread.size > 0
+    return is_unread and entry.token_ids.size - 1 <= programs.row_lengths[0]
 
 
 class WaitingQueue:
-    """Groups of requests that wait. Any thread may put one in and count them.
+    """Entries that wait. Any thread may put one in and count their requests.
 
     Args:
       max_waiting: most requests that wait.
 
     Attributes:
-      lock: held while a group or the order of groups changes.
-      closed: a sentence that says why nothing may be put in any more, or None.
+      lock: held while an entry or the order of entries changes.
+      closed: a sentence why nothing may be put in any more, or None.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._groups: deque[QueueEntry] = deque()
-        self.lock = threading.Lock()
+        self._entries: deque[QueueEntry] = deque()
+        self.lock = threading.RLock()
         self.closed: str | None = None
 
     def check_open(self) -> None:
@@ -301,87 +275,70 @@ class WaitingQueue:
         if self.closed is not None:
             raise RuntimeError(self.closed)
 
-    def close(self, why: str) -> list[QueueEntry]:
-        """Closes the queue, and returns what waits in it."""
+    def close(self, why: str) -> list[Request]:
+        """Closes the queue, and returns the requests that wait in it."""
         with self.lock:
-            self.closed = why
-            groups = list(self._groups)
-            self._groups.clear()
-        return groups
+            self.closed, waiting = why, self.waiting()
+            self._entries.clear()
+        return waiting
 
-    def num_groups(self) -> int:
-        """Returns how many groups wait, some of which may have ended."""
-        return len(self._groups)
+    def num_entries(self) -> int:
+        """Returns the number of entries."""
+        return len(self._entries)
 
-    def num_waiting(self) -> int:
-        """Returns how many requests wait and have not ended."""
+    def waiting(self) -> list[Request]:
+        """Returns the requests that wait and have not ended."""
         with self.lock:
-            return self._count()
-
-    def _count(self) -> int:
-        waiting = (request for group in self._groups for request in group.waiting)
-        return sum(request.finish_reason is None for request in waiting)
-
-    def parked(self) -> set[Request]:
-        """Returns the requests that had a slot and wait for another."""
-        with self.lock:
-            groups = [group for group in self._groups if isinstance(group, ParkedRequest)]
-            return {request for group in groups for request in group.waiting}
+            waiting = (request for entry in self._entries for request in entry.waiting)
+            return [request for request in waiting if request.finish_reason is None]
 
     def check_room(self, count: int) -> None:
-        """Checks that more requests may be put in.
+        """Checks that so many more requests may be put in.
 
         Raises:
           queue.Full: if too many would wait.
           RuntimeError: if the queue is closed.
         """
-        with self.lock:
-            self._check_room(count)
-
-    def _check_room(self, count: int) -> None:
         self.check_open()
-        num_waiting = self._count()
+        num_waiting = len(self.waiting())
         if num_waiting + count > self._max_waiting:
             raise queue.Full(
                 f"{num_waiting} requests wait, and {count} more are submitted; max_waiting is "
                 f"{self._max_waiting}. Run the engine, or wait for requests to end."
             )
 
-    def put(self, group: QueueEntry) -> None:
-        """Puts requests at the end, as `check_room` allows."""
+    def put(self, entry: QueueEntry) -> None:
+        """Puts an entry at the end, as `check_room` allows."""
         with self.lock:
-            self._check_room(len(group.waiting))
-            self._groups.append(group)
+            self.check_room(len(entry.waiting))
+            self._entries.append(entry)
 
-    def put_first(self, group: QueueEntry) -> None:
-        """Puts requests before all others, however many wait."""
+    def put_first(self, entry: QueueEntry) -> None:
+        """Puts an entry before all others, however many requests wait."""
         with self.lock:
-            self._groups.appendleft(group)
+            self._entries.appendleft(entry)
 
-    def arrays(self) -> list[Any]:
-        """Returns what the device holds for the groups."""
+    def arrays(self) -> list[object]:
+        """Returns the arrays that entries hold on the device."""
         with self.lock:
-            return [group.arrays for group in self._groups]
+            return [entry.arrays for entry in self._entries]
 
     def drop_ended(self) -> None:
-        """Takes requests that ended out, and groups without others with what was read of them."""
+        """Removes ended requests, then empty entries with their rows."""
         with self.lock:
-            for group in self._groups:
-                going = [request for request in group.waiting if request.finish_reason is None]
-                group.waiting = deque(going)
-            self._groups = deque(group for group in self._groups if group.waiting)
+            for entry in self._entries:
+                entry.waiting = deque(x for x in entry.waiting if x.finish_reason is None)
+            self._entries = deque(entry for entry in self._entries if entry.waiting)
 
     def first(self, number: int) -> list[QueueEntry]:
-        """Returns the first groups that have a request waiting, at most `number`."""
-        first: list[QueueEntry] = []
+        """Returns the first entries, at most `number`."""
         with self.lock:
-            for group in self._groups:
-                while group.waiting and group.waiting[0].finish_reason is not None:
-                    group.waiting.popleft()
-                if group.waiting:
-                    first.append(group)
-                if len(first) == number:
-                    break
-            while self._groups and self._groups[0] not in first[:1]:
-                self._groups.popleft()
-        return first
+            return list(itertools.islice(self._entries, number))
+
+    def pop(self) -> Request:
+        """Removes the first request, and its entry with the last one."""
+        with self.lock:
+            request = self._entries[0].waiting.popleft()
+            if not self._entries[0].waiting:
+                self._entries.popleft()
+            return request

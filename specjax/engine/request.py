@@ -1,24 +1,26 @@
-"""`Request`: what a request of an engine asked for, what it has got so far, and why it ended."""
+"""`Request`: the tokens and the text that it got so far, and the reason of its end."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterator
+from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from specjax.decode.commit import Finish
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.matchers import MatchedText
 from specjax.decode.metrics import Metrics
+from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
 
-__all__ = ["FinishReason", "Piece", "Request", "PROGRAM_EXITS", "describe"]
+__all__ = ["PROGRAM_EXITS", "FinishReason", "Piece", "Request", "Stepper", "describe"]
 
 
 class FinishReason:
-    """Reasons for which a request of an engine ended; None while it goes on."""
+    """Reasons of a request's end."""
 
     LENGTH = "length"
     END_OF_SEQUENCE = "end_of_sequence"
@@ -38,12 +40,12 @@ _FINISH_REASONS = {
 }
 
 
-# What is no fault of a request's tokenizer or matcher, whichever code it is raised in.
+# Errors that ask the program to stop: no tokenizer or matcher is at fault, wherever one is raised.
 PROGRAM_EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 def describe(error: BaseException) -> str:
-    """Returns the name of an error and the beginning of what it says.
+    """Returns the name of an error and the beginning of its message.
 
     Example:
       >>> describe(KeyError(3))
@@ -51,12 +53,22 @@ def describe(error: BaseException) -> str:
     """
     try:
         return f"{type(error).__name__}: {error!s:.1000}"
-    except Exception:  # It may say nothing but raise.
+    except Exception:  # Its __str__ may raise.
         return type(error).__name__
 
 
+class Stepper(Protocol):
+    """Takes an engine's steps. Each method returns whether a request has not ended."""
+
+    def take_step(self) -> bool:
+        """Takes a step."""
+
+    async def take_step_async(self) -> bool:
+        """Takes a step that coroutines share."""
+
+
 class Piece(NamedTuple):
-    """What a request got since the piece before.
+    """The tokens and the text that a request gained since the piece before.
 
     Attributes:
       token_ids: its new tokens.
@@ -70,8 +82,8 @@ class Piece(NamedTuple):
 class Request:
     """A request of an engine; `Engine.submit` makes it, and iterating over it yields its pieces.
 
-    `for piece in request` and `async for piece in request` run the engine, all of whose requests
-    go on with it, until this one has ended.
+    `for piece in request` and `async for piece in request` run the engine until this request has
+    ended. All other requests go on with it.
 
     Attributes:
       prompt_token_ids: its prompt.
@@ -89,8 +101,7 @@ class Request:
         prompt_token_ids: list[int],
         max_new_tokens: int,
         text: StoppedText | None,
-        run: Callable[[], bool] | None,
-        run_async: Callable[[], Awaitable[bool]] | None,
+        stepper: Stepper | None,
         matched: MatchedText | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
@@ -103,12 +114,15 @@ class Request:
         self._max_new_tokens = max_new_tokens
         # Another thread may abort the request while this one adds tokens.
         self._lock = threading.RLock()
-        self._text, self._run, self._run_async = text, run, run_async
+        self._text, self._matched = text, matched
+        # The engine's scheduler; None once the request has ended, so that it keeps no engine.
+        self._stepper = stepper
+        # The counts of all slots and the request's slot; once it has ended, its own counts and 0.
         self._metrics: tuple[Metrics, int] | None = None
-        self._matched, self._drafted = matched, list[int]()
+        self._drafted: list[int] = []
         if text is not None:
-            # Here, as all slots would wait for a long prompt in a round of the engine.
-            with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR):
+            # In a round of the engine, all slots would wait for a long prompt.
+            with self._contain_errors(FinishReason.TOKENIZER_ERROR):
                 text.read_context()
 
     @property
@@ -127,45 +141,43 @@ class Request:
         if self._metrics is None:
             return None
         metrics, slot = self._metrics
-        counts: Any = (np.asarray(count[slot]) for count in metrics)
-        return Metrics(*counts)
+        return jax.tree.map(lambda count: np.asarray(count[slot]), metrics)
 
     def result(self) -> "Request":
         """Runs the engine until this request has ended, and returns it."""
-        while (run := self._run) is not None:
-            self._check_progress(run())
+        while (stepper := self._stepper) is not None:
+            self._check_progress(stepper.take_step())
         return self
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece, stepper in self._pieces():
+            if any(piece):
+                yield piece
+            if stepper is not None:
+                self._check_progress(stepper.take_step())
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for piece, stepper in self._pieces():
+            if any(piece):
+                yield piece
+            if stepper is not None:
+                self._check_progress(await stepper.take_step_async())
+
+    def _pieces(self) -> Iterator[tuple[Piece, Stepper | None]]:
+        """Yields pieces, some empty, and the stepper to call before the next; None at the end."""
+        num_tokens = num_characters = 0
+        while True:
+            stepper = self._stepper
+            piece = Piece(self.token_ids[num_tokens:], (self.text or "")[num_characters:])
+            num_tokens += len(piece.token_ids)
+            num_characters += len(piece.text)
+            yield piece, stepper
+            if stepper is None:
+                return
 
     def _check_progress(self, is_busy: bool) -> None:
         if not is_busy and self.finish_reason is None:
             raise RuntimeError("the engine has nothing to do, and this request has not ended.")
-
-    def __iter__(self) -> Iterator[Piece]:
-        num_tokens = num_characters = 0
-        while True:
-            run = self._run
-            piece, num_tokens, num_characters = self._piece(num_tokens, num_characters)
-            if piece.token_ids or piece.text:
-                yield piece
-            if run is None:
-                return
-            self._check_progress(run())
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        num_tokens = num_characters = 0
-        while True:
-            run = self._run_async
-            piece, num_tokens, num_characters = self._piece(num_tokens, num_characters)
-            if piece.token_ids or piece.text:
-                yield piece
-            if run is None:
-                return
-            self._check_progress(await run())
-
-    def _piece(self, num_tokens: int, num_characters: int) -> tuple[Piece, int, int]:
-        token_ids, text = self.token_ids[num_tokens:], self.text or ""
-        piece = Piece(token_ids, text[num_characters:])
-        return piece, num_tokens + len(token_ids), len(text)
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Ends the request, if it has not ended: the first reason stays."""
@@ -173,19 +185,18 @@ class Request:
             if self.finish_reason is not None:
                 return
             if self._text is not None and reason != FinishReason.TOKENIZER_ERROR:
-                with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR):
+                with self._contain_errors(FinishReason.TOKENIZER_ERROR):
                     self._text.flush()
                 if self.finish_reason is not None:
                     return
                 reason = FinishReason.STOP_STRING if self._text.stopped else reason
             if self._metrics is not None:
-                # What other slots counted is kept no longer.
+                # Copy this slot's counts; the batch array can be freed.
                 metrics, slot = self._metrics
                 self._metrics = Metrics(*(count[slot : slot + 1].copy() for count in metrics)), 0
             self.error = error
             self.finish_reason = reason
-            # It keeps no engine, nor what that has on the device.
-            self._run = self._run_async = None
+            self._stepper = None
 
     @property
     def has_matcher(self) -> bool:
@@ -193,33 +204,33 @@ class Request:
         return self._matched is not None
 
     def fill_masks(self, rows: np.ndarray) -> None:
-        """Fills masks u32[K + 1, ceil(V / 32)] of its next step, all of whose past is read."""
+        """Writes the masks u32[K + 1, ceil(V / 32)] of its next step; it has read all before."""
         if self._matched is not None:
-            with self._contain_errors("matcher", FinishReason.MATCHER_ERROR):
+            with self._contain_errors(FinishReason.MATCHER_ERROR):
                 self._matched.fill(self._drafted, rows)
 
     @contextlib.contextmanager
-    def _contain_errors(self, what: str, reason: str) -> Iterator[None]:
-        """Ends this request, and no other, if what the caller gave it raises."""
+    def _contain_errors(self, reason: str) -> Iterator[None]:
+        """Ends this request alone, for a reason "x_error", if the caller's x raises."""
         try:
             yield
         except BaseException as error:  # It may raise anything, such as a panic of Rust.
-            self.end(reason, f"its {what} raised {describe(error)}")
+            self.end(reason, f"its {reason.removesuffix('_error')} raised {describe(error)}")
             if isinstance(error, PROGRAM_EXITS):
                 raise
 
-    def add(self, output: Any, slot: int) -> None:
-        """Adds what a step committed for the request in a slot, if it has not ended.
+    def add(self, output: StepOutput, slot: int) -> None:
+        """Adds the tokens that a step committed for it, if it has not ended.
 
         Args:
-          output: `StepOutput` of NumPy arrays.
+          output: NumPy arrays.
           slot: the request's.
         """
         with self._lock:
             if self.finish_reason is None:
                 self._add(output, slot)
 
-    def _add(self, output: Any, slot: int) -> None:
+    def _add(self, output: StepOutput, slot: int) -> None:
         num_tokens, finish = int(output.num_tokens[slot]), int(output.finish[slot])
         self._metrics = output.metrics, slot
         for i in range(num_tokens):
@@ -231,7 +242,7 @@ class Request:
                 self.top_logprobs.append(top)
             self.token_ids.append(token_id)
             if self._text is not None:
-                with self._contain_errors("tokenizer", FinishReason.TOKENIZER_ERROR):
+                with self._contain_errors(FinishReason.TOKENIZER_ERROR):
                     self._text.feed(token_id)
                 if self._text.stopped or self.finish_reason is not None:
                     break
@@ -240,6 +251,7 @@ class Request:
         elif finish > 0:
             self.end(_FINISH_REASONS[finish])
         elif self._matched is not None and self.finish_reason is None:
-            with self._contain_errors("matcher", FinishReason.MATCHER_ERROR):
+            with self._contain_errors(FinishReason.MATCHER_ERROR):
                 self._matched.read(self.token_ids[len(self.token_ids) - num_tokens :])
+            assert output.drafted is not None
             self._drafted = [token for token in output.drafted[slot].tolist() if token >= 0]

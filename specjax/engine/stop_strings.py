@@ -2,13 +2,13 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from specjax.file_io import quote
 from specjax.processing.token_bytes import BYTE_TOKEN
 
-__all__ = ["MAX_STOP_CHARACTERS", "StoppedText", "TextStream", "check_stop"]
+__all__ = ["MAX_STOP_CHARACTERS", "StoppedText", "TextStream", "Tokenizer", "check_stop"]
 
 # Of all stop strings of a request together; a character takes about 0.4 KB of an automaton.
 MAX_STOP_CHARACTERS = 2**14
@@ -18,6 +18,14 @@ _NUM_CONTEXT = 8
 _MAX_TOKENS = 16
 # Bytes of a character that is not complete; each may be decoded to U+FFFD.
 _MAX_BYTES = 3
+
+
+class Tokenizer(Protocol):
+    """Makes text of tokens, as a tokenizer of tokenizers or transformers does."""
+
+    @property
+    def decode(self) -> Callable[..., str]:
+        """`(ids, skip_special_tokens) -> text`."""
 
 
 class TextStream:
@@ -41,7 +49,7 @@ class TextStream:
         outside of a run.
     """
 
-    def __init__(self, tokenizer: Any, context: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         names = getattr(tokenizer, "convert_ids_to_tokens", None)
         self._name_of = getattr(tokenizer, "id_to_token", names)
         self._decode_ids = tokenizer.decode
@@ -83,8 +91,7 @@ class TextStream:
 
     def feed(self, token_id: int) -> str:
         """Adds a token and returns the text that is final now, perhaps none."""
-        if self._context is not None:
-            self.read_context()
+        self.read_context()
         was_run = self.ahead is not None
         text, byte = self._read(token_id)
         if text is None:
@@ -107,8 +114,7 @@ class TextStream:
         return self._take()
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._decode_ids(ids, skip_special_tokens=True)
-        return text
+        return self._decode_ids(ids, skip_special_tokens=True)
 
     def _read(self, token_id: int) -> tuple[str | None, bytes | None]:
         """Returns what a token alone writes, and the byte that it stands for in a run.
@@ -116,9 +122,8 @@ class TextStream:
         The text is None of a token that writes nothing after another one, either. The byte is None
         of a token that is text of its own.
         """
-        known = self._known.get(token_id)
-        if known is not None:
-            return known
+        if token_id in self._known:
+            return self._known[token_id]
         text: str | None = self._decode([token_id])
         if text and len(text) > 1:
             return text, None
@@ -154,20 +159,17 @@ class TextStream:
           last: what the last token writes alone; None decodes it again.
         """
         text = self._decode(self._ids)
-        num_held = 0
-        if text.endswith("\ufffd"):
-            num_held = min(self._max_held, len(text) - len(text.rstrip("\ufffd")))
+        num_held = min(self._max_held, len(text) - len(text.rstrip("\ufffd")))
         waits = num_held > 0 and len(self._ids) <= _MAX_TOKENS
-        before = self._shown
-        if not text.startswith(before):
+        num_same = len(self._shown)
+        if not text.startswith(self._shown):
             if waits:
                 # A character of the context may become complete, or a run of bytes without names.
                 return ""
-            pairs = zip(before, text, strict=False)
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-            before = text[: len(list(same))]
+            pairs = zip(self._shown, text, strict=False)
+            num_same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         num_final = len(text) - num_held
-        piece = text[len(before) : num_final]
+        piece = text[num_same:num_final]
         if piece:
             self._shown = text[:num_final]
         if waits:
@@ -207,7 +209,7 @@ class StoppedText:
       ('bc', True)
     """
 
-    def __init__(self, tokenizer: Any, context: list[int], stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int], stop: tuple[str, ...]) -> None:
         self._stream = TextStream(tokenizer, context)
         self._stops = _make_automaton(stop)
         # The nodes after the text, and after what a run of bytes adds to it.
@@ -340,16 +342,17 @@ def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]
       >>> check_stop("end"), check_stop(["a", "b"])
       (('end',), ('a', 'b'))
     """
-    # The keys of an object are no strings to stop at.
+    # The keys of a mapping are no strings to stop at.
     is_many = isinstance(stop, Iterable) and not isinstance(stop, str | Mapping)
-    strings: tuple[Any, ...] = tuple(stop) if is_many else (stop,)
-    if not all(isinstance(string, str) and string for string in strings):
+    strings: tuple[object, ...] = tuple(stop) if is_many else (stop,)
+    checked = tuple(string for string in strings if isinstance(string, str) and string)
+    if len(checked) < len(strings):
         came = quote(strings if is_many else stop)
         raise ValueError(f"{name} is {came}; it needs strings that are not empty.")
-    size = sum(map(len, strings))
+    size = sum(map(len, checked))
     if size > MAX_STOP_CHARACTERS:
         raise ValueError(
-            f"{name} has {size} characters in {len(strings)} strings; it takes at most "
+            f"{name} has {size} characters in {len(checked)} strings; it takes at most "
             f"{MAX_STOP_CHARACTERS} in all."
         )
-    return strings
+    return checked

@@ -22,7 +22,7 @@ from specjax import Engine, SamplingParams, SpeculativeConfig
 from specjax.decode.metrics import Metrics
 from specjax.engine import slots
 from specjax.engine.engine import resolve_speculation
-from specjax.engine.programs import _batch_programs as batch_programs
+from specjax.engine.programs import _choose_batch as choose_batch
 from specjax.engine.programs import devices_of, explain_slots_out_of_memory, warm_up
 from specjax.engine.request import Request
 from specjax.engine.slots import StepOutput
@@ -67,8 +67,8 @@ def give_programs(engine, **programs):
     """Other programs for an engine that has done nothing."""
     scheduler = engine._scheduler
     scheduler._programs = scheduler._programs._replace(**programs)
-    any_request = check_request([0, 0], engine._options, key=KEYS[0])
-    scheduler._slots = warm_up(scheduler._programs, any_request.settings, None)
+    any_request = check_request([0, 0], engine._limits, key=KEYS[0])
+    scheduler._slots = warm_up(scheduler._programs, MODEL, any_request.settings, None)
 
 
 @dataclasses.dataclass
@@ -567,8 +567,8 @@ def run_meanwhile(function):
 
 def test_the_queue_is_bounded_for_several_threads(monkeypatch):
     engine = plain_engine(max_waiting=1)
-    waiting, found, threads, calls = engine._scheduler._queue, [], [], []
-    count = waiting._count
+    waiting, found, threads, calls = engine._scheduler.queue, [], [], []
+    requests_of = waiting.waiting
 
     def submit():
         try:
@@ -576,15 +576,15 @@ def test_the_queue_is_bounded_for_several_threads(monkeypatch):
         except queue.Full:
             found.append(None)
 
-    def count_slowly():
-        num_waiting = count()
+    def look_slowly():
+        requests = requests_of()
         # A submission looks for room before it makes its requests, and when it puts them in.
         calls.append(None)
         if len(calls) == 2:
             threads.append(run_meanwhile(submit))
-        return num_waiting
+        return requests
 
-    monkeypatch.setattr(waiting, "_count", count_slowly)
+    monkeypatch.setattr(waiting, "waiting", look_slowly)
     submit()
     threads[0].join()
     assert sorted(request is None for request in found) == [False, True]
@@ -618,7 +618,7 @@ def test_a_text_ends_once_if_another_thread_aborts_it_meanwhile(is_added_first):
                 threads.append(run_meanwhile(meanwhile.pop()))
             return super().decode(ids, skip_special_tokens)
 
-    request = Request([0], 9, StoppedText(Slow(), [0], ("da",)), None, None)
+    request = Request([0], 9, StoppedText(Slow(), [0], ("da",)), None)
     ones, metrics = np.ones((1, 2), np.int8), Metrics(*np.zeros((len(Metrics._fields), 1)))
     output = StepOutput(np.array([[1, 3]]), [2], ones, ones, [0], metrics, None, None)
     calls = [lambda: request.end("aborted"), lambda: request.add(output, 0)]
@@ -643,7 +643,7 @@ def test_nothing_is_kept_of_prompts_that_were_aborted():
             engine.step()
         engine.abort(aborted)
     engine.step()
-    assert engine._scheduler._queue.num_groups() == engine.num_waiting == 1
+    assert engine._scheduler.queue.num_entries() == engine.num_waiting == 1
     engine.run()
     assert [len(request.token_ids) for request in (*first, waiting)] == [40, 40, 2]
 
@@ -672,14 +672,14 @@ def test_a_tokenizer_that_raises_ends_one_request_and_no_other():
     assert first.token_ids.index(3) == len(first.token_ids) - 1
     assert (second.token_ids, second.finish_reason) == (expected, "length")
     # Also by the rest of a text, which is decoded at its end.
-    last = Request([1], 9, StoppedText(tokenizer, [1], ()), None, None)
+    last = Request([1], 9, StoppedText(tokenizer, [1], ()), None)
     tokenizer.is_ended = True
     last.end("aborted")
     assert (last.finish_reason, last.error) == ("tokenizer_error", first.error)
     # And by the prompt, before it waits.
     request = engine.submit([1], key=KEYS[0])
     assert (request.finish_reason, request.token_ids) == ("tokenizer_error", [])
-    assert engine._scheduler._queue.num_groups() == 0
+    assert engine._scheduler.queue.num_entries() == 0
 
 
 def test_a_request_that_ended_keeps_nothing_of_other_slots():
@@ -755,12 +755,12 @@ def test_slots_have_the_room_of_all_devices_that_the_target_is_on(num_devices):
             return self._facts
 
     # Three slots of 20 bytes, and rows of two and a half.
-    sizes = 20, 3, S, 2.5
-    with explain_slots_out_of_memory([Device(110 // num_devices)] * num_devices, *sizes):
+    programs = make_engine(None)._scheduler._programs._replace(slot_bytes=20)
+    with explain_slots_out_of_memory([Device(110 // num_devices)] * num_devices, programs):
         pass
     with (
         pytest.raises(MemoryError, match="no room for 3 slots"),
-        explain_slots_out_of_memory([Device(109), *[Device(0)] * (num_devices - 1)], *sizes),
+        explain_slots_out_of_memory([Device(109), *[Device(0)] * (num_devices - 1)], programs),
     ):
         pass
 
@@ -913,12 +913,12 @@ def test_an_aborted_prompt_leaves_its_place_in_a_batch(read_together):
 @pytest.mark.parametrize(
     ("num_slots", "chunk_size", "dtype", "expected"),
     [
-        (7, 128, np.float32, None),
+        (7, 128, np.float32, (0, 0)),
         (8, 128, np.float32, (2, 128)),
         (16, 64, np.float32, (4, 32)),
-        (16, 63, np.float32, None),
+        (16, 63, np.float32, (0, 0)),
         (99, 128, np.float32, (16, 32)),
-        (99, 128, jnp.bfloat16, None),
+        (99, 128, jnp.bfloat16, (0, 0)),
     ],
 )
 def test_prompts_are_read_together_where_that_changes_no_bit(
@@ -927,8 +927,7 @@ def test_prompts_are_read_together_where_that_changes_no_bit(
     def new_row(max_length, size=1):
         return jnp.zeros((size, max_length), dtype)
 
-    batch = batch_programs(new_row, None, (0,), num_slots, 300, chunk_size)
-    assert (batch and (batch.size, batch.num_tokens)) == expected
+    assert choose_batch(new_row, num_slots, 300, chunk_size) == expected
 
 
 def test_a_short_prompt_that_is_read_first_waits_for_one_before_it(read_together):
@@ -1109,7 +1108,7 @@ def test_a_step_is_refused_while_coroutines_wait_for_one():
 
     async def read_all():
         reading = asyncio.ensure_future(anext(aiter(request)))
-        while not engine._scheduler._is_shared():
+        while not engine._scheduler._is_step_shared():
             await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="Coroutines wait for a step"):
             engine.step()

@@ -187,13 +187,13 @@ def test_a_closed_engine_says_so_and_its_requests_have_ended():
 
 def test_a_queue_that_is_closed_meanwhile_takes_no_request(monkeypatch):
     engine = make_engine()
-    check = engine._scheduler.check_room
+    check = engine._scheduler.queue.check_room
 
     def close_then(count):
         check(count)
         engine.close()
 
-    monkeypatch.setattr(engine._scheduler, "check_room", close_then)
+    monkeypatch.setattr(engine._scheduler.queue, "check_room", close_then)
     with pytest.raises(RuntimeError, match=CLOSED):
         submit(engine)
 
@@ -245,7 +245,7 @@ def test_coroutines_are_told_of_an_engine_that_lost_what_it_held():
 def test_a_request_does_not_wait_for_an_engine_that_has_nothing_to_do(read):
     engine = make_engine()
     request = submit(engine)
-    engine._scheduler._queue._groups.clear()
+    engine._scheduler.queue._entries.clear()
     with pytest.raises(RuntimeError, match="nothing to do, and this request has not ended"):
         read(request)
 

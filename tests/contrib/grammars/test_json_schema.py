@@ -407,7 +407,7 @@ def test_a_matcher_that_an_engine_does_not_take_is_refused():
     with pytest.raises(ValueError, match="has 2 words; 472 tokens need 15"):
         check_request([1], options, key=bigrams.keys(1)[0], matcher=matcher)
     with pytest.raises(ValueError, match=r"takes_matchers is True, and sampling\.allowed is given"):
-        all_allowed_masks(True, SamplingParams(allowed=np.ones(V, bool)), 1, 1, V)
+        all_allowed_masks(True, SamplingParams(allowed=np.ones(V, bool)), (1, 1, V))
 
 
 def test_two_hundred_prompts_give_valid_json_by_the_automaton_and_by_llguidance():

@@ -19,8 +19,8 @@ _FULL = "test_a_request_gets_the_same_alone_and_in_a_full_engine"
 MUTATIONS = (
     Mutation(
         f"{_ENGINE}queue.WaitingQueue.put_first",
-        "self._groups.appendleft(group)",
-        "self._groups.append(group)",
+        "self._entries.appendleft(entry)",
+        "self._entries.append(entry)",
         engines("test_a_preempted_request_goes_on_before_those_that_wait"),
         "a preempted request waits until all others had a slot",
     ),
@@ -46,71 +46,61 @@ MUTATIONS = (
         "a step that was half read adds its tokens twice",
     ),
     Mutation(
-        f"{_ENGINE}queue.PromptGroup.read_chunk",
-        "self.row = programs.prefill_chunk(row, *self.next_chunk(programs.chunk_size))\n"
-        "        self.count_read(programs.chunk_size)",
+        f"{_ENGINE}queue.QueueEntry.read_chunk",
+        "self.row = programs.prefill_chunk(self.row, *self.next_chunk(programs.chunk_size))\n"
+        "        self.num_read += programs.chunk_size",
         "chunk = self.next_chunk(programs.chunk_size)\n"
-        "        self.count_read(programs.chunk_size)\n"
-        "        self.row = programs.prefill_chunk(row, *chunk)",
+        "        self.num_read += programs.chunk_size\n"
+        "        self.row = programs.prefill_chunk(self.row, *chunk)",
         soaks(_MOVED),
         "a chunk counts as read before a program has it",
     ),
     Mutation(
-        f"{_ENGINE}queue.ParkedRequest.read_chunk",
-        "self.row = programs.prefill_target_chunk(self.row, *chunk)\n"
-        "        self._num_read += programs.chunk_size",
-        "self._num_read += programs.chunk_size\n"
-        "        self.row = programs.prefill_target_chunk(self.row, *chunk)",
-        soaks(_MOVED),
-        "a chunk of a preempted request counts as read before a program has it",
-    ),
-    Mutation(
         f"{_ENGINE}queue.PrefillBatch.read",
-        "        self._rows = self._batch.prefill(self._rows, token_ids, positions)\n"
-        "        for group in lent:\n"
-        "            group.count_read(self._batch.num_tokens)\n",
-        "        for group in lent:\n"
-        "            group.count_read(self._batch.num_tokens)\n"
-        "        self._rows = self._batch.prefill(self._rows, token_ids, positions)\n",
+        "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n"
+        "        for group in groups:\n"
+        "            group.num_read += chunk_size\n",
+        "        for group in groups:\n"
+        "            group.num_read += chunk_size\n"
+        "        self._rows = programs.prefill_batch(self._rows, token_ids, positions)\n",
         soaks(_MOVED),
         "chunks of a batch count as read before a program has them",
     ),
     Mutation(
         f"{_ENGINE}queue.PrefillBatch.detach_group",
-        "            row = self._batch.take(self._rows, np.int32(index))\n"
-        "            self._groups.pop(index).attach_row(row, self._programs.row_lengths[0])",
-        "            lent = self._groups.pop(index)\n"
-        "            row = self._batch.take(self._rows, np.int32(index))\n"
-        "            lent.attach_row(row, self._programs.row_lengths[0])",
+        "                row = programs.take_row(self._rows, np.int32(index))\n"
+        "                self._groups.pop(index).attach_row(row, programs.row_lengths[0])",
+        "                self._groups.pop(index)\n"
+        "                row = programs.take_row(self._rows, np.int32(index))\n"
+        "                group.attach_row(row, programs.row_lengths[0])",
         soaks(_MOVED),
         "a prompt leaves its batch without its row",
     ),
     Mutation(
-        f"{_ENGINE}queue._next_chunk",
-        "max(0, min(chunk_size, end - begin))",
-        "min(chunk_size, end - begin)",
-        soaks(_MOVED),
-        "a prompt that is read, and could not leave its batch, has chunks of fewer than no tokens",
-    ),
-    Mutation(
-        f"{_ENGINE}queue.PromptGroup.put",
-        "self.waiting[0]",
-        "self.waiting.popleft()",
+        f"{_ENGINE}scheduler.Scheduler._admit",
+        """        self._slots = entry.admit(self._programs, self._slots, slot)
+        with self.queue.lock:
+            self._occupants[slot] = self.queue.pop()
+""",
+        """        with self.queue.lock:
+            self._occupants[slot] = self.queue.pop()
+        self._slots = entry.admit(self._programs, self._slots, slot)
+""",
         soaks(_MOVED),
         "a request leaves the queue before it has a slot",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._arrays",
-        "self._queue.arrays()",
+        "self.queue.arrays()",
         "None",
         soaks(f"{_LOST}[prefill_chunk]"),
         "an engine goes on that lost the row of a prompt",
     ),
     Mutation(
         f"{_ENGINE}scheduler.Scheduler._arrays",
-        "self._slots, rows,",
+        "self._slots, self._batch.arrays,",
         "self._slots,",
-        soaks(f"{_LOST}[batch.prefill]"),
+        soaks(f"{_LOST}[prefill_batch]"),
         "an engine goes on that lost the rows of a batch",
     ),
     Mutation(
@@ -135,23 +125,23 @@ MUTATIONS = (
         "coroutines read a step of an engine that was closed meanwhile",
     ),
     Mutation(
-        f"{_ENGINE}queue.WaitingQueue._check_room",
+        f"{_ENGINE}queue.WaitingQueue.check_room",
         "self.check_open()",
         "",
         faults("test_a_queue_that_is_closed_meanwhile_takes_no_request"),
         "a request is put into the queue of a closed engine and never ends",
     ),
     Mutation(
-        f"{_ENGINE}engine.Engine._submit",
-        "scheduler.check_room(count)",
+        f"{_ENGINE}engine.Engine._enqueue",
+        "queue.check_room(len(samples))",
         "",
         faults("test_no_request_is_made_before_the_queue_has_room_for_all"),
         "requests are made that the queue has no room for",
     ),
     Mutation(
         f"{_ENGINE}request.Request.end",
-        "self._run = self._run_async = None",
-        "self._run = None",
+        "            self.finish_reason = reason\n            self._stepper = None",
+        "            self.finish_reason = reason",
         faults("test_a_request_that_ended_keeps_no_engine"),
         "a request that ended keeps its engine",
     ),
@@ -163,7 +153,7 @@ MUTATIONS = (
         "the device decodes on in the slot of a preempted request",
     ),
     Mutation(
-        f"{_ENGINE}scheduler.Scheduler._fill_slots",
+        f"{_ENGINE}scheduler.Scheduler._admit",
         "self._to_release.discard(slot)",
         "",
         engines("test_a_preempted_request_goes_on_before_those_that_wait"),
@@ -177,25 +167,11 @@ MUTATIONS = (
         "the device decodes on for a request that the host ended",
     ),
     Mutation(
-        f"{_ENGINE}queue.ParkedRequest.is_read",
-        "self._committed()[1] - 1",
-        "self._committed()[1] - 2",
+        f"{_ENGINE}queue.QueueEntry.unread",
+        "[self.num_read : -1]",
+        "[self.num_read : -2]",
         engines("test_a_preempted_request_gets_the_same_tokens[True]"),
-        "a preempted request whose last chunk is one token goes on without it",
-    ),
-    Mutation(
-        f"{_ENGINE}slots.admit",
-        "init_history(last.settings.k_by_rate, lengths)",
-        "last.draft_history",
-        soaks(_SOAK),
-        "a request drafts by the history of the one before it in its slot",
-    ),
-    Mutation(
-        f"{_ENGINE}slots.admit",
-        "grammar_state=start_states(sampling, 1)",
-        "grammar_state=last.grammar_state",
-        engines(_FULL),
-        "a request begins in the state of the grammar in which the one before it ended",
+        "the last token that is to be read is left out",
     ),
     Mutation(
         f"{_ENGINE}scheduler.delayed_interrupts",

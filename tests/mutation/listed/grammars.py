@@ -3,7 +3,6 @@
 from ..mutation import Mutation
 from .tests import (
     byte_automata,
-    engines,
     grammar_laws,
     grammars,
     json_schemas,
@@ -193,13 +192,6 @@ MUTATIONS = (
         'axis=0, mode="clip")',
         grammars("test_a_state_that_the_grammar_does_not_have_allows_nothing"),
         "a state that does not exist is the last one",
-    ),
-    Mutation(
-        "specjax.engine.slots.admit",
-        "start_states(sampling, 1)",
-        "last.grammar_state",
-        engines(_FULL),
-        "a slot goes on in the grammar's state of the request before",
     ),
     Mutation(
         "specjax.contrib.grammars.token_automaton._keep_complete",
