@@ -16,7 +16,7 @@ from specjax.decode.metrics import Metrics
 from specjax.engine.slots import StepOutput
 from specjax.engine.stop_strings import StoppedText
 
-__all__ = ["PROGRAM_EXITS", "FinishReason", "Piece", "Request", "Stepper", "describe"]
+__all__ = ["FinishReason", "PROGRAM_EXITS", "Piece", "Request", "Stepper", "describe"]
 
 
 class FinishReason:

@@ -17,9 +17,9 @@ from specjax.processing.fields import FIELDS
 from specjax.processing.sampling_params import SamplingParams, read_sampling
 
 __all__ = [
-    "MAX_STOP_IDS",
     "CheckedRequest",
     "EngineLimits",
+    "MAX_STOP_IDS",
     "check_request",
     "drop_batch_axis",
     "make_request",
