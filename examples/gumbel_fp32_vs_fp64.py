@@ -152,7 +152,11 @@ def time_samplers(vocab_size: int, rounds: int) -> dict[str, float]:
     def two_level(dtype: type) -> Callable[[], jax.Array]:
         return lambda: (
             specjax.gumbel_sample(
-                logits, keys=keys, positions=0, stream=specjax.Stream.TARGET, noise_dtype=dtype
+                logits,
+                keys=keys,
+                positions=0,
+                stream=specjax.Stream.TARGET,
+                options=specjax.Options(noise_dtype=dtype),
             ).token_ids
         )
 
@@ -196,7 +200,7 @@ def time_kernels(vocab_size: int, rounds: int) -> dict[str, float]:
                     positions=positions,
                     stream=streams,
                     temperature=temperature,
-                    noise_dtype=dtype,
+                    options=specjax.Options(noise_dtype=dtype),
                 ).token_ids
             return positions
 

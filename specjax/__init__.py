@@ -1,7 +1,7 @@
 """Speculative-decoding verification in JAX: exact, batched, jitted.
 
 Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, their ragged forms,
-`tree_rejection_sample`, `gumbel_sample`.
+`tree_rejection_sample`, `gumbel_sample`; how each runs: `Options`.
 Drafts: `Draft`, `DraftInputs`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
@@ -16,6 +16,7 @@ import importlib
 import typing
 
 from specjax import theory
+from specjax.call_arrays import Options
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
 from specjax.core.rule import Rule
@@ -87,6 +88,7 @@ __all__ = [
     "Matcher",
     "Metrics",
     "Model",
+    "Options",
     "Origin",
     "Request",
     "RowMasks",

@@ -6,12 +6,54 @@ One type holds the arrays of each kind of call, and one the options that are com
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from specjax.checks import check_noise_dtype
 from specjax.devices.placement import Placement
 from specjax.devices.vocabulary_split import VocabularySplit
-from specjax.implementation import Implementation
+from specjax.implementation import Implementation, resolve_implementation
 from specjax.types import Draft
 
-__all__ = ["CallOptions", "SampleArrays", "VerifyArrays"]
+__all__ = [
+    "CallOptions",
+    "Options",
+    "SampleArrays",
+    "VerifyArrays",
+    "check_options",
+    "check_whole_rows",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a sampler or verifier runs; static and hashable. A call refuses what it cannot honour.
+
+    Attributes:
+      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
+      implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
+        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
+        "interpret" the kernels in Pallas' interpreter, for tests. A
+        `specjax.implementation.Implementation` also carries sizes of the kernels.
+      axis_name: inside `shard_map`, the mesh axis over which V lies. Logits are then this device's
+        part of each row, of at least 128 tokens, and the result is the same on each. None for whole
+        arrays. Where the sharding of the logits splits V over a mesh axis, each device reads its
+        part, too. Inside `jit` that is seen of Explicit axes.
+      vocab_size: V, where it lies over a mesh axis; what the axis holds past it is padding. None is
+        all of it.
+
+    Example:
+      >>> options = specjax.Options(implementation="xla")
+      >>> specjax.gumbel_sample(
+      ...     jnp.array([[0.0, 9.0]]), keys=jax.random.key(0), positions=0, stream=0,
+      ...     temperature=0.0, options=options).token_ids
+      Array([1], dtype=int32)
+    """
+
+    noise_dtype: DTypeLike = jnp.float32
+    implementation: str | Implementation | None = None
+    axis_name: str | None = None
+    vocab_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +80,20 @@ class CallOptions:
     split: VocabularySplit | None = None
     placement: Placement | None = None
 
+    @classmethod
+    def from_options(cls, options: Options, **static: Any) -> "CallOptions":
+        """Returns the options of a call from those of its caller, resolved, or refuses them.
+
+        Args:
+          options: of the public call; its axis and vocabulary are read by `parse_split`.
+          **static: the other fields.
+        """
+        return cls(
+            check_noise_dtype(options.noise_dtype),
+            resolve_implementation(options.implementation),
+            **static,
+        )
+
     @property
     def axis_name(self) -> str | None:
         """Returns the mesh axis over which rows of logits lie, or None."""
@@ -52,6 +108,24 @@ class CallOptions:
     def skips_greedy_sums(self) -> bool:
         """Returns whether no logit of a greedy request is exponentiated: its maxima decide."""
         return self.greedy_is_argmax and not self.greedy_logprobs
+
+
+def check_options(options: Options) -> None:
+    """Raises `ValueError` for what is no `Options`."""
+    if not isinstance(options, Options):
+        raise ValueError(
+            f"options is {type(options).__name__}; it needs a specjax.Options, such as "
+            'specjax.Options(implementation="xla").'
+        )
+
+
+def check_whole_rows(options: Options, why: str) -> None:
+    """Raises `ValueError` for options of a split vocabulary; the error ends with `why`."""
+    for name in ("axis_name", "vocab_size"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"options.{name} is {getattr(options, name)!r}; it needs to be None: {why}."
+            )
 
 
 class SampleArrays(NamedTuple):

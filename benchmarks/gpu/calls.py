@@ -61,7 +61,7 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
     def shared(keys: Any, positions: Any, options: Options) -> dict[str, Any]:
         temperature = options.temperature
         where = {"keys": keys, "positions": positions, "temperature": temperature}
-        return where | {"implementation": implementation}
+        return where | {"options": specjax.Options(implementation=implementation)}
 
     def verify(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
         step = specjax.rejection_sample(
@@ -95,8 +95,9 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
             positions=positions,
             stream=specjax.Stream.TARGET if scalars else options.stream,
             temperature=0.7 if scalars else options.temperature,
-            noise_dtype=jnp.dtype(program.noise),
-            implementation=implementation,
+            options=specjax.Options(
+                noise_dtype=jnp.dtype(program.noise), implementation=implementation
+            ),
         )
         return drawn, drawn.token_ids
 

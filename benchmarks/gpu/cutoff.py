@@ -91,7 +91,7 @@ def sampled(rows: Any, keys: Any, positions: Any, options: Any) -> Any:
         positions=positions,
         stream=options["stream"],
         temperature=options["temperature"],
-        implementation=kernels(),
+        options=specjax.Options(implementation=kernels()),
     )
     return drawn, jnp.minimum(drawn.token_ids, 0)
 

@@ -46,7 +46,7 @@ def verify(inputs: Inputs, keys: Any, positions: Any, options: dict[str, jax.Arr
         cutoff=cutoffs(inputs.target_logits, options | {"temperature": temperature})
         if asks
         else None,
-        implementation=kernels(),
+        options=specjax.Options(implementation=kernels()),
     )
     return step, step.num_emitted
 

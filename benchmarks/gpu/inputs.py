@@ -113,7 +113,7 @@ def draw_coupled_tokens(
             positions=i,
             stream=specjax.Stream.TARGET,
             temperature=temperature,
-            implementation=implementation,
+            options=specjax.Options(implementation=implementation),
         ).token_ids
         for i in range(draft_logits.shape[1])
     ]

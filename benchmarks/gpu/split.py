@@ -140,6 +140,7 @@ class Bench:
     def contenders(self, names: list[str]) -> Iterator[Contender]:
         """Every way to run each case, lowered."""
         kernels = self.effort.kernels
+        whole = specjax.Options(implementation=kernels)
         for name in names:
             case = CASES[name]
             if case.call in EXCHANGES:
@@ -147,14 +148,15 @@ class Bench:
                 yield self._lower(name, "split", call, is_split=True, calls=self.effort.each)
                 continue
             one = functools.partial(run_call, case)
-            yield self._lower(name, "whole", functools.partial(one, implementation=kernels), False)
+            yield self._lower(name, "whole", functools.partial(one, options=whole), False)
             ways = {"split": self.effort.split_kernels or kernels, "split, plain JAX": "xla"}
             if name in NO_KERNELS:
                 del ways["split"]
             if name not in (*PLAIN, *NO_KERNELS):
                 del ways["split, plain JAX"]
             for how, implementation in ways.items():
-                call = functools.partial(one, implementation=implementation, axis_name=AXIS)
+                split = specjax.Options(implementation=implementation, axis_name=AXIS)
+                call = functools.partial(one, options=split)
                 yield self._lower(name, how, call, is_split=True)
 
     def _lower(

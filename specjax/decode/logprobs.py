@@ -111,8 +111,8 @@ def top_logprobs(
       temperature: f32, scalar, [...] or its first axis alone. Below 1e-5 it counts as 1, as in
         every statistic of a greedy request.
       cutoff: f32[...]; logits below it have probability 0. None keeps all.
-      axis_name: as in `gumbel_sample`; the listing is then the same on each device.
-      vocab_size: as in `gumbel_sample`.
+      axis_name: as in `Options`; the listing is then the same on each device.
+      vocab_size: as in `Options`.
 
     Returns:
       `TopLogprobs`. Ids are -1, log-probabilities 0 and rank 0 where the token is -1, the

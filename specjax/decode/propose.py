@@ -7,7 +7,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, SampleArrays
+from specjax.call_arrays import CallOptions, Options, SampleArrays, check_options, check_whole_rows
 from specjax.checks import (
     as_array,
     check_count,
@@ -71,8 +71,7 @@ def propose(
     rejection_sample_method: str = "standard",
     token_map: Any = None,
     vocab_size: int | None = None,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
+    options: Options = Options(),
 ) -> tuple[Draft, Any]:
     r"""Drafts K tokens with a model, for a loop of your own; call it under `jax.jit`.
 
@@ -102,8 +101,8 @@ def propose(
       token_map: i32[V_d], distinct ids of the target, one per column of the logits. `step_fn` is
         fed target ids, and `inputs` are by these. None is the column's own.
       vocab_size: V of the target, a Python int; with `token_map` alone.
-      noise_dtype: float32 or float64, as in `gumbel_sample`.
-      implementation: as in `gumbel_sample`, of the draws and the cutoffs.
+      options: `Options` of the draws and the cutoffs, static. Its `axis_name` and `vocab_size` are
+        None: rows of draft logits are whole.
 
     Returns:
       `Draft` with token arrays [B, K], and the carry. An invalid row gives -1, which ends the
@@ -121,6 +120,8 @@ def propose(
       >>> draft.logits.shape
       (2, 3, 2)
     """
+    check_options(options)
+    check_whole_rows(options, "a draft is drawn from whole rows of logits")
     return _draft_tokens(
         step_fn,
         carry,
@@ -130,7 +131,7 @@ def propose(
         draft_sample_method=draft_sample_method,
         rejection_sample_method=rejection_sample_method,
         vocabulary=read_vocabulary(token_map, vocab_size),
-        options=CallOptions(check_noise_dtype(noise_dtype), resolve_implementation(implementation)),
+        options=CallOptions(options.noise_dtype, resolve_implementation(options.implementation)),
     )
 
 

@@ -60,9 +60,9 @@ def logit_cutoff(
         alone. None is no top-p.
       min_p: f32, scalar or leading axes. 0 and below keep all, 1 and above the likeliest token
         alone. None is no min-p.
-      implementation: as in `gumbel_sample`.
-      axis_name: as in `gumbel_sample`; the cutoffs are then the same on each device.
-      vocab_size: as in `gumbel_sample`.
+      implementation: as in `Options`.
+      axis_name: as in `Options`; the cutoffs are then the same on each device.
+      vocab_size: as in `Options`.
 
     Returns:
       f32[...], a logit of the row. -inf where nothing is cut: no filter is active, or the row is

@@ -74,7 +74,7 @@ def process_logits(
         with -1.
       first_row: i32 scalar. Row r comes after the first ``first_row + r`` drafted tokens: 0 for a
         verification, i for step i of a draft.
-      axis_name: as in `gumbel_sample`. `bias`, `allowed` and `history.counts` are then of the
+      axis_name: as in `Options`. `bias`, `allowed` and `history.counts` are then of the
         tokens that this device has, as `logits` are; ids stay those of the whole vocabulary. A mask
         in words needs a multiple of 32 tokens on each device. Without `grammar`. None asks the
         sharding of `logits`, and all of these are whole arrays.

@@ -3,9 +3,8 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from specjax.implementation import Implementation
+from specjax.call_arrays import Options
 from specjax.samplers.rejection_sample import check_verification, run_verification
 from specjax.samplers.rejection_sample_ragged import (
     check_ragged_verification,
@@ -26,10 +25,7 @@ def block_rejection_sample(
     cutoff: Any = None,
     bonus_token_ids: Any = None,
     greedy_logprobs: bool = True,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Verification:
     r"""Verifies drafted tokens exactly, and accepts at least as many as `rejection_sample`.
 
@@ -54,10 +50,7 @@ def block_rejection_sample(
       cutoff: f32, [B, K + 1], or None.
       bonus_token_ids: i32, [B], or None.
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
-      noise_dtype: float32 or float64.
-      implementation: as in `gumbel_sample`.
-      axis_name: as in `rejection_sample`.
-      vocab_size: as in `gumbel_sample`.
+      options: as in `rejection_sample`.
 
     Returns:
       `Verification`. A target row that is not a distribution ends the drafts before it: if all of
@@ -77,7 +70,7 @@ def block_rejection_sample(
     References:
       Sun et al., 2024, arXiv:2403.10444.
     """
-    arrays, options = check_verification(
+    arrays, call_options = check_verification(
         draft,
         target_logits,
         keys=keys,
@@ -86,13 +79,10 @@ def block_rejection_sample(
         cutoff=cutoff,
         bonus_token_ids=bonus_token_ids,
         greedy_logprobs=greedy_logprobs,
-        noise_dtype=noise_dtype,
-        implementation=implementation,
-        axis_name=axis_name,
-        vocab_size=vocab_size,
+        options=options,
         method="block",
     )
-    return run_verification(arrays, options=options)
+    return run_verification(arrays, options=call_options)
 
 
 def block_rejection_sample_ragged(
@@ -107,10 +97,7 @@ def block_rejection_sample_ragged(
     cutoff: Any = None,
     bonus_token_ids: Any = None,
     greedy_logprobs: bool = True,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Verification:
     """Verifies drafted tokens laid end to end, as `block_rejection_sample` does.
 
@@ -125,10 +112,7 @@ def block_rejection_sample_ragged(
       cutoff: f32, [N + B], or None.
       bonus_token_ids: i32, [B], or None.
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
-      noise_dtype: float32 or float64.
-      implementation: as in `gumbel_sample`.
-      axis_name: as in `rejection_sample`.
-      vocab_size: as in `gumbel_sample`.
+      options: as in `rejection_sample`.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -145,7 +129,7 @@ def block_rejection_sample_ragged(
       >>> step.token_ids.shape
       (2, 3)
     """
-    arrays, options = check_ragged_verification(
+    arrays, call_options = check_ragged_verification(
         draft,
         target_logits,
         cu_num_draft_tokens=cu_num_draft_tokens,
@@ -156,10 +140,7 @@ def block_rejection_sample_ragged(
         cutoff=cutoff,
         bonus_token_ids=bonus_token_ids,
         greedy_logprobs=greedy_logprobs,
-        noise_dtype=noise_dtype,
-        implementation=implementation,
-        axis_name=axis_name,
-        vocab_size=vocab_size,
+        options=options,
         method="block",
     )
-    return run_ragged_verification(arrays, options=options)
+    return run_ragged_verification(arrays, options=call_options)

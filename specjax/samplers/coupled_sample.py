@@ -6,19 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, Options, VerifyArrays, check_options
 from specjax.checks import (
     as_array,
     check_flag,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
     parse_optional,
 )
 from specjax.devices.map_parts import map_parts
 from specjax.devices.vocabulary_split import parse_split
-from specjax.implementation import Implementation, resolve_implementation
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
@@ -41,10 +39,7 @@ def coupled_sample(
     cutoff: Any = None,
     bonus_token_ids: Any = None,
     greedy_logprobs: bool = True,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Verification:
     r"""Draws the target's token at every position, and accepts drafted tokens while they agree.
 
@@ -81,10 +76,7 @@ def coupled_sample(
         then no longer that of plain decoding.
       greedy_logprobs: bool, static, whether greedy requests get log-probabilities. False leaves
         them 0, and exponentiates no logit of a greedy request.
-      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: as in `rejection_sample`.
-      axis_name: as in `gumbel_sample`.
-      vocab_size: as in `gumbel_sample`.
+      options: `Options`, static.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where
@@ -106,7 +98,7 @@ def coupled_sample(
     References:
       Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
-    implementation = resolve_implementation(implementation)
+    check_options(options)
     ids = as_array("draft_token_ids", draft_token_ids)
     if ids.ndim != 2:
         raise ValueError(f"draft_token_ids has shape {ids.shape}; it needs [B, K].")
@@ -132,15 +124,14 @@ def coupled_sample(
         cutoff=parse_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
-    options = CallOptions(
-        check_noise_dtype(noise_dtype),
-        implementation,
-        k,
-        "coupled",
+    call_options = CallOptions.from_options(
+        options,
+        max_draft_tokens=k,
+        method="coupled",
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
-        split=parse_split(axis_name, vocab_size, target_logits),
+        split=parse_split(options.axis_name, options.vocab_size, target_logits),
     )
-    return _coupled_sample(arrays, options=options)
+    return _coupled_sample(arrays, options=call_options)
 
 
 @functools.partial(jax.jit, static_argnames="options")

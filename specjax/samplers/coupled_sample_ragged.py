@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, Options, VerifyArrays, check_options
 from specjax.checks import (
     as_array,
     check_count,
@@ -15,13 +15,11 @@ from specjax.checks import (
     check_flag,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
     parse_optional,
 )
 from specjax.devices.placement import check_unsharded
 from specjax.devices.vocabulary_split import parse_split
-from specjax.implementation import Implementation, resolve_implementation
 from specjax.samplers.batch import (
     empty_verification,
     once_per_request,
@@ -46,10 +44,7 @@ def coupled_sample_ragged(
     cutoff: Any = None,
     bonus_token_ids: Any = None,
     greedy_logprobs: bool = True,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Verification:
     r"""Draws the target's tokens of all requests laid end to end, as `coupled_sample` does.
 
@@ -70,10 +65,7 @@ def coupled_sample_ragged(
       cutoff: f32, [N + B], or None.
       bonus_token_ids: i32, [B], or None.
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
-      noise_dtype: float32 or float64.
-      implementation: as in `gumbel_sample`.
-      axis_name: as in `gumbel_sample`.
-      vocab_size: as in `gumbel_sample`.
+      options: `Options`, static.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -91,7 +83,7 @@ def coupled_sample_ragged(
     References:
       Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
-    implementation = resolve_implementation(implementation)
+    check_options(options)
     why = "the most drafted tokens of any request, because it is the width of the result"
     k = check_count("max_draft_tokens", max_draft_tokens, 0, why)
     ids = as_array("draft_token_ids", draft_token_ids)
@@ -118,15 +110,14 @@ def coupled_sample_ragged(
         cutoff=parse_optional("cutoff", cutoff, jnp.float32, (num_rows,)),
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
-    options = CallOptions(
-        check_noise_dtype(noise_dtype),
-        implementation,
-        k,
-        "coupled",
+    call_options = CallOptions.from_options(
+        options,
+        max_draft_tokens=k,
+        method="coupled",
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
-        split=parse_split(axis_name, vocab_size, target_logits),
+        split=parse_split(options.axis_name, options.vocab_size, target_logits),
     )
-    return _coupled_sample_ragged(arrays, options=options)
+    return _coupled_sample_ragged(arrays, options=call_options)
 
 
 @functools.partial(jax.jit, static_argnames="options")

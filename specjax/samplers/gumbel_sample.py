@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, SampleArrays
+from specjax.call_arrays import CallOptions, Options, SampleArrays, check_options
 from specjax.checks import (
     as_array,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
     parse_optional,
 )
@@ -21,7 +20,7 @@ from specjax.core.noise import batch_addresses
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
 from specjax.devices.vocabulary_split import parse_split
-from specjax.implementation import Implementation, resolve_implementation, select
+from specjax.implementation import select
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.split_kernels import may_run_kernels
 from specjax.types import Sample
@@ -37,10 +36,7 @@ def gumbel_sample(
     stream: Any,
     temperature: Any = 1.0,
     cutoff: Any = None,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Sample:
     r"""Draws one token per row by two-level Gumbel-max, with noise by address.
 
@@ -59,17 +55,7 @@ def gumbel_sample(
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the row is greedy: its argmax, ties
         to the lowest id. Negative or not finite makes the row invalid.
       cutoff: f32, [B], logits below it are left out. None keeps all.
-      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
-        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
-        "interpret" the kernels in Pallas' interpreter, for tests. A
-        `specjax.implementation.Implementation` also carries sizes of the kernels.
-      axis_name: inside `shard_map`, the mesh axis over which V lies. `logits` is then this device's
-        part of each row, of at least 128 tokens, and the sample is the same on each. None for
-        whole arrays. Where the sharding of `logits` splits V over a mesh axis, each device reads
-        its part, too; inside `jit` that is seen of Explicit axes.
-      vocab_size: V, where it lies over a mesh axis; what the axis holds past it is padding. None is
-        all of it.
+      options: `Options`, static: dtype of the noise, implementation, axis of a split vocabulary.
 
     Returns:
       `Sample`; token -1 and log-probability 0 for a row with NaN or +inf, -inf
@@ -90,11 +76,10 @@ def gumbel_sample(
       Gumbel-max in two levels: the maximum of a block's Gumbels is a Gumbel at its
       logsumexp, independent of which token attains it.
     """
-    implementation = resolve_implementation(implementation)
+    check_options(options)
     logits = as_array("logits", logits)
     check_logits("logits", logits, "[B, V]")
-    split = parse_split(axis_name, vocab_size, logits)
-    options = CallOptions(check_noise_dtype(noise_dtype), implementation, split=split)
+    split = parse_split(options.axis_name, options.vocab_size, logits)
     size = logits.shape[0]
     each = ((), (size,))
     arrays = SampleArrays(
@@ -105,7 +90,7 @@ def gumbel_sample(
         parse_array("temperature", temperature, jnp.float32, *each),
         parse_optional("cutoff", cutoff, jnp.float32, (size,)),
     )
-    return sample_batch(arrays, options=options)
+    return sample_batch(arrays, options=CallOptions.from_options(options, split=split))
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, Options, VerifyArrays, check_options
 from specjax.checks import (
     as_array,
     check_draft,
     check_flag,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
     parse_optional,
     parse_rates,
@@ -22,7 +21,6 @@ from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
 from specjax.devices.map_parts import map_parts
 from specjax.devices.vocabulary_split import parse_split
-from specjax.implementation import Implementation, resolve_implementation
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
@@ -46,10 +44,7 @@ def rejection_sample(
     bonus_token_ids: Any = None,
     rule: Rule | None = None,
     greedy_logprobs: bool = True,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Verification:
     r"""Verifies drafted tokens so that the emitted tokens follow the target exactly.
 
@@ -79,15 +74,9 @@ def rejection_sample(
         `conditional_rates`. `specjax.core.rules` has some. None is the standard rule.
       greedy_logprobs: bool, static, whether greedy requests get log-probabilities. False leaves
         them 0, and exponentiates no logit of a greedy request.
-      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None chooses at lowering. It takes Triton kernels on an NVIDIA GPU of compute
-        capability 8.0 or newer, plain JAX elsewhere. "xla" and "triton" name one of them,
-        "interpret" the kernels in Pallas' interpreter, for tests. A
-        `specjax.implementation.Implementation` also carries sizes of the kernels.
-      axis_name: as in `gumbel_sample`, for `target_logits` and `draft.logits`, which then have the
-        same tokens on a device; without `rule` and `draft.token_map`. With them None gathers rows
-        that a sharding splits.
-      vocab_size: as in `gumbel_sample`.
+      options: `Options`, static. Its `axis_name` is that of `target_logits` and `draft.logits`,
+        which then have the same tokens on a device; without `rule` and `draft.token_map`. With them
+        None gathers rows that a sharding splits.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where
@@ -107,7 +96,7 @@ def rejection_sample(
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    arrays, options = check_verification(
+    arrays, call_options = check_verification(
         draft,
         target_logits,
         keys=keys,
@@ -118,12 +107,9 @@ def rejection_sample(
         rule=rule,
         bonus_token_ids=bonus_token_ids,
         greedy_logprobs=greedy_logprobs,
-        noise_dtype=noise_dtype,
-        implementation=implementation,
-        axis_name=axis_name,
-        vocab_size=vocab_size,
+        options=options,
     )
-    return run_verification(arrays, options=options)
+    return run_verification(arrays, options=call_options)
 
 
 def check_verification(
@@ -136,16 +122,13 @@ def check_verification(
     cutoff: Any,
     bonus_token_ids: Any,
     greedy_logprobs: bool,
-    noise_dtype: Any,
-    implementation: str | Implementation | None,
-    axis_name: str | None,
-    vocab_size: int | None,
+    options: Options,
     conditional_rates: Any = None,
     rule: Rule | None = None,
     method: str = "standard",
 ) -> tuple[VerifyArrays, CallOptions]:
     """Returns the arrays and options of a call of `rejection_sample`, or refuses them."""
-    implementation = resolve_implementation(implementation)
+    check_options(options)
     draft = check_draft(draft)
     size, k = draft.token_ids.shape
     target_logits = as_array("target_logits", target_logits)
@@ -155,7 +138,9 @@ def check_verification(
             f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
             f"it needs {k + 1}: one per draft and one for the bonus token."
         )
-    split = parse_split(axis_name, vocab_size, target_logits, draft=draft, rule=rule)
+    split = parse_split(
+        options.axis_name, options.vocab_size, target_logits, draft=draft, rule=rule
+    )
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[2])
     each = ((), (size,))
     arrays = VerifyArrays.from_draft(
@@ -169,16 +154,15 @@ def check_verification(
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     check_rule(rule, conditional_rates)
-    options = CallOptions(
-        check_noise_dtype(noise_dtype),
-        implementation,
-        k,
-        method,
-        rule,
-        check_flag("greedy_logprobs", greedy_logprobs),
-        split,
+    call_options = CallOptions.from_options(
+        options,
+        max_draft_tokens=k,
+        method=method,
+        rule=rule,
+        greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
+        split=split,
     )
-    return arrays, options
+    return arrays, call_options
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions, VerifyArrays
+from specjax.call_arrays import CallOptions, Options, VerifyArrays, check_options
 from specjax.checks import (
     as_array,
     check_count,
@@ -17,7 +17,6 @@ from specjax.checks import (
     check_flag,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
     parse_optional,
     parse_rates,
@@ -26,7 +25,6 @@ from specjax.core.rule import Rule, check_rule
 from specjax.core.token_map import check_token_map
 from specjax.devices.placement import check_unsharded
 from specjax.devices.vocabulary_split import parse_split
-from specjax.implementation import Implementation, resolve_implementation
 from specjax.samplers.batch import (
     empty_verification,
     once_per_request,
@@ -52,10 +50,7 @@ def rejection_sample_ragged(
     bonus_token_ids: Any = None,
     rule: Rule | None = None,
     greedy_logprobs: bool = True,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
-    axis_name: str | None = None,
-    vocab_size: int | None = None,
+    options: Options = Options(),
 ) -> Verification:
     r"""Verifies drafted tokens of all requests laid end to end, as `rejection_sample` does.
 
@@ -80,10 +75,7 @@ def rejection_sample_ragged(
       bonus_token_ids: i32, [B], or None.
       rule: a `Rule`, or None.
       greedy_logprobs: bool, static; False leaves log-probabilities of greedy requests 0.
-      noise_dtype: float32 or float64.
-      implementation: as in `gumbel_sample`.
-      axis_name: as in `rejection_sample`.
-      vocab_size: as in `gumbel_sample`.
+      options: as in `rejection_sample`.
 
     Returns:
       `Verification`, padded to K + 1 tokens.
@@ -100,7 +92,7 @@ def rejection_sample_ragged(
       >>> step.token_ids.shape
       (2, 3)
     """
-    arrays, options = check_ragged_verification(
+    arrays, call_options = check_ragged_verification(
         draft,
         target_logits,
         cu_num_draft_tokens=cu_num_draft_tokens,
@@ -113,12 +105,9 @@ def rejection_sample_ragged(
         rule=rule,
         bonus_token_ids=bonus_token_ids,
         greedy_logprobs=greedy_logprobs,
-        noise_dtype=noise_dtype,
-        implementation=implementation,
-        axis_name=axis_name,
-        vocab_size=vocab_size,
+        options=options,
     )
-    return run_ragged_verification(arrays, options=options)
+    return run_ragged_verification(arrays, options=call_options)
 
 
 def check_ragged_verification(
@@ -133,16 +122,13 @@ def check_ragged_verification(
     cutoff: Any,
     bonus_token_ids: Any,
     greedy_logprobs: bool,
-    noise_dtype: Any,
-    implementation: str | Implementation | None,
-    axis_name: str | None,
-    vocab_size: int | None,
+    options: Options,
     conditional_rates: Any = None,
     rule: Rule | None = None,
     method: str = "standard",
 ) -> tuple[VerifyArrays, CallOptions]:
     """Returns the arrays and options of a call of `rejection_sample_ragged`, or refuses them."""
-    implementation = resolve_implementation(implementation)
+    check_options(options)
     why = "the most drafted tokens of any request, because it is the width of the result"
     max_draft_tokens = check_count("max_draft_tokens", max_draft_tokens, 0, why)
     target_logits = as_array("target_logits", target_logits)
@@ -154,7 +140,9 @@ def check_ragged_verification(
     for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
         if logits is not None:
             check_unsharded(name, logits)
-    split = parse_split(axis_name, vocab_size, target_logits, draft=draft, rule=rule)
+    split = parse_split(
+        options.axis_name, options.vocab_size, target_logits, draft=draft, rule=rule
+    )
     check_token_map("draft.token_map", draft.token_map, target_logits.shape[1])
     k, each = max_draft_tokens, ((), (size,))
     arrays = VerifyArrays.from_draft(
@@ -169,16 +157,15 @@ def check_ragged_verification(
         bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
     )
     check_rule(rule, conditional_rates)
-    options = CallOptions(
-        check_noise_dtype(noise_dtype),
-        implementation,
-        k,
-        method,
-        rule,
-        check_flag("greedy_logprobs", greedy_logprobs),
-        split,
+    call_options = CallOptions.from_options(
+        options,
+        max_draft_tokens=k,
+        method=method,
+        rule=rule,
+        greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
+        split=split,
     )
-    return arrays, options
+    return arrays, call_options
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -1,18 +1,18 @@
 """`tree_rejection_sample`: checks, and the jitted body."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.call_arrays import CallOptions
+from specjax.call_arrays import CallOptions, Options, check_options, check_whole_rows
 from specjax.checks import (
     as_array,
     check_count,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
     parse_optional,
 )
@@ -39,8 +39,7 @@ def tree_rejection_sample(
     draft_cutoff: Any = None,
     temperature: Any = 1.0,
     cutoff: Any = None,
-    noise_dtype: Any = jnp.float32,
-    implementation: str | Implementation | None = None,
+    options: Options = Options(),
 ) -> TreeVerification:
     r"""Verifies a tree of drafted tokens: several candidates at one position, exactly.
 
@@ -86,8 +85,8 @@ def tree_rejection_sample(
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy: the path is that
         of the target's argmax. Negative or not finite makes the request invalid: it emits nothing.
       cutoff: f32[B, N + 1], target logits below it are left out. None keeps all.
-      noise_dtype: float32, or float64 where `jax_enable_x64` is on.
-      implementation: None or "xla": there are no kernels of it.
+      options: `Options`, static. Its `implementation` is None or "xla": there are no kernels of
+        trees. Its `axis_name` and `vocab_size` are None: rows are whole, or gathered.
 
     Returns:
       `TreeVerification`. A node whose target row is not a distribution is a leaf; where the path
@@ -107,6 +106,8 @@ def tree_rejection_sample(
     References:
       Weng et al., 2025, arXiv:2505.12398.
     """
+    check_options(options)
+    check_whole_rows(options, "trees are verified on whole rows of logits")
     ids = as_array("token_ids", token_ids)
     if ids.ndim != 2:
         raise ValueError(f"token_ids has shape {ids.shape}; it needs [B, N].")
@@ -139,8 +140,8 @@ def tree_rejection_sample(
         raise ValueError(
             "draft_cutoff is given without draft_logits; nodes without logits are one-hot."
         )
-    options = CallOptions(check_noise_dtype(noise_dtype), _plain_jax(implementation))
-    return _tree_rejection_sample(arrays, max_depth=max_depth, options=options)
+    call_options = CallOptions.from_options(_plain_jax(options))
+    return _tree_rejection_sample(arrays, max_depth=max_depth, options=call_options)
 
 
 def _check_rows(name: str, logits: Any, nodes: tuple[int, int]) -> Any:
@@ -154,8 +155,9 @@ def _check_rows(name: str, logits: Any, nodes: tuple[int, int]) -> Any:
     return logits
 
 
-def _plain_jax(implementation: str | Implementation | None) -> Implementation:
-    """Returns plain JAX for None and "xla"; refuses a name that stands for kernels."""
+def _plain_jax(options: Options) -> Options:
+    """Returns options of plain JAX; refuses a name that stands for kernels."""
+    implementation = options.implementation
     name = implementation.name if isinstance(implementation, Implementation) else implementation
     if name in ("triton", "interpret"):
         raise ValueError(
@@ -163,7 +165,7 @@ def _plain_jax(implementation: str | Implementation | None) -> Implementation:
             "None or 'xla'."
         )
     resolve_implementation(implementation)
-    return Implementation("xla")
+    return dataclasses.replace(options, implementation="xla")
 
 
 @functools.partial(jax.jit, static_argnames=("max_depth", "options"))

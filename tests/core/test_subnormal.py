@@ -102,7 +102,7 @@ GREEDY = [0, 3, 9, 200, 270]
 NUM_KEPT = [VOCAB - 1, 3, 3, 2, 2]
 
 
-def draw(logits, temperature, cutoff, implementation, **options):
+def draw(logits, temperature, cutoff, implementation, **split):
     return specjax.gumbel_sample(
         jnp.asarray(logits),
         keys=jax.random.key(0),
@@ -110,8 +110,7 @@ def draw(logits, temperature, cutoff, implementation, **options):
         stream=specjax.Stream.TARGET,
         temperature=jnp.asarray(temperature, jnp.float32),
         cutoff=jnp.asarray(cutoff, jnp.float32),
-        implementation=implementation,
-        **options,
+        options=specjax.Options(implementation=implementation, **split),
     )
 
 
@@ -157,7 +156,7 @@ def verify(drafted, draft_rows, target_rows, temperature, implementation, rates=
         temperature=jnp.full((size,), temperature, jnp.float32),
         cutoff=jnp.zeros((size, 2), jnp.float32),
         conditional_rates=rates,
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
 
 

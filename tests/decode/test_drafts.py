@@ -273,7 +273,7 @@ def bigram_step(carry, token_ids, positions):
     return TABLE[positions % 3, token_ids], (fed, places, count + 1)
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "draft_sample_method"))
+@functools.partial(jax.jit, static_argnames=("num_tokens", "draft_sample_method", "options"))
 def jitted_propose(*args, **options):
     return specjax.propose(bigram_step, *args, **options)
 
@@ -423,6 +423,8 @@ def test_an_invalid_row_ends_the_drafts_of_its_request():
         ({"positions": i32(1, 2)}, "positions"),
         ({"temperature": jnp.ones((SIZE, 1), jnp.float32)}, "temperature"),
         ({"keys": jnp.zeros((SIZE, 2), jnp.uint32)}, "keys"),
+        ({"options": "xla"}, "options is str"),
+        ({"options": specjax.Options(axis_name="x")}, "drawn from whole rows"),
     ],
 )
 def test_wrong_proposals_are_refused_by_name(options, named):

@@ -354,7 +354,7 @@ def test_float64_noise_reaches_verification_and_the_drafts():
                     keys=bigrams.keys(size),
                     positions=position,
                     stream=stream,
-                    noise_dtype=dtype,
+                    options=specjax.Options(noise_dtype=dtype),
                 ).token_ids
                 for dtype in (jnp.float64, jnp.float32)
             ]

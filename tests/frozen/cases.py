@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import specjax
-from specjax import Draft, SamplingParams, SpeculativeConfig
+from specjax import Draft, Options, SamplingParams, SpeculativeConfig
 from specjax.core import rules
 from specjax.implementation import DeviceFacts, Implementation
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
+TRITON = Options(implementation="triton")
 K, VOCAB, DRAFT_VOCAB = 3, 5000, 2000
 SMALL, LARGE = 4, 40  # Below and above the batch at which the kernels' schedule changes.
 CPU, CUDA = "cpu", "cuda"
@@ -69,7 +70,11 @@ def implementation(platform):
     return Implementation("xla", device=DeviceFacts((8.0,)))
 
 
-def _sample(logits, keys, positions, temperature, cutoff=None, **options):
+def in_float64(options):
+    return dataclasses.replace(options, noise_dtype=jnp.float64)
+
+
+def _sample(logits, keys, positions, temperature, cutoff=None, *, options):
     return specjax.gumbel_sample(
         logits,
         keys=keys,
@@ -77,20 +82,21 @@ def _sample(logits, keys, positions, temperature, cutoff=None, **options):
         stream=0,
         temperature=temperature,
         cutoff=cutoff,
-        **options,
+        options=options,
     )
 
 
 def sampling():
     """`gumbel_sample`."""
     for platform in (CPU, CUDA):
-        sample = functools.partial(_sample, implementation=implementation(platform))
+        options = Options(implementation=implementation(platform))
+        sample = functools.partial(_sample, options=options)
         for dtype in (BF16, F32):
             b = SMALL
             shapes = (shape(b, VOCAB, dtype=dtype), key_shapes(b), ints(b), shape(b))
             yield f"{jnp.dtype(dtype)}", Case(sample, shapes, platform)
         yield "cutoff", Case(sample, (*shapes, shape(b)), platform)
-        double = functools.partial(sample, noise_dtype=jnp.float64)
+        double = functools.partial(_sample, options=in_float64(options))
         yield "float64 noise", Case(double, shapes, platform, True)
     b = LARGE
     shapes = (shape(b, VOCAB, dtype=BF16), key_shapes(b), ints(b), shape(b))
@@ -152,7 +158,8 @@ def verification():
     """`rejection_sample`, of small batches and, for kernels' other schedule, of large ones."""
     kinds = ["one-hot", "drawn", "carried", "everything"]
     for platform in (CPU, CUDA):
-        verify = functools.partial(_verify, implementation=implementation(platform))
+        options = Options(implementation=implementation(platform))
+        verify = functools.partial(_verify, options=options)
         sizes = (SMALL, LARGE) if platform == CUDA else (SMALL,)
         for b in sizes:
             # What a small batch shows of a field alone, the other schedule shows of them together.
@@ -160,7 +167,7 @@ def verification():
                 yield f"{kind}, {b}", Case(verify, _verify_shapes(kind, b, BF16, False), platform)
             shapes = _verify_shapes("carried", b, BF16, True)
             yield f"synthetic, {b}", Case(verify, shapes, platform)
-        double = functools.partial(verify, noise_dtype=jnp.float64)
+        double = functools.partial(_verify, options=in_float64(options))
         shapes = _verify_shapes("carried", sizes[-1], F32, False)
         yield f"float64 noise, {sizes[-1]}", Case(double, shapes, platform, True)
         for b in sizes:
@@ -173,16 +180,16 @@ def verification():
                 Case(by_rule, _verify_shapes("carried", SMALL, BF16, False), platform),
             )
         yield "float32", Case(verify, _verify_shapes("drawn", SMALL, F32, False), platform)
-    few = functools.partial(_verify, implementation="triton", greedy_logprobs=False)
+    few = functools.partial(_verify, options=TRITON, greedy_logprobs=False)
     yield "few log-probabilities", Case(few, _verify_shapes("carried", LARGE, BF16, False), CUDA)
-    chosen = functools.partial(_verify, implementation=None)
+    chosen = functools.partial(_verify, options=Options())
     yield "chosen at lowering", Case(chosen, _verify_shapes("carried", SMALL, BF16, False), CUDA)
     yield from meshes()
 
 
 def meshes():
     """Batches that are split over devices, by the caller and by the library."""
-    verify = functools.partial(_verify, implementation="triton")
+    verify = functools.partial(_verify, options=TRITON)
     shapes = _verify_shapes("carried", SMALL, BF16, False)
     spec = PartitionSpec("batch")
     mesh = gpu_mesh(AxisType.Auto)
@@ -201,7 +208,7 @@ def meshes():
 def split():
     """Calls of rows whose vocabulary lies over four devices."""
     mesh, whole = gpu_mesh(AxisType.Auto), PartitionSpec()
-    options = {"implementation": "triton", "axis_name": "batch"}
+    options = Options(implementation="triton", axis_name="batch")
 
     def over(call, shapes):
         """A function of arrays that are split where their last axis is the vocabulary."""
@@ -214,14 +221,16 @@ def split():
         return Case(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=whole), shapes, CUDA)
 
     def couple(token_ids, target, keys, positions):
-        return specjax.coupled_sample(token_ids, target, keys=keys, positions=positions, **options)
+        return specjax.coupled_sample(
+            token_ids, target, keys=keys, positions=positions, options=options
+        )
 
     b, width = SMALL, 4 * 1280
     draft = draft_shapes("carried", (b, K), b, BF16)
     draft = draft._replace(logits=shape(b, K, width, dtype=BF16))
     target = shape(b, K + 1, width, dtype=BF16)
     others = (key_shapes(b), ints(b), shape(b), None, None, None)
-    yield "standard", over(functools.partial(_verify, **options), (draft, target, *others))
+    yield "standard", over(functools.partial(_verify, options=options), (draft, target, *others))
     yield "coupled", over(couple, (ints(b, K), target, key_shapes(b), ints(b)))
 
 
@@ -241,7 +250,7 @@ def ragged():
         )
 
     for platform in (CPU, CUDA):
-        call = functools.partial(verify, implementation=implementation(platform))
+        call = functools.partial(verify, options=Options(implementation=implementation(platform)))
         for kind in ("one-hot", "everything", "synthetic"):
             b, every = SMALL, kind == "everything"
             shapes = (
@@ -259,7 +268,9 @@ def ragged():
 
 def block():
     for platform in (CPU, CUDA):
-        call = functools.partial(verify_block, implementation=implementation(platform))
+        call = functools.partial(
+            verify_block, options=Options(implementation=implementation(platform))
+        )
         for b in (SMALL, LARGE) if platform == CUDA else (SMALL,):
             draft, target = shape(b, K, VOCAB, dtype=BF16), shape(b, K + 1, VOCAB, dtype=BF16)
             shapes = (ints(b, K), draft, target, key_shapes(b), ints(b), shape(b), ints(b))
@@ -286,11 +297,12 @@ def coupled():
         )
 
     for platform in (CPU, CUDA):
-        call = functools.partial(couple, implementation=implementation(platform))
+        options = Options(implementation=implementation(platform))
+        call = functools.partial(couple, options=options)
         for b in (SMALL, LARGE) if platform == CUDA else (SMALL,):
             shapes = (ints(b, K), shape(b, K + 1, VOCAB, dtype=BF16), key_shapes(b), ints(b))
             yield f"{b}", Case(call, (*shapes, shape(b), ints(b)), platform)
-        end_to_end = functools.partial(couple_ragged, implementation=implementation(platform))
+        end_to_end = functools.partial(couple_ragged, options=options)
         b = SMALL
         shapes = (ints(b * K), shape(b * (K + 1), VOCAB, dtype=BF16), ints(b + 1), key_shapes(b))
         yield "ragged", Case(end_to_end, (*shapes, ints(b)), platform)
@@ -407,7 +419,7 @@ def propose_mapped(
         num_tokens=K,
         token_map=token_map,
         vocab_size=VOCAB,
-        implementation="xla",
+        options=Options(implementation="xla"),
         **options,
     )[0]
 
@@ -424,7 +436,7 @@ def drafts():
             specjax.DraftInputs(keys, positions, temperature=temperature, sampling=sampling),
             num_tokens=K,
             draft_sample_method=method,
-            implementation="xla",
+            options=Options(implementation="xla"),
         )[0]
 
     b = SMALL

@@ -23,7 +23,7 @@ def _inputs():
         keys=jax.vmap(jax.random.key)(jnp.arange(BATCH)),
         positions=jnp.arange(BATCH, dtype=jnp.int32) * 5,
         temperature=jnp.asarray([0.0, 0.5, 0.8, 1.0] * (BATCH // 4), jnp.float32),
-        implementation="xla",
+        options=specjax.Options(implementation="xla"),
     )
     return jnp.asarray(ids), jnp.asarray(draft), jnp.asarray(target), options
 

@@ -40,8 +40,12 @@ class Samplers(NamedTuple):
 
 def library_samplers(implementation):
     return Samplers(
-        functools.partial(specjax.gumbel_sample, implementation=implementation),
-        functools.partial(specjax.rejection_sample, implementation=implementation),
+        functools.partial(
+            specjax.gumbel_sample, options=specjax.Options(implementation=implementation)
+        ),
+        functools.partial(
+            specjax.rejection_sample, options=specjax.Options(implementation=implementation)
+        ),
         specjax.conditional_rates,
     )
 

@@ -159,8 +159,13 @@ def test_a_walk_is_plain_seeded_decoding():
     texts, target, keys = decode(18, (trees.TWO_BY_TWO, trees.CHAIN), LENGTH, one_hot=True)
     with np.errstate(divide="ignore"):
         rows = np.log(target).astype(np.float32)
-    draw = functools.partial(specjax.gumbel_sample, keys=keys, stream=Stream.TARGET)
+    draw = functools.partial(
+        specjax.gumbel_sample,
+        keys=keys,
+        stream=Stream.TARGET,
+        options=specjax.Options(implementation="xla"),
+    )
     last = np.zeros(NUM_REQUESTS, int)
     for i in range(LENGTH):
-        last = np.asarray(draw(rows[last], positions=i, implementation="xla").token_ids)
+        last = np.asarray(draw(rows[last], positions=i).token_ids)
         np.testing.assert_array_equal(texts[:, i], last)

@@ -24,7 +24,11 @@ def make_draft(*lead):
     return specjax.Draft(jnp.zeros(lead, jnp.int32), jnp.zeros((*lead, VOCAB)))
 
 
-OPTIONS = {"keys": jax.random.key(0), "positions": 0, "implementation": "interpret"}
+OPTIONS = {
+    "keys": jax.random.key(0),
+    "positions": 0,
+    "options": specjax.Options(implementation="interpret"),
+}
 
 
 def sample(b):

@@ -102,7 +102,7 @@ def test_ragged_rows_are_verified_as_the_padded_reference_does():
         target,
         cu_num_draft_tokens=cu,
         max_draft_tokens=size.k,
-        implementation=KERNELS,
+        options=specjax.Options(implementation=KERNELS),
         **case.options,
     )
     compare(case, jax.device_get(ours), theirs, F32)
@@ -117,10 +117,14 @@ def test_samples_are_the_reference_s(batch_size, vocab_size, noise_dtype):
     with precision(noise_dtype):
         for seed in range(size.num_seeds):
             case = make_case(size, seed)
-            options = case.options | dict(stream=Stream.draft(1), noise_dtype=noise_dtype)
             ours, theirs = (
                 jax.device_get(
-                    specjax.gumbel_sample(case.target_logits[:, 0], implementation=name, **options)
+                    specjax.gumbel_sample(
+                        case.target_logits[:, 0],
+                        stream=Stream.draft(1),
+                        options=specjax.Options(noise_dtype=noise_dtype, implementation=name),
+                        **case.options,
+                    )
                 )
                 for name in (KERNELS, "xla")
             )
@@ -144,7 +148,9 @@ def test_block_verification_is_the_reference_s(batch_size):
         data = (case.draft, case.target_logits)
         ours, theirs = (
             jax.device_get(
-                specjax.block_rejection_sample(*data, implementation=name, **case.options)
+                specjax.block_rejection_sample(
+                    *data, options=specjax.Options(implementation=name), **case.options
+                )
             )
             for name in (KERNELS, "xla")
         )
@@ -164,7 +170,7 @@ def test_coupled_tokens_are_what_the_target_s_rows_draw(batch_size):
     size = reduced(Size(batch_size, 5, 131072, bf16, "drawn", 1))
     case = make_case(size, 7)
     rows, positions = case.target_logits, case.options["positions"]
-    options = case.options | dict(implementation=KERNELS)
+    options = case.options | dict(options=specjax.Options(implementation=KERNELS))
 
     def drawn(logits, i):
         place = dict(positions=positions + i, stream=Stream.TARGET)

@@ -143,8 +143,7 @@ def test_masked_tokens_are_never_drawn_and_the_others_follow_their_distribution(
                 positions=i,
                 stream=Stream.TARGET,
                 temperature=1.3,
-                noise_dtype=noise_dtype,
-                implementation=KERNELS,
+                options=specjax.Options(noise_dtype=noise_dtype, implementation=KERNELS),
             )
             return count(draws.token_ids, vocab_size)
 
@@ -165,7 +164,8 @@ def test_masked_tokens_are_never_emitted_and_each_position_follows_its_distribut
         keys = row_keys(n)
         draft_rows = jnp.asarray(draft)
         target_rows = jnp.broadcast_to(jnp.asarray(target), (n, k + 1, vocab_size))
-        options = dict(keys=keys, noise_dtype=noise_dtype, implementation=KERNELS)
+        kernels = specjax.Options(noise_dtype=noise_dtype, implementation=KERNELS)
+        options = dict(keys=keys, options=kernels)
 
         def step(i):
             position = i * (k + 1)
@@ -220,7 +220,11 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_mass():
 
     def step(i):
         draws = specjax.gumbel_sample(
-            rows, keys=keys, positions=i, stream=Stream.TARGET, implementation=KERNELS
+            rows,
+            keys=keys,
+            positions=i,
+            stream=Stream.TARGET,
+            options=specjax.Options(implementation=KERNELS),
         )
         hits = jnp.sum(in_tail[draws.token_ids].astype(I32))
         return jnp.stack([hits, jnp.sum((draws.token_ids < 0).astype(I32))])
@@ -379,14 +383,20 @@ def test_guards_of_nan_around_every_operand_change_nothing(batch_size, vocab_siz
 def test_guards_of_nan_around_sampled_rows_change_nothing():
     case = company(64)
     logits, options = case.target_logits[:, 0], case.options | dict(stream=0)
-    plain = jax.device_get(specjax.gumbel_sample(logits, implementation=KERNELS, **options))
+    plain = jax.device_get(
+        specjax.gumbel_sample(logits, options=specjax.Options(implementation=KERNELS), **options)
+    )
     b = len(logits)
     inside = 2 * np.arange(b) + 1
     rows = jnp.full((2 * b + 1, logits.shape[1]), np.nan, logits.dtype).at[inside].set(logits)
     each = np.clip(np.arange(2 * b + 1) // 2, 0, b - 1)
     spread = {name: value[each] for name, value in options.items() if name != "stream"}
     poison()
-    ours = jax.device_get(specjax.gumbel_sample(rows, stream=0, implementation=KERNELS, **spread))
+    ours = jax.device_get(
+        specjax.gumbel_sample(
+            rows, stream=0, options=specjax.Options(implementation=KERNELS), **spread
+        )
+    )
     same(jax.tree.map(lambda x: x[inside], ours), plain)
     np.testing.assert_array_equal(ours.token_ids[2 * np.arange(b + 1)], -1)
 

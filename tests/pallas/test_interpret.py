@@ -118,17 +118,17 @@ CASES = {
 
 
 def noise_of(name):
-    """Options of the call, and a context that it needs."""
+    """The dtype of the noise, and a context that it needs."""
     if "float64 noise" in name:
-        return {"noise_dtype": jnp.float64}, jax.enable_x64(True)
-    return {}, contextlib.nullcontext()
+        return jnp.float64, jax.enable_x64(True)
+    return jnp.float32, contextlib.nullcontext()
 
 
 @functools.cache
 def reference(name):
-    options, context = noise_of(name)
+    noise_dtype, context = noise_of(name)
     with context:
-        return jax.device_get(run(library("xla"), CASES[name](), **options))
+        return jax.device_get(run(library("xla", noise_dtype), CASES[name]()))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["small", "large"])
@@ -153,10 +153,10 @@ def check_equal(ours, theirs):
 
 @pytest.mark.parametrize("name", CASES)
 def test_verification_emits_the_reference_s_tokens(name, schedule):
-    options, context = noise_of(name)
+    noise_dtype, context = noise_of(name)
     theirs = reference(name)
     with context:
-        ours = run(library(schedule), CASES[name](), **options)
+        ours = run(library(schedule, noise_dtype), CASES[name]())
     check_equal(ours, theirs)
     if name != "no drafts":
         assert len(set(theirs.num_accepted.tolist())) > 1 + 2 * ("33 rows" in name)
@@ -188,7 +188,7 @@ def sampled(implementation, vocab_size):
             stream=np.arange(BATCH, dtype=np.int32) % 5,
             temperature=rng.choice([0.0, 0.3, 1.0, 2.0], BATCH).astype(np.float32),
             cutoff=rng.choice([-np.inf, 0.0], BATCH).astype(np.float32),
-            implementation=implementation,
+            options=specjax.Options(implementation=implementation),
         )
     )
 

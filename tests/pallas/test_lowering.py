@@ -150,7 +150,10 @@ def verify_text(
 
     def verify(draft, target_logits, options):
         return specjax.rejection_sample(
-            draft, target_logits, noise_dtype=noise_dtype, implementation=implementation, **options
+            draft,
+            target_logits,
+            options=specjax.Options(noise_dtype=noise_dtype, implementation=implementation),
+            **options,
         )
 
     draft = draft_shapes(kind, dtype, (batch_size, k), vocab_size=vocab_size, batch_size=batch_size)
@@ -174,8 +177,7 @@ def ragged_text(kind, *, noise_dtype=F32, synthetic=False):
             target_logits,
             cu_num_draft_tokens=cu_num_draft_tokens,
             max_draft_tokens=K,
-            noise_dtype=noise_dtype,
-            implementation="triton",
+            options=specjax.Options(noise_dtype=noise_dtype, implementation="triton"),
             **options,
         )
 
@@ -201,8 +203,7 @@ def sample_text(
             stream=0,
             temperature=temperature,
             cutoff=cutoff,
-            noise_dtype=noise_dtype,
-            implementation=implementation,
+            options=specjax.Options(noise_dtype=noise_dtype, implementation=implementation),
         )
 
     shapes = [
@@ -243,16 +244,16 @@ def test_sampling_lowers_for_cuda(dtype, noise_dtype, cutoff):
     ("dtype", "noise_dtype"), [(jnp.bfloat16, jnp.float32), once(jnp.float32, jnp.float64)]
 )
 def test_block_verification_lowers_for_cuda(dtype, noise_dtype):
-    options = dict(noise_dtype=noise_dtype, implementation="triton")
+    kernels = specjax.Options(noise_dtype=noise_dtype, implementation="triton")
 
     def verify(ids, logits, rows, data, more):
         draft = specjax.Draft(ids, logits, num_tokens=more.pop("num_tokens"))
-        return specjax.block_rejection_sample(draft, rows, **data, **more, **options)
+        return specjax.block_rejection_sample(draft, rows, **data, **more, options=kernels)
 
     def verify_ragged(ids, logits, rows, starts, data):
         counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
         draft = specjax.Draft(ids, logits)
-        return specjax.block_rejection_sample_ragged(draft, rows, **counts, **data, **options)
+        return specjax.block_rejection_sample_ragged(draft, rows, **counts, **data, options=kernels)
 
     batch = shape(BATCH, dtype=I32)
     data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH))
@@ -281,13 +282,13 @@ def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):
     hopper, ampere = (Implementation("triton", device=DeviceFacts((x,))) for x in (9.0, 8.0))
 
     def couple(ids, rows, data):
-        options = dict(noise_dtype=noise_dtype, implementation=hopper)
-        return specjax.coupled_sample(ids, rows, **data, **options)
+        options = specjax.Options(noise_dtype=noise_dtype, implementation=hopper)
+        return specjax.coupled_sample(ids, rows, **data, options=options)
 
     def couple_ragged(ids, rows, starts, data):
         counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
-        options = dict(noise_dtype=noise_dtype, implementation=ampere)
-        return specjax.coupled_sample_ragged(ids, rows, **counts, **data, **options)
+        options = specjax.Options(noise_dtype=noise_dtype, implementation=ampere)
+        return specjax.coupled_sample_ragged(ids, rows, **counts, **data, options=options)
 
     batch = shape(BATCH, dtype=I32)
     data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH), num_tokens=batch)
@@ -321,7 +322,11 @@ RULES = {
 def test_every_rule_lowers_for_cuda(rule, kind):
     def verify(draft, target_logits, options):
         return specjax.rejection_sample(
-            draft, target_logits, rule=RULES[rule], implementation="triton", **options
+            draft,
+            target_logits,
+            rule=RULES[rule],
+            options=specjax.Options(implementation="triton"),
+            **options,
         )
 
     batch = shape(BATCH, dtype=I32)
@@ -574,7 +579,7 @@ def test_a_named_implementation_is_that_of_everything_a_proposal_does():
             token_ids,
             specjax.DraftInputs(keys, positions, sampling=specjax.SamplingParams(top_k=top_k)),
             num_tokens=1,
-            implementation="triton",
+            options=specjax.Options(implementation="triton"),
         )[0]
 
     batch = shape(BATCH, dtype=I32)
@@ -604,7 +609,7 @@ def test_no_row_of_logits_is_copied_to_float32(dtype):
             positions=jnp.zeros((BATCH,), I32),
             temperature=temperature,
             cutoff=cut(target_logits),
-            implementation="triton",
+            options=specjax.Options(implementation="triton"),
         )
 
     draft = draft_shapes("without statistics", dtype, (BATCH, K))
@@ -643,8 +648,9 @@ def test_verification_lowers_for_cuda(dtype, kind, synthetic):
 
 def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedule):
     def verify(rule, method, draft, rows, keys):
-        options = {} if rule is None else {"rule": rule}
-        return method(draft, rows, keys=keys, positions=0, implementation=schedule, **options)
+        more = {} if rule is None else {"rule": rule}
+        options = specjax.Options(implementation=schedule)
+        return method(draft, rows, keys=keys, positions=0, options=options, **more)
 
     def ragged(draft, rows, keys, starts):
         return specjax.rejection_sample_ragged(
@@ -654,7 +660,7 @@ def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedul
             max_draft_tokens=K,
             keys=keys,
             positions=0,
-            implementation=schedule,
+            options=specjax.Options(implementation=schedule),
         )
 
     rows, keys = shape(BATCH, K + 1, VOCAB, dtype=jnp.bfloat16), key_shapes()
@@ -783,7 +789,11 @@ def mesh_call(implementation):
 
     def verify(draft, target_logits, keys):
         return specjax.rejection_sample(
-            draft, target_logits, keys=keys, positions=0, implementation=implementation
+            draft,
+            target_logits,
+            keys=keys,
+            positions=0,
+            options=specjax.Options(implementation=implementation),
         )
 
     shapes = (
@@ -811,9 +821,10 @@ def test_a_split_vocabulary_lowers_to_two_kernels_and_a_gather_or_two(kind, num_
     mesh, rows = h200_mesh(AxisType.Auto, AxisType.Auto), PartitionSpec("batch", None, "model")
 
     def call(draft, logits, keys):
-        options = dict(keys=keys, positions=0, axis_name="model", implementation="triton")
         # One without padding.
-        options["vocab_size"] = None if kind == "one-hot" else 2000
+        size = None if kind == "one-hot" else 2000
+        kernels = specjax.Options(axis_name="model", vocab_size=size, implementation="triton")
+        options = dict(keys=keys, positions=0, options=kernels)
         if kind == "sample":
             return specjax.gumbel_sample(logits[:, 0], stream=specjax.Stream.TARGET, **options)
         if kind == "coupled":
@@ -870,8 +881,13 @@ def test_what_a_cpu_alone_runs_is_traced_for_no_other_device():
     def num_choices(implementation):
         def verify(logits):
             keys = jax.random.split(jax.random.key(0), 2)
-            options = dict(keys=keys, positions=0, temperature=1.0, implementation=implementation)
-            return specjax.rejection_sample(Draft(jnp.zeros((2, 0), I32)), logits, **options)
+            draft, options = (
+                Draft(jnp.zeros((2, 0), I32)),
+                specjax.Options(implementation=implementation),
+            )
+            return specjax.rejection_sample(
+                draft, logits, keys=keys, positions=0, temperature=1.0, options=options
+            )
 
         return str(jax.make_jaxpr(verify)(jnp.zeros((2, 1, 5)))).count("platform_index[")
 
@@ -889,7 +905,7 @@ def call(implementation):
         keys=jax.random.key(0),
         positions=0,
         stream=0,
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
 
 
@@ -990,8 +1006,9 @@ sys.modules["jax.experimental.pallas"] = None
 import jax, jax.numpy as jnp, specjax
 options = dict(keys=jax.random.key(0), positions=0, stream=0)
 assert specjax.gumbel_sample(jnp.zeros((2, 5)), **options).token_ids.shape == (2,)
+kernels = specjax.Options(implementation="triton")
 try:
-    specjax.gumbel_sample(jnp.zeros((2, 5)), **options, implementation="triton")
+    specjax.gumbel_sample(jnp.zeros((2, 5)), **options, options=kernels)
 except ValueError as error:
     assert "has no Pallas Triton" in str(error)
 else:
@@ -1010,7 +1027,8 @@ import warnings
 warnings.simplefilter("error")
 import jax, jax.numpy as jnp, specjax
 from jax.sharding import AbstractDevice, AbstractMesh
-options = dict(keys=jax.random.key(0), positions=0, stream=0, implementation="triton")
+kernels = specjax.Options(implementation="triton")
+options = dict(keys=jax.random.key(0), positions=0, stream=0, options=kernels)
 sample = jax.jit(lambda logits: specjax.gumbel_sample(logits, **options))
 gpu = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
 with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("batch",), abstract_device=gpu)):
@@ -1035,7 +1053,11 @@ def test_an_older_trace_is_lowered_without_a_warning_too():
 
         def sample(logits, keys, scale=scale):
             one = specjax.gumbel_sample(
-                logits, keys=keys, positions=0, stream=0, implementation="triton"
+                logits,
+                keys=keys,
+                positions=0,
+                stream=0,
+                options=specjax.Options(implementation="triton"),
             )
             return one.logprobs * jnp.float32(scale)
 

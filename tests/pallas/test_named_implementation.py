@@ -48,12 +48,15 @@ def run_step(model):
 
 
 def sample(name):
-    return specjax.gumbel_sample(ROWS[:, 0], keys=KEYS, positions=0, stream=0, implementation=name)
+    return specjax.gumbel_sample(
+        ROWS[:, 0], keys=KEYS, positions=0, stream=0, options=specjax.Options(implementation=name)
+    )
 
 
 def verify(name):
-    options = dict(keys=KEYS, positions=0, implementation=name)
-    return specjax.rejection_sample(DRAFT, ROWS, **options)
+    return specjax.rejection_sample(
+        DRAFT, ROWS, keys=KEYS, positions=0, options=specjax.Options(implementation=name)
+    )
 
 
 def ragged(name):
@@ -63,7 +66,7 @@ def ragged(name):
         positions=0,
         cu_num_draft_tokens=ends,
         max_draft_tokens=K,
-        implementation=name,
+        options=specjax.Options(implementation=name),
     )
 
 
@@ -72,7 +75,9 @@ def verify_ragged(name):
 
 
 def verify_blocks(name):
-    return specjax.block_rejection_sample(DRAFT, ROWS, keys=KEYS, positions=0, implementation=name)
+    return specjax.block_rejection_sample(
+        DRAFT, ROWS, keys=KEYS, positions=0, options=specjax.Options(implementation=name)
+    )
 
 
 def verify_blocks_ragged(name):
@@ -81,7 +86,7 @@ def verify_blocks_ragged(name):
 
 def couple(name):
     return specjax.coupled_sample(
-        DRAFT.token_ids, ROWS, keys=KEYS, positions=0, implementation=name
+        DRAFT.token_ids, ROWS, keys=KEYS, positions=0, options=specjax.Options(implementation=name)
     )
 
 
@@ -104,7 +109,7 @@ def propose(name):
         jnp.zeros((B,), jnp.int32),
         specjax.DraftInputs(KEYS, positions=1, sampling=SAMPLING),
         num_tokens=K,
-        implementation=name,
+        options=specjax.Options(implementation=name),
     )
 
 

@@ -62,9 +62,9 @@ def split_call(inputs, devices, tile, kernels, **options):
     sizes = KernelConfig(target=Tile(tile, 4), residual=Tile(tile, 4))
     verify = functools.partial(
         specjax.rejection_sample,
-        axis_name="model",
-        vocab_size=VOCAB,
-        implementation=Implementation(kernels, (sizes,)),
+        options=specjax.Options(
+            axis_name="model", vocab_size=VOCAB, implementation=Implementation(kernels, (sizes,))
+        ),
         **options,
     )
 
@@ -128,8 +128,8 @@ def compare_with_whole_rows(inputs, devices, kernels, options):
 
 def interpreted(function, vocab_size, **options):
     """A function of rows over devices, on the interpreted kernels."""
-    split = dict(axis_name="model", vocab_size=vocab_size, implementation="interpret")
-    return functools.partial(function, **split, **options)
+    split = specjax.Options(axis_name="model", vocab_size=vocab_size, implementation="interpret")
+    return functools.partial(function, options=split, **options)
 
 
 def test_one_gather_suffices_for_the_samples_of_whole_rows():
@@ -240,8 +240,7 @@ def test_kernels_by_name_refuse_what_they_do_not_read(width, fields, message):
             logits,
             keys=make_keys(1),
             positions=0,
-            axis_name="model",
-            implementation="interpret",
+            options=specjax.Options(axis_name="model", implementation="interpret"),
         )
 
     with pytest.raises(ValueError, match=message):

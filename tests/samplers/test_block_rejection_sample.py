@@ -188,7 +188,11 @@ def verify(implementation, draft, target_logits, cutoff, options):
     """By the sizes of drafts of the whole vocabulary, which several tests share."""
     kernels = with_sizes(implementation, **SIZES[V])
     return specjax.block_rejection_sample(
-        draft, target_logits, cutoff=cutoff, implementation=kernels, **options
+        draft,
+        target_logits,
+        cutoff=cutoff,
+        options=specjax.Options(implementation=kernels),
+        **options,
     )
 
 
@@ -203,7 +207,11 @@ def test_decisions_are_those_of_numpy(implementation, draft_vocab):
         if draft_vocab != V:
             draft = with_statistics(draft)
         step = specjax.block_rejection_sample(
-            draft, target_logits, cutoff=cutoff, implementation=kernels, **options
+            draft,
+            target_logits,
+            cutoff=cutoff,
+            options=specjax.Options(implementation=kernels),
+            **options,
         )
         assert np.mean(exact.certain) > 0.9
         lengths |= set(exact.num_accepted[exact.certain])
@@ -235,7 +243,7 @@ def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
         cu_num_draft_tokens=jnp.asarray(cu, jnp.int32),
         max_draft_tokens=K,
         cutoff=cutoff[target_row, target_column],
-        implementation=with_sizes(implementation, **SIZES[V]),
+        options=specjax.Options(implementation=with_sizes(implementation, **SIZES[V])),
         **options,
     )
     # Where both have the same drafts.
@@ -387,8 +395,9 @@ def test_a_mesh_changes_nothing():
 COMPILED = """
 import jax, jax.numpy as jnp, specjax
 draft = specjax.Draft(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4, 16)))
+options = specjax.Options(implementation="xla")
 specjax.block_rejection_sample(
-    draft, jnp.zeros((1, 5, 16)), keys=jax.random.key(0), positions=0, implementation="xla"
+    draft, jnp.zeros((1, 5, 16)), keys=jax.random.key(0), positions=0, options=options
 )
 """
 

@@ -27,7 +27,7 @@ def couple(case, implementation, **changes):
         case["token_ids"],
         case["target_logits"],
         keys=make_keys(len(case["token_ids"])),
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
         **{name: case[name] for name in OPTIONS},
     )
 
@@ -40,7 +40,9 @@ def couple_end_to_end(case, cu, implementation):
         cu_num_draft_tokens=cu,
         max_draft_tokens=K,
         keys=make_keys(BATCH),
-        implementation=with_sizes(implementation, max_small_batch=BATCH, num_noise_splits=2),
+        options=specjax.Options(
+            implementation=with_sizes(implementation, max_small_batch=BATCH, num_noise_splits=2)
+        ),
         **{name: case[name] for name in OPTIONS},
     )
 
@@ -162,7 +164,7 @@ def test_without_drafts_the_first_row_is_drawn_from(implementation):
         np.zeros((BATCH, 0), np.int32),
         case["target_logits"][:, :1],
         keys=make_keys(BATCH),
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
         cutoff=case["cutoff"][:, :1],
         **few,
     )
@@ -186,7 +188,9 @@ def test_vmap_and_a_mesh_change_nothing():
     arrays += [make_keys(BATCH), {name: jnp.asarray(case[name]) for name in OPTIONS}]
 
     def verify(ids, rows, keys, options):
-        return specjax.coupled_sample(ids, rows, keys=keys, implementation="xla", **options)
+        return specjax.coupled_sample(
+            ids, rows, keys=keys, options=specjax.Options(implementation="xla"), **options
+        )
 
     plain = couple(case, "xla")
     both = jax.vmap(verify)(*jax.tree.map(lambda x: jnp.stack([x, x]), arrays))

@@ -63,7 +63,7 @@ def sampled_from_row(case, row, implementation, stream=Stream.TARGET):
         positions=padded(case["positions"] + np.int32(row)),
         stream=stream,
         temperature=padded(case["temperature"]),
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
     return jax.tree.map(lambda x: np.asarray(x)[:size], sample)
 

@@ -50,7 +50,7 @@ def verify(kind, case, implementation, greedy_logprobs):
         cutoff=case["cutoff"],
         bonus_token_ids=case["bonus_token_ids"],
         greedy_logprobs=greedy_logprobs,
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
     if kind == "coupled":
         ids, counts = case["token_ids"], case["num_tokens"]

@@ -52,8 +52,7 @@ def draw(
         stream=each(stream, np.int32),
         temperature=each(temperature, np.float32),
         cutoff=each(cutoff, np.float32),
-        implementation=implementation,
-        **options,
+        options=specjax.Options(implementation=implementation, **options),
     )
     return jax.tree.map(lambda x: np.asarray(x)[:num_rows], sample)
 
@@ -353,15 +352,19 @@ def test_float64_noise_draws_the_oracle_s_tokens(implementation):
 def test_stream_has_no_default(implementation):
     with pytest.raises(TypeError, match="stream"):
         specjax.gumbel_sample(
-            np.zeros((2, 5)), keys=make_keys(2), positions=0, implementation=implementation
+            np.zeros((2, 5)),
+            keys=make_keys(2),
+            positions=0,
+            options=specjax.Options(implementation=implementation),
         )
 
 
 def refused(named, implementation="xla", **change):
     arguments = dict(logits=np.zeros((2, 5), np.float32), keys=make_keys(2), positions=0, stream=0)
-    arguments |= {"implementation": implementation, **change}
+    options = specjax.Options(change.pop("noise_dtype", jnp.float32), implementation)
+    arguments |= change
     with pytest.raises(ValueError, match=named) as refusal:
-        specjax.gumbel_sample(arguments.pop("logits"), **arguments)
+        specjax.gumbel_sample(arguments.pop("logits"), options=options, **arguments)
     return str(refusal.value)
 
 

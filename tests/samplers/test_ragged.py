@@ -57,7 +57,7 @@ def run_ragged(ragged, cu, implementation, k=K, **options):
         cu_num_draft_tokens=jnp.asarray(cu),
         max_draft_tokens=k,
         keys=make_keys(len(cu) - 1),
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
         **rest,
         **options,
     )
@@ -170,7 +170,7 @@ def test_a_wrong_cu_num_draft_tokens_is_refused_by_name(implementation):
                 max_draft_tokens=K,
                 keys=make_keys(BATCH),
                 positions=0,
-                implementation=implementation,
+                options=specjax.Options(implementation=implementation),
             )
 
 

@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import specjax
-from specjax import Draft
+from specjax import Draft, Options
 
 KEY = jax.random.key(0)
 IDS = jnp.zeros((2, 2), jnp.int32)
@@ -33,15 +33,17 @@ def verify(draft, rows=ROWS, **options):
     [
         (lambda: sample(positions=jnp.array(1.5, jnp.bfloat16)), "positions has dtype bfloat16"),
         (lambda: sample(positions=2**40), "positions holds integers outside"),
-        (lambda: sample(noise_dtype="foo"), "noise_dtype is 'foo'"),
+        (lambda: sample(options=Options(noise_dtype="foo")), "noise_dtype is 'foo'"),
         (lambda: sample(keys=jax.random.key(0, impl="rbg")), "threefry2x32"),
+        (lambda: sample(options="xla"), "options is str; it needs a specjax.Options"),
+        (lambda: verify(Draft(IDS), options=None), "options is NoneType"),
         (lambda: verify(None), "draft is NoneType"),
         (lambda: verify(Draft(np.full((2, 2), 2**32 + 1))), "draft.token_ids holds integers"),
         (lambda: verify(Draft(IDS, jnp.zeros((3, 2, 5)))), "draft.rows"),
         (lambda: verify(Draft(IDS, logprobs=ROWS[..., 0])), "without draft.logits"),
         (lambda: verify(Draft(IDS), conditional_rates=[1.5, 0.1]), r"outside \[0, 1\]"),
         (lambda: verify(Draft(IDS), conditional_rates=[np.nan, 0.1]), r"outside \[0, 1\]"),
-        (lambda: verify(Draft(IDS), implementation="triton"), "NVIDIA GPU"),
+        (lambda: verify(Draft(IDS), options=Options(implementation="triton")), "NVIDIA GPU"),
         (lambda: verify(Draft(IDS), greedy_logprobs=0), "greedy_logprobs is 0"),
         (lambda: specjax.commit(IDS, jnp.ones(3, jnp.int32), STEP), "lengths has"),
         (

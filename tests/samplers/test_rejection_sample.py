@@ -92,7 +92,7 @@ def test_narrow_logits_are_read_exactly(implementation):
 @pytest.mark.interpreted_elsewhere
 def test_float64_noise_is_the_oracle_s(implementation):
     with jax.enable_x64(True):
-        check_against_oracle(library(implementation), mixed_case(12), noise=np.float64)
+        check_against_oracle(library(implementation, jnp.float64), mixed_case(12), noise=np.float64)
 
 
 @pytest.mark.once
@@ -220,4 +220,4 @@ def test_refusals_come_at_trace_time(implementation):
 
 def test_float64_noise_without_x64_is_refused_with_the_cure(implementation):
     with pytest.raises(ValueError, match="jax_enable_x64"):
-        run(library(implementation), sampled_case(), noise_dtype=jnp.float64)
+        run(library(implementation, jnp.float64), sampled_case())

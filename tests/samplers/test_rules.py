@@ -192,7 +192,12 @@ def ranked_case():
 def test_only_differences_of_a_rule_s_log_weights_matter(implementation):
     """The kernels take requests end to end, and draw in the launch that other tests leave out."""
     draft, target, exact = ranked_case()
-    options = dict(keys=make_keys(SIZE), positions=7, rule=BY_RANK, implementation=implementation)
+    options = dict(
+        keys=make_keys(SIZE),
+        positions=7,
+        rule=BY_RANK,
+        options=specjax.Options(implementation=implementation),
+    )
     if implementation == "xla":
         step = specjax.rejection_sample(draft, target, **options)
     else:

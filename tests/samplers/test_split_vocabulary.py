@@ -15,6 +15,7 @@ from over_devices import DEVICES, mesh_of, most_numbers, over_devices, pad, spli
 from verify_cases import make_draft, make_keys, mixed_case
 
 import specjax
+from specjax import Options
 from specjax.core.rules import standard
 from specjax.devices.vocabulary_split import parse_split
 from specjax.samplers.gumbel_sample import sample_batch
@@ -49,7 +50,8 @@ def by_axis_name(verify, draft, logits, keys, rest, *, vocab_size, devices, data
     arrays = (draft, logits, keys, rest)
 
     def call(draft, logits, keys, rest):
-        return verify(draft, logits, keys=keys, axis_name="model", vocab_size=vocab_size, **rest)
+        options = Options(axis_name="model", vocab_size=vocab_size)
+        return verify(draft, logits, keys=keys, options=options, **rest)
 
     program = over_devices(call, arrays, (specs, ROWS, REQUESTS, REQUESTS), devices, REQUESTS, data)
     return program(*arrays), program
@@ -77,7 +79,7 @@ def by_sharding(verify, draft, logits, keys, rest, *, vocab_size, devices, data,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, compile_and_run)
         logits = lay(logits, devices, data)
-        ours = verify(draft, logits, keys=keys, vocab_size=vocab_size, **rest)
+        ours = verify(draft, logits, keys=keys, options=Options(vocab_size=vocab_size), **rest)
     return ours, programs[0]
 
 
@@ -87,7 +89,7 @@ def by_type(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
     arrays = (draft, lay(logits, devices, data, AxisType.Explicit), keys, rest)
 
     def call(draft, logits, keys, rest):
-        return verify(draft, logits, keys=keys, vocab_size=vocab_size, **rest)
+        return verify(draft, logits, keys=keys, options=Options(vocab_size=vocab_size), **rest)
 
     program = jax.jit(call).lower(*arrays).compile()
     return program(*arrays), program
@@ -197,12 +199,12 @@ def test_every_verification_asks_for_the_axis_and_for_the_size(method, ends):
         getattr(specjax, name), draft, keys=make_keys(2), positions=0, temperature=0.0, **laid
     )
     with pytest.raises(ValueError, match="it needs the name of one mesh axis"):
-        verify(logits, axis_name="other")
+        verify(logits, options=Options(axis_name="other"))
     with pytest.raises(ValueError, match="vocab_size is 500 without axis_name"):
-        verify(logits, vocab_size=500)
+        verify(logits, options=Options(vocab_size=500))
     # An axis of one device counts. NaN after the vocabulary would end every request.
     parts = lay(jnp.broadcast_to(UP_TO_499, logits.shape), 1, data=2)
-    assert verify(parts, vocab_size=500).token_ids.tolist() == [[499, -1]] * 2
+    assert verify(parts, options=Options(vocab_size=500)).token_ids.tolist() == [[499, -1]] * 2
 
 
 def test_an_axis_of_one_device_leaves_padding_out_of_what_is_cut_listed_and_drawn():
@@ -211,8 +213,10 @@ def test_an_axis_of_one_device_leaves_padding_out_of_what_is_cut_listed_and_draw
     assert specjax.logit_cutoff(parts, vocab_size=500, **cut).tolist() == [499]
     listed = specjax.top_logprobs(parts, ids, 1, vocab_size=500)
     assert (listed.token_ids.tolist(), listed.rank.tolist()) == ([[499]], [2])
-    greedy = dict(keys=make_keys(1), positions=0, stream=0, temperature=0.0, vocab_size=500)
-    sample = functools.partial(specjax.gumbel_sample, axis_name="model", **greedy)
+    greedy = dict(keys=make_keys(1), positions=0, stream=0, temperature=0.0)
+    sample = functools.partial(
+        specjax.gumbel_sample, options=Options(axis_name="model", vocab_size=500), **greedy
+    )
     assert over_devices(sample, (parts,), (split(parts),), 1)(parts).token_ids.tolist() == [499]
 
 
@@ -315,7 +319,7 @@ def test_a_device_without_tokens_changes_no_sample():
         temperature=jnp.array([0, 0, 0, 1, 1, 0.5, 2, 1]),
         cutoff=jnp.full(8, -3.0),
     )
-    by_device = functools.partial(sample, axis_name="model", vocab_size=vocab_size)
+    by_device = functools.partial(sample, options=Options(axis_name="model", vocab_size=vocab_size))
     ours = over_devices(by_device, (parts,), (split(parts),), devices)(parts)
     whole = sample(rows)
     np.testing.assert_array_equal(ours.token_ids, whole.token_ids)
@@ -326,12 +330,11 @@ def test_a_device_without_tokens_changes_no_sample():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(axis_name="other"), "it needs the name of one mesh axis"),
-        (dict(axis_name=1), "axis_name is 1; it needs the name of one mesh axis"),
-        (dict(axis_name="model", vocab_size=513), "Python int from 1 to 512"),
-        (dict(axis_name="model", implementation="interpret"), "need draft.logprobs"),
-        (dict(axis_name="model", rule=standard()), "rules read whole"),
-        (dict(vocab_size=500), "without axis_name"),
+        (Options(axis_name="other"), "it needs the name of one mesh axis"),
+        (Options(axis_name=1), "axis_name is 1; it needs the name of one mesh axis"),
+        (Options(axis_name="model", vocab_size=513), "Python int from 1 to 512"),
+        (Options(axis_name="model", implementation="interpret"), "need draft.logprobs"),
+        (Options(vocab_size=500), "without axis_name"),
     ],
 )
 def test_what_a_split_does_not_go_with_is_refused(options, message):
@@ -339,7 +342,9 @@ def test_what_a_split_does_not_go_with_is_refused(options, message):
 
     def call(logits):
         draft = specjax.Draft(jnp.zeros((1, 1), jnp.int32), logits=logits[:, :1])
-        return specjax.rejection_sample(draft, logits, keys=make_keys(1), positions=0, **options)
+        return specjax.rejection_sample(
+            draft, logits, keys=make_keys(1), positions=0, options=options
+        )
 
     with pytest.raises(ValueError, match=message):
         over_devices(call, (logits,), (split(logits),))
@@ -348,7 +353,11 @@ def test_what_a_split_does_not_go_with_is_refused(options, message):
 def test_an_axis_of_vmap_is_none_of_a_mesh():
     logits = jnp.zeros((2, 1, 256))
     sample = functools.partial(
-        specjax.gumbel_sample, keys=make_keys(1), positions=0, stream=0, axis_name="model"
+        specjax.gumbel_sample,
+        keys=make_keys(1),
+        positions=0,
+        stream=0,
+        options=Options(axis_name="model"),
     )
     with pytest.raises(ValueError, match="'model'; it needs the name of one mesh axis"):
         jax.vmap(sample, axis_name="model")(logits)
@@ -368,7 +377,11 @@ def test_drafts_of_other_tokens_and_narrow_parts_are_refused(width, fields, mess
     def call(logits):
         draft = specjax.Draft(jnp.zeros((1, 1), jnp.int32), logits=logits[:, :1])
         specjax.rejection_sample(
-            draft._replace(**fields), logits, keys=make_keys(1), positions=0, axis_name="model"
+            draft._replace(**fields),
+            logits,
+            keys=make_keys(1),
+            positions=0,
+            options=Options(axis_name="model"),
         )
 
     with pytest.raises(ValueError, match=message):

@@ -57,7 +57,8 @@ def mapped(draft, token_map=TOKEN_MAP):
 
 def mapped_call(verify, implementation):
     def call(draft, *arguments, **options):
-        return verify(mapped(draft), *arguments, implementation=implementation, **options)
+        kernels = specjax.Options(implementation=implementation)
+        return verify(mapped(draft), *arguments, options=kernels, **options)
 
     return call
 
@@ -105,7 +106,9 @@ def test_with_carried_statistics_tokens_are_those_of_the_scattered_draft_bit_for
     elif getattr(implementation, "interpret", False):
         chex.assert_trees_all_equal(ours[:3], verified(method, "xla")[:3])
     else:
-        verify = functools.partial(METHODS[method], implementation=implementation)
+        verify = functools.partial(
+            METHODS[method], options=specjax.Options(implementation=implementation)
+        )
         chex.assert_trees_all_equal(ours, run(verify, with_statistics_case()))
     assert np.sum(ours.num_accepted < K) > 10
 
@@ -139,7 +142,7 @@ def test_ragged_batches_read_the_map_as_padded_ones_do(implementation):
         temperature=case["temperature"],
         cutoff=case["cutoff"].reshape(-1),
         bonus_token_ids=case["bonus_token_ids"],
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
     chex.assert_trees_all_equal(ours._replace(logprobs=None), padded._replace(logprobs=None))
 
@@ -183,7 +186,9 @@ def test_jit_vmap_and_export_read_the_map():
     batches[1] = (mapped(draft, make_map(1)), *batches[1][1:])
 
     def verify(draft, target_logits, options):
-        return specjax.rejection_sample(draft, target_logits, implementation="xla", **options)
+        return specjax.rejection_sample(
+            draft, target_logits, options=specjax.Options(implementation="xla"), **options
+        )
 
     plain = [verify(*batch) for batch in batches]
     assert not np.array_equal(
@@ -220,7 +225,7 @@ def test_gathered_drafts_keep_their_map(implementation):
     assert moved.token_map is draft.token_map
     in_order = {name: jnp.take(values, order, axis=0) for name, values in options.items()}
     again, plain = (
-        specjax.rejection_sample(d, x, implementation=implementation, **o)
+        specjax.rejection_sample(d, x, options=specjax.Options(implementation=implementation), **o)
         for d, x, o in (
             (moved, jnp.take(target_logits, order, axis=0), in_order),
             (draft, target_logits, options),
@@ -250,7 +255,7 @@ def test_ids_outside_the_vocabulary_that_only_a_device_knows_are_rejected_and_co
         logits = draft.logits[..., columns]
         draft = draft._replace(logits=logits, token_map=jnp.asarray(token_map))
         return specjax.rejection_sample(
-            draft, target_logits, implementation=implementation, **options
+            draft, target_logits, options=specjax.Options(implementation=implementation), **options
         )
 
     check_against_oracle(verify, case)

@@ -117,7 +117,7 @@ def test_an_exported_draft_comes_back(implementation):
             jnp.zeros((BATCH,), jnp.int32),
             specjax.DraftInputs(jax.random.wrap_key_data(key_data), positions=0),
             num_tokens=K,
-            implementation=implementation,
+            options=specjax.Options(implementation=implementation),
         )
         return draft
 
@@ -172,7 +172,7 @@ def test_tokens_do_not_depend_on_device_count(implementation):
             keys=moved[2]["keys"],
             positions=moved[2]["positions"],
             stream=Stream.TARGET,
-            implementation=implementation,
+            options=specjax.Options(implementation=implementation),
         )
     for one in steps:
         assert one.token_ids.sharding.spec[0] == "batch"
@@ -182,7 +182,7 @@ def test_tokens_do_not_depend_on_device_count(implementation):
         keys=options["keys"],
         positions=options["positions"],
         stream=Stream.TARGET,
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
     np.testing.assert_array_equal(np.asarray(sample.token_ids), np.asarray(alone.token_ids))
 
@@ -272,7 +272,7 @@ def test_a_change_of_values_compiles_nothing_when_sampling(implementation):
             positions=positions,
             stream=stream,
             temperature=temperature,
-            implementation=implementation,
+            options=specjax.Options(implementation=implementation),
         )
 
     call()()

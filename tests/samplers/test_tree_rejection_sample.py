@@ -315,7 +315,7 @@ def test_float64_noise_decides_as_numpy_s():
     """By drafts of the larger vocabulary."""
     case = batch(1, 400)
     with jax.enable_x64(True):
-        ours = verify(case, noise_dtype=jnp.float64)
+        ours = verify(case, options=specjax.Options(noise_dtype=jnp.float64))
         check(ours, case, noise=np.float64)
     assert ours.logprobs.dtype == jnp.float32
 
@@ -360,8 +360,13 @@ def test_a_mesh_changes_nothing():
         ({"draft_logits": None, "draft_cutoff": np.zeros((B, N + 1))}, "without draft_logits"),
         ({"max_depth": 0}, "max_depth is 0"),
         ({"max_depth": 1025}, "max_depth is 1025; it needs at most 1024"),
-        ({"implementation": "interpret"}, "there are none of trees"),
-        ({"implementation": "triton"}, "there are none of trees"),
+        *(
+            ({"options": specjax.Options(implementation=name)}, "there are none of trees")
+            for name in ("interpret", "triton")
+        ),
+        ({"options": specjax.Options(axis_name="x")}, "options.axis_name is 'x'; .* whole rows"),
+        ({"options": specjax.Options(vocab_size=4)}, "options.vocab_size is 4"),
+        ({"options": "xla"}, "options is str"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(changes, words):

@@ -108,10 +108,13 @@ def make_case(size, seed):
     return Case(draft, target_logits, options)
 
 
-def verify(case, implementation, **more):
+def verify(case, implementation, noise_dtype=F32):
     """The padded call."""
     return specjax.rejection_sample(
-        case.draft, case.target_logits, implementation=implementation, **case.options, **more
+        case.draft,
+        case.target_logits,
+        options=specjax.Options(noise_dtype=noise_dtype, implementation=implementation),
+        **case.options,
     )
 
 

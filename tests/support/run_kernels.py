@@ -19,7 +19,7 @@ def run(batch_size, k, vocab_size, implementation):
         keys=keys,
         positions=0,
         temperature=rng.choice([0.0, 1.0, 1.0], batch_size).astype(np.float32),
-        implementation=implementation,
+        options=specjax.Options(implementation=implementation),
     )
     draft_logits = rng.normal(size=(batch_size, k, vocab_size)).astype(np.float32)
     target = np.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))

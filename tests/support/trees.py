@@ -55,7 +55,7 @@ def draw_tree(logits_after, last, parents, places, keys, positions, temperature,
             stream=Stream.draft(indices[:, v]),
             temperature=temperature,
             cutoff=jnp.broadcast_to(cutoff, (size,)),
-            implementation="xla",
+            options=specjax.Options(implementation="xla"),
         )
         return token_ids.at[:, v].set(sample.token_ids), None
 

@@ -107,8 +107,11 @@ def with_statistics(case):
     return case | dict(draft_logprobs=logprobs, draft_logsumexp=totals)
 
 
-def library(implementation):
-    return functools.partial(specjax.rejection_sample, implementation=implementation)
+def library(implementation, noise_dtype=jnp.float32):
+    return functools.partial(
+        specjax.rejection_sample,
+        options=specjax.Options(noise_dtype=noise_dtype, implementation=implementation),
+    )
 
 
 def with_sizes(implementation, **sizes):
@@ -143,8 +146,7 @@ def exact(case, keys=None, **options):
 
 def check_against_oracle(verify, case, keys=None, *, max_uncertain=0.1, noise=np.float32):
     """Tokens, counts and log-probabilities are the oracle's wherever rounding cannot decide."""
-    options = {} if noise == np.float32 else {"noise_dtype": jnp.float64}
-    result = run(verify, case, keys, **options)
+    result = run(verify, case, keys)
     expected = exact(case, keys, noise=noise)
     chex.assert_type([result.token_ids, result.num_accepted, result.num_emitted], jnp.int32)
     chex.assert_type(result.logprobs, jnp.float32)
