@@ -1,15 +1,28 @@
 """The engine: requests that come at any time, through one compiled step of `num_slots` slots.
 
-    submit    -> checks a request on the host and queues it
-    prefill   -> the first prompts of the queue are read into rows, in chunks between two steps
-    admit     -> the row and the request's settings go into an empty slot
-    step      -> every slot takes one step of `decode.step`; its output starts for the host
-    read      -> while the next step runs, the host gives each request its tokens and empties slots
+The states of a request, and the function that begins each:
 
-`engine` is the public class, and the file to open first. `slots` holds the device's part, pure
-functions of a `DecodeState` whose requests are slots. `programs` binds them to an engine and
-compiles them. `scheduler` is the host's part, and `queue` holds what waits for it. `submission`
-checks what a request asks for, and `request` is what it gets. `stop_strings` makes text.
+    queued       it waits, and its prompt is unread         `WaitingQueue.put`
+    prefilling   its prompt is read chunk by chunk,         `QueueEntry.read_chunk`,
+                 between two steps of the slots             `PrefillBatch.read`
+    in a slot    each step gives it tokens                  `Scheduler._admit`
+    parked       preempted: it is first in the queue,       `Scheduler.preempt`
+                 with its state, and goes to a slot again
+    ended        it has a `finish_reason`, from any state   `Request.end`
 
-Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `S` `max_length`.
+Open `engine` first, the public class; then `scheduler`, where a step is a list of named parts.
+
+    engine         `Engine`, and the choices that it makes when it is made
+    scheduler      the host's part: which request is in which slot, and the order of a step
+    queue          requests that wait, and how their prompts are read
+    submission     checks the arguments of `Engine.submit`
+    request        `Request`: its tokens, its text, its end
+    programs       the compiled programs, bound to an engine's models
+    slots          the device's part: pure functions of a `DecodeState` whose requests are slots
+    stop_strings   text of tokens, up to the first stop string
+
+Each file imports those below it alone.
+
+Letters: `B` slots, `C` tokens of a chunk, `E` stop ids, `K` drafted tokens, `N` prompts of a batch,
+`S` `max_length`, `V` vocabulary.
 """

@@ -1,4 +1,4 @@
-"""`Engine`: requests that come at any time, through one compiled step of a number of slots."""
+"""`Engine`: the public class, and the choices that it makes when it is made."""
 
 import dataclasses
 import inspect
@@ -41,44 +41,43 @@ class Engine:
     """Decodes requests that come at any time, each in a slot of one compiled step.
 
     A request waits until a slot is empty, first come, first served. Its prompt is read in chunks
-    between the steps of the others. What it gets depends on its own key, prompt and parameters, on
-    the models, `config` and the engine's shapes; not on its slot, nor on what else is decoded.
+    between the steps of the others. Its tokens depend on its key, prompt and parameters, and on the
+    models, `config` and the engine's shapes. They do not depend on its slot or on other requests.
 
-    The constructor compiles, no request does. Any thread may submit, abort, preempt, or run the
-    engine by `step`, `run` or an iteration over a request; those that run it take turns. Coroutines
-    share steps, those of one event loop.
+    The constructor compiles, and no request does. Any thread may submit, abort or preempt, and may
+    run the engine by `step`, `run` or an iteration over a request. Threads that run it take turns,
+    and the coroutines of one event loop share steps.
 
     Args:
       target: the model whose distribution the output follows.
-      drafter: as in `generate`, or None. It is left out where K = "auto" would never draft.
-      config: a `SpeculativeConfig`. None is the default one. With K = "auto" a request drafts no
-        fewer tokens than are best at a usual rate of acceptance, as the others' drafts make the
-        step as long.
-      num_slots: requests decoded at once, a Python int >= 1.
-      max_length: most tokens of a prompt and its text together, a Python int >= 2.
-      prefill_chunk_size: tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128. On
-        a CPU up to 16 waiting prompts are read together, a quarter as many tokens of each or more.
+      drafter: as in `generate`, or None. Ignored if adaptive K would always choose 0.
+      config: a `SpeculativeConfig`. None is the default one. With K = "auto", the step is as long
+        as its longest draft, so K is at least the optimum at `usual_acceptance_rate`.
+      num_slots: B, requests decoded at once, a Python int >= 1.
+      max_length: S, most tokens of a prompt and its text together, a Python int >= 2.
+      prefill_chunk_size: C, tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128.
+        A CPU reads up to 16 waiting prompts together, C / 4 tokens of each or more.
       max_waiting: most requests that wait for a slot, a Python int >= 1.
-      sampling: `SamplingParams` with the fields that requests may set, and the values of requests
-        that do not; each for one request. None is no field.
+      sampling: `SamplingParams` of one request. Its fields are those that requests may set, and
+        its values those of requests that do not. None is no field.
       tokenizer: with `decode(ids, skip_special_tokens)`, for text and stop strings; or None.
       num_logprobs: as in `generate`, for every request.
       logprobs_mode: as in `generate`.
-      k_by_load: with K = "auto", whether the requests in slots draft as many tokens as give all of
-        them together the most per time. A request's draws then depend on the others, and follow
-        the target all the same; greedy and coupled requests get the same tokens.
+      k_by_load: with K = "auto", whether all slots draft the K that gives them together the most
+        tokens per time. A request's draws then depend on the others, and still follow the target.
+        Greedy and coupled requests get the same tokens either way.
       takes_matchers: whether requests may have a matcher on the host, as in `RowMasks`.
         While one of them is in a slot, the host reads a step before it dispatches the next.
       implementation: as in `generate`.
 
     Attributes:
       slot_bytes: bytes that one slot takes, on all devices of a mesh together.
-      num_slots: as given.
-      max_length: as given.
+      num_slots: B.
+      max_length: S.
 
     Raises:
-      ValueError: for what `generate` refuses, and for a cache without an axis of requests.
-      MemoryError: if the device has no room for the slots; it names the bytes of one.
+      ValueError: for arguments that `generate` refuses, and a cache without an axis of requests.
+      MemoryError: if the device has no room for the slots; the error names the bytes of one.
 
     Example:
       >>> from specjax.markov_chain import markov_chain
@@ -168,20 +167,21 @@ class Engine:
     ) -> Request:
         """Puts a request at the end of the queue.
 
-        A prompt that is empty, too long for the engine, or has an id outside the target's
-        vocabulary gives a request that has ended as "refused", with a sentence in `error`.
+        A prompt is refused if it is empty, too long for the engine, or has an id outside the
+        target's vocabulary. Its request has ended as "refused", with a sentence in `error`.
 
         Args:
           prompt_token_ids: i32[P].
           key: a typed threefry key, ().
-          max_new_tokens: most tokens generated, a Python int >= 1; None is what `max_length` holds.
+          max_new_tokens: most tokens generated, a Python int >= 1. None is as many as
+            `max_length` has room for.
           temperature: a number >= 0. Below 1e-5 the request is greedy.
           stop: strings that end the request. Its text ends before the first of them.
           stop_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
             committed.
           sampling: `SamplingParams` of this request: fields that the engine was made with.
-          matcher: a `Matcher` that has read nothing, which masks what may follow; from
-            now on the request's. `stop_token_ids` has the tokens by which it ends a text.
+          matcher: a `Matcher` that has read nothing; it masks each next token. From now
+            on it belongs to the request. `stop_token_ids` are the tokens by which it ends a text.
 
         Returns:
           The `Request`, which the engine fills.
@@ -189,7 +189,7 @@ class Engine:
         Raises:
           ValueError: for an argument of another type, shape or range.
           queue.Full: if `max_waiting` requests wait.
-          RuntimeError: if the engine is closed, or lost what the device held for its requests.
+          RuntimeError: if the engine is closed, or has lost the device's arrays of its requests.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -266,12 +266,12 @@ class Engine:
     def preempt(self, request: Request, *, drops_cache: bool = False) -> bool:
         """Takes a request out of its slot and puts it first in the queue.
 
-        It goes on in the next empty slot, and gets the tokens that it would have got.
+        The request goes on in the next empty slot, and its tokens stay the same.
 
         Args:
           request: one of this engine's.
           drops_cache: whether the target's cache of the request is dropped, and computed again from
-            its tokens, chunk by chunk. Else it takes the memory of one more slot until then.
+            its tokens, chunk by chunk. If not, it takes the memory of one more slot until then.
 
         Returns:
           Whether it was in a slot.
@@ -280,10 +280,10 @@ class Engine:
         return self._scheduler.preempt(request, drops_cache)
 
     def close(self) -> None:
-        """Ends all requests that have not ended as "aborted", and frees the memory of the slots.
+        """Ends all requests as "aborted", and frees the memory of the slots.
 
-        `with engine:` closes it, too. Later calls of `submit`, `preempt`, `step` and `run` raise
-        `RuntimeError`.
+        `with engine:` closes the engine, too. Later calls of `submit`, `preempt`, `step` and `run`
+        raise `RuntimeError`.
 
         Example:
           >>> from specjax.markov_chain import markov_chain
@@ -302,14 +302,14 @@ class Engine:
         self.close()
 
     def step(self) -> bool:
-        """Dispatches one step of all slots and reads what the step before gave.
+        """Dispatches one step of all slots and reads the tokens of the step before.
 
         Returns:
           Whether another step is needed: whether a request has not ended.
 
         Raises:
           RuntimeError: while coroutines wait for a step, and once the engine is closed. Also if an
-            error took what the device held for requests: they end as "engine_error".
+            error took the device's arrays of the requests: they end as "engine_error".
         """
         self._scheduler.queue.check_open()
         return self._scheduler.take_step()
@@ -326,7 +326,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests that had a slot and have not ended; some may be in none, with a step unread."""
+        """Requests that had a slot and have not ended; some wait for their last step to be read."""
         return self._scheduler.num_running
 
     @property
@@ -344,10 +344,9 @@ class Engine:
 def resolve_speculation(
     drafter: Drafter | None, config: SpeculativeConfig | None, num_slots: int, k_by_load: bool
 ) -> tuple[Drafter | None, SpeculativeConfig | None, Any]:
-    """Returns the drafter and the config of an engine, and its `k_by_rate` if rates decide.
+    """Returns the drafter and the config of an engine, and its `k_by_rate` if rates decide K.
 
-    Where every request would always draft the same number, the engine is one of that K, or of no
-    drafter: its steps hold nothing that chooses.
+    Where K is the same at every rate, the engine is one of that fixed K, or without a drafter.
 
     Args:
       drafter: as in `Engine`, unchecked.
@@ -356,7 +355,7 @@ def resolve_speculation(
       k_by_load: as in `Engine`, unchecked.
 
     Raises:
-      ValueError: for `k_by_load` without a K that is chosen.
+      ValueError: for `k_by_load` without K = "auto" and a drafter.
     """
     is_by_load = check_flag("k_by_load", k_by_load)
     is_adaptive = isinstance(config, SpeculativeConfig) and config.adaptive_k
@@ -405,7 +404,13 @@ def all_allowed_masks(
 def _settings_of_slots(
     settings: Settings, defaults: SamplingParams | None, k_by_rate: Any
 ) -> Settings:
-    """Returns settings of B equal requests that stop ids and the defaults have room in."""
+    """Returns settings of B equal requests, with room for stop ids and the fields of defaults.
+
+    Args:
+      settings: of B requests, checked.
+      defaults: from `drop_batch_axis`.
+      k_by_rate: from `resolve_speculation`.
+    """
 
     def repeat(row: np.ndarray) -> jax.Array:
         return jnp.tile(row, (settings.prompt_lengths.shape[0],) + (1,) * row.ndim)

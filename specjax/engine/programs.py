@@ -38,10 +38,10 @@ __all__ = [
 
 # A chunk's attention takes little of its time in a row of fewer tokens.
 _MIN_ROW = 512
-# Prompts that are prefilled before a slot is empty, without a batch. Each takes a slot's memory.
+# Prompts that are read before a slot is empty, without a batch. Each takes a slot's memory.
 _PREFILL_AHEAD = 2
-# A CPU prefills at most so many prompts together, and only in chunks of at least so many tokens.
-# With shorter chunks, or in bfloat16, a batch rounds otherwise than a prompt alone.
+# Most prompts that a CPU reads together, and the least `chunk_size` for that. With shorter chunks,
+# or in bfloat16, a batch rounds otherwise than a prompt alone.
 _MAX_PROMPTS, _MIN_CHUNK = 16, 64
 
 
@@ -95,9 +95,9 @@ class Programs(NamedTuple):
 
     @property
     def prefill_depth(self) -> int:
-        """Entries of the queue that are prefilled before a slot is empty.
+        """Entries of the queue that are read before a slot is empty.
 
-        With a batch, N of them are in it, and N / 2 may wait prefilled.
+        With a batch, N of them are in it, and N / 2 may be read and wait for a slot.
         """
         return max(_PREFILL_AHEAD, self.batch_size + self.batch_size // 2)
 
@@ -136,8 +136,8 @@ def make_programs(
       implementation: as in `run_step`.
 
     Raises:
-      ValueError: if a mesh has several processes or several devices for requests, a cache has a
-        leaf without an axis of requests, or drafts say where each request's logits lie.
+      ValueError: for a mesh with several processes or several devices for requests. Also for a
+        cache with a leaf without an axis of requests, and for drafts with `rows`.
     """
     _check_placement(target)
     options = {"config": config, "implementation": implementation}
@@ -220,9 +220,9 @@ def _choose_batch(
 ) -> tuple[int, int]:
     """Returns how many prompts are read together, and tokens of each; zeros for none, as off CPU.
 
-    A CPU reads the weights from memory once for all prompts. It reads fewer tokens of each, and so
-    less padding, but together two chunks or more. On a GPU, other prompts in a batch would change
-    a prompt's last bits.
+    A CPU reads the weights from memory once for all prompts. Pieces of a quarter chunk have less
+    padding, and together they have two chunks or more. On a GPU, other prompts in a batch would
+    change a prompt's last bits.
     """
     size = min(_MAX_PROMPTS, num_slots // 4)
     if size < 2 or chunk_size < _MIN_CHUNK or jax.default_backend() != "cpu":

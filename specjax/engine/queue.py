@@ -1,13 +1,13 @@
 """Requests that wait for slots: the queue, its entries, and the prompts that are read together.
 
-    WaitingQueue    entries, first come, first served
-    QueueEntry      requests that wait, and the row that their tokens are read into
-      PromptGroup     requests of one prompt, which is read once for all of them
-      ParkedRequest   a request that was preempted
-    PrefillBatch    the rows of several prompts, which one program reads together
+    WaitingQueue      entries, first come, first served
+    QueueEntry        requests that wait, and the row that their tokens are read into:
+      PromptGroup       requests of one prompt, which is read once for all of them
+      ParkedRequest     a request that was preempted
+    PrefillBatch      the rows of several prompts, which one program reads together
 
-An entry is read chunk by chunk, if it has tokens to read; then its requests go into slots. While a
-prompt is in a batch, the batch holds its row.
+An entry is read chunk by chunk, if it has tokens to read. Then its requests go into slots. While a
+prompt is in the batch, the batch holds its row.
 """
 
 import abc
@@ -72,7 +72,7 @@ class QueueEntry(abc.ABC):
         return token_ids, positions
 
     def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens; returns whether a model computed something."""
+        """Reads the next tokens into the row; returns whether there were any."""
         self._grow_row(programs)
         if not self.unread.size:
             return False
@@ -81,7 +81,7 @@ class QueueEntry(abc.ABC):
         return True
 
     def _grow_row(self, programs: Programs) -> None:
-        """Gives the row room for the next chunk, and perhaps for as many tokens again."""
+        """Gives the row the least of `row_lengths` that has room for the next chunk."""
         num_tokens = min(self.num_read + programs.chunk_size, self.token_ids.size - 1)
         length = next(length for length in programs.row_lengths if length >= num_tokens)
         if self.row is None:
@@ -90,7 +90,7 @@ class QueueEntry(abc.ABC):
             self.attach_row(programs.grow_row(self.row, max_length=length), length)
 
     def attach_row(self, row: PromptRow, length: int) -> None:
-        """Sets the row, which has room for so many tokens."""
+        """Sets the row, which has room for `length` tokens."""
         self.row, self._row_length = row, length
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class PromptGroup(QueueEntry):
     """Requests of one prompt.
 
     Args:
-      checked: what each of them asks for.
+      checked: the submission that all of them came from.
       samples: the requests, and the index that is folded into the key of each; -1 folds nothing.
     """
 
@@ -149,7 +149,7 @@ class ParkedRequest(QueueEntry):
     def token_ids(self) -> np.ndarray:
         """The committed tokens i32[L] that the target reads again.
 
-        The host may not know them yet. It waits for the last step before the request was parked.
+        The host may not know them yet: the call waits for the request's last step.
         """
         if self._token_ids is None:
             token_ids, lengths = jax.device_get((self._parked.token_ids, self._parked.lengths))
@@ -157,7 +157,7 @@ class ParkedRequest(QueueEntry):
         return self._token_ids
 
     def read_chunk(self, programs: Programs) -> bool:
-        """Reads the next tokens; returns whether the target computed something."""
+        """Reads the next tokens by the target alone; returns whether there were any."""
         return super().read_chunk(programs.of_target())
 
     def admit(self, programs: Programs, slots: DecodeState, slot: int) -> DecodeState:
@@ -187,12 +187,12 @@ class PrefillBatch:
             self._rows, self._empty_row = new_row(size=programs.batch_size), new_row()
 
     def read(self, programs: Programs, unread: Sequence[QueueEntry], max_chunks: float) -> int:
-        """Reads the next tokens of N prompts; of none if the first entry is not to wait for them.
+        """Reads the next tokens of N prompts, if N are unread and the first entry is one of them.
 
         Args:
           programs: of the engine.
           unread: the entries to read, the first of the queue first.
-          max_chunks: chunks until the first entry has to be read.
+          max_chunks: most chunks until the first entry is read, if a slot is empty; else infinity.
 
         Returns:
           How many chunks of one prompt have as many tokens; 0 if nothing was read.
@@ -230,7 +230,7 @@ class PrefillBatch:
         return True
 
     def detach_group(self, programs: Programs, entry: QueueEntry) -> None:
-        """Gives an entry its row, if the batch holds it: from now on it is read alone."""
+        """Gives an entry its row back, if the batch holds it; the entry is then read alone."""
         for index, group in self._groups.items():
             if group is entry:
                 row = programs.take_row(self._rows, np.int32(index))
@@ -261,7 +261,7 @@ class WaitingQueue:
 
     Attributes:
       lock: held while an entry or the order of entries changes.
-      closed: a sentence why nothing may be put in any more, or None.
+      closed: a sentence why the engine is closed and nothing may be put in, or None.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -293,7 +293,7 @@ class WaitingQueue:
             return [request for request in waiting if request.finish_reason is None]
 
     def check_room(self, count: int) -> None:
-        """Checks that so many more requests may be put in.
+        """Checks that `count` more requests may be put in.
 
         Raises:
           queue.Full: if too many would wait.

@@ -93,7 +93,7 @@ class Request:
       top_logprobs: a `TopLogprobs` of NumPy arrays for each; empty unless the engine lists them.
       text: the text of `token_ids` up to a stop string; None without a tokenizer.
       finish_reason: None while the request goes on, else one of `FinishReason`.
-      error: a sentence: why it was refused, or what was raised that ended it; or None.
+      error: a sentence why it was refused, or with the error that ended it; or None.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Request:
         """Ends this request alone, for a reason "x_error", if the caller's x raises."""
         try:
             yield
-        except BaseException as error:  # It may raise anything, such as a panic of Rust.
+        except BaseException as error:  # A panic of Rust is no Exception.
             self.end(reason, f"its {reason.removesuffix('_error')} raised {describe(error)}")
             if isinstance(error, PROGRAM_EXITS):
                 raise

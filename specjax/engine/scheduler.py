@@ -1,15 +1,17 @@
 """The host's part of an engine: which request is in which slot, and the order of a step.
 
-    dispatch    drop aborted requests -> vacate slots -> fill slots -> release slots
-                -> fill masks -> dispatch a step of all slots
-    deliver     give each request the tokens of the step before; the device runs the next meanwhile
+A round is one call of `take_step`:
 
-The host learns of an end one step late, except by length, which it can count. Then the slot is
-filled again before the step that ends its request is read. A matcher's masks need the drafts of the
-step before, so that is read at once while a request with a matcher is in a slot.
+    dispatch     drop aborted requests -> vacate slots -> fill slots -> release slots
+                 -> fill masks -> dispatch a step of all slots
+    deliver      give each request the tokens of the step before, while the device runs this one
 
-Signals wait while slots and requests change, and errors of tokenizers and matchers stay in their
-requests. An error that took arrays of the device closes the engine.
+The host learns of an end one step late, except by length, which it can count. Such a slot is filled
+again before its last step is delivered. The masks of a matcher need the drafts of the step before.
+So while a request with a matcher is in a slot, each step is delivered at once.
+
+Signals wait while slots and requests change. An error of a tokenizer or a matcher ends its request
+alone, and an error that takes arrays of the device closes the engine.
 """
 
 import asyncio
@@ -90,7 +92,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 
 class DispatchedStep(NamedTuple):
-    """A step that was dispatched, and the requests in its slots that have not read it."""
+    """A step that was dispatched, and the requests in its slots without its tokens so far."""
 
     output: StepOutput
     occupants: list[Request | None]
@@ -102,8 +104,7 @@ class Scheduler:
     Args:
       programs: of the engine.
       slots: empty ones.
-      all_allowed: masks that allow every token in every row, if requests may have matchers; or
-        None.
+      all_allowed: masks that allow every token in every row; None if no request has a matcher.
       max_waiting: most requests that wait.
 
     Attributes:
@@ -125,9 +126,9 @@ class Scheduler:
         self._occupants: list[Request | None] = [None] * programs.num_slots
         self.queue = WaitingQueue(max_waiting)
         self._batch = PrefillBatch(programs)
-        # Steps that were not delivered to all their requests, the oldest first.
+        # Dispatched steps that were not delivered to all of their requests, the oldest first.
         self._in_flight: deque[DispatchedStep] = deque()
-        # Slots whose request has left them, while the device still decodes there.
+        # Slots without a request, in which the device still decodes.
         self._to_release: set[int] = set()
         self._has_aborted = False
         # Held by the thread that steps or preempts.
@@ -136,7 +137,7 @@ class Scheduler:
         self._shared_step: asyncio.Future[bool] | None = None
         self.num_steps = self.num_occupied = 0
 
-    # What callers ask of the engine --------------------------------------------------------------
+    # Calls of the engine ------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
@@ -240,11 +241,11 @@ class Scheduler:
         masks = self._fill_masks()
         if self.queue.closed is not None:  # A matcher closed the engine.
             return 0
-        self._dispatch(masks)
+        self._dispatch_step(masks)
         return 0 if _has_matchers(self._occupants) else 1
 
     def _deliver_masked_steps(self) -> None:
-        """Delivers what an interrupted round left in flight, if a matcher has to read it."""
+        """Delivers steps with matchers that an interrupted round left in flight."""
         while any(_has_matchers(step.occupants) for step in self._in_flight):
             self._deliver(self._in_flight[0], jax.device_get(self._in_flight[0].output))
 
@@ -268,11 +269,11 @@ class Scheduler:
             self._occupants[slot] = None
 
     def _fill_slots(self) -> None:
-        """Prefills waiting prompts chunk by chunk, and admits the requests of those that are read.
+        """Prefills waiting prompts chunk by chunk, and admits requests whose prompt is read.
 
-        Two chunks, and two for every empty slot after the first, keep more slots busy than one. A
-        single waiting prompt gets one: the slots shall not wait for two. A batch counts by its
-        tokens.
+        Two chunks, and two for every empty slot after the first, keep more slots busy than one. But
+        a single waiting prompt gets one chunk, so that the slots do not wait for two. A batch
+        counts as many chunks as it has tokens for.
         """
         empty = [slot for slot, request in enumerate(self._occupants) if request is None]
         num_chunks = max(1, min(2 * max(1, len(empty)), self.queue.num_entries()))
@@ -319,7 +320,8 @@ class Scheduler:
                     request.fill_masks(rows)
         return jax.device_put(masks)
 
-    def _dispatch(self, masks: jax.Array | None) -> None:
+    def _dispatch_step(self, masks: jax.Array | None) -> None:
+        """Dispatches a step of all slots; its output is copied to the host once it is there."""
         self._slots, output = self._programs.step(self._slots, masks)
         self._in_flight.append(DispatchedStep(output, list(self._occupants)))
         self.num_steps += 1
@@ -337,7 +339,7 @@ class Scheduler:
         """
         occupants = step.occupants
         for slot, request in enumerate(occupants):
-            # Before it reads: if it raises, the others read the step in the next round.
+            # Cleared before it is called: if it raises, the others are called in the next round.
             occupants[slot] = None
             if request is None or request.finish_reason is not None:
                 continue
@@ -351,7 +353,7 @@ class Scheduler:
             self._in_flight.popleft()
 
     def _oldest_step(self, max_in_flight: int) -> DispatchedStep | None:
-        """Returns the oldest step if more than so many are in flight, else None."""
+        """Returns the oldest step if more than `max_in_flight` are, else None."""
         steps = tuple(self._in_flight)
         return steps[0] if len(steps) > max_in_flight else None
 
@@ -360,7 +362,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _calling_user_code(self) -> Iterator[None]:
-        """Refuses rounds that a tokenizer or a matcher would begin inside the block."""
+        """Marks a block that calls tokenizers or matchers: they may not begin a round in it."""
         before, self._in_user_code = self._in_user_code, True
         try:
             yield

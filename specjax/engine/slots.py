@@ -1,8 +1,8 @@
 """The device's part of an engine: pure functions of a `DecodeState` whose requests are slots.
 
-    a prompt's row    new_row -> prefill_chunk, grow_row        one prompt, or a batch of prompts
-    all slots         empty_slots -> admit, step_slots, release
-    one out of many   take, put                                 a slot of a state, a row of a batch
+    rows of prompts    new_row -> prefill_chunk, grow_row
+    slots              empty_slots -> admit -> step_slots -> release
+    one of many        take, put: a slot of the state, or a row of a batch of prompts
 
 A program donates the state that it replaces. The requests of each leaf lie on an axis of its own,
 which `row_axes` and `slot_axes` find: caches may have it anywhere.

@@ -1,4 +1,10 @@
-"""Text of tokens, piece by piece: whole characters, up to the first of the stop strings."""
+"""Text of tokens, piece by piece: whole characters, up to the first of the stop strings.
+
+    token ids -> `TextStream` -> text that is final -> `StoppedText` -> text without a stop string
+
+A run is a sequence of tokens such as "<0x0A>" of a ByteFallback decoder, each of which is a byte.
+The decoder writes a run as UTF-8; one wrong byte turns all of its characters into U+FFFD.
+"""
 
 import functools
 import itertools
@@ -10,13 +16,13 @@ from specjax.processing.token_bytes import BYTE_TOKEN
 
 __all__ = ["MAX_STOP_CHARACTERS", "StoppedText", "TextStream", "Tokenizer", "check_stop"]
 
-# Of all stop strings of a request together; a character takes about 0.4 KB of an automaton.
+# Most characters of a request's stop strings together; each takes about 0.4 KB of an automaton.
 MAX_STOP_CHARACTERS = 2**14
-# Tokens of the prompt that are decoded again, as some decoders treat a first token specially.
+# Tokens before the text that are decoded with it: some decoders treat a first token specially.
 _NUM_CONTEXT = 8
-# Most tokens without a whole character that are decoded again with the next one.
+# Most tokens that wait for the end of a character; then the text is final as it is.
 _MAX_TOKENS = 16
-# Bytes of a character that is not complete; each may be decoded to U+FFFD.
+# Most bytes of an incomplete character. A decoder may write U+FFFD for each.
 _MAX_BYTES = 3
 
 
@@ -31,22 +37,20 @@ class Tokenizer(Protocol):
 class TextStream:
     """Decodes tokens one by one and returns text as soon as later tokens cannot change it.
 
-    The pieces, joined, are `decode(context + tokens)` without the prefix that this shares with
-    `decode(context)`, for a decoder that writes a token alike whatever follows. What a token costs
-    does not grow with their number.
+    The pieces, joined, are `decode(context + tokens)` without the prefix that it shares with
+    `decode(context)`. The decoder has to write a token the same way before any other tokens. The
+    cost of a token does not grow with their number.
 
     A character whose bytes are spread over several tokens is held back until it is complete. A run
-    of tokens such as "<0x0A>", of a ByteFallback decoder, is held back until another token follows:
-    one wrong byte turns every character of the run into U+FFFD.
+    is held back until another token follows.
 
     Args:
-      tokenizer: with `decode(ids, skip_special_tokens)`, and `id_to_token` if it has such tokens.
-        One of transformers, with `convert_ids_to_tokens`, is told not to clean up spaces.
+      tokenizer: has `id_to_token` or `convert_ids_to_tokens` if its decoder writes runs.
       context: tokens before the text, which are not returned.
 
     Attributes:
-      ahead: the characters that the last token completed in a run of bytes, not yet returned; None
-        outside of a run.
+      ahead: the characters that the last token completed in a run, not yet returned; None outside
+        of a run.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -54,27 +58,27 @@ class TextStream:
         self._name_of = getattr(tokenizer, "id_to_token", names)
         self._decode_ids = tokenizer.decode
         if names is not None:
-            # Spaces are cleaned up across tokens, which would change what is returned already.
+            # A tokenizer of transformers cleans up spaces: later tokens would change the text.
             self._decode_ids = functools.partial(
                 tokenizer.decode, clean_up_tokenization_spaces=False
             )
-        # What `_read` returned for tokens of few characters.
+        # Results of `_read` for tokens of at most one character.
         self._known: dict[int, tuple[str | None, bytes | None]] = {}
-        # Until it is read, which may raise.
+        # None once it is read. Reading may raise, so the constructor does not.
         self._context: list[int] | None = context
         self.ahead: str | None = None
-        # Tokens that are decoded with the next one. The first of them are wholly returned.
+        # Tokens that are decoded with the next one; the text of the first `_num_settled` is final.
         self._ids: list[int] = []
         self._num_settled = 0
-        # What is returned of their text.
+        # The part of their text that was returned, or belongs to the context.
         self._shown = ""
-        # Most U+FFFD at the end of the text that may become a character.
+        # Most U+FFFD at the end of the text that may still become a character.
         self._max_held = _MAX_BYTES
-        # Bytes of a character that a run has begun; None where the run is no text.
+        # Bytes of the character that a run has begun; None if the run is not UTF-8.
         self._begun: bytes | None = b""
 
     def read_context(self) -> None:
-        """Keeps the end of the context, from the beginning of a run of bytes on, the first time."""
+        """Decodes the end of the context, from the beginning of a run on; only the first time."""
         if self._context is None:
             return
         ids: list[int] = []
@@ -95,7 +99,7 @@ class TextStream:
         was_run = self.ahead is not None
         text, byte = self._read(token_id)
         if text is None:
-            # Such as a special token: a run of bytes goes on after it.
+            # A token without text, such as a special one, does not end a run.
             self.ahead = "" if was_run else None
             return ""
         if byte is not None or was_run:
@@ -117,17 +121,17 @@ class TextStream:
         return self._decode_ids(ids, skip_special_tokens=True)
 
     def _read(self, token_id: int) -> tuple[str | None, bytes | None]:
-        """Returns what a token alone writes, and the byte that it stands for in a run.
+        """Returns the text of a token alone, and its byte in a run.
 
-        The text is None of a token that writes nothing after another one, either. The byte is None
-        of a token that is text of its own.
+        The text is None if the token writes nothing, even after another one. The byte is None if
+        the token is no part of a run.
         """
         if token_id in self._known:
             return self._known[token_id]
         text: str | None = self._decode([token_id])
         if text and len(text) > 1:
             return text, None
-        # A decoder may leave out a space at the beginning.
+        # A decoder may leave out a space at the beginning of a text.
         if not text and not self._decode([token_id, token_id]):
             text = None
         name = None if self._name_of is None else self._name_of(token_id)
@@ -136,11 +140,11 @@ class TextStream:
         return self._known[token_id]
 
     def _follow_run(self, byte: bytes | None) -> None:
-        """Sets `ahead` after a token that writes text, and may be a byte."""
+        """Sets `ahead` after a token with text; its byte is None outside of a run."""
         if byte is None:
             self.ahead, self._begun = None, b""
             return
-        # Where runs are decoded by themselves, a token completes nothing of what is before it.
+        # A run is decoded by itself: its bytes complete no character before it.
         self.ahead, self._max_held = "", 0
         if self._begun is None:
             return
@@ -153,10 +157,10 @@ class TextStream:
                 self._begun = None
 
     def _take(self, last: str | None = None) -> str:
-        """Returns what is new in the text, but for what may become a character at its end.
+        """Returns the new text, without an incomplete character at its end.
 
         Args:
-          last: what the last token writes alone; None decodes it again.
+          last: the text of the last token alone; None decodes it again.
         """
         text = self._decode(self._ids)
         num_held = min(self._max_held, len(text) - len(text.rstrip("\ufffd")))
@@ -164,7 +168,7 @@ class TextStream:
         num_same = len(self._shown)
         if not text.startswith(self._shown):
             if waits:
-                # A character of the context may become complete, or a run of bytes without names.
+                # An incomplete character of the context changes, or a run without token names.
                 return ""
             pairs = zip(self._shown, text, strict=False)
             num_same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -174,7 +178,7 @@ class TextStream:
             self._shown = text[:num_final]
         if waits:
             return piece
-        # Later tokens cannot change more than what is held: the rest of the text is context.
+        # Later tokens cannot change text before the held part: from now on it is context.
         num_left = max(0, len(text) - len(self._shown))
         self._ids = self._ids[-_NUM_CONTEXT if num_held else self._num_settled :] or self._ids
         self._num_settled = 0 if num_held else len(self._ids)
@@ -186,13 +190,12 @@ class TextStream:
 class StoppedText:
     """The text of a request, piece by piece, and whether a stop string ended it.
 
-    Text that may be the beginning of a stop string is held back until that is decided, so that no
-    piece shows a part of one.
+    A piece never shows a part of a stop string: text that may be the beginning of one is held back.
 
     Args:
       tokenizer: as in `TextStream`.
       context: tokens of the prompt.
-      stop: strings that end the text; not empty strings.
+      stop: strings that end the text, from `check_stop`.
 
     Attributes:
       text: the text so far, without the stop string.
@@ -212,14 +215,14 @@ class StoppedText:
     def __init__(self, tokenizer: Tokenizer, context: list[int], stop: tuple[str, ...]) -> None:
         self._stream = TextStream(tokenizer, context)
         self._stops = _make_automaton(stop)
-        # The nodes after the text, and after what a run of bytes adds to it.
+        # The automaton's nodes after the text, and after the text with `TextStream.ahead`.
         self._node = self._ahead = 0
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def read_context(self) -> None:
-        """Decodes the end of the prompt, which the first token or `flush` would do otherwise."""
+        """Decodes the end of the prompt now, rather than with the first token."""
         self._stream.read_context()
 
     def feed(self, token_id: int) -> str:
@@ -232,7 +235,7 @@ class StoppedText:
             self._ahead = self._node
         if self.stopped or ahead is None:
             return piece
-        # A text that ended here would hold what a run has completed.
+        # If the text ended here, the run's characters would be part of it.
         self._ahead, _, size = self._stops.find(self._ahead, ahead)
         return piece + self._release(self._stream.flush()) if size else piece
 
@@ -250,7 +253,7 @@ class StoppedText:
         self._node, num_read, size = self._stops.find(self._node, text)
         if size:
             self.stopped = True
-            # The first to be complete, of several the longest: whatever tokens spell them.
+            # The text ends before the stop string that is complete first; of several, the longest.
             piece, self._held = held[: len(self._held) + num_read - size], ""
         else:
             num_shown = len(held) - self._stops.depths[self._node]
@@ -260,7 +263,7 @@ class StoppedText:
 
 
 class _StopAutomaton(NamedTuple):
-    """Finds the first of several strings, reading each character of a text once.
+    """Finds the first of several strings in a text, and reads each character once.
 
     A node is the longest suffix of the text read so far that is a prefix of one of the strings.
     Node 0 is the empty prefix.
@@ -268,8 +271,8 @@ class _StopAutomaton(NamedTuple):
     Attributes:
       children: of each node, the node that a character leads to.
       shorter: of each node, the node of its longest shorter suffix (the failure link).
-      depths: its number of characters.
-      sizes: of the longest string that is complete there, 0 if none is.
+      depths: of each node, its number of characters.
+      sizes: of each node, the size of the longest string that ends there; 0 for none.
 
     References:
       Aho and Corasick, 1975, "Efficient string matching: an aid to bibliographic search".
@@ -290,8 +293,7 @@ class _StopAutomaton(NamedTuple):
         """Reads text up to the end of the first string in it.
 
         Returns:
-          The node after it, the number of characters read, and the string's size, 0 if none is
-          there.
+          The node after it, the number of characters read, and the string's size; 0 for none.
         """
         if not self.children[0]:
             return 0, len(text), 0
@@ -304,7 +306,7 @@ class _StopAutomaton(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _make_automaton(strings: tuple[str, ...]) -> _StopAutomaton:
-    """Returns the automaton of the strings; requests with the same ones share it."""
+    """Returns the automaton of the strings, which requests with the same strings share."""
     made = _StopAutomaton([{}], [0], [0], [0])
     for string in strings:
         node = 0
@@ -317,7 +319,7 @@ def _make_automaton(strings: tuple[str, ...]) -> _StopAutomaton:
                 made.sizes.append(0)
             node = made.children[node][character]
         made.sizes[node] = len(string)
-    # Those of fewer characters first, as their shorter ends are known then.
+    # Nodes in the order of their depths: the links of shorter ones are known then.
     nodes = list(made.children[0].values())
     for node in nodes:
         for character, child in made.children[node].items():
@@ -336,13 +338,13 @@ def check_stop(stop: str | Iterable[str], name: str = "stop") -> tuple[str, ...]
       name: of the argument, for an error.
 
     Raises:
-      ValueError: for an empty string, for what is no string, and for too many characters.
+      ValueError: for an empty string, a value that is no string, and too many characters.
 
     Example:
       >>> check_stop("end"), check_stop(["a", "b"])
       (('end',), ('a', 'b'))
     """
-    # The keys of a mapping are no strings to stop at.
+    # The keys of a mapping are not meant as stop strings.
     is_many = isinstance(stop, Iterable) and not isinstance(stop, str | Mapping)
     strings: tuple[object, ...] = tuple(stop) if is_many else (stop,)
     checked = tuple(string for string in strings if isinstance(string, str) and string)
