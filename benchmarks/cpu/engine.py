@@ -67,10 +67,9 @@ def contenders(num_prompts: int, num_new: int, num_slots: int, ks: list[int]) ->
         engine = specjax.Engine(
             target,
             drafter,
-            config,
             num_slots=num_slots,
-            max_length=max_length,
-            prefill_chunk_size=CHUNK,
+            options=specjax.LoopOptions(max_length, prefill_chunk_size=CHUNK),
+            config=config,
         )
 
         def one_by_one(

@@ -147,16 +147,15 @@ def make_engine(num_slots: int, faults: Faults) -> specjax.Engine:
     with mock.patch.multiple("specjax.engine.programs", _MIN_CHUNK=1, _MIN_ROW=LENGTH // 2):
         engine = specjax.Engine(
             *make_models(),
+            num_slots=num_slots,
+            options=specjax.LoopOptions(LENGTH, prefill_chunk_size=CHUNK),
+            sampling=specjax.SamplingParams(top_k=0),
             # One to three tokens, by the rate of a request.
-            specjax.SpeculativeConfig(
+            config=specjax.SpeculativeConfig(
                 "auto", step_costs=(1.0, 1.1, 1.14, 1.18), usual_acceptance_rate=0.2
             ),
-            num_slots=num_slots,
-            max_length=LENGTH,
-            prefill_chunk_size=CHUNK,
-            max_waiting=8 * num_slots,
-            sampling=specjax.SamplingParams(top_k=0),
             tokenizer=Letters(faults),
+            max_waiting=8 * num_slots,
             takes_matchers=True,
         )
     before_programs(
@@ -189,11 +188,11 @@ def make_kinds(rng: np.random.Generator) -> list[dict[str, Any]]:
         num_tokens = int(rng.integers(1, 2 * LENGTH // 3))
         kinds.append(
             {
-                "prompt_token_ids": rng.integers(0, V, num_tokens).tolist(),
+                "prompt": rng.integers(0, V, num_tokens).tolist(),
                 "key": jax.random.key(i),
                 "max_new_tokens": int(rng.integers(1, LENGTH // 3)),
                 "temperature": float(rng.choice([0.0, 0.7, 1.3])),
-                "stop_token_ids": [int(rng.integers(V))] if i % 4 == 0 else [],
+                "eos_token_ids": [int(rng.integers(V))] if i % 4 == 0 else [],
                 "stop": ["ab", "c", "fh"] if i % 6 == 1 else [],
                 "matcher": Turns if i % 8 in (2, 5) else None,
                 "sampling": specjax.SamplingParams(top_k=int(rng.integers(0, V))),

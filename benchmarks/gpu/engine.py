@@ -71,8 +71,10 @@ class Pair(NamedTuple):
 
     def engine(self, num_slots: int, max_length: int, chunk: int) -> specjax.Engine:
         """An engine of the pair, compiled."""
-        sizes = {"num_slots": num_slots, "max_length": max_length, "prefill_chunk_size": chunk}
-        return specjax.Engine(*self, **sizes)
+        options = specjax.LoopOptions(max_length, prefill_chunk_size=chunk)
+        return specjax.Engine(
+            self.target, self.drafter, num_slots=num_slots, options=options, config=self.config
+        )
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

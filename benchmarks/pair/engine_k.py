@@ -65,10 +65,9 @@ def make_engines(
         return specjax.Engine(
             target,
             None if config is None else drafter,
-            config,
             num_slots=num_slots,
-            max_length=LONGEST + MOST_NEW,
-            prefill_chunk_size=CHUNK,
+            options=specjax.LoopOptions(LONGEST + MOST_NEW, prefill_chunk_size=CHUNK),
+            config=config,
             k_by_load=by_load,
         )
 

@@ -1,11 +1,20 @@
 """What a decode loop is compiled for, besides its models: as given, and as its programs take it."""
 
 import dataclasses
+from typing import Any
 
+from specjax.checks import check_count
 from specjax.config import SpeculativeConfig
 from specjax.implementation import Implementation
 
-__all__ = ["LoopOptions", "PREFILL_CHUNK_SIZE", "StaticOptions", "StepOptions"]
+__all__ = [
+    "LoopOptions",
+    "PREFILL_CHUNK_SIZE",
+    "StaticOptions",
+    "StepOptions",
+    "check_capacity",
+    "check_options_type",
+]
 
 PREFILL_CHUNK_SIZE = 128
 
@@ -75,3 +84,15 @@ class StaticOptions:
     config: SpeculativeConfig
     implementation: Implementation | None
     chunk_size: int
+
+
+def check_options_type(options: Any) -> None:
+    """Refuses options of another type."""
+    if not isinstance(options, LoopOptions):
+        raise ValueError(f"options is {type(options).__name__}; it needs specjax.LoopOptions(...).")
+
+
+def check_capacity(options: Any, why: str) -> int:
+    """Returns the `max_length` of options, where it is needed; the error ends with `why`."""
+    check_options_type(options)
+    return check_count("max_length", options.max_length, 2, why)

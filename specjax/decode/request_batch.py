@@ -26,7 +26,12 @@ from specjax.decode.capacity import (
 )
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import check_logprobs_config
-from specjax.decode.options import PREFILL_CHUNK_SIZE, LoopOptions, StaticOptions
+from specjax.decode.options import (
+    PREFILL_CHUNK_SIZE,
+    LoopOptions,
+    StaticOptions,
+    check_options_type,
+)
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.implementation import Implementation, resolve_implementation
@@ -220,5 +225,4 @@ def _check_types(target: Any, drafter: Any, config: Any, options: Any) -> None:
         raise ValueError(
             f"config is {type(config).__name__}; it needs a specjax.SpeculativeConfig."
         )
-    if not isinstance(options, LoopOptions):
-        raise ValueError(f"options is {type(options).__name__}; it needs specjax.LoopOptions(...).")
+    check_options_type(options)

@@ -1,7 +1,6 @@
 """`Engine`: the public class, and the choices that it makes when it is made."""
 
 import dataclasses
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from specjax.decode.adaptive_k import constant_k, k_by_rate, throughput_by_rate
 from specjax.decode.capacity import pad_eos
 from specjax.decode.drafters import Drafter
 from specjax.decode.matchers import Matcher, new_masks
-from specjax.decode.options import LoopOptions
+from specjax.decode.options import LoopOptions, check_capacity
 from specjax.decode.request_batch import check_arguments
 from specjax.decode.state import Settings
 from specjax.engine.programs import choose_chunk_size, make_programs, warm_up
@@ -30,7 +29,6 @@ from specjax.engine.submission import (
     drop_batch_axis,
     make_request,
 )
-from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
 
@@ -51,24 +49,21 @@ class Engine:
     Args:
       target: the model whose distribution the output follows.
       drafter: as in `generate`, or None. Ignored if adaptive K would always choose 0.
-      config: a `SpeculativeConfig`. None is the default one. With K = "auto", the step is as long
-        as its longest draft, so K is at least the optimum at `usual_acceptance_rate`.
       num_slots: B, requests decoded at once, a Python int >= 1.
-      max_length: S, most tokens of a prompt and its text together, a Python int >= 2.
-      prefill_chunk_size: C, tokens of a prompt read at once, >= 1. None is 256 on a GPU, else 128.
-        A CPU reads up to 16 waiting prompts together, C / 4 tokens of each or more.
-      max_waiting: most requests that wait for a slot, a Python int >= 1.
+      options: `LoopOptions`. `max_length`, most tokens of a prompt and its text together, is
+        needed, >= 2. `prefill_chunk_size` None is 256 on a GPU, else 128. A CPU reads up to 16
+        waiting prompts together, a quarter of a chunk of each or more.
       sampling: `SamplingParams` of one request. Its fields are those that requests may set, and
         its values those of requests that do not. None is no field.
+      config: a `SpeculativeConfig`. None is the default one. With K = "auto", the step is as long
+        as its longest draft, so K is at least the optimum at `usual_acceptance_rate`.
       tokenizer: with `decode(ids, skip_special_tokens)`, for text and stop strings; or None.
-      num_logprobs: as in `generate`, for every request.
-      logprobs_mode: as in `generate`.
+      max_waiting: most requests that wait for a slot, a Python int >= 1.
       k_by_load: with K = "auto", whether all slots draft the K that gives them together the most
         tokens per time. A request's draws then depend on the others, and still follow the target.
         Greedy and coupled requests get the same tokens either way.
       takes_matchers: whether requests may have a matcher on the host, as in `RowMasks`.
         While one of them is in a slot, the host reads a step before it dispatches the next.
-      implementation: as in `generate`.
 
     Attributes:
       slot_bytes: bytes that one slot takes, on all devices of a mesh together.
@@ -82,7 +77,8 @@ class Engine:
     Example:
       >>> from specjax.markov_chain import markov_chain
       >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
-      >>> engine = specjax.Engine(model, None, num_slots=2, max_length=16)
+      >>> options = specjax.LoopOptions(max_length=16)
+      >>> engine = specjax.Engine(model, None, num_slots=2, options=options)
       >>> requests = [
       ...     engine.submit([0, 1], key=jax.random.key(i), temperature=0, max_new_tokens=3 + i)
       ...     for i in range(3)]
@@ -97,22 +93,18 @@ class Engine:
         self,
         target: Model,
         drafter: Drafter | None,
-        config: SpeculativeConfig | None = None,
         *,
         num_slots: int,
-        max_length: int,
-        prefill_chunk_size: int | None = None,
-        max_waiting: int = 4096,
+        options: LoopOptions,
         sampling: SamplingParams | None = None,
+        config: SpeculativeConfig | None = None,
         tokenizer: Any = None,
-        num_logprobs: int | None = None,
-        logprobs_mode: str = "raw",
+        max_waiting: int = 4096,
         k_by_load: bool = False,
         takes_matchers: bool = False,
-        implementation: str | Implementation | None = None,
     ) -> None:
         num_slots = check_count("num_slots", num_slots, 1, "the requests decoded at once")
-        max_length = check_count("max_length", max_length, 2, "the tokens that a slot holds")
+        max_length = check_capacity(options, "the tokens that a slot holds")
         why = "the requests that wait for a slot"
         max_waiting = check_count("max_waiting", max_waiting, 1, why)
         keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), num_slots)
@@ -124,21 +116,16 @@ class Engine:
             keys=keys,
             max_new_tokens=1,
             config=config,
-            options=LoopOptions(
-                max_length=max_length,
-                prefill_chunk_size=choose_chunk_size(prefill_chunk_size),
-                num_logprobs=num_logprobs,
-                logprobs_mode=logprobs_mode,
-                implementation=implementation,
-            ),
+            options=options,
         )
+        chunk_size = None if options.prefill_chunk_size is None else static.chunk_size
         defaults = drop_batch_axis(sampling)
         programs = make_programs(
             target,
             drafter,
             _settings_of_slots(requests.settings, defaults, k_by_rate),
             max_length=max_length,
-            chunk_size=min(static.chunk_size, max_length),
+            chunk_size=min(choose_chunk_size(chunk_size), max_length),
             config=static.config,
             implementation=static.implementation,
         )
@@ -155,14 +142,14 @@ class Engine:
 
     def submit(
         self,
-        prompt_token_ids: Any,
+        prompt: Any,
         *,
         key: jax.Array,
         max_new_tokens: int | None = None,
         temperature: Any = 1.0,
-        stop: str | Iterable[str] = (),
-        stop_token_ids: Any = (),
+        eos_token_ids: Any = (),
         sampling: SamplingParams | None = None,
+        stop: str | Iterable[str] = (),
         matcher: Matcher | None = None,
     ) -> Request:
         """Puts a request at the end of the queue.
@@ -171,17 +158,17 @@ class Engine:
         target's vocabulary. Its request has ended as "refused", with a sentence in `error`.
 
         Args:
-          prompt_token_ids: i32[P].
+          prompt: a list of ids, or i32[P].
           key: a typed threefry key, ().
           max_new_tokens: most tokens generated, a Python int >= 1. None is as many as
             `max_length` has room for.
           temperature: a number >= 0. Below 1e-5 the request is greedy.
-          stop: strings that end the request. Its text ends before the first of them.
-          stop_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
+          eos_token_ids: int, ints or i32[E], tokens that end the request; at most 16. They are
             committed.
           sampling: `SamplingParams` of this request: fields that the engine was made with.
+          stop: strings that end the request. Its text ends before the first of them.
           matcher: a `Matcher` that has read nothing; it masks each next token. From now
-            on it belongs to the request. `stop_token_ids` are the tokens by which it ends a text.
+            on it belongs to the request. `eos_token_ids` are the tokens by which it ends a text.
 
         Returns:
           The `Request`, which the engine fills.
@@ -194,7 +181,8 @@ class Engine:
         Example:
           >>> from specjax.markov_chain import markov_chain
           >>> model = markov_chain([[0.1, 0.9], [0.8, 0.2]])
-          >>> engine = specjax.Engine(model, None, num_slots=2, max_length=16)
+          >>> options = specjax.LoopOptions(max_length=16)
+          >>> engine = specjax.Engine(model, None, num_slots=2, options=options)
           >>> request = engine.submit([0], key=jax.random.key(0), temperature=0, max_new_tokens=3)
           >>> [piece.token_ids for piece in request]
           [[1], [0], [1]]
@@ -202,28 +190,43 @@ class Engine:
           "the prompt has token 7; the target's vocabulary has 2 tokens."
         """
         checked = check_request(
-            prompt_token_ids,
+            prompt,
             self._limits,
             key=key,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
+            eos_token_ids=eos_token_ids,
             sampling=sampling,
+            stop=stop,
             matcher=matcher,
         )
         return self._enqueue(checked, [-1])[0]
 
     def submit_samples(
-        self, num_samples: int, prompt_token_ids: Any, **options: Any
+        self,
+        num_samples: int,
+        prompt: Any,
+        *,
+        key: jax.Array,
+        max_new_tokens: int | None = None,
+        temperature: Any = 1.0,
+        eos_token_ids: Any = (),
+        sampling: SamplingParams | None = None,
+        stop: str | Iterable[str] = (),
+        matcher: None = None,
     ) -> list[Request]:
         """Puts several requests of one prompt at the end of the queue; the prompt is read once.
 
         Args:
           num_samples: a Python int >= 1.
-          prompt_token_ids: as in `submit`.
-          **options: as in `submit`, without `matcher`, which reads one text. Sample i has the key
-            `jax.random.fold_in(key, i)`.
+          prompt: as in `submit`.
+          key: as in `submit`. Sample i has the key `jax.random.fold_in(key, i)`.
+          max_new_tokens: as in `submit`.
+          temperature: as in `submit`.
+          eos_token_ids: as in `submit`.
+          sampling: as in `submit`.
+          stop: as in `submit`.
+          matcher: None, because a matcher reads one text.
 
         Returns:
           The requests.
@@ -235,18 +238,26 @@ class Engine:
         Example:
           >>> from specjax.markov_chain import markov_chain
           >>> model = markov_chain([[0.5, 0.5], [0.5, 0.5]])
-          >>> engine = specjax.Engine(model, None, num_slots=2, max_length=8)
+          >>> options = specjax.LoopOptions(max_length=8)
+          >>> engine = specjax.Engine(model, None, num_slots=2, options=options)
           >>> samples = engine.submit_samples(4, [0], key=jax.random.key(0), max_new_tokens=5)
           >>> engine.run()
           >>> [len(sample.token_ids) for sample in samples]
           [5, 5, 5, 5]
         """
-        inspect.signature(self.submit).bind(prompt_token_ids, **options)
-        why = "the requests of one prompt"
-        if options.get("matcher") is not None:
+        if matcher is not None:
             raise ValueError("matcher is given, and reads one text; submit each sample by itself.")
-        num_samples = check_count("num_samples", num_samples, 1, why)
-        checked = check_request(prompt_token_ids, self._limits, **options)
+        num_samples = check_count("num_samples", num_samples, 1, "the requests of one prompt")
+        checked = check_request(
+            prompt,
+            self._limits,
+            key=key,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos_token_ids=eos_token_ids,
+            sampling=sampling,
+            stop=stop,
+        )
         return self._enqueue(checked, range(num_samples))
 
     def _enqueue(self, checked: CheckedRequest, samples: Sequence[int]) -> list[Request]:
@@ -288,7 +299,8 @@ class Engine:
         Example:
           >>> from specjax.markov_chain import markov_chain
           >>> model = markov_chain([[0.5, 0.5], [0.5, 0.5]])
-          >>> with specjax.Engine(model, None, num_slots=2, max_length=8) as engine:
+          >>> options = specjax.LoopOptions(max_length=8)
+          >>> with specjax.Engine(model, None, num_slots=2, options=options) as engine:
           ...     request = engine.submit([0], key=jax.random.key(0))
           >>> request.finish_reason
           'aborted'

@@ -72,9 +72,9 @@ def check_request(
     key: jax.Array,
     max_new_tokens: int | None = None,
     temperature: object = 1.0,
-    stop: str | Iterable[str] = (),
-    stop_token_ids: object = (),
+    eos_token_ids: object = (),
     sampling: SamplingParams | None = None,
+    stop: str | Iterable[str] = (),
     matcher: Matcher | None = None,
 ) -> CheckedRequest:
     """Returns the arguments of `Engine.submit` as data of fixed shapes and dtypes.
@@ -95,7 +95,7 @@ def check_request(
         temperature=_check_temperature(temperature),
         prompt_lengths=np.int32(ids.size),
         max_lengths=np.int32(max_length),
-        eos_token_ids=_check_stop_ids(stop_token_ids),
+        eos_token_ids=_check_stop_ids(eos_token_ids),
         sampling=_check_sampling(sampling, limits.sampling),
     )
     matched = None if matcher is None else _check_matcher(matcher, limits)
@@ -103,7 +103,7 @@ def check_request(
     if strings and limits.tokenizer is None:
         raise ValueError(
             "stop is given, and the engine has no tokenizer to make text with; give one to Engine, "
-            "or stop_token_ids."
+            "or eos_token_ids."
         )
     return CheckedRequest(ids, settings, strings, error, matched)
 
@@ -131,13 +131,13 @@ def _check_prompt(
     token_ids: object, max_new_tokens: int | None, limits: EngineLimits
 ) -> tuple[np.ndarray, str | None]:
     """Returns the prompt i32[L], and a sentence why it is refused, or None."""
-    ids = np.asarray(as_array("prompt_token_ids", token_ids))
+    ids = np.asarray(as_array("prompt", token_ids))
     if ids.ndim != 1:
-        raise ValueError(f"prompt_token_ids has shape {ids.shape}; it needs [P], one prompt.")
+        raise ValueError(f"prompt has shape {ids.shape}; it needs [P], one prompt.")
     if not ids.size:
         return ids.astype(np.int32), "the prompt is empty: it gives the model nothing to continue."
     if ids.dtype.kind not in "iu":
-        raise ValueError(f"prompt_token_ids has dtype {ids.dtype}; it needs integers.")
+        raise ValueError(f"prompt has dtype {ids.dtype}; it needs integers.")
     wrong = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if wrong.size:
         return ids, (
@@ -168,9 +168,9 @@ def _check_temperature(value: object) -> np.ndarray:
 
 
 def _check_stop_ids(value: object) -> np.ndarray:
-    ids = np.asarray(parse_ids("stop_token_ids", value))
+    ids = np.asarray(parse_ids("eos_token_ids", value))
     if ids.size > MAX_STOP_IDS:
-        raise ValueError(f"stop_token_ids has {ids.size} ids; it takes at most {MAX_STOP_IDS}.")
+        raise ValueError(f"eos_token_ids has {ids.size} ids; it takes at most {MAX_STOP_IDS}.")
     return pad_eos(ids, MAX_STOP_IDS)
 
 

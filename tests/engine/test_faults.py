@@ -27,7 +27,8 @@ LOST = "the engine lost what the device held for its requests, when it raised "
 
 
 def make_engine(**options):
-    return specjax.Engine(MODEL, None, num_slots=3, max_length=32, prefill_chunk_size=4, **options)
+    sizes = specjax.LoopOptions(max_length=32, prefill_chunk_size=4)
+    return specjax.Engine(MODEL, None, num_slots=3, options=sizes, **options)
 
 
 def submit(engine, index=0, **values):

@@ -92,7 +92,9 @@ def call(command):
     return {
         "texts": decode(options.target),
         "least_share": least_share(split),
-        "engine": refusal_of(specjax.Engine, split, None, num_slots=1, max_length=16),
+        "engine": refusal_of(
+            specjax.Engine, split, None, num_slots=1, options=specjax.LoopOptions(max_length=16)
+        ),
         "alike": refusal_of(check_alike, options, job),
         "others": [refusal_of(check_alike, options, other) for other in (prompt, tokenizer)],
         "refused": refusal_of(read_but_the_second, options, job),

@@ -25,6 +25,7 @@ from specjax.cli.token_text import list_logprobs
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.logprobs import TopLogprobs
+from specjax.decode.options import LoopOptions
 from specjax.engine.engine import Engine
 from specjax.engine.request import PROGRAM_EXITS, FinishReason, Request
 from specjax.file_io import read_file, shorten
@@ -232,13 +233,15 @@ def _make_engine(job: BatchJob) -> Engine:
     return Engine(
         job.target,
         job.drafter,
-        job.config,
         num_slots=job.options.num_slots,
-        max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
-        max_waiting=_ROUNDS_AHEAD * job.options.num_slots,
+        options=LoopOptions(
+            max_length=min(most, -(-longest // _LENGTH_STEP) * _LENGTH_STEP),
+            num_logprobs=job.options.logprobs,
+        ),
         sampling=SamplingParams(**defaults, grammar=job.grammar),
+        config=job.config,
         tokenizer=job.pair.tokenizer,
-        num_logprobs=job.options.logprobs,
+        max_waiting=_ROUNDS_AHEAD * job.options.num_slots,
     )
 
 
@@ -253,9 +256,9 @@ def _submit(job: BatchJob, engine: Engine, line: PromptLine) -> Request:
         key=key,
         max_new_tokens=_value(job, line, "max_new_tokens"),
         temperature=_value(job, line, "temperature"),
-        stop=_stop(job.options, line),
-        stop_token_ids=job.pair.target_config.eos_token_ids,
+        eos_token_ids=job.pair.target_config.eos_token_ids,
         sampling=SamplingParams(**sampling),
+        stop=_stop(job.options, line),
     )
 
 

@@ -27,7 +27,7 @@ from specjax.decode.drafters import Drafter
 from specjax.decode.generate import Generation, run_loop, take_first_requests
 from specjax.decode.logprobs import TopLogprobs
 from specjax.decode.metrics import Metrics
-from specjax.decode.options import LoopOptions
+from specjax.decode.options import LoopOptions, check_capacity
 from specjax.decode.prefill import begin_compilation
 from specjax.decode.request_batch import check_arguments, check_prompt_ids, parse_prompts
 from specjax.decode.state import RequestBatch, Settings
@@ -196,6 +196,7 @@ def compile_generate(
     batch_size = check_count("batch_size", batch_size, 1, "the requests of a call")
     why = "the most end-of-sequence ids of a call"
     num_eos_token_ids = check_count("num_eos_token_ids", num_eos_token_ids, 0, why)
+    check_capacity(options, "the tokens of prompt and text")
     key = jax.random.key(0, impl="threefry2x32")
     fold = _fold_in_rows.lower(key, size=batch_size)
     requests, static = check_arguments(
@@ -208,7 +209,6 @@ def compile_generate(
         config=config,
         options=options,
     )
-    check_count("max_length", options.max_length, 2, "the tokens of prompt and text")
     requests = _in_one_form(requests, num_eos_token_ids)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):

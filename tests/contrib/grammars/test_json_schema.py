@@ -354,11 +354,10 @@ def test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_f
         engine = specjax.Engine(
             target,
             specjax.model_drafter(draft),
-            SpeculativeConfig(3),
             num_slots=8,
-            max_length=3 + NEW,
-            prefill_chunk_size=4,
+            options=specjax.LoopOptions(3 + NEW, prefill_chunk_size=4),
             sampling=SamplingParams(grammar=GRAMMAR, grammar_state=-1),
+            config=SpeculativeConfig(3),
             takes_matchers=takes_matchers,
         )
         matchers = matchers_of(len(kinds)) if takes_matchers else [None] * len(kinds)
@@ -369,7 +368,7 @@ def test_an_engine_gives_valid_json_by_the_automaton_and_by_llguidance_next_to_f
                 PROMPTS[i],
                 key=keys[i],
                 max_new_tokens=NEW,
-                stop_token_ids=[EOS],
+                eos_token_ids=[EOS],
                 sampling=SamplingParams(grammar_state=0 if kinds[i] == "table" else -1),
                 matcher=matcher,
             )

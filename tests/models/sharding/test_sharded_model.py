@@ -300,7 +300,8 @@ def test_an_engine_gives_the_tokens_of_one_device(folders):
 
     def texts(**options):
         target = load(folders[0], **options)[0]
-        engine = specjax.Engine(target, None, num_slots=2, max_length=16, prefill_chunk_size=4)
+        options = specjax.LoopOptions(max_length=16, prefill_chunk_size=4)
+        engine = specjax.Engine(target, None, num_slots=2, options=options)
         asked = [engine.submit(PROMPT[i, :5], key=key, max_new_tokens=6) for i in range(3)]
         engine.run()
         return engine, [request.token_ids for request in asked]
