@@ -84,6 +84,14 @@ def config_of(method, k, **options):
     return specjax.SpeculativeConfig(k, method, **options)
 
 
+def compiled_in(options):
+    """The options of a call, of which those that are compiled in are one value."""
+    names = ("max_length", "prefill_chunk_size", "num_logprobs", "logprobs_mode", "implementation")
+    static = {name: options[name] for name in names if name in options}
+    rest = {name: options[name] for name in options if name not in names}
+    return rest | {"options": specjax.LoopOptions(**static)}
+
+
 def decode(door, target, drafter, prompts, *, config, masks=None, folder=None, **options):
     """Whole texts of prompts by one of the doors; returns a function of keys.
 
@@ -95,21 +103,21 @@ def decode(door, target, drafter, prompts, *, config, masks=None, folder=None, *
         return functools.partial(
             decode_steps, target, drafter, prompts, config=config, masks=masks, **options
         )
+    options = compiled_in(options)
     if door == "generate":
-        call = functools.partial(specjax.generate, target, drafter, *prompts, config=config)
+        call = functools.partial(specjax.generate, target, drafter, prompts, config=config)
         return lambda keys: {"texts": call(keys=keys, **options)}
     if door == "jit":
 
         @jax.jit
         def run(target, drafter, ids, lengths, keys):
             return specjax.generate(
-                target, drafter, ids, lengths, keys=keys, config=config, **options
+                target, drafter, (ids, lengths), keys=keys, config=config, **options
             )
 
         return lambda keys: {"texts": run(target, drafter, *prompts, keys)}
-    compiled_in = {"max_length", "prefill_chunk_size", "num_logprobs", "logprobs_mode"}
-    fixed = {name: options[name] for name in options if name in compiled_in | {"sampling"}}
-    rest = {name: options[name] for name in options if name not in compiled_in}
+    fixed = {name: options[name] for name in options if name in ("sampling", "options")}
+    rest = {name: options[name] for name in options if name != "options"}
     programs = []
 
     def run_compiled(keys):
@@ -122,15 +130,18 @@ def decode(door, target, drafter, prompts, *, config, masks=None, folder=None, *
                 made.save(path)
                 made = specjax.load_compiled(path)
             programs.append(made)
-        return {"texts": programs[0](target, drafter, *prompts, keys=keys, **rest)}
+        return {"texts": programs[0](target, drafter, prompts, keys=keys, **rest)}
 
     return run_compiled
 
 
 def begin(target, drafter, prompts, *, config, masks=None, **options):
     """The state that `init` begins; `masks` are those of the first tokens."""
-    options |= {} if masks is None else {"allowed": masks}
-    return specjax.init(target, drafter, *prompts, config=config, **options)
+    if masks is not None:
+        sampling = options.get("sampling", specjax.SamplingParams())
+        masks = masks[..., None, :] if masks.ndim < 3 else masks
+        options["sampling"] = sampling._replace(allowed=masks)
+    return specjax.init(target, drafter, prompts, config=config, **compiled_in(options))
 
 
 def advance(target, drafter, state, *, config, masks=None):
@@ -178,8 +189,9 @@ class Server:
 
     def __init__(self, target, drafter, config, *, has_text=False, **options):
         tokenizer = Letters() if has_text else None
-        make = functools.partial(specjax.Engine, target, drafter, config, tokenizer=tokenizer)
-        self._make, self._engine = functools.partial(make, **options), None
+        make = functools.partial(specjax.Engine, target, drafter, config=config)
+        options = compiled_in(options)
+        self._make, self._engine = functools.partial(make, tokenizer=tokenizer, **options), None
 
     def __call__(self, script, keys):
         if self._engine is None:

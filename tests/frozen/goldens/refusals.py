@@ -131,7 +131,8 @@ def samples(num_samples, **options):
 
 
 def closed():
-    with specjax.Engine(target(), None, num_slots=1, max_length=4) as opened:
+    options = specjax.LoopOptions(max_length=4)
+    with specjax.Engine(target(), None, num_slots=1, options=options) as opened:
         pass
     return opened.submit([0], key=key())
 
@@ -330,7 +331,7 @@ TEXTS = {
     "taps without features": lambda: decode(drafter=taps_without_features()),
     "a config of another type": lambda: decode(config=3),
     "an empty prompt": lambda: decode(prompts=(PROMPTS[0], np.array([0, 1]))),
-    "prompts of one axis": lambda: decode(prompts=(PROMPTS[0][0], PROMPTS[1])),
+    "prompts of one axis": lambda: decode(prompts=PROMPTS[0][0].tolist()),
     "a length past the prompt": lambda: decode(prompts=(PROMPTS[0], np.array([2, 3]))),
     "a token past the vocabulary": lambda: decode(prompts=(PROMPTS[0] + 4, PROMPTS[1])),
     "keys of another number": lambda: decode(keys=jax.random.split(key(), 3)),
@@ -413,7 +414,7 @@ SERVED = {
     "a temperature of nan": lambda: submit(temperature=float("nan")),
     "a stop without a tokenizer": lambda: submit(stop="a"),
     "an empty stop": lambda: submit(stop=[""]),
-    "seventeen stop ids": lambda: submit(stop_token_ids=range(17)),
+    "seventeen stop ids": lambda: submit(eos_token_ids=range(17)),
     "a prompt of two axes": lambda: submit([[1, 2]]),
     "a prompt of floats": lambda: submit([1.5]),
     "an empty prompt": lambda: submit([]),

@@ -374,7 +374,7 @@ PROGRAMS = {
 }
 SERVED = {
     "model, standard, samples and stops": Serve(
-        requests={1: {"stop": ["xy", "lr"]}, 3: {"stop_token_ids": [2, 16]}},
+        requests={1: {"stop": ["xy", "lr"]}, 3: {"eos_token_ids": [2, 16]}},
         script=(0, 1, ("samples", 3, REQUESTS[2]), 3, 4, ("run",)),
         engine={"has_text": True, "num_slots": 3},
     ),
