@@ -66,7 +66,7 @@ def apply_sampling(
     if _has_any(rules):
         logits = process_logits(
             logits,
-            **rules._asdict(),
+            SamplingParams(**rules._asdict()),
             history=history,
             drafted_token_ids=drafted_token_ids,
             first_row=first_row,

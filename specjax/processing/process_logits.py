@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_logits, parse_array
 from specjax.devices.vocabulary_split import parse_split
-from specjax.processing.grammar import Grammar
 from specjax.processing.history import History
-from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
+from specjax.processing.logit_rules import RowContext, apply_rules
 from specjax.processing.rule_checks import (
     check_drafted,
     check_history,
@@ -21,21 +20,15 @@ from specjax.processing.rule_checks import (
     check_rules_split,
     check_widths,
 )
+from specjax.processing.sampling_params import SamplingParams, split_sampling
 
 __all__ = ["process_logits"]
 
 
 def process_logits(
     logits: jax.Array,
+    sampling: SamplingParams,
     *,
-    bias: Any = None,
-    repetition_penalty: Any = None,
-    frequency_penalty: Any = None,
-    presence_penalty: Any = None,
-    allowed: Any = None,
-    bad_words: Any = None,
-    grammar: Grammar | None = None,
-    grammar_state: Any = None,
     history: History | None = None,
     drafted_token_ids: Any = None,
     first_row: Any = 0,
@@ -57,17 +50,11 @@ def process_logits(
     Args:
       logits: [B, R, V], or [B, V] for R = 1; bf16, f16 or f32, raw. R = K + 1 target rows of a
         verification, or one row of a draft step.
-      bias: f32, [V] or [B, V]. -inf forbids a token.
-      repetition_penalty: f32, [B] or scalar, > 0. 1 changes nothing.
-      frequency_penalty: f32, [B] or scalar. 0 changes nothing.
-      presence_penalty: f32, [B] or scalar. 0 changes nothing.
-      allowed: bool, [V], [B, V] or [B, R, V]; or the mask in 32-bit words, i32 or u32
-        [..., ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` is 1 for an allowed token.
-      bad_words: i32, [N, M] or [B, N, M], token sequences padded at the end with -1. The last
-        token of a sequence is forbidden in a row if the tokens before the row end with the other
-        ones. The prompt and drafted tokens count. Ids outside [0, V) match nothing.
-      grammar: a `Grammar`. Row r is in the state after the drafted tokens before it.
-      grammar_state: i32, [B] or scalar, the state in which texts begin; -1 is off, and None is 0.
+      sampling: `SamplingParams` without `top_k`, `top_p` and `min_p`, which `logit_cutoff` takes.
+        A bias of -inf forbids a token. A mask may have one row for each of R, [B, R, V] or words.
+        The last token of a bad word is forbidden in a row if the tokens before the row end with the
+        other ones. The prompt and drafted tokens count. Ids outside [0, V) match nothing. With a
+        grammar row r is in the state after the drafted tokens before it.
       history: the committed tokens: `counts` for penalties, `token_ids` and `lengths` for bad
         words of more than one token, `grammar_state` for a grammar.
       drafted_token_ids: i32, [B, D], D >= R - 1, the tokens drafted after the history, padded
@@ -92,9 +79,11 @@ def process_logits(
       >>> counts = specjax.count_tokens(
       ...     jnp.array([[1, 2]]), jnp.array([2]), 4, prompt_lengths=jnp.array([1]))
       >>> specjax.process_logits(
-      ...     jnp.array([[4.0, 2.0, -1.0, 1.0]]), repetition_penalty=2.0, frequency_penalty=0.5,
-      ...     history=specjax.History(counts=counts),
-      ...     allowed=jnp.array([False, True, True, True]))
+      ...     jnp.array([[4.0, 2.0, -1.0, 1.0]]),
+      ...     specjax.SamplingParams(
+      ...         repetition_penalty=2.0, frequency_penalty=0.5,
+      ...         allowed=jnp.array([False, True, True, True])),
+      ...     history=specjax.History(counts=counts))
       Array([[-inf,  1. , -2.5,  1. ]], dtype=float32)
 
     References:
@@ -104,16 +93,13 @@ def process_logits(
     check_logits("logits", logits, "[B, V]" if logits.ndim == 2 else "[B, R, V]")
     size, vocab_size = logits.shape[0], logits.shape[-1]
     num_rows = 1 if logits.ndim == 2 else logits.shape[1]
-    rules = LogitRules(
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        bias=bias,
-        allowed=allowed,
-        bad_words=bad_words,
-        grammar=grammar,
-        grammar_state=grammar_state,
-    )
+    rules, filters = split_sampling(sampling)
+    for name, value in filters._asdict().items():
+        if value is not None:
+            raise ValueError(
+                f"sampling has {name}, which changes no logit; give it to logit_cutoff, or call "
+                "apply_sampling, which does both."
+            )
     rules = check_rules(rules, size, num_rows)
     split = parse_split(axis_name, None, logits)
     split = check_rules_split(rules, vocab_size, split)

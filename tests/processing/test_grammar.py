@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from process_rules import process_rules
 
 import specjax
 from specjax import History, SamplingParams
@@ -21,9 +22,7 @@ LOGITS = _RNG.normal(size=(SIZE, K + 1, V)).astype(np.float32)
 
 
 def test_each_row_allows_what_follows_the_drafted_tokens_before_it():
-    found = specjax.process_logits(
-        LOGITS, grammar=GRAMMAR, grammar_state=STARTS, drafted_token_ids=DRAFTED
-    )
+    found = process_rules(LOGITS, grammar=GRAMMAR, grammar_state=STARTS, drafted_token_ids=DRAFTED)
     for b, start in enumerate(STARTS):
         for row in range(K + 1):
             allowed = automata.allowed_after(int(start), DRAFTED[b, :row].tolist())
@@ -31,7 +30,7 @@ def test_each_row_allows_what_follows_the_drafted_tokens_before_it():
     # Of one row at a time, as a draft is drawn: what stands after the row is not there yet.
     for row in range(K + 1):
         given = {"first_row": row, "history": History(grammar_state=STARTS)}
-        one = specjax.process_logits(
+        one = process_rules(
             LOGITS[:, row],
             grammar=GRAMMAR,
             drafted_token_ids=np.pad(DRAFTED, ((0, 0), (0, 1))),
@@ -127,4 +126,4 @@ def test_a_state_that_the_grammar_does_not_have_allows_nothing():
 def test_a_wrong_grammar_is_refused_in_a_sentence(change, words):
     arguments = {"grammar": GRAMMAR, "grammar_state": STARTS, "drafted_token_ids": DRAFTED}
     with pytest.raises(ValueError, match=words):
-        specjax.process_logits(LOGITS, **(arguments | change))
+        process_rules(LOGITS, **(arguments | change))

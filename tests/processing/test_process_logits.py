@@ -9,6 +9,7 @@ import numpy as np
 import processed
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from process_rules import process_rules
 
 import specjax
 from specjax import History, SamplingParams
@@ -66,7 +67,7 @@ class Case:
             # Of every seed as many, some twice, in one program.
             same = [words[i % len(words)] for i in range(2 * SIZE * K + 1)] if words else words
             rules["bad_words"] = specjax.bad_words_array(same)
-        return specjax.process_logits(
+        return process_rules(
             self.logits, history=self.history(), drafted_token_ids=self.drafted, **rules
         )
 
@@ -174,13 +175,13 @@ def test_a_bad_word_may_begin_before_the_drafts_and_before_the_row_it_ends_in():
     # The last begins before the text does.
     words = [[1, 2, 3, 4, 5], [2, 3, 0], [9, 1], [1, 2, 3, 4, 5, 1], [1, 1, 2, 2]]
     words = specjax.bad_words_array(words)
-    found = specjax.process_logits(
+    found = process_rules(
         logits, bad_words=words, history=history, drafted_token_ids=jnp.array([[3, 4, 5]])
     )
     forbidden = [(int(row), int(token)) for _, row, token in np.argwhere(np.isinf(found))]
     assert forbidden == [(1, 0), (2, 5), (3, 1)]
     for i in range(4):
-        step = specjax.process_logits(
+        step = process_rules(
             logits[:, i],
             bad_words=words,
             history=history,
@@ -236,7 +237,7 @@ def test_a_row_of_a_draft_step_is_that_row_of_a_verification():
     rules = case.rules | {"bad_words": specjax.bad_words_array(case.words)}
     whole = case.run(RULES)
     for i in range(K):
-        row = specjax.process_logits(
+        row = process_rules(
             case.logits[:, i],
             **rules,
             history=case.history(),
@@ -280,9 +281,7 @@ def test_bfloat16_logits_are_processed_without_a_copy_in_float32():
     history, rules = case.history(), case.rules | {"bad_words": np.array([[3, 4]], np.int32)}
 
     def run(logits, rules, history):
-        return specjax.process_logits(
-            logits, **rules, history=history, drafted_token_ids=case.drafted
-        )
+        return process_rules(logits, **rules, history=history, drafted_token_ids=case.drafted)
 
     def copying(logits):
         return jnp.cumsum(logits.astype(jnp.float32), axis=1)
@@ -294,7 +293,7 @@ def test_bfloat16_logits_are_processed_without_a_copy_in_float32():
 
 def test_a_rule_that_is_not_given_is_not_in_the_program():
     case = Case(5)
-    text = str(jax.make_jaxpr(lambda x: specjax.process_logits(x, bias=np.ones(5)))(case.logits))
+    text = str(jax.make_jaxpr(lambda x: process_rules(x, bias=np.ones(5)))(case.logits))
     for absent in ("select_n", "scatter", "gather", "is_finite", "eq", "div"):
         assert absent not in text
 
@@ -330,15 +329,13 @@ def test_a_wrong_call_is_refused_in_a_sentence(change, words):
     usual = {"logits": case.logits, "history": case.history(), "drafted_token_ids": case.drafted}
     arguments = usual | change
     with pytest.raises(ValueError, match=words):
-        specjax.process_logits(arguments.pop("logits"), **arguments)
+        process_rules(arguments.pop("logits"), **arguments)
 
 
 def test_a_repetition_penalty_needs_the_prompt():
     counts = specjax.TokenCounts(jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="prompt is None"):
-        specjax.process_logits(
-            jnp.zeros((1, 2)), repetition_penalty=2.0, history=History(counts=counts)
-        )
+        process_rules(jnp.zeros((1, 2)), repetition_penalty=2.0, history=History(counts=counts))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +371,7 @@ def test_no_words_and_no_requests_change_nothing():
     none = specjax.bad_words_array([])
     np.testing.assert_array_equal(case.run([], bad_words=none), case.logits)
     counts = specjax.count_tokens(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), 5)
-    empty = specjax.process_logits(
+    empty = process_rules(
         jnp.zeros((0, 5)), presence_penalty=1.0, bad_words=[[1]], history=History(counts=counts)
     )
     assert empty.shape == (0, 5)
@@ -400,7 +397,7 @@ def test_a_batch_on_a_mesh_of_explicit_axes_gives_the_same(jit):
 
     def run(logits, ids, lengths, drafted, rules):
         history = History(ids, lengths, count(ids, lengths, drafted))
-        x = specjax.process_logits(logits, **rules, history=history, drafted_token_ids=drafted)
+        x = process_rules(logits, **rules, history=history, drafted_token_ids=drafted)
         return x, specjax.top_logprobs(x, ids[:, :3], 2)
 
     want = jax.jit(run)(*batch)
@@ -421,7 +418,7 @@ def test_parameters_travel_through_an_export():
     history = Case(5).history()._replace(token_ids=None, lengths=None)
 
     def run(logits, params, history):
-        return specjax.process_logits(
+        return process_rules(
             logits,
             bias=params.bias,
             repetition_penalty=params.repetition_penalty,

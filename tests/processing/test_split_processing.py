@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from over_devices import WHOLE, mesh_of, most_numbers, over_devices, pad, split
+from process_rules import process_rules
 
 import specjax
 
@@ -37,7 +38,7 @@ def process(logits, bias, allowed, generated, prompt, **axis):
     if "axis_name" not in axis:
         counts = specjax.update_counts(counts, LAST, jnp.full(BATCH, 2))
     history = specjax.History(jnp.array([[7, 3]] * BATCH), jnp.full(BATCH, 2), counts)
-    processed = specjax.process_logits(
+    processed = process_rules(
         logits,
         bias=bias,
         allowed=allowed,
@@ -115,13 +116,13 @@ def test_a_mask_in_words_that_lie_on_two_devices_is_refused_by_name_and_read_who
     arrays = (jnp.zeros((1, 4 * 144)), jnp.zeros((4 * 5,), jnp.uint32))
 
     def call(logits, allowed):
-        return specjax.process_logits(logits, allowed=allowed, axis_name="model")
+        return process_rules(logits, allowed=allowed, axis_name="model")
 
     with pytest.raises(ValueError, match="a multiple of 32"):
         over_devices(call, arrays, tuple(map(split, arrays)), out_specs=split(arrays[0]))
     logits = jax.device_put(arrays[0], NamedSharding(mesh_of(), split(arrays[0])))
     whole = jnp.full((18,), -1, jnp.int32)
-    np.testing.assert_array_equal(specjax.process_logits(logits, allowed=whole), arrays[0])
+    np.testing.assert_array_equal(process_rules(logits, allowed=whole), arrays[0])
 
 
 def test_a_grammar_of_whole_rows_is_refused_as_one():
@@ -130,7 +131,7 @@ def test_a_grammar_of_whole_rows_is_refused_as_one():
 
     def call(logits):
         grammar = specjax.Grammar(*tables)
-        return specjax.process_logits(logits, grammar=grammar, axis_name="model")
+        return process_rules(logits, grammar=grammar, axis_name="model")
 
     with pytest.raises(ValueError, match="grammar is given with axis_name"):
         over_devices(call, (logits,), (split(logits),), out_specs=split(logits))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
+from process_rules import process_rules
 
 import specjax
 from specjax.core import rules
@@ -256,7 +257,7 @@ def process(arrays, keys, sampling):
     top = specjax.top_logprobs(
         rows[:, 0], drafted[:, 0], 3, temperature=temperature, cutoff=cutoff[:, 0]
     )
-    processed = specjax.process_logits(logits, **rules, **given)
+    processed = process_rules(logits, **rules, **given)
     return {"rows": rows, "cutoff": cutoff, "processed": processed, "top": top}
 
 

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from process_rules import process_rules
 
 import specjax
 from frozen.goldens import calls, inputs
@@ -72,7 +73,7 @@ def propose(ids=IDS[:, 0], **options):
 
 
 def process(logits=ROWS, **options):
-    return specjax.process_logits(logits, **options)
+    return process_rules(logits, **options)
 
 
 @functools.cache
