@@ -6,6 +6,7 @@ import sys
 import types
 import typing
 
+import public_names
 import pytest
 
 import specjax
@@ -50,3 +51,10 @@ def test_the_types_of_a_config_name_the_methods_that_it_takes():
     methods = typing.get_args(types_of["rejection_sample_method"])
     assert methods == config.REJECTION_SAMPLE_METHODS
     assert methods == ("standard", "block", "coupled", "synthetic")
+
+
+def test_public_names_and_signatures_are_those_of_the_snapshot_each_with_a_reason():
+    known = public_names.read()
+    signatures = {name: signature for name, (signature, _) in known.items()}
+    assert public_names.signatures() == signatures, f"see {public_names.__file__}"
+    assert not [name for name, (_, why) in known.items() if len(why.split()) < 3]
