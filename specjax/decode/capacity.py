@@ -18,7 +18,7 @@ from specjax.checks import check_count, check_shape, parse_array
 from specjax.core.noise import fold_in_rows
 from specjax.decode.state import RequestBatch
 from specjax.devices.placement import Placement
-from specjax.processing.fields import FIELDS
+from specjax.processing.sampling_params import FIELDS
 
 __all__ = [
     "DEFAULT_CAPACITY",

@@ -26,7 +26,7 @@ from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import DraftVocabulary, read_vocabulary
 from specjax.processing.history import History
-from specjax.processing.logit_rules import LogitRules, RowContext
+from specjax.processing.logit_rules import RowContext
 from specjax.processing.rule_checks import check_history
 from specjax.processing.sampling_params import SamplingParams, read_draft_sampling
 from specjax.samplers.gumbel_sample import sample_batch
@@ -240,8 +240,8 @@ def _draft_tokens(
 
 
 def _read_history(
-    rules: LogitRules, history: History | None, size: int, vocabulary: DraftVocabulary | None
-) -> tuple[LogitRules, History]:
+    rules: SamplingParams, history: History | None, size: int, vocabulary: DraftVocabulary | None
+) -> tuple[SamplingParams, History]:
     """Returns the rules and the checked history, by the draft's own token ids if it has some."""
     history = check_history(rules, History() if history is None else history, size)
     return (rules, history) if vocabulary is None else vocabulary.take(rules, history)

@@ -13,8 +13,7 @@ from specjax.decode.matchers import MatchedText, Matcher
 from specjax.engine.request import FinishReason, Request, Stepper
 from specjax.engine.slots import RequestSettings
 from specjax.engine.stop_strings import StoppedText, Tokenizer, check_stop
-from specjax.processing.fields import FIELDS
-from specjax.processing.sampling_params import SamplingParams, read_sampling
+from specjax.processing.sampling_params import FIELDS, SamplingParams, read_sampling
 
 __all__ = [
     "CheckedRequest",

@@ -9,12 +9,11 @@ from specjax.checks import check_shape
 from specjax.core.truncation import Filters
 from specjax.implementation import Implementation
 from specjax.processing.draft_vocabulary import DraftVocabulary
-from specjax.processing.fields import mask_width
 from specjax.processing.history import History
 from specjax.processing.logit_cutoff import find_cutoff, logit_cutoff
-from specjax.processing.logit_rules import LogitRules, RowContext, apply_rules
+from specjax.processing.logit_rules import RowContext, apply_rules
 from specjax.processing.process_logits import process_logits
-from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.processing.sampling_params import SamplingParams, mask_width, split_sampling
 from specjax.processing.token_counts import TokenCounts, count_committed
 
 __all__ = [
@@ -81,7 +80,7 @@ def apply_sampling(
 
 def apply_rules_and_filters(
     logits: jax.Array,
-    rules: LogitRules,
+    rules: SamplingParams,
     filters: Filters,
     context: RowContext,
     *,
@@ -92,7 +91,7 @@ def apply_rules_and_filters(
 
     Args:
       logits: [B, R, V] or [B, V].
-      rules: as `check_rules` returns them, as wide as the logits.
+      rules: as `parse_sampling` returns them, as wide as the logits.
       filters: arrays [] or [B].
       context: the tokens before each row.
       temperature: f32[B].
@@ -105,13 +104,13 @@ def apply_rules_and_filters(
     return logits, find_cutoff(logits, temperature, filters, implementation=implementation)
 
 
-def _has_any(fields: LogitRules | Filters) -> bool:
+def _has_any(fields: SamplingParams | Filters) -> bool:
     return any(field is not None for field in fields)
 
 
 def apply_sampling_to_draft(
     logits: jax.Array,
-    rules: LogitRules,
+    rules: SamplingParams,
     filters: Filters,
     context: RowContext,
     *,

@@ -18,7 +18,7 @@ from specjax.core.token_map import (
 )
 from specjax.processing.bad_words import word_lengths
 from specjax.processing.history import History
-from specjax.processing.logit_rules import LogitRules
+from specjax.processing.sampling_params import SamplingParams
 
 __all__ = ["DraftVocabulary", "read_vocabulary"]
 
@@ -48,7 +48,7 @@ class DraftVocabulary(NamedTuple):
         """Returns logits [B, V] by target ids of logits [B, V_d]; -inf where the draft has none."""
         return take_mapped(logits, self.draft_ids, -jnp.inf)
 
-    def take(self, rules: LogitRules, history: History) -> tuple[LogitRules, History]:
+    def take(self, rules: SamplingParams, history: History) -> tuple[SamplingParams, History]:
         """Returns checked rules and a history for rows [V_d].
 
         A token that a rule of another width does not have counts 0, has no bias, and is not allowed

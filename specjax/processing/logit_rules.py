@@ -10,51 +10,11 @@ from specjax.devices.map_parts import map_parts
 from specjax.devices.rows import first_token
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.processing.bad_words import forbid_words
-from specjax.processing.fields import FIELDS
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
 from specjax.processing.history import History
+from specjax.processing.sampling_params import FIELDS, SamplingParams
 
-__all__ = ["LogitRules", "PENALTIES", "RowContext", "apply_rules"]
-
-
-class LogitRules(NamedTuple):
-    """The fields of `SamplingParams` that change logits; None for a rule that is not given.
-
-    Attributes:
-      repetition_penalty: f32, [] or [B].
-      frequency_penalty: f32, [] or [B].
-      presence_penalty: f32, [] or [B].
-      bias: f32, [V] or [B, V].
-      allowed: bool or u32 words, [V], [B, V] or [B, R, V]; words are V / 32 wide.
-      bad_words: i32, [N, M] or [B, N, M], padded at the end with -1.
-      grammar: `Grammar` of all requests.
-      grammar_state: i32, [] or [B], before the first generated token. Rows read the history's.
-    """
-
-    repetition_penalty: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    bias: Any = None
-    allowed: Any = None
-    bad_words: Any = None
-    grammar: Grammar | None = None
-    grammar_state: Any = None
-
-    @property
-    def penalties(self) -> dict[str, jax.Array]:
-        """The penalties that are given, by name."""
-        given = {name: getattr(self, name) for name in PENALTIES}
-        return {name: penalty for name, penalty in given.items() if penalty is not None}
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether a penalty reads the tokens of the prompt."""
-        return any(FIELDS[name].reads_prompt for name in self.penalties)
-
-    @property
-    def reads_drafted(self) -> bool:
-        """Whether a row depends on the tokens that are drafted before it."""
-        return bool(self.penalties) or self.bad_words is not None or self.grammar is not None
+__all__ = ["PENALTIES", "RowContext", "apply_rules"]
 
 
 class RowContext(NamedTuple):
@@ -85,7 +45,7 @@ class RowContext(NamedTuple):
 
 
 @jax.jit
-def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
+def apply_rules(logits: jax.Array, rules: SamplingParams, context: RowContext) -> jax.Array:
     """Returns processed logits of raw ones [B, R, V] or [B, V]: `process_logits` unchecked."""
     rows = logits[:, None] if logits.ndim == 2 else logits
     grammar, rules = rules.grammar, rules._replace(grammar=None, grammar_state=None)
@@ -100,7 +60,7 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
     def process(batch: Any, whole: Any) -> jax.Array:
         logits, per_request, history, drafted, columns = batch
         shared, first_row, grammar, token_map = whole
-        rules = LogitRules(
+        rules = SamplingParams(
             *(y if x is None else x for x, y in zip(shared, per_request, strict=True))
         )
         rules = rules._replace(grammar=grammar)
@@ -116,7 +76,7 @@ def apply_rules(logits: jax.Array, rules: LogitRules, context: RowContext) -> ja
     return processed.reshape(logits.shape)
 
 
-def _process(logits: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
+def _process(logits: jax.Array, rules: SamplingParams, context: RowContext) -> jax.Array:
     """One elementwise pass, and a scatter of bad words."""
     x = logits.astype(jnp.float32)
     if rules.bias is not None:
@@ -147,7 +107,7 @@ def _per_request(number: jax.Array) -> jax.Array:
     return number.reshape(-1, 1, 1)
 
 
-def _apply_penalties(x: jax.Array, rules: LogitRules, context: RowContext) -> jax.Array:
+def _apply_penalties(x: jax.Array, rules: SamplingParams, context: RowContext) -> jax.Array:
     """Applies the repetition, frequency and presence penalties to x f32[B, R, V]."""
     counts, drafted = context.history.counts, context.drafted_token_ids
     if context.drafted_columns is not None:

@@ -16,11 +16,10 @@ from specjax.processing.logit_rules import RowContext, apply_rules
 from specjax.processing.rule_checks import (
     check_drafted,
     check_history,
-    check_rules,
     check_rules_split,
     check_widths,
 )
-from specjax.processing.sampling_params import SamplingParams, split_sampling
+from specjax.processing.sampling_params import SamplingParams, parse_sampling, split_sampling
 
 __all__ = ["process_logits"]
 
@@ -100,7 +99,7 @@ def process_logits(
                 f"sampling has {name}, which changes no logit; give it to logit_cutoff, or call "
                 "apply_sampling, which does both."
             )
-    rules = check_rules(rules, size, num_rows)
+    rules = parse_sampling(rules, size, num_rows)
     split = parse_split(axis_name, None, logits)
     split = check_rules_split(rules, vocab_size, split)
     check_widths(rules, vocab_size)

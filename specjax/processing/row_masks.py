@@ -8,9 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.processing.logit_rules import LogitRules
-from specjax.processing.rule_checks import check_rules
-from specjax.processing.sampling_params import SamplingParams
+from specjax.processing.sampling_params import SamplingParams, parse_sampling
 
 __all__ = [
     "draft_sampling",
@@ -59,7 +57,7 @@ def with_first_mask(
     Raises:
       ValueError: for another shape or dtype.
     """
-    mask = check_rules(LogitRules(allowed=allowed), size, 1, prefix="sampling.").allowed
+    mask = parse_sampling(SamplingParams(allowed=allowed), size, 1, prefix="sampling.").allowed
     return _with_masks(sampling, jnp.repeat(jnp.asarray(mask), num_rows, axis=1))
 
 
@@ -85,7 +83,7 @@ def with_row_masks(
         )
     if allowed is None:
         return sampling
-    masks = check_rules(LogitRules(allowed=allowed), size, num_rows).allowed
+    masks = parse_sampling(SamplingParams(allowed=allowed), size, num_rows).allowed
     if masks.ndim != 3:
         raise ValueError(
             f"allowed has shape {masks.shape}; a step needs a mask of each of its rows, "

@@ -7,16 +7,14 @@ import jax.numpy as jnp
 
 from specjax.checks import as_array, check_shape, parse_array
 from specjax.devices.vocabulary_split import VocabularySplit
-from specjax.processing.fields import mask_width, parse_fields
 from specjax.processing.grammar import start_states
 from specjax.processing.history import History
-from specjax.processing.logit_rules import LogitRules
+from specjax.processing.sampling_params import SamplingParams, mask_width
 from specjax.processing.token_counts import TokenCounts
 
 __all__ = [
     "check_drafted",
     "check_history",
-    "check_rules",
     "check_rules_split",
     "check_widths",
 ]
@@ -24,24 +22,7 @@ __all__ = [
 _BITS_PER_WORD = 32
 
 
-def check_rules(
-    rules: LogitRules, size: int, num_rows: int | None = None, prefix: str = ""
-) -> LogitRules:
-    """Returns the rules as arrays of fixed dtypes, or refuses them.
-
-    Args:
-      rules: as given by the caller.
-      size: B.
-      num_rows: R, where a mask may be [B, R, V]; None where it may not.
-      prefix: what an error puts before the name of a rule.
-
-    Returns:
-      `LogitRules` of arrays. Their width is checked by `check_widths`.
-    """
-    return LogitRules(**parse_fields(rules._asdict(), size, num_rows, prefix))
-
-
-def check_widths(rules: LogitRules, vocab_size: int) -> None:
+def check_widths(rules: SamplingParams, vocab_size: int) -> None:
     """Refuses a bias or a mask made for another vocabulary than the logits have."""
     bias, allowed = rules.bias, rules.allowed
     if rules.grammar is not None:
@@ -59,7 +40,7 @@ def check_widths(rules: LogitRules, vocab_size: int) -> None:
 
 
 def check_rules_split(
-    rules: LogitRules, width: int, split: VocabularySplit | None
+    rules: SamplingParams, width: int, split: VocabularySplit | None
 ) -> VocabularySplit | None:
     """Returns the split of the rows for these rules, None where they need whole rows.
 
@@ -90,7 +71,7 @@ def check_rules_split(
 
 
 def check_history(
-    rules: LogitRules, history: History, size: int, vocab_size: int | None = None
+    rules: SamplingParams, history: History, size: int, vocab_size: int | None = None
 ) -> History:
     """Returns the part of the history that the rules read, or refuses it.
 
@@ -124,7 +105,7 @@ def check_history(
     return History(token_ids, lengths, counts, state)
 
 
-def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | None) -> Any:
+def _check_counts(rules: SamplingParams, counts: Any, size: int, vocab_size: int | None) -> Any:
     """Returns the counts that the penalties read, or None."""
     if not rules.penalties:
         return None
@@ -152,7 +133,7 @@ def _check_counts(rules: LogitRules, counts: Any, size: int, vocab_size: int | N
 
 
 def check_drafted(
-    rules: LogitRules, drafted: Any, size: int, num_rows: int, first_row: jax.Array
+    rules: SamplingParams, drafted: Any, size: int, num_rows: int, first_row: jax.Array
 ) -> Any:
     """Returns drafted tokens i32[B, D], None where no rule reads them, or refuses."""
     reads_tokens = rules.reads_drafted

@@ -33,8 +33,7 @@ from specjax.decode.request_batch import check_arguments, check_prompt_ids, pars
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
 from specjax.devices.placement import call_on_auto_axes, put_whole
-from specjax.processing.fields import FIELDS
-from specjax.processing.sampling_params import SamplingParams
+from specjax.processing.sampling_params import FIELDS, SamplingParams
 from specjax.types import Model
 
 __all__ = ["CompiledGenerate", "compile_generate", "load_compiled"]

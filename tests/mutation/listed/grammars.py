@@ -278,7 +278,7 @@ MUTATIONS = (
         "drafts are masked by what the first row of the step before allowed",
     ),
     Mutation(
-        "specjax.processing.logit_rules.LogitRules.reads_drafted",
+        "specjax.processing.sampling_params.SamplingParams.reads_drafted",
         " or self.grammar is not None",
         "",
         sample_block("test_a_grammar_masks_each_row_by_the_tokens_drafted_before"),
