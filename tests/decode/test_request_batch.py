@@ -78,7 +78,6 @@ def test_a_tuple_whose_first_member_has_two_axes_is_ids_and_lengths(prompts):
         ((np.array(IDS, np.float32), LENGTHS), r"prompts\[0\] has dtype float32"),
         (([[1, 2], [3]], LENGTHS), r"prompts\[0\] is not an array"),
     ],
-    ids=str,
 )
 def test_other_prompts_are_refused_in_a_sentence(prompts, words):
     with pytest.raises(ValueError, match=words):

@@ -699,11 +699,14 @@ def test_a_request_that_ended_keeps_nothing_of_other_slots():
 def test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone():
     def init(params, token_ids, lengths, max_length):
         index = jnp.arange(max_length, dtype=jnp.int32)[None]
-        return jnp.where(index < lengths[:, None], token_ids, -1)
+        # From the last place on: the state of a short row is no beginning of a longer one's.
+        return jnp.flip(jnp.where(index < lengths[:, None], token_ids, -1), axis=1)
 
     def propose(params, state, token_ids, hidden, inputs, **options):
-        drafted = jnp.tile(((state[:, 511] + jnp.sum(state >= 0, axis=1)) % V)[:, None], (1, K))
-        return specjax.Draft(drafted, num_tokens=inputs.num_tokens), state
+        drafted = (state[:, -512] + jnp.sum(state >= 0, axis=1)) % V
+        return specjax.Draft(
+            jnp.tile(drafted[:, None], (1, K)), num_tokens=inputs.num_tokens
+        ), state
 
     drafter = specjax.whole_prompt_drafter((), init, propose)
     prompt = np.random.default_rng(0).integers(1, V, (1, 513))
@@ -720,7 +723,7 @@ def test_a_drafter_of_whole_prompts_is_told_of_the_prompt_alone():
         options=options,
     )
     assert request.token_ids == output.token_ids[0, 513:525].tolist()
-    state = np.asarray(engine._scheduler._slots.drafter_state.state)
+    state = np.flip(engine._scheduler._slots.drafter_state.state, axis=1)
     # The last token is no part of what was read before the first step.
     assert state[0, :512].tolist() == prompt[0, :512].tolist()
     assert (state[0, 512:] == -1).all()

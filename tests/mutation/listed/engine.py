@@ -294,7 +294,7 @@ MUTATIONS = (
         "specjax.engine.slots.admit",
         "**row._asdict()",
         "drafter_state=row.drafter_state",
-        engines(_FULL),
+        engines(_GENERATE),
         "a request begins with the cache of no prompt",
     ),
     Mutation(
@@ -322,7 +322,7 @@ MUTATIONS = (
         "specjax.engine.slots.grow_row",
         "return jax.lax.dynamic_update_slice(longer, leaf, (0,) * leaf.ndim)",
         "return longer",
-        engines(_GENERATE),
+        engines(_GROWN),
         "a row that grows forgets what was read",
     ),
     Mutation(

@@ -140,8 +140,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_ENGINE}request.Request.end",
-        "            self.finish_reason = reason\n            self._stepper = None",
-        "            self.finish_reason = reason",
+        "self._stepper = None",
+        "self._kept, self._stepper = self._stepper, None",
         faults("test_a_request_that_ended_keeps_no_engine"),
         "a request that ended keeps its engine",
     ),
