@@ -41,8 +41,9 @@ def measured_lengths(rates: jax.Array, num_requests: int, seed: int) -> np.ndarr
     key = jax.random.key(seed)
     logits = jax.random.normal(jax.random.fold_in(key, 0), (num_requests, K + 1, 64))
     token_ids = jax.random.randint(jax.random.fold_in(key, 1), (num_requests, K), 0, 64)
+    rule = specjax.rules.synthetic(rates)
     outcome = specjax.rejection_sample(
-        specjax.Draft(token_ids), logits, keys=key, positions=0, conditional_rates=rates
+        specjax.Draft(token_ids), logits, keys=key, positions=0, rule=rule
     )
     return np.asarray(outcome.num_emitted)
 

@@ -1,8 +1,8 @@
 """Speculative-decoding verification in JAX: exact, batched, jitted.
 
-Verification: `rejection_sample`, `block_rejection_sample`, `coupled_sample`, their ragged forms,
-`tree_rejection_sample`, `gumbel_sample`; how each runs: `Options`.
-Drafts: `Draft`, `DraftInputs`, `propose`, `draft_from_probs`, `gather_drafts`.
+Verification: `rejection_sample`, `tree_rejection_sample`, `gumbel_sample`; what accepts: `rules`,
+`Rule`; how each runs: `Options`.
+Drafts: `Draft`, `RaggedDraft`, `DraftInputs`, `propose`, `draft_from_probs`, `gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
@@ -18,6 +18,7 @@ import typing
 from specjax import theory
 from specjax.call_arrays import Options
 from specjax.config import SpeculativeConfig
+from specjax.core import rules
 from specjax.core.noise import Stream
 from specjax.core.rule import Rule
 from specjax.decode.capacity import unpad
@@ -53,16 +54,9 @@ from specjax.processing.logit_cutoff import logit_cutoff
 from specjax.processing.process_logits import process_logits
 from specjax.processing.sampling_params import SamplingParams
 from specjax.processing.token_counts import TokenCounts, count_tokens, update_counts
-from specjax.samplers.block_rejection_sample import (
-    block_rejection_sample,
-    block_rejection_sample_ragged,
-)
-from specjax.samplers.coupled_sample import coupled_sample
-from specjax.samplers.coupled_sample_ragged import coupled_sample_ragged
 from specjax.samplers.drafts import draft_from_probs, gather_drafts
 from specjax.samplers.gumbel_sample import gumbel_sample
 from specjax.samplers.rejection_sample import rejection_sample
-from specjax.samplers.rejection_sample_ragged import rejection_sample_ragged
 from specjax.samplers.tree_rejection_sample import tree_rejection_sample
 from specjax.theory.acceptance_rates import (
     conditional_rates,
@@ -70,7 +64,7 @@ from specjax.theory.acceptance_rates import (
     geometric_rates,
     rates_for_length,
 )
-from specjax.types import Draft, Model, Sample, TreeVerification, Verification
+from specjax.types import Draft, Model, RaggedDraft, Sample, TreeVerification, Verification
 
 __all__ = [
     "CompiledGenerate",
@@ -90,6 +84,7 @@ __all__ = [
     "Model",
     "Options",
     "Origin",
+    "RaggedDraft",
     "Request",
     "RowMasks",
     "Rule",
@@ -106,14 +101,10 @@ __all__ = [
     "apply_sampling",
     "bad_words_array",
     "bias_array",
-    "block_rejection_sample",
-    "block_rejection_sample_ragged",
     "commit",
     "compile_generate",
     "conditional_rates",
     "count_tokens",
-    "coupled_sample",
-    "coupled_sample_ragged",
     "draft_from_probs",
     "enable_compilation_cache",
     "expected_acceptance_length",
@@ -131,7 +122,7 @@ __all__ = [
     "propose",
     "rates_for_length",
     "rejection_sample",
-    "rejection_sample_ragged",
+    "rules",
     "step",
     "theory",
     "top_logprobs",

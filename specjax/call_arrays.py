@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from specjax.checks import check_noise_dtype
+from specjax.core.rule import STANDARD, Rule, StaticRule
 from specjax.devices.placement import Placement
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import Implementation, resolve_implementation
-from specjax.types import Draft
+from specjax.types import Draft, RaggedDraft
 
 __all__ = [
     "CallOptions",
@@ -64,8 +65,7 @@ class CallOptions:
       noise_dtype: float32 or float64.
       implementation: a resolved one.
       max_draft_tokens: K, drafted tokens per request at most; at least 0.
-      method: how drafted tokens are verified, "standard", "block" or "coupled".
-      rule: a `specjax.Rule` in place of the standard one, or None.
+      rule: how drafted tokens are verified; synthetic rates are data of the standard rule.
       greedy_logprobs: whether greedy requests get log-probabilities; 0 otherwise.
       split: of the vocabulary over a mesh axis, or None.
       placement: of the model whose whole rows are drawn from, or None.
@@ -74,8 +74,7 @@ class CallOptions:
     noise_dtype: Any
     implementation: Implementation
     max_draft_tokens: int = 0
-    method: str = "standard"
-    rule: Any = None
+    rule: StaticRule = STANDARD
     greedy_logprobs: bool = True
     split: VocabularySplit | None = None
     placement: Placement | None = None
@@ -100,9 +99,14 @@ class CallOptions:
         return None if self.split is None else self.split.axis_name
 
     @property
+    def custom_rule(self) -> Rule | None:
+        """Returns the rule if it is one of functions and there are drafts to judge, else None."""
+        return self.rule if isinstance(self.rule, Rule) and self.max_draft_tokens else None
+
+    @property
     def greedy_is_argmax(self) -> bool:
         """Returns whether greedy requests accept the argmax alone, as without a rule for them."""
-        return self.rule is None or not self.rule.greedy
+        return self.custom_rule is None or not self.custom_rule.greedy
 
     @property
     def skips_greedy_sums(self) -> bool:
@@ -212,7 +216,7 @@ class VerifyArrays(NamedTuple):
     @classmethod
     def from_draft(
         cls,
-        draft: Draft,
+        draft: Draft | RaggedDraft,
         target_logits: Any,
         *,
         keys: Any,
@@ -221,7 +225,6 @@ class VerifyArrays(NamedTuple):
         cutoff: Any = None,
         conditional_rates: Any = None,
         bonus_token_ids: Any = None,
-        cu_num_draft_tokens: Any = None,
     ) -> "VerifyArrays":
         """Returns the arrays of a public call from its arguments, under their public names."""
         return cls(
@@ -235,7 +238,9 @@ class VerifyArrays(NamedTuple):
             draft_temperature=draft.temperature,
             num_tokens=draft.num_tokens,
             draft_rows=draft.rows,
-            cu_num_draft_tokens=cu_num_draft_tokens,
+            cu_num_draft_tokens=draft.cu_num_draft_tokens
+            if isinstance(draft, RaggedDraft)
+            else None,
             keys=keys,
             positions=positions,
             temperature=temperature,

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.file_io import quote
-from specjax.types import Draft
+from specjax.types import Draft, RaggedDraft
 
 __all__ = [
     "as_array",
     "check_count",
     "check_cumulative",
     "check_draft",
-    "check_draft_ids",
-    "check_draft_methods",
+    "check_draft_method",
     "check_flag",
     "check_keys",
     "check_logits",
     "check_noise_dtype",
+    "check_ragged_draft",
     "check_shape",
     "parse_array",
     "parse_ids",
@@ -138,33 +138,43 @@ def check_logits(name: str, logits: Any, form: str, leading: int | None = None) 
         raise ValueError(f"{name} has an empty vocabulary axis: shape {logits.shape}.")
 
 
-def check_draft_ids(draft: Draft, is_ragged: bool) -> Any:
-    """Returns the `token_ids` of a draft, [B, K] or, laid end to end, [N]."""
+def check_draft(draft: Draft) -> Draft:
+    """Returns a draft with its small arrays in their dtypes; refuses arrays that do not fit."""
     if not isinstance(draft, Draft):
         raise ValueError(f"draft is {type(draft).__name__}; it needs a specjax.Draft.")
     ids = as_array("draft.token_ids", draft.token_ids)
-    if ids.ndim != (1 if is_ragged else 2):
-        form = "[N]" if is_ragged else "[B, K]"
-        raise ValueError(f"draft.token_ids has shape {ids.shape}; it needs {form}.")
-    return ids
+    if ids.ndim != 2:
+        raise ValueError(
+            f"draft.token_ids has shape {ids.shape}; it needs [B, K]. Those of requests laid end "
+            "to end are a specjax.RaggedDraft."
+        )
+    return draft.replace(**_parse_fields(draft, ids, ids.shape[0]))
 
 
-def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
-    """Returns a draft with its small arrays in their dtypes; refuses arrays that do not fit.
+def check_ragged_draft(draft: RaggedDraft, num_rows: int) -> RaggedDraft:
+    """Returns a ragged draft as `check_draft` does, its counts i32[B + 1] from 0.
 
     Args:
       draft: the argument.
-      ragged_batch_size: None for the padded form, whose token arrays are [B, K]; B for
-        the ragged one, whose token arrays are [N].
-
-    Returns:
-      `Draft`.
+      num_rows: N + B, of the target's logits.
     """
-    ids = check_draft_ids(draft, ragged_batch_size is not None)
-    if draft.logits is not None:
-        draft = draft._replace(logits=as_array("draft.logits", draft.logits))
-    size = ids.shape[0] if ragged_batch_size is None else ragged_batch_size
-    if draft.logits is None:
+    why = "the most drafted tokens of any request, because it is the width of the result"
+    k = check_count("draft.max_draft_tokens", draft.max_draft_tokens, 0, why)
+    ids = as_array("draft.token_ids", draft.token_ids)
+    if ids.ndim != 1:
+        raise ValueError(
+            f"draft.token_ids has shape {ids.shape}; it needs [N]. Those of a padded batch are a "
+            "specjax.Draft."
+        )
+    cumulative = check_cumulative(draft.cu_num_draft_tokens, ids.shape[0], num_rows)
+    fields = _parse_fields(draft, ids, num_rows - ids.shape[0])
+    return draft.replace(max_draft_tokens=k, cu_num_draft_tokens=cumulative, **fields)
+
+
+def _parse_fields(draft: Draft | RaggedDraft, ids: Any, size: int) -> dict[str, Any]:
+    """Returns the arrays that both kinds of drafts have, of `size` requests."""
+    logits = None if draft.logits is None else as_array("draft.logits", draft.logits)
+    if logits is None:
         for name in ("logprobs", "logsumexp", "cutoff", "rows", "token_map"):
             if getattr(draft, name) is not None:
                 raise ValueError(
@@ -172,19 +182,19 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
                     "one-hot and have no statistics."
                 )
     else:
-        check_logits("draft.logits", draft.logits, "[S, K, V]" if ids.ndim == 2 else "[S, V]")
-        leading = ids.shape[:1] if draft.rows is None else draft.logits.shape[:1]
-        if draft.logits.shape[:-1] != leading + ids.shape[1:]:
+        check_logits("draft.logits", logits, "[S, K, V]" if ids.ndim == 2 else "[S, V]")
+        leading = ids.shape[:1] if draft.rows is None else logits.shape[:1]
+        if logits.shape[:-1] != leading + ids.shape[1:]:
             raise ValueError(
-                f"draft.logits has shape {draft.logits.shape} for token_ids {ids.shape}; it needs "
+                f"draft.logits has shape {logits.shape} for token_ids {ids.shape}; it needs "
                 f"{leading + ids.shape[1:]} and the vocabulary, one row per drafted token, or "
                 "draft.rows, which says where each request's rows lie."
             )
     i32, f32, shape = jnp.int32, jnp.float32, ids.shape
-    vocabulary = () if draft.logits is None else draft.logits.shape[-1:]
-    return Draft(
+    vocabulary = () if logits is None else logits.shape[-1:]
+    return dict(
         token_ids=parse_array("draft.token_ids", ids, i32, shape),
-        logits=draft.logits,
+        logits=logits,
         temperature=parse_optional("draft.temperature", draft.temperature, f32, (size,)),
         logprobs=parse_optional("draft.logprobs", draft.logprobs, f32, shape),
         logsumexp=parse_optional("draft.logsumexp", draft.logsumexp, f32, shape),
@@ -195,26 +205,21 @@ def check_draft(draft: Draft, ragged_batch_size: int | None = None) -> Draft:
     )
 
 
-def check_draft_methods(draft_sample_method: Any, rejection_sample_method: Any) -> None:
+def check_draft_method(draft_sample_method: Any) -> None:
     """Raises `ValueError` for a method that there is not."""
     if draft_sample_method not in ("probabilistic", "greedy"):
         raise ValueError(
             f"draft_sample_method is {draft_sample_method!r}; it is 'probabilistic' or 'greedy'."
         )
-    if rejection_sample_method not in ("standard", "coupled"):
-        raise ValueError(
-            f"rejection_sample_method is {rejection_sample_method!r}; it is 'standard' or "
-            "'coupled', which says with which noise to draft."
-        )
 
 
 def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) -> Any:
-    """Returns the cumulative counts of a ragged call, i32[B + 1] from 0.
+    """Returns the cumulative counts of a ragged draft, i32[B + 1] from 0.
 
     The batch size is that of the target's rows, which are N + B.
 
     Args:
-      cu_num_draft_tokens: the argument, i32[B + 1], or i32[B] without the 0 that all begin with.
+      cu_num_draft_tokens: the field, i32[B + 1], or i32[B] without the 0 that all begin with.
         An array on a CPU is waited for.
       num_drafted: N, drafted tokens.
       num_rows: of the target's logits.
@@ -223,7 +228,7 @@ def check_cumulative(cu_num_draft_tokens: Any, num_drafted: int, num_rows: int) 
       ValueError: for another shape, and for counts in the host's memory that do not begin with 0,
         fall, or end above N.
     """
-    name = "cu_num_draft_tokens"
+    name = "draft.cu_num_draft_tokens"
     given, size = as_array(name, cu_num_draft_tokens), num_rows - num_drafted
     if size < 0 or given.shape not in ((size + 1,), (size,)):
         raise ValueError(

@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.core.rule import Rule, check_rule
+from specjax.core import rules
+from specjax.core.rule import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    BuiltInRule,
+    Rule,
+    StaticRule,
+    SyntheticRule,
+    VerificationRule,
+)
 from specjax.file_io import quote
 from specjax.theory import acceptance_rates
 from specjax.theory.acceptance_rates import check_number, to_float
@@ -65,7 +75,7 @@ class SpeculativeConfig:
       usual_acceptance_rate: in [0, 1] with "auto", how often a drafted token is accepted whose
         predecessors were, as `specjax sweep` measures it. An `Engine` takes the drafts of other
         slots to have it; `generate` and an engine by `k_by_load` do not read it. None is 0.55.
-      rule: a `specjax.Rule` by which "standard" accepts, such as `specjax.core.rules.relaxed(10,
+      rule: a `specjax.Rule` by which "standard" accepts, such as `specjax.rules.relaxed(10,
         0.6)`, which is not exact. None is the standard rule. No other method takes one.
 
     Raises:
@@ -94,7 +104,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     use_fp64_gumbel: bool = False
     step_costs: tuple[float, ...] | None = None
-    rule: Rule | None = None
+    rule: StaticRule | None = None
     usual_acceptance_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -106,12 +116,14 @@ class SpeculativeConfig:
                 f"use_fp64_gumbel is {self.use_fp64_gumbel!r}; it needs to be True or False."
             )
         self._check_synthetic_form()
-        check_rule(self.rule, None)
+        self._check_rule()
         if self.rule is not None and self.rejection_sample_method != "standard":
             raise ValueError(
                 f"rule is given, but rejection_sample_method is {self.rejection_sample_method!r}; "
                 'it needs to be "standard", because every other method accepts in its own way.'
             )
+        if self.rule == STANDARD:
+            self._set("rule", None)
         if self.synthetic_acceptance_rate is not None:
             rate = check_number("synthetic_acceptance_rate", self.synthetic_acceptance_rate, 0, 1)
             self._set("synthetic_acceptance_rate", rate)
@@ -125,8 +137,20 @@ class SpeculativeConfig:
             )
             self._set("synthetic_acceptance_length", length)
 
+    def verification_rule(self, conditional_rates: Any = None) -> VerificationRule:
+        """Returns the rule by which drafted tokens are verified, for `rejection_sample`.
+
+        Args:
+          conditional_rates: f32[K] in place of the config's own, if the method is "synthetic". A
+            compile key holds none. None computes them.
+        """
+        if self.rejection_sample_method == "synthetic":
+            own = conditional_rates is None
+            return rules.synthetic(self.conditional_rates() if own else conditional_rates)
+        return BuiltInRule(self.rejection_sample_method) if self.rule is None else self.rule
+
     def conditional_rates(self) -> jax.Array | None:
-        """Returns f32[K] for `conditional_rates=` of a verification; None unless "synthetic"."""
+        """Returns the rates of `verification_rule`, f32[K]; None unless "synthetic"."""
         if self.synthetic_acceptance_rate is not None:
             return acceptance_rates.geometric_rates(
                 self.synthetic_acceptance_rate, self.num_speculative_tokens
@@ -150,12 +174,6 @@ class SpeculativeConfig:
     def noise_dtype(self) -> type[jnp.float32] | type[jnp.float64]:
         """Float type of the noise, for `noise_dtype=` of samplers and verification."""
         return jnp.float64 if self.use_fp64_gumbel else jnp.float32
-
-    @property
-    def verification_method(self) -> str:
-        """How drafted tokens are verified: "standard" also at given rates, "block" or "coupled"."""
-        method = self.rejection_sample_method
-        return "standard" if method == "synthetic" else method
 
     @property
     def draws_on_target_stream(self) -> bool:
@@ -186,6 +204,18 @@ class SpeculativeConfig:
             step_costs=None if self.step_costs is None else (1.0,) * len(self.step_costs),
             usual_acceptance_rate=None,
         )
+
+    def _check_rule(self) -> None:
+        """Refuses rules that a method names, and what is no rule."""
+        rule: Any = self.rule
+        if isinstance(rule, SyntheticRule) or rule is BLOCK or rule is COUPLED:
+            name = "synthetic" if isinstance(rule, SyntheticRule) else rule.name
+            raise ValueError(
+                f"rule is rules.{name}(...); it needs to be None, with rejection_sample_method="
+                f"{name!r}, which names that rule."
+            )
+        if rule is not None and not isinstance(rule, Rule | BuiltInRule):
+            raise ValueError(f"rule is {type(rule).__name__}; it needs a specjax.Rule, or None.")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -1,18 +1,28 @@
 """The types of calls: a draft, a sample, what a step emits, a language model.
 
-Axes: `B` requests, `K` most drafted tokens per request and step, `S` slots of a draft cache, `V_d`
-draft vocabulary, `D` most nodes on a path, `L` tokens of each request, `E` hidden, `V` vocabulary,
-`A` taps.
+Axes: `B` requests, `K` most drafted tokens per request and step, `N` drafted tokens of all requests
+laid end to end, `S` slots of a draft cache, `V_d` draft vocabulary, `D` most nodes on a path, `L`
+tokens of each request, `E` hidden, `V` vocabulary, `A` taps.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 
-__all__ = ["Draft", "Model", "Sample", "TreeVerification", "Verification"]
+__all__ = [
+    "Draft",
+    "Model",
+    "RaggedDraft",
+    "Sample",
+    "TreeVerification",
+    "Verification",
+]
+
+_FIELDS_OF_Q = ("logits", "temperature", "logprobs", "logsumexp", "cutoff", "rows", "token_map")
 
 
 class Draft(NamedTuple):
@@ -47,8 +57,88 @@ class Draft(NamedTuple):
     rows: jax.Array | None = None
     token_map: jax.Array | None = None
 
+    def replace(self, **fields: Any) -> "Draft":
+        """Returns the draft with other values of some fields."""
+        return self._replace(**fields)
+
+    def without_q(self) -> "Draft":
+        """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
+        return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
+
 
 jax.export.register_namedtuple_serialization(Draft, serialized_name="specjax.Draft")
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedDraft:
+    """Drafted tokens of all requests laid end to end; a pytree.
+
+    Request r owns drafted rows ``cu[r]:cu[r + 1]`` and target rows
+    ``cu[r] + r : cu[r + 1] + r + 1``, the last its bonus row, with
+    ``cu = cu_num_draft_tokens``. Rows past ``cu[B]`` are padding and change nothing. The emitted
+    tokens are those of the padded form, `Draft`.
+
+    Attributes:
+      token_ids: i32[N]. A -1 ends the drafted tokens of a request.
+      cu_num_draft_tokens: i32[B + 1], from 0, non-decreasing, at most N; or i32[B], as vLLM has
+        it, without the 0. Others are refused where the host reads them without a transfer.
+      max_draft_tokens: K, a Python int, static: the width of a result. A request with more has
+        only its first K verified.
+      logits: [S, V_d] in bf16, f16 or f32, raw draft logits, with S = N unless `rows` is given.
+        None means one-hot drafts everywhere.
+      temperature: f32[B], as in `Draft`, as is every field below.
+      logprobs: f32[N], or None.
+      logsumexp: f32[N], or None.
+      cutoff: f32[N], or None.
+      num_tokens: i32[B]. None takes all of `cu_num_draft_tokens`; -1 is an inactive request.
+      rows: i32[N], token n's logits are `logits[rows[n]]`. None is n.
+      token_map: i32[V_d], or None.
+
+    Example:
+      >>> draft = specjax.RaggedDraft(  # two drafts, then one
+      ...     jnp.array([3, 1, 4]), jnp.array([0, 2, 3]), max_draft_tokens=2)
+      >>> step = specjax.rejection_sample(
+      ...     draft, jnp.zeros((5, 8)), keys=jax.random.key(0), positions=0)
+      >>> step.token_ids.shape
+      (2, 3)
+    """
+
+    token_ids: jax.Array
+    cu_num_draft_tokens: jax.Array
+    max_draft_tokens: int
+    logits: jax.Array | None = None
+    temperature: jax.Array | None = None
+    logprobs: jax.Array | None = None
+    logsumexp: jax.Array | None = None
+    cutoff: jax.Array | None = None
+    num_tokens: jax.Array | None = None
+    rows: jax.Array | None = None
+    token_map: jax.Array | None = None
+
+    def replace(self, **fields: Any) -> "RaggedDraft":
+        """Returns the draft with other values of some fields."""
+        return dataclasses.replace(self, **fields)
+
+    def without_q(self) -> "RaggedDraft":
+        """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
+        return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
+
+
+def _register(kind: type, *static: str) -> None:
+    """Makes a dataclass a pytree, whose `static` fields JSON can hold, and lets it be exported."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    jax.tree_util.register_dataclass(
+        kind, data_fields=[n for n in names if n not in static], meta_fields=list(static)
+    )
+    jax.export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"specjax.{kind.__name__}",
+        serialize_auxdata=lambda values: json.dumps(values).encode(),
+        deserialize_auxdata=lambda text: tuple(json.loads(text)),
+    )
+
+
+_register(RaggedDraft, "max_draft_tokens")
 
 
 class Sample(NamedTuple):

@@ -23,6 +23,7 @@ from benchmarks.gpu.inputs import (
     with_tokens,
 )
 from benchmarks.gpu.loop import Loop, Lowered, compile_all, lower_loop, time_loop
+from specjax import rules
 from specjax.implementation import Implementation
 
 # Without it a profiled program launches kernel by kernel what it otherwise launches as a graph.
@@ -64,24 +65,27 @@ def make_call(program: Program, kernels: str | Implementation) -> Callable[..., 
         return where | {"options": specjax.Options(implementation=implementation)}
 
     def verify(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
+        is_synthetic = options.rates is not None
         step = specjax.rejection_sample(
             inputs.draft,
             inputs.target_logits,
-            conditional_rates=options.rates,
+            rule=rules.synthetic(options.rates) if is_synthetic else rules.standard(),
             greedy_logprobs=program.greedy_logprobs,
             **shared(keys, positions, options),
         )
         return step, step.num_emitted
 
     def block(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
-        step = specjax.block_rejection_sample(
-            inputs.draft, inputs.target_logits, **shared(keys, positions, options)
+        arguments = shared(keys, positions, options)
+        step = specjax.rejection_sample(
+            inputs.draft, inputs.target_logits, rule=rules.block(), **arguments
         )
         return step, step.num_emitted
 
     def couple(inputs: Inputs, keys: Any, positions: Any, options: Options) -> Any:
-        step = specjax.coupled_sample(
-            inputs.draft.token_ids, inputs.target_logits, **shared(keys, positions, options)
+        draft, arguments = inputs.draft.without_q(), shared(keys, positions, options)
+        step = specjax.rejection_sample(
+            draft, inputs.target_logits, rule=rules.coupled(), **arguments
         )
         # The tokens were drawn for these positions. The counts are never negative, which XLA does
         # not know: what is added is 0, and the calls stay chained.

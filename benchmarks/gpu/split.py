@@ -24,6 +24,7 @@ from benchmarks.gpu.inputs import Shape, draw_keys, draw_rows, draw_sets, num_se
 from benchmarks.gpu.loop import Lowered, compile_all, lower_loop, time_loop
 from benchmarks.gpu.messages import AXIS, EXCHANGES, exchange
 from benchmarks.gpu.verify import environment
+from specjax import rules
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
 
@@ -84,14 +85,12 @@ def run_call(
     if case.call == "sample":
         step = specjax.gumbel_sample(inputs, stream=specjax.Stream.TARGET, **common)
         return step, step.token_ids
-    if case.call == "couple":
-        step = specjax.coupled_sample(inputs.draft.token_ids, inputs.target_logits, **common)
-        return step, step.num_emitted
+    named = {"verify": rules.standard(), "block": rules.block(), "couple": rules.coupled()}
+    rule: Any = named[case.call]
     if case.rate is not None:
         shape = inputs.draft.token_ids.shape
-        common["conditional_rates"] = jnp.full(shape, case.rate, jnp.float32)
-    functions = {"verify": specjax.rejection_sample, "block": specjax.block_rejection_sample}
-    step = functions[case.call](inputs.draft, inputs.target_logits, **common)
+        rule = rules.synthetic(jnp.full(shape, case.rate, jnp.float32))
+    step = specjax.rejection_sample(inputs.draft, inputs.target_logits, rule=rule, **common)
     return step, step.num_emitted
 
 

@@ -57,7 +57,7 @@ def ensemble(p: Rows, q: Rows, weight: float) -> tuple[Rows, Rows]:
     return jnp.minimum(q, mixture), jnp.maximum(p - q, 0)
 
 
-# As specjax.core.rules has them, with the parameters that papers and libraries begin with.
+# As specjax.rules has them, with the parameters that papers and libraries begin with.
 RULES: dict[str, Rule] = {
     "standard()": functools.partial(lenience, factor=1.0),
     "lenience(0.5)": functools.partial(lenience, factor=0.5),

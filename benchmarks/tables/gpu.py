@@ -24,10 +24,10 @@ ROWS = (
     ("`rejection_sample`, greedy", "greedy", "greedy"),
     ("`rejection_sample`, greedy, without log-probabilities", "greedy_without_logprobs", "greedy"),
     ("`rejection_sample`, synthetic, 0.9 per position", "synthetic_0.9", None),
-    ("`block_rejection_sample`, sampled drafts, T = 0.7", "block_0.7", None),
-    ("`block_rejection_sample`, sampled drafts, T = 1", "block_1", None),
-    ("`coupled_sample`, T = 0.7", "coupled_0.7", None),
-    ("`coupled_sample`, T = 1", "coupled_1", None),
+    ("`rules.block`, sampled drafts, T = 0.7", "block_0.7", None),
+    ("`rules.block`, sampled drafts, T = 1", "block_1", None),
+    ("`rules.coupled`, T = 0.7", "coupled_0.7", None),
+    ("`rules.coupled`, T = 1", "coupled_1", None),
     ("`gumbel_sample`, FP32 noise", "gumbel_fp32", "gumbel_fp32"),
     ("`gumbel_sample`, FP64 noise", "gumbel_fp64", "gumbel_fp64"),
     ("`rejection_sample`, sampled drafts, T = 0.7, plain XLA", "xla_drawn_0.7", None),
@@ -36,8 +36,8 @@ ROWS = (
 FLOORS = (
     ("sampled drafts, T = 0.7", "drawn_0.7"),
     ("greedy, without log-probabilities", "greedy_without_logprobs"),
-    ("`block_rejection_sample`, T = 0.7", "block_0.7"),
-    ("`coupled_sample`, T = 0.7", "coupled_0.7"),
+    ("`rules.block`, T = 0.7", "block_0.7"),
+    ("`rules.coupled`, T = 0.7", "coupled_0.7"),
 )
 PLOTTED = ("drawn_0.7", "onehot_0.7", "greedy", "gumbel_fp32")
 LABELS = {

@@ -8,7 +8,6 @@ import numpy as np
 from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.token_text import list_logprobs
 from specjax.config import SpeculativeConfig
-from specjax.core import rules
 from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
 from specjax.engine.stop_strings import StoppedText
@@ -28,7 +27,7 @@ def follows_target(drafter: Drafter | None, config: SpeculativeConfig, temperatu
     if config.rejection_sample_method == "synthetic":
         return False
     # A greedy request accepts the argmax by any of these rules.
-    return config.rule in (None, rules.standard()) or temperature < MIN_TEMPERATURE
+    return config.rule is None or temperature < MIN_TEMPERATURE
 
 
 def metrics_json(result: GenerateResult) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any
 
 from specjax.config import SpeculativeConfig
 from specjax.core import rules
-from specjax.core.rule import Rule
+from specjax.core.rule import StaticRule
 from specjax.file_io import quote, read_file, shorten
 
 __all__ = ["add_speculation_options", "make_config"]
 
 # Rules: what makes one, its parameters, and those that a sentence shows.
-_RULES: dict[str, tuple[Callable[..., Rule], tuple[type, ...], str]] = {
+_RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
     "lenience": (rules.lenience, (float,), "0.5"),
     "typical": (rules.typical_acceptance, (float, float), "0.09,0.3"),
     "relaxed": (rules.relaxed, (int, float), "10,0.6"),
@@ -87,7 +87,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
         ) from None
 
 
-def _parse_rule(text: str) -> Rule:
+def _parse_rule(text: str) -> StaticRule:
     """Returns the rule that a name and numbers say, like relaxed:10,0.6."""
     name, _, numbers = text.partition(":")
     examples = [f"{name}:{example}" for name, (_, _, example) in _RULES.items()]

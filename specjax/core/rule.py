@@ -1,10 +1,14 @@
-"""A rule of acceptance as a value: when a drafted token is accepted, and what replaces it if not.
+"""Rules of acceptance as values: when a drafted token is accepted, and what replaces it if not.
+
+    BuiltInRule      standard, block and coupled, which have code of their own
+    SyntheticRule    given rates, data: the one rule with a leaf
+    Rule             two functions of your own
 
     accept(lp, lq, u, row)        bool, elementwise: accepted or not
     log_residual(lp, lq, row)     log-weights, elementwise, of the token in place of a rejected one
 
-A rule is traced into plain JAX and into the kernels. `lp` is log p of a token, `lq` log q, `u` a
-uniform in (0, 1) and `row` statistics of the target row. `specjax.core.rules` has some.
+A `Rule` is traced into plain JAX and into the kernels. `lp` is log p of a token, `lq` log q, `u` a
+uniform in (0, 1) and `row` statistics of the target row. `specjax.rules` makes rules of each kind.
 """
 
 import dataclasses
@@ -15,11 +19,19 @@ import jax
 import jax.numpy as jnp
 
 __all__ = [
+    "BLOCK",
+    "BuiltInRule",
+    "COUPLED",
     "RowValues",
     "Rule",
+    "STANDARD",
+    "StaticRule",
+    "SyntheticRule",
+    "VerificationRule",
     "accepts",
     "check_rule",
     "log_weights",
+    "static_rule",
 ]
 
 _STATISTICS = ("max_logprob", "entropy", "rank")
@@ -98,6 +110,48 @@ class Rule:
                 )
 
 
+@dataclasses.dataclass(frozen=True)
+class BuiltInRule:
+    """A rule with code of its own: hashable, static under `jit`, equal by value.
+
+    Attributes:
+      name: "standard", "block" or "coupled", as a function of `specjax.rules`.
+    """
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"rules.{self.name}()"
+
+
+STANDARD = BuiltInRule("standard")
+BLOCK = BuiltInRule("block")
+COUPLED = BuiltInRule("coupled")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SyntheticRule:
+    """Acceptance at given rates: a pytree of one leaf, so data under `jit`, and not hashable.
+
+    Attributes:
+      conditional_rates: f32[K] or f32[B, K], as in `specjax.rules.synthetic`.
+    """
+
+    conditional_rates: Any
+
+    def __hash__(self) -> int:
+        raise TypeError(
+            "a synthetic rule holds an array, so it has no hash; pass it to jit as data, not as a "
+            "static argument."
+        )
+
+
+jax.tree_util.register_dataclass(SyntheticRule, data_fields=["conditional_rates"], meta_fields=[])
+
+StaticRule = Rule | BuiltInRule
+VerificationRule = StaticRule | SyntheticRule
+
+
 def accepts(rule: Rule, lp: jax.Array, lq: jax.Array, u: jax.Array, row: RowValues) -> jax.Array:
     """Returns whether tokens are accepted: what the rule says, where p > 0 and q > 0.
 
@@ -124,13 +178,15 @@ def log_weights(rule: Rule, lp: jax.Array, lq: jax.Array, row: RowValues) -> jax
     return jnp.where((lp > -jnp.inf) & (weights < jnp.inf), weights, -jnp.inf)
 
 
-def check_rule(rule: Rule | None, conditional_rates: Any) -> None:
-    """Raises `ValueError` for what is no rule, and for one together with rates."""
-    if rule is None:
-        return
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule is {type(rule).__name__}; it needs a specjax.Rule, or None.")
-    if conditional_rates is not None:
+def check_rule(rule: VerificationRule) -> None:
+    """Raises `ValueError` for what is no rule."""
+    if not isinstance(rule, VerificationRule):
         raise ValueError(
-            "rule and conditional_rates are given; rates accept whatever a rule says: give one."
+            f"rule is {type(rule).__name__}; it needs a specjax.Rule, or what a function of "
+            "specjax.rules returns, such as rules.standard()."
         )
+
+
+def static_rule(rule: VerificationRule) -> StaticRule:
+    """Returns what is compiled in of a rule; synthetic rates are data of the standard one."""
+    return STANDARD if isinstance(rule, SyntheticRule) else rule

@@ -1,11 +1,16 @@
-"""Rules that others use, as values for `rejection_sample`; all but the standard one are not exact.
+"""Rules for `rule=` of `rejection_sample`, as values.
+
+    standard, block, coupled                         exact; static
+    lenience, typical_acceptance, relaxed, ensemble  not exact; static, parameters are compiled in
+    synthetic                                        given rates, which are data
 
 One emitted token follows
 
     q a + (1 - sum q a) norm(residual)        with a(x) the probability that x is accepted
 
-which is p for the standard rule alone. Each docstring gives the total variation from p at
-p = (0.5, 0.3, 0.15, 0.05) and q = (0.3, 0.2, 0.3, 0.2). `tests/samplers/test_rules.py` measures it.
+which is p for the standard rule alone of those that judge each token. Each docstring gives the
+total variation from p at p = (0.5, 0.3, 0.15, 0.05) and q = (0.3, 0.2, 0.3, 0.2).
+`tests/samplers/test_rules.py` measures it.
 """
 
 import dataclasses
@@ -13,10 +18,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax.core.rule import RowValues, Rule
+from specjax.core.rule import (
+    BLOCK,
+    COUPLED,
+    STANDARD,
+    BuiltInRule,
+    RowValues,
+    Rule,
+    StaticRule,
+    SyntheticRule,
+)
 
-__all__ = ["ensemble", "lenience", "relaxed", "standard", "typical_acceptance"]
+__all__ = [
+    "block",
+    "coupled",
+    "ensemble",
+    "lenience",
+    "relaxed",
+    "standard",
+    "synthetic",
+    "typical_acceptance",
+]
 
 
 def _log_difference(lp: jax.Array, lq: jax.Array) -> jax.Array:
@@ -83,19 +107,114 @@ class _Mixture:
         return u < self.weight * jnp.exp(lp - lq) + (1 - self.weight)
 
 
-def standard() -> Rule:
+def standard() -> BuiltInRule:
     """Returns the standard rule, u < p / q and max(p - q, 0); exact.
 
-    `rejection_sample` without `rule` is this one on its own, faster code path. There a residual of
-    mass below 2^-18 is empty; the weights of a rule may be as small.
+    It is the default of `rejection_sample`, whose page has the formulas, and has a faster code path
+    than a `Rule`. There a residual of mass below 2^-18 is empty; the weights of a `Rule` may be as
+    small.
 
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    return Rule(_Ratio(), _Residual())
+    return STANDARD
 
 
-def lenience(factor: float) -> Rule:
+def block() -> BuiltInRule:
+    r"""Returns block verification, which accepts at least as many tokens as the standard rule.
+
+    It is exact. The tokens of a draft are accepted together: a token that is likelier under the
+    target than under the draft makes up for one before it that is not. With
+    :math:`\rho_i = \min(1, \rho_{i-1} p(x_i) / q(x_i))` the longest prefix whose uniform lies
+    below :math:`h_i = Z_i / (Z_i + 1 - \rho_i)`,
+    :math:`Z_i = \sum \max(\rho_i p - q, 0)`, is accepted (:math:`h_K = \rho_K`), and the next
+    token is drawn from :math:`\max(\rho_i p - q, 0) / Z_i`. No other rule that is exact for one
+    drafted sequence accepts more on average. Greedy requests and those whose drafts are all one-hot
+    follow the standard rule, and so does K = 1, token for token.
+
+    Every target row with a draft is read; the standard rule stops at a rejection. Where the
+    statistics of a draft row are not finite its token is one-hot. A target row that is not a
+    distribution ends the drafts before it: if all of those are accepted, nothing more is emitted.
+
+    Example:
+      >>> target_logits = jnp.log(jnp.array([[[0.1, 0.9], [0.5, 0.5]]]))
+      >>> draft = specjax.Draft(jnp.array([[1]]), logits=target_logits[:, :1])
+      >>> step = specjax.rejection_sample(
+      ...     draft, target_logits, keys=jax.random.key(0), positions=0,
+      ...     rule=specjax.rules.block())
+      >>> step.num_accepted, step.num_emitted
+      (Array([1], dtype=int32), Array([2], dtype=int32))
+
+    References:
+      Sun et al., 2024, arXiv:2403.10444.
+    """
+    return BLOCK
+
+
+def coupled() -> BuiltInRule:
+    r"""Returns coupled sampling, which accepts drafted tokens while the target draws them, too.
+
+    .. math:: y_i = \text{the draw of } \mathrm{softmax}(\text{logits}_i / \text{temperature})
+      \text{ at (position} + i, \text{TARGET)}, \qquad x_i \text{ is accepted iff } x_i = y_i
+
+    It is exact. What is emitted is :math:`y_0, y_1, \dots` up to the first disagreement: token for
+    token what `gumbel_sample` draws from these rows without a draft. A seeded text does not depend
+    on what drafted, so any tokens may be verified, and q is not read: of a draft the token ids and
+    their numbers count. An id outside [0, V) agrees with nothing. With `bonus_token_ids` the text
+    is no longer that of plain decoding.
+
+    Draft with the noise of the target, by `propose` with this rule or by
+    ``gumbel_sample(..., stream=Stream.TARGET)`` with these keys and positions: draft and target
+    then agree often. Two-level draws agree with probability
+    :math:`\sum_b M_b \sum_{v \in b} M_{v | b}`, where
+    :math:`M_i = 1 / \sum_j \max(p_j / p_i, q_j / q_i)`, over blocks of 128 tokens and within each;
+    no rule accepts more often than :math:`\sum \min(p, q)`, which the standard one does. Tokens
+    that were chosen without that noise, such as those of a greedy draft or prompt lookup, are
+    accepted with probability p(x), which is optimal. By another rule, tokens drawn on the target's
+    stream bias the output.
+
+    Example:
+      >>> target_logits = jnp.log(jnp.array([[[0.1, 0.9], [0.5, 0.5]]]))
+      >>> keys = jax.vmap(jax.random.key)(jnp.array([7]))
+      >>> drawn = specjax.gumbel_sample(
+      ...     target_logits[:, 0], keys=keys, positions=3, stream=specjax.Stream.TARGET)
+      >>> step = specjax.rejection_sample(
+      ...     specjax.Draft(drawn.token_ids[:, None]), target_logits, keys=keys, positions=3,
+      ...     rule=specjax.rules.coupled())
+      >>> step.num_accepted, step.num_emitted
+      (Array([1], dtype=int32), Array([2], dtype=int32))
+
+    References:
+      Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
+    """
+    return COUPLED
+
+
+def synthetic(conditional_rates: Any) -> SyntheticRule:
+    """Returns a rule that accepts at given rates whatever p and q are, to time decoding at them.
+
+    Drafted token i is accepted with probability r_i, if all before it were; the token in place of a
+    rejected one is drawn as by the standard rule. The rule is a pytree whose leaf are the rates:
+    other rates do not recompile. Rates [K] have no batch axis, so they break `vmap(in_axes=0)`:
+    repeat them to [B, K] there.
+
+    Args:
+      conditional_rates: f32, [K] or [B, K] in [0, 1]. `geometric_rates`, `rates_for_length` and
+        `specjax.conditional_rates` make some.
+
+    Example:
+      >>> step = specjax.rejection_sample(
+      ...     specjax.Draft(jnp.array([[3, 1]])), jnp.zeros((1, 3, 8)), keys=jax.random.key(0),
+      ...     positions=0, rule=specjax.rules.synthetic([1.0, 0.0]))
+      >>> step.num_accepted
+      Array([1], dtype=int32)
+    """
+    if not hasattr(conditional_rates, "dtype"):
+        conditional_rates = np.asarray(conditional_rates, np.float32)
+    return SyntheticRule(conditional_rates)
+
+
+def lenience(factor: float) -> StaticRule:
     """Returns the standard rule with q replaced by l q in the test, not exact.
 
     The residual stays max(p - q, 0), so that no token is emitted more often than p / l. Total
@@ -107,7 +226,8 @@ def lenience(factor: float) -> Rule:
     References:
       Leviathan et al., 2023, arXiv:2211.17192, appendix A.5.
     """
-    return Rule(_Ratio(_fraction("factor", factor)), _Residual())
+    fraction = _fraction("factor", factor)
+    return STANDARD if fraction == 1 else Rule(_Ratio(fraction), _Residual())
 
 
 def typical_acceptance(epsilon: float, delta: float) -> Rule:
@@ -145,7 +265,7 @@ def relaxed(top_n: int, delta: float) -> Rule:
     return Rule(_Relaxed(top_n, _fraction("delta", delta)), _TargetRow(), ("max_logprob", "rank"))
 
 
-def ensemble(weight: float) -> Rule:
+def ensemble(weight: float) -> StaticRule:
     """Returns the rule whose tokens follow a p + (1 - a) q; not exact for p.
 
     Drafted tokens follow the mixture, and the bonus token follows p. A token with p = 0 is still
@@ -155,7 +275,7 @@ def ensemble(weight: float) -> Rule:
       weight: a in (0, 1]; 1 is the standard rule.
     """
     fraction = _fraction("weight", weight)
-    return standard() if fraction == 1 else Rule(_Mixture(fraction), _Residual())
+    return STANDARD if fraction == 1 else Rule(_Mixture(fraction), _Residual())
 
 
 def _fraction(name: str, value: float) -> float:

@@ -11,7 +11,7 @@ from specjax.call_arrays import CallOptions, Options, SampleArrays, check_option
 from specjax.checks import (
     as_array,
     check_count,
-    check_draft_methods,
+    check_draft_method,
     check_keys,
     check_logits,
     check_noise_dtype,
@@ -19,6 +19,7 @@ from specjax.checks import (
 )
 from specjax.config import SpeculativeConfig
 from specjax.core.noise import Stream
+from specjax.core.rule import COUPLED, STANDARD, VerificationRule, check_rule
 from specjax.decode.adaptive_k import longest_draft
 from specjax.decode.draw_loop import draw_tokens
 from specjax.devices.placement import Placement
@@ -68,7 +69,7 @@ def propose(
     *,
     num_tokens: int,
     draft_sample_method: str = "probabilistic",
-    rejection_sample_method: str = "standard",
+    rule: VerificationRule = STANDARD,
     token_map: Any = None,
     vocab_size: int | None = None,
     options: Options = Options(),
@@ -96,8 +97,8 @@ def propose(
       num_tokens: K, a Python int >= 1.
       draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
         as a one-hot draft, and keeps no logits.
-      rejection_sample_method: "standard", or "coupled" for `coupled_sample`: the draft is drawn on
-        ``Stream.TARGET``, with the target's own noise, and keeps its tokens and the temperature.
+      rule: that of the verification. For `rules.coupled` the draft is drawn on ``Stream.TARGET``,
+        with the target's own noise, and keeps its tokens and the temperature.
       token_map: i32[V_d], distinct ids of the target, one per column of the logits. `step_fn` is
         fed target ids, and `inputs` are by these. None is the column's own.
       vocab_size: V of the target, a Python int; with `token_map` alone.
@@ -120,6 +121,8 @@ def propose(
       >>> draft.logits.shape
       (2, 3, 2)
     """
+    check_draft_method(draft_sample_method)
+    check_rule(rule)
     check_options(options)
     check_whole_rows(options, "a draft is drawn from whole rows of logits")
     return _draft_tokens(
@@ -129,7 +132,7 @@ def propose(
         inputs,
         num_tokens=num_tokens,
         draft_sample_method=draft_sample_method,
-        rejection_sample_method=rejection_sample_method,
+        rule=rule,
         vocabulary=read_vocabulary(token_map, vocab_size),
         options=CallOptions(options.noise_dtype, resolve_implementation(options.implementation)),
     )
@@ -171,7 +174,7 @@ def propose_step(
         inputs,
         num_tokens=config.num_speculative_tokens,
         draft_sample_method=config.draft_sample_method,
-        rejection_sample_method="coupled" if config.draws_on_target_stream else "standard",
+        rule=COUPLED if config.draws_on_target_stream else STANDARD,
         vocabulary=read_vocabulary(token_map, vocab_size),
         options=CallOptions(
             check_noise_dtype(config.noise_dtype),
@@ -190,17 +193,16 @@ def _draft_tokens(
     *,
     num_tokens: int,
     draft_sample_method: str,
-    rejection_sample_method: str,
+    rule: VerificationRule,
     vocabulary: DraftVocabulary | None,
     options: CallOptions,
     num_drawn: jax.Array | None = None,
 ) -> tuple[Draft, Any]:
     """Implements `propose`; with `num_drawn` i32[], only the first tokens are drawn."""
-    check_draft_methods(draft_sample_method, rejection_sample_method)
     num_tokens = check_count("num_tokens", num_tokens, 1, "the draft tokens of a proposal")
     token_ids, positions, temperature = _check_batch(token_ids, inputs)
     size = token_ids.shape[0]
-    greedy, coupled = draft_sample_method == "greedy", rejection_sample_method == "coupled"
+    greedy, coupled = draft_sample_method == "greedy", rule == COUPLED
     # A greedy draft is one-hot, and coupling verifies without q.
     has_no_q = greedy or coupled
     draft_temperature = jnp.zeros_like(temperature) if greedy else temperature

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.config import SpeculativeConfig
+from specjax.core.rule import COUPLED, static_rule
 from specjax.decode.commit import Origin, append, append_emitted
 from specjax.decode.draft_step import discard_incompatible_draft, draft_next
 from specjax.decode.drafters import Drafter
@@ -38,7 +39,7 @@ from specjax.processing.grammar import advance
 from specjax.processing.token_counts import add_to_counts
 from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
-from specjax.types import Draft, Model
+from specjax.types import Model
 
 __all__ = ["commit_emitted", "extend_drafter", "run_step", "verify_pending"]
 
@@ -105,10 +106,11 @@ def verify_pending(state: DecodeState, rows: TargetRows, options: StepOptions) -
     """
     config, settings, draft = options.config, state.settings, state.draft
     resolved = resolve_implementation(options.implementation)
-    k, method = count_rows(state) - 1, config.verification_method
-    call = CallOptions(config.noise_dtype, resolved, k, method, config.rule if k else None)
-    if method == "coupled":
-        draft = Draft(draft.token_ids, num_tokens=draft.num_tokens)  # nothing else is read
+    k = count_rows(state) - 1
+    rule = static_rule(config.verification_rule(settings.conditional_rates))
+    call = CallOptions(config.noise_dtype, resolved, k, rule)
+    if rule == COUPLED:
+        draft = draft.without_q()
     arrays = VerifyArrays.from_draft(
         draft,
         rows.logits,

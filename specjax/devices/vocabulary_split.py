@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from specjax.types import Draft
+from specjax.types import Draft, RaggedDraft
 
 __all__ = ["VocabularySplit", "parse_split"]
 
@@ -41,7 +41,7 @@ def parse_split(
     vocab_size: Any,
     logits: Any,
     implementation: str | None = None,
-    draft: Draft | None = None,
+    draft: Draft | RaggedDraft | None = None,
     rule: Any = None,
 ) -> VocabularySplit | None:
     """Returns the split of rows of logits, None for whole rows.
@@ -147,7 +147,7 @@ def _check_no_size(vocab_size: Any) -> None:
         )
 
 
-def _check_draft_is_whole(logits: Any, draft: Draft | None) -> None:
+def _check_draft_is_whole(logits: Any, draft: Draft | RaggedDraft | None) -> None:
     """Refuses a draft that is split over Explicit axes where the target lies on no mesh."""
     if draft is None or draft.logits is None or not jax.typeof(logits).sharding.mesh.empty:
         return
@@ -160,7 +160,7 @@ def _check_draft_is_whole(logits: Any, draft: Draft | None) -> None:
 
 
 def _why_whole(
-    axis_name: str, width: int, logits: Any, draft: Draft | None, rule: Any
+    axis_name: str, width: int, logits: Any, draft: Draft | RaggedDraft | None, rule: Any
 ) -> str | None:
     """Says what asks for whole rows: narrow parts, a rule, drafts of other tokens; or None."""
     if width < _LEAST_WIDTH:

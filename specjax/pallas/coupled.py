@@ -1,4 +1,4 @@
-"""`coupled_sample` on the kernels: every row draws its token, and drafted ones are compared.
+"""Coupled sampling on the kernels: every row draws its token, and drafted ones are compared.
 
     small batch    verify_reduce_kernel     partials of all target rows
                    coupled_draw_kernel      a draw of each row; a request's last program writes

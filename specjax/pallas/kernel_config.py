@@ -103,7 +103,7 @@ class KernelConfig:
         It reads the heaviest block of each group.
       max_small_batch: requests up to which all target rows are read at once.
       num_noise_splits: programs per row that make the noise of its blocks, in `gumbel_sample` and
-        small batches of `coupled_sample`: a power of two, at most the padded number of blocks.
+        small batches of coupled sampling: a power of two, at most the padded number of blocks.
         0 leaves the noise to the draw; None chooses.
       num_register_logits: candidates that a search holds in registers, a power of two: eight to a
         thread.

@@ -1,10 +1,10 @@
 """The verifiers on the kernels: which launches a call takes, and the tests of a rule.
 
-rejection_sample          rows are reduced and evaluated, then the next token is drawn
-  with a rule             by the schedule of a large batch, which evaluates by the rule
-rows over devices         `split`
-block_rejection_sample    `block`
-coupled_sample            `coupled`
+rules.standard()     rows are reduced and evaluated, then the next token is drawn
+a `Rule`             by the schedule of a large batch, which evaluates by the rule
+rows over devices    `split`
+rules.block()        `block`
+rules.coupled()      `coupled`
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.logsumexp import LogNormalizer
 from specjax.core.noise import Stream, uniform
-from specjax.core.rule import RowValues, accepts, log_weights
+from specjax.core.rule import BLOCK, COUPLED, RowValues, Rule, accepts, log_weights
 from specjax.pallas.block.verify import verify_block
 from specjax.pallas.blocks import Partials, tile_token_ids
 from specjax.pallas.coupled import verify_coupled
@@ -55,8 +55,8 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
     unflattened, arrays = arrays, _flatten_drafts(arrays)
     plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
-    # Without drafts every method draws from the first row, by the launches of `rejection_sample`.
-    if options.method == "coupled" and options.max_draft_tokens:
+    # Without drafts every method draws from the first row, by those launches.
+    if options.rule == COUPLED and options.max_draft_tokens:
         if options.split is not None:
             samples = target_samples(unflattened, options.max_draft_tokens)
             return compare_draws(unflattened, sample_split(samples, options), options)
@@ -69,10 +69,10 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
         arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
     if options.split is not None:
         return verify_split(arrays, plan, config.split_residual_tile(num_requests, vocab_size))
-    if options.method == "block" and arrays.draft_logits is not None:
+    if options.rule == BLOCK and arrays.draft_logits is not None:
         return verify_block(arrays, plan, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows
-    if options.rule is not None and options.max_draft_tokens:
+    if options.custom_rule is not None:
         rows = accept_rows(arrays, plan, evaluate_by_rule)
         plan = plan._replace(log_weights=log_weights_by_rule)
     else:
@@ -92,7 +92,7 @@ def evaluate_by_rule(
     arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
 ) -> AcceptanceResult:
     """Evaluates target row `i`, i32[1], of a request by the call's rule."""
-    result, rule = evaluate_acceptance(arrays, request, i, partials, plan), plan.options.rule
+    result, rule = evaluate_acceptance(arrays, request, i, partials, plan), _rule_of(plan)
     drafted = result.drafted
     assert drafted is not None
     address = request.address(arrays, i, Stream.accept(i), plan)
@@ -140,7 +140,14 @@ def log_weights_by_rule(
     drafted_id = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
     logprob = prefix.row.logprobs(drafted_id)
     values = _row_values(prefix.row, logprob, plan, jnp.dtype(jnp.float32))
-    return log_weights(plan.options.rule, logprobs, draft_logprobs, values)
+    return log_weights(_rule_of(plan), logprobs, draft_logprobs, values)
+
+
+def _rule_of(plan: Plan) -> Rule:
+    """Returns the rule of a call that has one of functions."""
+    rule = plan.options.custom_rule
+    assert rule is not None
+    return rule
 
 
 def _row_values(row: SamplingRow, logprob: jax.Array, plan: Plan, dtype: Any) -> RowValues:
@@ -163,7 +170,7 @@ def _row_values(row: SamplingRow, logprob: jax.Array, plan: Plan, dtype: Any) ->
         return (lp > jnp.max(logprob)).astype(jnp.float32)
 
     return RowValues(
-        plan.options.rule.statistics,
+        _rule_of(plan).statistics,
         # The shift of the normalizer is the largest logit.
         max_logprob=lambda: -row.normalizer.log_sum.astype(dtype),
         entropy=lambda: over_tiles(entropy),

@@ -153,7 +153,9 @@ def verify_over_mesh(
 
 def _reads_parts(arrays: VerifyArrays, split: VocabularySplit, options: CallOptions) -> bool:
     """Returns whether a verification takes rows whose vocabulary lies over devices."""
-    is_plain = options.rule is None and arrays.token_map is None and arrays.draft_rows is None
+    is_plain = (
+        options.custom_rule is None and arrays.token_map is None and arrays.draft_rows is None
+    )
     # Columns past V are cut: a draft that has some needs its `logsumexp`.
     width = 0 if arrays.draft_logits is None else arrays.draft_logits.shape[-1]
     is_alike = width <= split.vocab_size or arrays.draft_logsumexp is not None

@@ -1,5 +1,6 @@
 """`rejection_sample`: checks, and the jitted body."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,36 +14,47 @@ from specjax.checks import (
     check_flag,
     check_keys,
     check_logits,
+    check_ragged_draft,
     parse_array,
     parse_optional,
     parse_rates,
 )
-from specjax.core.rule import Rule, check_rule
+from specjax.core.rule import (
+    COUPLED,
+    STANDARD,
+    Rule,
+    SyntheticRule,
+    VerificationRule,
+    check_rule,
+    static_rule,
+)
 from specjax.core.token_map import check_token_map
 from specjax.devices.map_parts import map_parts
+from specjax.devices.placement import check_unsharded
 from specjax.devices.vocabulary_split import parse_split
 from specjax.samplers.batch import (
     SharedArrays,
     empty_verification,
     once_per_request,
+    resize_tokens,
+    verify_ragged,
     verify_shard,
 )
-from specjax.types import Draft, Verification
+from specjax.types import Draft, RaggedDraft, Verification
 
 __all__ = ["check_verification", "rejection_sample", "run_verification", "verify_draft"]
 
 
 def rejection_sample(
-    draft: Draft,
+    draft: Draft | RaggedDraft,
     target_logits: jax.Array,
     *,
     keys: jax.Array,
     positions: Any,
     temperature: Any = 1.0,
     cutoff: Any = None,
-    conditional_rates: Any = None,
     bonus_token_ids: Any = None,
-    rule: Rule | None = None,
+    rule: VerificationRule = STANDARD,
     greedy_logprobs: bool = True,
     options: Options = Options(),
 ) -> Verification:
@@ -52,12 +64,13 @@ def rejection_sample(
     rejection one token is drawn from the residual
     :math:`\max(p - q, 0) / \sum \max(p - q, 0)`. If all are accepted, a bonus token is drawn
     from the last target row. One-hot drafts have q = 1. Greedy requests accept the target's
-    argmax alone. All of these mix in one batch.
+    argmax alone. All of these mix in one batch. Another `rule` accepts in another way.
 
     Args:
-      draft: `Draft` with token arrays [B, K], K >= 0, logits [S, K, V_d].
+      draft: `Draft` with token arrays [B, K], K >= 0, logits [S, K, V_d]; or `RaggedDraft`, of
+        requests laid end to end, with token arrays [N], logits [S, V_d].
       target_logits: [B, K + 1, V], bf16, f16 or f32, raw. Row i decides drafted token i,
-        the row after the last drafted token the bonus.
+        the row after the last drafted token the bonus. Of a `RaggedDraft` [N + B, V].
       keys: typed threefry keys, [B] or (). With () each request folds in its index; inside
         `shard_map` pass [B], because every shard counts its requests from 0.
       positions: i32, [B] or scalar: row i decides the token at absolute position
@@ -65,25 +78,25 @@ def rejection_sample(
         key per call and positions 0.
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy. Negative or
         not finite makes the request invalid: it emits nothing.
-      cutoff: f32, [B, K + 1], target logits below it are left out. None keeps all.
-      conditional_rates: f32, [K] or [B, K] in [0, 1], makes the call synthetic: token i is
-        accepted with this probability whatever p and q are. See `geometric_rates`.
+      cutoff: f32, [B, K + 1] or, of a `RaggedDraft`, [N + B], target logits below it are left out.
+        None keeps all.
       bonus_token_ids: i32, [B], replaces the bonus token; outside [0, V) it is sampled. Its
         log-probability is -inf where the bonus row is invalid.
-      rule: a `Rule`, static, in place of the standard one of this page; not together with
-        `conditional_rates`. `specjax.core.rules` has some. None is the standard rule.
+      rule: what accepts, a value of `specjax.rules`: `standard`, `block` and `coupled` are exact,
+        `synthetic` accepts at given rates, others are looser. Or a `Rule` of your own.
       greedy_logprobs: bool, static, whether greedy requests get log-probabilities. False leaves
         them 0, and exponentiates no logit of a greedy request.
       options: `Options`, static. Its `axis_name` is that of `target_logits` and `draft.logits`,
-        which then have the same tokens on a device; without `rule` and `draft.token_map`. With them
-        None gathers rows that a sharding splits.
+        which then have the same tokens on a device; without a `Rule` and `draft.token_map`. With
+        them None gathers rows that a sharding splits.
 
     Returns:
       `Verification`. A request emits `num_accepted + 1` tokens. The last one is missing where
       the target row that decides it is invalid: it holds NaN or +inf, or is -inf everywhere.
+      The tokens of a `RaggedDraft` are padded to `max_draft_tokens + 1`.
 
     Raises:
-      ValueError: for wrong shapes, dtypes, keys or an unknown implementation.
+      ValueError: for wrong shapes, dtypes, keys or rules, or an unknown implementation.
 
     Example:
       >>> target_logits = jnp.log(jnp.array([[[0.1, 0.9], [0.5, 0.5]]]))
@@ -103,9 +116,8 @@ def rejection_sample(
         positions=positions,
         temperature=temperature,
         cutoff=cutoff,
-        conditional_rates=conditional_rates,
-        rule=rule,
         bonus_token_ids=bonus_token_ids,
+        rule=rule,
         greedy_logprobs=greedy_logprobs,
         options=options,
     )
@@ -113,7 +125,7 @@ def rejection_sample(
 
 
 def check_verification(
-    draft: Draft,
+    draft: Draft | RaggedDraft,
     target_logits: jax.Array,
     *,
     keys: jax.Array,
@@ -121,58 +133,83 @@ def check_verification(
     temperature: Any,
     cutoff: Any,
     bonus_token_ids: Any,
+    rule: VerificationRule,
     greedy_logprobs: bool,
     options: Options,
-    conditional_rates: Any = None,
-    rule: Rule | None = None,
-    method: str = "standard",
 ) -> tuple[VerifyArrays, CallOptions]:
     """Returns the arrays and options of a call of `rejection_sample`, or refuses them."""
     check_options(options)
-    draft = check_draft(draft)
-    size, k = draft.token_ids.shape
+    check_rule(rule)
     target_logits = as_array("target_logits", target_logits)
-    check_logits("target_logits", target_logits, "[B, K + 1, V]", size)
-    if target_logits.shape[1] != k + 1:
-        raise ValueError(
-            f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
-            f"it needs {k + 1}: one per draft and one for the bonus token."
-        )
+    draft, size, k = _check_rows(draft, target_logits)
+    if rule == COUPLED:
+        draft = draft.without_q()
+    if isinstance(draft, RaggedDraft):
+        for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
+            if logits is not None:
+                check_unsharded(name, logits)
     split = parse_split(
-        options.axis_name, options.vocab_size, target_logits, draft=draft, rule=rule
+        options.axis_name,
+        options.vocab_size,
+        target_logits,
+        draft=draft,
+        rule=rule if isinstance(rule, Rule) else None,
     )
-    check_token_map("draft.token_map", draft.token_map, target_logits.shape[2])
-    each = ((), (size,))
+    check_token_map("draft.token_map", draft.token_map, target_logits.shape[-1])
+    rates = rule.conditional_rates if isinstance(rule, SyntheticRule) else None
+    each, f32, i32 = ((), (size,)), jnp.float32, jnp.int32
     arrays = VerifyArrays.from_draft(
         draft,
         target_logits,
         keys=check_keys(keys, size),
-        positions=parse_array("positions", positions, jnp.int32, *each),
-        temperature=parse_array("temperature", temperature, jnp.float32, *each),
-        cutoff=parse_optional("cutoff", cutoff, jnp.float32, (size, k + 1)),
-        conditional_rates=parse_rates(conditional_rates, size, k),
-        bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, jnp.int32, (size,)),
+        positions=parse_array("positions", positions, i32, *each),
+        temperature=parse_array("temperature", temperature, f32, *each),
+        cutoff=parse_optional("cutoff", cutoff, f32, target_logits.shape[:-1]),
+        conditional_rates=parse_rates(rates, size, k),
+        bonus_token_ids=parse_optional("bonus_token_ids", bonus_token_ids, i32, (size,)),
     )
-    check_rule(rule, conditional_rates)
     call_options = CallOptions.from_options(
         options,
         max_draft_tokens=k,
-        method=method,
-        rule=rule,
+        rule=static_rule(rule),
         greedy_logprobs=check_flag("greedy_logprobs", greedy_logprobs),
         split=split,
     )
     return arrays, call_options
 
 
+def _check_rows(
+    draft: Draft | RaggedDraft, target_logits: jax.Array
+) -> tuple[Draft | RaggedDraft, int, int]:
+    """Returns a draft that fits to its target rows, B, and K; or refuses them."""
+    if isinstance(draft, RaggedDraft):
+        check_logits("target_logits", target_logits, "[N + B, V]")
+        ragged = check_ragged_draft(draft, target_logits.shape[0])
+        return ragged, ragged.cu_num_draft_tokens.shape[0] - 1, ragged.max_draft_tokens
+    draft = check_draft(draft)
+    size, k = draft.token_ids.shape
+    check_logits("target_logits", target_logits, "[B, K + 1, V]", size)
+    if target_logits.shape[1] != k + 1:
+        raise ValueError(
+            f"target_logits has {target_logits.shape[1]} rows per request for {k} draft tokens; "
+            f"it needs {k + 1}: one per draft and one for the bonus token."
+        )
+    return draft, size, k
+
+
 @functools.partial(jax.jit, static_argnames="options")
 def run_verification(arrays: VerifyArrays, *, options: CallOptions) -> Verification:
     """Runs what `check_verification` returns."""
-    rows = (arrays.target_logits, arrays.draft_logits)
-    size, num_rows = arrays.target_logits.shape[:2]
+    num_rows, cumulative = options.max_draft_tokens + 1, arrays.cu_num_draft_tokens
+    size = arrays.target_logits.shape[0] if cumulative is None else cumulative.shape[0] - 1
     if size == 0:
         return empty_verification(num_rows)
-    arrays = once_per_request(arrays, size, num_rows - 1)
+    if cumulative is not None and not arrays.token_ids.shape[0]:
+        options = dataclasses.replace(options, max_draft_tokens=0)
+    arrays = once_per_request(arrays, size, options.max_draft_tokens)
+    if cumulative is not None:
+        return resize_tokens(verify_ragged(arrays, options=options), num_rows)
+    rows = (arrays.target_logits, arrays.draft_logits)
     arrays, shared = arrays._replace(draft_ids=None), SharedArrays(draft_ids=arrays.draft_ids)
     if arrays.draft_rows is not None:
         # A row may lie on any shard, so that every shard gets all of them.

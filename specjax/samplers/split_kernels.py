@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import SAMPLING_BLOCK
+from specjax.core.rule import BLOCK, COUPLED
 
 __all__ = ["may_run_kernels", "missing_of_verification"]
 
@@ -53,9 +54,9 @@ def missing_of_verification(arrays: VerifyArrays, options: CallOptions) -> str |
     """Says what the kernels lack to verify a split vocabulary; None where they lack nothing."""
     if options.max_draft_tokens == 0:
         return None
-    if options.method == "block" and arrays.draft_logits is not None:
+    if options.rule == BLOCK and arrays.draft_logits is not None:
         return "do not verify blocks"
-    if options.method == "coupled":
+    if options.rule == COUPLED:
         return None if arrays.bonus_token_ids is None else "take no bonus_token_ids"
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:

@@ -58,7 +58,7 @@ def tree_rejection_sample(
 
     the second after each rejected child, whose token leaves q. The deepest nodes are tried first,
     and a node is accepted if its uniform lies below its r. On a chain this is
-    `block_rejection_sample`, token for token.
+    `rules.block`, token for token.
 
     Draw siblings so: node v of depth d, 0 at the root's children, by `gumbel_sample` of its
     parent's row of draft logits with the tokens of earlier siblings at -inf, at ``positions + d``

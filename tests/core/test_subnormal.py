@@ -13,6 +13,7 @@ from over_devices import over_devices, pad, split
 from verify_cases import with_sizes
 
 import specjax
+from specjax import rules
 from specjax.core import subnormal
 from specjax.core.subnormal import flush_subnormals, largest_equal, smallest_equal
 from specjax.pallas.kernel_config import Tile
@@ -155,7 +156,7 @@ def verify(drafted, draft_rows, target_rows, temperature, implementation, rates=
         positions=0,
         temperature=jnp.full((size,), temperature, jnp.float32),
         cutoff=jnp.zeros((size, 2), jnp.float32),
-        conditional_rates=rates,
+        rule=rules.standard() if rates is None else rules.synthetic(rates),
         options=specjax.Options(implementation=implementation),
     )
 

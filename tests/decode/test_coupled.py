@@ -174,13 +174,13 @@ def test_a_state_with_rates_of_acceptance_keeps_them(begun):
         step_by(then, state)
 
 
-def test_propose_refuses_another_method():
-    with pytest.raises(ValueError, match="rejection_sample_method is 'block'; it is"):
+def test_propose_refuses_what_is_no_rule():
+    with pytest.raises(ValueError, match="rule is str; it needs"):
         specjax.propose(
             lambda carry, token_ids, positions: (None, carry),
             (),
             np.zeros(2, np.int32),
             specjax.DraftInputs(jax.random.key(0), positions=0),
             num_tokens=1,
-            rejection_sample_method="block",
+            rule="coupled",
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import SamplingParams, SpeculativeConfig, Stream
+from specjax import SamplingParams, SpeculativeConfig, Stream, rules
 from specjax.decode.drafters import Drafter
 from specjax.decode.propose import propose_step
 from specjax.markov_chain import markov_chain
@@ -47,7 +47,7 @@ def propose(table, token_map, sampling, temperature, *, is_mapped, draft, verify
         ),
         num_tokens=K,
         draft_sample_method=draft,
-        rejection_sample_method=verify,
+        rule=getattr(rules, verify)(),
         **named,
     )
 

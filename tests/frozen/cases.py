@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import specjax
-from specjax import Draft, Options, SamplingParams, SpeculativeConfig
+from specjax import Draft, Options, RaggedDraft, SamplingParams, SpeculativeConfig
 from specjax.core import rules
 from specjax.implementation import DeviceFacts, Implementation
 from specjax.models import RopeScaling, TransformerConfig, build, causal_hidden
@@ -126,7 +126,12 @@ def mapped_shapes(batch_size, dtype=BF16):
     return draft._replace(logits=logits, token_map=ints(DRAFT_VOCAB))
 
 
-def _verify(draft, target, keys, positions, temperature, cutoff, rates, bonus, **options):
+STANDARD = rules.standard()
+
+
+def _verify(
+    draft, target, keys, positions, temperature, cutoff, rates, bonus, rule=STANDARD, **options
+):
     return specjax.rejection_sample(
         draft,
         target,
@@ -134,8 +139,8 @@ def _verify(draft, target, keys, positions, temperature, cutoff, rates, bonus, *
         positions=positions,
         temperature=temperature,
         cutoff=cutoff,
-        conditional_rates=rates,
         bonus_token_ids=bonus,
+        rule=rule if rates is None else rules.synthetic(rates),
         **options,
     )
 
@@ -221,8 +226,13 @@ def split():
         return Case(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=whole), shapes, CUDA)
 
     def couple(token_ids, target, keys, positions):
-        return specjax.coupled_sample(
-            token_ids, target, keys=keys, positions=positions, options=options
+        return specjax.rejection_sample(
+            Draft(token_ids),
+            target,
+            keys=keys,
+            positions=positions,
+            rule=rules.coupled(),
+            options=options,
         )
 
     b, width = SMALL, 4 * 1280
@@ -235,19 +245,10 @@ def split():
 
 
 def ragged():
-    def verify(draft, target, starts, keys, positions, temperature, cutoff, rates, **options):
-        return specjax.rejection_sample_ragged(
-            draft,
-            target,
-            cu_num_draft_tokens=starts,
-            max_draft_tokens=K,
-            keys=keys,
-            positions=positions,
-            temperature=temperature,
-            cutoff=cutoff,
-            conditional_rates=rates,
-            **options,
-        )
+    def verify(draft, target, starts, *arguments, **options):
+        fields = {**draft._asdict(), "cu_num_draft_tokens": starts}
+        ragged = RaggedDraft(**fields, max_draft_tokens=K)
+        return _verify(ragged, target, *arguments, None, **options)
 
     for platform in (CPU, CUDA):
         call = functools.partial(verify, options=Options(implementation=implementation(platform)))
@@ -279,20 +280,24 @@ def block():
 
 def verify_block(token_ids, logits, target, keys, positions, temperature, num_tokens, **options):
     draft = specjax.Draft(token_ids, logits, num_tokens=num_tokens)
-    return specjax.block_rejection_sample(
-        draft, target, keys=keys, positions=positions, temperature=temperature, **options
+    return _verify(
+        draft, target, keys, positions, temperature, *(None,) * 3, rules.block(), **options
     )
 
 
 def coupled():
     def couple(token_ids, target, keys, positions, temperature, num_tokens, **options):
-        return specjax.coupled_sample(
-            token_ids,
+        draft = Draft(token_ids, num_tokens=num_tokens)
+        return _verify(
+            draft,
             target,
-            keys=keys,
-            positions=positions,
-            temperature=temperature,
-            num_tokens=num_tokens,
+            keys,
+            positions,
+            temperature,
+            None,
+            None,
+            None,
+            rules.coupled(),
             **options,
         )
 
@@ -309,13 +314,12 @@ def coupled():
 
 
 def couple_ragged(token_ids, target, starts, keys, positions, **options):
-    return specjax.coupled_sample_ragged(
-        token_ids,
+    return specjax.rejection_sample(
+        RaggedDraft(token_ids, starts, max_draft_tokens=K),
         target,
-        cu_num_draft_tokens=starts,
-        max_draft_tokens=K,
         keys=keys,
         positions=positions,
+        rule=rules.coupled(),
         **options,
     )
 
@@ -447,10 +451,10 @@ def drafts():
     greedy = functools.partial(propose, method="greedy")
     yield "propose, greedy", Case(greedy, (*shapes, None))
     narrow = (shape(VOCAB, DRAFT_VOCAB, dtype=BF16), *shapes[1:], PARAMS)
-    for method in ("standard", "coupled"):
-        call = functools.partial(propose_mapped, rejection_sample_method=method)
+    for rule in (rules.standard(), rules.coupled()):
+        call = functools.partial(propose_mapped, rule=rule)
         history = (ints(DRAFT_VOCAB), ints(b, 9))
-        yield f"propose, a token map, {method}", Case(call, (*narrow, *history))
+        yield f"propose, a token map, {rule.name}", Case(call, (*narrow, *history))
     draft = draft_shapes("everything", (b, K), b, BF16)
     yield "gather_drafts", Case(specjax.gather_drafts, (draft, ints(b), ints(6), ints(6)))
     yield "draft_from_probs", Case(specjax.draft_from_probs, (ints(b, K), shape(b, K, VOCAB)))

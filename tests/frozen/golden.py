@@ -8,7 +8,7 @@ import numpy as np
 
 import specjax
 from frozen.cases import build_tiny, whole_decode
-from specjax import Draft, SamplingParams
+from specjax import Draft, RaggedDraft, SamplingParams, rules
 
 BATCH, K, VOCAB = 8, 3, 700
 
@@ -35,7 +35,7 @@ def _calls():
     yield "one-hot drafts", verify(Draft(ids))
     all_kept = jnp.full((BATCH, K + 1), -jnp.inf)
     yield "sampled drafts", verify(Draft(ids, draft), cutoff=all_kept)
-    yield "synthetic acceptance", verify(Draft(ids), conditional_rates=jnp.full(K, 0.7))
+    yield "synthetic acceptance", verify(Draft(ids), rule=rules.synthetic(jnp.full(K, 0.7)))
     temperature = options["temperature"]
     cutoff = specjax.logit_cutoff(
         target, temperature=temperature, top_k=20, top_p=0.9, implementation="xla"
@@ -43,11 +43,14 @@ def _calls():
     yield "cutoffs", verify(Draft(ids, draft), cutoff=cutoff)
     yield (
         "requests laid end to end",
-        specjax.rejection_sample_ragged(
-            Draft(ids.reshape(-1), draft.reshape(-1, VOCAB)),
+        specjax.rejection_sample(
+            RaggedDraft(
+                ids.reshape(-1),
+                K * jnp.arange(BATCH + 1, dtype=jnp.int32),
+                max_draft_tokens=K,
+                logits=draft.reshape(-1, VOCAB),
+            ),
             target.reshape(-1, VOCAB),
-            cu_num_draft_tokens=K * jnp.arange(BATCH + 1, dtype=jnp.int32),
-            max_draft_tokens=K,
             **options,
         ),
     )

@@ -244,7 +244,7 @@ def check_synthetic_rates(samplers, n=NUM_REQUESTS):
     setting = SETTINGS["masked and cut at a temperature"]()
     rates = np.array([0.7, 0.4], np.float32)
     conditional = samplers.conditional_rates(jnp.asarray(rates))
-    step = one_step(samplers, setting, n, conditional_rates=conditional)
+    step = one_step(samplers, setting, n, rule=specjax.rules.synthetic(conditional))
     measured = np.mean(np.asarray(step.num_accepted)[:, None] > np.arange(2), axis=0)
     tolerance = stats.norm.isf(ALPHA) * np.sqrt(rates * (1 - rates) / n)
     assert np.all(np.abs(measured - rates) < tolerance), f"accepted at {measured}, not at {rates}"

@@ -10,7 +10,7 @@ import oracle_tree
 import pytest
 import trees
 from scipy import stats
-from test_block_rejection_sample import random_model, total_variation, without_rows
+from test_block_rule import random_model, total_variation, without_rows
 
 import specjax
 from specjax import Stream

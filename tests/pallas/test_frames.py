@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import specjax
-from specjax.core.rules import relaxed
+from specjax import rules
 from specjax.models import TransformerConfig, build
 
 pytestmark = pytest.mark.once
@@ -35,20 +35,28 @@ def sample(b):
     return specjax.gumbel_sample(jnp.zeros((b, VOCAB)), stream=0, **OPTIONS)
 
 
-def padded(function, draft=make_draft, **options):
+def padded(rule, **options):
     """A call of a padded batch."""
-    return lambda b: function(draft(b, K), jnp.zeros((b, K + 1, VOCAB)), **OPTIONS, **options)
-
-
-def ragged(function, draft=make_draft):
-    """A call of as many requests, laid end to end."""
-    return lambda b: function(
-        draft(b * K),
-        jnp.zeros((b * (K + 1), VOCAB)),
-        cu_num_draft_tokens=K * jnp.arange(b + 1),
-        max_draft_tokens=K,
-        **OPTIONS,
+    options |= OPTIONS | {"rule": rule}
+    return lambda b: specjax.rejection_sample(
+        make_draft(b, K), jnp.zeros((b, K + 1, VOCAB)), **options
     )
+
+
+def ragged(rule):
+    """A call of as many requests, laid end to end."""
+
+    def call(b):
+        draft = specjax.RaggedDraft(
+            make_tokens(b * K),
+            K * jnp.arange(b + 1),
+            max_draft_tokens=K,
+            logits=jnp.zeros((b * K, VOCAB)),
+        )
+        rows = jnp.zeros((b * (K + 1), VOCAB))
+        return specjax.rejection_sample(draft, rows, rule=rule, **OPTIONS)
+
+    return call
 
 
 def make_tokens(*lead):
@@ -69,7 +77,8 @@ def verify_split(b):
 
 
 def couple_split(b):
-    return specjax.coupled_sample(make_tokens(b, K), put(b, K + 1), **OPTIONS)
+    draft = specjax.Draft(make_tokens(b, K))
+    return specjax.rejection_sample(draft, put(b, K + 1), rule=rules.coupled(), **OPTIONS)
 
 
 def sample_split(b):
@@ -111,24 +120,24 @@ def frames_to_kernels(call, monkeypatch):
 CASES = {
     "sample": (sample, SMALL, 2),
     "sample, split": (sample_split, SMALL, 2),
-    "verify": (padded(specjax.rejection_sample), SMALL, 3),
-    "verify, large": (padded(specjax.rejection_sample), LARGE, 4),
-    "verify by a rule": (padded(specjax.rejection_sample, rule=relaxed(3, 0.5)), SMALL, 4),
+    "verify": (padded(rules.standard()), SMALL, 3),
+    "verify, large": (padded(rules.standard()), LARGE, 4),
+    "verify by a rule": (padded(rules.relaxed(3, 0.5)), SMALL, 4),
     "verify, few log-probabilities": (
-        padded(specjax.rejection_sample, greedy_logprobs=False),
+        padded(rules.standard(), greedy_logprobs=False),
         LARGE,
         3,
     ),
-    "verify, ragged": (ragged(specjax.rejection_sample_ragged), SMALL, 3),
-    "verify, ragged and large": (ragged(specjax.rejection_sample_ragged), LARGE, 4),
+    "verify, ragged": (ragged(rules.standard()), SMALL, 3),
+    "verify, ragged and large": (ragged(rules.standard()), LARGE, 4),
     "verify, split": (verify_split, SMALL, 2),
-    "block": (padded(specjax.block_rejection_sample), SMALL, 5),
-    "block, large": (padded(specjax.block_rejection_sample), LARGE, 5),
-    "block, ragged": (ragged(specjax.block_rejection_sample_ragged), SMALL, 5),
-    "couple": (padded(specjax.coupled_sample, make_tokens), SMALL, 2),
-    "couple, large": (padded(specjax.coupled_sample, make_tokens), LARGE, 2),
-    "couple, ragged": (ragged(specjax.coupled_sample_ragged, make_tokens), SMALL, 2),
-    "couple, ragged and large": (ragged(specjax.coupled_sample_ragged, make_tokens), LARGE, 2),
+    "block": (padded(rules.block()), SMALL, 5),
+    "block, large": (padded(rules.block()), LARGE, 5),
+    "block, ragged": (ragged(rules.block()), SMALL, 5),
+    "couple": (padded(rules.coupled()), SMALL, 2),
+    "couple, large": (padded(rules.coupled()), LARGE, 2),
+    "couple, ragged": (ragged(rules.coupled()), SMALL, 2),
+    "couple, ragged and large": (ragged(rules.coupled()), LARGE, 2),
     "couple, split": (couple_split, SMALL, 2),
     "cut": (cut, SMALL, 2),
 }

@@ -28,7 +28,7 @@ from gpu_cases import (
 from margins import closest_call, draw
 
 import specjax
-from specjax import Stream
+from specjax import Draft, Stream, rules
 
 pytestmark = pytest.mark.gpu
 
@@ -96,14 +96,8 @@ def test_ragged_rows_are_verified_as_the_padded_reference_does():
     counts = np.random.default_rng(0).choice([-1, 0, 1, 2, 3, 3, 3], size.batch_size)
     case = case._replace(draft=case.draft._replace(num_tokens=jnp.asarray(counts, I32)))
     theirs = jax.device_get(verify(case, "xla"))
-    draft, target, cu = make_ragged(case)
-    ours = specjax.rejection_sample_ragged(
-        draft,
-        target,
-        cu_num_draft_tokens=cu,
-        max_draft_tokens=size.k,
-        options=specjax.Options(implementation=KERNELS),
-        **case.options,
+    ours = specjax.rejection_sample(
+        *make_ragged(case), options=specjax.Options(implementation=KERNELS), **case.options
     )
     compare(case, jax.device_get(ours), theirs, F32)
 
@@ -148,8 +142,11 @@ def test_block_verification_is_the_reference_s(batch_size):
         data = (case.draft, case.target_logits)
         ours, theirs = (
             jax.device_get(
-                specjax.block_rejection_sample(
-                    *data, options=specjax.Options(implementation=name), **case.options
+                specjax.rejection_sample(
+                    *data,
+                    rule=rules.block(),
+                    options=specjax.Options(implementation=name),
+                    **case.options,
                 )
             )
             for name in (KERNELS, "xla")
@@ -181,7 +178,9 @@ def test_coupled_tokens_are_what_the_target_s_rows_draw(batch_size):
         jax.random.key(1), rows[:, 1:].shape
     )
     draft = np.stack([drawn(nudged[:, i].astype(bf16), i) for i in range(size.k)], axis=1)
-    step = jax.device_get(specjax.coupled_sample(draft, rows, **options))
+    step = jax.device_get(
+        specjax.rejection_sample(Draft(draft), rows, rule=rules.coupled(), **options)
+    )
     matches = np.cumprod(draft == target[:, :-1], axis=1).sum(axis=1)
     emitted = np.where(np.arange(size.k + 1) <= matches[:, None], target, -1)
     who = np.flatnonzero(np.any(step.token_ids != emitted, axis=1))

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from generic_rules import STANDARD_BY_FUNCTIONS
 from jax.extend.mlir import ir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import specjax
-from specjax import Draft
-from specjax.core import rules
+from specjax import Draft, RaggedDraft, rules
 from specjax.implementation import (
     NEWEST_TESTED_JAX,
     DeviceFacts,
@@ -125,6 +125,13 @@ def draft_shapes(kind, dtype, lead, *, vocab_size=VOCAB, batch_size=BATCH):
     )
 
 
+def verify_at(options, draft, target_logits, arguments):
+    """Verifies at the rates among the arguments, if they are there."""
+    rates = arguments.pop("rates")
+    rule = rules.standard() if rates is None else rules.synthetic(rates)
+    return specjax.rejection_sample(draft, target_logits, rule=rule, options=options, **arguments)
+
+
 def verify_text(
     kind,
     dtype=jnp.bfloat16,
@@ -144,21 +151,21 @@ def verify_text(
         positions=shape(batch_size, dtype=I32),
         temperature=shape(batch_size),
         cutoff=shape(batch_size, k + 1) if every else None,
-        conditional_rates=shape(k) if synthetic else None,
+        rates=shape(k) if synthetic else None,
         bonus_token_ids=shape(batch_size, dtype=I32) if every else None,
     )
 
-    def verify(draft, target_logits, options):
-        return specjax.rejection_sample(
-            draft,
-            target_logits,
-            options=specjax.Options(noise_dtype=noise_dtype, implementation=implementation),
-            **options,
-        )
-
+    options_of_call = specjax.Options(noise_dtype=noise_dtype, implementation=implementation)
+    verify = functools.partial(verify_at, options_of_call)
     draft = draft_shapes(kind, dtype, (batch_size, k), vocab_size=vocab_size, batch_size=batch_size)
     target = shape(batch_size, k + 1, vocab_size, dtype=dtype)
     return lower(verify, draft, target, options, platform=platform)
+
+
+def ragged_shapes(draft):
+    """The draft, of flat token arrays, as one of requests laid end to end."""
+    ends = shape(BATCH + 1, dtype=I32)
+    return RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=K, **draft._asdict())
 
 
 def ragged_text(kind, *, noise_dtype=F32, synthetic=False):
@@ -168,22 +175,13 @@ def ragged_text(kind, *, noise_dtype=F32, synthetic=False):
         positions=shape(BATCH, dtype=I32),
         temperature=shape(BATCH),
         cutoff=shape(size + BATCH) if kind == "everything" else None,
-        conditional_rates=shape(BATCH, K) if synthetic else None,
+        rates=shape(BATCH, K) if synthetic else None,
     )
 
-    def verify(draft, target_logits, cu_num_draft_tokens, options):
-        return specjax.rejection_sample_ragged(
-            draft,
-            target_logits,
-            cu_num_draft_tokens=cu_num_draft_tokens,
-            max_draft_tokens=K,
-            options=specjax.Options(noise_dtype=noise_dtype, implementation="triton"),
-            **options,
-        )
-
-    draft = draft_shapes(kind, jnp.bfloat16, (size,))
+    kernels = specjax.Options(noise_dtype=noise_dtype, implementation="triton")
+    draft = ragged_shapes(draft_shapes(kind, jnp.bfloat16, (size,)))
     target = shape(size + BATCH, VOCAB, dtype=jnp.bfloat16)
-    return lower(verify, draft, target, shape(BATCH + 1, dtype=I32), options)
+    return lower(functools.partial(verify_at, kernels), draft, target, options)
 
 
 def sample_text(
@@ -248,25 +246,24 @@ def test_block_verification_lowers_for_cuda(dtype, noise_dtype):
 
     def verify(ids, logits, rows, data, more):
         draft = specjax.Draft(ids, logits, num_tokens=more.pop("num_tokens"))
-        return specjax.block_rejection_sample(draft, rows, **data, **more, options=kernels)
+        return specjax.rejection_sample(
+            draft, rows, rule=rules.block(), **data, **more, options=kernels
+        )
 
-    def verify_ragged(ids, logits, rows, starts, data):
-        counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
-        draft = specjax.Draft(ids, logits)
-        return specjax.block_rejection_sample_ragged(draft, rows, **counts, **data, options=kernels)
+    def verify_ragged(draft, rows, data):
+        return specjax.rejection_sample(draft, rows, rule=rules.block(), **data, options=kernels)
 
     batch = shape(BATCH, dtype=I32)
     data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH))
     size = BATCH * K
     ids, logits = shape(BATCH, K, dtype=I32), shape(BATCH, K, VOCAB, dtype=dtype)
     rows = shape(BATCH, K + 1, VOCAB, dtype=dtype)
-    flat = shape(size, dtype=I32), shape(size, VOCAB, dtype=dtype)
+    flat = Draft(shape(size, dtype=I32), shape(size, VOCAB, dtype=dtype))
     more = dict(cutoff=shape(BATCH, K + 1), bonus_token_ids=batch, num_tokens=batch)
-    starts = shape(BATCH + 1, dtype=I32)
     with on_gpu(), noise_context(noise_dtype):
         assert num_kernels(lower(verify, ids, logits, rows, data, more)) == 5
         ragged_rows = shape(size + BATCH, VOCAB, dtype=dtype)
-        assert num_kernels(lower(verify_ragged, *flat, ragged_rows, starts, data)) == 5
+        assert num_kernels(lower(verify_ragged, ragged_shapes(flat), ragged_rows, data)) == 5
 
 
 # Logits are float32 before they meet the noise: each dtype of either is met once.
@@ -281,32 +278,30 @@ def test_block_verification_lowers_for_cuda(dtype, noise_dtype):
 def test_coupled_sampling_lowers_for_cuda(dtype, noise_dtype):
     hopper, ampere = (Implementation("triton", device=DeviceFacts((x,))) for x in (9.0, 8.0))
 
-    def couple(ids, rows, data):
-        options = specjax.Options(noise_dtype=noise_dtype, implementation=hopper)
-        return specjax.coupled_sample(ids, rows, **data, options=options)
-
-    def couple_ragged(ids, rows, starts, data):
-        counts = dict(cu_num_draft_tokens=starts, max_draft_tokens=K)
-        options = specjax.Options(noise_dtype=noise_dtype, implementation=ampere)
-        return specjax.coupled_sample_ragged(ids, rows, **counts, **data, options=options)
+    def couple(kernels, draft, rows, data):
+        options = specjax.Options(noise_dtype=noise_dtype, implementation=kernels)
+        return specjax.rejection_sample(draft, rows, rule=rules.coupled(), **data, options=options)
 
     batch = shape(BATCH, dtype=I32)
-    data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH), num_tokens=batch)
-    padded = shape(BATCH, K, dtype=I32), shape(BATCH, K + 1, VOCAB, dtype=dtype)
+    data = dict(keys=key_shapes(), positions=batch, temperature=shape(BATCH))
+    draft = Draft(shape(BATCH, K, dtype=I32), num_tokens=batch)
     size = BATCH * K
-    ragged = shape(size, dtype=I32), shape(size + BATCH, VOCAB, dtype=dtype)
+    ragged = ragged_shapes(Draft(shape(size, dtype=I32), num_tokens=batch))
     more = dict(cutoff=shape(BATCH, K + 1), bonus_token_ids=batch)
     with on_gpu(), noise_context(noise_dtype):
-        early = lower(couple, *padded, data | more)
-        late = lower(couple_ragged, *ragged, shape(BATCH + 1, dtype=I32), data)
+        rows = shape(BATCH, K + 1, VOCAB, dtype=dtype)
+        early = lower(functools.partial(couple, hopper), draft, rows, data | more)
+        rows = shape(size + BATCH, VOCAB, dtype=dtype)
+        late = lower(functools.partial(couple, ampere), ragged, rows, data)
     for text, triggers in (early, 1), (late, 0):
         assert num_kernels(text) == 2
         # Before Hopper there is no such instruction.
         assert text.count("griddepcontrol.launch_dependents") == triggers
 
 
+# With code of its own the standard rule is no `Rule`.
 RULES = {
-    "standard": rules.standard(),
+    "standard": STANDARD_BY_FUNCTIONS,
     "lenience": rules.lenience(0.5),
     "typical": rules.typical_acceptance(0.3, 0.6),
     "relaxed": dataclasses.replace(rules.relaxed(3, 0.2), greedy=True),
@@ -647,20 +642,10 @@ def test_verification_lowers_for_cuda(dtype, kind, synthetic):
 
 
 def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedule):
-    def verify(rule, method, draft, rows, keys):
-        more = {} if rule is None else {"rule": rule}
+    def verify(rule, draft, rows, keys):
         options = specjax.Options(implementation=schedule)
-        return method(draft, rows, keys=keys, positions=0, options=options, **more)
-
-    def ragged(draft, rows, keys, starts):
-        return specjax.rejection_sample_ragged(
-            draft,
-            rows,
-            cu_num_draft_tokens=starts,
-            max_draft_tokens=K,
-            keys=keys,
-            positions=0,
-            options=specjax.Options(implementation=schedule),
+        return specjax.rejection_sample(
+            draft, rows, keys=keys, positions=0, rule=rule, options=options
         )
 
     rows, keys = shape(BATCH, K + 1, VOCAB, dtype=jnp.bfloat16), key_shapes()
@@ -671,24 +656,20 @@ def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedul
     )
     with on_gpu():
         calls = [
-            (None, specjax.rejection_sample, 3),
-            (None, specjax.block_rejection_sample, 5),
-            (RULES["ensemble"], specjax.rejection_sample, 4),
+            (rules.standard(), 3),
+            (rules.block(), 5),
+            (RULES["ensemble"], 4),
         ]
         # Small batches and large ones find a draft's rows alike.
         [sizes] = schedule.configs
-        for rule, method, number in calls[: 1 if sizes.max_small_batch else None]:
-            text = lower(functools.partial(verify, rule, method), draft, rows, keys)
+        for rule, number in calls[: 1 if sizes.max_small_batch else None]:
+            text = lower(functools.partial(verify, rule), draft, rows, keys)
             assert num_kernels(text) >= number
         if sizes.max_small_batch:
             return
-        text = lower(
-            ragged,
-            flat,
-            shape(BATCH * (K + 1), VOCAB, dtype=jnp.bfloat16),
-            keys,
-            shape(BATCH + 1, dtype=I32),
-        )
+        rows = shape(BATCH * (K + 1), VOCAB, dtype=jnp.bfloat16)
+        by_standard = functools.partial(verify, rules.standard())
+        text = lower(by_standard, ragged_shapes(flat), rows, keys)
         assert num_kernels(text) >= 3
 
 
@@ -828,7 +809,7 @@ def test_a_split_vocabulary_lowers_to_two_kernels_and_a_gather_or_two(kind, num_
         if kind == "sample":
             return specjax.gumbel_sample(logits[:, 0], stream=specjax.Stream.TARGET, **options)
         if kind == "coupled":
-            return specjax.coupled_sample(draft.token_ids, logits, **options)
+            return specjax.rejection_sample(draft, logits, rule=rules.coupled(), **options)
         return specjax.rejection_sample(draft, logits, **options)
 
     kinds = kind if kind == "drawn" else "one-hot"

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import specjax
-from specjax import models
+from specjax import models, rules
 from specjax.markov_chain import markov_chain
 
 pytestmark = pytest.mark.once
@@ -24,7 +24,12 @@ KEYS = jax.random.split(jax.random.key(0), B)
 ROWS = jnp.zeros((B, K + 1, V))
 SAMPLING = specjax.SamplingParams(top_k=2)
 DRAFT = specjax.Draft(jnp.zeros((B, K), jnp.int32), ROWS[:, :K])
-RAGGED = specjax.Draft(jnp.zeros((B * K,), jnp.int32), jnp.zeros((B * K, V)))
+RAGGED = specjax.RaggedDraft(
+    jnp.zeros((B * K,), jnp.int32),
+    K * jnp.arange(B + 1),
+    max_draft_tokens=K,
+    logits=jnp.zeros((B * K, V)),
+)
 CONFIG = models.TransformerConfig(
     V, 64, 128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32
 )
@@ -54,44 +59,13 @@ def sample(name):
 
 
 def verify(name):
-    return specjax.rejection_sample(
-        DRAFT, ROWS, keys=KEYS, positions=0, options=specjax.Options(implementation=name)
-    )
-
-
-def ragged(name):
-    ends = K * jnp.arange(B + 1)
-    return dict(
-        keys=KEYS,
-        positions=0,
-        cu_num_draft_tokens=ends,
-        max_draft_tokens=K,
-        options=specjax.Options(implementation=name),
-    )
-
-
-def verify_ragged(name):
-    return specjax.rejection_sample_ragged(RAGGED, ROWS.reshape(-1, V), **ragged(name))
-
-
-def verify_blocks(name):
-    return specjax.block_rejection_sample(
-        DRAFT, ROWS, keys=KEYS, positions=0, options=specjax.Options(implementation=name)
-    )
-
-
-def verify_blocks_ragged(name):
-    return specjax.block_rejection_sample_ragged(RAGGED, ROWS.reshape(-1, V), **ragged(name))
-
-
-def couple(name):
-    return specjax.coupled_sample(
-        DRAFT.token_ids, ROWS, keys=KEYS, positions=0, options=specjax.Options(implementation=name)
-    )
-
-
-def couple_ragged(name):
-    return specjax.coupled_sample_ragged(RAGGED.token_ids, ROWS.reshape(-1, V), **ragged(name))
+    """By every built-in rule, padded and end to end."""
+    options = dict(keys=KEYS, positions=0, options=specjax.Options(implementation=name))
+    return [
+        specjax.rejection_sample(draft, rows, rule=rule, **options)
+        for rule in (rules.standard(), rules.block(), rules.coupled())
+        for draft, rows in ((DRAFT, ROWS), (RAGGED, ROWS.reshape(-1, V)))
+    ]
 
 
 def cut(name):
@@ -206,11 +180,6 @@ def run_loaded_drafters(name):
 CALLS = {
     "gumbel_sample": sample,
     "rejection_sample": verify,
-    "rejection_sample_ragged": verify_ragged,
-    "block_rejection_sample": verify_blocks,
-    "block_rejection_sample_ragged": verify_blocks_ragged,
-    "coupled_sample": couple,
-    "coupled_sample_ragged": couple_ragged,
     "logit_cutoff": cut,
     "apply_sampling": apply_sampling,
     "propose": propose,

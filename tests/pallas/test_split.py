@@ -11,6 +11,7 @@ from over_devices import WHOLE, most_numbers, num_messages, over_devices
 from verify_cases import make_draft, make_keys, mixed_case, sampled_case, with_statistics
 
 import specjax
+from specjax import Draft, RaggedDraft, rules
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.implementation import Implementation
 from specjax.pallas.kernel_config import KernelConfig, Tile
@@ -57,6 +58,13 @@ def pad_blocks(rows, devices):
     return jnp.pad(jnp.asarray(rows), width, constant_values=jnp.nan)
 
 
+def by_rule(rest):
+    """The arguments of a call, its rates as a rule."""
+    rest = dict(rest)
+    rates = rest.pop("conditional_rates", None)
+    return rest if rates is None else rest | {"rule": rules.synthetic(rates)}
+
+
 def split_call(inputs, devices, tile, kernels, **options):
     """The program of a case over devices, and its arguments."""
     sizes = KernelConfig(target=Tile(tile, 4), residual=Tile(tile, 4))
@@ -69,7 +77,7 @@ def split_call(inputs, devices, tile, kernels, **options):
     )
 
     def call(draft, logits, keys, rest):
-        return verify(draft, logits, keys=keys, **rest)
+        return verify(draft, logits, keys=keys, **by_rule(rest))
 
     draft, logits = make_draft(inputs), pad_blocks(inputs["target_logits"], devices)
     rest = {name: jnp.asarray(inputs[name]) for name in REST if name in inputs}
@@ -119,7 +127,9 @@ def compare_with_whole_rows(inputs, devices, kernels, options):
     assert kinds == {"all-gather"}
     logits, keys, rest = jnp.asarray(inputs["target_logits"]), *arrays[2:]
     assert most <= logits.shape[0] * (K + 1) * (1024 / 128 * 3 + 2 * devices)
-    whole = specjax.rejection_sample(make_draft(inputs), logits, keys=keys, **rest, **options)
+    whole = specjax.rejection_sample(
+        make_draft(inputs), logits, keys=keys, **by_rule(rest), **options
+    )
     ours = program(*arrays)
     for field in ("token_ids", "num_accepted", "num_emitted"):
         np.testing.assert_array_equal(getattr(ours, field), getattr(whole, field))
@@ -169,30 +179,32 @@ def test_one_gather_suffices_for_coupled_sampling(is_ragged):
     rest = dict(positions=jnp.asarray(case["positions"]), cutoff=jnp.asarray(case["cutoff"]))
     rest["temperature"] = jnp.asarray(case["temperature"])
     # What the target draws first, whatever is drafted, is drafted by two requests of three.
-    tokens, cut = np.array(case["token_ids"]), dict(num_tokens=jnp.asarray(case["num_tokens"]))
-    first = specjax.coupled_sample(jnp.asarray(tokens), logits, keys=keys, **rest, **cut)
+    tokens, counts = np.array(case["token_ids"]), jnp.asarray(case["num_tokens"])
+    rest |= dict(keys=keys, rule=rules.coupled())
+    draft = Draft(jnp.asarray(tokens), num_tokens=counts)
+    first = specjax.rejection_sample(draft, logits, **rest)
     agrees = np.arange(BATCH) % 3 > 0
     tokens[agrees, 0] = np.asarray(first.token_ids)[agrees, 0]
-    verify = specjax.coupled_sample
+    draft = draft.replace(token_ids=jnp.asarray(tokens))
     rows = PartitionSpec(None, None, "model")
     if is_ragged:
         counts = np.clip(case["num_tokens"], 0, K)
         cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         drafted = np.arange(K) < counts[:, None]
         verified = np.arange(K + 1) <= counts[:, None]
-        tokens, logits = tokens[drafted], logits[verified]
-        rest["cutoff"] = rest["cutoff"][verified]
-        verify, cut = specjax.coupled_sample_ragged, dict(cu_num_draft_tokens=jnp.asarray(cu))
-        cut |= dict(
-            max_draft_tokens=K, num_tokens=jnp.asarray(np.minimum(case["num_tokens"], counts))
+        logits, rest["cutoff"] = logits[verified], rest["cutoff"][verified]
+        draft = RaggedDraft(
+            jnp.asarray(tokens[drafted]),
+            jnp.asarray(cu),
+            max_draft_tokens=K,
+            num_tokens=jnp.asarray(np.minimum(case["num_tokens"], counts)),
         )
         rows = PartitionSpec(None, "model")
-    tokens, arguments = jnp.asarray(tokens), dict(keys=keys, **rest, **cut)
-    call = interpreted(functools.partial(verify, tokens), VOCAB, **arguments)
+    call = interpreted(functools.partial(specjax.rejection_sample, draft), VOCAB, **rest)
     padded = pad_blocks(logits, 2)
     program = over_devices(call, (padded,), (rows,), 2, check_vma=False)
     assert (num_messages(program), most_numbers(program)[0]) == (1, {"all-gather"})
-    ours, whole = program(padded), verify(tokens, logits, **arguments)
+    ours, whole = program(padded), specjax.rejection_sample(draft, logits, **rest)
     assert {0, 1} <= set(np.asarray(ours.num_accepted).tolist())
     for field in ("token_ids", "num_accepted", "num_emitted"):
         np.testing.assert_array_equal(getattr(ours, field), getattr(whole, field))
@@ -208,15 +220,19 @@ def test_what_rows_have_drawn_counts_for_active_requests_up_to_an_invalid_row():
     # After the first request's draft its target draws what the second one drafts first.
     drafted, drawn = np.array([7, 8, 9, 5, 6]), np.array([7, 8, 8, -1, 3, 5, 4, -1, -1])
     arrays = VerifyArrays.from_draft(
-        specjax.Draft(jnp.asarray(drafted), num_tokens=jnp.array([5, 5, -1, 5])),
+        RaggedDraft(
+            jnp.asarray(drafted),
+            jnp.asarray(cu),
+            max_draft_tokens=2,
+            num_tokens=jnp.array([5, 5, -1, 5]),
+        ),
         jnp.zeros((9, 1)),
-        cu_num_draft_tokens=jnp.asarray(cu),
         keys=None,
         positions=None,
         temperature=jnp.array([1, 1, 1, jnp.nan]),
     )
     sample = specjax.Sample(jnp.asarray(drawn), -jnp.ones(9), None)
-    ours = compare_draws(arrays, sample, CallOptions(jnp.float32, None, 2, "coupled"))
+    ours = compare_draws(arrays, sample, CallOptions(jnp.float32, None, 2, rules.coupled()))
     assert ours.token_ids.tolist() == [[7, 8, -1], [8, -1, -1], [-1] * 3, [-1] * 3]
     assert (ours.num_accepted.tolist(), ours.num_emitted.tolist()) == ([1, 1, 0, 0], [2, 1, 0, 0])
     np.testing.assert_array_equal(ours.logprobs, -(np.asarray(ours.token_ids) >= 0).astype(float))

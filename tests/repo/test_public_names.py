@@ -16,7 +16,7 @@ from specjax import config
 def test_dir_shows_public_names_alone():
     shown = {name: getattr(specjax, name) for name in dir(specjax)}
     rooms = {name for name, value in shown.items() if isinstance(value, types.ModuleType)}
-    assert rooms == {"contrib", "models", "theory"}
+    assert rooms == {"contrib", "models", "rules", "theory"}
     assert set(shown) == {*specjax.__all__, "contrib", "models", "__version__"}
 
 

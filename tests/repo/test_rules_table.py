@@ -7,6 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from generic_rules import STANDARD_BY_FUNCTIONS
 
 from specjax.core import rules
 from specjax.core.rule import RowValues, accepts, log_weights
@@ -15,7 +16,7 @@ from specjax.theory.coupling import match_probability
 ROOT = pathlib.Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "pair_rules.json"
 CALLS = {
-    "standard()": rules.standard(),
+    "standard()": STANDARD_BY_FUNCTIONS,
     "lenience(0.5)": rules.lenience(0.5),
     "typical_acceptance(0.09, 0.3)": rules.typical_acceptance(0.09, 0.3),
     "relaxed(10, 0.6)": rules.relaxed(10, 0.6),

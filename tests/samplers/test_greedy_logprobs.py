@@ -11,13 +11,16 @@ import pytest
 from verify_cases import K, make_draft, make_keys, mixed_case, with_sizes
 
 import specjax
+from specjax import rules
 from specjax.core.logsumexp import block_partials
 
 pytestmark = pytest.mark.once
 
 BATCH, VOCAB = 48, 300
 # By the launches of one batch size or the other, so that each kernel is met once.
+# Rules, and the batch up to which the schedule is that of a small one.
 CALLS = {"rejection": 0, "block": 0, "coupled": BATCH}
+RULES = {"rejection": rules.standard(), "block": rules.block(), "coupled": rules.coupled()}
 
 
 @functools.cache
@@ -52,12 +55,8 @@ def verify(kind, case, implementation, greedy_logprobs):
         greedy_logprobs=greedy_logprobs,
         options=specjax.Options(implementation=implementation),
     )
-    if kind == "coupled":
-        ids, counts = case["token_ids"], case["num_tokens"]
-        step = specjax.coupled_sample(ids, case["target_logits"], num_tokens=counts, **options)
-    else:
-        call = specjax.rejection_sample if kind == "rejection" else specjax.block_rejection_sample
-        step = call(make_draft(case), jnp.asarray(case["target_logits"]), **options)
+    rows = jnp.asarray(case["target_logits"])
+    step = specjax.rejection_sample(make_draft(case), rows, rule=RULES[kind], **options)
     return jax.device_get(step)
 
 

@@ -7,9 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from verify_cases import BATCH, VOCAB, K, exact, library, make_draft, make_keys, mixed_case, run
+from verify_cases import (
+    BATCH,
+    VOCAB,
+    K,
+    exact,
+    library,
+    make_keys,
+    make_ragged_draft,
+    mixed_case,
+    run,
+)
 
 import specjax
+from specjax import RaggedDraft, rules
 
 pytestmark = pytest.mark.once
 
@@ -51,11 +62,9 @@ def run_ragged(ragged, cu, implementation, k=K, **options):
         name: jnp.asarray(ragged[name])
         for name in ("positions", "temperature", "cutoff", "bonus_token_ids")
     }
-    return specjax.rejection_sample_ragged(
-        make_draft(ragged),
+    return specjax.rejection_sample(
+        make_ragged_draft(ragged, jnp.asarray(cu), k),
         jnp.asarray(ragged["target_logits"]),
-        cu_num_draft_tokens=jnp.asarray(cu),
-        max_draft_tokens=k,
         keys=make_keys(len(cu) - 1),
         options=specjax.Options(implementation=implementation),
         **rest,
@@ -95,7 +104,7 @@ def test_ragged_equals_padded_under_synthetic_rates(implementation):
     """With rows of draft logits in an order of their own."""
     case, ragged, cu = ragged_case(3)
     rates = np.random.default_rng(3).random((BATCH, K)).astype(np.float32)
-    ours = run_ragged(in_other_rows(ragged), cu, implementation, conditional_rates=rates)
+    ours = run_ragged(in_other_rows(ragged), cu, implementation, rule=rules.synthetic(rates))
     check_exact(ours, case | dict(conditional_rates=rates))
 
 
@@ -163,51 +172,43 @@ def test_a_wrong_cu_num_draft_tokens_is_refused_by_name(implementation):
     _, ragged, cu = ragged_case(0)
     for wrong in (cu.astype(np.float32), cu[None]):
         with pytest.raises(ValueError, match="cu_num_draft_tokens"):
-            specjax.rejection_sample_ragged(
-                make_draft(ragged),
+            specjax.rejection_sample(
+                make_ragged_draft(ragged, jnp.asarray(wrong)),
                 jnp.asarray(ragged["target_logits"]),
-                cu_num_draft_tokens=jnp.asarray(wrong),
-                max_draft_tokens=K,
                 keys=make_keys(BATCH),
                 positions=0,
                 options=specjax.Options(implementation=implementation),
             )
 
 
-def verify_counts(verifier, cu):
+def verify_counts(rule, cu):
     """Three drafted tokens, of two requests where `cu` says nothing else."""
-    ids = np.array([3, 1, 4])
-    return verifier(
-        ids if verifier is specjax.coupled_sample_ragged else specjax.Draft(ids),
+    return specjax.rejection_sample(
+        RaggedDraft(np.array([3, 1, 4]), cu, max_draft_tokens=2),
         np.zeros((5, 8), np.float32),
-        cu_num_draft_tokens=cu,
-        max_draft_tokens=2,
         keys=make_keys(2),
         positions=0,
+        rule=rule,
     )
 
 
-RAGGED = [
-    specjax.rejection_sample_ragged,
-    specjax.block_rejection_sample_ragged,
-    specjax.coupled_sample_ragged,
-]
+RULES = [rules.standard(), rules.block(), rules.coupled()]
 
 
-@pytest.mark.parametrize("verifier", RAGGED)
-def test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do(verifier):
-    wanted = verify_counts(verifier, jnp.array([0, 2, 3]))
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do(rule):
+    wanted = verify_counts(rule, jnp.array([0, 2, 3]))
     for cu in ([2, 3], np.array([2, 3], np.int64), jnp.array([2, 3])):
-        chex.assert_trees_all_equal(verify_counts(verifier, cu), wanted)
-    under_jit = jax.jit(functools.partial(verify_counts, verifier))(jnp.array([2, 3]))
+        chex.assert_trees_all_equal(verify_counts(rule, cu), wanted)
+    under_jit = jax.jit(functools.partial(verify_counts, rule))(jnp.array([2, 3]))
     chex.assert_trees_all_equal(under_jit, wanted)
     # Of three rows the counts of the first request are 0 and 2: those of a batch of two.
-    other = verify_counts(verifier, [0, 2])
+    other = verify_counts(rule, [0, 2])
     assert other.token_ids[0, 1] == -1
-    chex.assert_trees_all_equal(other, verify_counts(verifier, [0, 0, 2]))
+    chex.assert_trees_all_equal(other, verify_counts(rule, [0, 0, 2]))
 
 
-@pytest.mark.parametrize("verifier", RAGGED)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(
     ("cu", "words"),
     [
@@ -224,10 +225,10 @@ def test_cumulative_counts_may_leave_out_their_first_0_as_those_of_vllm_do(verif
         (3, r"shape \(\), and"),
     ],
 )
-def test_counts_that_are_not_cumulative_are_refused(verifier, cu, words):
+def test_counts_that_are_not_cumulative_are_refused(rule, cu, words):
     for counts in (cu, jnp.asarray(cu)):
-        with pytest.raises(ValueError, match=f"^cu_num_draft_tokens .*{words}"):
-            verify_counts(verifier, counts)
+        with pytest.raises(ValueError, match=f"^draft.cu_num_draft_tokens .*{words}"):
+            verify_counts(rule, counts)
 
 
 def test_rows_split_over_a_mesh_are_refused_by_name():
@@ -235,11 +236,9 @@ def test_rows_split_over_a_mesh_are_refused_by_name():
     with jax.set_mesh(mesh):
         rows = jax.device_put(jnp.zeros((4, 8)), jax.P("batch"))
         with pytest.raises(ValueError, match="target_logits is sharded over mesh axis 'batch'"):
-            specjax.rejection_sample_ragged(
-                specjax.Draft(jnp.array([1, 2])),
+            specjax.rejection_sample(
+                RaggedDraft(jnp.array([1, 2]), jnp.array([0, 1, 2]), max_draft_tokens=1),
                 rows,
-                cu_num_draft_tokens=jnp.array([0, 1, 2]),
-                max_draft_tokens=1,
                 keys=jax.random.key(0),
                 positions=0,
             )

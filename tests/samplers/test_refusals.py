@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import specjax
-from specjax import Draft, Options
+from specjax import Draft, Options, RaggedDraft, rules
 
 KEY = jax.random.key(0)
 IDS = jnp.zeros((2, 2), jnp.int32)
@@ -39,10 +39,12 @@ def verify(draft, rows=ROWS, **options):
         (lambda: verify(Draft(IDS), options=None), "options is NoneType"),
         (lambda: verify(None), "draft is NoneType"),
         (lambda: verify(Draft(np.full((2, 2), 2**32 + 1))), "draft.token_ids holds integers"),
+        (lambda: verify(Draft(IDS[0])), "RaggedDraft"),
+        (lambda: verify(RaggedDraft(IDS, [2], 2), ROWS[0]), "a specjax.Draft"),
         (lambda: verify(Draft(IDS, jnp.zeros((3, 2, 5)))), "draft.rows"),
         (lambda: verify(Draft(IDS, logprobs=ROWS[..., 0])), "without draft.logits"),
-        (lambda: verify(Draft(IDS), conditional_rates=[1.5, 0.1]), r"outside \[0, 1\]"),
-        (lambda: verify(Draft(IDS), conditional_rates=[np.nan, 0.1]), r"outside \[0, 1\]"),
+        (lambda: verify(Draft(IDS), rule=rules.synthetic([1.5, 0.1])), r"outside \[0, 1\]"),
+        (lambda: verify(Draft(IDS), rule=rules.synthetic([np.nan, 0.1])), r"outside \[0, 1\]"),
         (lambda: verify(Draft(IDS), options=Options(implementation="triton")), "NVIDIA GPU"),
         (lambda: verify(Draft(IDS), greedy_logprobs=0), "greedy_logprobs is 0"),
         (lambda: specjax.commit(IDS, jnp.ones(3, jnp.int32), STEP), "lengths has"),
@@ -67,7 +69,7 @@ def test_lists_are_arrays():
 def test_a_wide_id_is_no_token_rather_than_a_wrapped_one():
     with jax.enable_x64(True):
         wide = jnp.full((2, 2), 2**32 + 1, jnp.int64)
-        ours = jax.jit(lambda ids: verify(Draft(ids), conditional_rates=np.ones(2)))(wide)
+        ours = jax.jit(lambda ids: verify(Draft(ids), rule=rules.synthetic(np.ones(2))))(wide)
     np.testing.assert_array_equal(ours.num_accepted, 0)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from generic_rules import STANDARD_BY_FUNCTIONS
 from scipy import stats
 from test_ragged import check_same, ragged_case, run_ragged
 from verify_cases import (
@@ -20,8 +21,7 @@ from verify_cases import (
 )
 
 import specjax
-from specjax import Draft, Rule
-from specjax.core import rules
+from specjax import Draft, RaggedDraft, Rule, rules
 from specjax.core.rule import RowValues, accepts, log_weights
 
 pytestmark = pytest.mark.once
@@ -33,7 +33,7 @@ ENTROPY = -np.sum(P * np.log(P))
 RANK = np.sum(P[None] > P[:, None], axis=1)
 # Rule, acceptance of each token, what replaces a rejected one, total variation.
 EXAMPLES = {
-    "standard": (rules.standard(), np.minimum(1, P / Q), RESIDUAL, 0.0),
+    "standard": (STANDARD_BY_FUNCTIONS, np.minimum(1, P / Q), RESIDUAL, 0.0),
     "lenience": (rules.lenience(0.5), np.minimum(1, P / (0.5 * Q)), RESIDUAL, 0.2),
     "typical": (
         rules.typical_acceptance(0.3, 0.6),
@@ -99,7 +99,7 @@ def test_emitted_tokens_follow_the_enumeration(name):
 
 
 def test_the_standard_rule_as_a_value_is_the_default(implementation):
-    verify = functools.partial(library(implementation), rule=rules.standard())
+    verify = functools.partial(library(implementation), rule=STANDARD_BY_FUNCTIONS)
     check_against_oracle(verify, mixed_case(0, draft_vocab=200))
 
 
@@ -201,11 +201,15 @@ def test_only_differences_of_a_rule_s_log_weights_matter(implementation):
     if implementation == "xla":
         step = specjax.rejection_sample(draft, target, **options)
     else:
-        step = specjax.rejection_sample_ragged(
-            draft._replace(token_ids=draft.token_ids[:, 0], logits=draft.logits[:, 0]),
-            target.reshape(-1, WIDTH),
-            cu_num_draft_tokens=np.arange(SIZE + 1, dtype=np.int32),
+        ragged = RaggedDraft(
+            draft.token_ids[:, 0],
+            np.arange(SIZE + 1, dtype=np.int32),
             max_draft_tokens=1,
+            logits=draft.logits[:, 0],
+        )
+        step = specjax.rejection_sample(
+            ragged,
+            target.reshape(-1, WIDTH),
             greedy_logprobs=False,
             **options,
         )
@@ -258,7 +262,8 @@ def verify(**options):
     ("call", "words"),
     [
         (lambda: verify(rule="lenient"), "rule is str; it needs a specjax.Rule"),
-        (lambda: verify(rule=rules.standard(), conditional_rates=[1.0]), "give one"),
+        (lambda: verify(rule=rules.standard), r"such as rules.standard\(\)"),
+        (lambda: verify(rule=None), "rule is NoneType"),
         (lambda: Rule(None, lambda lp, lq, row: lp), "accept is None"),
         (lambda: Rule(ALWAYS.accept, ALWAYS.log_residual, ("mean",)), "statistics holds 'mean'"),
         (lambda: rules.lenience(0), r"factor is 0; .*\(0, 1\]"),

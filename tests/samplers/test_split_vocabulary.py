@@ -15,8 +15,7 @@ from over_devices import DEVICES, mesh_of, most_numbers, over_devices, pad, spli
 from verify_cases import make_draft, make_keys, mixed_case
 
 import specjax
-from specjax import Options
-from specjax.core.rules import standard
+from specjax import Options, RaggedDraft, rules
 from specjax.devices.vocabulary_split import parse_split
 from specjax.samplers.gumbel_sample import sample_batch
 
@@ -28,20 +27,12 @@ BATCH, K = 8, 2
 GPT2, QWEN = 50257, 151936
 
 
+by_block = functools.partial(specjax.rejection_sample, rule=rules.block())
+
+
 def coupled(draft, *arguments, **options):
-    return specjax.coupled_sample(draft.token_ids, *arguments, **options)
-
-
-def ragged(draft, logits, **options):
-    """Requests of K drafts each, laid end to end."""
-    draft = draft._replace(num_tokens=options.pop("num_tokens"))
-    return specjax.rejection_sample_ragged(
-        draft,
-        logits,
-        cu_num_draft_tokens=K * jnp.arange(BATCH + 1),
-        max_draft_tokens=K,
-        **options,
-    )
+    draft = specjax.Draft(draft.token_ids)
+    return specjax.rejection_sample(draft, *arguments, rule=rules.coupled(), **options)
 
 
 def by_axis_name(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
@@ -65,19 +56,19 @@ def lay(logits, devices, data=1, kind=AxisType.Auto):
     return jax.device_put(logits, NamedSharding(mesh_of(devices, data, kind), spec))
 
 
-def by_sharding(verify, draft, logits, keys, rest, *, vocab_size, devices, data, inside):
-    """What a verification of arrays over Auto axes returns, and its program: that of `inside`."""
-    module, name = inside
-    module = importlib.import_module(f"specjax.samplers.{module}")
-    jitted, programs = getattr(module, name), []
+def by_sharding(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
+    """What a verification of arrays over Auto axes returns, and its program."""
+    # The package shows the function of this name, not its module.
+    module = importlib.import_module("specjax.samplers.rejection_sample")
+    jitted, programs = module.run_verification, []
 
     def compile_and_run(arrays, *, options):
         programs.append(jitted.lower(arrays, options=options).compile())
         return programs[0](arrays)
 
-    draft = draft._replace(logits=lay(draft.logits, devices, data))
+    draft = draft.replace(logits=lay(draft.logits, devices, data))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, compile_and_run)
+        patch.setattr(module, "run_verification", compile_and_run)
         logits = lay(logits, devices, data)
         ours = verify(draft, logits, keys=keys, options=Options(vocab_size=vocab_size), **rest)
     return ours, programs[0]
@@ -85,7 +76,7 @@ def by_sharding(verify, draft, logits, keys, rest, *, vocab_size, devices, data,
 
 def by_type(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
     """What a verification inside `jit` of arrays over Explicit axes returns, and its program."""
-    draft = draft._replace(logits=lay(draft.logits, devices, data, AxisType.Explicit))
+    draft = draft.replace(logits=lay(draft.logits, devices, data, AxisType.Explicit))
     arrays = (draft, lay(logits, devices, data, AxisType.Explicit), keys, rest)
 
     def call(draft, logits, keys, rest):
@@ -102,18 +93,10 @@ def flat(x):
 
 # By method: how a call is told of the split, the vocabulary, the devices that it lies over, and
 # those that the requests lie over.
-BLOCK = ("block_rejection_sample", "run_verification")
-RAGGED = ("rejection_sample_ragged", "run_ragged_verification")
 METHODS = {
     "token": (specjax.rejection_sample, by_axis_name, GPT2, 4, 1),
-    "ragged": (ragged, functools.partial(by_sharding, inside=RAGGED), GPT2, 8, 1),
-    "block": (
-        specjax.block_rejection_sample,
-        functools.partial(by_sharding, inside=BLOCK),
-        GPT2,
-        2,
-        2,
-    ),
+    "ragged": (specjax.rejection_sample, by_sharding, GPT2, 8, 1),
+    "block": (by_block, by_sharding, GPT2, 2, 2),
     "coupled": (coupled, by_type, QWEN, 8, 1),
 }
 ROWS, REQUESTS = PartitionSpec("data", None, "model"), PartitionSpec("data")
@@ -158,10 +141,11 @@ def test_tokens_are_those_of_whole_rows_and_no_row_travels(method):
     logits = pad(jnp.asarray(inputs["target_logits"]), devices)
     draft = draft._replace(logits=pad(draft.logits, devices))
     if method == "ragged":
-        fields = {name: x for name, x in draft._asdict().items() if x is not None and x.ndim > 1}
-        draft = draft._replace(num_tokens=None, **jax.tree.map(flat, fields))
-        rest |= {"cutoff": flat(rest["cutoff"]), "num_tokens": jnp.asarray(inputs["num_tokens"])}
-        logits = flat(logits)
+        fields = draft._asdict()
+        fields |= {name: flat(x) for name, x in fields.items() if x is not None and x.ndim > 1}
+        ends = K * jnp.arange(BATCH + 1)
+        draft = RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=K, **fields)
+        rest["cutoff"], logits = flat(rest["cutoff"]), flat(logits)
     ours, program = run(
         verify,
         draft,
@@ -188,15 +172,19 @@ UP_TO_499 = np.where(np.arange(512) < 500, np.arange(512), np.nan).astype(np.flo
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["padded", "end to end"])
-@pytest.mark.parametrize("method", ["rejection", "block_rejection", "coupled"])
-def test_every_verification_asks_for_the_axis_and_for_the_size(method, ends):
-    name = f"{method}_sample_ragged" if ends else f"{method}_sample"
+@pytest.mark.parametrize("rule", [rules.standard(), rules.block(), rules.coupled()], ids=str)
+def test_every_verification_asks_for_the_axis_and_for_the_size(rule, ends):
     ids, logits = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2, 2, 512))
-    laid = dict(cu_num_draft_tokens=np.arange(3), max_draft_tokens=1) if ends else {}
-    ids, logits = (flat(ids), flat(logits)) if ends else (ids, logits)
-    draft = ids if method == "coupled" else specjax.Draft(ids)
+    draft = specjax.Draft(ids)
+    if ends:
+        draft, logits = RaggedDraft(flat(ids), np.arange(3), max_draft_tokens=1), flat(logits)
     verify = functools.partial(
-        getattr(specjax, name), draft, keys=make_keys(2), positions=0, temperature=0.0, **laid
+        specjax.rejection_sample,
+        draft,
+        keys=make_keys(2),
+        positions=0,
+        temperature=0.0,
+        rule=rule,
     )
     with pytest.raises(ValueError, match="it needs the name of one mesh axis"):
         verify(logits, options=Options(axis_name="other"))
@@ -276,7 +264,7 @@ def test_vocab_size_is_of_the_axis_that_a_sharding_names_on_a_mesh_of_any_shape(
         (127, {}, None),
         (128, dict(logits=np.zeros((1, 1, 99), np.float32)), None),
         (128, dict(token_map=np.arange(128 * DEVICES)), None),
-        (128, {}, standard()),
+        (128, {}, rules.lenience(0.5)),
     ],
 )
 def test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their_size(

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_block
 import pytest
+from generic_rules import STANDARD_BY_FUNCTIONS
 from verify_cases import (
     check_against_oracle,
     exact,
     make_draft,
     make_keys,
+    make_ragged_draft,
     mixed_case,
     run,
     sample_tokens,
@@ -21,8 +23,7 @@ from verify_cases import (
 )
 
 import specjax
-from specjax import Draft
-from specjax.core import rules
+from specjax import Draft, RaggedDraft, rules
 from specjax.core.token_map import invert_token_map
 
 BATCH, K, VOCAB, DRAFT_VOCAB = 64, 3, 300, 150
@@ -52,7 +53,7 @@ def scattered_case(seed, make=mixed_case):
 
 def mapped(draft, token_map=TOKEN_MAP):
     """The draft with the columns of the map alone, in its order."""
-    return draft._replace(logits=draft.logits[..., token_map], token_map=token_map)
+    return draft.replace(logits=draft.logits[..., token_map], token_map=token_map)
 
 
 def mapped_call(verify, implementation):
@@ -72,9 +73,12 @@ def test_a_mapped_draft_is_verified_as_the_oracle_verifies_a_scattered_one(seed,
 
 
 METHODS = {
-    "standard": specjax.rejection_sample,
-    "block": specjax.block_rejection_sample,
-    "rule": functools.partial(specjax.rejection_sample, rule=rules.standard()),
+    name: functools.partial(specjax.rejection_sample, rule=rule)
+    for name, rule in (
+        ("standard", rules.standard()),
+        ("block", rules.block()),
+        ("rule", STANDARD_BY_FUNCTIONS),
+    )
 }
 
 
@@ -119,7 +123,8 @@ def flat(case):
     laid = {name: case[name].reshape(-1) for name in names}
     logits = case["draft_logits"][case["rows"]].reshape(-1, VOCAB)
     laid |= {name: case[name] for name in ("draft_temperature", "num_tokens")}
-    return make_draft(laid | {"draft_logits": logits})
+    ends = jnp.arange(0, BATCH * K + 1, K, dtype=jnp.int32)
+    return make_ragged_draft(laid | {"draft_logits": logits}, ends, K)
 
 
 @pytest.mark.once
@@ -128,15 +133,9 @@ def test_ragged_batches_read_the_map_as_padded_ones_do(implementation):
     method = "standard" if getattr(implementation, "interpret", False) else "block"
     case = with_statistics(scattered_case(6))
     padded = run(mapped_call(METHODS[method], implementation), case)
-    ragged = {
-        "standard": specjax.rejection_sample_ragged,
-        "block": specjax.block_rejection_sample_ragged,
-    }[method]
-    ours = ragged(
+    ours = METHODS[method](
         mapped(flat(case)),
         jnp.asarray(case["target_logits"].reshape(-1, VOCAB)),
-        cu_num_draft_tokens=jnp.arange(0, BATCH * K + 1, K, dtype=jnp.int32),
-        max_draft_tokens=K,
         keys=make_keys(BATCH),
         positions=case["positions"],
         temperature=case["temperature"],
@@ -292,14 +291,12 @@ def test_maps_that_are_none_are_refused(change, sentence):
     draft = SMALL._replace(**change)
     with pytest.raises(ValueError, match=sentence):
         specjax.rejection_sample(draft, rows, **options)
-    flat = draft._replace(
-        token_ids=draft.token_ids[0], logits=None if draft.logits is None else draft.logits[0]
+    ragged = RaggedDraft(
+        draft.token_ids[0],
+        np.array([0, 1]),
+        max_draft_tokens=1,
+        logits=None if draft.logits is None else draft.logits[0],
+        token_map=draft.token_map,
     )
     with pytest.raises(ValueError, match=sentence):
-        specjax.rejection_sample_ragged(
-            flat,
-            np.zeros((2, 5), np.float32),
-            cu_num_draft_tokens=np.array([0, 1]),
-            max_draft_tokens=1,
-            **options,
-        )
+        specjax.rejection_sample(ragged, np.zeros((2, 5), np.float32), **options)

@@ -18,7 +18,7 @@ from verify_cases import (
 )
 
 import specjax
-from specjax import Draft, Stream, Verification
+from specjax import Draft, Stream, Verification, rules
 
 BATCH, K, VOCAB = 16, 2, 140
 NAMES = ("positions", "temperature", "cutoff", "bonus_token_ids")
@@ -147,7 +147,7 @@ def test_finite_inputs_make_no_nan(kind, implementation):
     draft, target_logits, options = arguments(gathered(finite_case(kind)))
     rates = jnp.full((K,), 0.5, jnp.float32)
     with jax.debug_nans(True):
-        for extra in ({}, {"conditional_rates": rates}):
+        for extra in ({}, {"rule": rules.synthetic(rates)}):
             step = library(implementation)(draft, target_logits, **options, **extra)
             assert not np.any(np.isnan(np.asarray(step.logprobs)))
 
@@ -222,7 +222,7 @@ def check_changes(kind, implementation):
     else:
         values += SCALARS
         positions += [5, np.int32(2), np.int64(8)]
-    rates = [jnp.full((K,), x, jnp.float32) for x in (0.1, 0.9)]
+    rates = [rules.synthetic(jnp.full((K,), x, jnp.float32)) for x in (0.1, 0.9)]
     keys = [make_keys(BATCH, seed) for seed in (1, 2)]
     drafts = [
         draft._replace(
@@ -232,7 +232,7 @@ def check_changes(kind, implementation):
         )
         for n in range(3)
     ]
-    calm = options | dict(temperature=values[0], positions=positions[0], conditional_rates=rates[0])
+    calm = options | dict(temperature=values[0], positions=positions[0], rule=rates[0])
 
     def call(draft=drafts[0], **change):
         return lambda: library(implementation)(draft, target_logits, **calm | change)
@@ -241,7 +241,7 @@ def check_changes(kind, implementation):
     for name, choices in [
         ("temperature", values),
         ("positions", positions),
-        ("conditional_rates", rates),
+        ("rule", rates),
         ("keys", keys),
         ("draft", drafts),
         ("cutoff", [options["cutoff"], options["cutoff"] - jnp.float32(1)]),

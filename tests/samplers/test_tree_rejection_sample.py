@@ -130,7 +130,7 @@ def test_nodes_without_draft_logits_are_walked():
     assert set(theirs.num_accepted) >= set(range(D))
 
 
-def test_a_chain_is_verified_as_by_block_rejection_sample():
+def test_a_chain_is_verified_as_by_the_block_rule():
     """Where q(x) > 0; a block whose rows of q are all invalid is one-hot throughout."""
     case = batch(3, 200, is_chain=True)
     draft_logits = case["draft_logits"][:, :D]

@@ -13,7 +13,7 @@ from machine import has_gpu
 from margins import closest_call
 
 import specjax
-from specjax import Draft
+from specjax import Draft, RaggedDraft, rules
 
 F32, I32 = jnp.float32, jnp.int32
 FULL = has_gpu()
@@ -109,12 +109,15 @@ def make_case(size, seed):
 
 
 def verify(case, implementation, noise_dtype=F32):
-    """The padded call."""
+    """The padded call, at the rates of the case's options if it has some."""
+    rates = case.options.get("conditional_rates")
+    rule = rules.standard() if rates is None else rules.synthetic(rates)
     return specjax.rejection_sample(
         case.draft,
         case.target_logits,
         options=specjax.Options(noise_dtype=noise_dtype, implementation=implementation),
-        **case.options,
+        **{name: x for name, x in case.options.items() if name != "conditional_rates"},
+        rule=rule,
     )
 
 
@@ -139,17 +142,18 @@ def make_ragged(case):
         out[: len(drafted)] = np.asarray(values).reshape(-1)[drafted]
         return jnp.asarray(out)
 
-    ragged = Draft(
+    ragged = RaggedDraft(
         tokens(draft.token_ids, 2**31 - 1),
-        padding(draft.logits.reshape(b * k, -1), drafted, b * k),
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        max_draft_tokens=k,
+        logits=padding(draft.logits.reshape(b * k, -1), drafted, b * k),
         temperature=draft.temperature,
         logprobs=tokens(draft.logprobs, np.nan),
         logsumexp=tokens(draft.logsumexp, np.nan),
         num_tokens=draft.num_tokens,
     )
     target = padding(case.target_logits.reshape(b * (k + 1), -1), judged, b * (k + 1))
-    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return ragged, target, cu
+    return ragged, target
 
 
 def oracle_request(case, b, noise):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax import Draft, Stream
+from specjax import Draft, RaggedDraft, Stream, rules
 from specjax.models import TransformerConfig, build
 
 
@@ -36,16 +36,14 @@ def run(batch_size, k, vocab_size, implementation):
     )
     for draft in (one_hot, recomputed, carried):
         yield specjax.rejection_sample(draft, target, **options)
-    yield specjax.coupled_sample(ids, target, **options)
-    yield specjax.rejection_sample(carried, target, conditional_rates=np.full(k, 0.6), **options)
+    yield specjax.rejection_sample(one_hot, target, rule=rules.coupled(), **options)
+    rule = rules.synthetic(np.full(k, 0.6))
+    yield specjax.rejection_sample(carried, target, rule=rule, **options)
     flat = jax.tree.map(lambda x: x.reshape(batch_size * k, *x.shape[2:]), carried)
-    yield specjax.rejection_sample_ragged(
-        flat,
-        target.reshape(batch_size * (k + 1), vocab_size),
-        cu_num_draft_tokens=k * np.arange(batch_size + 1),
-        max_draft_tokens=k,
-        **options,
-    )
+    ends = k * np.arange(batch_size + 1)
+    ragged = RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=k, **flat._asdict())
+    rows = target.reshape(batch_size * (k + 1), vocab_size)
+    yield specjax.rejection_sample(ragged, rows, **options)
 
 
 def cutoffs(rows, vocab_size, implementation):

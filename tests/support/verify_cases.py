@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 
 import specjax
-from specjax import Draft
+from specjax import Draft, RaggedDraft, rules
 
 BATCH, K, VOCAB = 64, 3, 300
 DRAFT_FIELDS = {
@@ -122,9 +122,18 @@ def with_sizes(implementation, **sizes):
     return dataclasses.replace(implementation, configs=(dataclasses.replace(config, **sizes),))
 
 
-def make_draft(case):
+def fields_of(case):
     fields = {DRAFT_FIELDS[k]: jnp.asarray(v) for k, v in case.items() if k in DRAFT_FIELDS}
-    return Draft(jnp.asarray(case["token_ids"]), **fields)
+    return fields | {"token_ids": jnp.asarray(case["token_ids"])}
+
+
+def make_draft(case):
+    return Draft(**fields_of(case))
+
+
+def make_ragged_draft(case, cu, k=K):
+    """The draft of a case whose token arrays are those of all requests end to end."""
+    return RaggedDraft(cu_num_draft_tokens=cu, max_draft_tokens=k, **fields_of(case))
 
 
 def run(verify, case, keys=None, **options):
@@ -134,6 +143,8 @@ def run(verify, case, keys=None, **options):
         for name, value in case.items()
         if name not in DRAFT_FIELDS and name not in ("token_ids", "target_logits")
     }
+    if "conditional_rates" in rest:
+        rest["rule"] = rules.synthetic(rest.pop("conditional_rates"))
     target_logits = jnp.asarray(case["target_logits"])
     return verify(make_draft(case), target_logits, keys=keys, **rest, **options)
 

@@ -1,4 +1,4 @@
-"""`block_rejection_sample` on the kernels. Open `verify` first, then `judge`.
+"""Block verification on the kernels. Open `verify` first, then `judge`.
 
 A prefix is the first j of a request's K drafted tokens x_1, ..., x_K; p_j and q_j are the target's
 and the draft's row after it, u_j is its uniform. The longest accepted prefix is emitted:

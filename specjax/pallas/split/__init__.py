@@ -8,7 +8,7 @@ Device d of D has tokens `d * width : (d + 1) * width` of every row, and launche
     all_gather              each device's token, and how it scores
     choose                  the token that scores best
 
-`gumbel_sample` and `coupled_sample` need one gather: a device's scores are known up to its mass.
+`gumbel_sample` and `rules.coupled` need one gather: a device's scores are known up to its mass.
 
 Blocks, the ids of tokens and their noise are those of whole rows. A draw by Gumbel-max is a maximum
 over blocks: that of a row is the best of its devices'. What is drawn where a residual is empty is
@@ -18,6 +18,6 @@ known once the masses of all devices are added up, so a device of no mass sends 
 |---|---|
 | `verify` | the launches, what travels between them, and which calls they serve |
 | `shared_rows` | what devices tell each other of their rows, and how a kernel reads it |
-| `sample` | `gumbel_sample`, and `coupled_sample` on its draws |
+| `sample` | `gumbel_sample`, and `rules.coupled` on its draws |
 | `candidates` | the token that a device proposes, as numbers that travel; the choice |
 """

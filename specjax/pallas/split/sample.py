@@ -1,4 +1,4 @@
-"""`gumbel_sample` and `coupled_sample` of a split vocabulary: two launches, one message.
+"""`gumbel_sample` and coupled sampling of a split vocabulary: two launches, one message.
 
 A device draws from its own tokens. That is the row's draw if the device is the one whose draw wins:
 

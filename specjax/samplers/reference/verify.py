@@ -29,7 +29,7 @@ from specjax.core.logsumexp import (
     row_statistics_once,
 )
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform, uniform_at_once
-from specjax.core.rule import Rule
+from specjax.core.rule import BLOCK, COUPLED, STANDARD, Rule, StaticRule
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
 from specjax.samplers.reference.block import accept_block_prefix, drafted_tokens, is_block_request
@@ -73,31 +73,32 @@ def verify_request(
     target: LogitRows,
     draft: DraftRows | None,
     noise_dtype: Any,
-    rule: Rule | None = None,
-    method: str = "standard",
+    rule: StaticRule = STANDARD,
     only_maxima: jax.Array | None = None,
 ) -> Verification:
-    """Verifies the drafted tokens of one request.
+    """Verifies the drafted tokens of one request by a rule.
 
     Args:
       request: without a batch axis.
       target: rows of every request; those of this one begin at `request.target_row`.
       draft: rows of draft logits, or None where every draft is one-hot.
       noise_dtype: float32 or float64.
-      rule: in place of the standard one, or None.
-      method: "standard", token by token, or "block".
+      rule: static.
       only_maxima: bool[], whether the maxima of its target rows suffice: it is greedy, and its
         log-probabilities are not asked for. None is False.
 
     Returns:
       `Verification` without a batch axis.
     """
+    if rule == COUPLED:
+        return couple_request(request, target, noise_dtype, only_maxima)
+    custom = rule if isinstance(rule, Rule) else None
 
     def by_token() -> tuple[AcceptedPrefix, jax.Array]:
-        state = _accept_prefix(request, target, draft, noise_dtype, rule, only_maxima)
+        state = _accept_prefix(request, target, draft, noise_dtype, custom, only_maxima)
         return state.prefix, state.logprobs
 
-    if method == "block" and draft is not None:
+    if rule == BLOCK and draft is not None:
         drafted = drafted_tokens(request, draft)
 
         def as_block() -> tuple[AcceptedPrefix, jax.Array]:
@@ -111,7 +112,7 @@ def verify_request(
         prefix, logprobs = jax.lax.cond(is_block_request(request, drafted), as_block, with_rho)
     else:
         prefix, logprobs = by_token()
-    draw = next_token if rule is None else functools.partial(next_token_by_rule, rule)
+    draw = next_token if custom is None else functools.partial(next_token_by_rule, custom)
     token, logprob = draw(request, prefix, target, draft, noise_dtype)
     return emit(request, prefix.num_accepted, prefix.row, target, token, logprob, logprobs)
 
@@ -210,7 +211,7 @@ def _accepts(
 
 
 def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) -> Verification:
-    """Verifies a batch: `verify_request` or `couple_request` for each of its requests.
+    """Verifies a batch: `verify_request` for each of its requests.
 
     Args:
       arrays: flat rows of logits; one key, position and temperature per request.
@@ -232,19 +233,15 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
     def one(request: Request) -> Verification:
         greedy = parse_temperature(request.temperature).greedy
         only_maxima = greedy if options.skips_greedy_sums else None
-        dtype = options.noise_dtype
-        # Without drafts every method draws the row's token, and this one has the smallest program.
-        if options.method == "coupled" or not options.max_draft_tokens:
-            verified = couple_request(request, target, dtype, only_maxima)
-        else:
-            rule, method = options.rule, options.method
-            verified = verify_request(request, target, draft, dtype, rule, method, only_maxima)
+        # Without drafts every rule draws the row's token, and this one has the smallest program.
+        rule = options.rule if options.max_draft_tokens else COUPLED
+        verified = verify_request(request, target, draft, options.noise_dtype, rule, only_maxima)
         if options.greedy_logprobs:
             return verified
         return verified._replace(logprobs=jnp.where(greedy, jnp.float32(0), verified.logprobs))
 
     def side_by_side(requests: Request) -> Verification:
-        if options.method == "block":
+        if options.rule == BLOCK:
             # A few at once: each holds several rows of float32.
             return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
         return jax.vmap(one)(requests)

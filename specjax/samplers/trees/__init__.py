@@ -13,7 +13,7 @@ The way of the data:
    first, the deepest of a path before those above it;
 5. `siblings`: what rejected siblings leave of p and q, recomputed from the raw rows.
 
-On a chain `traverse` is block verification, with the addresses of `block_rejection_sample`. Open
+On a chain `traverse` is block verification, with the addresses of `rules.block`. Open
 `tree` first, then `traverse`.
 
 Letters: `B` requests, `N` nodes, `D` = `max_depth`, `V` vocabulary, `V_d` of the draft. Imported by

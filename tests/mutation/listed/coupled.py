@@ -112,8 +112,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.step.verify_pending",
-        "config.verification_method",
-        '"standard"',
+        "static_rule(config.verification_rule(settings.conditional_rates))",
+        'type(COUPLED)("standard")',
         coupled_decoding("test_a_seeded_text_is_that_of_plain_decoding[xla]"),
         "tokens drawn on the target's stream are verified by rejection",
     ),

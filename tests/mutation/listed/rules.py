@@ -14,8 +14,8 @@ _KERNELS = "test_the_kernels_emit_the_reference_s_tokens"
 
 MUTATIONS = (
     Mutation(
-        "specjax.decode.step.verify_pending",
-        "config.rule if k else None",
+        "specjax.samplers.reference.verify.verify_request",
+        "rule if isinstance(rule, Rule) else None",
         "None",
         decode("test_the_rule_of_the_config_is_the_one_that_accepts"),
         "the rule of a config is not asked",

@@ -133,8 +133,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.batch._reads_parts",
-        "options.rule is None and arrays.token_map is None",
-        "options.rule is None",
+        "options.custom_rule is None and arrays.token_map is None",
+        "options.custom_rule is None",
         _GATHERED,
         "a draft's columns are taken for the target's tokens of these ids",
     ),

@@ -79,7 +79,7 @@ def _of(path: str) -> Callable[..., tuple[str, ...]]:
 
 
 block_laws = _of("laws/test_block_laws.py")
-block_verification = _of("samplers/test_block_rejection_sample.py")
+block_verification = _of("samplers/test_block_rule.py")
 capacity = _of("decode/test_capacity.py")
 byte_automata = _of("contrib/grammars/test_byte_automaton.py")
 batches = _of("cli/test_batch.py")
@@ -89,7 +89,7 @@ adaptive_k = _of("decode/test_adaptive_k.py")
 commands = _of("cli/test_command.py")
 commands = _of("cli/test_command.py")
 coupled_decoding = _of("decode/test_coupled.py")
-coupled_sampling = _of("samplers/test_coupled_sample.py")
+coupled_sampling = _of("samplers/test_coupled_rule.py")
 cutoffs = _of("processing/test_cutoff.py")
 cutoff_teams = _of("pallas/test_cutoff_team.py")
 decode = _of("decode/test_generate.py")

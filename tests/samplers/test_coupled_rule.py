@@ -12,20 +12,21 @@ from test_ragged import NUM_ROWS, check_same, ragged_case
 from verify_cases import BATCH, VOCAB, K, make_keys, mixed_case, sampled_case, with_sizes
 
 import specjax
-from specjax import Stream
+from specjax import Draft, RaggedDraft, Stream, rules
 from specjax.theory.coupling import match_probability
 
 pytestmark = pytest.mark.once
 
 REQUESTS = np.arange(BATCH)
-OPTIONS = ("positions", "num_tokens", "temperature", "cutoff", "bonus_token_ids")
+OPTIONS = ("positions", "temperature", "cutoff", "bonus_token_ids")
 
 
 def couple(case, implementation, **changes):
     case = case | changes
-    return specjax.coupled_sample(
-        case["token_ids"],
+    return specjax.rejection_sample(
+        Draft(case["token_ids"], num_tokens=case["num_tokens"]),
         case["target_logits"],
+        rule=rules.coupled(),
         keys=make_keys(len(case["token_ids"])),
         options=specjax.Options(implementation=implementation),
         **{name: case[name] for name in OPTIONS},
@@ -34,11 +35,11 @@ def couple(case, implementation, **changes):
 
 def couple_end_to_end(case, cu, implementation):
     """By the launches of a small batch, where the padded form takes those of a large one."""
-    return specjax.coupled_sample_ragged(
-        case["token_ids"],
+    draft = RaggedDraft(case["token_ids"], cu, max_draft_tokens=K, num_tokens=case["num_tokens"])
+    return specjax.rejection_sample(
+        draft,
         case["target_logits"],
-        cu_num_draft_tokens=cu,
-        max_draft_tokens=K,
+        rule=rules.coupled(),
         keys=make_keys(BATCH),
         options=specjax.Options(
             implementation=with_sizes(implementation, max_small_batch=BATCH, num_noise_splits=2)
@@ -49,7 +50,7 @@ def couple_end_to_end(case, cu, implementation):
 
 def exact(case):
     keys = np.asarray(jax.random.key_data(make_keys(BATCH)))
-    options = {name: case[name] for name in OPTIONS}
+    options = {name: case[name] for name in ("num_tokens", *OPTIONS)}
     rows = [case["token_ids"], case["target_logits"]]
     return oracle.verify(*rows, keys=keys, one=oracle.couple_one, **options)
 
@@ -160,11 +161,12 @@ NO_DRAFTS = {"num_tokens": 0, "bonus_token_ids": -1}
 def test_without_drafts_the_first_row_is_drawn_from(implementation):
     case = shared_case()
     few = {name: case[name] for name in ("positions", "temperature")}
-    step = specjax.coupled_sample(
-        np.zeros((BATCH, 0), np.int32),
+    step = specjax.rejection_sample(
+        Draft(np.zeros((BATCH, 0), np.int32)),
         case["target_logits"][:, :1],
         keys=make_keys(BATCH),
         options=specjax.Options(implementation=implementation),
+        rule=rules.coupled(),
         cutoff=case["cutoff"][:, :1],
         **few,
     )
@@ -176,20 +178,26 @@ def test_without_drafts_the_first_row_is_drawn_from(implementation):
 
 
 def test_no_requests_are_verified_as_none():
-    step = specjax.coupled_sample(
-        np.zeros((0, 2), np.int32), jnp.zeros((0, 3, 5)), keys=jax.random.key(0), positions=0
+    step = specjax.rejection_sample(
+        Draft(np.zeros((0, 2), np.int32)),
+        jnp.zeros((0, 3, 5)),
+        keys=jax.random.key(0),
+        positions=0,
+        rule=rules.coupled(),
     )
     assert step.token_ids.shape == (0, 3)
 
 
 def test_vmap_and_a_mesh_change_nothing():
     case = shared_case()
-    arrays = [jnp.asarray(case["token_ids"]), jnp.asarray(case["target_logits"])]
+    draft = Draft(jnp.asarray(case["token_ids"]), num_tokens=jnp.asarray(case["num_tokens"]))
+    arrays = [draft, jnp.asarray(case["target_logits"])]
     arrays += [make_keys(BATCH), {name: jnp.asarray(case[name]) for name in OPTIONS}]
 
-    def verify(ids, rows, keys, options):
-        return specjax.coupled_sample(
-            ids, rows, keys=keys, options=specjax.Options(implementation="xla"), **options
+    def verify(draft, rows, keys, options):
+        plain = specjax.Options(implementation="xla")
+        return specjax.rejection_sample(
+            draft, rows, keys=keys, rule=rules.coupled(), options=plain, **options
         )
 
     plain = couple(case, "xla")
@@ -218,7 +226,13 @@ def tiled(*rows):
 
 def acceptance_rate(ids):
     """How often a drafted token is accepted, of many."""
-    step = specjax.coupled_sample(ids[:, None], tiled(P, P), keys=make_keys(PAIRS), positions=4)
+    step = specjax.rejection_sample(
+        Draft(ids[:, None]),
+        tiled(P, P),
+        keys=make_keys(PAIRS),
+        positions=4,
+        rule=rules.coupled(),
+    )
     return np.mean(np.asarray(step.num_accepted))
 
 
@@ -263,8 +277,8 @@ def test_one_draw_from_equal_rows_always_matches_and_never_beats_the_optimum():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"token_ids": np.zeros(BATCH, np.int32)}, r"draft_token_ids has shape .* \[B, K\]"),
-        ({"token_ids": np.zeros((BATCH, K), np.float32)}, "draft_token_ids has dtype float32"),
+        ({"token_ids": np.zeros(BATCH, np.int32)}, r"draft.token_ids has shape .* \[B, K\]"),
+        ({"token_ids": np.zeros((BATCH, K), np.float32)}, "draft.token_ids has dtype float32"),
         ({"target_logits": np.zeros((BATCH, K, VOCAB), np.float32)}, "target_logits has 3 rows"),
         ({"num_tokens": np.zeros(3, np.int32)}, "num_tokens has shape"),
     ],

@@ -16,7 +16,7 @@ from scripts import ROOT
 from verify_cases import with_sizes
 
 import specjax
-from specjax import Draft
+from specjax import Draft, RaggedDraft, rules
 from specjax.core.block_acceptance import ACCEPTED, OPEN, REJECTED, accept_block, accept_by_bounds
 from specjax.pallas.kernel_config import Tile
 
@@ -187,10 +187,11 @@ SIZES = {V: dict(num_bound_groups=1, residual=Tile(512, 4)), 200: dict(max_small
 def verify(implementation, draft, target_logits, cutoff, options):
     """By the sizes of drafts of the whole vocabulary, which several tests share."""
     kernels = with_sizes(implementation, **SIZES[V])
-    return specjax.block_rejection_sample(
+    return specjax.rejection_sample(
         draft,
         target_logits,
         cutoff=cutoff,
+        rule=rules.block(),
         options=specjax.Options(implementation=kernels),
         **options,
     )
@@ -206,10 +207,11 @@ def test_decisions_are_those_of_numpy(implementation, draft_vocab):
         exact = expected(draft, target_logits, cutoff, options)
         if draft_vocab != V:
             draft = with_statistics(draft)
-        step = specjax.block_rejection_sample(
+        step = specjax.rejection_sample(
             draft,
             target_logits,
             cutoff=cutoff,
+            rule=rules.block(),
             options=specjax.Options(implementation=kernels),
             **options,
         )
@@ -231,17 +233,18 @@ def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
     of_target = [(b, i) for b in range(B) for i in range(counts[b] + 1)]
     row, column = np.array(rows).T
     target_row, target_column = np.array(of_target).T
-    ragged = specjax.block_rejection_sample_ragged(
-        Draft(
+    ragged = specjax.rejection_sample(
+        RaggedDraft(
             draft.token_ids[row, column],
-            draft.logits[row, column],
+            jnp.asarray(cu, jnp.int32),
+            max_draft_tokens=K,
+            logits=draft.logits[row, column],
             temperature=draft.temperature,
             cutoff=draft.cutoff[row, column],
             num_tokens=draft.num_tokens,
         ),
         target_logits[target_row, target_column],
-        cu_num_draft_tokens=jnp.asarray(cu, jnp.int32),
-        max_draft_tokens=K,
+        rule=rules.block(),
         cutoff=cutoff[target_row, target_column],
         options=specjax.Options(implementation=with_sizes(implementation, **SIZES[V])),
         **options,
@@ -396,8 +399,9 @@ COMPILED = """
 import jax, jax.numpy as jnp, specjax
 draft = specjax.Draft(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4, 16)))
 options = specjax.Options(implementation="xla")
-specjax.block_rejection_sample(
-    draft, jnp.zeros((1, 5, 16)), keys=jax.random.key(0), positions=0, options=options
+specjax.rejection_sample(
+    draft, jnp.zeros((1, 5, 16)), keys=jax.random.key(0), positions=0,
+    rule=specjax.rules.block(), options=options
 )
 """
 
