@@ -423,14 +423,15 @@ def _settings_of_slots(
       defaults: from `drop_batch_axis`.
       k_by_rate: from `resolve_speculation`.
     """
+    num_slots = settings.prompt_lengths.shape[0]
 
     def repeat(row: np.ndarray) -> jax.Array:
-        return jnp.tile(row, (settings.prompt_lengths.shape[0],) + (1,) * row.ndim)
+        return jnp.tile(row, (num_slots,) + (1,) * row.ndim)
 
     sampling = None
     if defaults is not None:
         # The slots share the grammar's tables.
         grammar = jax.tree.map(jnp.asarray, defaults.grammar)
         sampling = jax.tree.map(repeat, defaults._replace(grammar=None))._replace(grammar=grammar)
-    no_stop_ids = repeat(pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS))
+    no_stop_ids: Any = np.tile(pad_eos(np.zeros(0, np.int32), MAX_STOP_IDS), (num_slots, 1))
     return settings._replace(eos_token_ids=no_stop_ids, sampling=sampling, k_by_rate=k_by_rate)

@@ -28,26 +28,35 @@ ORIGINS = {0: "-", 1: "a", 2: "r", 3: "b"}  # None, accepted, recovered, bonus.
 FINISH = {0: None, 1: "length", 2: "end_of_sequence", 3: "invalid"}
 
 
+def run_by(options):
+    """The options of a sampler or verifier, of which those that are compiled in are one value."""
+    names = ("noise_dtype", "implementation", "axis_name", "vocab_size")
+    static = {name: options[name] for name in names if name in options}
+    rest = {name: options[name] for name in options if name not in names}
+    return rest | {"options": specjax.Options(**static)}
+
+
+def rule_of(kind, rates):
+    """The rule of a verification: a kind, or synthetic acceptance at rates."""
+    if rates is not None:
+        return rules.synthetic(rates)
+    return RULES[kind] if kind in RULES else getattr(rules, kind)()
+
+
 def verify(kind, draft, target_logits, *, ragged=None, rates=None, **options):
     """One verification. `draft` is the fields of a draft by name.
 
     ragged: the cumulated numbers of drafted tokens and the largest of them, of rows end to end.
     """
-    end = "" if ragged is None else "_ragged"
+    if isinstance(draft, dict) and kind == "coupled":
+        draft = {name: draft.get(name) for name in ("token_ids", "num_tokens")}
     if ragged is not None:
-        options |= {"cu_num_draft_tokens": ragged[0], "max_draft_tokens": ragged[1]}
-    if kind == "coupled":
-        function = getattr(specjax, f"coupled_sample{end}")
-        return function(
-            draft["token_ids"], target_logits, num_tokens=draft.get("num_tokens"), **options
-        )
-    if kind in RULES:
-        options["rule"] = RULES[kind]
-    if rates is not None:
-        options["conditional_rates"] = rates
-    name = "block_rejection_sample" if kind == "block" else "rejection_sample"
-    draft = specjax.Draft(**draft) if isinstance(draft, dict) else draft
-    return getattr(specjax, f"{name}{end}")(draft, target_logits, **options)
+        starts = {"cu_num_draft_tokens": ragged[0], "max_draft_tokens": ragged[1]}
+        draft = specjax.RaggedDraft(**draft, **starts)
+    elif isinstance(draft, dict):
+        draft = specjax.Draft(**draft)
+    options.setdefault("rule", rule_of(kind, rates))
+    return specjax.rejection_sample(draft, target_logits, **run_by(options))
 
 
 def small_verification():
@@ -63,18 +72,24 @@ def verify_tree(tree, target_logits, **options):
     """One verification of trees, of fields by name: token_ids, parents, and of the rows drawn."""
     fields = {name: tree[name] for name in tree if name not in ("token_ids", "parents")}
     return specjax.tree_rejection_sample(
-        tree["token_ids"], tree["parents"], target_logits, **fields, **options
+        tree["token_ids"], tree["parents"], target_logits, **fields, **run_by(options)
     )
 
 
 def sample(logits, *, stream, **options):
     """One draw from each row."""
-    return specjax.gumbel_sample(logits, stream=stream, **options)
+    return specjax.gumbel_sample(logits, stream=stream, **run_by(options))
 
 
 def draft_by(step_fn, carry, token_ids, **options):
     """What `propose` returns: a draft, and the carry after it."""
-    return specjax.propose(step_fn, carry, token_ids, **options)
+    names = ("keys", "positions", "temperature", "sampling", "history")
+    inputs = specjax.DraftInputs(**{name: options.pop(name) for name in names if name in options})
+    method = options.pop("rejection_sample_method", "standard")
+    known = {"standard": rules.standard(), "coupled": rules.coupled()}
+    options["rule"] = known.get(method, method)
+    width = {"vocab_size": options.pop("vocab_size")} if "vocab_size" in options else {}
+    return specjax.propose(step_fn, carry, token_ids, inputs, **run_by(options), **width)
 
 
 def config_of(method, k, **options):
@@ -291,11 +306,14 @@ def reorder(arrays, keys):
     draft = specjax.Draft(arrays["token_ids"], arrays["draft_logits"], **fields)
     numbers = np.array([3, 2, 3, -1, 1, 3], np.int32)
     gathered = specjax.gather_drafts(draft, cached, asked, numbers)
-    given = {"keys": keys, "positions": arrays["lengths"], "implementation": "xla"}
+    given = {"keys": keys, "positions": arrays["lengths"]}
+    given["options"] = specjax.Options(implementation="xla")
     steps = [specjax.rejection_sample(gathered, arrays["target_logits"], **given)]
     probs = jax.nn.softmax(arrays["draft_logits"])
     made = specjax.draft_from_probs(arrays["token_ids"], probs)
-    steps.append(specjax.block_rejection_sample(made, arrays["target_logits"], **given))
+    steps.append(
+        specjax.rejection_sample(made, arrays["target_logits"], rule=rules.block(), **given)
+    )
     return {"gathered": gathered._replace(logits=None), "steps": steps}
 
 
@@ -307,7 +325,7 @@ def commit(arrays, keys):
         arrays["target_logits"],
         keys=keys,
         positions=lengths,
-        implementation="xla",
+        options=specjax.Options(implementation="xla"),
     )
     ends = {"eos_token_ids": (3, 7), "max_lengths": lengths + np.int32(3)}
     token_ids, after, finish = specjax.commit(ids, lengths, step, **ends)

@@ -185,13 +185,13 @@ def _read_successors(params, token_ids, lengths, max_length):
     return jax.lax.fori_loop(0, max_length - 1, read, jnp.full((size, 200), -1, jnp.int32))
 
 
-def _propose_successors(params, state, token_ids, hidden, *, positions, num_tokens, config, **_):
+def _propose_successors(params, state, token_ids, hidden, inputs, *, config, **_):
     requests = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    token, drafted = token_ids[requests, positions - 1], []
+    token, drafted = token_ids[requests, inputs.positions - 1], []
     for _ in range(config.num_speculative_tokens):
         token = jnp.where(token < 0, -1, state[requests, jnp.maximum(token, 0)])
         drafted.append(token)
-    return specjax.Draft(jnp.stack(drafted, axis=1), num_tokens=num_tokens), state
+    return specjax.Draft(jnp.stack(drafted, axis=1), num_tokens=inputs.num_tokens), state
 
 
 def grammar_of(vocab=automata.V):

@@ -218,7 +218,6 @@ VERIFICATIONS = {
     "rates above 1": lambda: verify("synthetic", rates=[1.5, 0.1]),
     "rates of another number": lambda: verify("synthetic", rates=[0.5, 0.1, 0.1]),
     "a rule of another type": lambda: verify(rule="lenience"),
-    "a rule and rates": lambda: verify("lenience", rates=[0.5, 0.1]),
     "vocab_size of whole rows": lambda: verify(vocab_size=4),
     "an axis that is not there": lambda: verify(axis_name="model"),
     "block: rows for another K": lambda: verify("block", ROWS[:, :2]),
