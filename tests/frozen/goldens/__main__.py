@@ -89,7 +89,7 @@ def describe(path, old, new):
         before, after = numbers(before), numbers(after)
         if before.shape == after.shape and (before != after).any():
             i = int(np.argmax(before != after))
-            yield f"      row {b}, token {i}: {before[i]!r} -> {after[i]!r}"
+            yield f"      row {b}, token {i}: {before[i]} -> {after[i]}"
 
 
 def numbers(text):

@@ -25,6 +25,8 @@ RULES = {
     "ensemble": rules.ensemble(0.5),
 }
 ORIGINS = {0: "-", 1: "a", 2: "r", 3: "b"}  # None, accepted, recovered, bonus.
+# Name of a leaf or a metric -> its name in the record, where a port gave it another.
+NAMES_IN_RECORD: dict[str, str] = {}
 FINISH = {0: None, 1: "length", 2: "end_of_sequence", 3: "invalid"}
 
 
@@ -360,8 +362,13 @@ def hash_leaves(tree):
     found = collections.defaultdict(list)
     for path, leaf in jax.tree.leaves_with_path(tree):
         parts = keystr(path, simple=True, separator=".").split(".")
-        found[".".join(part for part in parts if not part.isdigit())].append(hash_leaf(leaf))
+        found[_recorded(part for part in parts if not part.isdigit())].append(hash_leaf(leaf))
     return {name: found[name][0] if len(found[name]) == 1 else _hash(found[name]) for name in found}
+
+
+def _recorded(parts):
+    name = ".".join(parts)
+    return NAMES_IN_RECORD.get(name, name)
 
 
 def _hash(hashes):
@@ -390,7 +397,7 @@ def record_sample(sample):
 
 def record_metrics(metrics):
     fields = metrics._asdict().items()
-    return {name: np.asarray(counts).tolist() for name, counts in fields}
+    return {_recorded([name]): np.asarray(counts).tolist() for name, counts in fields}
 
 
 def record_top(top):
@@ -455,7 +462,7 @@ def record_leaves(tree):
     """Whole numbers by the names of their fields, and the bits of the others."""
     record = {"values": {}, "bits": {}}
     for path, leaf in jax.tree.leaves_with_path(tree):
-        name, array = keystr(path, simple=True, separator="."), np.asarray(leaf)
+        name, array = _recorded([keystr(path, simple=True, separator=".")]), np.asarray(leaf)
         is_whole, is_small = not jnp.issubdtype(array.dtype, np.floating), array.size <= 30
         shown = array.tolist() if is_whole and is_small else hash_leaf(array)
         record["values" if is_whole else "bits"][name] = shown

@@ -419,9 +419,10 @@ SERVED = {
     "DFlash, synthetic": Serve(
         "headed", "DFlash", "synthetic", config={"synthetic_acceptance_rates": (0.9, 0.5, 0.2)}
     ),
-    "EAGLE-3, standard, preempted": Serve(
+    "EAGLE-3, coupled, preempted": Serve(
         "headed",
         "EAGLE-3",
+        "coupled",
         script=(0, 1, ("step", 3), ("preempt", 0, True), ("step", 1), 3, ("run",)),
     ),
     "decoder, model, 1 x 2 devices": Serve("tiny", mesh=(1, 2), script=(0, 1, 3, ("run",))),
