@@ -2,7 +2,8 @@
 
 Verification: `rejection_sample`, `tree_rejection_sample`, `gumbel_sample`; what accepts: `rules`,
 `Rule`; how each runs: `Options`.
-Drafts: `Draft`, `RaggedDraft`, `DraftInputs`, `propose`, `draft_from_probs`, `gather_drafts`.
+Drafts: `Draft`, `RaggedDraft`, `TreeDraft`, `DraftInputs`, `propose`, `draft_from_probs`,
+`gather_drafts`.
 Processing: `SamplingParams`, `process_logits`, `top_logprobs`, `count_tokens`.
 Decoding: `generate`, `init`, `step`, `LoopOptions`, `commit`, `unpad`, `model_drafter`,
 `ngram_drafter`, `whole_prompt_drafter`, `RowMasks`.
@@ -64,7 +65,15 @@ from specjax.theory.acceptance_rates import (
     geometric_rates,
     rates_for_length,
 )
-from specjax.types import Draft, Model, RaggedDraft, Sample, TreeVerification, Verification
+from specjax.types import (
+    Draft,
+    Model,
+    RaggedDraft,
+    Sample,
+    TreeDraft,
+    TreeVerification,
+    Verification,
+)
 
 __all__ = [
     "CompiledGenerate",
@@ -96,6 +105,7 @@ __all__ = [
     "Stream",
     "TokenCounts",
     "TopLogprobs",
+    "TreeDraft",
     "TreeVerification",
     "Verification",
     "apply_sampling",

@@ -7,9 +7,12 @@ import reprlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
-__all__ = ["quote", "read_file", "read_stream", "replace_file", "shorten"]
+__all__ = ["JsonObject", "quote", "read_file", "read_stream", "replace_file", "shorten"]
+
+# What a JSON object is in Python: fields of a config.json, a report, a line of --input.
+JsonObject: TypeAlias = dict[str, Any]
 
 # Most characters of a text inside a sentence.
 _MOST_SHOWN = 160

@@ -18,6 +18,7 @@ __all__ = [
     "Model",
     "RaggedDraft",
     "Sample",
+    "TreeDraft",
     "TreeVerification",
     "Verification",
 ]
@@ -139,6 +140,45 @@ def _register(kind: type, *static: str) -> None:
 
 
 _register(RaggedDraft, "max_draft_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeDraft:
+    """Trees of drafted tokens below the last committed ones; a pytree.
+
+    Attributes:
+      token_ids: i32[B, N], N >= 0. A -1 is padding, and so are all nodes below it. Whether a node
+        is padding may not depend on its own token. An id outside [0, V) is rejected.
+      parents: i32[B, N], the node above, or -1 for the root; parents come before children. A node
+        with ``parents[v] >= v`` or below -1 is padding.
+      max_depth: a Python int in [1, 1024], static. Nodes deeper than that are padding.
+      logits: [B, N + 1, V_d], raw, of rows as those of the target: row v + 1 is what v's children
+        were drawn from, before siblings were removed. The children of a row that is not a
+        distribution are one-hot. None is one-hot everywhere.
+      temperature: f32, [B] or scalar, that the nodes were sampled at. None is the request's own.
+        0 is one-hot.
+      cutoff: f32[B, N + 1], q is zero on draft logits below it. None keeps all.
+
+    Example:
+      >>> tree = specjax.TreeDraft(  # two candidates for the next token
+      ...     jnp.array([[0, 1]]), jnp.array([[-1, -1]]), max_depth=1)
+      >>> tree.replace(max_depth=2).max_depth
+      2
+    """
+
+    token_ids: jax.Array
+    parents: jax.Array
+    max_depth: int
+    logits: jax.Array | None = None
+    temperature: Any = None
+    cutoff: jax.Array | None = None
+
+    def replace(self, **fields: Any) -> "TreeDraft":
+        """Returns the trees with other values of some fields."""
+        return dataclasses.replace(self, **fields)
+
+
+_register(TreeDraft, "max_depth")
 
 
 class Sample(NamedTuple):

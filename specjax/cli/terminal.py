@@ -27,6 +27,7 @@ from specjax.cli.generate import GenerateJob, GenerateResult, Timings
 from specjax.cli.json_report import is_exact, metrics_json
 from specjax.cli.token_text import list_logprobs
 from specjax.decode.commit import Origin
+from specjax.file_io import JsonObject
 
 __all__ = ["Terminal"]
 
@@ -196,13 +197,13 @@ def _print_table(console: Console, table: Table) -> None:
     console.file.flush()
 
 
-def _logprobs_table(tokens: list[dict[str, Any]]) -> Table:
+def _logprobs_table(tokens: list[JsonObject]) -> Table:
     """Returns a table with one row per token: log-probability, rank, most probable tokens."""
 
-    def quote_token(token: dict[str, Any]) -> str:
+    def quote_token(token: JsonObject) -> str:
         return json.dumps(token["token"], ensure_ascii=False).translate(_REPLACED_CONTROLS)
 
-    def format_logprob(token: dict[str, Any]) -> str:
+    def format_logprob(token: JsonObject) -> str:
         return "none" if token["logprob"] is None else f"{token['logprob']:.2f}"
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -371,7 +371,7 @@ def throughput_by_rate(config: SpeculativeConfig) -> Any:
 
 def _tokens_by_rate(config: SpeculativeConfig) -> Any:
     """Returns the expected tokens of a step at each rate and k, f64[65, K + 1]."""
-    assert config.step_costs is not None
+    assert config.step_costs
     rates = np.arange(_NUM_RATES + 1)[:, None] / _NUM_RATES
     return theory.acceptance_lengths(rates ** np.arange(1, len(config.step_costs)))
 

@@ -21,22 +21,17 @@ from specjax.implementation import Implementation, resolve_implementation
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.trees.tree import MAX_DEPTH
 from specjax.samplers.trees.verify_tree import TreeArrays, verify_trees
-from specjax.types import TreeVerification
+from specjax.types import TreeDraft, TreeVerification
 
 __all__ = ["tree_rejection_sample"]
 
 
 def tree_rejection_sample(
-    token_ids: jax.Array,
-    parents: jax.Array,
+    tree: TreeDraft,
     target_logits: jax.Array,
     *,
-    max_depth: int,
     keys: jax.Array,
     positions: Any,
-    draft_logits: jax.Array | None = None,
-    draft_temperature: Any = None,
-    draft_cutoff: Any = None,
     temperature: Any = 1.0,
     cutoff: Any = None,
     options: Options = Options(),
@@ -45,11 +40,11 @@ def tree_rejection_sample(
 
     The output is a path from the root, which is the last committed token, and one token after it.
 
-    One-hot nodes, without `draft_logits`: the target draws a token :math:`y` after each node,
+    One-hot nodes, without `tree.logits`: the target draws a token :math:`y` after each node,
     on the target's stream, and the path descends while a child holds :math:`y`. What is emitted is
     token for token what `gumbel_sample` draws without a draft.
 
-    Sampled nodes, with `draft_logits`: siblings are drawn without replacement, and a traversal
+    Sampled nodes, with `tree.logits`: siblings are drawn without replacement, and a traversal
     carries an acceptance rate r down from node to child and back,
 
     .. math:: r_c = \min(1, r\, p(x) / q(x)), \qquad
@@ -68,20 +63,10 @@ def tree_rejection_sample(
     not be dropped afterwards.
 
     Args:
-      token_ids: i32[B, N], N >= 0. A -1 is padding, and so are all nodes below it. Whether a node
-        is padding may not depend on its own token. An id outside [0, V) is rejected.
-      parents: i32[B, N], the node above, or -1 for the root; parents come before children. A node
-        with ``parents[v] >= v`` or below -1 is padding.
+      tree: `TreeDraft` of N nodes per request.
       target_logits: [B, N + 1, V], bf16, f16 or f32, raw. Row 0 follows the root, row v + 1 node v.
-      max_depth: a Python int in [1, 1024]. Nodes deeper than that are padding.
       keys: typed threefry keys, [B] or (), as in `rejection_sample`.
       positions: i32, [B] or scalar, where the root's children stand.
-      draft_logits: [B, N + 1, V_d], raw, of rows as those of the target: row v + 1 is what v's
-        children were drawn from, before siblings were removed. The children of a row that is not a
-        distribution are one-hot. None is one-hot everywhere.
-      draft_temperature: f32, [B] or scalar, that the nodes were sampled at. None is the request's
-        own. 0 is one-hot.
-      draft_cutoff: f32[B, N + 1], q is zero on draft logits below it. None keeps all.
       temperature: f32, [B] or scalar, >= 0. Below 1e-5 the request is greedy: the path is that
         of the target's argmax. Negative or not finite makes the request invalid: it emits nothing.
       cutoff: f32[B, N + 1], target logits below it are left out. None keeps all.
@@ -97,9 +82,9 @@ def tree_rejection_sample(
 
     Example:
       >>> target_logits = jnp.log(jnp.array([[[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]]]))
+      >>> tree = specjax.TreeDraft(jnp.array([[0, 1]]), jnp.array([[-1, -1]]), max_depth=1)
       >>> step = specjax.tree_rejection_sample(
-      ...     jnp.array([[0, 1]]), jnp.array([[-1, -1]]), target_logits, max_depth=1,
-      ...     keys=jax.random.key(0), positions=0)
+      ...     tree, target_logits, keys=jax.random.key(0), positions=0)
       >>> step.token_ids, step.nodes
       (Array([[1, 0]], dtype=int32), Array([[1]], dtype=int32))
 
@@ -108,38 +93,38 @@ def tree_rejection_sample(
     """
     check_options(options)
     check_whole_rows(options, "trees are verified on whole rows of logits")
-    ids = as_array("token_ids", token_ids)
+    if not isinstance(tree, TreeDraft):
+        raise ValueError(f"tree is {type(tree).__name__}; it needs a specjax.TreeDraft.")
+    ids = as_array("tree.token_ids", tree.token_ids)
     if ids.ndim != 2:
-        raise ValueError(f"token_ids has shape {ids.shape}; it needs [B, N].")
+        raise ValueError(f"tree.token_ids has shape {ids.shape}; it needs [B, N].")
     size, num_nodes = ids.shape
-    max_depth = check_count("max_depth", max_depth, 1, "the length of the longest path")
+    max_depth = check_count("tree.max_depth", tree.max_depth, 1, "the length of the longest path")
     if max_depth > MAX_DEPTH:
         raise ValueError(
-            f"max_depth is {max_depth}; it needs at most {MAX_DEPTH}: deeper nodes would share "
-            "their noise with others."
+            f"tree.max_depth is {max_depth}; it needs at most {MAX_DEPTH}: deeper nodes would "
+            "share their noise with others."
+        )
+    if tree.logits is None and tree.cutoff is not None:
+        raise ValueError(
+            "tree.cutoff is given without tree.logits; nodes without logits are one-hot."
         )
     each = ((), (size,))
     nodes, rows = (size, num_nodes), (size, num_nodes + 1)
     arrays = TreeArrays(
-        token_ids=parse_array("token_ids", ids, jnp.int32, nodes),
-        parents=parse_array("parents", parents, jnp.int32, nodes),
+        token_ids=parse_array("tree.token_ids", ids, jnp.int32, nodes),
+        parents=parse_array("tree.parents", tree.parents, jnp.int32, nodes),
         target_logits=_check_rows("target_logits", target_logits, nodes),
         target_cutoff=parse_optional("cutoff", cutoff, jnp.float32, rows),
         draft_logits=None
-        if draft_logits is None
-        else _check_rows("draft_logits", draft_logits, nodes),
-        draft_cutoff=parse_optional("draft_cutoff", draft_cutoff, jnp.float32, rows),
-        draft_temperature=parse_optional(
-            "draft_temperature", draft_temperature, jnp.float32, *each
-        ),
+        if tree.logits is None
+        else _check_rows("tree.logits", tree.logits, nodes),
+        draft_cutoff=parse_optional("tree.cutoff", tree.cutoff, jnp.float32, rows),
+        draft_temperature=parse_optional("tree.temperature", tree.temperature, jnp.float32, *each),
         keys=check_keys(keys, size),
         positions=parse_array("positions", positions, jnp.int32, *each),
         temperature=parse_array("temperature", temperature, jnp.float32, *each),
     )
-    if draft_logits is None and draft_cutoff is not None:
-        raise ValueError(
-            "draft_cutoff is given without draft_logits; nodes without logits are one-hot."
-        )
     call_options = CallOptions.from_options(_plain_jax(options))
     return _tree_rejection_sample(arrays, max_depth=max_depth, options=call_options)
 

@@ -329,13 +329,10 @@ def trees():
 
     def verify(token_ids, parents, target, keys, positions, temperature, logits):
         return specjax.tree_rejection_sample(
-            token_ids,
-            parents,
+            specjax.TreeDraft(token_ids, parents, K, logits),
             target,
-            max_depth=K,
             keys=keys,
             positions=positions,
-            draft_logits=logits,
             temperature=temperature,
         )
 

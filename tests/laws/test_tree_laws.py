@@ -109,9 +109,7 @@ def decode(seed, shapes, length, **options):
     """Texts of many requests, each of the indices of its tokens among the few."""
     target, draft = (embedded(p) for p in table(seed))
     keys = jax.random.split(jax.random.key(seed), NUM_REQUESTS)
-    texts = trees.decode(
-        specjax.tree_rejection_sample, target, draft, shapes, length, keys, **options
-    )
+    texts = trees.decode(trees.verify, target, draft, shapes, length, keys, **options)
     return texts, target, keys
 
 

@@ -91,7 +91,7 @@ NOT_BY_IMPORT = {
     "tunix",
 }
 
-FUNCTION_BUDGET, KERNEL_BUDGET = 60, 80
+FUNCTION_BUDGET, KERNEL_BUDGET, MOST_PARAMETERS = 60, 80, 10
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPT = ROOT / "_specjax_command.py"
@@ -290,6 +290,54 @@ def test_functions_keep_to_their_budgets():
         for path, budget in budgets.items()
         for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and size_of(node) > budget
+    )
+
+
+def offences_of_parameters(path):
+    """Functions of too many parameters, or of one that holds arguments without their names."""
+    for node in nodes_of(path):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        given = given[1:] if given and given[0].arg in ("self", "cls") else given
+        if len(given) > MOST_PARAMETERS:
+            yield f"{name_of(path)}: {node.name} has {len(given)}, more than {MOST_PARAMETERS}."
+        for one in given:
+            if one.annotation and "dict[str, Any]" in ast.unparse(one.annotation):
+                yield f"{name_of(path)}: {node.name} has a dict[str, Any]: {one.arg}."
+
+
+def test_a_function_has_at_most_ten_parameters_and_none_is_a_dict_of_anything():
+    refuse(offence for path in FILES for offence in offences_of_parameters(path))
+
+
+# What one room decides, and hands out as a value, by the names that are compared with None.
+ASKED_IN = {
+    "draft_history": ("specjax.decode.adaptive_k",),
+    "k_by_rate": ("specjax.decode.adaptive_k", "specjax.cli.sweep.inputs"),
+    "step_costs": ("specjax.config", "specjax.cli"),
+    "repetition_penalty": ("specjax.processing",),
+    "frequency_penalty": ("specjax.processing",),
+    "presence_penalty": ("specjax.processing",),
+    "bad_words": ("specjax.processing",),
+}
+
+
+def asked_for_none(path):
+    """Names and attributes that a file compares with None by `is` or `is not`."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+            other = node.comparators[0]
+            if isinstance(other, ast.Constant) and other.value is None:
+                yield getattr(node.left, "attr", getattr(node.left, "id", ""))
+
+
+def test_an_axis_is_asked_for_none_in_one_room():
+    refuse(
+        f"{name_of(path)} asks whether {name} is None: {ASKED_IN[name]} does."
+        for path in FILES
+        for name in asked_for_none(path)
+        if name in ASKED_IN and not is_in(module_of(path), ASKED_IN[name])
     )
 
 

@@ -10,6 +10,7 @@ import oracle
 import oracle_block
 import oracle_tree
 import pytest
+import trees
 
 import specjax
 from specjax.samplers.trees.tree import place_nodes
@@ -85,7 +86,7 @@ def batch(seed, draft_vocab, is_chain=False):
 
 def verify(case, **changes):
     keys = jax.random.split(KEY, len(case["token_ids"]))
-    return specjax.tree_rejection_sample(**{"max_depth": D, "keys": keys} | case | changes)
+    return trees.verify(**{"max_depth": D, "keys": keys} | case | changes)
 
 
 def check(ours, case, **changes):
@@ -356,8 +357,8 @@ def test_a_mesh_changes_nothing():
         ({"token_ids": np.zeros(B, np.int32)}, r"token_ids has shape .* \[B, N\]"),
         ({"parents": np.zeros((B, N + 1), np.int32)}, "parents has shape"),
         ({"target_logits": np.zeros((B, N, V), np.float32)}, "target_logits has 7 rows"),
-        ({"draft_logits": np.zeros((B, N, V), np.float32)}, "draft_logits has 7 rows"),
-        ({"draft_logits": None, "draft_cutoff": np.zeros((B, N + 1))}, "without draft_logits"),
+        ({"draft_logits": np.zeros((B, N, V), np.float32)}, "tree.logits has 7 rows"),
+        ({"draft_logits": None, "draft_cutoff": np.zeros((B, N + 1))}, "without tree.logits"),
         ({"max_depth": 0}, "max_depth is 0"),
         ({"max_depth": 1025}, "max_depth is 1025; it needs at most 1024"),
         *(

@@ -90,7 +90,7 @@ def decode(verify, target, draft, shapes, length, keys, *, place=None, one_hot=F
     """Texts [B, length] after token 0, by steps whose trees take turns among `shapes`.
 
     Args:
-      verify: `specjax.tree_rejection_sample`, or a function of its arguments.
+      verify: the function below, or another of its arguments.
       target: probabilities [V, V] of the next token by the last.
       draft: those of the draft.
       shapes: parents of the trees, of equal lengths.
@@ -118,3 +118,21 @@ def decode(verify, target, draft, shapes, length, keys, *, place=None, one_hot=F
         lengths = jnp.minimum(lengths, length)
         if np.min(lengths) == length:
             return np.asarray(texts)[:, 1 : length + 1]
+
+
+def verify(
+    token_ids,
+    parents,
+    target_logits,
+    *,
+    max_depth,
+    draft_logits=None,
+    draft_temperature=None,
+    draft_cutoff=None,
+    **options,
+):
+    """Returns `specjax.tree_rejection_sample` of a tree's fields by their names."""
+    tree = specjax.TreeDraft(
+        token_ids, parents, max_depth, draft_logits, draft_temperature, draft_cutoff
+    )
+    return specjax.tree_rejection_sample(tree, target_logits, **options)

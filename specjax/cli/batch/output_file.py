@@ -15,7 +15,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from specjax.file_io import read_stream
+from specjax.file_io import JsonObject, read_stream
 
 if sys.platform != "win32":
     import fcntl
@@ -123,7 +123,7 @@ class OutputFile:
         except OSError as error:
             raise ValueError(_unwritable(self._path, error)) from None
 
-    def append(self, fields: dict[str, Any]) -> None:
+    def append(self, fields: JsonObject) -> None:
         """Appends a line to a file that is prepared.
 
         Raises:

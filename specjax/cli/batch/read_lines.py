@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax.cli.arguments import MAX_TEMPERATURE, SAMPLING_OPTIONS
 from specjax.engine.stop_strings import check_stop
-from specjax.file_io import quote, shorten
+from specjax.file_io import JsonObject, quote, shorten
 
 __all__ = ["PromptLine", "read_lines"]
 
@@ -37,7 +37,7 @@ class PromptLine(NamedTuple):
     id: Any
     token_ids: list[int]
     stop: tuple[str, ...] | None
-    values: dict[str, Any]
+    values: JsonObject
 
 
 def read_lines(
@@ -90,9 +90,7 @@ def _read_line(
     return PromptLine(number, name, _read_prompt(fields, encode), stop, values)
 
 
-def _read_prompt(
-    fields: dict[str, Any], encode: Callable[[str | list[Any]], list[int]]
-) -> list[int]:
+def _read_prompt(fields: JsonObject, encode: Callable[[str | list[Any]], list[int]]) -> list[int]:
     given = [name for name in _PROMPTS if name in fields]
     if len(given) != 1:
         has = " and ".join(given) or "no prompt"

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from specjax.file_io import replace_file
+from specjax.file_io import JsonObject, replace_file
 
 __all__ = ["write_plot"]
 
 
-def write_plot(report: dict[str, Any], path: pathlib.Path) -> None:
+def write_plot(report: JsonObject, path: pathlib.Path) -> None:
     """Plots tokens per second against acceptance length: per K a line and measured points.
 
     Args:
@@ -66,7 +66,7 @@ def _line_colours(count: int) -> list[Any]:
     return [colormaps["viridis"](position) for position in np.linspace(0, 0.9, count)]
 
 
-def _plot_title(report: dict[str, Any]) -> str:
+def _plot_title(report: JsonObject) -> str:
     best = report["best"]
     # matplotlib takes dollar signs for mathematics.
     pair = report["pair"].replace("$", r"\$")

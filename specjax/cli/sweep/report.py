@@ -1,24 +1,23 @@
 """Reports a sweep: as a JSON object, as tables and in sentences."""
 
-from typing import Any
-
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from specjax.cli.sweep.choice import Acceptance, Best, standard_errors
 from specjax.cli.sweep.measure import StepTimes, Workload
+from specjax.file_io import JsonObject
 
 __all__ = ["conclusion", "report_tables", "to_json"]
 
 
 def to_json(
     workload: Workload,
-    provenance: dict[str, Any],
+    provenance: JsonObject,
     acceptance: Acceptance,
     times: list[StepTimes],
     best: Best,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Returns the report of a sweep as plain lists, dicts and numbers.
 
     Args:
@@ -83,7 +82,7 @@ def to_json(
     }
 
 
-def _acceptance_counts(acceptance: Acceptance) -> dict[str, Any]:
+def _acceptance_counts(acceptance: Acceptance) -> JsonObject:
     steps, rates = acceptance.step_counts, acceptance.rates
     return {
         "num_steps": len(steps),
@@ -98,12 +97,12 @@ def _acceptance_counts(acceptance: Acceptance) -> dict[str, Any]:
     }
 
 
-def _quartiles(values: list[float]) -> dict[str, Any]:
+def _quartiles(values: list[float]) -> JsonObject:
     lower, middle, upper = np.percentile(values, [25, 50, 75])
     return {"median": float(middle), "quartiles": [float(lower), float(upper)], "runs": values}
 
 
-def conclusion(report: dict[str, Any]) -> list[str]:
+def conclusion(report: JsonObject) -> list[str]:
     """Returns sentences that say which K is best and how certain that is."""
     best, rows = report["best"], report["sweep"]
     row, plain = rows[best["K"]], rows[0]["tokens_per_second"]
@@ -147,11 +146,11 @@ def conclusion(report: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def _with_error(value: float, row: dict[str, Any]) -> str:
+def _with_error(value: float, row: JsonObject) -> str:
     return f"{value:.2f} ± {row['standard_error']:.2f}"
 
 
-def _sample_size(report: dict[str, Any]) -> str:
+def _sample_size(report: JsonObject) -> str:
     acceptance = report["acceptance"]
     steps = _count_noun(acceptance["num_steps"], "step")
     return f"{steps} of {_count_noun(acceptance['num_prompts'], 'prompt')}"
@@ -161,7 +160,7 @@ def _count_noun(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def report_tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
+def report_tables(report: JsonObject) -> list[tuple[str, Table]]:
     """Returns titled tables: speed of each K, its certainty, speed at synthetic acceptance."""
     largest = report["max_speculative_tokens"]
     return [
@@ -182,7 +181,7 @@ def report_tables(report: dict[str, Any]) -> list[tuple[str, Table]]:
     ]
 
 
-def _acceptance_table(report: dict[str, Any]) -> Table:
+def _acceptance_table(report: JsonObject) -> Table:
     table = _new_table(
         "K", "ms per step", "quartiles", "break-even", "tokens/step", "tokens/s", "gain"
     )
@@ -201,7 +200,7 @@ def _acceptance_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _confidence_table(report: dict[str, Any]) -> Table:
+def _confidence_table(report: JsonObject) -> Table:
     table = _new_table(
         "K",
         "accepted",
@@ -232,7 +231,7 @@ def _confidence_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _synthetic_table(report: dict[str, Any]) -> Table:
+def _synthetic_table(report: JsonObject) -> Table:
     table = _new_table("K", "expected", "tokens/step", "tokens/s", "quartiles", "closed form")
     for row in report["sweep"]:
         for position, point in enumerate(row["synthetic"]):

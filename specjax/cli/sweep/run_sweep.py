@@ -27,6 +27,7 @@ from specjax.cli.sweep.measure import (
 from specjax.cli.sweep.plot import write_plot
 from specjax.cli.sweep.report import conclusion, report_tables, to_json
 from specjax.decode.compile.saved_programs import installed_version
+from specjax.file_io import JsonObject
 
 __all__ = ["read_workload", "run_sweep"]
 
@@ -146,7 +147,7 @@ def run_sweep(
             terminal.print_note(f"plotted in {options.out}")
 
 
-def _write_plot_file(report: dict[str, Any], out: str) -> None:
+def _write_plot_file(report: JsonObject, out: str) -> None:
     try:
         write_plot(report, pathlib.Path(out))
     except OSError as error:
@@ -154,7 +155,7 @@ def _write_plot_file(report: dict[str, Any], out: str) -> None:
         raise ValueError(f"--out {out} cannot be written: {error.strerror or error}.") from None
 
 
-def _provenance(name: str, argv: list[str]) -> dict[str, Any]:
+def _provenance(name: str, argv: list[str]) -> JsonObject:
     return {
         "pair": name,
         "device": jax.devices()[0].device_kind,
@@ -166,7 +167,7 @@ def _provenance(name: str, argv: list[str]) -> dict[str, Any]:
     }
 
 
-def _conditions(report: dict[str, Any]) -> str:
+def _conditions(report: JsonObject) -> str:
     return (
         f"B = {report['batch_size']}, context {report['context']}, temperature "
         f"{report['temperature']:g} · {report['device']}, jax {report['jax_version']}, "

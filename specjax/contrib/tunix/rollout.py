@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -222,7 +222,7 @@ class SpecRollout(_BaseRollout):
         arrays = split_transformer(self._actor)[1]
         return {name: arrays[name] for name in self._graph.names}
 
-    def _put(self, arrays: dict[str, Any]) -> dict[str, Any]:
+    def _put(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Returns arrays where the policy's were at the start: elsewhere, programs compile anew."""
         return {
             name: jax.device_put(array, self._placements[name]) for name, array in arrays.items()

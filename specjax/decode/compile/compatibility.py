@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from specjax.file_io import JsonObject
+
 __all__ = ["check_arrays", "check_functions", "list_functions"]
 
 
@@ -24,7 +26,7 @@ def check_arrays(given: dict[str, str], compiled: dict[str, str]) -> None:
             )
 
 
-def list_functions(**models: Any) -> dict[str, Any]:
+def list_functions(**models: Any) -> JsonObject:
     """Returns name -> value of what models hold besides parameters, which is compiled in.
 
     Args:
@@ -44,7 +46,7 @@ def list_functions(**models: Any) -> dict[str, Any]:
     }
 
 
-def check_functions(given: dict[str, Any], compiled: dict[str, Any]) -> None:
+def check_functions(given: JsonObject, compiled: JsonObject) -> None:
     """Refuses a call with other functions of models than programs are compiled with.
 
     Args:

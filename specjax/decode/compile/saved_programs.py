@@ -22,7 +22,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from specjax.decode.compile.cache_folder import processor_id
-from specjax.file_io import quote, replace_file
+from specjax.file_io import JsonObject, quote, replace_file
 
 __all__ = [
     "SavedProgram",
@@ -120,7 +120,7 @@ def load_program(program: SavedProgram, result: Any = None) -> Callable[..., Any
 
 
 def write_programs(
-    path: str | os.PathLike[str], description: dict[str, Any], programs: Sequence[SavedProgram]
+    path: str | os.PathLike[str], description: JsonObject, programs: Sequence[SavedProgram]
 ) -> None:
     """Writes a file of programs, and its folder; `description` is what JSON can say of them."""
     header = {
@@ -136,7 +136,7 @@ def write_programs(
         temporary.write_bytes(content + hashlib.sha256(content).digest())
 
 
-def read_programs(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[SavedProgram]]:
+def read_programs(path: str | os.PathLike[str]) -> tuple[JsonObject, list[SavedProgram]]:
     """Returns the description in a file and its programs, which are not loaded yet.
 
     Raises:

@@ -8,7 +8,7 @@ nothing, asks for nothing (null, false, 0, empty), or is refused.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import FIELD_NAMES
 from specjax.models.hf.config_reader import read_fields
@@ -24,7 +24,7 @@ __all__ = [
     "refuse_unknown",
 ]
 
-_Fields = dict[str, Any]
+_Fields = JsonObject
 # `speculators` leaves out fields with the values of the classes in transformers.
 _CLASS_SIZES = {
     kind: {
@@ -129,7 +129,7 @@ class HeadFields(NamedTuple):
       nested: an object of the JSON that may hold fields of the top level, too, or None.
     """
 
-    fields: dict[str, Any]
+    fields: JsonObject
     source: str
     layer: TransformerConfig
     layer_kind: str
@@ -192,7 +192,7 @@ class HeadFields(NamedTuple):
             )
 
 
-def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
+def read_head_fields(fields: JsonObject, source: str) -> HeadFields:
     """Returns what the config.json of a head says.
 
     Args:
@@ -246,7 +246,7 @@ def read_head_fields(fields: dict[str, Any], source: str) -> HeadFields:
 
 
 def refuse_unknown(
-    fields: dict[str, Any], source: str, kind: str, known: Known, nested: Mapping[str, Known]
+    fields: JsonObject, source: str, kind: str, known: Known, nested: Mapping[str, Known]
 ) -> None:
     """Refuses a field that the head may depend on and that nothing reads.
 

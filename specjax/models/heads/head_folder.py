@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject, quote
 from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.head_fields import HeadFields, read_head_fields
@@ -86,7 +86,7 @@ def draft_kind(folder: str | os.PathLike[str]) -> DraftKind:
     return _kind_of(*_read_config(folder))
 
 
-def _read_config(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+def _read_config(folder: str | os.PathLike[str]) -> tuple[JsonObject, str]:
     """Returns the fields of a folder's config.json, and the name of that file."""
     path = find_folder(folder) / "config.json"
     if not path.is_file():
@@ -94,7 +94,7 @@ def _read_config(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     return read_json_object(path, "the fields of a draft"), str(path)
 
 
-def _kind_of(fields: dict[str, Any], source: str) -> DraftKind:
+def _kind_of(fields: JsonObject, source: str) -> DraftKind:
     model_type = fields.get("model_type")
     if model_type == "specjax_head":
         raise ValueError(
@@ -239,7 +239,7 @@ class HeadTensors:
         self._read.add(name)
         return self._tensors.view(self._names.get(name, name), shape)
 
-    def load(self, entries: Iterable[WeightEntry], dtype: str) -> dict[str, Any]:
+    def load(self, entries: Iterable[WeightEntry], dtype: str) -> JsonObject:
         """Returns the parameters of entries, and refuses a folder that holds other tensors.
 
         Args:
@@ -249,7 +249,7 @@ class HeadTensors:
         Raises:
           ValueError: as `view`, or if there is a tensor that nothing has read.
         """
-        params: dict[str, Any] = {}
+        params: JsonObject = {}
         views = [(entry, list(map(self.view, entry.names, entry.shapes))) for entry in entries]
         self._tensors.check_all_read(self._names.get(name, name) for name in self._read)
         for (entry, _), array in zip(views, assemble_arrays(views, dtype), strict=True):
@@ -350,7 +350,7 @@ def write_head(
     params: Any,
     config: HeadConfig,
     entries: Iterable[WeightEntry],
-    fields: dict[str, Any],
+    fields: JsonObject,
     *,
     architecture: str,
     dtype: str,

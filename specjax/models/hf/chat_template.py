@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specjax.file_io import quote, shorten
+from specjax.file_io import JsonObject, quote, shorten
 from specjax.models.hf.folder import find_folder, read_json_object, read_small_file
 
 __all__ = ["chat_prompt"]
@@ -64,7 +64,7 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _read_template(path: pathlib.Path, settings: dict[str, Any]) -> tuple[str, pathlib.Path]:
+def _read_template(path: pathlib.Path, settings: JsonObject) -> tuple[str, pathlib.Path]:
     """Returns the template and the file that holds it."""
     if (path / _TEMPLATE_FILE).is_file():
         data = read_small_file(path / _TEMPLATE_FILE)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import ACTIVATIONS, DTYPES
 
 __all__ = ["FIELD_NAMES", "SIZES", "read_field", "read_scale"]
@@ -100,7 +100,7 @@ _FIELDS = {
 FIELD_NAMES = tuple(_FIELDS)
 
 
-def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
+def read_field(name: str, fields: JsonObject, source: str) -> Any:
     """Returns the checked value of a field, or its default.
 
     Args:
@@ -118,7 +118,7 @@ def read_field(name: str, fields: dict[str, Any], source: str) -> Any:
     return value
 
 
-def read_scale(name: str, group: str, fields: dict[str, Any], source: str) -> float:
+def read_scale(name: str, group: str, fields: JsonObject, source: str) -> float:
     """Returns a positive number inside an object of `config.json`, such as `factor`.
 
     Args:

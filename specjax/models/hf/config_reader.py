@@ -1,9 +1,9 @@
 """Reads `config.json` of each supported family into a `TransformerConfig`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject, quote
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.hf.config_fields import SIZES, read_field
 from specjax.models.hf.rope_fields import read_local_rope, read_rope
@@ -11,7 +11,7 @@ from specjax.models.hf.unread_fields import refuse_unread
 
 __all__ = ["read_fields"]
 
-_Fields = dict[str, Any]
+_Fields = JsonObject
 _COPIED_FIELDS = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "bos_token_id")
 
 
@@ -147,7 +147,7 @@ def _text_fields(fields: _Fields, source: str) -> _Fields:
     return {"model_type": "gemma3_text"} | text | outer
 
 
-def read_fields(fields: dict[str, Any], source: str = "config.json") -> TransformerConfig:
+def read_fields(fields: JsonObject, source: str = "config.json") -> TransformerConfig:
     """Returns the configuration that a `config.json` of transformers 4 or 5 describes.
 
     Args:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specjax.file_io import shorten
+from specjax.file_io import JsonObject, shorten
 from specjax.models.hf.folder import read_small_file, refuse_lfs_pointer
 
 __all__ = ["MappedTensors", "has_weights"]
@@ -222,7 +222,7 @@ def _map_file(path: pathlib.Path) -> dict[str, _MappedTensor]:
         raise ValueError(f"{path} cannot be read as safetensors ({shorten(error)}).") from None
     file_bytes = np.memmap(path, mode="r")
     start = 8 + int.from_bytes(file_bytes[:8].tobytes(), "little")
-    header: dict[str, Any] = json.loads(file_bytes[8:start].tobytes())
+    header: JsonObject = json.loads(file_bytes[8:start].tobytes())
     header.pop("__metadata__", None)
     return {
         name: _MappedTensor(
@@ -255,6 +255,6 @@ def _arrays_equal(first: np.ndarray, second: np.ndarray) -> bool:
     return True
 
 
-def _tensor_bytes(file_bytes: np.ndarray, start: int, entry: dict[str, Any]) -> np.ndarray:
+def _tensor_bytes(file_bytes: np.ndarray, start: int, entry: JsonObject) -> np.ndarray:
     begin, end = entry["data_offsets"]
     return file_bytes[start + begin : start + end]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from specjax.file_io import quote
+from specjax.file_io import JsonObject, quote
 
 __all__ = ["CHECKED_FIELDS", "refuse_unread"]
 
@@ -60,7 +60,7 @@ CHECKED_FIELDS = tuple(_HARMLESS_VALUES)
 
 
 def refuse_unread(
-    fields: dict[str, Any],
+    fields: JsonObject,
     source: str,
     extra_fields: Collection[str],
     fixed_values: Mapping[str, Any],
@@ -109,7 +109,7 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
     return value in allowed or (isinstance(value, list) and all(v in allowed for v in value))
 
 
-def _refuse_quantised(fields: dict[str, Any], source: str) -> None:
+def _refuse_quantised(fields: JsonObject, source: str) -> None:
     quantization = fields.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None

@@ -72,9 +72,12 @@ def small_verification():
 
 def verify_tree(tree, target_logits, **options):
     """One verification of trees, of fields by name: token_ids, parents, and of the rows drawn."""
-    fields = {name: tree[name] for name in tree if name not in ("token_ids", "parents")}
+    given = tree | options
+    fields = {name: given.pop(name) for name in ("token_ids", "parents", "max_depth")}
+    for name in ("logits", "temperature", "cutoff"):
+        fields[name] = given.pop(f"draft_{name}", None)
     return specjax.tree_rejection_sample(
-        tree["token_ids"], tree["parents"], target_logits, **fields, **run_by(options)
+        specjax.TreeDraft(**fields), target_logits, **run_by(given)
     )
 
 
