@@ -72,7 +72,7 @@ def speculative_step(params, draft_params, token_ids, lengths, keys, temperature
         draft = through_probabilities(draft)
     # A full row is inactive; where fewer than K places are left, fewer drafts are judged.
     room = ROOM - lengths
-    draft = draft._replace(num_tokens=jnp.where(room > 0, jnp.clip(room - 1, 0, K), -1))
+    draft = draft.replace(num_tokens=jnp.where(room > 0, jnp.clip(room - 1, 0, K), -1))
     places = lengths[:, None] + jnp.arange(K)
     fed = token_ids.at[rows[:, None], places].set(draft.token_ids, mode="drop")
     judged = jnp.minimum(lengths[:, None] - 1 + jnp.arange(K + 1), ROOM - 1)

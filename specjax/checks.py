@@ -202,6 +202,7 @@ def _parse_fields(draft: Draft | RaggedDraft, ids: Any, size: int) -> dict[str, 
         num_tokens=parse_optional("draft.num_tokens", draft.num_tokens, i32, (size,)),
         rows=parse_optional("draft.rows", draft.rows, i32, shape[:1]),
         token_map=parse_optional("draft.token_map", draft.token_map, i32, vocabulary),
+        on_target_stream=check_flag("draft.on_target_stream", draft.on_target_stream),
     )
 
 

@@ -26,8 +26,9 @@ __all__ = [
 _FIELDS_OF_Q = ("logits", "temperature", "logprobs", "logsumexp", "cutoff", "rows", "token_map")
 
 
-class Draft(NamedTuple):
-    """Drafted tokens of a batch and the logits that they were sampled from.
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Drafted tokens of a batch and the logits that they were sampled from; a pytree.
 
     Attributes:
       token_ids: i32[B, K]. A -1 ends the drafted tokens of a request.
@@ -46,6 +47,14 @@ class Draft(NamedTuple):
       token_map: i32[V_d], the target's id of every column of `logits`, of a draft that knows some
         of the target's tokens; `token_ids` are the target's ids. q is 0 at tokens that the map does
         not hold. None is the same ids. Repeated ids bias the output: a map on the host is checked.
+      on_target_stream: a Python bool, static: the tokens were drawn with the target's own noise, on
+        `Stream.TARGET`, as `propose` draws for `rules.coupled`. Every rule but that and
+        `rules.synthetic` refuses such a draft, because its output would be biased.
+
+    Example:
+      >>> draft = specjax.Draft(jnp.array([[3, 1]]))
+      >>> draft.replace(num_tokens=jnp.array([1])).num_tokens
+      Array([1], dtype=int32)
     """
 
     token_ids: jax.Array
@@ -57,17 +66,15 @@ class Draft(NamedTuple):
     num_tokens: jax.Array | None = None
     rows: jax.Array | None = None
     token_map: jax.Array | None = None
+    on_target_stream: bool = False
 
     def replace(self, **fields: Any) -> "Draft":
         """Returns the draft with other values of some fields."""
-        return self._replace(**fields)
+        return dataclasses.replace(self, **fields)
 
     def without_q(self) -> "Draft":
         """Returns the draft's tokens and their numbers alone, which coupled sampling reads."""
         return self.replace(**dict.fromkeys(_FIELDS_OF_Q))
-
-
-jax.export.register_namedtuple_serialization(Draft, serialized_name="specjax.Draft")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,7 @@ class RaggedDraft:
       num_tokens: i32[B]. None takes all of `cu_num_draft_tokens`; -1 is an inactive request.
       rows: i32[N], token n's logits are `logits[rows[n]]`. None is n.
       token_map: i32[V_d], or None.
+      on_target_stream: a Python bool, static.
 
     Example:
       >>> draft = specjax.RaggedDraft(  # two drafts, then one
@@ -115,6 +123,7 @@ class RaggedDraft:
     num_tokens: jax.Array | None = None
     rows: jax.Array | None = None
     token_map: jax.Array | None = None
+    on_target_stream: bool = False
 
     def replace(self, **fields: Any) -> "RaggedDraft":
         """Returns the draft with other values of some fields."""
@@ -139,7 +148,8 @@ def _register(kind: type, *static: str) -> None:
     )
 
 
-_register(RaggedDraft, "max_draft_tokens")
+_register(Draft, "on_target_stream")
+_register(RaggedDraft, "max_draft_tokens", "on_target_stream")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ def draw_inputs(shape: Shape, count: int, options: dict[str, jax.Array]) -> list
             cutoff = cutoffs(draft_logits, options)
             kept = jnp.where(draft_logits >= cutoff[..., None], draft_logits, -jnp.inf)
         draft = draw_tokens(1000 + seed, kept, jnp.float32(TEMPERATURE))
-        sets.append(Inputs(draft._replace(logits=draft_logits, cutoff=cutoff), target_logits))
+        sets.append(Inputs(draft.replace(logits=draft_logits, cutoff=cutoff), target_logits))
     return jax.block_until_ready(sets)
 
 

@@ -96,7 +96,7 @@ def with_tokens(
         if one_hot:
             draft = specjax.Draft(draft.token_ids)
         else:
-            draft = draft._replace(logits=draft_logits)
+            draft = draft.replace(logits=draft_logits)
         sets.append(Inputs(draft, target_logits))
     return jax.block_until_ready(sets)
 

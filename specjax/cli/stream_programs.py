@@ -75,7 +75,7 @@ def _commit_rows(
     after = commit_emitted(state, rows, info)
     after = extend_drafter(drafter, state, after, rows)
     num_tokens = draft_budget(drafter, after, config)
-    after = after._replace(draft=pending._replace(num_tokens=num_tokens))
+    after = after._replace(draft=pending.replace(num_tokens=num_tokens))
     return after, gather_row(rows.hidden, info.verification.num_accepted)
 
 

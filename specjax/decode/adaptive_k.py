@@ -250,7 +250,7 @@ class AdaptiveK:
         draft, drafter_state = propose(drafter_state, jnp.where(drafts, num_tokens, -1))
         num_drafted = draft.num_tokens
         assert num_drafted is not None
-        draft = draft._replace(num_tokens=jnp.where(drafts, num_drafted, num_tokens))
+        draft = draft.replace(num_tokens=jnp.where(drafts, num_drafted, num_tokens))
         # It has read all but the last token of its draft.
         num_read = lengths - 1 + jnp.maximum(num_drafted, 1)
         history = history._replace(num_read=jnp.where(drafts, num_read, history.num_read))

@@ -52,7 +52,7 @@ def draft_next(
       options: of the step.
     """
     num_tokens = draft_budget(drafter, state, options.config)
-    state = state._replace(draft=state.draft._replace(num_tokens=num_tokens))
+    state = state._replace(draft=state.draft.replace(num_tokens=num_tokens))
     if drafter is None:
         return state
     hidden = gather_row(rows.hidden, info.verification.num_accepted)
@@ -134,10 +134,11 @@ def _read_missed(
 def discard_incompatible_draft(
     drafter: Drafter | None, state: DecodeState, hidden: jax.Array, options: StepOptions
 ) -> DecodeState:
-    """Returns the state without its pending draft if this config makes drafts of other fields.
+    """Returns the state without its pending draft if this config makes drafts of other structure.
 
-    Another method drew that draft. Tokens drawn with the target's noise bias the output of every
-    method but "coupled". The program of a state that this config began holds nothing of this.
+    Another method drew that draft: it has other fields, or was drawn on another stream. Tokens
+    drawn with the target's noise bias the output of every method but "coupled". The program of a
+    state that this config began holds nothing of this.
 
     Args:
       drafter: as in `run_step`.
@@ -149,11 +150,11 @@ def discard_incompatible_draft(
         return state
     text = (state.history, hidden, state.settings, state.draft.num_tokens)
     like, _ = propose_draft.eval_shape(drafter, state.drafter_state, *text, options=options)
-    if [x is None for x in like] == [x is None for x in state.draft]:
+    if len({jax.tree.structure(draft) for draft in (like, state.draft)}) == 1:
         return state
     none = jnp.minimum(jnp.asarray(state.draft.num_tokens), 0)
     draft = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return state._replace(draft=draft._replace(num_tokens=none))
+    return state._replace(draft=draft.replace(num_tokens=none))
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -194,4 +195,4 @@ def propose_draft(
     # Only the loop ends requests, and no draft is longer than a request has tokens left.
     num_drafted = num_valid_drafts(draft.token_ids, draft.num_tokens)
     num_tokens = jnp.minimum(jnp.maximum(num_drafted, 0), max_tokens)
-    return draft._replace(num_tokens=num_tokens), drafter_state
+    return draft.replace(num_tokens=num_tokens), drafter_state

@@ -234,7 +234,7 @@ def begin_prefill(
     options = StepOptions(config, implementation)
     draft, _ = propose_draft.eval_shape(drafter, drafter_state, *text, options=options)
     draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
-    return state._replace(draft=draft._replace(num_tokens=none_drafted))
+    return state._replace(draft=draft.replace(num_tokens=none_drafted))
 
 
 def read_prompt_chunk(

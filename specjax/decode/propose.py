@@ -14,7 +14,6 @@ from specjax.checks import (
     check_draft_method,
     check_keys,
     check_logits,
-    check_noise_dtype,
     parse_array,
 )
 from specjax.config import SpeculativeConfig
@@ -23,7 +22,7 @@ from specjax.core.rule import COUPLED, STANDARD, VerificationRule, check_rule
 from specjax.decode.adaptive_k import longest_draft
 from specjax.decode.draw_loop import draw_tokens
 from specjax.devices.placement import Placement
-from specjax.implementation import Implementation, resolve_implementation
+from specjax.implementation import Implementation
 from specjax.processing.apply_sampling import apply_sampling_to_draft
 from specjax.processing.draft_vocabulary import DraftVocabulary, read_vocabulary
 from specjax.processing.history import History
@@ -98,7 +97,8 @@ def propose(
       draft_sample_method: "probabilistic" samples; "greedy" takes the argmax, which is verified
         as a one-hot draft, and keeps no logits.
       rule: that of the verification. For `rules.coupled` the draft is drawn on ``Stream.TARGET``,
-        with the target's own noise, and keeps its tokens and the temperature.
+        with the target's own noise, and says so: it has tokens, the temperature and
+        `on_target_stream`.
       token_map: i32[V_d], distinct ids of the target, one per column of the logits. `step_fn` is
         fed target ids, and `inputs` are by these. None is the column's own.
       vocab_size: V of the target, a Python int; with `token_map` alone.
@@ -134,7 +134,7 @@ def propose(
         draft_sample_method=draft_sample_method,
         rule=rule,
         vocabulary=read_vocabulary(token_map, vocab_size),
-        options=CallOptions(options.noise_dtype, resolve_implementation(options.implementation)),
+        options=CallOptions.from_options(options),
     )
 
 
@@ -176,10 +176,8 @@ def propose_step(
         draft_sample_method=config.draft_sample_method,
         rule=COUPLED if config.draws_on_target_stream else STANDARD,
         vocabulary=read_vocabulary(token_map, vocab_size),
-        options=CallOptions(
-            check_noise_dtype(config.noise_dtype),
-            resolve_implementation(implementation),
-            placement=placement,
+        options=CallOptions.from_options(
+            Options(config.noise_dtype, implementation), placement=placement
         ),
         num_drawn=longest_draft(config, inputs.num_tokens),
     )
@@ -232,13 +230,15 @@ def _draft_tokens(
         return carry, jnp.maximum(sample.token_ids, 0), (sample.token_ids, *outputs)
 
     rows, carry = draw_tokens(draw, carry, token_ids, keys, num_tokens, num_drawn)
-    if has_no_q:
-        # The temperature tells tokens drawn with the target's noise from likeliest ones.
-        draft = Draft(rows[0], temperature=None if greedy else temperature)
+    if greedy:
+        draft = Draft(rows[0])
+    elif coupled:
+        draft = Draft(rows[0], temperature=temperature, on_target_stream=True)
     else:
-        draft = Draft(rows[0], rows[1], temperature, *rows[2:])
-        draft = draft._replace(token_map=vocabulary and vocabulary.token_map)
-    return draft._replace(num_tokens=inputs.num_tokens), carry
+        cutoff = rows[4] if len(rows) > 4 else None
+        draft = Draft(rows[0], rows[1], temperature, rows[2], rows[3], cutoff)
+        draft = draft.replace(token_map=vocabulary and vocabulary.token_map)
+    return draft.replace(num_tokens=inputs.num_tokens), carry
 
 
 def _read_history(

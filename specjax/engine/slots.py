@@ -316,7 +316,7 @@ def release(slots: DecodeState, rows: jax.Array) -> DecodeState:
     assert num_tokens is not None
     return slots._replace(
         finish=jnp.where(rows, jnp.int8(_EMPTY_SLOT), slots.finish),
-        draft=slots.draft._replace(num_tokens=jnp.where(rows, jnp.int32(-1), num_tokens)),
+        draft=slots.draft.replace(num_tokens=jnp.where(rows, jnp.int32(-1), num_tokens)),
     )
 
 
@@ -418,7 +418,7 @@ def slot_axes(slots: DecodeState, row: PromptRow) -> tuple[int, ...]:
     if settings.sampling is not None:
         grammar = shared(settings.sampling.grammar)
         settings = settings._replace(sampling=settings.sampling._replace(grammar=grammar))
-    draft = axes.draft._replace(token_map=shared(axes.draft.token_map))
+    draft = axes.draft.replace(token_map=shared(axes.draft.token_map))
     axes = axes._replace(**row._asdict(), draft=draft, settings=settings)
     return tuple(jax.tree.leaves(axes))
 

@@ -50,7 +50,7 @@ def gather_drafts(
     num_tokens = jnp.asarray(parse_array("num_tokens", num_tokens, jnp.int32, request_ids.shape))
     check_shape("cached_request_ids", cached_request_ids, (slots,))
     # What is not per request does not move.
-    without_logits = cache._replace(logits=None, token_map=None)
+    without_logits = cache.replace(logits=None, token_map=None)
 
     def align(batch: Any, shared: Any) -> Draft:
         request_ids, num_tokens = batch
@@ -63,13 +63,13 @@ def gather_drafts(
         num_drafted = jnp.where(jnp.any(matches, axis=1), num_drafted, 0)
         aligned: Draft = jax.tree.map(lambda values: values[slot], cache)
         rows = slot if aligned.rows is None else aligned.rows
-        return aligned._replace(num_tokens=jnp.where(num_tokens < 0, -1, num_drafted), rows=rows)
+        return aligned.replace(num_tokens=jnp.where(num_tokens < 0, -1, num_drafted), rows=rows)
 
     shared = (without_logits, cached_request_ids)
     draft: Draft = shard_map_batch(align, request_ids)((request_ids, num_tokens), shared)
     if cache.logits is None:
-        return draft._replace(rows=None)
-    return draft._replace(logits=cache.logits, token_map=cache.token_map)
+        return draft.replace(rows=None)
+    return draft.replace(logits=cache.logits, token_map=cache.token_map)
 
 
 def draft_from_probs(token_ids: jax.Array, probs: jax.Array) -> Draft:

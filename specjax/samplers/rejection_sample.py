@@ -144,6 +144,12 @@ def check_verification(
     draft, size, k = _check_rows(draft, target_logits)
     if rule == COUPLED:
         draft = draft.without_q()
+    elif draft.on_target_stream and not isinstance(rule, SyntheticRule):
+        raise ValueError(
+            "draft.on_target_stream is True: its tokens were drawn with the target's own noise, "
+            f"which biases the output of {rule}; verify them by rules.coupled(), or draft for this "
+            "rule, as by propose(..., rule=rule)."
+        )
     if isinstance(draft, RaggedDraft):
         for name, logits in (("target_logits", target_logits), ("draft.logits", draft.logits)):
             if logits is not None:

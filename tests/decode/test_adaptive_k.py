@@ -463,7 +463,7 @@ def propose_looking(params, state, token_ids, hidden, inputs, **options):
     draft, state = SMALL_DRAFTER.propose(inner, state, token_ids, hidden, inputs, **options)
     stays = (draft.logprobs >= jnp.log(0.3)) | ~looks[:, None]
     num_likely = jnp.cumprod(stays.astype(jnp.int32), axis=1).sum(1)
-    return draft._replace(num_tokens=jnp.minimum(inputs.num_tokens, num_likely)), state
+    return draft.replace(num_tokens=jnp.minimum(inputs.num_tokens, num_likely)), state
 
 
 @functools.cache

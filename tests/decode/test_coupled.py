@@ -129,7 +129,7 @@ def test_drafts_match_as_often_as_the_formula_says():
     assert abs(P @ Q - expected) > 3 * margin
 
 
-def begin(config):
+def begin(config, drafter=DRAFTERS["model"]):
     """The state after a first token, with drafts for the second."""
     temperature = np.full(len(PROMPTS), 0.9, np.float32)
     values = dict(keys=bigrams.keys(len(PROMPTS)), temperature=temperature, max_new_tokens=NEW)
@@ -138,21 +138,33 @@ def begin(config):
     return specjax.init(TARGET, drafter, PROMPTS, config=config, options=options, **values)
 
 
-def step_by(config, state):
-    return specjax.step(TARGET, DRAFTERS["model"], state, config=config, implementation="xla")
+def step_by(config, state, drafter=DRAFTERS["model"]):
+    return specjax.step(TARGET, drafter, state, config=config, implementation="xla")
 
 
-def test_a_change_of_the_method_drops_drafts_of_the_target_s_noise():
+def without_temperature(*arguments, **options):
+    """Drafts of which the stream alone tells whether they are drawn or the likeliest."""
+    draft, state = DRAFTERS["model"].propose(*arguments, **options)
+    return draft.replace(temperature=None), state
+
+
+TOKENS_ALONE = dataclasses.replace(DRAFTERS["model"], propose=without_temperature)
+
+
+@pytest.mark.parametrize("drafter", [DRAFTERS["model"], TOKENS_ALONE], ids=["model", "tokens"])
+def test_a_change_of_the_method_drops_drafts_of_the_target_s_noise(drafter):
     """Greedy drafts have no logits either. What is emitted is the target's own next draw."""
-    state = begin(coupled(4))
+    state = begin(coupled(4), drafter)
     assert state.draft.logits is None
+    assert state.draft.on_target_stream
     np.testing.assert_array_equal(state.draft.num_tokens, 4)
     greedy = SpeculativeConfig(4, draft_sample_method="greedy")
-    state, info = step_by(greedy, state)
+    state, info = step_by(greedy, state, drafter)
+    assert not state.draft.on_target_stream
     np.testing.assert_array_equal(info.num_drafted, 0)
     firsts = [text[: len(row) + 2] for text, row in zip(plain(), PROMPTS, strict=True)]
     assert texts(state) == firsts
-    np.testing.assert_array_equal(step_by(greedy, state)[1].num_drafted, 4)
+    np.testing.assert_array_equal(step_by(greedy, state, drafter)[1].num_drafted, 4)
 
 
 def test_a_change_to_coupled_goes_on_with_plain_decoding_s_text():

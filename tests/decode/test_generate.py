@@ -211,7 +211,7 @@ def test_a_drafter_without_counts_keeps_no_request_from_ending():
 
     def propose(*arguments, **options):
         draft, state = inner.propose(*arguments, **options)
-        return draft._replace(num_tokens=None), state
+        return draft.replace(num_tokens=None), state
 
     careless = specjax.Drafter(inner.params, inner.init, inner.extend, propose)
     ended, whole = run(inner, eos_token_ids=(3, 0)), run(careless, eos_token_ids=(3, 0))
@@ -232,7 +232,7 @@ def propose_counted(params, state, token_ids, hidden, inputs, **options):
     inner, even, odd = params
     given = (state, token_ids, hidden, inputs)
     draft, state = DRAFTERS["model"].propose(inner, *given, **options)
-    return draft._replace(num_tokens=jnp.where(inputs.positions % 2 == 0, even, odd)), state
+    return draft.replace(num_tokens=jnp.where(inputs.positions % 2 == 0, even, odd)), state
 
 
 def counted(even, odd):

@@ -123,7 +123,7 @@ def mapped_shapes(batch_size, dtype=BF16):
     """Fields of a draft of fewer tokens, without statistics."""
     draft = draft_shapes("drawn", (batch_size, K), batch_size, dtype)
     logits = shape(batch_size, K, DRAFT_VOCAB, dtype=dtype)
-    return draft._replace(logits=logits, token_map=ints(DRAFT_VOCAB))
+    return draft.replace(logits=logits, token_map=ints(DRAFT_VOCAB))
 
 
 STANDARD = rules.standard()
@@ -237,7 +237,7 @@ def split():
 
     b, width = SMALL, 4 * 1280
     draft = draft_shapes("carried", (b, K), b, BF16)
-    draft = draft._replace(logits=shape(b, K, width, dtype=BF16))
+    draft = draft.replace(logits=shape(b, K, width, dtype=BF16))
     target = shape(b, K + 1, width, dtype=BF16)
     others = (key_shapes(b), ints(b), shape(b), None, None, None)
     yield "standard", over(functools.partial(_verify, options=options), (draft, target, *others))
@@ -246,7 +246,7 @@ def split():
 
 def ragged():
     def verify(draft, target, starts, *arguments, **options):
-        fields = {**draft._asdict(), "cu_num_draft_tokens": starts}
+        fields = {**vars(draft), "cu_num_draft_tokens": starts}
         ragged = RaggedDraft(**fields, max_draft_tokens=K)
         return _verify(ragged, target, *arguments, None, **options)
 

@@ -43,14 +43,14 @@ def with_draft(samplers, change):
 
 def residual_is_the_target(samplers):
     """Carried statistics accept rightly; logits that say q = 0 subtract nothing."""
-    return with_draft(samplers, lambda draft, *_: draft._replace(logits=draft.logits * 0 - 1e30))
+    return with_draft(samplers, lambda draft, *_: draft.replace(logits=draft.logits * 0 - 1e30))
 
 
 def ratio_is_five_percent_too_large(samplers):
     inflation = jnp.float32(np.log(1.05))
 
     def inflate(draft, *_):
-        return draft._replace(logprobs=draft.logprobs - inflation)
+        return draft.replace(logprobs=draft.logprobs - inflation)
 
     return with_draft(samplers, inflate)
 
@@ -80,7 +80,7 @@ def rows_are_off_by_one(samplers):
 def temperature_is_on_one_side_only(samplers):
     def forget(draft, *_):
         one = jnp.ones_like(draft.temperature)
-        return draft._replace(temperature=one, logprobs=None, logsumexp=None)
+        return draft.replace(temperature=one, logprobs=None, logsumexp=None)
 
     return with_draft(samplers, forget)
 
@@ -93,14 +93,14 @@ def sampled_tokens_are_cut_off(samplers):
         ids = jnp.clip(draft.token_ids, 0, rows.shape[-1] - 1)
         logits = jnp.take_along_axis(rows, ids[..., None], axis=-1)[..., 0]
         possible = (logits > -jnp.inf) & (logits >= options["cutoff"][:, :-1])
-        return draft._replace(token_ids=jnp.where(possible, draft.token_ids, -1))
+        return draft.replace(token_ids=jnp.where(possible, draft.token_ids, -1))
 
     return with_draft(samplers, cut)
 
 
 def q_is_dropped(samplers):
     def drop(draft, *_):
-        return draft._replace(logits=None, logprobs=None, logsumexp=None, cutoff=None, rows=None)
+        return draft.replace(logits=None, logprobs=None, logsumexp=None, cutoff=None, rows=None)
 
     return with_draft(samplers, drop)
 
@@ -258,11 +258,11 @@ def changed_model_drafter(change):
 
 def q_is_dropped_by(draft, fault):
     temperature = jnp.where(fault, 0, draft.temperature)
-    return draft._replace(temperature=temperature)
+    return draft.replace(temperature=temperature)
 
 
 def statistics_are_dropped(draft, fault):
-    return draft._replace(logprobs=None, logsumexp=None)
+    return draft.replace(logprobs=None, logsumexp=None)
 
 
 NUM_DRAFTS = 2

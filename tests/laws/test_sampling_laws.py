@@ -138,7 +138,7 @@ def propose_by_model(params, state, token_ids, hidden, inputs, **options):
     whole = specjax.top_logprobs(draft.logits, draft.token_ids, 0, temperature=draft.temperature)
     scaled = draft.logits / draft.temperature[:, None, None]
     logsumexp = jax.nn.logsumexp(scaled, axis=-1)
-    return draft._replace(
+    return draft.replace(
         cutoff=choose(cutoff_is_lost, jnp.full_like(draft.cutoff, -jnp.inf), draft.cutoff),
         logprobs=choose(statistics_are_whole, whole.logprob, draft.logprobs),
         logsumexp=choose(statistics_are_whole, logsumexp, draft.logsumexp),

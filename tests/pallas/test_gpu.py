@@ -94,7 +94,7 @@ def test_ragged_rows_are_verified_as_the_padded_reference_does():
     size = reduced(Size(1024, 3, 32000, bf16, "drawn", 1))
     case = make_case(size, 100)
     counts = np.random.default_rng(0).choice([-1, 0, 1, 2, 3, 3, 3], size.batch_size)
-    case = case._replace(draft=case.draft._replace(num_tokens=jnp.asarray(counts, I32)))
+    case = case._replace(draft=case.draft.replace(num_tokens=jnp.asarray(counts, I32)))
     theirs = jax.device_get(verify(case, "xla"))
     ours = specjax.rejection_sample(
         *make_ragged(case), options=specjax.Options(implementation=KERNELS), **case.options

@@ -239,9 +239,7 @@ def test_the_tail_of_a_large_vocabulary_keeps_its_mass():
 
 def take(case, who):
     """Some requests of a case."""
-    draft = case.draft._replace(
-        **{name: value[who] for name, value in case.draft._asdict().items() if value is not None}
-    )
+    draft = jax.tree.map(lambda x: x[who], case.draft)
     return Case(draft, case.target_logits[who], {k: v[who] for k, v in case.options.items()})
 
 
@@ -275,7 +273,7 @@ def test_rows_behind_a_rejection_change_nothing_whatever_they_hold(batch_size):
     behind, unread = np.arange(k + 1) > end, np.arange(k) > end
     nan = np.float32(np.nan)
     dirty = case._replace(
-        draft=case.draft._replace(
+        draft=case.draft.replace(
             logits=jnp.where(unread[..., None], jnp.asarray(nan, bf16), case.draft.logits),
             logprobs=jnp.where(unread, nan, case.draft.logprobs),
             logsumexp=jnp.where(unread, nan, case.draft.logsumexp),

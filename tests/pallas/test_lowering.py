@@ -165,7 +165,7 @@ def verify_text(
 def ragged_shapes(draft):
     """The draft, of flat token arrays, as one of requests laid end to end."""
     ends = shape(BATCH + 1, dtype=I32)
-    return RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=K, **draft._asdict())
+    return RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=K, **vars(draft))
 
 
 def ragged_text(kind, *, noise_dtype=F32, synthetic=False):
@@ -598,7 +598,7 @@ def test_no_row_of_logits_is_copied_to_float32(dtype):
             return specjax.logit_cutoff(logits, temperature=heat, implementation="triton", **each)
 
         return specjax.rejection_sample(
-            draft._replace(cutoff=cut(draft.logits)),
+            draft.replace(cutoff=cut(draft.logits)),
             target_logits,
             keys=keys,
             positions=jnp.zeros((BATCH,), I32),
@@ -650,8 +650,8 @@ def test_every_kernel_that_reads_drafts_lowers_for_cuda_with_a_token_map(schedul
 
     rows, keys = shape(BATCH, K + 1, VOCAB, dtype=jnp.bfloat16), key_shapes()
     draft = draft_shapes("without statistics", jnp.bfloat16, (BATCH, K), vocab_size=200)
-    draft = draft._replace(token_map=shape(200, dtype=I32))
-    flat = draft._replace(
+    draft = draft.replace(token_map=shape(200, dtype=I32))
+    flat = draft.replace(
         token_ids=shape(BATCH * K, dtype=I32), logits=shape(BATCH * K, 200, dtype=jnp.bfloat16)
     )
     with on_gpu():
@@ -816,7 +816,7 @@ def test_a_split_vocabulary_lowers_to_two_kernels_and_a_gather_or_two(kind, num_
     draft = draft_shapes(kinds, jnp.bfloat16, (BATCH, K), vocab_size=2048)
     requests = PartitionSpec("batch")
     specs = jax.tree.map(lambda _: requests, draft)
-    specs = specs._replace(logits=None if draft.logits is None else rows)
+    specs = specs.replace(logits=None if draft.logits is None else rows)
     shapes = draft, shape(BATCH, K + 1, 2048, dtype=jnp.bfloat16), key_shapes()
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(

@@ -84,8 +84,8 @@ def split_call(inputs, devices, tile, kernels, **options):
     rows = PartitionSpec(None, None, "model")
     specs = jax.tree.map(lambda _: WHOLE, draft)
     if draft.logits is not None:
-        specs = specs._replace(logits=rows)
-        draft = draft._replace(logits=pad_blocks(draft.logits, devices))
+        specs = specs.replace(logits=rows)
+        draft = draft.replace(logits=pad_blocks(draft.logits, devices))
     # Pallas' interpreter does not pass the check of what varies.
     specs, arrays = (specs, rows, WHOLE, WHOLE), (draft, logits, make_keys(len(logits)), rest)
     return over_devices(call, arrays, specs, devices, check_vma=False), arrays
@@ -252,7 +252,7 @@ def test_kernels_by_name_refuse_what_they_do_not_read(width, fields, message):
 
     def call(logits):
         return specjax.rejection_sample(
-            draft._replace(logits=logits[:, :1], **fields),
+            draft.replace(logits=logits[:, :1], **fields),
             logits,
             keys=make_keys(1),
             positions=0,

@@ -145,7 +145,7 @@ def with_statistics(draft):
         at = np.where(inside, ids, 0)[..., None]
         of_tokens = np.take_along_axis(scaled, at, axis=-1)[..., 0] - logsumexp
     rows = np.random.default_rng(0).permutation(B)
-    return draft._replace(
+    return draft.replace(
         logits=draft.logits[np.argsort(rows)],
         rows=jnp.asarray(rows, jnp.int32),
         logprobs=jnp.asarray(np.where(inside, of_tokens, -np.inf), jnp.float32),
@@ -261,7 +261,7 @@ def test_a_ragged_batch_emits_what_the_padded_one_does(implementation):
 def test_one_draft_is_verified_as_by_rejection_sample(implementation):
     """Which the oracle's decisions token by token stand for, as they do in its own test."""
     draft, target_logits, cutoff, options = batch(5)
-    one = draft._replace(num_tokens=jnp.minimum(draft.num_tokens, 1))
+    one = draft.replace(num_tokens=jnp.minimum(draft.num_tokens, 1))
     exact = expected(one, target_logits, cutoff, options, oracle.verify_one)
     assert np.mean(exact.certain) > 0.95
     assert set(exact.num_accepted[exact.certain]) == {0, 1}
@@ -310,7 +310,7 @@ def verify_two(implementation, p, q, token_ids, positions):
         rows[:, i] = np.log(p[i])
         logits[:, i] = np.nan if q[i] is None else np.log(q[i])
     one, all_kept = jnp.ones(B), jnp.full((B, K + 1), -jnp.inf)
-    draft = draft._replace(
+    draft = draft.replace(
         token_ids=jnp.asarray(ids),
         logits=jnp.asarray(logits),
         temperature=one,

@@ -40,6 +40,7 @@ def verify(draft, rows=ROWS, **options):
         (lambda: verify(None), "draft is NoneType"),
         (lambda: verify(Draft(np.full((2, 2), 2**32 + 1))), "draft.token_ids holds integers"),
         (lambda: verify(Draft(IDS[0])), "RaggedDraft"),
+        (lambda: verify(Draft(IDS, on_target_stream=1)), "on_target_stream is 1"),
         (lambda: verify(RaggedDraft(IDS, [2], 2), ROWS[0]), "a specjax.Draft"),
         (lambda: verify(Draft(IDS, jnp.zeros((3, 2, 5)))), "draft.rows"),
         (lambda: verify(Draft(IDS, logprobs=ROWS[..., 0])), "without draft.logits"),
@@ -57,6 +58,43 @@ def verify(draft, rows=ROWS, **options):
 def test_a_wrong_call_is_refused_by_name(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+ON_TARGET = dict(on_target_stream=True)
+
+
+@pytest.mark.parametrize(
+    "rule", [rules.standard(), rules.block(), rules.lenience(0.5)], ids=["standard", "block", "own"]
+)
+def test_drafts_of_the_target_s_noise_are_refused_by_rules_that_they_would_bias(rule):
+    ragged = RaggedDraft(IDS[0], [0, 2], max_draft_tokens=2, **ON_TARGET)
+    for draft, rows in ((Draft(IDS, **ON_TARGET), ROWS), (ragged, ROWS[0])):
+        with pytest.raises(ValueError, match="on_target_stream is True"):
+            verify(draft, rows, rule=rule)
+        for right in (rules.coupled(), rules.synthetic([0.5, 0.5])):
+            verify(draft, rows, rule=right)
+
+
+def test_propose_says_of_a_draft_on_which_stream_it_was_drawn():
+    def propose(rule, method="probabilistic"):
+        def step(carry, ids, positions):
+            return ROWS[:, 0], carry
+
+        return specjax.propose(
+            step,
+            (),
+            IDS[0],
+            num_tokens=2,
+            keys=KEY,
+            positions=1,
+            rule=rule,
+            draft_sample_method=method,
+        )[0]
+
+    assert propose(rules.coupled()).on_target_stream
+    assert not propose(rules.coupled(), "greedy").on_target_stream
+    for rule in (rules.standard(), rules.block(), rules.synthetic([0.5, 0.5])):
+        assert not propose(rule).on_target_stream
 
 
 def test_lists_are_arrays():

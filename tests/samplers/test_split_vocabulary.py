@@ -37,7 +37,7 @@ def coupled(draft, *arguments, **options):
 
 def by_axis_name(verify, draft, logits, keys, rest, *, vocab_size, devices, data):
     """What a verification inside `shard_map` returns, and its program."""
-    specs = jax.tree.map(lambda _: REQUESTS, draft)._replace(logits=ROWS)
+    specs = jax.tree.map(lambda _: REQUESTS, draft).replace(logits=ROWS)
     arrays = (draft, logits, keys, rest)
 
     def call(draft, logits, keys, rest):
@@ -139,10 +139,9 @@ def test_tokens_are_those_of_whole_rows_and_no_row_travels(method):
     inputs = case(vocab_size)
     draft, rest = make_draft(inputs), arguments(inputs)
     logits = pad(jnp.asarray(inputs["target_logits"]), devices)
-    draft = draft._replace(logits=pad(draft.logits, devices))
+    draft = draft.replace(logits=pad(draft.logits, devices))
     if method == "ragged":
-        fields = draft._asdict()
-        fields |= {name: flat(x) for name, x in fields.items() if x is not None and x.ndim > 1}
+        fields = vars(jax.tree.map(lambda x: flat(x) if x.ndim > 1 else x, draft))
         ends = K * jnp.arange(BATCH + 1)
         draft = RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=K, **fields)
         rest["cutoff"], logits = flat(rest["cutoff"]), flat(logits)
@@ -272,7 +271,7 @@ def test_what_reads_whole_rows_gathers_those_of_a_sharding_unless_it_names_their
 ):
     logits = lay(jnp.zeros((1, 2, width * DEVICES)), DEVICES)
     draft = specjax.Draft(jnp.zeros((1, 1), jnp.int32), logits=logits[:, :1])
-    draft = draft._replace(**fields)
+    draft = draft.replace(**fields)
     assert parse_split(None, None, logits, draft=draft, rule=rule) is None
     with pytest.raises(ValueError, match="axis 'model'"):
         parse_split(None, width, logits, draft=draft, rule=rule)
@@ -365,7 +364,7 @@ def test_drafts_of_other_tokens_and_narrow_parts_are_refused(width, fields, mess
     def call(logits):
         draft = specjax.Draft(jnp.zeros((1, 1), jnp.int32), logits=logits[:, :1])
         specjax.rejection_sample(
-            draft._replace(**fields),
+            draft.replace(**fields),
             logits,
             keys=make_keys(1),
             positions=0,

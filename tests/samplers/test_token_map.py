@@ -192,13 +192,13 @@ def test_jit_vmap_and_export_read_the_map():
     plain = [verify(*batch) for batch in batches]
     assert not np.array_equal(
         plain[1].token_ids,
-        verify(batches[1][0]._replace(token_map=TOKEN_MAP), *batches[1][1:]).token_ids,
+        verify(batches[1][0].replace(token_map=TOKEN_MAP), *batches[1][1:]).token_ids,
     )
     batches = [(on_device(draft), *rest) for draft, *rest in batches]
     first = jax.tree.map(lambda x: x[None], batches[0])
-    axes = jax.tree.map(lambda _: 0, first[0])._replace(token_map=None)
+    axes = jax.tree.map(lambda _: 0, first[0]).replace(token_map=None)
     alone = jax.vmap(verify, in_axes=(axes, 0, 0))(
-        first[0]._replace(token_map=jnp.asarray(TOKEN_MAP)), *first[1:]
+        first[0].replace(token_map=jnp.asarray(TOKEN_MAP)), *first[1:]
     )
     draft, target_logits, options = jax.tree.map(lambda *x: jnp.stack(x), *batches)
     data = jax.random.key_data(options.pop("keys"))
@@ -252,7 +252,7 @@ def test_ids_outside_the_vocabulary_that_only_a_device_knows_are_rejected_and_co
 
     def verify(draft, target_logits, **options):
         logits = draft.logits[..., columns]
-        draft = draft._replace(logits=logits, token_map=jnp.asarray(token_map))
+        draft = draft.replace(logits=logits, token_map=jnp.asarray(token_map))
         return specjax.rejection_sample(
             draft, target_logits, options=specjax.Options(implementation=implementation), **options
         )
@@ -286,9 +286,9 @@ SMALL = Draft(np.zeros((1, 1), np.int32), np.zeros((1, 1, 3), np.float32))
 def test_maps_that_are_none_are_refused(change, sentence):
     options = dict(keys=jax.random.key(0), positions=0)
     rows = np.zeros((1, 2, 5), np.float32)
-    right = SMALL._replace(token_map=SMALL_MAP)
+    right = SMALL.replace(token_map=SMALL_MAP)
     jax.eval_shape(lambda: specjax.rejection_sample(right, rows, **options))
-    draft = SMALL._replace(**change)
+    draft = SMALL.replace(**change)
     with pytest.raises(ValueError, match=sentence):
         specjax.rejection_sample(draft, rows, **options)
     ragged = RaggedDraft(

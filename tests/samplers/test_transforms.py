@@ -18,7 +18,7 @@ from verify_cases import (
 )
 
 import specjax
-from specjax import Draft, Stream, Verification, rules
+from specjax import Draft, RaggedDraft, Stream, Verification, rules
 
 BATCH, K, VOCAB = 16, 2, 140
 NAMES = ("positions", "temperature", "cutoff", "bonus_token_ids")
@@ -129,6 +129,17 @@ def test_an_exported_draft_comes_back(implementation):
     chex.assert_trees_all_close(again, propose(data), atol=1e-5)
 
 
+def test_static_fields_of_an_exported_draft_come_back():
+    ids = jnp.zeros((4,), jnp.int32)
+    padded = Draft(ids[None], on_target_stream=True)
+    ragged = RaggedDraft(ids, jnp.array([0, 4]), max_draft_tokens=4, logits=jnp.zeros((4, 5)))
+    for draft in (padded, ragged):
+        blob = exported(lambda draft: draft, draft)
+        again = jax.export.deserialize(blob).call(draft)
+        assert jax.tree.structure(again) == jax.tree.structure(draft)
+        chex.assert_trees_all_equal(again, draft)
+
+
 def finite_case(kind):
     case = sampled_case(4, BATCH, K, VOCAB)
     case["cutoff"][:] = case["draft_cutoff"][:] = -30.0
@@ -225,7 +236,7 @@ def check_changes(kind, implementation):
     rates = [rules.synthetic(jnp.full((K,), x, jnp.float32)) for x in (0.1, 0.9)]
     keys = [make_keys(BATCH, seed) for seed in (1, 2)]
     drafts = [
-        draft._replace(
+        draft.replace(
             num_tokens=jnp.full((BATCH,), n, jnp.int32),
             temperature=jnp.full((BATCH,), 0.5 * n, jnp.float32),
             cutoff=jnp.full((BATCH, K), -n, jnp.float32),
@@ -327,10 +338,10 @@ def large_copies(jaxpr, tainted, size):
 
 def copies_of_the_draft(case, dtype, implementation):
     draft, target_logits, options = arguments(case)
-    draft = draft._replace(logits=draft.logits.astype(dtype))
+    draft = draft.replace(logits=draft.logits.astype(dtype))
 
     def verify(logits):
-        return library(implementation)(draft._replace(logits=logits), target_logits, **options)
+        return library(implementation)(draft.replace(logits=logits), target_logits, **options)
 
     jaxpr = jax.make_jaxpr(verify)(draft.logits).jaxpr
     return large_copies(jaxpr, [True] * len(jaxpr.invars), draft.logits.size)

@@ -30,7 +30,7 @@ def run(batch_size, k, vocab_size, implementation):
     one_hot = Draft(ids)
     recomputed = Draft(ids, jnp.asarray(draft_logits, jnp.bfloat16))
     logq = jax.nn.log_softmax(jnp.asarray(draft_logits))
-    carried = recomputed._replace(
+    carried = recomputed.replace(
         logprobs=jnp.take_along_axis(logq, ids[..., None], axis=-1)[..., 0],
         logsumexp=jax.nn.logsumexp(jnp.asarray(draft_logits), axis=-1),
     )
@@ -41,7 +41,7 @@ def run(batch_size, k, vocab_size, implementation):
     yield specjax.rejection_sample(carried, target, rule=rule, **options)
     flat = jax.tree.map(lambda x: x.reshape(batch_size * k, *x.shape[2:]), carried)
     ends = k * np.arange(batch_size + 1)
-    ragged = RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=k, **flat._asdict())
+    ragged = RaggedDraft(cu_num_draft_tokens=ends, max_draft_tokens=k, **vars(flat))
     rows = target.reshape(batch_size * (k + 1), vocab_size)
     yield specjax.rejection_sample(ragged, rows, **options)
 

@@ -120,7 +120,7 @@ def _run_steps(
         ids, table = jnp.maximum(draft.token_ids, 0), jnp.full_like(settings.k_by_rate, k)
         num_tokens = jnp.broadcast_to(k, state.lengths.shape)
         state = state._replace(
-            draft=draft._replace(token_ids=ids, num_tokens=num_tokens),
+            draft=draft.replace(token_ids=ids, num_tokens=num_tokens),
             settings=settings._replace(k_by_rate=table),
         )
         state = step(target, drafter, state, config=config)[0]

@@ -65,7 +65,7 @@ def sample_block(
     given |= {"implementation": implementation, "placement": placement}
     sampling = inputs.sampling
     if sampling is None or not split_sampling(sampling)[0].reads_drafted:
-        return _draw_all(logits, inputs, **given)._replace(num_tokens=inputs.num_tokens)
+        return _draw_all(logits, inputs, **given).replace(num_tokens=inputs.num_tokens)
 
     def step(i: Any, token_ids: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
         return jax.lax.dynamic_index_in_dim(logits, i, axis=1, keepdims=False), i + 1
@@ -124,9 +124,11 @@ def _draw_all(
     ids = sample.token_ids.reshape(size, k)
     if vocabulary is not None and not coupled:
         ids = vocabulary.token_ids(ids)
-    if greedy or coupled:
-        # Neither has a q to keep; the temperature tells the two apart, as in `propose`.
-        return Draft(ids, temperature=None if greedy else temperature)
+    # Neither of these has a q to keep.
+    if greedy:
+        return Draft(ids)
+    if coupled:
+        return Draft(ids, temperature=temperature, on_target_stream=True)
     logprobs, logsumexp = (x.reshape(size, k) for x in (sample.logprobs, sample.logsumexp))
     token_map = vocabulary and vocabulary.token_map
     return Draft(ids, logits, temperature, logprobs, logsumexp, cutoff, token_map=token_map)

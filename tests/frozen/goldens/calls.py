@@ -319,7 +319,7 @@ def reorder(arrays, keys):
     steps.append(
         specjax.rejection_sample(made, arrays["target_logits"], rule=rules.block(), **given)
     )
-    return {"gathered": gathered._replace(logits=None), "steps": steps}
+    return {"gathered": gathered.replace(logits=None), "steps": steps}
 
 
 def commit(arrays, keys):

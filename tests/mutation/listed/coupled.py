@@ -98,8 +98,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.decode.propose._draft_tokens",
-        "temperature=None if greedy else temperature",
-        "temperature=None",
+        "on_target_stream=True",
+        "on_target_stream=False",
         coupled_decoding(_CHANGE),
         "tokens drawn with the target's noise look like likeliest ones: any method verifies them",
     ),
