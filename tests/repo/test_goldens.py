@@ -62,6 +62,9 @@ def test_a_change_is_told_by_its_field():
     assert [".".join(path) for path, *_ in moved] == ["token_ids", "logprobs", "carry.lengths"]
     assert [path for path, *_ in changes(old, new, OF_BITS)] == [("token_ids",)]
     assert "      row 0, token 0: 1.0 -> 1.0000001" in list(describe(*moved[1]))
+    listed = [{"top_logprobs": [[{"rank": 1, "logprobs": bits}]]} for bits in ("3f8", "3f9")]
+    assert [path[-1] for path, *_ in changes(*listed, ())] == ["logprobs"]
+    assert list(changes(*listed, OF_BITS)) == []
     counted = [{"compiled": {"first": {name: 2}, "again": 0}} for name in ("run_loop", "loop")]
     assert list(changes(*counted, ())) == [], "a program may have another name"
     counted[1]["compiled"]["again"] = 1

@@ -61,17 +61,23 @@ def changes(old, new, left_out, path=()):
     """Yields each field that differs: its path, the old and the new value."""
     if path and path[-1] in left_out:
         return
-    if isinstance(old, dict) and isinstance(new, dict):
+    if path[-1:] == ("compiled",):
+        if old is None or new is None or count(old) != count(new):
+            yield path, old, new
+    elif isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from changes(old.get(name), new.get(name), left_out, (*path, name))
-    elif path[-1:] == ("compiled",):
-        if old is None or count(old) != count(new):
-            yield path, old, new
-    elif path[-1:] == ("top_logprobs",) and old and new:
-        for b, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from changes(before, after, left_out, (*path, str(b)))
+    elif has_fields(old) and has_fields(new) and len(old) == len(new):
+        for i, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from changes(before, after, left_out, (*path, str(i)))
     elif old != new:
         yield path, old, new
+
+
+def has_fields(values):
+    """Whether a list holds fields by name, at any depth."""
+    is_list = isinstance(values, list)
+    return is_list and any(isinstance(value, dict) or has_fields(value) for value in values)
 
 
 def count(compiled):
@@ -89,7 +95,7 @@ def describe(path, old, new):
         before, after = numbers(before), numbers(after)
         if before.shape == after.shape and (before != after).any():
             i = int(np.argmax(before != after))
-            yield f"      row {b}, token {i}: {before[i]} -> {after[i]}"
+            yield f"      row {b}, token {i}: {before[i]!s} -> {after[i]!s}"
 
 
 def numbers(text):
