@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.config import SpeculativeConfig
-from specjax.core.rules import lenience
+from specjax.core import rules
 from specjax.theory.acceptance_rates import geometric_rates, rates_for_length
 
 
@@ -58,9 +58,28 @@ def test_equal_configs_are_equal_keys_whatever_their_numbers_were_written_as():
 
 
 def test_a_rule_is_part_of_the_key():
-    keys = [SpeculativeConfig(rule=lenience(x)).compile_key() for x in (0.5, 0.5, 0.6)]
+    keys = [SpeculativeConfig(rule=rules.lenience(x)).compile_key() for x in (0.5, 0.5, 0.6)]
     assert keys[0] == keys[1] != keys[2]
-    assert keys[0].rule == lenience(0.5)
+    assert keys[0].rule == rules.lenience(0.5)
+
+
+def test_the_standard_rule_is_no_rule_of_a_config():
+    config = SpeculativeConfig(rule=rules.lenience(1))
+    assert (config, config.rule) == (SpeculativeConfig(), None)
+
+
+def test_a_config_makes_its_method_rates_and_rule_one_rule():
+    for method in ("standard", "block", "coupled"):
+        config = SpeculativeConfig(rejection_sample_method=method)
+        assert config.verification_rule() == getattr(rules, method)()
+    own = rules.relaxed(3, 0.5)
+    assert SpeculativeConfig(rule=own).verification_rule() == own
+    config = synthetic(synthetic_acceptance_length=2.5)
+    np.testing.assert_array_equal(
+        config.verification_rule().conditional_rates, config.conditional_rates()
+    )
+    other = np.zeros(3, np.float32)
+    assert config.compile_key().verification_rule(other).conditional_rates is other
 
 
 def test_a_change_of_rates_or_of_their_form_never_recompiles():
@@ -143,8 +162,18 @@ def test_a_compile_key_keeps_all_that_a_compiled_function_depends_on():
         ({"draft_sample_method": "beam"}, 'is \'beam\'; .*"greedy" or "probabilistic"'),
         ({"use_fp64_gumbel": 1}, "use_fp64_gumbel is 1; .*True or False"),
         ({"rule": "lenience"}, "rule is str; it needs a specjax.Rule, or None"),
-        ({"rule": lenience(0.5), "rejection_sample_method": "block"}, "is 'block'; .*\"standard\""),
-        ({"rule": lenience(0.5), "rejection_sample_method": "coupled"}, "method is 'coupled'; "),
+        (
+            {"rule": rules.lenience(0.5), "rejection_sample_method": "block"},
+            "is 'block'; .*\"standard\"",
+        ),
+        (
+            {"rule": rules.lenience(0.5), "rejection_sample_method": "coupled"},
+            "method is 'coupled'; ",
+        ),
+        ({"rule": rules.standard(), "rejection_sample_method": "block"}, "rule is given, but"),
+        ({"rule": rules.block()}, "needs to be None, with rejection_sample_method='block'"),
+        ({"rule": rules.synthetic([0.5])}, "rejection_sample_method='synthetic'"),
+        ({"rule": rules.standard}, "rule is function; it needs a specjax.Rule, or None"),
         ({"synthetic_acceptance_rate": 0.5}, 'needs to be "synthetic" for that'),
         ({"synthetic_acceptance_length": 2.0}, "synthetic_acceptance_length is given"),
     ],

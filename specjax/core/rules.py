@@ -114,6 +114,13 @@ def standard() -> BuiltInRule:
     than a `Rule`. There a residual of mass below 2^-18 is empty; the weights of a `Rule` may be as
     small.
 
+    Returns:
+      The value, static.
+
+    Example:
+      >>> specjax.rules.standard()
+      rules.standard()
+
     References:
       Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
@@ -135,6 +142,9 @@ def block() -> BuiltInRule:
     Every target row with a draft is read; the standard rule stops at a rejection. Where the
     statistics of a draft row are not finite its token is one-hot. A target row that is not a
     distribution ends the drafts before it: if all of those are accepted, nothing more is emitted.
+
+    Returns:
+      The value, static.
 
     Example:
       >>> target_logits = jnp.log(jnp.array([[[0.1, 0.9], [0.5, 0.5]]]))
@@ -171,7 +181,10 @@ def coupled() -> BuiltInRule:
     no rule accepts more often than :math:`\sum \min(p, q)`, which the standard one does. Tokens
     that were chosen without that noise, such as those of a greedy draft or prompt lookup, are
     accepted with probability p(x), which is optimal. By another rule, tokens drawn on the target's
-    stream bias the output.
+    stream bias the output: a draft that says so, `Draft.on_target_stream`, is refused there.
+
+    Returns:
+      The value, static.
 
     Example:
       >>> target_logits = jnp.log(jnp.array([[[0.1, 0.9], [0.5, 0.5]]]))
@@ -179,8 +192,8 @@ def coupled() -> BuiltInRule:
       >>> drawn = specjax.gumbel_sample(
       ...     target_logits[:, 0], keys=keys, positions=3, stream=specjax.Stream.TARGET)
       >>> step = specjax.rejection_sample(
-      ...     specjax.Draft(drawn.token_ids[:, None]), target_logits, keys=keys, positions=3,
-      ...     rule=specjax.rules.coupled())
+      ...     specjax.Draft(drawn.token_ids[:, None], on_target_stream=True), target_logits,
+      ...     keys=keys, positions=3, rule=specjax.rules.coupled())
       >>> step.num_accepted, step.num_emitted
       (Array([1], dtype=int32), Array([2], dtype=int32))
 
@@ -201,6 +214,9 @@ def synthetic(conditional_rates: Any) -> SyntheticRule:
     Args:
       conditional_rates: f32, [K] or [B, K] in [0, 1]. `geometric_rates`, `rates_for_length` and
         `specjax.conditional_rates` make some.
+
+    Returns:
+      `SyntheticRule`, a pytree.
 
     Example:
       >>> step = specjax.rejection_sample(
@@ -223,6 +239,13 @@ def lenience(factor: float) -> StaticRule:
     Args:
       factor: l in (0, 1]; 1 is the standard rule.
 
+    Returns:
+      `Rule`, static.
+
+    Example:
+      >>> specjax.rules.lenience(0.5) == specjax.rules.lenience(0.5), specjax.rules.lenience(1)
+      (True, rules.standard())
+
     References:
       Leviathan et al., 2023, arXiv:2211.17192, appendix A.5.
     """
@@ -239,6 +262,13 @@ def typical_acceptance(epsilon: float, delta: float) -> Rule:
     Args:
       epsilon: in (0, 1].
       delta: in (0, 1].
+
+    Returns:
+      `Rule`, static.
+
+    Example:
+      >>> specjax.rules.typical_acceptance(0.09, 0.3).statistics
+      ('entropy',)
 
     References:
       Cai et al., 2024, arXiv:2401.10774.
@@ -257,6 +287,13 @@ def relaxed(top_n: int, delta: float) -> Rule:
       top_n: N, at least 1.
       delta: in (0, 1].
 
+    Returns:
+      `Rule`, static.
+
+    Example:
+      >>> specjax.rules.relaxed(10, 0.6).statistics
+      ('max_logprob', 'rank')
+
     References:
       TensorRT-LLM, "relaxed acceptance" of its DeepSeek-R1 decoding.
     """
@@ -273,6 +310,13 @@ def ensemble(weight: float) -> StaticRule:
 
     Args:
       weight: a in (0, 1]; 1 is the standard rule.
+
+    Returns:
+      `Rule`, static.
+
+    Example:
+      >>> specjax.rules.ensemble(1)
+      rules.standard()
     """
     fraction = _fraction("weight", weight)
     return STANDARD if fraction == 1 else Rule(_Mixture(fraction), _Residual())

@@ -434,7 +434,7 @@ def offences_of_docstring(name, function):
 def test_a_public_function_names_its_arguments_and_what_it_returns():
     refuse(
         offence
-        for room in (specjax, specjax.theory)
+        for room in (specjax, specjax.rules, specjax.theory)
         for name in room.__all__
         if callable(getattr(room, name)) and name.islower()
         for offence in offences_of_docstring(name, getattr(room, name))

@@ -1,7 +1,7 @@
 """Wrong versions of rules as values, in plain JAX and in the kernels."""
 
 from ..mutation import Mutation
-from .tests import decode, rule_values
+from .tests import decode, refusals, rule_values
 
 __all__ = ["MUTATIONS"]
 
@@ -13,6 +13,13 @@ _WEIGHTS = "test_only_differences_of_a_rule_s_log_weights_matter"
 _KERNELS = "test_the_kernels_emit_the_reference_s_tokens"
 
 MUTATIONS = (
+    Mutation(
+        "specjax.samplers.rejection_sample.check_verification",
+        "draft.on_target_stream and not isinstance(rule, SyntheticRule)",
+        "False",
+        refusals("test_drafts_of_the_target_s_noise_are_refused_by_rules_that_they_would_bias"),
+        "drafts of the target's noise are verified by rules whose output they bias",
+    ),
     Mutation(
         "specjax.samplers.reference.verify.verify_request",
         "rule if isinstance(rule, Rule) else None",

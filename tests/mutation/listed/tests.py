@@ -46,6 +46,7 @@ __all__ = [
     "processing",
     "products",
     "ragged",
+    "refusals",
     "row_masks",
     "rule_values",
     "sampled_decoding",
@@ -125,6 +126,7 @@ processes = _of("cli/test_processes.py")
 processing = _of("processing/test_process_logits.py")
 products = _of("models/decoder/test_matmul.py")
 ragged = _of("samplers/test_ragged.py")
+refusals = _of("samplers/test_refusals.py")
 saved_programs = _of("decode/compile/test_saved_programs.py")
 row_masks = _of("decode/test_matchers.py")
 rule_values = _of("samplers/test_rules.py")
