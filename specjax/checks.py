@@ -40,6 +40,9 @@ def parse_array(name: str, value: Any, dtype: Any, *shapes: tuple[int, ...]) -> 
     """
     value = as_array(name, value)
     expected = jnp.dtype(dtype)
+    if value.dtype == expected and not getattr(value, "weak_type", False):
+        check_shape(name, value, *shapes)
+        return value
     allowed = (jnp.integer,) if expected.kind == "i" else (jnp.integer, jnp.floating)
     if not any(jnp.issubdtype(value.dtype, kind) for kind in allowed):
         noun = "integers" if expected.kind == "i" else "numbers"
@@ -148,7 +151,7 @@ def check_draft(draft: Draft) -> Draft:
             f"draft.token_ids has shape {ids.shape}; it needs [B, K]. Those of requests laid end "
             "to end are a specjax.RaggedDraft."
         )
-    return draft.replace(**_parse_fields(draft, ids, ids.shape[0]))
+    return Draft(**_parse_fields(draft, ids, ids.shape[0]))
 
 
 def check_ragged_draft(draft: RaggedDraft, num_rows: int) -> RaggedDraft:
@@ -168,7 +171,7 @@ def check_ragged_draft(draft: RaggedDraft, num_rows: int) -> RaggedDraft:
         )
     cumulative = check_cumulative(draft.cu_num_draft_tokens, ids.shape[0], num_rows)
     fields = _parse_fields(draft, ids, num_rows - ids.shape[0])
-    return draft.replace(max_draft_tokens=k, cu_num_draft_tokens=cumulative, **fields)
+    return RaggedDraft(max_draft_tokens=k, cu_num_draft_tokens=cumulative, **fields)
 
 
 def _parse_fields(draft: Draft | RaggedDraft, ids: Any, size: int) -> dict[str, Any]:
