@@ -9,7 +9,7 @@ launch takes 10 us, a layer of that model 900.
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +89,7 @@ class LoweredParts(NamedTuple):
     plan: Plan | None
     structure: Any
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> CompiledParts:
+    def compile(self, compiler_options: dict[str, str | bool] | None = None) -> CompiledParts:
         """Compiles each program, with options of XLA."""
         programs = [each.compile(compiler_options=compiler_options) for each in self.lowered]
         return CompiledParts(self.lowered, programs, self.plan, self.structure)
