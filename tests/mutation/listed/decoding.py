@@ -171,8 +171,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PROPOSE}propose_step",
-        "check_noise_dtype(config.noise_dtype)",
-        "check_noise_dtype(jnp.float32)",
+        "Options(config.noise_dtype, implementation)",
+        "Options(jnp.float32, implementation)",
         decode("test_float64_noise_reaches_verification_and_the_drafts"),
         "the drafts' noise is float32, whatever `use_fp64_gumbel` says",
     ),
