@@ -114,7 +114,7 @@ def test_a_head_of_another_dtype_leaves_the_target_s_logits_in_its_own():
         prompts, options = jnp.zeros((2, 4), jnp.int32), {"max_new_tokens": 8, "config": CONFIG}
         lengths, key = jnp.array([4, 1]), jax.random.key(0)
         state = jax.eval_shape(
-            lambda: specjax.init(model, drafter, prompts, lengths, keys=key, **options)
+            lambda: specjax.init(model, drafter, (prompts, lengths), keys=key, **options)
         )
     assert state.draft.logits.dtype == jnp.bfloat16
 
@@ -130,8 +130,7 @@ def test_a_request_drafts_the_same_in_any_place_and_next_to_one_that_ended(tmp_p
         output = specjax.generate(
             model,
             drafter,
-            prompts[order],
-            lengths[order],
+            (prompts[order], lengths[order]),
             keys=keys[order],
             config=CONFIG,
             max_new_tokens=16,

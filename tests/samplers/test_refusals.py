@@ -84,9 +84,8 @@ def test_propose_says_of_a_draft_on_which_stream_it_was_drawn():
             step,
             (),
             IDS[0],
+            specjax.DraftInputs(KEY, positions=1),
             num_tokens=2,
-            keys=KEY,
-            positions=1,
             rule=rule,
             draft_sample_method=method,
         )[0]
