@@ -285,11 +285,12 @@ INPUTS = specjax.DraftInputs(
 )
 
 
-def bigram_propose(num_tokens=K, draft_sample_method="probabilistic", **inputs):
+def bigram_propose(num_tokens=K, draft_sample_method="probabilistic", options=None, **inputs):
     blank, last = jnp.full((SIZE, K), -9, jnp.int32), i32(1, 2, 3, 4, 5)
-    options = {"num_tokens": num_tokens, "draft_sample_method": draft_sample_method}
+    given = {"num_tokens": num_tokens, "draft_sample_method": draft_sample_method}
+    given |= {} if options is None else {"options": options}
     carry = blank, blank, jnp.int32(0)
-    return jitted_propose(carry, last, INPUTS._replace(**inputs), **options)
+    return jitted_propose(carry, last, INPUTS._replace(**inputs), **given)
 
 
 def test_each_token_is_fed_at_its_own_position():
