@@ -658,7 +658,7 @@ def test_lengths_in_the_tokenizer_neither_truncate_nor_pad_a_prompt(folder):
     assert load_tokenizer(folder).encode("abba").ids == [0, 1, 1, 0]
 
 
-def test_an_embedded_model_has_one_of_four_roles():
+def test_an_embedded_model_has_one_of_three_roles():
     assert pretrained_folder("target").name == "target"
-    with pytest.raises(ValueError, match="'target', 'draft', 'eagle3' or 'head'"):
+    with pytest.raises(ValueError, match="'target', 'draft' or 'eagle3'"):
         pretrained_folder("judge")

@@ -301,7 +301,8 @@ def propose(arrays, keys, sampling, token_map=None, **options):
         implementation="xla",
         **options,
     )
-    return {"draft": draft._asdict(), "carry": carry}
+    fields = {name: x for name, x in vars(draft).items() if name != "on_target_stream"}
+    return {"draft": fields, "carry": carry}
 
 
 def reorder(arrays, keys):
