@@ -8,7 +8,8 @@ Open `command` first: it parses the arguments and runs one of the two.
 | `prompts` | prompts from arguments, files and standard input |
 | `model_pair` | loads the target and the draft |
 | `json_schema` | the grammar of a file with a JSON schema |
-| `generate`, `stream_programs`, `token_text` | decodes one prompt, times it, makes text of tokens |
+| `generate`, `token_text` | decodes one prompt, times it, makes text of tokens |
+| `stream_programs`, `program_store` | what `generate` runs; what the next one reads |
 | `batch` | decodes a file of prompts through the engine |
 | `sweep` | measures every number of drafted tokens, K = 0, 1, ..., and says which is best |
 | `json_report` | what `--json` prints, and whether a text is exact |

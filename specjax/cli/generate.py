@@ -149,10 +149,7 @@ def begin_programs(job: GenerateJob) -> StreamPrograms:
     if job.folder is not None:
         types = jax.tree.map(_describe, (requests, options))
         store = ProgramStore(job.folder, repr((job.models, job.drafter is None, types)))
-    programs = StreamPrograms(job.target, job.drafter, requests, options, store)
-    if not programs.compiles_at_calls:
-        programs.lower_steps()
-    return programs
+    return StreamPrograms(job.target, job.drafter, requests, options, store)
 
 
 def _describe(argument: Any) -> str:
@@ -169,20 +166,17 @@ def _stream_states(
       first.
     """
     operands = (job.target, job.drafter)
-    programs = job.programs or begin_programs(job)
     with spinner("compiling"):
-        programs.wait_for_prompt()
-        programs.begin_steps()
+        programs = job.programs or begin_programs(job)
         if waits_for_all or programs.compiles_at_calls:
             start = time.perf_counter()
             programs.warm_up(*operands)
             seconds = time.perf_counter() - start
             programs.seconds_waited += seconds if programs.compiles_at_calls else 0.0
-    # While the programs of a step are still being compiled.
+        programs.wait_for_prompt()
     with spinner("reading the prompt"):
         state = programs.read_prompt(*operands)
     with spinner("compiling"):
-        programs.wait_for_first_token()
         state = programs.step(*operands, state)
     seconds_waited = programs.seconds_waited
     yield state, seconds_waited, 0.0

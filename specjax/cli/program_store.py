@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from specjax.cli.by_layer import CompiledParts
 from specjax.decode.compile.saved_programs import describe_process, load_program, serialize_programs
 from specjax.file_io import replace_file
 
@@ -43,7 +42,7 @@ class ProgramStore:
         self._prefix = hashlib.sha256((_describe_tracing() + kind).encode()).hexdigest()
 
     def _path(self, name: str) -> pathlib.Path:
-        return self._folder / f"{self._prefix}-{name.replace(' ', '-')}"
+        return self._folder / f"{self._prefix}-{name}"
 
     def __contains__(self, name: str) -> bool:
         return self._path(name).is_file()
@@ -55,18 +54,15 @@ class ProgramStore:
             digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
             if hashlib.sha256(data).digest() != digest:
                 return None
-            saved, plan, structure = pickle.loads(data)
-            result = None if plan else jax.tree.unflatten(structure, [0] * saved[0].num_results)
-            programs = [load_program(each, result) for each in saved]
-            return CompiledParts(None, programs, plan, structure).run
+            saved, structure = pickle.loads(data)
+            return load_program(saved, jax.tree.unflatten(structure, [0] * saved.num_results))
         except (OSError, jax.errors.JaxRuntimeError):
             return None
 
-    def save(self, name: str, program: CompiledParts) -> None:
+    def save(self, name: str, program: jax.stages.Compiled) -> None:
         """Writes a program that was compiled here; a folder that cannot be written is left."""
-        assert program.lowered is not None
-        saved = serialize_programs(program.lowered, program.programs, may_be_cached=False)
-        data = pickle.dumps((saved, program.plan, program.structure))
+        (saved,) = serialize_programs((), [program], may_be_cached=False)
+        data = pickle.dumps((saved, jax.tree.structure(program.out_info)))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with replace_file(self._path(name)) as temporary:

@@ -41,7 +41,7 @@ from specjax.samplers.batch import verify_over_mesh
 from specjax.samplers.rejection_sample import verify_draft
 from specjax.types import Model
 
-__all__ = ["commit_emitted", "extend_drafter", "run_step", "verify_pending"]
+__all__ = ["commit_emitted", "compute_rows", "extend_drafter", "run_step", "verify_pending"]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation", "row_buckets"))
@@ -66,7 +66,7 @@ def run_step(
         copy of the target's layers.
     """
     options = StepOptions(config, implementation)
-    before, rows = _compute_rows(target, drafter, state, options, row_buckets)
+    before, rows = compute_rows(target, drafter, state, options, row_buckets)
     info = verify_pending(before, rows, options)
     state = commit_emitted(before, rows, info)
     state = extend_drafter(drafter, before, state, rows)
@@ -74,16 +74,23 @@ def run_step(
     return state, info
 
 
-def _compute_rows(
+def compute_rows(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
     options: StepOptions,
-    row_buckets: tuple[int, ...],
+    row_buckets: tuple[int, ...] = (),
 ) -> tuple[DecodeState, TargetRows]:
     """Returns the state with the target's cache, and the rows of the last token and the draft.
 
     A draft that another method drew is discarded, and only the first row is then used.
+
+    Args:
+      target: as in `run_step`.
+      drafter: as in `run_step`.
+      state: as in `run_step`.
+      options: of the step.
+      row_buckets: as in `run_step`.
     """
     taps = () if drafter is None else drafter.taps
 

@@ -23,7 +23,7 @@ OPTIONS = {
 }
 
 
-PARTS = {"begin_prefill", "read_prompt_chunk", "score_draft", "_commit_rows", "_draft_tokens"}
+PARTS = {"begin_prefill", "read_prompt_chunk", "compute_rows", "_commit_rows", "run_draft"}
 
 
 @pytest.fixture(autouse=True)
@@ -66,23 +66,22 @@ def test_what_was_kept_is_not_traced_and_gives_the_same_text(tmp_path):
     np.testing.assert_array_equal(again, ids)
     assert not traced
     # A file that was cut or changed is as good as none.
-    for path in tmp_path.glob("*-commit-0"):
+    for path in tmp_path.glob("*-first"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     for path in tmp_path.glob("*-draft"):
         path.write_bytes(b"")
     again, traced = stream(tmp_path, [[1, 2, 3], [0, 1]])
     np.testing.assert_array_equal(again, ids)
-    assert {"_commit_rows", "_draft_tokens"} <= traced
+    assert {"_commit_rows", "run_draft"} <= traced
 
 
 @pytest.mark.parametrize("change", ["kind", "source", "variable", "setting", "x64"])
 def test_programs_that_would_be_traced_otherwise_have_another_name(tmp_path, change, monkeypatch):
     def path(kind="a pair"):
-        return ProgramStore(tmp_path, kind)._path("rows 0")
+        return ProgramStore(tmp_path, kind)._path("rows")
 
     before = path()
     assert path() == before
-    assert " " not in before.name
     if change == "kind":
         assert path("another") != before
     elif change == "source":

@@ -80,7 +80,6 @@ def test_parts_of_a_step_give_what_a_step_gives(kind):
     if kind == "three":
         programs.warm_up(MODEL, drafter)
     parts = programs.read_prompt(MODEL, drafter)
-    programs.wait_for_first_token()
     parts = programs.draft(drafter, programs.step(MODEL, drafter, parts))
     drafted = set()
     while True:

@@ -8,7 +8,6 @@ from .tests import (
     decode,
     drafts,
     engines,
-    layer_programs,
     metrics,
     processing,
     streamed,
@@ -23,7 +22,6 @@ _ROWS = "specjax.decode.target_step."
 _NEXT = "specjax.decode.draft_step."
 _ADAPTIVE = "specjax.decode.adaptive_k."
 _READ = "specjax.decode.prefill._read_chunk"
-_BY_LAYER = "specjax.cli.by_layer."
 _PROPOSE = "specjax.decode.propose."
 _COMMIT = "specjax.decode.commit.append_emitted"
 _METRICS = "specjax.decode.metrics."
@@ -245,27 +243,6 @@ MUTATIONS = (
         "state.lengths - 2 - done",
         streamed(f"{_LAST_ROWS}[taps1]"),
         "the row of a prompt's last token is that of the token before",
-    ),
-    Mutation(
-        f"{_BY_LAYER}_plan",
-        "if v in owned and",
-        "if",
-        layer_programs("test_arrays_that_the_caller_keeps_are_not_written_over"),
-        "a layer writes over weights",
-    ),
-    Mutation(
-        f"{_BY_LAYER}_plan",
-        "v in owned and last_read[v] == number",
-        "v in owned",
-        layer_programs("test_an_operand_that_is_read_twice_stays_until_it_was_read"),
-        "a layer writes over what the next one reads",
-    ),
-    Mutation(
-        f"{_BY_LAYER}_make_calls",
-        "last_read.get(v, -1) > end",
-        "last_read.get(v, -1) > end + 1",
-        layer_programs("test_parts_give_what_the_function_gives"),
-        "what the first layer alone reads is not handed to it",
     ),
     Mutation(
         _READ,
