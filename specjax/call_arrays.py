@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from specjax.checks import check_noise_dtype
 from specjax.core.rule import STANDARD, Rule, StaticRule
 from specjax.devices.placement import Placement
-from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.devices.vocabulary_split import VocabularySplit, axis_of
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.types import Draft, RaggedDraft
 
@@ -96,7 +96,7 @@ class CallOptions:
     @property
     def axis_name(self) -> str | None:
         """Returns the mesh axis over which rows of logits lie, or None."""
-        return None if self.split is None else self.split.axis_name
+        return axis_of(self.split)
 
     @property
     def custom_rule(self) -> Rule | None:

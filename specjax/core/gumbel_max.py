@@ -16,17 +16,11 @@ from specjax.core.logsumexp import (
     LogNormalizer,
     MaxSum,
     block_logprobs,
-    block_partials,
     mask_below_cutoff,
-    row_logsumexp,
-    row_statistics_once,
 )
 from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Words, gumbel
 from specjax.core.subnormal import flush_subnormals
-from specjax.core.temperature import Temperature, parse_temperature
-from specjax.devices.rows import take
-from specjax.devices.vocabulary_split import VocabularySplit
-from specjax.types import Sample
+from specjax.core.temperature import Temperature
 
 __all__ = [
     "argmax_token",
@@ -34,33 +28,24 @@ __all__ = [
     "gather_logits",
     "gumbel_max_token",
     "row_token",
-    "sample_row",
     "token_logprobs",
     "two_level_argmax",
 ]
 
-_TokenWeights = Callable[[jax.Array], jax.Array]
+_OfTokens = Callable[[jax.Array], jax.Array]
 
 
-def gather_logits(
-    row: jax.Array,
-    index: jax.Array,
-    cutoff: jax.Array | None,
-    split: VocabularySplit | None = None,
-) -> jax.Array:
+def gather_logits(row: jax.Array, index: jax.Array, cutoff: jax.Array | None) -> jax.Array:
     """Returns the kept logits of a row at token ids: f32, -inf for ids outside the row.
 
     Args:
       row: [V].
       index: i32 of any shape; may lie outside [0, V).
       cutoff: f32[] or None.
-      split: of the vocabulary over devices; the row is then a device's part.
 
     Returns:
       f32 of the index's shape.
     """
-    if split is not None:
-        return mask_below_cutoff(take(row, index, split), cutoff)
     inside = (index >= 0) & (index < row.shape[0])
     x = mask_below_cutoff(jnp.take(row, index, mode="clip"), cutoff)
     return jnp.where(inside, x, -jnp.inf)
@@ -85,7 +70,7 @@ def first_argmax(scores: jax.Array) -> jax.Array:
 
 
 def two_level_argmax(
-    block_scores: jax.Array, token_scores: _TokenWeights
+    block_scores: jax.Array, token_scores: _OfTokens
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the best block and its best token; ties go to the lowest id.
 
@@ -104,22 +89,23 @@ def two_level_argmax(
     return block, index[first_argmax(scores)]
 
 
-def argmax_token(
-    row: jax.Array,
-    partials: MaxSum,
-    cutoff: jax.Array | None,
-    split: VocabularySplit | None = None,
-) -> jax.Array:
-    """Returns the row's argmax, i32[], from its block partials; ties go to the lowest id."""
+def argmax_token(partials: MaxSum, kept_logits: _OfTokens) -> jax.Array:
+    """Returns the row's argmax, i32[]; ties go to the lowest id.
+
+    Args:
+      partials: of the row's blocks.
+      kept_logits: maps token ids i32[SAMPLING_BLOCK] to the row's logits f32, -inf for those that
+        the cutoff leaves out and past the vocabulary's end.
+    """
 
     def logits(index: jax.Array) -> jax.Array:
-        return flush_subnormals(gather_logits(row, index, cutoff, split))
+        return flush_subnormals(kept_logits(index))
 
     return two_level_argmax(flush_subnormals(partials.max), logits)[1]
 
 
 def gumbel_max_token(
-    block_log_masses: jax.Array, token_log_weights: _TokenWeights, at: Words, noise_dtype: Any
+    block_log_masses: jax.Array, token_log_weights: _OfTokens, at: Words, noise_dtype: Any
 ) -> jax.Array:
     """Draws a token by two-level Gumbel-max.
 
@@ -144,56 +130,28 @@ def gumbel_max_token(
 
 
 def row_token(
-    logits: jax.Array,
     partials: MaxSum,
+    kept_logits: _OfTokens,
     normalizer: LogNormalizer,
     at: Words,
     temperature: Temperature,
-    cutoff: jax.Array | None,
     noise_dtype: Any,
-    split: VocabularySplit | None = None,
 ) -> jax.Array:
     """Returns the token i32[] drawn from a row, or its argmax where the request is greedy.
 
     Args:
-      logits: [V].
       partials: of the row's blocks.
+      kept_logits: as in `argmax_token`.
       normalizer: of the row.
       at: the address of the draw.
       temperature: of the request.
-      cutoff: f32[] or None.
       noise_dtype: float32 or float64.
-      split: as in `gather_logits`.
     """
 
     def token_log_weights(index: jax.Array) -> jax.Array:
-        kept = gather_logits(logits, index, cutoff, split)
-        return token_logprobs(kept, normalizer, temperature.scale)
+        return token_logprobs(kept_logits(index), normalizer, temperature.scale)
 
     block_log_masses = block_logprobs(partials, normalizer, temperature.scale)
     random = gumbel_max_token(block_log_masses, token_log_weights, at, noise_dtype)
-    best = argmax_token(logits, partials, cutoff, split)
+    best = argmax_token(partials, kept_logits)
     return jnp.where(temperature.greedy, best, random)
-
-
-def sample_row(
-    logits: jax.Array,
-    at: Words,
-    temperature: jax.Array,
-    cutoff: jax.Array | None,
-    noise_dtype: Any,
-    split: VocabularySplit | None = None,
-) -> Sample:
-    """Draws the `Sample` of one row of logits [V], or of its parts, at its address."""
-    parsed = parse_temperature(temperature)
-    partials = block_partials(logits, parsed.scale, cutoff, split=split)
-    row = row_statistics_once(partials, parsed.scale)
-    token = row_token(logits, partials, row.normalizer, at, parsed, cutoff, noise_dtype, split)
-    valid = parsed.valid & row.valid
-    logit = gather_logits(logits, token, cutoff, split)
-    logprob = token_logprobs(logit, row.normalizer, parsed.scale)
-    return Sample(
-        token_ids=jnp.where(valid, token, jnp.int32(-1)),
-        logprobs=jnp.where(valid, logprob, jnp.float32(0)),
-        logsumexp=row_logsumexp(row.normalizer, parsed.scale),
-    )

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.subnormal import smallest_equal
-from specjax.devices.rows import gather_blocks, own_blocks
-from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = [
     "Exp2",
@@ -180,7 +178,6 @@ def block_partials(
     scale: jax.Array,
     cutoff: jax.Array | None = None,
     only_maxima: jax.Array | None = None,
-    split: VocabularySplit | None = None,
 ) -> MaxSum:
     """Returns the partials of every block of a row, in one pass over the logits.
 
@@ -189,7 +186,6 @@ def block_partials(
       scale: f32[...], one over the temperature, applied inside the exponent.
       cutoff: f32[...], logits below it are left out. None keeps all.
       only_maxima: as in `reduce_blocks`.
-      split: of the vocabulary over devices, which then compute a part of the blocks each.
 
     Returns:
       Partials f32[..., ceil(V / SAMPLING_BLOCK)].
@@ -199,10 +195,6 @@ def block_partials(
     def reduce(blocks: jax.Array) -> MaxSum:
         return reduce_blocks(blocks, scale[..., None], c, only_maxima=only_maxima)
 
-    if split is not None:
-        own = jnp.stack(reduce(own_blocks(logits, split, SAMPLING_BLOCK)), axis=-2)
-        both = gather_blocks(own, logits.shape[-1], split, SAMPLING_BLOCK)
-        return jax.lax.optimization_barrier(MaxSum(both[..., 0, :], both[..., 1, :]))
     body, tail = split_blocks(logits)
     partials = reduce(body)
     if tail is not None:

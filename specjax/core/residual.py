@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.logsumexp import Exp2, exp_scaled, split_blocks
-from specjax.core.noise import SAMPLING_BLOCK
-from specjax.devices.rows import gather_blocks, own_blocks
-from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["MIN_RESIDUAL_MASS", "residual_log_masses", "residual_logprobs", "residual_probs"]
 
@@ -45,25 +42,17 @@ def residual_logprobs(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> 
     return jnp.where(draft_logprobs == -jnp.inf, target_logprobs, logprobs)
 
 
-def residual_log_masses(
-    target_logprobs: jax.Array,
-    draft_logprobs: jax.Array,
-    split: VocabularySplit | None = None,
-) -> jax.Array:
+def residual_log_masses(target_logprobs: jax.Array, draft_logprobs: jax.Array) -> jax.Array:
     """Returns the log-mass of the residual in every block, -inf where it is 0.
 
     Args:
       target_logprobs: f32[V].
       draft_logprobs: f32[V].
-      split: of the vocabulary over devices; the rows are then a device's part.
 
     Returns:
       f32[ceil(V / SAMPLING_BLOCK)].
     """
     residual = residual_probs(target_logprobs, draft_logprobs)
-    if split is not None:
-        own = jnp.sum(own_blocks(residual, split, SAMPLING_BLOCK, fill=0), axis=-1)
-        return jnp.log(gather_blocks(own, residual.shape[-1], split, SAMPLING_BLOCK))
     body, tail = split_blocks(residual)
     masses = jnp.sum(body, axis=-1)
     if tail is not None:

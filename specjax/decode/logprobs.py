@@ -13,14 +13,13 @@ from specjax.checks import as_array, check_count, check_logits, parse_array
 from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
     LogNormalizer,
-    block_partials,
     mask_below_cutoff,
     row_statistics_once,
 )
-from specjax.core.subnormal import flush_subnormals, largest_equal
+from specjax.core.subnormal import largest_equal
 from specjax.core.temperature import parse_temperature
 from specjax.devices.map_parts import map_parts
-from specjax.devices.rows import first_token, take_each, true_row
+from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
@@ -134,7 +133,7 @@ def top_logprobs(
     check_logits("logits", logits, ",".join(["..."] * logits.ndim))
     split = parse_split(axis_name, vocab_size, logits)
     leading = logits.shape[:-1]
-    check_num_listed("n", n, logits.shape[-1] if split is None else split.vocab_size)
+    check_num_listed("n", n, logit_rows(logits, split).vocab_size)
     token_ids = parse_array("token_ids", token_ids, jnp.int32, leading)
     temperature = parse_array("temperature", temperature, jnp.float32, (), leading, leading[:1])
     if cutoff is not None:
@@ -158,8 +157,6 @@ def list_top_logprobs(
     temperature = jnp.asarray(temperature).reshape(*temperature.shape, *trailing_ones)
     batch = (logits, token_ids, jnp.broadcast_to(temperature, leading), cutoff)
     run = functools.partial(_top_logprobs, n=n, split=split)
-    if logits.ndim == 1 if split is None else split.mesh is None:
-        return run(*batch)
     return map_parts(lambda batch, _: run(*batch), logits, split, [logits])(batch, ())
 
 
@@ -206,27 +203,16 @@ def _top_logprobs(
     n: int,
     split: VocabularySplit | None = None,
 ) -> TopLogprobs:
-    scaling = parse_temperature(temperature)
-    partials = block_partials(logits, scaling.scale, cutoff, split=split)
-    row = row_statistics_once(partials, scaling.scale)
+    scaling, rows = parse_temperature(temperature), logit_rows(logits, split, cutoff)
+    row = row_statistics_once(rows.partials(scaling.scale), scaling.scale)
     valid = scaling.valid & row.valid & (token_ids >= 0)
 
-    if split is None:
-        index = jnp.clip(token_ids, 0, logits.shape[-1] - 1)[..., None]
-        x = mask_below_cutoff(jnp.take_along_axis(logits, index, axis=-1)[..., 0], cutoff)
-        x = jnp.where(token_ids < logits.shape[-1], x, -jnp.inf)
-    else:
-        x = mask_below_cutoff(take_each(logits, token_ids, split), cutoff)
-        logits = true_row(logits, first_token(logits.shape[-1], split), split, -jnp.inf)
+    x = rows.take_each(token_ids)
+    logits = rows.true_logits()
     masked = mask_below_cutoff(logits, None if cutoff is None else cutoff[..., None])
     is_likelier = masked > largest_equal(x)[..., None]
-    num_likelier = jnp.sum(is_likelier.astype(jnp.int32), axis=-1)
-    rows = logits if cutoff is None else masked.astype(logits.dtype)
-    if split is None:
-        best, ids = _top_k(rows, n)
-    else:
-        num_likelier = jax.lax.psum(num_likelier, split.axis_name)
-        best, ids = _top_k_over_devices(rows, n, split)
+    num_likelier = rows.merge(jnp.add, jnp.sum(is_likelier.astype(jnp.int32), axis=-1))
+    best, ids = rows.top_k(logits if cutoff is None else masked.astype(logits.dtype), n)
     normalizers = LogNormalizer(row.normalizer.shift[..., None], row.normalizer.log_sum[..., None])
     logprobs = token_logprobs(best, normalizers, scaling.scale[..., None])
     zero = jnp.float32(0)
@@ -237,48 +223,6 @@ def _top_logprobs(
         rank=jnp.where(valid, num_likelier + 1, 0),
         logprob=jnp.where(valid, token_logprobs(x, row.normalizer, scaling.scale), zero),
     )
-
-
-def _top_k(rows: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the n largest logits of each row in float32, and their ids.
-
-    XLA's top-k lists 0.0 before -0.0, so numbers that count as zero are made one zero first.
-    """
-    rows = flush_subnormals(rows.astype(jnp.float32)).astype(rows.dtype)
-
-    def top_k(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        best, ids = jax.lax.top_k(rows, n)
-        return best.astype(jnp.float32), ids.astype(jnp.int32)
-
-    def top_k_of_float32(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return top_k(rows.astype(jnp.float32))
-
-    if rows.dtype == jnp.float32:
-        return top_k(rows)
-    # On a CPU, XLA sorts whole rows of anything but float32, a hundred times as long.
-    result: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(
-        rows, cpu=top_k_of_float32, default=top_k
-    )
-    return result
-
-
-def _top_k_over_devices(
-    rows: jax.Array, n: int, split: VocabularySplit
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `_top_k` of sharded rows: merges each device's n largest."""
-    width, axis = rows.shape[-1], rows.ndim - 1
-    if not n:
-        shape = (*rows.shape[:-1], 0)
-        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
-    best, ids = _top_k(rows, min(n, width))
-    ids = ids + first_token(width, split)
-    # Devices stand in the order of ids, so that ties still go to the lowest.
-    best, ids = (
-        jax.lax.all_gather(x, split.axis_name, axis=axis, tiled=True, to="invarying")
-        for x in (best, ids)
-    )
-    best, index = jax.lax.top_k(best, n)
-    return best, jnp.take_along_axis(ids, index, axis=-1)
 
 
 jax.tree_util.register_dataclass(LogprobsConfig, data_fields=[], meta_fields=["num", "mode"])

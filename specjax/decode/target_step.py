@@ -109,10 +109,7 @@ def score_hidden(
       features: of the drafter's taps, or None.
     """
     settings, (size, num_rows) = state.settings, hidden.shape[:2]
-    split = _vocabulary_split(target, settings, hidden)
-    logits_of = target.logits if split is None else target.split_logits
-    assert logits_of is not None
-    raw = logits_of(target.params, hidden)
+    raw, split = _raw_logits(target, settings, hidden)
     _check_target_logits(raw, settings, size, num_rows)
     resolved = resolve_implementation(implementation)
     logits, cutoff = _apply_sampling(state, state.draft.token_ids[:, : num_rows - 1], raw, resolved)
@@ -121,14 +118,15 @@ def score_hidden(
     return TargetRows(hidden, features, listed, logits, cutoff, split, target.placement)
 
 
-def _vocabulary_split(
+def _raw_logits(
     target: Model, settings: Settings, hidden: jax.Array
-) -> VocabularySplit | None:
-    """Returns the split of the vocabulary if verification alone reads the logits, else None."""
+) -> tuple[jax.Array, VocabularySplit | None]:
+    """Returns logits and how they lie: split if the model can and verification alone reads them."""
     if target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None):
-        return None
+        return target.logits(target.params, hidden), None
     vocab_size = jax.eval_shape(target.logits, target.params, hidden).shape[-1]
-    return VocabularySplit(target.placement.model, vocab_size)
+    logits = target.split_logits(target.params, hidden)
+    return logits, VocabularySplit(target.placement.model, vocab_size)
 
 
 @functools.partial(jax.jit, static_argnames="taps")

@@ -1,5 +1,7 @@
 """A call on each device's part of arrays: its requests, and its part of the vocabulary."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from specjax.devices.placement import shard_map_batch
 from specjax.devices.vocabulary_split import VocabularySplit
 
-__all__ = ["map_parts"]
+__all__ = ["map_parts", "map_vocabulary"]
 
 
 def map_parts(
@@ -23,7 +25,7 @@ def map_parts(
 ) -> Callable[[Any, Any], Any]:
     """Returns a function of a batch that runs `function` on the part that each device has.
 
-    Where no sharding splits the vocabulary this is `shard_map_batch`.
+    Where no sharding splits the vocabulary this is `shard_map_batch`, or the function of one row.
 
     Args:
       function: of two pytrees of arrays: one with a leading batch axis, and one that every device
@@ -39,7 +41,8 @@ def map_parts(
       A function of these two pytrees.
     """
     if split is None or split.mesh is None:
-        return shard_map_batch(function, leader, check_vma)
+        # One row has no requests that a mesh could divide.
+        return function if leader.ndim == 1 else shard_map_batch(function, leader, check_vma)
     mesh, axis = split.mesh, split.axis_name
 
     def specs(tree: Any, requests: Any) -> Any:
@@ -60,6 +63,36 @@ def map_parts(
         return mapped(*_reshard(arrays, mesh, in_specs))
 
     return call
+
+
+def map_vocabulary(
+    function: Callable[[Any], Any],
+    split: VocabularySplit | None,
+    over_vocabulary: Sequence[jax.Array | None],
+    *,
+    check_vma: bool = True,
+) -> Callable[[Any], Any]:
+    """Returns `function`, or one that runs it on each device's part of a vocabulary.
+
+    Every device has all requests.
+
+    Args:
+      function: of a pytree of arrays.
+      split: of the vocabulary, or None.
+      over_vocabulary: as in `map_parts`; the first one is not None.
+      check_vma: as in `jax.shard_map`.
+    """
+    leader = over_vocabulary[0]
+    if split is None or split.mesh is None or leader is None:
+        return function
+    mapped = map_parts(
+        lambda _, arrays: function(arrays),
+        leader,
+        dataclasses.replace(split, requests=None),
+        over_vocabulary,
+        check_vma=check_vma,
+    )
+    return functools.partial(mapped, None)
 
 
 def _reshard(arrays: Any, mesh: Mesh | AbstractMesh, specs: Any) -> Any:

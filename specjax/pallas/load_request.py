@@ -12,6 +12,7 @@ from specjax.core.acceptance import is_one_hot, num_valid_drafts
 from specjax.core.logsumexp import LogNormalizer, normalizer_from_statistics
 from specjax.core.noise import Hash, Words, fold_in
 from specjax.core.temperature import Temperature, parse_temperature
+from specjax.devices.rows import logit_rows
 from specjax.pallas.blocks import load_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile, next_power_of_2
 from specjax.pallas.launch import interpreter_barrier, output, select_one
@@ -88,8 +89,7 @@ class Plan(NamedTuple):
 
     def vocab_size(self, arrays: VerifyArrays) -> int:
         """Returns V, of all devices together."""
-        split = self.options.split
-        return arrays.target_logits.shape[1] if split is None else split.vocab_size
+        return logit_rows(arrays.target_logits, self.options.split).vocab_size
 
     def is_reduced(self, request: "RequestScalars", i: jax.Array) -> jax.Array:
         """Returns whether row i of a request is reduced by the first launch, bool of i's shape."""

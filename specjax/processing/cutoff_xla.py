@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.bisection import Bracket, Extremes, initial_bracket, key_value, search
-from specjax.core.logsumexp import MaxSum, block_partials, merge_partials, split_blocks
+from specjax.core.logsumexp import MaxSum, merge_partials, split_blocks
 from specjax.core.subnormal import smallest_equal
 from specjax.core.temperature import Temperature, parse_temperature
 from specjax.core.truncation import (
@@ -35,7 +35,7 @@ from specjax.core.truncation import (
     top_p_active,
 )
 from specjax.devices.placement import pvary_like
-from specjax.devices.rows import first_token, true_row
+from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["cutoff_of_rows"]
@@ -43,8 +43,6 @@ __all__ = ["cutoff_of_rows"]
 # Blocks to which rows are gathered: an eighth of today's vocabularies, at the cost of half a pass
 # over them. The top 128 tokens fit wherever they lie.
 _NUM_GATHERED = 128
-
-_OVER_DEVICES = {jnp.add: jax.lax.psum, jnp.minimum: jax.lax.pmin, jnp.maximum: jax.lax.pmax}
 
 _MassAbove = Callable[[jax.Array], jax.Array]
 _ExtremesInside = Callable[[Bracket], Extremes]
@@ -84,27 +82,27 @@ def cutoff_of_rows(
     a search adds these numbers, one per row.
     """
     scaling = parse_temperature(temperature)
-    partials = block_partials(logits, scaling.scale, split=split)
-    vocab_size = logits.shape[1] if split is None else split.vocab_size
-    row = _row_facts(partials, scaling, filters, vocab_size)
-    if split is not None:
-        logits = true_row(logits, first_token(logits.shape[1], split), split, -jnp.inf)
-    body, tail = split_blocks(logits)
+    rows = logit_rows(logits, split)
+    partials = rows.partials(scaling.scale)
+    row = _row_facts(partials, scaling, filters, rows.vocab_size)
+    body, tail = split_blocks(rows.true_logits())
     tails = () if tail is None else (tail,)
 
     def search(body: jax.Array) -> jax.Array:
-        return _search_cutoff((body, *tails) if body.shape[1] else tails, row, filters, split)
+        return _search_cutoff((body, *tails) if body.shape[1] else tails, row, filters, rows)
 
-    if split is not None or body.shape[1] <= 2 * _NUM_GATHERED:
-        cutoff = search(body)
-    else:
+    def search_candidates() -> jax.Array:
+        if body.shape[1] <= 2 * _NUM_GATHERED:
+            return search(body)
         maxima = partials.max[:, : body.shape[1]]
         num_candidates = jnp.sum(maxima >= row.low[:, None], axis=1, dtype=jnp.int32)
-        cutoff = jax.lax.cond(
+        return jax.lax.cond(
             jnp.all((num_candidates <= _NUM_GATHERED) | ~row.cuts),
             lambda: search(_gather_top_blocks(body, maxima)),
             lambda: search(body),
         )
+
+    cutoff = rows.read(search_candidates, lambda: search(body))
     return refuse_nan(jnp.where(row.cuts, cutoff, -jnp.inf), filters)
 
 
@@ -165,7 +163,7 @@ def _bound_top_p(partials: MaxSum, row: _Row, top_p: jax.Array) -> jax.Array:
 
 
 def _search_cutoff(
-    arrays: tuple[jax.Array, ...], row: _Row, filters: Filters, split: VocabularySplit | None
+    arrays: tuple[jax.Array, ...], row: _Row, filters: Filters, rows: LogitRows
 ) -> jax.Array:
     """Returns the cutoffs f32[R], given arrays of blocks that hold every logit that is kept."""
     blocks = tuple(array.astype(jnp.float32) for array in arrays)
@@ -173,8 +171,7 @@ def _search_cutoff(
     min_p = None if filters.min_p is None else filters.min_p[:, None]
 
     def merge(two: Any, values: list[jax.Array]) -> jax.Array:
-        merged = functools.reduce(two, values)
-        return merged if split is None else _OVER_DEVICES[two](merged, split.axis_name)
+        return rows.merge(two, functools.reduce(two, values))
 
     def mass(pivot: jax.Array) -> jax.Array:
         weights = (mass_weights(x, anchor[..., None], scale[..., None]) for x in blocks)

@@ -11,7 +11,13 @@ from specjax.checks import as_array, check_logits, parse_array, parse_optional
 from specjax.core.truncation import Filters
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
-from specjax.devices.vocabulary_split import VocabularySplit, parse_split
+from specjax.devices.rows import logit_rows
+from specjax.devices.vocabulary_split import (
+    VocabularySplit,
+    axis_of,
+    parse_split,
+    plain_if_split,
+)
 from specjax.implementation import Implementation, resolve_implementation, select
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
@@ -93,7 +99,7 @@ def logit_cutoff(
         raise ValueError("logits has shape (); it needs [..., V], the vocabulary last.")
     check_logits("logits", logits, ", ".join("V" * logits.ndim))
     split = parse_split(axis_name, vocab_size, logits, implementation.name)
-    num_tokens = logits.shape[-1] if split is None else split.vocab_size
+    num_tokens = logit_rows(logits, split).vocab_size
     if num_tokens > _MAX_TOKENS:
         raise ValueError(
             f"logits has a vocabulary of {num_tokens}; it needs at most {_MAX_TOKENS}, "
@@ -133,8 +139,6 @@ def find_cutoff(
     batch = _once_per_row(logits, temperature, filters)
     run = functools.partial(cutoff_shard, implementation=implementation, split=split)
     check_vma = not implementation.interpret
-    if not leading and (split is None or split.mesh is None):
-        return run(jax.tree.map(lambda x: x[None], batch), None)[0]
     return map_parts(run, logits, split, [logits], check_vma=check_vma)(batch, None)
 
 
@@ -166,8 +170,7 @@ def cutoff_shard(
     Returns:
       f32[...].
     """
-    axis_name = None if split is None else split.axis_name
-    logits, temperature, filters = pvary_like(batch, batch, without=axis_name)
+    logits, temperature, filters = pvary_like(batch, batch, without=axis_of(split))
     filters = jax.tree.map(lambda x: x.reshape(-1), filters)
     rows = logits.reshape(-1, logits.shape[-1])
     cutoff = _searcher(implementation, split)(rows, temperature.reshape(-1), filters)
@@ -178,11 +181,10 @@ def _searcher(
     implementation: Implementation, split: VocabularySplit | None
 ) -> Callable[..., jax.Array]:
     """Returns the function of rows [R, V] that searches: the reference or the kernels."""
-    if split is not None:
-        return functools.partial(cutoff_of_rows, split=split)
-    if implementation.name == "xla":
-        return cutoff_of_rows
+    reference = functools.partial(cutoff_of_rows, split=split)
+    if plain_if_split(implementation, split).name == "xla":
+        return reference
     from specjax.pallas.cutoff.rows import cutoff_rows
 
     kernels = functools.partial(cutoff_rows, implementation=implementation)
-    return select(implementation, cutoff_of_rows, kernels)
+    return select(implementation, reference, kernels)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.devices.map_parts import map_parts
-from specjax.devices.rows import first_token
+from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.processing.bad_words import forbid_words
 from specjax.processing.grammar import Grammar, allowed_columns, row_states
@@ -36,12 +36,9 @@ class RowContext(NamedTuple):
     token_map: jax.Array | None = None
     split: VocabularySplit | None = None
 
-    def columns(self, token_ids: jax.Array, width: int) -> jax.Array:
-        """Returns where tokens stand in rows of `width` columns, past the end those that do not."""
-        if self.split is None:
-            return token_ids
-        column = token_ids - first_token(width, self.split)
-        return jnp.where(column < 0, width, column)
+    def columns(self, token_ids: jax.Array, logits: jax.Array) -> jax.Array:
+        """Returns where tokens stand in rows of logits, past the end those that do not."""
+        return logit_rows(logits, self.split).columns(token_ids)
 
 
 @jax.jit
@@ -97,7 +94,7 @@ def _process(logits: jax.Array, rules: SamplingParams, context: RowContext) -> j
         x = jnp.where(_per_request(valid), x, jnp.nan)
     x = x.astype(logits.dtype)
     if rules.bad_words is not None:
-        columns = functools.partial(context.columns, width=x.shape[2])
+        columns = functools.partial(context.columns, logits=x)
         x = forbid_words(x, rules.bad_words, *context[:3], columns)
     return x
 
@@ -115,7 +112,7 @@ def _apply_penalties(x: jax.Array, rules: SamplingParams, context: RowContext) -
     assert counts is not None
     generated = counts.generated[:, None]
     if drafted is not None:
-        drafted = context.columns(drafted, x.shape[2])
+        drafted = context.columns(drafted, x)
         # Compared rather than counted: a table per row would be larger than the logits.
         token = jax.lax.broadcasted_iota(jnp.int32, (1, 1, x.shape[2]), 2)
         row = context.first_row + jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[1], 1), 1)

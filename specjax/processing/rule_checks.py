@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import as_array, check_shape, parse_array
-from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.devices.vocabulary_split import VocabularySplit, keep_split
 from specjax.processing.grammar import start_states
 from specjax.processing.history import History
 from specjax.processing.sampling_params import SamplingParams, mask_width
@@ -53,21 +53,19 @@ def check_rules_split(
       ValueError: with `axis_name` for a grammar, and for a mask in words one of which would lie on
         two devices.
     """
-    if split is None:
-        return None
-    reason = None
-    width //= 1 if split.mesh is None else split.mesh.shape[split.axis_name]
-    allowed = rules.allowed
-    if rules.grammar is not None:
-        reason = "grammar is given with axis_name; grammars read whole rows of logits."
-    elif allowed is not None and allowed.dtype != jnp.bool_ and width % _BITS_PER_WORD:
-        reason = (
+
+    def why_whole(width: int) -> str | None:
+        allowed = rules.allowed
+        if rules.grammar is not None:
+            return "grammar is given with axis_name; grammars read whole rows of logits."
+        if allowed is None or allowed.dtype == jnp.bool_ or not width % _BITS_PER_WORD:
+            return None
+        return (
             f"allowed is in words of {_BITS_PER_WORD} tokens and each device has {width} tokens; "
             f"with axis_name that needs a multiple of {_BITS_PER_WORD}, or a mask of bool."
         )
-    if reason is not None and split.mesh is None:
-        raise ValueError(reason)
-    return split if reason is None else None
+
+    return keep_split(split, width, why_whole)
 
 
 def check_history(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specjax.checks import as_array, check_count, parse_array
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like, shard_map_batch
-from specjax.devices.rows import first_token
+from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit, parse_split
 
 __all__ = [
@@ -138,9 +138,7 @@ def update_counts(counts: TokenCounts, token_ids: jax.Array, num_tokens: jax.Arr
     num_tokens = jnp.asarray(parse_array("num_tokens", num_tokens, jnp.int32, (size,)))
     token_ids = jnp.asarray(parse_array("token_ids", token_ids, jnp.int32, token_ids.shape))
     split = parse_split(None, None, counts.generated)
-    if split is None:
-        return add_to_counts(counts, token_ids, num_tokens)
-    return _add_over_devices(counts, token_ids, num_tokens, split=split)
+    return _add_at_once(counts, token_ids, num_tokens, split=split)
 
 
 def add_to_counts(
@@ -155,8 +153,7 @@ def add_to_counts(
     def add(batch: Any, _: Any) -> jax.Array:
         generated, token_ids, num_tokens = batch
         vocab_size = generated.shape[1]
-        if split is not None:
-            token_ids = token_ids - first_token(vocab_size, split)
+        token_ids = logit_rows(generated, split).offsets(token_ids)
         index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         counted = (index < num_tokens[:, None]) & (token_ids >= 0)
         rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
@@ -168,6 +165,6 @@ def add_to_counts(
     return counts._replace(generated=mapped((rows, token_ids, num_tokens), ()))
 
 
-_add_over_devices = functools.partial(jax.jit, static_argnames="split")(add_to_counts)
+_add_at_once = functools.partial(jax.jit, static_argnames="split")(add_to_counts)
 
 jax.export.register_namedtuple_serialization(TokenCounts, serialized_name="specjax.TokenCounts")

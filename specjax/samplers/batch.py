@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import fold_in_rows
 from specjax.core.token_map import invert_token_map
-from specjax.devices.map_parts import map_parts
+from specjax.devices.map_parts import map_vocabulary
 from specjax.devices.placement import Placement, pvary_like
+from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import is_for_cpu_alone, select
 from specjax.samplers.reference.verify import verify_batch
@@ -113,26 +114,18 @@ def verify_over_mesh(
       `Verification`.
     """
     size, num_rows = arrays.target_logits.shape[:2]
-    if split is not None and not _reads_parts(arrays, split, options):
+    rows = logit_rows(arrays.target_logits, split)
+    if not _reads_parts(arrays, rows.vocab_size, options):
         # The one place where rows are gathered.
-        whole = placement.sharding(placement.spec())
-        logits = jax.lax.with_sharding_constraint(arrays.target_logits, whole)
-        arrays, split = arrays._replace(target_logits=logits[..., : split.vocab_size]), None
-    if split is not None and arrays.draft_logits is not None:
-        # A draft's own padding may be longer or shorter than the target's.
-        draft_logits = arrays.draft_logits[..., : split.vocab_size]
-        missing = arrays.target_logits.shape[-1] - draft_logits.shape[-1]
-        widths = ((0, 0), (0, 0), (0, missing))
-        draft_logits = jnp.pad(draft_logits, widths, constant_values=-jnp.inf)
-        arrays = arrays._replace(draft_logits=draft_logits)
-    options = dataclasses.replace(options, split=split)
+        rows = rows.gather(placement)
+    arrays = arrays._replace(target_logits=rows.logits, draft_logits=rows.fit(arrays.draft_logits))
+    options = dataclasses.replace(options, split=rows.split)
     arrays = once_per_request(arrays, size, num_rows - 1)
     run = functools.partial(verify_shard, shared=SharedArrays(), options=options)
     if arrays.draft_rows is not None:
         # A row may be any request's.
         return run(arrays)
-    requests = placement.spec()
-    rows = requests if split is None else placement.spec(None, split.axis_name)
+    requests, row_spec = placement.spec(), rows.spec(placement)
     arrays = arrays._replace(
         **{
             name: placement.pad(x)
@@ -142,8 +135,8 @@ def verify_over_mesh(
     )
     specs = VerifyArrays(*(None if x is None else requests for x in arrays))
     specs = specs._replace(
-        target_logits=rows,
-        draft_logits=None if arrays.draft_logits is None else rows,
+        target_logits=row_spec,
+        draft_logits=None if arrays.draft_logits is None else row_spec,
         draft_ids=None if arrays.draft_ids is None else PartitionSpec(),
     )
     check_vma = not options.implementation.interpret
@@ -151,14 +144,14 @@ def verify_over_mesh(
     return jax.tree.map(lambda x: x[:size], verification)
 
 
-def _reads_parts(arrays: VerifyArrays, split: VocabularySplit, options: CallOptions) -> bool:
+def _reads_parts(arrays: VerifyArrays, vocab_size: int, options: CallOptions) -> bool:
     """Returns whether a verification takes rows whose vocabulary lies over devices."""
     is_plain = (
         options.custom_rule is None and arrays.token_map is None and arrays.draft_rows is None
     )
     # Columns past V are cut: a draft that has some needs its `logsumexp`.
     width = 0 if arrays.draft_logits is None else arrays.draft_logits.shape[-1]
-    is_alike = width <= split.vocab_size or arrays.draft_logsumexp is not None
+    is_alike = width <= vocab_size or arrays.draft_logsumexp is not None
     missing = missing_of_verification(arrays, options)
     by_name = options.implementation.name in ("triton", "interpret")
     return is_plain and is_alike and not (by_name and missing)
@@ -175,16 +168,13 @@ def verify_ragged(arrays: VerifyArrays, *, options: CallOptions) -> Verification
       `Verification`.
     """
 
-    def run(_: None, arrays: VerifyArrays) -> Verification:
+    def run(arrays: VerifyArrays) -> Verification:
         arrays = pvary_like(arrays, arrays, without=options.axis_name)
         return _verifier(arrays, options)(arrays)
 
-    if options.split is None or options.split.mesh is None:
-        return run(None, arrays)
-    split = dataclasses.replace(options.split, requests=None)
     rows = (arrays.target_logits, arrays.draft_logits)
     check_vma = not options.implementation.interpret
-    return map_parts(run, rows[0], split, rows, check_vma=check_vma)(None, arrays)
+    return map_vocabulary(run, options.split, rows, check_vma=check_vma)(arrays)
 
 
 def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArrays], Verification]:

@@ -15,10 +15,10 @@ from specjax.checks import (
     parse_array,
     parse_optional,
 )
-from specjax.core.gumbel_max import sample_row
-from specjax.core.noise import batch_addresses
+from specjax.core.noise import Words, batch_addresses
 from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
+from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import parse_split
 from specjax.implementation import select
 from specjax.samplers.batch import key_words_per_request
@@ -143,16 +143,18 @@ def _sampler(width: int, options: CallOptions) -> Callable[[SampleArrays], Sampl
     reference = functools.partial(_sample_by_reference, options=options)
     if not may_run_kernels(options, width):
         return reference
-    from specjax.pallas.sample import sample_rows
-    from specjax.pallas.split.sample import sample_split
+    from specjax.pallas.split.sample import choose_sampler
 
-    draw = sample_rows if options.split is None else sample_split
-    kernels = functools.partial(draw, options=options)
+    kernels = functools.partial(choose_sampler(options), options=options)
     return select(options.implementation, reference, kernels)
 
 
 def _sample_by_reference(arrays: SampleArrays, options: CallOptions) -> Sample:
     keys = (arrays.keys[:, 0], arrays.keys[:, 1])
     at = batch_addresses(keys, arrays.positions, arrays.stream)
-    one = functools.partial(sample_row, noise_dtype=options.noise_dtype, split=options.split)
-    return jax.vmap(one)(arrays.logits, at, arrays.temperature, arrays.cutoff)
+    rows = logit_rows(arrays.logits, options.split, arrays.cutoff)
+
+    def one(row: LogitRows, at: Words, temperature: jax.Array) -> Sample:
+        return row.sample(at, temperature, options.noise_dtype)
+
+    return jax.vmap(one)(rows, at, arrays.temperature)

@@ -1,11 +1,14 @@
 """Which calls over devices the kernels serve: they read parts of rows of some widths alone."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.rule import BLOCK, COUPLED
+from specjax.devices.vocabulary_split import VocabularySplit
 
 __all__ = ["may_run_kernels", "missing_of_verification"]
 
@@ -27,7 +30,7 @@ def may_run_kernels(options: CallOptions, width: int, missing: str | None = None
     name = options.implementation.name
     if name == "xla" or options.split is None:
         return name != "xla"
-    reason = missing or _why_not_read(options, width)
+    reason = missing or _why_not_read(options.split, width, options.noise_dtype)
     if reason is not None and name != "auto":
         raise ValueError(
             f"implementation={name!r} names the kernels, which over devices of axis "
@@ -36,11 +39,10 @@ def may_run_kernels(options: CallOptions, width: int, missing: str | None = None
     return reason is None
 
 
-def _why_not_read(options: CallOptions, width: int) -> str | None:
+def _why_not_read(split: VocabularySplit, width: int, noise_dtype: Any) -> str | None:
     """Says what the kernels do not read of a split row; None where they read it."""
-    assert options.split is not None
-    size = jax.lax.axis_size(options.split.axis_name)
-    if jnp.dtype(options.noise_dtype) != jnp.float32:
+    size = jax.lax.axis_size(split.axis_name)
+    if jnp.dtype(noise_dtype) != jnp.float32:
         return "draw with float32 noise alone"
     if width % SAMPLING_BLOCK or width * size > _MOST_TOKENS:
         return (

@@ -27,8 +27,8 @@ PACKAGE = ROOT / "specjax"
 FLOORS = (
     ("types",),
     ("implementation", "file_io", "markov_chain"),
-    ("devices",),
     ("core",),
+    ("devices",),
     ("checks",),
     ("call_arrays",),
     ("theory", "pallas"),
@@ -75,6 +75,15 @@ CHOOSE_KERNELS = (
     "specjax.samplers.gumbel_sample",
     "specjax.processing.logit_cutoff",
     "specjax.models",
+)
+# Rows of logits are values of `devices.rows`. Only these ask whether a vocabulary is split: where
+# rows and their parts are made, and what chooses kernels for them.
+MAY_ASK_FOR_A_SPLIT = (
+    "specjax.devices",
+    "specjax.pallas.reduce_rows",
+    "specjax.pallas.split",
+    "specjax.pallas.verify",
+    "specjax.samplers.split_kernels",
 )
 # What stands on the library: it may import what extras install, and the library never imports it.
 ON_THE_LIBRARY = ("models", "contrib", "cli")
@@ -236,6 +245,28 @@ def test_an_import_uphill_is_an_offence():
     assert list(offences_of_import("specjax.models.decoder.pallas.matmul", "specjax.core.noise"))
     assert list(offences_of_import("specjax.engine.engine", "specjax.contrib.grammars"))
     assert not list(offences_of_import("specjax.engine.engine", "specjax.core.noise"))
+
+
+def questions_of_a_split(tree):
+    """Lines on which a name or an attribute `split` is compared with None."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = {getattr(side, "id", getattr(side, "attr", None)) for side in sides}
+            is_none = [isinstance(side, ast.Constant) and side.value is None for side in sides]
+            if "split" in names and any(is_none):
+                yield node.lineno
+
+
+def test_only_what_makes_rows_or_chooses_kernels_asks_whether_a_vocabulary_is_split():
+    refuse(
+        f"{name_of(path)}:{line} asks whether a vocabulary is split: specjax.devices.rows knows."
+        for path in FILES
+        if not is_in(module_of(path), MAY_ASK_FOR_A_SPLIT)
+        for line in questions_of_a_split(tree_of(path))
+    )
+    asked = "split is None\nif None is not options.split: pass\nsplit == 2\nsplit_logits is None"
+    assert list(questions_of_a_split(ast.parse(asked))) == [1, 2]
 
 
 def test_the_core_imports_jax_and_numpy_alone():

@@ -11,6 +11,7 @@ References:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +36,17 @@ from specjax.pallas.blocks import block_argmax
 from specjax.pallas.gumbel_max import Draw, draw_token
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import launch, output
-from specjax.pallas.sample import DrawOperands, load_row, reduce_rows
+from specjax.pallas.sample import DrawOperands, load_row, reduce_rows, sample_rows
 from specjax.pallas.split.shared_rows import first_token_of
 from specjax.types import Sample, Verification
 
-__all__ = ["compare_draws", "sample_split", "split_sample_kernel", "target_samples"]
+__all__ = [
+    "choose_sampler",
+    "compare_draws",
+    "sample_split",
+    "split_sample_kernel",
+    "target_samples",
+]
 
 _MAX, _SUM, _TOKEN, _LOGIT, _SCORE = range(5)
 
@@ -48,6 +55,11 @@ class _Proposals(NamedTuple):
     """What a device proposes for rows, f32[R, 5]: its (m, l), and a token, its logit and score."""
 
     values: Any
+
+
+def choose_sampler(options: CallOptions) -> Callable[..., Sample]:
+    """Returns the function that draws from whole rows, or from those of a split vocabulary."""
+    return sample_rows if options.split is None else sample_split
 
 
 def sample_split(arrays: SampleArrays, options: CallOptions) -> Sample:

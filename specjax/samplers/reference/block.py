@@ -16,20 +16,18 @@ import jax.numpy as jnp
 
 from specjax.core.acceptance import log_ratio
 from specjax.core.block_acceptance import accept_block, cap_ratios
-from specjax.core.gumbel_max import gather_logits, token_logprobs
-from specjax.core.logsumexp import MaxSum, RowStatistics, block_partials, row_statistics_once
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import MaxSum, RowStatistics, row_statistics_once
 from specjax.core.noise import Stream, address, uniform_at_once
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
-from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.devices.rows import LogitRows
 from specjax.samplers.reference.next_token import AcceptedPrefix, residual_mass
 from specjax.samplers.reference.request import (
     DraftedToken,
     DraftRows,
-    LogitRows,
     Request,
     drafted_token,
-    take_row,
 )
 
 __all__ = ["accept_block_prefix", "drafted_tokens", "is_block_request"]
@@ -54,18 +52,15 @@ class _Judged(NamedTuple):
     uniforms: jax.Array
 
 
-def drafted_tokens(request: Request, draft: DraftRows | None) -> DraftedToken:
+def drafted_tokens(request: Request, draft: DraftRows) -> DraftedToken:
     """Returns all drafted tokens of a request, arrays of a leading axis K."""
     index = pvary_like(jnp.arange(request.token_ids.shape[0], dtype=jnp.int32), request)
-    split = None if draft is None else draft.split
-    return _for_each(lambda i: drafted_token(request, draft, i), index, split)
+    return _for_each(lambda i: drafted_token(request, draft, i), index, draft.rows)
 
 
-def _for_each(
-    function: Callable[[jax.Array], Any], index: jax.Array, split: VocabularySplit | None
-) -> Any:
-    """Returns the function's results for each index: in turn, at once where devices exchange."""
-    return jax.lax.map(function, index) if split is None else jax.vmap(function)(index)
+def _for_each(function: Callable[[jax.Array], Any], index: jax.Array, rows: LogitRows) -> Any:
+    """Returns the function's results for each index, in turn or at once as rows are read."""
+    return rows.read(lambda: jax.lax.map(function, index), lambda: jax.vmap(function)(index))
 
 
 def is_block_request(request: Request, drafted: DraftedToken) -> jax.Array:
@@ -119,13 +114,18 @@ def accept_block_prefix(
         return pvary_like((length, is_accepted(length)), state)
 
     first = jnp.where(active, judged.length, jnp.int32(0))
-    if target.split is not None:
+
+    def try_in_turn() -> jax.Array:
+        start = pvary_like((first, is_accepted(first)), request, target, draft)
+        num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
+        return num_accepted
+
+    def try_at_once() -> jax.Array:
         lengths = _target_rows(request)
         accepted = jax.vmap(is_accepted)(lengths) & (lengths <= first)
-        return prefix_of(jnp.max(jnp.where(accepted, lengths, jnp.int32(0)))), judged.logprobs
-    start = pvary_like((first, is_accepted(first)), request, target, draft)
-    num_accepted, _ = jax.lax.while_loop(lambda state: ~state[1], shorten, start)
-    return prefix_of(num_accepted), judged.logprobs
+        return jnp.max(jnp.where(accepted, lengths, jnp.int32(0)))
+
+    return prefix_of(target.read(try_in_turn, try_at_once)), judged.logprobs
 
 
 def _judge(
@@ -136,12 +136,12 @@ def _judge(
     scale = parse_temperature(request.temperature).scale
 
     def judge_token(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits, cutoff = take_row(target, request.target_row + i)
+        target_row = target.row(request.target_row + i)
         row = read(i)[1]
-        logit = gather_logits(logits, request.token_ids[i], cutoff, target.split)
+        logit = target_row.take(request.token_ids[i])
         return token_logprobs(logit, row.normalizer, scale), row.valid
 
-    logprobs, valid = _for_each(judge_token, index, target.split)
+    logprobs, valid = _for_each(judge_token, index, target)
     is_end = (index >= request.num_tokens) | ~valid
     length = jnp.min(jnp.where(is_end, index, jnp.int32(k)))
     log_rhos = cap_ratios(list(log_ratio(logprobs, drafted.logprob)))
@@ -166,11 +166,11 @@ def _row_reader(request: Request, target: LogitRows) -> _ReadRow:
 
     def read(index: jax.Array) -> tuple[MaxSum, RowStatistics]:
         scale = parse_temperature(request.temperature).scale
-        logits, cutoff = take_row(target, request.target_row + index)
-        partials = block_partials(logits, scale, cutoff, split=target.split)
+        partials = target.row(request.target_row + index).partials(scale)
         return partials, row_statistics_once(partials, scale)
 
-    if target.split is None:
-        return read
-    rows = jax.vmap(read)(_target_rows(request))
-    return lambda index: jax.tree.map(lambda x: x[index], rows)
+    def read_all() -> _ReadRow:
+        rows = jax.vmap(read)(_target_rows(request))
+        return lambda index: jax.tree.map(lambda x: x[index], rows)
+
+    return target.read(lambda: read, read_all)

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import gather_logits, row_token, token_logprobs
+from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
     LogNormalizer,
     RowStatistics,
-    block_partials,
     row_statistics_once,
 )
 from specjax.core.noise import Stream, address
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
+from specjax.devices.rows import LogitRows
 from specjax.samplers.reference.next_token import emit, is_active
-from specjax.samplers.reference.request import LogitRows, Request, first_false, take_row
+from specjax.samplers.reference.request import Request, first_false
 from specjax.types import Verification
 
 __all__ = ["couple_request"]
@@ -76,8 +76,7 @@ def couple_request(
         accepted = (index < request.num_tokens) & row.valid & (token == request.token_ids[i])
         return accepted, token, logprob, row
 
-    if target.split is not None:
-        # All rows at once, because devices exchange messages for each read.
+    def draw_at_once() -> Verification:
         drawn = jax.vmap(judge)(pvary_like(jnp.arange(k + 1, dtype=jnp.int32), request))
         n = first_false(drawn[0] & is_active(request))
         _, token, logprob, row = jax.tree.map(lambda x: x[n], drawn)
@@ -92,18 +91,22 @@ def couple_request(
         state_after = _DrawState(num_accepted, accepted, row, token, logprob, logprobs)
         return pvary_like(state_after, state)
 
-    zero = jnp.float32(0)
-    start = _DrawState(
-        num_accepted=jnp.int32(0),
-        active=is_active(request),
-        row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
-        token=jnp.int32(-1),
-        logprob=zero,
-        logprobs=jnp.zeros((k,), jnp.float32),
-    )
-    start = pvary_like(start, request, target)
-    end = jax.lax.while_loop(lambda state: state.active, step, start)
-    return emit(request, end.num_accepted, end.row, target, end.token, end.logprob, end.logprobs)
+    def draw_in_turn() -> Verification:
+        zero = jnp.float32(0)
+        start = _DrawState(
+            num_accepted=jnp.int32(0),
+            active=is_active(request),
+            row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
+            token=jnp.int32(-1),
+            logprob=zero,
+            logprobs=jnp.zeros((k,), jnp.float32),
+        )
+        start = pvary_like(start, request, target)
+        end = jax.lax.while_loop(lambda state: state.active, step, start)
+        n = end.num_accepted
+        return emit(request, n, end.row, target, end.token, end.logprob, end.logprobs)
+
+    return target.read(draw_in_turn, draw_at_once)
 
 
 def _draw(
@@ -115,12 +118,9 @@ def _draw(
 ) -> tuple[jax.Array, jax.Array, RowStatistics]:
     """Returns the token drawn from a request's target row `index`, its log p, and statistics."""
     temperature = parse_temperature(request.temperature)
-    logits, cutoff = take_row(target, request.target_row + index)
-    partials = block_partials(logits, temperature.scale, cutoff, only_maxima, target.split)
+    target = target.row(request.target_row + index)
+    partials = target.partials(temperature.scale, only_maxima)
     row = row_statistics_once(partials, temperature.scale)
     at = address(request.key, request.position + index, Stream.TARGET)
-    token = row_token(
-        logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype, target.split
-    )
-    logit = gather_logits(logits, token, cutoff, target.split)
-    return token, token_logprobs(logit, row.normalizer, temperature.scale), row
+    token = target.draw(partials, row.normalizer, at, temperature, noise_dtype)
+    return token, token_logprobs(target.take(token), row.normalizer, temperature.scale), row

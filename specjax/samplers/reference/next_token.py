@@ -10,18 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
-from specjax.core.logsumexp import MaxSum, RowStatistics, block_logprobs, mask_below_cutoff
+from specjax.core.gumbel_max import gumbel_max_token, token_logprobs
+from specjax.core.logsumexp import MaxSum, RowStatistics, block_logprobs
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address
-from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
+from specjax.core.residual import MIN_RESIDUAL_MASS, residual_logprobs
 from specjax.core.temperature import parse_temperature
+from specjax.devices.rows import LogitRows
 from specjax.samplers.reference.request import (
     DraftedToken,
     DraftRows,
-    LogitRows,
     Request,
     draft_row,
-    take_row,
 )
 from specjax.types import Verification
 
@@ -66,15 +65,13 @@ def next_token(
       Its id i32[] and its log-probability under the target f32[].
     """
     temperature = parse_temperature(request.temperature)
-    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
+    target = target.row(request.target_row + prefix.num_accepted)
     drafted = prefix.drafted
-    split = target.split
     rejected = prefix.num_accepted < request.num_tokens
     row_log_masses = block_logprobs(prefix.partials, prefix.row.normalizer, temperature.scale)
 
     def target_logprobs(index: jax.Array) -> jax.Array:
-        kept = gather_logits(logits, index, cutoff, split)
-        return token_logprobs(kept, prefix.row.normalizer, temperature.scale)
+        return token_logprobs(target.take(index), prefix.row.normalizer, temperature.scale)
 
     def one_hot_logprobs(index: jax.Array) -> jax.Array:
         return jnp.where(rejected & (index == drafted.token_id), jnp.inf, -jnp.inf)
@@ -92,9 +89,7 @@ def next_token(
         max_empty_mass = jnp.float32(0)
     else:
         sampled = rejected & ~drafted.one_hot & ~temperature.greedy
-        sampled_log_masses, sampled_logprobs = _sampled_residual(
-            request, prefix, LogitRows(logits, cutoff, split), draft
-        )
+        sampled_log_masses, sampled_logprobs = _sampled_residual(request, prefix, target, draft)
         log_masses = jax.lax.cond(sampled, sampled_log_masses, one_hot_log_masses)
         max_empty_mass = jnp.where(sampled, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
         if prefix.log_rho is not None:
@@ -114,7 +109,7 @@ def next_token(
     random_token = gumbel_max_token(
         jnp.where(empty, row_log_masses, log_masses), token_log_weights, at, noise_dtype
     )
-    best_token = argmax_token(logits, prefix.partials, cutoff, split)
+    best_token = target.argmax(prefix.partials)
     token = jnp.where(temperature.greedy, best_token, random_token)
     return token, target_logprobs(token)
 
@@ -136,12 +131,10 @@ def _sampled_residual(
         q = token_logprobs(row.kept_row(size), normalizer, scale)
         q = jnp.pad(q, (0, size - q.shape[0]), constant_values=-jnp.inf)
         target_scale = parse_temperature(request.temperature).scale
-        p = token_logprobs(
-            mask_below_cutoff(target.logits, target.cutoff), prefix.row.normalizer, target_scale
-        )
+        p = token_logprobs(target.kept_logits(), prefix.row.normalizer, target_scale)
         if prefix.log_rho is not None:
             p = p + prefix.log_rho
-        return residual_log_masses(p, q, target.split)
+        return target.residual_log_masses(p, q)
 
     return sampled_log_masses, logprobs
 
@@ -150,11 +143,11 @@ def residual_mass(
     request: Request, prefix: AcceptedPrefix, target: LogitRows, draft: DraftRows
 ) -> jax.Array:
     """Returns sum max(rho p - q, 0) of the row after a prefix, f32[]; q is 1 at a one-hot draft."""
-    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
-    masses, _ = _sampled_residual(request, prefix, LogitRows(logits, cutoff, target.split), draft)
+    target = target.row(request.target_row + prefix.num_accepted)
+    masses, _ = _sampled_residual(request, prefix, target, draft)
     scale, log_rho = parse_temperature(request.temperature).scale, prefix.log_rho
     assert log_rho is not None
-    drafted_logit = gather_logits(logits, prefix.drafted.token_id, cutoff, target.split)
+    drafted_logit = target.take(prefix.drafted.token_id)
     p = jnp.exp(token_logprobs(drafted_logit, prefix.row.normalizer, scale))
     one_hot_mass = jnp.exp(log_rho) * (1 - p)
     return jnp.where(prefix.drafted.one_hot, one_hot_mass, jnp.sum(jnp.exp(masses())))
@@ -195,9 +188,9 @@ def emit(
         in_vocabulary = (bonus >= 0) & (bonus < target.vocab_size)
         is_given = active & in_vocabulary & (num_accepted == request.num_tokens)
         token = jnp.where(is_given, bonus, token)
-        logits, cutoff = take_row(target, request.target_row + num_accepted)
+        target = target.row(request.target_row + num_accepted)
         scale = parse_temperature(request.temperature).scale
-        bonus_logit = gather_logits(logits, bonus, cutoff, target.split)
+        bonus_logit = target.take(bonus)
         bonus_logprob = token_logprobs(bonus_logit, row.normalizer, scale)
         # An invalid row gives the bonus token that was passed no probability.
         bonus_logprob = jnp.where(row.valid, bonus_logprob, -jnp.inf)

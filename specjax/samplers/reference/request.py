@@ -4,6 +4,7 @@ A ragged batch holds the drafted tokens of all requests end to end. Cumulative c
 whose.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,10 +12,9 @@ import jax.numpy as jnp
 
 from specjax.call_arrays import VerifyArrays
 from specjax.core.acceptance import is_one_hot, num_valid_drafts
-from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
     LogNormalizer,
-    block_partials,
     mask_below_cutoff,
     normalizer_from_statistics,
     row_logsumexp,
@@ -23,68 +23,49 @@ from specjax.core.logsumexp import (
 from specjax.core.noise import Words
 from specjax.core.temperature import parse_temperature
 from specjax.core.token_map import take_mapped
-from specjax.devices.vocabulary_split import VocabularySplit
+from specjax.devices.rows import LogitRows
 
 __all__ = [
     "DraftRow",
     "DraftRows",
     "DraftedToken",
-    "LogitRows",
     "Request",
     "draft_row",
     "drafted_token",
     "first_false",
-    "take_row",
 ]
-
-
-class LogitRows(NamedTuple):
-    """Flat rows of logits: `logits` [R, V], `cutoff` f32[R] or None, `split` of V over devices."""
-
-    logits: jax.Array
-    cutoff: jax.Array | None = None
-    split: VocabularySplit | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """Returns V, also where a device has a part of each row."""
-        return self.logits.shape[-1] if self.split is None else self.split.vocab_size
 
 
 class DraftRows(NamedTuple):
     """Flat rows of draft logits.
 
     Attributes:
-      logits: [M, V_d].
+      rows: [M, V_d], without cutoffs, which a `Request` has.
       draft_ids: i32[V], the draft id of every token of the target, V_d where the draft has none;
         None where the ids are the same.
-      split: as in `LogitRows`.
     """
 
-    logits: jax.Array
+    rows: LogitRows
     draft_ids: jax.Array | None = None
-    split: VocabularySplit | None = None
 
 
 class DraftRow(NamedTuple):
-    """One row of `DraftRows`, read at the target's ids: `logits` [V_d], and its cutoff."""
+    """One row of `DraftRows`, [V_d] with its cutoff, read at the target's ids."""
 
-    logits: jax.Array
-    cutoff: jax.Array | None
+    row: LogitRows
     draft_ids: jax.Array | None
-    split: VocabularySplit | None
 
     def kept_logits(self, token_id: jax.Array) -> jax.Array:
         """Returns kept logits f32 at token ids of any shape; -inf where the draft has none."""
         if self.draft_ids is not None:
-            token_id = take_mapped(self.draft_ids, token_id, self.logits.shape[0])
-        return gather_logits(self.logits, token_id, self.cutoff, self.split)
+            token_id = take_mapped(self.draft_ids, token_id, self.row.vocab_size)
+        return self.row.take(token_id)
 
     def kept_row(self, size: int) -> jax.Array:
         """Returns kept logits f32 of tokens 0, 1, ... of the target, of `size` at most."""
         if self.draft_ids is not None:
-            return gather_logits(self.logits, self.draft_ids, self.cutoff)
-        return mask_below_cutoff(self.logits[:size], self.cutoff)
+            return self.row.take(self.draft_ids)
+        return mask_below_cutoff(self.row.logits[:size], self.row.cutoff)
 
 
 class Request(NamedTuple):
@@ -205,12 +186,6 @@ class DraftedToken(NamedTuple):
     one_hot: jax.Array
 
 
-def take_row(rows: LogitRows, index: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns row `index`, [V], and its cutoff."""
-    row = jax.lax.dynamic_index_in_dim(rows.logits, index, 0, keepdims=False)
-    return row, None if rows.cutoff is None else rows.cutoff[index]
-
-
 def first_false(flags: jax.Array) -> jax.Array:
     """Returns the index i32[] of the first False of bool[N]; N if there is none."""
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32)), dtype=jnp.int32)
@@ -218,9 +193,9 @@ def first_false(flags: jax.Array) -> jax.Array:
 
 def draft_row(request: Request, draft: DraftRows, i: jax.Array) -> DraftRow:
     """Returns the row of draft logits that token i came from."""
-    row, _ = take_row(LogitRows(draft.logits), request.draft_rows[i])
+    row = draft.rows.row(request.draft_rows[i])
     cutoff = None if request.draft_cutoff is None else request.draft_cutoff[i]
-    return DraftRow(row, cutoff, draft.draft_ids, draft.split)
+    return DraftRow(dataclasses.replace(row, cutoff=cutoff), draft.draft_ids)
 
 
 def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> DraftedToken:
@@ -239,8 +214,7 @@ def drafted_token(request: Request, draft: DraftRows | None, i: jax.Array) -> Dr
     if request.draft_logsumexp is not None and request.draft_logprobs is not None:
         logsumexp, logprob = request.draft_logsumexp[i], request.draft_logprobs[i]
     else:
-        logits, cutoff = drafted_row.logits, drafted_row.cutoff
-        partials = block_partials(logits, temperature.scale, cutoff, split=draft.split)
+        partials = drafted_row.row.partials(temperature.scale)
         row = row_statistics_once(partials, temperature.scale)
         logsumexp = jnp.where(row.valid, row_logsumexp(row.normalizer, temperature.scale), jnp.nan)
         # The target's formula, so that equal rows give equal log-probabilities.

@@ -7,19 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.acceptance import accept_greedy
-from specjax.core.gumbel_max import argmax_token, gather_logits, gumbel_max_token, token_logprobs
-from specjax.core.logsumexp import RowStatistics, block_partials, mask_below_cutoff
+from specjax.core.gumbel_max import gather_logits, gumbel_max_token, token_logprobs
+from specjax.core.logsumexp import RowStatistics, block_partials
 from specjax.core.noise import Stream, address, uniform
 from specjax.core.rule import RowValues, Rule, accepts, log_weights
 from specjax.core.temperature import parse_temperature
+from specjax.devices.rows import LogitRows
 from specjax.samplers.reference.next_token import AcceptedPrefix
 from specjax.samplers.reference.request import (
     DraftedToken,
     DraftRows,
-    LogitRows,
     Request,
     draft_row,
-    take_row,
 )
 
 __all__ = ["accepts_by_rule", "next_token_by_rule", "row_values"]
@@ -78,8 +77,7 @@ def accepts_by_rule(
     temperature = parse_temperature(request.temperature)
     at = address(request.key, request.position + i, Stream.accept(i))
     u = uniform(at, jnp.uint32(0), noise_dtype)
-    logits = mask_below_cutoff(target.logits, target.cutoff)
-    p = token_logprobs(logits, row.normalizer, temperature.scale)
+    p = token_logprobs(target.kept_logits(), row.normalizer, temperature.scale)
     accepted = accepts(
         rule, logprob, drafted.logprob, u, row_values(rule, p, row, logprob, noise_dtype)
     )
@@ -110,9 +108,9 @@ def next_token_by_rule(
       Its id i32[] and its log-probability under the target f32[].
     """
     temperature, drafted = parse_temperature(request.temperature), prefix.drafted
-    logits, cutoff = take_row(target, request.target_row + prefix.num_accepted)
-    size = logits.shape[0]
-    p = token_logprobs(mask_below_cutoff(logits, cutoff), prefix.row.normalizer, temperature.scale)
+    target = target.row(request.target_row + prefix.num_accepted)
+    size = target.vocab_size
+    p = token_logprobs(target.kept_logits(), prefix.row.normalizer, temperature.scale)
     q = _draft_logprobs(request, prefix, draft, size)
     inside = (drafted.token_id >= 0) & (drafted.token_id < size)
     logprob = jnp.where(inside, jnp.take(p, drafted.token_id, mode="clip"), -jnp.inf)
@@ -125,10 +123,9 @@ def next_token_by_rule(
     at = address(request.key, request.position + prefix.num_accepted, Stream.TARGET)
     weights_at = functools.partial(gather_logits, weights, cutoff=None)
     random = gumbel_max_token(blocks.max + jnp.log(blocks.sum), weights_at, at, noise_dtype)
-    best = argmax_token(logits, prefix.partials, cutoff)
+    best = target.argmax(prefix.partials)
     token = jnp.where(temperature.greedy, best, random)
-    logit = gather_logits(logits, token, cutoff)
-    return token, token_logprobs(logit, prefix.row.normalizer, temperature.scale)
+    return token, token_logprobs(target.take(token), prefix.row.normalizer, temperature.scale)
 
 
 def _draft_logprobs(

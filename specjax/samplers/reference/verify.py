@@ -20,29 +20,27 @@ import jax.numpy as jnp
 
 from specjax.call_arrays import CallOptions, VerifyArrays
 from specjax.core.acceptance import accept_greedy, accept_random, accept_synthetic
-from specjax.core.gumbel_max import argmax_token, gather_logits, token_logprobs
+from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
     LogNormalizer,
     MaxSum,
     RowStatistics,
-    block_partials,
     row_statistics_once,
 )
 from specjax.core.noise import SAMPLING_BLOCK, Stream, address, uniform, uniform_at_once
 from specjax.core.rule import BLOCK, COUPLED, STANDARD, Rule, StaticRule
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
+from specjax.devices.rows import LogitRows, logit_rows
 from specjax.samplers.reference.block import accept_block_prefix, drafted_tokens, is_block_request
 from specjax.samplers.reference.coupled import couple_request
 from specjax.samplers.reference.next_token import AcceptedPrefix, emit, is_active, next_token
 from specjax.samplers.reference.request import (
     DraftedToken,
     DraftRows,
-    LogitRows,
     Request,
     drafted_token,
     first_false,
-    take_row,
 )
 from specjax.samplers.reference.rule import accepts_by_rule, next_token_by_rule
 from specjax.types import Verification
@@ -134,23 +132,20 @@ def _accept_prefix(
 
     def judge(index: jax.Array) -> tuple[AcceptedPrefix, jax.Array, jax.Array]:
         i = jnp.minimum(index, k - 1)
-        logits, cutoff = take_row(target, request.target_row + index)
-        partials = block_partials(logits, scale, cutoff, only_maxima, target.split)
+        target_row = target.row(request.target_row + index)
+        partials = target_row.partials(scale, only_maxima)
         row = row_statistics_once(partials, scale)
         drafted = drafted_token(request, draft, i)
-        logit = gather_logits(logits, drafted.token_id, cutoff, target.split)
-        logprob = token_logprobs(logit, row.normalizer, scale)
-        best = argmax_token(logits, partials, cutoff, target.split)
+        logprob = token_logprobs(target_row.take(drafted.token_id), row.normalizer, scale)
+        best = target_row.argmax(partials)
         if rule is None:
             accepted = _accepts(request, i, drafted, logprob, best, target, dtype)
         else:
-            rows = LogitRows(logits, cutoff)
-            accepted = accepts_by_rule(request, i, drafted, logprob, best, rows, row, rule, dtype)
+            accepted = accepts_by_rule(
+                request, i, drafted, logprob, best, target_row, row, rule, dtype
+            )
         accepted &= (index < request.num_tokens) & row.valid
         return AcceptedPrefix(index, partials, row, drafted), accepted, logprob
-
-    if target.split is not None:
-        return _accept_at_once(request, judge)
 
     def step(state: _PrefixState) -> _PrefixState:
         index = state.prefix.num_accepted
@@ -160,17 +155,26 @@ def _accept_prefix(
         prefix = prefix._replace(num_accepted=index + accepted.astype(jnp.int32))
         return pvary_like(_PrefixState(prefix, accepted, logprobs), state)
 
-    blocks = jnp.full((-(-target.logits.shape[1] // SAMPLING_BLOCK),), -jnp.inf, jnp.float32)
+    def accept_in_turn() -> _PrefixState:
+        start = _PrefixState(
+            _empty_prefix(target.vocab_size), is_active(request), jnp.zeros((k,), jnp.float32)
+        )
+        start = pvary_like(start, request, target, draft)
+        return jax.lax.while_loop(lambda state: state.active, step, start)
+
+    return target.read(accept_in_turn, lambda: _accept_at_once(request, judge))
+
+
+def _empty_prefix(vocab_size: int) -> AcceptedPrefix:
+    """Returns no accepted tokens, and statistics of no row."""
+    blocks = jnp.full((-(-vocab_size // SAMPLING_BLOCK),), -jnp.inf, jnp.float32)
     zero = jnp.float32(0)
-    empty = AcceptedPrefix(
+    return AcceptedPrefix(
         num_accepted=jnp.int32(0),
         partials=MaxSum(blocks, jnp.zeros_like(blocks)),
         row=RowStatistics(LogNormalizer(zero, zero), jnp.bool_(False)),
         drafted=DraftedToken(jnp.int32(-1), zero, LogNormalizer(zero, zero), jnp.bool_(True)),
     )
-    start = _PrefixState(empty, is_active(request), jnp.zeros((k,), jnp.float32))
-    start = pvary_like(start, request, target, draft)
-    return jax.lax.while_loop(lambda state: state.active, step, start)
 
 
 def _accept_at_once(
@@ -196,10 +200,9 @@ def _accepts(
 ) -> jax.Array:
     """Returns whether drafted token i, of target log-probability `logprob`, is accepted."""
     at = address(request.key, request.position + i, Stream.accept(i))
-    if target.split is None:
-        u = uniform(at, jnp.uint32(0), noise_dtype)
-    else:
-        u = uniform_at_once(at, noise_dtype)
+    u = target.read(
+        lambda: uniform(at, jnp.uint32(0), noise_dtype), lambda: uniform_at_once(at, noise_dtype)
+    )
     if request.rates is not None:
         in_vocabulary = (drafted.token_id >= 0) & (drafted.token_id < target.vocab_size)
         return in_vocabulary & accept_synthetic(u, request.rates[i])
@@ -222,10 +225,10 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
     Returns:
       `Verification` of K drafted tokens; of one without drafts.
     """
-    target = LogitRows(arrays.target_logits, arrays.target_cutoff, options.split)
+    target = logit_rows(arrays.target_logits, options.split, arrays.target_cutoff)
     draft = None
     if arrays.draft_logits is not None:
-        draft = DraftRows(arrays.draft_logits, arrays.draft_ids, options.split)
+        draft = DraftRows(logit_rows(arrays.draft_logits, options.split), arrays.draft_ids)
     requests = Request.from_arrays(arrays, options.max_draft_tokens)
     # Inside shard_map the rows' numbers vary over no axis; a request varies as a whole.
     requests = pvary_like(requests, requests)
@@ -246,13 +249,14 @@ def verify_batch(arrays: VerifyArrays, options: CallOptions, cpu_alone: bool) ->
             return jax.lax.map(one, requests, batch_size=_BLOCK_REQUESTS)
         return jax.vmap(one)(requests)
 
-    if options.split is not None:
-        return side_by_side(requests)
-    if arrays.temperature.shape[0] == 1:
-        # One request is no batch: tracing a map and a batched loop takes three times as long.
-        verification = one(jax.tree.map(lambda x: x[0], requests))
-        return jax.tree.map(lambda x: x[None], verification)
-    in_turn = functools.partial(jax.lax.map, one)
-    if cpu_alone:
-        return in_turn(requests)
-    return jax.lax.platform_dependent(requests, cpu=in_turn, default=side_by_side)
+    def by_device(requests: Request) -> Verification:
+        if arrays.temperature.shape[0] == 1:
+            # One request is no batch: tracing a map and a batched loop takes three times as long.
+            verification = one(jax.tree.map(lambda x: x[0], requests))
+            return jax.tree.map(lambda x: x[None], verification)
+        in_turn = functools.partial(jax.lax.map, one)
+        if cpu_alone:
+            return in_turn(requests)
+        return jax.lax.platform_dependent(requests, cpu=in_turn, default=side_by_side)
+
+    return target.read(lambda: by_device(requests), lambda: side_by_side(requests))

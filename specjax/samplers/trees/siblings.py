@@ -19,16 +19,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import gather_logits, token_logprobs
+from specjax.core.gumbel_max import token_logprobs
 from specjax.core.logsumexp import (
     RowStatistics,
-    block_partials,
     row_statistics_once,
 )
 from specjax.core.residual import MIN_RESIDUAL_MASS, residual_log_masses, residual_logprobs
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
-from specjax.samplers.reference.request import LogitRows, take_row
+from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.tree import Tree, first_index
 
 __all__ = [
@@ -103,8 +102,7 @@ def row_statistics_of(
     scale = parse_temperature(temperature).scale
 
     def reduce(v: jax.Array) -> RowStatistics:
-        logits, cutoff = take_row(rows, first_row + v)
-        return row_statistics_once(block_partials(logits, scale, cutoff), scale)
+        return row_statistics_once(rows.row(first_row + v).partials(scale), scale)
 
     def one(v: jax.Array) -> RowStatistics:
         shape = jax.eval_shape(reduce, v)
@@ -162,10 +160,8 @@ def reject_child(
       child: i32.
     """
     row, token = tree.parents[child] + 1, tree.token_ids[child]
-    logits, _ = take_row(rows.target, tree.first_row + row)
-    draft_logits, _ = take_row(rows.draft, tree.first_row + row)
     is_sampled = rows.draft_rows.valid[row]
-    index = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    index = jnp.arange(rows.target.vocab_size, dtype=jnp.int32)
     m, q = _after_siblings(tree, rows, siblings, row, index, *_logprobs(tree, rows, row, index))
     q = _child_logprobs(q, index == token, left.log_left, is_sampled)
     log_scale = left.log_rate - left.log_mass
@@ -178,9 +174,9 @@ def reject_child(
         log_scale=siblings.log_scale.at[child].set(log_scale),
         log_left=siblings.log_left.at[child].set(left.log_left),
     )
-    index = jnp.arange(draft_logits.shape[0], dtype=jnp.int32)
+    index = jnp.arange(rows.draft.vocab_size, dtype=jnp.int32)
     taken = after.is_rejected & (tree.parents + 1 == row) & (tree.token_ids >= 0)
-    taken_ids = jnp.where(taken, tree.token_ids, jnp.int32(draft_logits.shape[0]))
+    taken_ids = jnp.where(taken, tree.token_ids, jnp.int32(rows.draft.vocab_size))
     q = _draft_logprobs(tree, rows, row, index).at[taken_ids].set(-jnp.inf, mode="drop")
     # In logs: the first sibling may have all of q that a float32 holds.
     log_left = jax.nn.logsumexp(q)
@@ -238,15 +234,15 @@ def _logprobs(
     tree: Tree, rows: TreeRows, row: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log p and log q of tokens `index` by the raw rows; -inf outside a vocabulary."""
-    logits, cutoff = take_row(rows.target, tree.first_row + row)
+    target = rows.target.row(tree.first_row + row)
     normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
     scale = parse_temperature(tree.temperature).scale
-    p = token_logprobs(gather_logits(logits, index, cutoff), normalizer, scale)
+    p = token_logprobs(target.take(index), normalizer, scale)
     return p, _draft_logprobs(tree, rows, row, index)
 
 
 def _draft_logprobs(tree: Tree, rows: TreeRows, row: jax.Array, index: jax.Array) -> jax.Array:
-    logits, cutoff = take_row(rows.draft, tree.first_row + row)
+    draft = rows.draft.row(tree.first_row + row)
     normalizer = jax.tree.map(lambda x: x[row], rows.draft_rows.normalizer)
     scale = parse_temperature(tree.draft_temperature).scale
-    return token_logprobs(gather_logits(logits, index, cutoff), normalizer, scale)
+    return token_logprobs(draft.take(index), normalizer, scale)

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.core.acceptance import log_ratio
-from specjax.core.gumbel_max import gather_logits, gumbel_max_token, token_logprobs
-from specjax.core.logsumexp import block_logprobs, block_partials
+from specjax.core.gumbel_max import gumbel_max_token, token_logprobs
+from specjax.core.logsumexp import block_logprobs
 from specjax.core.noise import Stream, address, uniform
 from specjax.core.residual import residual_log_masses
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
-from specjax.samplers.reference.request import LogitRows, take_row
+from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.siblings import (
     RowLeft,
     Siblings,
@@ -157,10 +157,10 @@ def _path_to(
     num_accepted = jnp.where(node < 0, jnp.int32(0), tree.depths[jnp.maximum(node, 0)] + 1)
 
     def logprob_of(row: jax.Array, token: jax.Array) -> jax.Array:
-        logits, cutoff = take_row(rows.target, tree.first_row + row)
+        target = rows.target.row(tree.first_row + row)
         normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
         scale = parse_temperature(tree.temperature).scale
-        return token_logprobs(gather_logits(logits, token, cutoff), normalizer, scale)
+        return token_logprobs(target.take(token), normalizer, scale)
 
     def climb(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         v, nodes, logprobs = state
@@ -185,7 +185,7 @@ def _draw(
 ) -> jax.Array:
     """Returns the token drawn from what its rejected children left of the accepted node's row."""
     row = end.node + 1
-    logits, cutoff = take_row(rows.target, tree.first_row + row)
+    target = rows.target.row(tree.first_row + row)
     scale = parse_temperature(tree.temperature).scale
     normalizer = jax.tree.map(lambda x: x[row], rows.target_rows.normalizer)
     is_child = end.siblings.is_rejected & (tree.parents + 1 == row)
@@ -196,10 +196,10 @@ def _draw(
         return log_weights(tree, rows, end.siblings, row, index)
 
     def whole_masses() -> jax.Array:
-        return block_logprobs(block_partials(logits, scale, cutoff), normalizer, scale)
+        return block_logprobs(target.partials(scale), normalizer, scale)
 
     def residual_masses() -> jax.Array:
-        left = weights(jnp.arange(logits.shape[0], dtype=jnp.int32))
+        left = weights(jnp.arange(target.vocab_size, dtype=jnp.int32))
         return residual_log_masses(left, jnp.full_like(left, -jnp.inf))
 
     masses = jax.lax.cond(is_whole, whole_masses, residual_masses)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.core.gumbel_max import gather_logits, row_token, token_logprobs
-from specjax.core.logsumexp import block_partials, row_statistics_once
+from specjax.core.gumbel_max import token_logprobs
+from specjax.core.logsumexp import row_statistics_once
 from specjax.core.noise import Stream, address
 from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
-from specjax.samplers.reference.request import LogitRows, take_row
+from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.tree import AcceptedPath, Tree, first_index
 
 __all__ = ["walk_tree"]
@@ -81,10 +81,10 @@ def _draw(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the token drawn after a node, its log p, and whether the row is a distribution."""
     temperature = parse_temperature(tree.temperature)
-    logits, cutoff = take_row(target, tree.first_row + node + 1)
-    partials = block_partials(logits, temperature.scale, cutoff)
+    rows = target.row(tree.first_row + node + 1)
+    partials = rows.partials(temperature.scale)
     row = row_statistics_once(partials, temperature.scale)
     at = address(tree.key, tree.position + depth, Stream.TARGET)
-    token = row_token(logits, partials, row.normalizer, at, temperature, cutoff, noise_dtype)
-    logit = gather_logits(logits, token, cutoff)
-    return token, token_logprobs(logit, row.normalizer, temperature.scale), row.valid
+    token = rows.draw(partials, row.normalizer, at, temperature, noise_dtype)
+    logprob = token_logprobs(rows.take(token), row.normalizer, temperature.scale)
+    return token, logprob, row.valid

@@ -125,9 +125,9 @@ MUTATIONS = (
         "a table's padding counts as tokens of the target",
     ),
     Mutation(
-        "specjax.samplers.batch.verify_over_mesh",
-        "target_logits=logits[..., : split.vocab_size]",
-        "target_logits=logits",
+        "specjax.devices.rows.SplitRows.gather",
+        "logits[..., : self.vocab_size]",
+        "logits",
         _GATHERED,
         "columns of padding may be emitted",
     ),
@@ -153,7 +153,7 @@ MUTATIONS = (
         "the kernels that draw for a draft model are given the rows of all devices",
     ),
     Mutation(
-        "specjax.decode.target_step._vocabulary_split",
+        "specjax.decode.target_step._raw_logits",
         "target.split_logits is None or (settings.sampling, settings.logprobs) != (None, None)",
         "target.split_logits is None",
         commands("test_a_text_of_models_over_devices_is_that_of_one"),

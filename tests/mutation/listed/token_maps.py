@@ -106,8 +106,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.samplers.reference.request.DraftRow.kept_row",
-        "self.logits, self.draft_ids, self.cutoff",
-        "self.logits, jnp.arange(self.draft_ids.shape[0]), self.cutoff",
+        "self.row.take(self.draft_ids)",
+        "self.row.take(jnp.arange(self.draft_ids.shape[0]))",
         token_maps(*(f"{_EQUAL}[xla-{method}]" for method in ("standard", "block", "rule"))),
         "the masses of a residual are without the map",
     ),

@@ -223,9 +223,9 @@ MUTATIONS = (
         "q is taken at the target's temperature",
     ),
     Mutation(
-        f"{_TREES}siblings._draft_logprobs",
-        "gather_logits(logits, index, cutoff)",
-        "gather_logits(logits, index, None)",
+        "specjax.samplers.trees.siblings._draft_logprobs",
+        "draft.take(index)",
+        "type(draft)(draft.logits).take(index)",
         (*_NUMPY, *tree_laws(_OWN_SCALES)),
         "q is not zero below the draft's cutoff",
     ),

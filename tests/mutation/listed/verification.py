@@ -235,9 +235,9 @@ MUTATIONS = (
         "one more token is verified than was drafted",
     ),
     Mutation(
-        f"{_VERIFY}_accept_prefix.judge",
-        "take_row(target, request.target_row + index)",
-        "take_row(target, request.target_row + i)",
+        "specjax.samplers.reference.verify._accept_prefix.judge",
+        "target.row(request.target_row + index)",
+        "target.row(request.target_row + i)",
         verify(_CALM),
         "the bonus comes from the row before its own",
     ),
