@@ -1,8 +1,8 @@
 """Devices: where a batch and a vocabulary lie, and a call on each device's part.
 
 Open `placement` first: a batch over the axis `data` of a mesh, a model over the axis `model`.
-`vocabulary_split` says how rows of logits lie over devices. `rows` makes values of them, `WholeRows`
-or `SplitRows`, which are read alike. `map_parts` runs a function on each device's part of them.
+`vocabulary_split` says how rows of logits lie over devices. `rows` makes values of them that are
+read alike, `WholeRows` or `SplitRows`. `map_parts` runs a function on each device's part of them.
 
 Rooms above import this one; it imports `core`, `implementation` and `types`.
 """
