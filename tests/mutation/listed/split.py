@@ -414,7 +414,7 @@ MUTATIONS = (
         "specjax.devices.map_parts.map_vocabulary",
         "dataclasses.replace(split, requests=None)",
         "split",
-        split_vocabulary(f"{_EVERY}[rejection-end to end]"),
+        split_vocabulary(f"{_EVERY}[rules.standard()-end to end]"),
         "rows end to end are dealt to devices as if they were requests",
     ),
     Mutation(
