@@ -17,7 +17,7 @@ from specjax.decode.prefill import prefill_and_run
 from specjax.decode.request_batch import check_arguments, check_prompt_ids
 from specjax.decode.state import DecodeState
 from specjax.decode.step import run_step
-from specjax.devices.placement import call_on_auto_axes, pvary_like
+from specjax.devices.placement import pvary_like, with_auto_axes
 from specjax.implementation import Implementation
 from specjax.processing.sampling_params import SamplingParams
 from specjax.types import Model
@@ -128,7 +128,7 @@ def generate(
     with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
         filled = pad_batch_to_mesh(requests, target.placement)
         run = functools.partial(prefill_and_run, run_loop, options=static)
-        generation = call_on_auto_axes(run, target, drafter, filled, like=requests)
+        generation = with_auto_axes(run, target, drafter, filled, like=requests)
     return take_first_requests(generation, requests.lengths.shape[0])
 
 

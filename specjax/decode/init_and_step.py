@@ -13,7 +13,7 @@ from specjax.decode.prefill import prefill_and_run
 from specjax.decode.request_batch import check_arguments, check_prompt_ids, check_step_options
 from specjax.decode.state import DecodeState, StepInfo
 from specjax.decode.step import run_step
-from specjax.devices.placement import call_on_auto_axes
+from specjax.devices.placement import with_auto_axes
 from specjax.implementation import Implementation
 from specjax.processing.row_masks import split_first_mask, with_first_mask, with_row_masks
 from specjax.processing.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ def init(
     with explain_out_of_memory(target, drafter, *requests.token_ids.shape):
         filled = pad_batch_to_mesh(requests, target.placement)
         run = functools.partial(prefill_and_run, run_step, options=static)
-        state, _ = call_on_auto_axes(run, target, drafter, filled, like=requests)
+        state, _ = with_auto_axes(run, target, drafter, filled, like=requests)
         return state
 
 
@@ -157,4 +157,4 @@ def step(
     state = state._replace(settings=state.settings._replace(sampling=sampling))
     run = functools.partial(run_step, config=config_key, implementation=implementation)
     # One array of the state, since a step may last half a millisecond.
-    return call_on_auto_axes(run, target, drafter, state, like=state.token_ids)
+    return with_auto_axes(run, target, drafter, state, like=state.token_ids)

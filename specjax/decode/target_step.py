@@ -16,7 +16,7 @@ from specjax.checks import check_logits, check_shape
 from specjax.core.acceptance import num_valid_drafts
 from specjax.decode.logprobs import check_num_listed
 from specjax.decode.state import DecodeState, Settings
-from specjax.devices.placement import Placement, call_on_auto_axes
+from specjax.devices.placement import Placement, with_auto_axes
 from specjax.devices.vocabulary_split import VocabularySplit
 from specjax.implementation import Implementation, resolve_implementation
 from specjax.processing.apply_sampling import apply_rules_and_filters
@@ -165,7 +165,7 @@ def vocabulary_size(target: Model, size: int, num_rows: int, max_length: int) ->
       max_length: S.
     """
     sizes = {"size": size, "num_rows": num_rows, "max_length": max_length}
-    rows = call_on_auto_axes(functools.partial(_logits.eval_shape, **sizes), target, like=())
+    rows = with_auto_axes(functools.partial(_logits.eval_shape, **sizes), target, like=())
     vocab_size: int = rows.shape[-1]
     return vocab_size
 

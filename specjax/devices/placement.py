@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 __all__ = [
     "Placement",
-    "call_on_auto_axes",
     "check_unsharded",
     "parse_mesh",
-    "put_whole",
     "pvary_like",
+    "replicate",
     "shard_map_batch",
+    "with_auto_axes",
 ]
 
 
@@ -107,13 +107,13 @@ def parse_mesh(mesh: Any, replicate: bool = False) -> Placement:
             "over which weights lie, or one of them."
         )
     if isinstance(mesh, Mesh):
-        mesh = _with_auto_axes(mesh)
+        mesh = _auto_mesh(mesh)
     data, model = (name if name in names else None for name in ("data", "model"))
     return Placement(mesh, data, None if replicate else model)
 
 
-def put_whole(placement: Placement | None, tree: Any) -> Any:
-    """Returns a pytree whose arrays lie whole on every device of a placement, if there is one.
+def replicate(placement: Placement | None, tree: Any) -> Any:
+    """Returns a pytree whose arrays are replicated over a placement's devices, if there is one.
 
     Traced arrays and shapes are returned as they are.
     """
@@ -128,11 +128,11 @@ def put_whole(placement: Placement | None, tree: Any) -> Any:
     return jax.tree.map(put, tree)
 
 
-def call_on_auto_axes(function: Callable[..., Any], target: Any, *operands: Any, like: Any) -> Any:
-    """Calls a function where the axes of the mesh are Auto, as a model over devices needs it.
+def with_auto_axes(function: Callable[..., Any], target: Any, *operands: Any, like: Any) -> Any:
+    """Calls a function with Auto mesh axes, which a model over devices needs.
 
-    Arrays with explicit axes are given to it as arrays that lie there and say so no more. What it
-    returns has the caller's axes again; nothing moves.
+    Arrays with explicit axes are passed with Auto ones. Outputs get the caller's axis types again.
+    No data moves.
 
     Args:
       function: of the target and the operands.
@@ -158,20 +158,20 @@ def call_on_auto_axes(function: Callable[..., Any], target: Any, *operands: Any,
         )
     theirs = [jax.sharding.get_mesh(), *(getattr(x.sharding, "mesh", None) for x in arrays)]
     mesh = next(each for each in theirs if each and AxisType.Explicit in each.axis_types)
-    own = _with_auto_axes(mesh) if placement is None else placement.mesh
+    own = _auto_mesh(mesh) if placement is None else placement.mesh
     with jax.set_mesh(own):
-        outputs = function(*_relabel(operands, own))
-    return _relabel(outputs, mesh)
+        outputs = function(*_with_axis_types(operands, own))
+    return _with_axis_types(outputs, mesh)
 
 
-def _with_auto_axes(mesh: Mesh) -> Mesh:
+def _auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _relabel(tree: Any, mesh: Mesh) -> Any:
-    """Returns arrays that lie where they lay, on a mesh of the same devices and other types."""
+def _with_axis_types(tree: Any, mesh: Mesh) -> Any:
+    """Returns arrays in their places, on a mesh of the same devices and other axis types."""
 
-    def relabel(leaf: Any) -> Any:
+    def retype(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(leaf, jax.Array) or not isinstance(sharding, NamedSharding):
             return leaf
@@ -181,7 +181,7 @@ def _relabel(tree: Any, mesh: Mesh) -> Any:
         spec = sharding.spec if is_alike else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
-    return jax.tree.map(relabel, tree)
+    return jax.tree.map(retype, tree)
 
 
 def pvary_like(tree: Any, *like: Any, without: str | None = None) -> Any:

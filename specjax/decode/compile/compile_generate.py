@@ -32,7 +32,7 @@ from specjax.decode.prefill import begin_compilation
 from specjax.decode.request_batch import check_arguments, check_prompt_ids, parse_prompts
 from specjax.decode.state import RequestBatch, Settings
 from specjax.decode.target_step import vocabulary_size
-from specjax.devices.placement import call_on_auto_axes, put_whole
+from specjax.devices.placement import replicate, with_auto_axes
 from specjax.processing.sampling_params import FIELDS, SamplingParams
 from specjax.types import Model
 
@@ -120,10 +120,10 @@ class CompiledGenerate:
         check_arrays(_describe_arguments(target, drafter, settings), self.arguments)
         check_functions(list_functions(target=target, drafter=drafter), self.functions)
         filled = pad_batch_to_mesh(requests._replace(settings=settings), target.placement)
-        filled = put_whole(target.placement, filled)
+        filled = replicate(target.placement, filled)
         with explain_out_of_memory(target, drafter, *filled.token_ids.shape):
-            state = call_on_auto_axes(prefill, target, drafter, filled, like=keys)
-            generation = call_on_auto_axes(run, target, drafter, state, like=keys)
+            state = with_auto_axes(prefill, target, drafter, filled, like=keys)
+            generation = with_auto_axes(run, target, drafter, state, like=keys)
         return take_first_requests(generation, self.batch_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -212,7 +212,7 @@ def compile_generate(
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((target, drafter))]
     if target.placement is None and any(x and len(x.device_set) > 1 for x in shardings):
         raise ValueError("Parameters lie on several devices; see the mesh of models.load.")
-    filled = put_whole(target.placement, pad_batch_to_mesh(requests, target.placement))
+    filled = replicate(target.placement, pad_batch_to_mesh(requests, target.placement))
     begun = begin_compilation(run_loop, target, drafter, filled, static)
     lowered = [fold, *(program.lowered for program in begun)]
     programs = [fold.compile(), *(program.compilation.result() for program in begun)]

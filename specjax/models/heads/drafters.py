@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specjax.config import SpeculativeConfig
 from specjax.decode.drafters import Drafter
 from specjax.decode.propose import DraftInputs, propose_step
-from specjax.devices.placement import put_whole
+from specjax.devices.placement import replicate
 from specjax.implementation import Implementation
 from specjax.models.decoder.layers import table_logits
 from specjax.models.heads.dflash import DFlashConfig, DFlashFunctions, dflash_functions
@@ -124,7 +124,7 @@ def dflash_drafter(
 
 def _drafter_params(target: Model, head: HeadConfig, params: Any) -> dict[str, Any]:
     """Returns the head's parameters, its token map, and the target's if the head shares a table."""
-    params = dict(put_whole(target.placement, params))
+    params = dict(replicate(target.placement, params))
     parts = {"token_map": params.pop("token_map")} if "token_map" in params else {}
     if not (head.has_embedding and head.has_lm_head):
         parts["target"] = target.params
