@@ -1,14 +1,14 @@
-r"""What rejected siblings leave of their parent's rows, elementwise.
+r"""Residual rows after rejected siblings, elementwise.
 
-With p and q the target's and the draft's row after a node and r the rate at which the node is
-accepted, the rejection of a child of token x takes
+For a node, p and q are the rows of target and draft after it, and r is the rate at which it is
+accepted. The rejection of a child with token x takes
 
     m = max(r p - q, 0)        Z = sum m
     p <- m / Z                 q <- q without x, / sum        r <- Z / (Z + 1 - r)
 
-Rows are not stored: a number or two of each rejected sibling give its step back, and the steps of
-siblings are taken again, in order, from the raw rows. What stands for p is m, not divided by its Z.
-A child of a row of q that is not a distribution has a q of its own, 1 at its token.
+Rows are not stored. Two numbers of each rejected sibling are, and its step is computed again from
+them. The steps run in order from the raw rows, with m in place of p: m is not divided by Z. If a
+row of q is not a distribution, its children are one-hot: q is 1 at the child's token.
 
 References:
   Weng et al., 2025, arXiv:2505.12398.
@@ -31,14 +31,14 @@ from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.tree import Tree, first_index
 
 __all__ = [
-    "RowLeft",
+    "ResidualRow",
     "Siblings",
     "TreeRows",
     "child_logprobs",
     "log_weights",
-    "rate_after",
     "reject_child",
     "row_statistics_of",
+    "updated_rate",
 ]
 
 
@@ -63,29 +63,29 @@ class Siblings(NamedTuple):
 
     Attributes:
       is_rejected: bool[N].
-      is_empty: bool[N], whether nothing was left, so that p began anew as the target's row.
-      log_scale: f32[N], log of what multiplied the m of the siblings before it: r / Z.
-      log_left: f32[N], log of the sum of q over what siblings before it had not taken.
+      is_empty: bool[N], whether the residual was empty, so that p is the target's row again.
+      log_scale: f32[N], log of the factor r / Z of the m of earlier siblings.
+      log_draft_mass: f32[N], log of the sum of q over tokens that no earlier sibling has taken.
     """
 
     is_rejected: jax.Array
     is_empty: jax.Array
     log_scale: jax.Array
-    log_left: jax.Array
+    log_draft_mass: jax.Array
 
 
-class RowLeft(NamedTuple):
-    """What the rejected children of a row left of it; with a leading axis [N + 1], of every row.
+class ResidualRow(NamedTuple):
+    """A row after its rejected children: r, Z, and the rest of q; [N + 1] of each for all rows.
 
     Attributes:
       log_rate: f32 <= 0, log r.
-      log_mass: f32, log Z of the last rejected child; 0 before the first, and where p began anew.
-      log_left: f32, log of the sum of q over what no child has taken.
+      log_mass: f32, log Z of the last rejected child; 0 before the first, or if it was empty.
+      log_draft_mass: f32, log of the sum of q over tokens that no child has taken.
     """
 
     log_rate: jax.Array
     log_mass: jax.Array
-    log_left: jax.Array
+    log_draft_mass: jax.Array
 
 
 def row_statistics_of(
@@ -114,7 +114,7 @@ def row_statistics_of(
     return jax.lax.map(one, pvary_like(index, rows, first_row, temperature, is_read))
 
 
-def rate_after(log_rate: jax.Array, mass: jax.Array) -> jax.Array:
+def updated_rate(log_rate: jax.Array, mass: jax.Array) -> jax.Array:
     """Returns log of Z / (Z + 1 - r), at most log r: 0 where r is 1; -inf where only Z is 0."""
     total = mass - jnp.expm1(log_rate)
     rate = jnp.where(total > 0, jnp.log(mass) - jnp.log(total), jnp.float32(0))
@@ -122,7 +122,7 @@ def rate_after(log_rate: jax.Array, mass: jax.Array) -> jax.Array:
 
 
 def child_logprobs(
-    tree: Tree, rows: TreeRows, siblings: Siblings, left: RowLeft, child: jax.Array
+    tree: Tree, rows: TreeRows, siblings: Siblings, residual: ResidualRow, child: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log p and log q of a child's token, f32[], after the siblings before it.
 
@@ -130,13 +130,13 @@ def child_logprobs(
       tree: of one request.
       rows: its rows.
       siblings: the nodes rejected so far.
-      left: of the child's parent.
+      residual: of the child's parent.
       child: i32.
     """
     row, token = tree.parents[child] + 1, tree.token_ids[child]
-    m, q = _after_siblings(tree, rows, siblings, row, token, *_logprobs(tree, rows, row, token))
-    q = _divide(q, left.log_left)
-    return m - left.log_mass, jnp.where(rows.draft_rows.valid[row], q, jnp.float32(0))
+    m, q = _residual_after(tree, rows, siblings, row, token, *_logprobs(tree, rows, row, token))
+    q = _divide(q, residual.log_draft_mass)
+    return m - residual.log_mass, jnp.where(rows.draft_rows.valid[row], q, jnp.float32(0))
 
 
 def log_weights(
@@ -144,50 +144,50 @@ def log_weights(
 ) -> jax.Array:
     """Returns log m of tokens i32[M] after all rejected children of a row, f32[M]."""
     p, q = _logprobs(tree, rows, row, index)
-    return _after_siblings(tree, rows, siblings, row, index, p, q)[0]
+    return _residual_after(tree, rows, siblings, row, index, p, q)[0]
 
 
 def reject_child(
-    tree: Tree, rows: TreeRows, siblings: Siblings, left: RowLeft, child: jax.Array
-) -> tuple[Siblings, RowLeft]:
+    tree: Tree, rows: TreeRows, siblings: Siblings, residual: ResidualRow, child: jax.Array
+) -> tuple[Siblings, ResidualRow]:
     """Returns the siblings and the parent's row after the rejection of a child.
 
     Args:
       tree: of one request.
       rows: its rows.
       siblings: the nodes rejected so far.
-      left: of the child's parent.
+      residual: of the child's parent.
       child: i32.
     """
     row, token = tree.parents[child] + 1, tree.token_ids[child]
     is_sampled = rows.draft_rows.valid[row]
     index = jnp.arange(rows.target.vocab_size, dtype=jnp.int32)
-    m, q = _after_siblings(tree, rows, siblings, row, index, *_logprobs(tree, rows, row, index))
-    q = _child_logprobs(q, index == token, left.log_left, is_sampled)
-    log_scale = left.log_rate - left.log_mass
+    m, q = _residual_after(tree, rows, siblings, row, index, *_logprobs(tree, rows, row, index))
+    q = _child_logprobs(q, index == token, residual.log_draft_mass, is_sampled)
+    log_scale = residual.log_rate - residual.log_mass
     mass = jnp.sum(jnp.exp(residual_log_masses(m + log_scale, q)))
-    least = jnp.float32(MIN_RESIDUAL_MASS) * jnp.exp(left.log_rate)
+    least = jnp.float32(MIN_RESIDUAL_MASS) * jnp.exp(residual.log_rate)
     is_empty = mass <= jnp.where(is_sampled, least, jnp.float32(0))
     after = Siblings(
         is_rejected=siblings.is_rejected.at[child].set(True),
         is_empty=siblings.is_empty.at[child].set(is_empty),
         log_scale=siblings.log_scale.at[child].set(log_scale),
-        log_left=siblings.log_left.at[child].set(left.log_left),
+        log_draft_mass=siblings.log_draft_mass.at[child].set(residual.log_draft_mass),
     )
     index = jnp.arange(rows.draft.vocab_size, dtype=jnp.int32)
     taken = after.is_rejected & (tree.parents + 1 == row) & (tree.token_ids >= 0)
     taken_ids = jnp.where(taken, tree.token_ids, jnp.int32(rows.draft.vocab_size))
     q = _draft_logprobs(tree, rows, row, index).at[taken_ids].set(-jnp.inf, mode="drop")
-    # In logs: the first sibling may have all of q that a float32 holds.
-    log_left = jax.nn.logsumexp(q)
-    return after, RowLeft(
-        log_rate=rate_after(left.log_rate, mass),
+    # A logsumexp: the first sibling may have all of q that a float32 holds.
+    log_draft_mass = jax.nn.logsumexp(q)
+    return after, ResidualRow(
+        log_rate=updated_rate(residual.log_rate, mass),
         log_mass=jnp.where(is_empty, jnp.float32(0), jnp.log(mass)),
-        log_left=jnp.where(is_sampled, log_left, jnp.float32(0)),
+        log_draft_mass=jnp.where(is_sampled, log_draft_mass, jnp.float32(0)),
     )
 
 
-def _after_siblings(
+def _residual_after(
     tree: Tree,
     rows: TreeRows,
     siblings: Siblings,
@@ -196,7 +196,7 @@ def _after_siblings(
     target_logprobs: jax.Array,
     draft_logprobs: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log m, and log q without what siblings took, of tokens `index` of any shape."""
+    """Returns log m, and log q without the siblings' tokens, of tokens `index` of any shape."""
     size = tree.parents.shape[0]
     is_step = siblings.is_rejected & (tree.parents + 1 == row)
     is_sampled = rows.draft_rows.valid[row]
@@ -205,7 +205,7 @@ def _after_siblings(
     def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         child, m, q = state
         is_token = index == tree.token_ids[child]
-        child_q = _child_logprobs(q, is_token, siblings.log_left[child], is_sampled)
+        child_q = _child_logprobs(q, is_token, siblings.log_draft_mass[child], is_sampled)
         m = residual_logprobs(m + siblings.log_scale[child], child_q)
         m = jnp.where(siblings.is_empty[child], target_logprobs, m)
         q = jnp.where(is_token, -jnp.inf, q)
@@ -218,16 +218,16 @@ def _after_siblings(
 
 
 def _child_logprobs(
-    q: jax.Array, is_token: jax.Array, log_left: jax.Array, is_sampled: jax.Array
+    q: jax.Array, is_token: jax.Array, log_draft_mass: jax.Array, is_sampled: jax.Array
 ) -> jax.Array:
-    """Returns log q that a child was drawn from; that of a one-hot child removes its token."""
+    """Returns log q that a child was drawn from; a one-hot child has +inf at its token."""
     one_hot = jnp.where(is_token, jnp.float32(jnp.inf), jnp.float32(-jnp.inf))
-    return jnp.where(is_sampled, _divide(q, log_left), one_hot)
+    return jnp.where(is_sampled, _divide(q, log_draft_mass), one_hot)
 
 
-def _divide(q: jax.Array, log_left: jax.Array) -> jax.Array:
-    """Returns log q over the sum that is left; where q is 0 that may be 0, too."""
-    return jnp.where(q == -jnp.inf, q, q - log_left)
+def _divide(q: jax.Array, log_draft_mass: jax.Array) -> jax.Array:
+    """Returns log of q / mass; 0 / 0 is 0."""
+    return jnp.where(q == -jnp.inf, q, q - log_draft_mass)
 
 
 def _logprobs(

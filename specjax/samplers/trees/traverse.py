@@ -4,11 +4,11 @@ r"""Traversal verification: siblings sampled without replacement, tried depth fi
       p, q = rows of v
       for each child c of v, token x:
         if visit(c, min(1, r p(x) / q(x))): return accepted
-        p, q, r = what the rejected child leaves (`siblings`)
+        p, q, r = residual rows and rate after the rejection (`siblings`)
       u < r, or v is the root: accepted. The path to v is emitted, and a token y ~ p.
 
-r only falls, and at r = 0 nothing below is accepted: such a child is not visited. The recursion is
-a loop over (node, the child tried last), whose program does not grow with the tree.
+r never rises. At r = 0 no node below is accepted, so such a child is not visited. The recursion
+is a loop over (node, last tried child), whose program does not grow with the tree.
 
 References:
   Weng et al., 2025, arXiv:2505.12398.
@@ -28,7 +28,7 @@ from specjax.core.temperature import parse_temperature
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows
 from specjax.samplers.trees.siblings import (
-    RowLeft,
+    ResidualRow,
     Siblings,
     TreeRows,
     child_logprobs,
@@ -45,17 +45,17 @@ class _VisitState(NamedTuple):
     """State of the traversal.
 
     Attributes:
-      node: i32, the node that is visited; -1 is the root.
-      tried: i32, the child of it that was tried last; children after that are tried.
+      node: i32, the visited node; -1 is the root.
+      tried: i32, its last tried child; later children are still to be tried.
       accepted: bool, whether the node is accepted, which ends the traversal.
-      left: [N + 1], of every row.
+      residuals: [N + 1], of every row.
       siblings: [N], the rejected nodes.
     """
 
     node: jax.Array
     tried: jax.Array
     accepted: jax.Array
-    left: RowLeft
+    residuals: ResidualRow
     siblings: Siblings
 
 
@@ -83,7 +83,7 @@ def traverse_tree(
 
 
 def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
-    """Visits nodes until one is accepted; the root is, at the latest."""
+    """Returns the state at the first accepted node; the root is always accepted."""
     size = tree.parents.shape[0]
     nodes = jnp.arange(size, dtype=jnp.int32)
 
@@ -93,40 +93,44 @@ def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
         is_child = (tree.parents == node) & ~tree.is_padding & rows.target_rows.valid[row]
         child = first_index(is_child & (nodes > state.tried))
         has_child, i = child < size, jnp.minimum(child, size - 1)
-        left = jax.tree.map(lambda x: x[row], state.left)
-        p, q = child_logprobs(tree, rows, state.siblings, left, i)
+        residual = jax.tree.map(lambda x: x[row], state.residuals)
+        p, q = child_logprobs(tree, rows, state.siblings, residual, i)
         in_vocabulary = (tree.token_ids[i] >= 0) & (tree.token_ids[i] < rows.target.logits.shape[1])
-        # It cannot have been drawn here: it takes nothing from p, q and r.
+        # A token with q = 0 cannot have been drawn here: p, q and r stay.
         skips = has_child & in_vocabulary & (q == -jnp.inf)
-        log_rate = jnp.minimum(left.log_rate + log_ratio(p, q), jnp.float32(0))
+        log_rate = jnp.minimum(residual.log_rate + log_ratio(p, q), jnp.float32(0))
         descends = has_child & ~skips & (log_rate > -jnp.inf)
-        accepted = ~has_child & ((node == -1) | _accepts(tree, node, left.log_rate, noise_dtype))
+        accepted = ~has_child & (
+            (node == -1) | _accepts(tree, node, residual.log_rate, noise_dtype)
+        )
 
         rejects = jnp.where(has_child, ~skips & ~descends, ~accepted)
         rejected = jnp.where(has_child, i, jnp.maximum(node, 0))
         above = tree.parents[rejected] + 1
 
-        def reject() -> tuple[RowLeft, Siblings]:
-            at_parent = jax.tree.map(lambda x: x[above], state.left)
+        def reject() -> tuple[ResidualRow, Siblings]:
+            at_parent = jax.tree.map(lambda x: x[above], state.residuals)
             siblings, after = reject_child(tree, rows, state.siblings, at_parent, rejected)
-            return jax.tree.map(lambda x, y: x.at[above].set(y), state.left, after), siblings
+            return jax.tree.map(lambda x, y: x.at[above].set(y), state.residuals, after), siblings
 
-        all_left, siblings = jax.lax.cond(rejects, reject, lambda: (state.left, state.siblings))
-        rates = all_left.log_rate.at[i + 1].set(
-            jnp.where(descends, log_rate, all_left.log_rate[i + 1])
+        residuals, siblings = jax.lax.cond(
+            rejects, reject, lambda: (state.residuals, state.siblings)
         )
-        # Children stand after their parents, so that those of `child` stand after it, too.
+        rates = residuals.log_rate.at[i + 1].set(
+            jnp.where(descends, log_rate, residuals.log_rate[i + 1])
+        )
+        # Children come after their parents in index order.
         climbs = ~has_child & ~accepted
         after = _VisitState(
             node=jnp.where(descends, i, jnp.where(climbs, above - 1, node)),
             tried=jnp.where(has_child, i, jnp.where(climbs, node, state.tried)),
             accepted=accepted,
-            left=all_left._replace(log_rate=rates),
+            residuals=residuals._replace(log_rate=rates),
             siblings=siblings,
         )
         return pvary_like(after, state)
 
-    # Made of the tree: inside shard_map they vary as it does.
+    # Derived from the tree, so that they vary over its axes inside shard_map.
     root = jnp.full_like(tree.position, -1)
     none, zeros = jnp.zeros_like(tree.is_padding), jnp.zeros_like(tree.depths, jnp.float32)
     whole = jnp.zeros_like(tree.temperature, shape=(size + 1,))
@@ -134,7 +138,7 @@ def _visit(tree: Tree, rows: TreeRows, noise_dtype: Any) -> _VisitState:
         node=root,
         tried=root,
         accepted=root >= 0,
-        left=RowLeft(whole, whole, whole),
+        residuals=ResidualRow(whole, whole, whole),
         siblings=Siblings(none, none, zeros, zeros),
     )
     start = pvary_like(start, tree, rows)
@@ -183,7 +187,7 @@ def _path_to(
 def _draw(
     tree: Tree, rows: TreeRows, end: _VisitState, num_accepted: jax.Array, noise_dtype: Any
 ) -> jax.Array:
-    """Returns the token drawn from what its rejected children left of the accepted node's row."""
+    """Returns the token drawn from the accepted node's row after its rejected children."""
     row = end.node + 1
     target = rows.target.row(tree.first_row + row)
     scale = parse_temperature(tree.temperature).scale
@@ -199,8 +203,8 @@ def _draw(
         return block_logprobs(target.partials(scale), normalizer, scale)
 
     def residual_masses() -> jax.Array:
-        left = weights(jnp.arange(target.vocab_size, dtype=jnp.int32))
-        return residual_log_masses(left, jnp.full_like(left, -jnp.inf))
+        log_m = weights(jnp.arange(target.vocab_size, dtype=jnp.int32))
+        return residual_log_masses(log_m, jnp.full_like(log_m, -jnp.inf))
 
     masses = jax.lax.cond(is_whole, whole_masses, residual_masses)
     at = address(tree.key, tree.position + num_accepted, Stream.TARGET)

@@ -1,12 +1,12 @@
 """One request's drafted tree: the depth of each node, its streams, and which nodes are padding.
 
     d(v) = 0 for a child of the root, else d(parent) + 1
-    j(v) = how many nodes before v have its depth, padding included
+    j(v) = number of nodes before v of its depth, padding included
     i(v) = d(v) + 1024 j(v)
 
-Node v stands at position + d(v). Its token is drawn on `Stream.draft(i(v))`, its uniform on
-`Stream.accept(i(v))`. i(v) tells d(v), and so the position where its step began: no address comes
-back in a later step, whatever shapes the trees have. On a chain i = d.
+Node v is at position + d(v). Its token is drawn on `Stream.draft(i(v))`, its uniform on
+`Stream.accept(i(v))`. i(v) determines d(v), and with it the position where the step began. So no
+address occurs in two steps, whatever shapes the trees have. On a chain i = d.
 """
 
 from typing import Any, NamedTuple
@@ -71,10 +71,10 @@ class AcceptedPath(NamedTuple):
 
 
 def place_nodes(parents: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns where the nodes of trees are drawn: their depths d(v), and indices i(v) of streams.
+    """Returns the nodes' noise addresses: their depths d(v), and stream indices i(v).
 
-    Node v is to be drawn at ``positions + d(v)`` on ``Stream.draft(i(v))``, its earlier siblings
-    masked. Nothing but the shape of a tree decides them.
+    Draw node v at ``positions + d(v)`` on ``Stream.draft(i(v))``, with its earlier siblings masked.
+    The shape of a tree alone decides both.
 
     Args:
       parents: i32[B, N], -1 for children of the root.
@@ -95,7 +95,7 @@ def _place(parents: jax.Array) -> tuple[jax.Array, jax.Array]:
         depth = jnp.where(is_below, above + 1, jnp.int32(-1))
         return depths.at[v].set(jnp.where(parent == -1, jnp.int32(0), depth))
 
-    # Of the parents, so that inside shard_map it varies as they do.
+    # Derived from the parents, so that it varies over their axes inside shard_map.
     depths = jax.lax.fori_loop(0, parents.shape[0], descend, jnp.zeros_like(parents))
     is_before = (nodes[None] < nodes[:, None]) & (depths[None] == depths[:, None])
     return depths, depths + MAX_DEPTH * jnp.sum(is_before, axis=1, dtype=jnp.int32)

@@ -18,8 +18,8 @@ from specjax.types import TreeVerification
 
 __all__ = ["TreeArrays", "verify_tree", "verify_trees"]
 
-# Requests that are verified at once where they are not verified one by one.
-_TREES = 8
+# Requests per iteration of `lax.map`, except on a CPU, which takes one.
+_BATCH_SIZE = 8
 
 
 class TreeArrays(NamedTuple):
@@ -60,7 +60,7 @@ def verify_trees(
 
     Args:
       arrays: every option once per request, keys as words; N >= 1.
-      shared: None, because no array is needed whole.
+      shared: None: no array is replicated.
       max_depth: D.
       options: static.
     """
@@ -90,12 +90,12 @@ def verify_trees(
     def one(tree: Tree) -> TreeVerification:
         return verify_tree(tree, target, draft, max_depth, options.noise_dtype)
 
-    in_turn = functools.partial(jax.lax.map, one)
+    mapped = functools.partial(jax.lax.map, one)
     if is_for_cpu_alone(options.implementation):
-        return in_turn(trees)
-    # A few at once: each holds several rows of float32.
-    side_by_side = functools.partial(in_turn, batch_size=_TREES)
-    return jax.lax.platform_dependent(trees, cpu=in_turn, default=side_by_side)
+        return mapped(trees)
+    # Not all at once: each tree holds several rows of float32.
+    batched = functools.partial(mapped, batch_size=_BATCH_SIZE)
+    return jax.lax.platform_dependent(trees, cpu=mapped, default=batched)
 
 
 def _flat_rows(logits: jax.Array, cutoff: jax.Array | None) -> WholeRows:
@@ -134,7 +134,7 @@ def verify_tree(
 
 
 def _emit(tree: Tree, path: AcceptedPath, max_depth: int) -> TreeVerification:
-    """Returns the tokens of a path and the token after it, or nothing of an invalid request."""
+    """Returns the tokens of a path and the token after it; none if the request is invalid."""
     is_active = parse_temperature(tree.temperature).valid
     num_accepted = jnp.where(is_active, path.num_accepted, jnp.int32(0))
     emits = is_active & path.valid

@@ -1,8 +1,8 @@
-"""Draw and walk: the target draws a token after each node, and the walk descends to what it drew.
+"""Draw and walk: the target draws a token after each node, and the walk descends to its child.
 
-Row 0 is drawn from first. While a child of the current node holds the token drawn, the walk goes to
-the lowest such child and draws from its row. The text is that of plain decoding with the same
-keys, whatever the nodes hold. No rule keeps more of one-hot nodes that are distinct.
+Row 0 is drawn from first. While a child of the current node holds the drawn token, the walk goes to
+the lowest such child and draws from its row. The text equals plain decoding with the same keys,
+whatever the nodes hold. No rule keeps more of one-hot nodes that are distinct.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class _WalkState(NamedTuple):
 
     Attributes:
       node: i32, where the walk is; -1 is the root.
-      active: bool, whether the walk has just descended, so that the node's row is to be read.
+      active: bool, whether the walk has just descended, and the node's row is read next.
       path: the nodes so far, and the last draw.
     """
 
@@ -62,7 +62,7 @@ def walk_tree(tree: Tree, target: LogitRows, max_depth: int, noise_dtype: Any) -
         node = jnp.where(descends, child, state.node)
         return pvary_like(_WalkState(node, descends, path), state)
 
-    # Made of the tree: inside shard_map they vary as it does.
+    # Derived from the tree, so that they vary over its axes inside shard_map.
     zero, zero_logprob = jnp.zeros_like(tree.position), jnp.zeros_like(tree.temperature)
     nothing = AcceptedPath(
         nodes=jnp.full_like(tree.position, -1, shape=(max_depth,)),
