@@ -268,18 +268,18 @@ def _in_host_memory(value: Any) -> np.ndarray | None:
 
 def check_keys(keys: Any, batch_size: int, name: str = "keys") -> Any:
     """Returns typed threefry keys of shape () or [B]; refuses everything else."""
-    cure = (
+    hint = (
         "make typed threefry keys with jax.random.key(seed, impl='threefry2x32'), or "
         "jax.vmap(jax.random.key)(seeds) where that is the default"
     )
     dtype = getattr(keys, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         given = f"dtype {dtype}" if dtype is not None else type(keys).__name__
-        raise ValueError(f"{name} has {given}, which is not a typed key; {cure}.")
+        raise ValueError(f"{name} has {given}, which is not a typed key; {hint}.")
     if str(jax.random.key_impl(keys)) != "threefry2x32":
         raise ValueError(
             f"{name} has the implementation {jax.random.key_impl(keys)}; noise is defined for "
-            f"threefry2x32; {cure}."
+            f"threefry2x32; {hint}."
         )
     if keys.shape not in ((), (batch_size,)):
         raise ValueError(

@@ -38,7 +38,7 @@ REJECTION_SAMPLE_METHODS = get_args(RejectionSampleMethod)
 # What steps cost that draft with a model, rounded up: on a CPU the embedded pair takes 1.64, 1.78
 # and 1.98 at K = 1, 2 and 4, on an H200 an 8B target with a 1B draft 2.1 at K = 5.
 DEFAULT_STEP_COSTS = (1.0, 1.65, 1.8, 1.9, 2.0)
-_MOST_SPECULATIVE_TOKENS = 32
+_MAX_SPECULATIVE_TOKENS = 32
 
 
 class _LargestK(int):
@@ -269,10 +269,10 @@ def _num_tokens(value: Any) -> int:
         number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = 0
-    if not 1 <= number <= _MOST_SPECULATIVE_TOKENS:
+    if not 1 <= number <= _MAX_SPECULATIVE_TOKENS:
         raise ValueError(
             f"num_speculative_tokens is {value!r}; it needs to be an integer from 1 to "
-            f'{_MOST_SPECULATIVE_TOKENS}, or "auto".'
+            f'{_MAX_SPECULATIVE_TOKENS}, or "auto".'
         )
     return number
 
@@ -282,10 +282,10 @@ def _check_step_costs(values: Any) -> tuple[float, ...]:
         costs = () if isinstance(values, str) else tuple(values)
     except TypeError:
         costs = ()
-    if not 2 <= len(costs) <= _MOST_SPECULATIVE_TOKENS + 1:
+    if not 2 <= len(costs) <= _MAX_SPECULATIVE_TOKENS + 1:
         came = f"has {len(costs)} of them" if costs else f"is {quote(values)}"
         raise ValueError(
-            f"step_costs needs 2 to {_MOST_SPECULATIVE_TOKENS + 1} numbers, the times of steps "
+            f"step_costs needs 2 to {_MAX_SPECULATIVE_TOKENS + 1} numbers, the times of steps "
             f"with 0, 1, ... drafted tokens; it {came}."
         )
     for k, cost in enumerate(costs):

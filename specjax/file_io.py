@@ -15,14 +15,14 @@ __all__ = ["JsonObject", "quote", "read_file", "read_stream", "replace_file", "s
 JsonObject: TypeAlias = dict[str, Any]
 
 # Most characters of a text inside a sentence.
-_MOST_SHOWN = 160
+_MAX_SHOWN = 160
 _REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MOST_SHOWN
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_SHOWN
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 16
 _REPR.maxlevel = 3
 
 
-def shorten(text: object, most: int = _MOST_SHOWN) -> str:
+def shorten(text: object, most: int = _MAX_SHOWN) -> str:
     """Returns the `str` of a value, without its middle if it has more than `most` characters.
 
     Args:

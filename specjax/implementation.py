@@ -19,9 +19,9 @@ __all__ = [
     "DeviceFacts",
     "Implementation",
     "NEWEST_TESTED_JAX",
+    "choose_implementation",
     "is_for_cpu_alone",
     "resolve_implementation",
-    "select",
     "visible_devices",
 ]
 
@@ -136,7 +136,7 @@ def resolve_implementation(implementation: str | Implementation | None) -> Imple
     return dataclasses.replace(implementation, name=name)
 
 
-def select(
+def choose_implementation(
     implementation: Implementation, xla: Callable[..., Any], kernels: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Returns the function to call: `xla`, `kernels`, or one that JAX chooses at lowering.

@@ -44,7 +44,7 @@ V, LENGTH, CHUNK, NUM_KINDS = 8, 64, 8, 48
 SHARES = {"abort": 0.1, "preempt": 0.1, "preempt, cache dropped": 0.05}
 # Of the calls of each, those that fail; the most seconds between two interrupts.
 FAULTS = {"tokenizer panics": 0.002, "matcher panics": 0.01, "device errors": 0.02}
-MOST_SECONDS = 0.02
+MAX_SECONDS = 0.02
 # Programs that take the memory of their first operand.
 TAKERS = (
     "admit",
@@ -317,7 +317,7 @@ def interrupted(state: Soak, seed: int) -> Iterator[None]:
     is_over, rng = threading.Event(), np.random.default_rng(seed)
 
     def send() -> None:
-        while not is_over.wait(rng.uniform(0, MOST_SECONDS)):
+        while not is_over.wait(rng.uniform(0, MAX_SECONDS)):
             os.kill(os.getpid(), numbers[rng.integers(2)])
 
     numbers = signal.SIGINT, signal.SIGTERM

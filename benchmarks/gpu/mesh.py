@@ -23,7 +23,7 @@ from benchmarks.gpu.loop import Loop, kernel_times, trace
 from benchmarks.gpu.verify import environment, save
 from specjax.devices.placement import Placement, parse_mesh
 from specjax.models import TransformerConfig, build
-from specjax.models.sharding.sharded_model import model_of_shares
+from specjax.models.sharding.sharded_model import sharded_model
 from specjax.models.sharding.share import share_shapes
 
 # The sizes of Llama 3.1 70B; 141 GB.
@@ -57,7 +57,7 @@ def random_model(config: TransformerConfig, placement: Placement, seed: int) -> 
     leaves, tree = jax.tree.flatten(share_shapes(config, placement))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     drawn = [_draw(key, x.shape, x.dtype, x.sharding) for key, x in zip(keys, leaves, strict=True)]
-    return model_of_shares(config, jax.tree.unflatten(tree, drawn), placement)
+    return sharded_model(config, jax.tree.unflatten(tree, drawn), placement)
 
 
 def sums(config: TransformerConfig, placement: Placement, batch: int, effort: Effort) -> Timed:

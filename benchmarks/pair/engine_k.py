@@ -30,7 +30,7 @@ from benchmarks.cpu.verify import environment
 from benchmarks.gpu.verify import environment as gpu_environment
 from specjax import models
 
-MOST_NEW, TEMPERATURES = 96, (0.0, 0.7, 1.2)
+MAX_NEW, TEMPERATURES = 96, (0.0, 0.7, 1.2)
 
 
 class Load(NamedTuple):
@@ -46,7 +46,7 @@ def mixed_load(number: int, seed: int = 1) -> Load:
     values: list[dict[str, Any]] = [
         {
             "key": jax.random.key(i + (seed - 1) * number),
-            "max_new_tokens": int(rng.integers(16, MOST_NEW + 1)),
+            "max_new_tokens": int(rng.integers(16, MAX_NEW + 1)),
             "temperature": TEMPERATURES[i % 3],
         }
         for i in range(number)
@@ -66,7 +66,7 @@ def make_engines(
             target,
             None if config is None else drafter,
             num_slots=num_slots,
-            options=specjax.LoopOptions(LONGEST + MOST_NEW, prefill_chunk_size=CHUNK),
+            options=specjax.LoopOptions(LONGEST + MAX_NEW, prefill_chunk_size=CHUNK),
             config=config,
             k_by_load=by_load,
         )
@@ -96,7 +96,7 @@ def measure_costs_and_rate(
     mean number of tokens that a step of a request commits.
     """
     # No prompts: chunks of them would be in the time.
-    values = {"max_new_tokens": MOST_NEW, "temperature": 0.7}
+    values = {"max_new_tokens": MAX_NEW, "temperature": 0.7}
     each = [{"key": jax.random.key(i), **values} for i in range(4 * num_slots)]
     load = Load([[257] for _ in each], each)
     configs: list[tuple[Any, bool]] = []
@@ -193,7 +193,7 @@ def main() -> None:
     where["command"] = shlex.join(["python", "-m", "benchmarks.pair.engine_k", *sys.argv[1:]])
     where["load_average"] = os.getloadavg()
     setting = {"draft": args.draft, "prompts": args.prompts, "chunk": CHUNK, "most": args.most}
-    setting |= {"temperatures": TEMPERATURES, "most_new_tokens": MOST_NEW}
+    setting |= {"temperatures": TEMPERATURES, "most_new_tokens": MAX_NEW}
     load = mixed_load(args.prompts)
     whole: dict[str, Any] = {"environment": where, "setting": setting, "runs": []}
     for num_slots in args.slots:

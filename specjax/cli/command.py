@@ -26,7 +26,7 @@ from specjax.cli.generate import (
     stream_text,
 )
 from specjax.cli.json_report import json_report
-from specjax.cli.processes import check_alike, is_writer, join_processes, refuse_together
+from specjax.cli.processes import check_same_inputs, collective_errors, is_rank_zero, join_processes
 from specjax.cli.prompts import read_prompt, read_prompts
 from specjax.cli.streams import (
     exit_on_interrupt,
@@ -52,9 +52,9 @@ def _read_generate_job(
     terminal: Any,
     folder: pathlib.Path | None,
 ) -> GenerateJob:
-    with refuse_together(options):
+    with collective_errors(options):
         pair, make_job = _check_generate_job(options, config, text, terminal, folder)
-    check_alike(options, make_job.keywords)
+    check_same_inputs(options, make_job.keywords)
     from specjax.cli.model_pair import load_pair, pair_shapes
 
     # Weights are read last, while Python traces the programs, and while XLA compiles them. No
@@ -175,7 +175,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
         raise ValueError(f"{' and '.join(missing)} is missing; pip install 'specjax[flax]'.")
     from specjax.cli.terminal import Terminal
 
-    terminal = Terminal(quiet=not is_sweep and (options.quiet or not is_writer(options)))
+    terminal = Terminal(quiet=not is_sweep and (options.quiet or not is_rank_zero(options)))
     if is_sweep:
         from specjax.cli.sweep.run_sweep import read_workload
 
@@ -197,7 +197,7 @@ def _read_command(argv: list[str] | None, exit_stack: contextlib.ExitStack) -> t
 
 def _run_generate(options: argparse.Namespace, job: GenerateJob, terminal: Any) -> GenerateResult:
     shown: dict[str, Any] = {"begin": terminal.print_prompt, "show": terminal.print_text}
-    writes, streams = is_writer(options), is_writer(options) and not options.json
+    writes, streams = is_rank_zero(options), is_rank_zero(options) and not options.json
     result, timings = stream_text(
         job,
         spinner=terminal.spinner,

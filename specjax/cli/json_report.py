@@ -1,4 +1,4 @@
-"""What a decoding gave, as plain numbers: the object that `specjax generate --json` prints."""
+"""The result of a decoding as plain numbers: the object of `specjax generate --json`."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ from specjax.core.temperature import MIN_TEMPERATURE
 from specjax.decode.drafters import Drafter
 from specjax.engine.stop_strings import StoppedText
 
-__all__ = ["follows_target", "is_exact", "json_report", "metrics_json"]
+__all__ = ["is_exact", "is_exact_rule", "json_report", "metrics_json"]
 
 
 def is_exact(job: GenerateJob) -> bool:
     """Returns whether the text follows the target's distribution, whatever was drafted."""
-    return follows_target(job.drafter, job.config, job.temperature)
+    return is_exact_rule(job.drafter, job.config, job.temperature)
 
 
-def follows_target(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
-    """Returns what `is_exact` returns, of what it depends on."""
+def is_exact_rule(drafter: Drafter | None, config: SpeculativeConfig, temperature: float) -> bool:
+    """Returns whether texts of a drafter, rule and temperature follow the target's distribution."""
     if drafter is None:
         return True
     if config.rejection_sample_method == "synthetic":

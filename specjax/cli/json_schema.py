@@ -10,7 +10,7 @@ from specjax.processing.grammar import Grammar
 
 __all__ = ["read_grammar"]
 
-_MOST_BYTES = 2**24
+_MAX_BYTES = 2**24
 
 
 def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None:
@@ -33,7 +33,7 @@ def read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar | None
 
 def _read_grammar(options: argparse.Namespace, pair: ModelPair) -> Grammar:
     config = pair.target_config
-    data = read_file(options.json_schema, _MOST_BYTES)
+    data = read_file(options.json_schema, _MAX_BYTES)
     try:
         schema = json.loads(data.decode())
     except ValueError as error:

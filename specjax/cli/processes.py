@@ -34,11 +34,11 @@ __all__ = [
     "HEARTBEAT_SECONDS",
     "JOIN_SECONDS",
     "add_process_options",
-    "check_alike",
     "check_process_options",
-    "is_writer",
+    "check_same_inputs",
+    "collective_errors",
+    "is_rank_zero",
     "join_processes",
-    "refuse_together",
 ]
 
 # JAX's own 100 s are longer than a person waits for a text that does not go on.
@@ -98,21 +98,21 @@ def check_process_options(options: argparse.Namespace) -> None:
         )
 
 
-def is_writer(options: argparse.Namespace) -> bool:
-    """Returns whether this process writes the text: the only one does, and process 0."""
+def is_rank_zero(options: argparse.Namespace) -> bool:
+    """Returns whether this process writes the text: it is the only one, or process 0."""
     return options.process is None or options.process[0] == 0
 
 
 def join_processes(
     options: argparse.Namespace, *, spinner: Callable[[str], Any] = contextlib.nullcontext
 ) -> None:
-    """Waits until all processes are there; does nothing without `--process`, or if they are.
+    """Waits until all processes have joined; does nothing without `--process` or if they have.
 
-    Ends this process with the code 2 and a sentence if they are not there after `JOIN_SECONDS`.
+    Ends this process with code 2 and a sentence if some have not joined after `JOIN_SECONDS`.
 
     Args:
       options: from `parse_options`.
-      spinner: returns a context that says for what this process waits.
+      spinner: returns a context that shows what this process waits for.
 
     Raises:
       ValueError: if the coordinator's port is in use, or JAX has computed something before.
@@ -129,7 +129,7 @@ def join_processes(
         "needs the same --coordinator, on which process 0 listens, and a number of its own; or one "
         "of them has ended, and has said why."
     )
-    # JAX, which waits no longer than it is told, would crash.
+    # At its own timeout JAX would crash.
     timer = threading.Timer(JOIN_SECONDS, end_with_error, (late, 2))
     timer.daemon = True
     timer.start()
@@ -141,8 +141,8 @@ def join_processes(
                 options.coordinator,
                 num_processes=count,
                 process_id=index,
-                # Slurm's or MPI's number of a process would be taken for that of its one GPU,
-                # which CUDA_VISIBLE_DEVICES has numbered anew.
+                # JAX would take a Slurm or MPI rank for the number of this process's one GPU,
+                # which CUDA_VISIBLE_DEVICES has renumbered.
                 cluster_detection_method="deactivate",
                 initialization_timeout=2 * JOIN_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -172,8 +172,8 @@ def _check_port(coordinator: str) -> None:
 
 
 @contextlib.contextmanager
-def refuse_together(options: argparse.Namespace) -> Iterator[None]:
-    """Has the others' `check_alike` refuse, too, where this process refuses what it was given."""
+def collective_errors(options: argparse.Namespace) -> Iterator[None]:
+    """Makes `check_same_inputs` fail on every process if this one refuses its inputs."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, MemoryError):
@@ -182,8 +182,8 @@ def refuse_together(options: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
-    """Refuses processes that were given different things; without `--process` there is one.
+def check_same_inputs(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
+    """Refuses processes with different inputs; does nothing without `--process`.
 
     Weights are not compared.
 
@@ -193,7 +193,7 @@ def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
 
     Raises:
       ValueError: on every process, with the numbers of those that differ from process 0, or that
-        refused what they were given.
+        refused their inputs.
     """
     if options.process is None:
         return
@@ -210,7 +210,7 @@ def check_alike(options: argparse.Namespace, job: Mapping[str, Any]) -> None:
 
 
 def _name_processes(marked: np.ndarray) -> str:
-    """Returns the processes of the marked devices, as a sentence names them; "" for none."""
+    """Returns the names of the marked devices' processes for a sentence; "" for none."""
     devices = jax.devices()
     numbers = sorted({devices[i].process_index for i in np.flatnonzero(marked)})
     return f"process {' and '.join(map(str, numbers))}" if numbers else ""
@@ -225,14 +225,14 @@ def _gather(row: np.ndarray) -> np.ndarray:
     )
     shape = (len(devices), *row.shape)
     rows = jax.make_array_from_callback(shape, split, lambda _: row[None])
-    # By a collective of all devices, as those of the models are: gloo connects them but once.
+    # A collective of all devices, like those of the models: gloo connects devices only once.
     with _closed_output():
         return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
 
 
 @contextlib.contextmanager
 def _closed_output() -> Iterator[None]:
-    """Drops what is written on standard output meanwhile: gloo reports there that it connected."""
+    """Discards standard output inside the context: gloo reports its connections there."""
     sys.stdout.flush()
     kept, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -245,11 +245,11 @@ def _closed_output() -> Iterator[None]:
 
 
 def _digest(options: argparse.Namespace, job: Mapping[str, Any]) -> bytes:
-    """Returns the SHA-256 of all that decides what a process computes, but for weights."""
+    """Returns the SHA-256 of everything that decides a process's results, except weights."""
     given = {name: x for name, x in sorted(vars(options).items()) if name not in _OWN_OPTIONS}
     config = job["config"].num_speculative_tokens, job["config"].step_costs
     said = (given, config, job["prompt_ids"], job["models"], jax.__version__)
-    # The tokenizer says where a text has a stop string, after which a process takes no step.
+    # The tokenizer decides where a text has a stop string, after which a process takes no step.
     digest = hashlib.sha256(repr(said).encode() + job["tokenizer"].to_str().encode())
     for leaf in map(np.asarray, jax.tree.leaves(job["sampling"])):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())

@@ -22,7 +22,7 @@ _RULES: dict[str, tuple[Callable[..., StaticRule], tuple[type, ...], str]] = {
     "relaxed": (rules.relaxed, (int, float), "10,0.6"),
     "ensemble": (rules.ensemble, (float,), "0.5"),
 }
-_MOST_BYTES = 2**24
+_MAX_BYTES = 2**24
 _CONFIG_FIELDS = dataclasses.fields(SpeculativeConfig)
 
 
@@ -76,7 +76,7 @@ def _parse_step_costs(text: str) -> tuple[float, ...]:
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; and there is no such file") from None
     try:
-        data = read_file(text, _MOST_BYTES)
+        data = read_file(text, _MAX_BYTES)
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(shorten(error).rstrip(".")) from None
     try:

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 # A library may quote a whole file.
-_MOST_CHARACTERS = 4000
+_MAX_CHARACTERS = 4000
 
 
 def print_error(error: Exception, code: int) -> int:
@@ -42,7 +42,7 @@ def print_error(error: Exception, code: int) -> int:
             message = f"another process of the run may be lost: {message}"
     # Standard error itself may be broken; the exit code remains.
     with contextlib.suppress(OSError):
-        sentence = shorten(" ".join(message.split()), _MOST_CHARACTERS)
+        sentence = shorten(" ".join(message.split()), _MAX_CHARACTERS)
         print("specjax:", sentence, file=sys.stderr)
     return code
 

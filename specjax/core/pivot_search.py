@@ -163,7 +163,7 @@ def search_by_pivots(
         low = jnp.max(jnp.where(enough, keys, bracket.low))
         high = jnp.min(jnp.where(enough, bracket.high, keys))
         divided = Bracket(low, high)
-        stage = jnp.where(is_closed(divided), _following(stage, row), stage)
+        stage = jnp.where(is_closed(divided), _next_stage(stage, row), stage)
         state = _State(number + 1, stage, divided, target)
         if not (may_cut_k and may_cut_p):
             return state
@@ -184,7 +184,7 @@ def search_by_pivots(
     return low, bracket.low > state.bracket.low
 
 
-def _following(stage: jax.Array, row: RowBounds) -> jax.Array:
+def _next_stage(stage: jax.Array, row: RowBounds) -> jax.Array:
     """Returns the stage after one whose bracket is closed."""
     done = jnp.full_like(stage, _DONE)
     if row.cuts_p is None:

@@ -13,7 +13,7 @@ from specjax.types import Draft, RaggedDraft
 __all__ = ["VocabularySplit", "axis_of", "keep_split", "parse_split", "plain_if_split"]
 
 # A block of 128 tokens lies on two devices at most.
-_LEAST_WIDTH = 128
+_MIN_WIDTH = 128
 
 
 @jax.tree_util.register_static
@@ -196,10 +196,10 @@ def _why_whole(
     axis_name: str, width: int, logits: Any, draft: Draft | RaggedDraft | None, rule: Any
 ) -> str | None:
     """Says what asks for whole rows: narrow parts, a rule, drafts of other tokens; or None."""
-    if width < _LEAST_WIDTH:
+    if width < _MIN_WIDTH:
         return (
             f"logits have {width} tokens on each device of axis {axis_name!r}; a split vocabulary "
-            f"needs at least {_LEAST_WIDTH} there. Pass whole rows without axis_name."
+            f"needs at least {_MIN_WIDTH} there. Pass whole rows without axis_name."
         )
     if draft is None:
         return None

@@ -18,7 +18,7 @@ from specjax.devices.vocabulary_split import (
     parse_split,
     plain_if_split,
 )
-from specjax.implementation import Implementation, resolve_implementation, select
+from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 from specjax.processing.cutoff_xla import cutoff_of_rows
 
 __all__ = ["cutoff_shard", "find_cutoff", "logit_cutoff"]
@@ -187,4 +187,4 @@ def _searcher(
     from specjax.pallas.cutoff.rows import cutoff_rows
 
     kernels = functools.partial(cutoff_rows, implementation=implementation)
-    return select(implementation, reference, kernels)
+    return choose_implementation(implementation, reference, kernels)

@@ -199,14 +199,14 @@ def _parse_allowed(name: str, allowed: Any, size: int, num_rows: int | None) -> 
 
 def _parse_bad_words(name: str, words: Any, size: int, num_rows: int | None) -> Any:
     """Returns i32[N, M] or i32[B, N, M], or refuses."""
-    cure = "specjax.bad_words_array(sequences) pads them"
+    hint = "specjax.bad_words_array(sequences) pads them"
     try:
         words = as_array(name, words)
     except ValueError:
-        raise ValueError(f"{name} is no array; {cure}.") from None
+        raise ValueError(f"{name} is no array; {hint}.") from None
     if words.ndim not in (2, 3) or (words.ndim == 3 and words.shape[0] != size):
         raise ValueError(
-            f"{name} has shape {words.shape}; it needs [N, M] or [{size}, N, M]: {cure}."
+            f"{name} has shape {words.shape}; it needs [N, M] or [{size}, N, M]: {hint}."
         )
     return parse_array(name, words, jnp.int32, words.shape)
 

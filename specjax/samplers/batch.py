@@ -16,7 +16,7 @@ from specjax.devices.map_parts import map_vocabulary
 from specjax.devices.placement import Placement, pvary_like
 from specjax.devices.rows import logit_rows
 from specjax.devices.vocabulary_split import VocabularySplit
-from specjax.implementation import is_for_cpu_alone, select
+from specjax.implementation import choose_implementation, is_for_cpu_alone
 from specjax.samplers.reference.verify import verify_batch
 from specjax.samplers.split_kernels import may_run_kernels, missing_of_verification
 from specjax.types import Verification
@@ -189,7 +189,7 @@ def _verifier(arrays: VerifyArrays, options: CallOptions) -> Callable[[VerifyArr
     cpu_alone |= options.implementation.name == "auto"
     reference = functools.partial(_verify_by_reference, options=options, cpu_alone=cpu_alone)
     kernels = functools.partial(verify_rows, options=options)
-    return select(options.implementation, reference, kernels)
+    return choose_implementation(options.implementation, reference, kernels)
 
 
 def _verify_by_reference(

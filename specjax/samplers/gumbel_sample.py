@@ -20,7 +20,7 @@ from specjax.devices.map_parts import map_parts
 from specjax.devices.placement import pvary_like
 from specjax.devices.rows import LogitRows, logit_rows
 from specjax.devices.vocabulary_split import parse_split
-from specjax.implementation import select
+from specjax.implementation import choose_implementation
 from specjax.samplers.batch import key_words_per_request
 from specjax.samplers.split_kernels import may_run_kernels
 from specjax.types import Sample
@@ -146,7 +146,7 @@ def _sampler(width: int, options: CallOptions) -> Callable[[SampleArrays], Sampl
     from specjax.pallas.split.sample import choose_sampler
 
     kernels = functools.partial(choose_sampler(options), options=options)
-    return select(options.implementation, reference, kernels)
+    return choose_implementation(options.implementation, reference, kernels)
 
 
 def _sample_by_reference(arrays: SampleArrays, options: CallOptions) -> Sample:

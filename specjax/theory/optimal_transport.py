@@ -18,7 +18,7 @@ from specjax.theory.arrays import check_probabilities
 
 __all__ = ["optimal_acceptance_rate"]
 
-_MOST_TOKENS = 16
+_MAX_TOKENS = 16
 
 
 def optimal_acceptance_rate(p: Any, q: Any, num_drafts: int, *, replacement: bool) -> float:
@@ -55,9 +55,9 @@ def optimal_acceptance_rate(p: Any, q: Any, num_drafts: int, *, replacement: boo
       Hu et al., 2025, arXiv:2502.18779: its optimum as a choice of a set.
     """
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
-    if p.ndim != 1 or p.size > _MOST_TOKENS:
+    if p.ndim != 1 or p.size > _MAX_TOKENS:
         raise ValueError(
-            f"p has shape {p.shape}; it needs to be [V] with V <= {_MOST_TOKENS}, because all 2^V "
+            f"p has shape {p.shape}; it needs to be [V] with V <= {_MAX_TOKENS}, because all 2^V "
             "sets of tokens are tried. Of a larger vocabulary, take rows cut to so few tokens."
         )
     check_probabilities(p=p, q=q)

@@ -413,7 +413,7 @@ def test_a_file_of_conversations_goes_on_on_another_day_with_the_date_of_the_fir
 def test_an_input_that_has_no_end_is_refused_after_as_much_as_a_stream_may_hold(
     generate, capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(run_batch, "_MOST_BYTES_OF_STREAM", 1000)
+    monkeypatch.setattr(run_batch, "_MAX_BYTES_OF_STREAM", 1000)
     assert generate([], "--input", "/dev/zero")[0] == 2
     assert "/dev/zero has more than 1000 bytes" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()

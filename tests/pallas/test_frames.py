@@ -15,7 +15,7 @@ from specjax.models import TransformerConfig, build
 pytestmark = pytest.mark.once
 
 PACKAGE = str(pathlib.Path(specjax.__file__).parent)
-MOST_FRAMES = 7
+MAX_FRAMES = 7
 SMALL, LARGE, K, VOCAB = 3, 18, 2, 301
 
 
@@ -150,7 +150,7 @@ def test_few_frames_stand_between_a_call_and_each_of_its_kernels(
     entered = frames_to_kernels(lambda: call(size), monkeypatch)
     assert len(entered) == num_kernels
     for names in entered:
-        assert len(names) <= MOST_FRAMES, names
+        assert len(names) <= MAX_FRAMES, names
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -160,4 +160,4 @@ def test_few_frames_stand_between_a_decode_step_and_each_of_its_kernels(size, mo
     # `decode_step` stand the methods of the model, which choose it once.
     assert len(entered) == 9
     for names in entered:
-        assert len(names[names.index("decode_step") :]) <= MOST_FRAMES, names
+        assert len(names[names.index("decode_step") :]) <= MAX_FRAMES, names

@@ -100,7 +100,7 @@ NOT_BY_IMPORT = {
     "tunix",
 }
 
-FUNCTION_BUDGET, KERNEL_BUDGET, MOST_PARAMETERS = 60, 80, 10
+FUNCTION_BUDGET, KERNEL_BUDGET, MAX_PARAMETERS = 60, 80, 10
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPT = ROOT / "_specjax_command.py"
@@ -331,8 +331,8 @@ def offences_of_parameters(path):
             continue
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         given = given[1:] if given and given[0].arg in ("self", "cls") else given
-        if len(given) > MOST_PARAMETERS:
-            yield f"{name_of(path)}: {node.name} has {len(given)}, more than {MOST_PARAMETERS}."
+        if len(given) > MAX_PARAMETERS:
+            yield f"{name_of(path)}: {node.name} has {len(given)}, more than {MAX_PARAMETERS}."
         for one in given:
             if one.annotation and "dict[str, Any]" in ast.unparse(one.annotation):
                 yield f"{name_of(path)}: {node.name} has a dict[str, Any]: {one.arg}."

@@ -369,7 +369,7 @@ def refused(named, implementation="xla", **change):
 
 
 @pytest.mark.parametrize(
-    ("keys", "cure"),
+    ("keys", "hint"),
     [
         (lambda: jnp.zeros((2, 2), jnp.uint32), "jax.random.key"),
         (lambda: jnp.zeros((2,), jnp.int32), "jax.random.key"),
@@ -377,8 +377,8 @@ def refused(named, implementation="xla", **change):
         (lambda: make_keys(3), r"\(2,\)"),
     ],
 )
-def test_wrong_keys_are_refused_with_the_cure(keys, cure, implementation):
-    assert "keys" in refused(cure, implementation, keys=keys())
+def test_wrong_keys_are_refused_with_the_cure(keys, hint, implementation):
+    assert "keys" in refused(hint, implementation, keys=keys())
 
 
 @pytest.mark.parametrize(

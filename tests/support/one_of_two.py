@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 import specjax
 from specjax.cli import main
 from specjax.cli.arguments import parse_options
-from specjax.cli.processes import check_alike, join_processes, refuse_together
+from specjax.cli.processes import check_same_inputs, collective_errors, join_processes
 from specjax.cli.stream_programs import StreamPrograms
 from specjax.models import load
 
@@ -75,10 +75,10 @@ def tokenizer_of(token):
 
 def read_but_the_second(options, job):
     """Process 1 refuses what it was given."""
-    with refuse_together(options):
+    with collective_errors(options):
         if jax.process_index():
             raise ValueError("a folder is missing")
-    check_alike(options, job)
+    check_same_inputs(options, job)
 
 
 def call(command):
@@ -95,8 +95,8 @@ def call(command):
         "engine": refusal_of(
             specjax.Engine, split, None, num_slots=1, options=specjax.LoopOptions(max_length=16)
         ),
-        "alike": refusal_of(check_alike, options, job),
-        "others": [refusal_of(check_alike, options, other) for other in (prompt, tokenizer)],
+        "alike": refusal_of(check_same_inputs, options, job),
+        "others": [refusal_of(check_same_inputs, options, other) for other in (prompt, tokenizer)],
         "refused": refusal_of(read_but_the_second, options, job),
     }
 

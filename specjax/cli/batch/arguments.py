@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = ["add_batch_options", "check_batch_options"]
 
-_MOST_SLOTS = 4096
+_MAX_SLOTS = 4096
 
 
 def add_batch_options(group: Any) -> None:
@@ -61,7 +61,7 @@ def check_batch_options(options: argparse.Namespace) -> None:
         if value:
             raise ValueError(f"--input is given and {name}; give one of them.")
     options.num_slots = 16 if options.num_slots is None else options.num_slots
-    if not 1 <= options.num_slots <= _MOST_SLOTS:
+    if not 1 <= options.num_slots <= _MAX_SLOTS:
         raise ValueError(
-            f"--num-slots is {options.num_slots}; it needs to be in [1, {_MOST_SLOTS}]."
+            f"--num-slots is {options.num_slots}; it needs to be in [1, {_MAX_SLOTS}]."
         )

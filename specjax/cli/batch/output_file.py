@@ -22,7 +22,7 @@ if sys.platform != "win32":
 
 __all__ = ["OutputFile"]
 
-_MOST_BYTES = 2**34
+_MAX_BYTES = 2**34
 # Of every line that is appended.
 _BEGINNING = b'{"line": '
 
@@ -92,7 +92,7 @@ class OutputFile:
     def _read(self, file: io.FileIO) -> None:
         with open(file.fileno(), "rb", closefd=False) as reader:
             reader.seek(0)
-            data = read_stream(reader, str(self._path), _MOST_BYTES)
+            data = read_stream(reader, str(self._path), _MAX_BYTES)
         self._num_read, self._size = len(data), data.rfind(b"\n") + 1
         lines, rest = data[: self._size].splitlines(), data[self._size :]
         for number, line in enumerate(lines, start=1):

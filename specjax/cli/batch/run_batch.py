@@ -18,7 +18,7 @@ from specjax import models
 from specjax.cli.arguments import SAMPLING_OPTIONS
 from specjax.cli.batch.output_file import OutputFile
 from specjax.cli.batch.read_lines import PromptLine, read_lines
-from specjax.cli.json_report import follows_target
+from specjax.cli.json_report import is_exact_rule
 from specjax.cli.json_schema import read_grammar
 from specjax.cli.model_pair import ModelPair, describe_configs, encode_text, load_pair
 from specjax.cli.token_text import list_logprobs
@@ -35,9 +35,9 @@ from specjax.types import Model
 
 __all__ = ["BatchJob", "read_batch", "run_batch"]
 
-_MOST_BYTES = 2**32
+_MAX_BYTES = 2**32
 # A device or a pipe has no size and may have no end.
-_MOST_BYTES_OF_STREAM = 2**28
+_MAX_BYTES_OF_STREAM = 2**28
 # Buffers are rounded up to this, so that another file may find its programs in the cache.
 _LENGTH_STEP = 128
 _SHOWN_PROBLEMS = 5
@@ -127,7 +127,7 @@ def read_batch(
         warnings.extend([warning] if warning else [])
         return ids
 
-    limit = _MOST_BYTES if os.path.isfile(options.input) else _MOST_BYTES_OF_STREAM
+    limit = _MAX_BYTES if os.path.isfile(options.input) else _MAX_BYTES_OF_STREAM
     lines, problems = read_lines(read_file(options.input, limit), encode)
     if problems:
         shown = " ".join(problems[:_SHOWN_PROBLEMS])
@@ -334,7 +334,7 @@ def _output_of(job: BatchJob, line: PromptLine, request: Request) -> dict[str, A
         "num_prompt_tokens": len(line.token_ids),
         "logprobs": listed,
         "metrics": {name: count.tolist() for name, count in metrics.items()},
-        "exact": follows_target(job.drafter, job.config, _value(job, line, "temperature")),
+        "exact": is_exact_rule(job.drafter, job.config, _value(job, line, "temperature")),
         "date": job.date,
         "request_hash": job.hashes[line.number],
     }

@@ -25,7 +25,7 @@ _KEYWORDS = {
     "null": (),
 }
 _CLASSES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "number": (int, float)}
-_MOST_DIGITS = 40
+_MAX_DIGITS = 40
 _DIGIT = byte_range((0x30, 0x39))
 _HEX = byte_range((0x30, 0x39), (0x41, 0x46), (0x61, 0x66))
 _TAIL = byte_range((0x80, 0xBF))
@@ -252,9 +252,9 @@ _CHARACTER = _character()
 def _integer(given: Mapping[str, Any], name: str) -> Pattern:
     low, high = given.get("minimum"), given.get("maximum")
     for key, bound in (("minimum", low), ("maximum", high)):
-        if bound is not None and (type(bound) is not int or abs(bound) >= 10**_MOST_DIGITS):
+        if bound is not None and (type(bound) is not int or abs(bound) >= 10**_MAX_DIGITS):
             raise ValueError(
-                f"{name} has {key} {quote(bound)}; it needs an integer of at most {_MOST_DIGITS} "
+                f"{name} has {key} {quote(bound)}; it needs an integer of at most {_MAX_DIGITS} "
                 "digits."
             )
     if low is None:

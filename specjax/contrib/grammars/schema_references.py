@@ -13,9 +13,9 @@ _NOTES = {
     *("title", "description", "default", "examples", "example", "$schema", "$id", "id", "$comment"),
     *("deprecated", "readonly", "readOnly", "writeOnly"),
 }
-_MOST_LEVELS = 64
+_MAX_LEVELS = 64
 # A schema counts eight, and each character of its names and values one.
-_MOST_PARTS = 8 * 65536
+_MAX_PARTS = 8 * 65536
 
 
 def inline_references(schema: Any) -> Any:
@@ -53,9 +53,9 @@ class _Size:
 
     def add(self, schema: Mapping[str, Any]) -> None:
         """Adds a schema without those inside it."""
-        if self.num_levels > _MOST_LEVELS:
+        if self.num_levels > _MAX_LEVELS:
             raise ValueError(
-                f"the schema is nested in more than {_MOST_LEVELS} levels; it needs fewer levels."
+                f"the schema is nested in more than {_MAX_LEVELS} levels; it needs fewer levels."
             )
         values = [
             schema.get("const"),
@@ -66,7 +66,7 @@ class _Size:
         self.num_parts += 8 + sum(len(str(value)) for value in values)
         # A bound of n digits is compared at each of them.
         self.num_parts += sum((x.bit_length() // 3) ** 2 for x in bounds if isinstance(x, int))
-        if self.num_parts > _MOST_PARTS:
+        if self.num_parts > _MAX_PARTS:
             raise ValueError(
                 "the schema is too large, each part counted wherever a $ref names it; it needs "
                 "fewer schemas, or shorter names and values."

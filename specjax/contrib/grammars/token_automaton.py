@@ -18,8 +18,8 @@ from specjax.processing.grammar import Grammar
 __all__ = ["most_states", "token_automaton"]
 
 _BITS_PER_WORD = 32
-_MOST_BYTES = 2**29
-_MOST_STATES = 65536
+_MAX_BYTES = 2**29
+_MAX_STATES = 65536
 
 
 class _Move(NamedTuple):
@@ -31,7 +31,7 @@ class _Move(NamedTuple):
 
 def most_states(vocab_size: int) -> int:
     """Returns how many states have masks of at most 512 MiB together, up to 65536."""
-    return min(_MOST_STATES, _MOST_BYTES // (4 * max(1, _num_words(vocab_size))))
+    return min(_MAX_STATES, _MAX_BYTES // (4 * max(1, _num_words(vocab_size))))
 
 
 def token_automaton(
@@ -69,10 +69,10 @@ def token_automaton(
     moves, num_states = _keep_complete([moves[i] for i in distinct], end)
     merged, of_move = _merge(moves)
     classes = of_move[of_token.reshape(-1)]
-    if 4 * num_states * len(merged) > _MOST_BYTES:
+    if 4 * num_states * len(merged) > _MAX_BYTES:
         raise ValueError(
             f"the grammar has {num_states} states and {len(merged)} classes of tokens, whose table "
-            f"takes more than {_MOST_BYTES >> 20} MiB; it needs smaller bounds or fewer values."
+            f"takes more than {_MAX_BYTES >> 20} MiB; it needs smaller bounds or fewer values."
         )
     next_states = np.repeat(np.arange(num_states, dtype=np.int32)[:, None], len(merged), axis=1)
     follows = np.zeros((num_states, len(merged) + 1), bool)  # the last is the class of no token

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax.devices.placement import pvary_like
-from specjax.implementation import Implementation, resolve_implementation, select
+from specjax.implementation import Implementation, choose_implementation, resolve_implementation
 
 __all__ = ["run_decoder", "run_layer", "run_product"]
 
@@ -149,7 +149,9 @@ def _choose(
     batch, tokens = batch_and_tokens
     if resolved.name == "xla" or not 0 < batch * tokens <= _MAX_ROWS:
         return plain(*operands)
-    step = jax.custom_jvp(select(resolved, plain, functools.partial(kernels, resolved)))
+    step = jax.custom_jvp(
+        choose_implementation(resolved, plain, functools.partial(kernels, resolved))
+    )
     step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     # Inside shard_map an empty cache and a weight differ over no axis; a launch does as a whole.
     return step(*pvary_like(operands, operands))

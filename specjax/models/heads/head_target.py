@@ -122,19 +122,19 @@ def check_target(head: HeadConfig, *, hidden_size: int, vocab_size: int, num_lay
       ValueError: the EAGLE-3 head reads states after layers [1, 9] and the target has 8 layers; \
 use a head that was trained for this target.
     """
-    kind, layer, cure = head.kind, head.layer, "use a head that was trained for this target."
+    kind, layer, hint = head.kind, head.layer, "use a head that was trained for this target."
     if head.target_hidden_size != hidden_size:
         raise ValueError(
             f"the {kind} head reads hidden states of size {head.target_hidden_size} and the "
-            f"target's have {hidden_size}; {cure}"
+            f"target's have {hidden_size}; {hint}"
         )
     if layer.vocab_size != vocab_size:
         raise ValueError(
             f"the {kind} head is for {layer.vocab_size} tokens and the target has {vocab_size}; "
-            f"{cure}"
+            f"{hint}"
         )
     if not head.taps or min(head.taps) < 0 or max(head.taps) > num_layers:
         raise ValueError(
             f"the {kind} head reads states after layers {quote(list(head.taps))} and the target "
-            f"has {num_layers} layers; {cure}"
+            f"has {num_layers} layers; {hint}"
         )

@@ -31,8 +31,8 @@ from specjax.models.hf.weight_map import (
     stored_tensors,
     weight_entries,
 )
-from specjax.models.sharding.sharded_model import model_of_shares
-from specjax.models.sharding.share import share_config
+from specjax.models.sharding.sharded_model import sharded_model
+from specjax.models.sharding.share import shard_config
 from specjax.types import Model
 
 __all__ = ["load", "load_shapes", "resolve_dtype", "save"]
@@ -101,7 +101,7 @@ def load(
     config = dataclasses.replace(config, dtype=resolve_dtype(dtype, config.dtype))
     placement = None if mesh is None else parse_mesh(mesh, replicate)
     if placement is not None and placement.model is not None:
-        share_config(config, placement.num_shares)
+        shard_config(config, placement.num_shares)
     path = find_member(folder, _WEIGHTS)
     if path.with_name(_ADAPTER).is_file():
         raise ValueError(
@@ -125,7 +125,7 @@ def load(
             set_path(params, entry.path, array)
             advance(sum(view.nbytes for view in views))
     if placement is not None:
-        return model_of_shares(config, params, placement, implementation=implementation), config
+        return sharded_model(config, params, placement, implementation=implementation), config
     return build(config, params, implementation=implementation), config
 
 

@@ -16,7 +16,7 @@ from specjax.models.hf.weight_map import (
 )
 from specjax.models.sharding.share import (
     is_stacked,
-    share_config,
+    shard_config,
     share_ranges,
     share_shapes,
     split_axis,
@@ -84,7 +84,7 @@ def _views_of_share(
         for view, part in zip(views, ranges, strict=True)
     ]
     if entry.path[-1] in ("embedding", "head"):
-        missing = share_config(config, num_shares).vocab_size - len(parts[0])
+        missing = shard_config(config, num_shares).vocab_size - len(parts[0])
         if missing:
             rest = np.zeros((missing, views[0].shape[1]), views[0].dtype)
             parts = [np.concatenate([parts[0], rest])]

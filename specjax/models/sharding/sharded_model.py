@@ -19,10 +19,10 @@ from specjax.devices.placement import Placement, parse_mesh
 from specjax.implementation import Implementation
 from specjax.models.decoder.config import TransformerConfig
 from specjax.models.decoder.transformer import Transformer, functions, tap_function
-from specjax.models.sharding.share import is_stacked, param_specs, share_config, split_array
+from specjax.models.sharding.share import is_stacked, param_specs, shard_config, split_array
 from specjax.types import Model
 
-__all__ = ["model_of_shares", "split_model"]
+__all__ = ["sharded_model", "split_model"]
 
 
 def split_model(
@@ -59,7 +59,7 @@ def split_model(
     """
     placement = parse_mesh(mesh, replicate)
     if placement.model is not None:
-        share_config(config, placement.num_shares)
+        shard_config(config, placement.num_shares)
     if params is None:
         params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(seed)), nnx.Param))
 
@@ -74,10 +74,10 @@ def split_model(
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     split = jax.tree.map_with_path(put, params, param_specs(config, placement))
-    return model_of_shares(config, split, placement, implementation=implementation)
+    return sharded_model(config, split, placement, implementation=implementation)
 
 
-def model_of_shares(
+def sharded_model(
     config: TransformerConfig,
     params: Any,
     placement: Placement,
@@ -106,7 +106,7 @@ def model_of_shares(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Steps:
+class _ShardedFunctions:
     """Functions of a model over a mesh, as `Model` describes them.
 
     Attributes:
@@ -205,10 +205,10 @@ def _steps_of(
     config: TransformerConfig,
     placement: Placement,
     implementation: str | Implementation | None,
-) -> _Steps:
+) -> _ShardedFunctions:
     """Returns the functions of a model; equal arguments give the same, to share programs."""
-    own = config if placement.model is None else share_config(config, placement.num_shares)
-    return _Steps(config, own, placement, implementation)
+    own = config if placement.model is None else shard_config(config, placement.num_shares)
+    return _ShardedFunctions(config, own, placement, implementation)
 
 
 def _own_arrays(params: Any, placement: Placement) -> Any:

@@ -21,7 +21,7 @@ from specjax.models.decoder.transformer import param_shapes
 __all__ = [
     "is_stacked",
     "param_specs",
-    "share_config",
+    "shard_config",
     "share_ranges",
     "share_shapes",
     "split_array",
@@ -47,7 +47,7 @@ def is_stacked(path: tuple[Any, ...]) -> bool:
     return path[-1] in _STACKED
 
 
-def share_config(config: TransformerConfig, num_shares: int) -> TransformerConfig:
+def shard_config(config: TransformerConfig, num_shares: int) -> TransformerConfig:
     """Returns the configuration of one share, or refuses a number of shares.
 
     Where there are fewer key-value heads than shares, each is replicated on N / G devices.
@@ -108,7 +108,7 @@ def share_ranges(
     """
     size, name = config.head_dim, path[-1]
     if name in ("embedding", "head"):
-        width, end = share_config(config, num_shares).vocab_size, config.vocab_size
+        width, end = shard_config(config, num_shares).vocab_size, config.vocab_size
         return [slice(min(share * width, end), min((share + 1) * width, end))]
 
     def part(heads: int, size: int = 1) -> slice:
@@ -154,7 +154,7 @@ def split_array(
     shares = [share_of(share) for share in range(num_shares)]
     if is_stacked(path):
         return np.stack(shares)
-    width = num_shares * share_config(config, num_shares).vocab_size
+    width = num_shares * shard_config(config, num_shares).vocab_size
     missing = width - len(array) if path[-1] in ("embedding", "head") else 0
     return np.pad(np.concatenate(shares), ((0, missing), (0, 0)))
 
@@ -176,7 +176,7 @@ def share_shapes(config: TransformerConfig, placement: Placement) -> Any:
         sharding = placement.sharding(_spec(keys, placement))
         return jax.ShapeDtypeStruct(shape, own.dtype, sharding=sharding)
 
-    own = config if placement.model is None else share_config(config, num_shares)
+    own = config if placement.model is None else shard_config(config, num_shares)
     return jax.tree.map_with_path(shape_of, param_shapes(own))
 
 

@@ -92,7 +92,7 @@ def test_a_table_of_too_many_states_and_classes_is_refused(monkeypatch):
     vocabulary = [b"", b"a", b"b", b'"']
     grammar = token_automaton.token_automaton(automaton, vocabulary, 0)
     num_states, num_classes = grammar.next_states.shape
-    monkeypatch.setattr(token_automaton, "_MOST_BYTES", grammar.next_states.nbytes - 1)
+    monkeypatch.setattr(token_automaton, "_MAX_BYTES", grammar.next_states.nbytes - 1)
     words = rf"has {num_states} states and {num_classes} classes of tokens"
     with pytest.raises(ValueError, match=words):
         token_automaton.token_automaton(automaton, vocabulary, 0)

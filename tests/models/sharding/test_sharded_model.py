@@ -37,7 +37,7 @@ from specjax.models import (
     split_model,
 )
 from specjax.models.decoder.transformer import param_shapes
-from specjax.models.sharding.sharded_model import model_of_shares
+from specjax.models.sharding.sharded_model import sharded_model
 from specjax.models.sharding.share import share_ranges, share_shapes
 from specjax.samplers.batch import verify_over_mesh
 
@@ -540,9 +540,7 @@ def on_h200s(replicate=False, config=WIDE):
     kinds = (AxisType.Auto,) * 2
     mesh = AbstractMesh((2, 2), ("data", "model"), kinds, abstract_device=device)
     placement = parse_mesh(mesh, replicate)
-    return model_of_shares(
-        config, share_shapes(config, placement), placement, implementation=HOPPER
-    )
+    return sharded_model(config, share_shapes(config, placement), placement, implementation=HOPPER)
 
 
 def lowered_step(model, tokens):

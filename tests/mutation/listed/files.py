@@ -66,8 +66,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_RUN}read_batch",
-        "_MOST_BYTES if os.path.isfile(options.input) else _MOST_BYTES_OF_STREAM",
-        "_MOST_BYTES",
+        "_MAX_BYTES if os.path.isfile(options.input) else _MAX_BYTES_OF_STREAM",
+        "_MAX_BYTES",
         batches("test_an_input_that_has_no_end_is_refused_after_as_much_as_a_stream_may_hold"),
         "four gigabytes of a device are read before it is refused",
     ),

@@ -12,7 +12,7 @@ _WRITTEN = processes("test_a_text_of_two_processes_is_that_of_one_device_and_the
 
 MUTATIONS = (
     Mutation(
-        "specjax.cli.processes.is_writer",
+        "specjax.cli.processes.is_rank_zero",
         "options.process[0] == 0",
         "options.process[0] >= 0",
         _WRITTEN,
@@ -40,7 +40,7 @@ MUTATIONS = (
         "a process that waits for others crashes",
     ),
     Mutation(
-        "specjax.cli.processes.check_alike",
+        "specjax.cli.processes.check_same_inputs",
         "_name_processes((digests == _NO_DIGEST).all(axis=-1))",
         '""',
         _REFUSED,
