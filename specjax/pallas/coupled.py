@@ -32,8 +32,8 @@ from specjax.pallas.gumbel_max import (
     draw_row_token,
 )
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output, select_one
-from specjax.pallas.load_request import Plan, RequestScalars, load_masked, load_request
+from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output, reduce_where
+from specjax.pallas.load_request import RequestScalars, Schedule, load_masked, load_request
 from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix, write_result
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.target_rows import AcceptanceResult, VerifiedRows, accept_rows
@@ -74,39 +74,43 @@ class _Drawn(NamedTuple):
     counters: Any
 
 
-def verify_coupled(arrays: VerifyArrays, plan: Plan) -> Verification:
+def verify_coupled(arrays: VerifyArrays, schedule: Schedule) -> Verification:
     """Verifies a batch by coupled sampling, K >= 1, and returns the call's result."""
-    if not plan.is_small:
+    if not schedule.is_small:
         return launch(
-            functools.partial(coupled_write_kernel, plan=plan),
-            _Operands(arrays, accept_rows(arrays, plan, draw_and_compare)),
-            plan.verification_shape(),
-            num_programs=plan.num_requests,
+            functools.partial(coupled_write_kernel, schedule=schedule),
+            _Operands(arrays, accept_rows(arrays, schedule, draw_and_compare)),
+            schedule.verification_shape(),
+            num_programs=schedule.num_requests,
             num_warps=1,
-            interpret=plan.interpret,
+            interpret=schedule.interpret,
         )
-    rows = reduce_rows(arrays, plan, every_row_draws=True)
-    rows_shape = (plan.num_requests, plan.rows_per_request)
+    rows = reduce_rows(arrays, schedule, every_row_draws=True)
+    rows_shape = (schedule.num_requests, schedule.rows_per_request)
     return launch(
-        functools.partial(coupled_draw_kernel, plan=plan),
+        functools.partial(coupled_draw_kernel, schedule=schedule),
         _Operands(arrays, rows),
         _Drawn(
             shift=output(rows_shape),
             log_sum=output(rows_shape),
             token=output(rows_shape, jnp.int32),
             logit=output(rows_shape),
-            verification=plan.verification_shape(),
+            verification=schedule.verification_shape(),
             counters=output(rows.counters.shape, jnp.uint32),
         ),
-        num_programs=plan.num_requests * plan.rows_per_request,
-        num_warps=plan.config.num_draw_warps,
-        interpret=plan.interpret,
+        num_programs=schedule.num_requests * schedule.rows_per_request,
+        num_warps=schedule.config.num_draw_warps,
+        interpret=schedule.interpret,
         in_place={"counters": rows.counters},
     ).verification
 
 
 def draw_and_compare(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    partials: Partials,
+    schedule: Schedule,
 ) -> AcceptanceResult:
     """Draws from target row `i`, i32[1], of a request, and compares with its drafted token.
 
@@ -114,7 +118,7 @@ def draw_and_compare(
     stands in `argmax` of the result, and its log-probability in `logprobs`.
     """
     index, scale = jnp.sum(i, dtype=i.dtype), request.temperature.scale
-    normalizer, token, logit = _draw_row(arrays, request, index, partials, plan)
+    normalizer, token, logit = _draw_row(arrays, request, index, partials, schedule)
     has_draft = i < request.num_draft_tokens
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
     shift, log_sum, logprob, token = (
@@ -130,23 +134,25 @@ def _draw_row(
     request: RequestScalars,
     i: jax.Array,
     partials: Partials,
-    plan: Plan,
+    schedule: Schedule,
     gumbels: Any = None,
 ) -> tuple[LogNormalizer, jax.Array, jax.Array]:
     """Returns the normalizer of target row i, i32[], the token drawn from it and its logit.
 
     The noise of its blocks is `gumbels` of the row, or made here.
     """
-    index, greedy = request.b * plan.rows_per_request + i, request.temperature.greedy
+    index, greedy = request.b * schedule.rows_per_request + i, request.temperature.greedy
 
     def draw() -> tuple[LogNormalizer, jax.Array, jax.Array]:
         scale, vocab_size = request.temperature.scale, arrays.target_logits.shape[1]
-        address = request.address(arrays, i, Stream.TARGET, plan)
+        address = request.address(arrays, i, Stream.TARGET, schedule)
         blocks = load_blocks(partials, index, vocab_size)
         if gumbels is None:
-            noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
+            noise = draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
         else:
-            noise = BlockNoise(address, jnp.int32(0), load_padded(gumbels, index, 0), plan.threefry)
+            noise = BlockNoise(
+                address, jnp.int32(0), load_padded(gumbels, index, 0), schedule.threefry
+            )
         statistics = row_statistics(blocks, scale)
         log_sum = jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
         normalizer = statistics.normalizer._replace(log_sum=log_sum)
@@ -159,12 +165,12 @@ def _draw_row(
         normalizer, token = load_maxima(partials, index)
         return normalizer, token, normalizer.shift
 
-    if plan.options.skips_greedy_sums:
+    if schedule.options.skips_greedy_sums:
         return jax.lax.cond(greedy, take_argmax, draw)
     return draw()
 
 
-def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, plan: Plan) -> None:
+def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, schedule: Schedule) -> None:
     """Draws the token of a target row; the last program of a request writes its result.
 
     Formula: y_0, ..., y_n with y_i the target's draw from row i, and n the first row whose draw is
@@ -179,39 +185,39 @@ def coupled_draw_kernel(operands: _Operands, out: _Drawn, *, plan: Plan) -> None
     """
     arrays, rows = operands
     assert isinstance(rows, ReducedRows)
-    b, row = divmod_i32(pl.program_id(0), plan.rows_per_request)
-    request = load_request(arrays, b, plan)
+    b, row = divmod_i32(pl.program_id(0), schedule.rows_per_request)
+    request = load_request(arrays, b, schedule)
     exists = request.active & (row <= request.num_draft_tokens)
 
     @pl.when(exists)
     def _() -> None:
         normalizer, token, logit = _draw_row(
-            arrays, request, row, rows.partials, plan, rows.gumbels
+            arrays, request, row, rows.partials, schedule, rows.gumbels
         )
         out.shift[b, row], out.log_sum[b, row] = normalizer
         out.token[b, row], out.logit[b, row] = token, logit
 
     # Rows past the bonus row draw nothing, and are counted in all the same.
-    @pl.when(is_last_arrival(out.counters, (b,), plan.rows_per_request, plan.interpret))
+    @pl.when(is_last_arrival(out.counters, (b,), schedule.rows_per_request, schedule.interpret))
     def _() -> None:
-        prefix, drawn = _drawn_prefix(arrays, request, out, plan)
-        write_result(arrays, prefix, lambda: drawn, out.verification, plan)
+        prefix, drawn = _drawn_prefix(arrays, request, out, schedule)
+        write_result(arrays, prefix, lambda: drawn, out.verification, schedule)
 
 
 def _drawn_prefix(
-    arrays: VerifyArrays, request: RequestScalars, drawn: _Drawn, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, drawn: _Drawn, schedule: Schedule
 ) -> tuple[AcceptedPrefix, Draw]:
     """Returns the accepted prefix of a request whose rows have all drawn, and what its row drew."""
-    b, i = request.b, jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    b, i = request.b, jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     exists = request.active & (i <= request.num_draft_tokens)
     # All rows are loaded at once: which one decides follows from their tokens.
     shift, log_sum, token, logit = (load_masked(x, (b, i), exists) for x in drawn[:4])
     has_draft = request.active & (i < request.num_draft_tokens)
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
     accepted = has_draft & (token_id == token) & jnp.isfinite(log_sum)
-    n = jnp.min(jnp.where(accepted, jnp.int32(plan.rows_per_request), i))
+    n = jnp.min(jnp.where(accepted, jnp.int32(schedule.rows_per_request), i))
     mask = i == n
-    normalizer = LogNormalizer(select_one(shift, mask), select_one(log_sum, mask))
+    normalizer = LogNormalizer(reduce_where(shift, mask), reduce_where(log_sum, mask))
     logprobs = token_logprobs(logit, LogNormalizer(shift, log_sum), request.temperature.scale)
     row = SamplingRow(
         arrays.target_logits,
@@ -228,13 +234,13 @@ def _drawn_prefix(
         rejected=n < request.num_draft_tokens,
         drafted=None,
         from_residual=n < 0,
-        argmax=select_one(token, mask),
+        argmax=reduce_where(token, mask),
         logprobs=logprobs,
     )
-    return prefix, Draw(prefix.argmax, select_one(logit, mask), jnp.float32(0))
+    return prefix, Draw(prefix.argmax, reduce_where(logit, mask), jnp.float32(0))
 
 
-def coupled_write_kernel(operands: _Operands, out: Verification, *, plan: Plan) -> None:
+def coupled_write_kernel(operands: _Operands, out: Verification, *, schedule: Schedule) -> None:
     """Writes a request's accepted drafted tokens and what its deciding row has drawn.
 
     Formula: that of `coupled_draw_kernel`.
@@ -246,11 +252,11 @@ def coupled_write_kernel(operands: _Operands, out: Verification, *, plan: Plan) 
     launch early. Reference: Daliri, Musco and Suresh, 2024, arXiv:2408.07978.
     """
     arrays, rows = operands
-    prefix = load_accepted_prefix(arrays, rows, pl.program_id(0), plan)
+    prefix = load_accepted_prefix(arrays, rows, pl.program_id(0), schedule)
 
     def take_drawn() -> Draw:
         # `argmax` holds the row's draw.
         token = prefix.argmax
         return Draw(token, prefix.row.kept_logits(token), jnp.float32(0))
 
-    write_result(arrays, prefix, take_drawn, out, plan)
+    write_result(arrays, prefix, take_drawn, out, schedule)

@@ -19,7 +19,7 @@ from specjax.pallas.blocks import (
     store_partials,
 )
 from specjax.pallas.launch import divmod_i32, is_last_arrival, launch, output
-from specjax.pallas.load_request import Plan, load_draft_ids, load_request, locate_draft_row
+from specjax.pallas.load_request import Schedule, load_draft_ids, load_request, locate_draft_row
 
 __all__ = [
     "add_draft_statistics",
@@ -39,29 +39,29 @@ class _Outputs(NamedTuple):
     counters: Any
 
 
-def add_draft_statistics(arrays: VerifyArrays, plan: Plan) -> VerifyArrays:
+def add_draft_statistics(arrays: VerifyArrays, schedule: Schedule) -> VerifyArrays:
     """Returns the arrays with `draft_logprobs` and `draft_logsumexp` of every drafted token."""
-    num_rows = plan.num_requests * plan.max_draft_tokens
+    num_rows = schedule.num_requests * schedule.max_draft_tokens
     vocab_size = arrays.draft_logits.shape[1]
     zeros = jnp.zeros((num_rows,), jnp.uint32)
     outputs = launch(
-        functools.partial(draft_statistics_kernel, plan=plan),
+        functools.partial(draft_statistics_kernel, schedule=schedule),
         _Operands(arrays, zeros),
         _Outputs(
             output(arrays.token_ids.shape),
             output(arrays.token_ids.shape),
-            partials_shape(num_rows, vocab_size, plan.tile),
+            partials_shape(num_rows, vocab_size, schedule.tile),
             output(zeros.shape, jnp.uint32),
         ),
-        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        num_programs=num_rows * schedule.tile.num_tiles(vocab_size),
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
         in_place={"counters": zeros},
     )
     return arrays._replace(draft_logprobs=outputs.logprobs, draft_logsumexp=outputs.logsumexp)
 
 
-def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -> None:
+def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, schedule: Schedule) -> None:
     """Writes logsumexp(x / τ) of a draft row and log q = x[token] / τ - logsumexp of its token.
 
     Grid: B * K * tiles programs of 8 warps; one owns a tile of one draft row. The program
@@ -74,20 +74,20 @@ def draft_statistics_kernel(operands: _Operands, out: _Outputs, *, plan: Plan) -
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: the merge.
     """
     arrays = operands.arrays
-    num_tiles = plan.tile.num_tiles(arrays.draft_logits.shape[1])
+    num_tiles = schedule.tile.num_tiles(arrays.draft_logits.shape[1])
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    b, i = divmod_i32(index, plan.max_draft_tokens)
-    request = load_request(arrays, b, plan)
+    b, i = divmod_i32(index, schedule.max_draft_tokens)
+    request = load_request(arrays, b, schedule)
     has_draft = request.active & (i < request.num_draft_tokens)
 
     @pl.when(has_draft)
     def _() -> None:
-        row = locate_draft_row(arrays, request, i, has_draft, plan)
+        row = locate_draft_row(arrays, request, i, has_draft, schedule)
         scale = row.temperature.scale
         row_tile = RowTile(arrays.draft_logits, row.row_index, tile_index, scale, row.cutoff, None)
-        store_partials(row_tile, out.partials, index, plan.tile, plan.interpret)
+        store_partials(row_tile, out.partials, index, schedule.tile, schedule.interpret)
 
-        @pl.when(is_last_arrival(out.counters, (index,), num_tiles, plan.interpret))
+        @pl.when(is_last_arrival(out.counters, (index,), num_tiles, schedule.interpret))
         def _() -> None:
             statistics = row_statistics(load_tiles(out.partials, index, has_draft), scale)
             at = request.first_draft + i

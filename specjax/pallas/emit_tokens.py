@@ -20,7 +20,7 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.temperature import parse_temperature
 from specjax.pallas.gumbel_max import Draw, draw_row_noise
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output
-from specjax.pallas.load_request import Plan
+from specjax.pallas.load_request import Schedule
 from specjax.pallas.next_token import (
     AcceptedPrefix,
     LoadPrefix,
@@ -75,52 +75,58 @@ class _ResidualOutputs(NamedTuple):
     counters: Any
 
 
-def emit_tokens(arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, plan: Plan) -> Verification:
+def emit_tokens(
+    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, schedule: Schedule
+) -> Verification:
     """Launches what draws each request's recovered or bonus token, and returns the call's result.
 
     Args:
       arrays: the call's arrays.
       rows: what the launches before stored of the target rows.
-      plan: its tile is that of residuals, which cuts a target and a draft row alike.
+      schedule: its tile is that of residuals, which cuts a target and a draft row alike.
     """
-    has_residual = arrays.draft_logits is not None or plan.log_weights is not None
+    has_residual = arrays.draft_logits is not None or schedule.log_weights is not None
     if not has_residual:
-        return draw_next(DrawOperands(arrays, rows), plan)
+        return draw_next(DrawOperands(arrays, rows), schedule)
     if isinstance(rows, ReducedRows):
-        return _draw_from_tiles(arrays, rows, plan)
-    if plan.options.skips_greedy_sums:
-        return _draw_by_last_program(arrays, rows, plan)
-    return draw_next(DrawOperands(arrays, rows, _reduce_residuals(arrays, rows, plan)), plan)
-
-
-def draw_next(
-    operands: DrawOperands, plan: Plan, load_prefix: LoadPrefix = load_accepted_prefix
-) -> Verification:
-    """Launches the draw after each request's accepted prefix, and returns the call's result."""
-    return launch(
-        functools.partial(verify_draw_kernel, plan=plan, load_prefix=load_prefix),
-        operands,
-        plan.verification_shape(),
-        num_programs=plan.num_requests,
-        num_warps=plan.config.num_draw_warps,
-        interpret=plan.interpret,
+        return _draw_from_tiles(arrays, rows, schedule)
+    if schedule.options.skips_greedy_sums:
+        return _draw_by_last_program(arrays, rows, schedule)
+    return draw_next(
+        DrawOperands(arrays, rows, _reduce_residuals(arrays, rows, schedule)), schedule
     )
 
 
-def _reduce_residuals(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> jax.Array:
-    """Launches the reduction of a large batch's residuals, and returns their log-masses."""
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+def draw_next(
+    operands: DrawOperands, schedule: Schedule, load_prefix: LoadPrefix = load_accepted_prefix
+) -> Verification:
+    """Launches the draw after each request's accepted prefix, and returns the call's result."""
     return launch(
-        functools.partial(residual_mass_kernel, plan=plan),
+        functools.partial(verify_draw_kernel, schedule=schedule, load_prefix=load_prefix),
+        operands,
+        schedule.verification_shape(),
+        num_programs=schedule.num_requests,
+        num_warps=schedule.config.num_draw_warps,
+        interpret=schedule.interpret,
+    )
+
+
+def _reduce_residuals(arrays: VerifyArrays, rows: VerifiedRows, schedule: Schedule) -> jax.Array:
+    """Launches the reduction of a large batch's residuals, and returns their log-masses."""
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    return launch(
+        functools.partial(residual_mass_kernel, schedule=schedule),
         DrawOperands(arrays, rows),
-        _ResidualLogMasses(masses_shape(arrays.target_logits.shape[1], plan)),
-        num_programs=plan.num_requests * num_tiles,
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        _ResidualLogMasses(masses_shape(arrays.target_logits.shape[1], schedule)),
+        num_programs=schedule.num_requests * num_tiles,
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
     ).log_masses
 
 
-def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, plan: Plan) -> None:
+def residual_mass_kernel(
+    operands: DrawOperands, out: _ResidualLogMasses, *, schedule: Schedule
+) -> None:
     """Writes log sum max(p - q, 0), or (m, l) of a rule's weights, per block of a residual's tile.
 
     Grid: B * tiles programs of 8 warps; one owns a tile of 16384 tokens, of the target row that
@@ -133,20 +139,20 @@ def residual_mass_kernel(operands: DrawOperands, out: _ResidualLogMasses, *, pla
     normalizers it reads. The programs of this launch do not wait for one another.
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
-    num_tiles = plan.tile.num_tiles(operands.arrays.target_logits.shape[1])
+    num_tiles = schedule.tile.num_tiles(operands.arrays.target_logits.shape[1])
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    prefix = load_accepted_prefix(operands.arrays, operands.rows, b, plan)
+    prefix = load_accepted_prefix(operands.arrays, operands.rows, b, schedule)
 
     @pl.when(prefix.from_residual)
     def _() -> None:
-        store_log_masses(operands.arrays, prefix, tile_index, out.log_masses, b, plan)
+        store_log_masses(operands.arrays, prefix, tile_index, out.log_masses, b, schedule)
 
 
 def verify_draw_kernel(
     operands: DrawOperands,
     out: Verification,
     *,
-    plan: Plan,
+    schedule: Schedule,
     load_prefix: LoadPrefix,
 ) -> None:
     """Writes a request's accepted drafted tokens, and the next one, drawn by two-level Gumbel-max.
@@ -162,8 +168,8 @@ def verify_draw_kernel(
     References: those of `next_token`; Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
     """
     arrays, rows, log_masses = operands
-    prefix = load_prefix(arrays, rows, pl.program_id(0), plan)
-    _write_drawn(arrays, rows, log_masses, prefix, out, plan)
+    prefix = load_prefix(arrays, rows, pl.program_id(0), schedule)
+    _write_drawn(arrays, rows, log_masses, prefix, out, schedule)
 
 
 def _write_drawn(
@@ -172,47 +178,51 @@ def _write_drawn(
     log_masses: Any,
     prefix: AcceptedPrefix,
     out: Verification,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Draws the token after an accepted prefix from its row or its residual, and writes both."""
-    address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
-    noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
+    address, vocab_size = next_address(arrays, prefix, schedule), arrays.target_logits.shape[1]
+    noise = draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
 
     def draw_from_row() -> Draw:
-        return draw_row(arrays, rows, prefix, noise, plan)
+        return draw_row(arrays, rows, prefix, noise, schedule)
 
     def draw() -> Draw:
         if log_masses is None:
             return draw_from_row()
 
         def draw_from_residual() -> Draw:
-            draw_weights = draw_residual if plan.log_weights is None else draw_by_rule
-            return draw_weights(arrays, rows, log_masses, prefix, noise, plan)
+            draw_weights = draw_residual if schedule.log_weights is None else draw_by_rule
+            return draw_weights(arrays, rows, log_masses, prefix, noise, schedule)
 
         return jax.lax.cond(prefix.from_residual, draw_from_residual, draw_from_row)
 
-    write_result(arrays, prefix, draw, out, plan)
+    write_result(arrays, prefix, draw, out, schedule)
 
 
-def _draw_by_last_program(arrays: VerifyArrays, rows: VerifiedRows, plan: Plan) -> Verification:
+def _draw_by_last_program(
+    arrays: VerifyArrays, rows: VerifiedRows, schedule: Schedule
+) -> Verification:
     """Launches `residual_last_draw_kernel`, and returns the call's result."""
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
     return launch(
-        functools.partial(residual_last_draw_kernel, plan=plan),
+        functools.partial(residual_last_draw_kernel, schedule=schedule),
         DrawOperands(arrays, rows),
         _ResidualOutputs(
-            plan.verification_shape(),
-            masses_shape(arrays.target_logits.shape[1], plan),
+            schedule.verification_shape(),
+            masses_shape(arrays.target_logits.shape[1], schedule),
             output(rows.counters.shape, jnp.uint32),
         ),
-        num_programs=plan.num_requests * num_tiles,
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        num_programs=schedule.num_requests * num_tiles,
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
         in_place={"counters": rows.counters},
     ).verification
 
 
-def residual_last_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan: Plan) -> None:
+def residual_last_draw_kernel(
+    operands: DrawOperands, out: _ResidualOutputs, *, schedule: Schedule
+) -> None:
     """Reduces a tile of a residual; the request's last program draws, and writes the result.
 
     Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`.
@@ -226,50 +236,52 @@ def residual_last_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, 
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays, rows = operands.arrays, operands.rows
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
     is_greedy = parse_temperature(arrays.temperature[b]).greedy
 
     @pl.when(is_greedy & (tile_index == 0))
     def _() -> None:
-        prefix = load_accepted_prefix(arrays, rows, b, plan)
-        write_result(arrays, prefix, None, out.verification, plan)
+        prefix = load_accepted_prefix(arrays, rows, b, schedule)
+        write_result(arrays, prefix, None, out.verification, schedule)
 
     @pl.when(~is_greedy)
     def _() -> None:
-        prefix = load_accepted_prefix(arrays, rows, b, plan)
+        prefix = load_accepted_prefix(arrays, rows, b, schedule)
 
         def reduce_and_arrive() -> jax.Array:
-            store_log_masses(arrays, prefix, tile_index, out.tile_results, b, plan)
-            at = (b, jnp.int32(plan.rows_per_request + 1))
-            return is_last_arrival(out.counters, at, num_tiles, plan.interpret)
+            store_log_masses(arrays, prefix, tile_index, out.tile_results, b, schedule)
+            at = (b, jnp.int32(schedule.rows_per_request + 1))
+            return is_last_arrival(out.counters, at, num_tiles, schedule.interpret)
 
         is_last = cond_or(prefix.from_residual, reduce_and_arrive, tile_index == 0)
 
         @pl.when(is_last)
         def _() -> None:
-            _write_drawn(arrays, rows, out.tile_results, prefix, out.verification, plan)
+            _write_drawn(arrays, rows, out.tile_results, prefix, out.verification, schedule)
 
 
-def _draw_from_tiles(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> Verification:
+def _draw_from_tiles(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> Verification:
     """Launches `residual_draw_kernel` for a small batch, and returns the call's result."""
-    tiles = (plan.num_requests, plan.tile.num_tiles(arrays.target_logits.shape[1]))
+    tiles = (schedule.num_requests, schedule.tile.num_tiles(arrays.target_logits.shape[1]))
     return launch(
-        functools.partial(residual_draw_kernel, plan=plan),
+        functools.partial(residual_draw_kernel, schedule=schedule),
         DrawOperands(arrays, rows),
         _ResidualOutputs(
-            plan.verification_shape(),
-            winners_shape(tiles, plan),
+            schedule.verification_shape(),
+            winners_shape(tiles, schedule),
             output(rows.counters.shape, jnp.uint32),
         ),
         num_programs=tiles[0] * tiles[1],
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
         in_place={"counters": rows.counters},
     ).verification
 
 
-def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan: Plan) -> None:
+def residual_draw_kernel(
+    operands: DrawOperands, out: _ResidualOutputs, *, schedule: Schedule
+) -> None:
     """Draws a token from each tile of a residual; the last program writes the request's result.
 
     Formula: that of `verify_draw_kernel`, in each tile. A tile's score is max_i (log mass_i + g_i)
@@ -286,19 +298,19 @@ def residual_draw_kernel(operands: DrawOperands, out: _ResidualOutputs, *, plan:
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    prefix = load_accepted_prefix(arrays, operands.rows, b, plan)
+    prefix = load_accepted_prefix(arrays, operands.rows, b, schedule)
 
     def draw_and_arrive() -> jax.Array:
-        draw_tile(arrays, prefix, tile_index, out.tile_results, prefix.request.b, plan)
-        return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
+        draw_tile(arrays, prefix, tile_index, out.tile_results, prefix.request.b, schedule)
+        return is_last_arrival(out.counters, (b,), num_tiles, schedule.interpret)
 
     is_last = cond_or(prefix.from_residual, draw_and_arrive, tile_index == 0)
 
     @pl.when(is_last)
     def _() -> None:
         def draw() -> Draw:
-            return choose_winner(arrays, operands.rows, prefix, out.tile_results, b, plan)
+            return choose_winner(arrays, operands.rows, prefix, out.tile_results, b, schedule)
 
-        write_result(arrays, prefix, draw, out.verification, plan)
+        write_result(arrays, prefix, draw, out.verification, schedule)

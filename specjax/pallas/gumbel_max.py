@@ -22,7 +22,7 @@ from specjax.core.noise import BLOCK_LEVEL, SAMPLING_BLOCK, TOKEN_LEVEL, Hash, W
 from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.blocks import block_argmax, load_logits, load_raw_logits
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import divmod_i32, select_one
+from specjax.pallas.launch import divmod_i32, reduce_where
 
 __all__ = [
     "BlockNoise",
@@ -154,7 +154,7 @@ def draw_token(
     best_index = first_argmax(token_log_weights(token_id, logprobs).astype(dtype) + token_gumbels)
     mask = jax.lax.iota(jnp.int32, SAMPLING_BLOCK) == best_index
     logit = jnp.max(jnp.where(mask, x, -jnp.inf))
-    return Draw(select_one(token_id, mask), logit, jnp.max(scores))
+    return Draw(reduce_where(token_id, mask), logit, jnp.max(scores))
 
 
 def exclude_weight(

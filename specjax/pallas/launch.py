@@ -31,7 +31,7 @@ __all__ = [
     "make_exp2",
     "make_nan_to_inf",
     "output",
-    "select_one",
+    "reduce_where",
 ]
 
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
@@ -251,7 +251,7 @@ def divmod_i32(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.div(number, divisor_i32), jax.lax.rem(number, divisor_i32)
 
 
-def select_one(values: jax.Array, mask: jax.Array) -> jax.Array:
+def reduce_where(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Returns the element [] of `values` [N] where `mask` is True, 0 if it is nowhere."""
     zero = jnp.zeros((), values.dtype)
     return jnp.sum(jnp.where(mask, values, zero), dtype=values.dtype)

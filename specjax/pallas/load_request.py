@@ -15,15 +15,15 @@ from specjax.core.temperature import Temperature, parse_temperature
 from specjax.devices.rows import logit_rows
 from specjax.pallas.blocks import load_logits
 from specjax.pallas.kernel_config import KernelConfig, Tile, next_power_of_2
-from specjax.pallas.launch import interpreter_barrier, output, select_one
+from specjax.pallas.launch import interpreter_barrier, output, reduce_where
 from specjax.pallas.threefry import make_threefry
 from specjax.types import Verification
 
 __all__ = [
     "DraftRow",
     "DraftedToken",
-    "Plan",
     "RequestScalars",
+    "Schedule",
     "load_draft_ids",
     "load_drafted",
     "load_drafted_logit",
@@ -34,15 +34,15 @@ __all__ = [
 ]
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """The static schedule of a launch.
 
     Attributes:
       num_requests: B.
       options: of the call.
       tile: the share of a row that one program reduces.
-      log_weights: of a rule, from (arrays, prefix, token ids, log p, plan) to log-weights of the
-        token in place of a rejected one; None for max(p - q, 0).
+      log_weights: of a rule, from (arrays, prefix, token ids, log p, schedule) to log-weights of
+        the token in place of a rejected one; None for max(p - q, 0).
       has_bonus_rows: whether the row after a request's last drafted token is reduced, too.
     """
 
@@ -126,13 +126,13 @@ class RequestScalars(NamedTuple):
     temperature: Temperature
     active: jax.Array
 
-    def address(self, arrays: VerifyArrays, i: jax.Array, stream: Any, plan: Plan) -> Words:
+    def address(self, arrays: VerifyArrays, i: jax.Array, stream: Any, schedule: Schedule) -> Words:
         """Returns the addresses of the draws at positions `positions[b] + i`."""
         words = arrays.keys[self.b, 0], arrays.keys[self.b, 1]
         key = jnp.broadcast_to(words[0], i.shape), jnp.broadcast_to(words[1], i.shape)
-        at = fold_in(key, arrays.positions[self.b] + i, plan.threefry)
-        at = fold_in(interpreter_barrier(at, plan.interpret), stream, plan.threefry)
-        return interpreter_barrier(at, plan.interpret)
+        at = fold_in(key, arrays.positions[self.b] + i, schedule.threefry)
+        at = fold_in(interpreter_barrier(at, schedule.interpret), stream, schedule.threefry)
+        return interpreter_barrier(at, schedule.interpret)
 
     def cutoff(self, arrays: VerifyArrays, i: jax.Array, mask: jax.Array) -> jax.Array | None:
         """Returns the cutoffs of target rows i, 0 where `mask` is False; None without cutoffs."""
@@ -176,13 +176,13 @@ class DraftedToken(NamedTuple):
         """Returns the only token, of several, where `mask` is True."""
         cutoff = self.row.cutoff
         return DraftedToken(
-            select_one(self.token_id, mask),
-            select_one(self.logprob, mask),
-            LogNormalizer(*[select_one(x, mask) for x in self.normalizer]),
-            select_one(self.one_hot.astype(jnp.int32), mask) != 0,
+            reduce_where(self.token_id, mask),
+            reduce_where(self.logprob, mask),
+            LogNormalizer(*[reduce_where(x, mask) for x in self.normalizer]),
+            reduce_where(self.one_hot.astype(jnp.int32), mask) != 0,
             self.row._replace(
-                row_index=select_one(self.row.row_index, mask),
-                cutoff=None if cutoff is None else select_one(cutoff, mask),
+                row_index=reduce_where(self.row.row_index, mask),
+                cutoff=None if cutoff is None else reduce_where(cutoff, mask),
             ),
         )
 
@@ -192,15 +192,15 @@ def load_masked(values: Any, index: Any, mask: jax.Array) -> jax.Array:
     return plgpu.load(values.at[index], mask=mask, other=jnp.zeros((), values.dtype))
 
 
-def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScalars:
+def load_request(arrays: VerifyArrays, b: jax.Array, schedule: Schedule) -> RequestScalars:
     """Loads the scalars of request b."""
-    k = plan.max_draft_tokens
+    k = schedule.max_draft_tokens
     temperature = parse_temperature(arrays.temperature[b])
     if arrays.cu_num_draft_tokens is None:
         first_draft, capacity = b * k, jnp.int32(k)
     else:
         # A wrong count must not lead outside the arrays: that would end the whole process.
-        total = arrays.target_logits.shape[0] - plan.num_requests
+        total = arrays.target_logits.shape[0] - schedule.num_requests
         ends = [jnp.clip(arrays.cu_num_draft_tokens[i], 0, total) for i in (b, b + 1)]
         first_draft, capacity = ends[0], jnp.clip(ends[1] - ends[0], 0, k)
     num_given = capacity
@@ -219,14 +219,14 @@ def load_request(arrays: VerifyArrays, b: jax.Array, plan: Plan) -> RequestScala
 
 
 def locate_draft_row(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, schedule: Schedule
 ) -> DraftRow:
     """Returns the draft rows of drafted tokens i, found through `draft_rows` where it is given."""
     index = request.first_draft + i
     if arrays.draft_rows is None:
         row = index
     elif arrays.cu_num_draft_tokens is None:
-        row = arrays.draft_rows[request.b] * plan.max_draft_tokens + i
+        row = arrays.draft_rows[request.b] * schedule.max_draft_tokens + i
     else:
         row = load_masked(arrays.draft_rows, index, mask)
     if arrays.draft_rows is not None:
@@ -248,7 +248,7 @@ def load_draft_ids(arrays: VerifyArrays, token_id: jax.Array) -> jax.Array:
 
 
 def load_drafted(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, mask: jax.Array, schedule: Schedule
 ) -> DraftedToken:
     """Loads a request's drafted tokens i where `mask` is True; `arrays.token_ids` is not None."""
     index = request.first_draft + i
@@ -258,12 +258,12 @@ def load_drafted(
         row = DraftRow(index, request.temperature, None)
         # `index >= 0` is True, of the index's shape.
         return DraftedToken(token_id, zero, LogNormalizer(zero, zero), index >= 0, row)
-    row = locate_draft_row(arrays, request, i, mask, plan)
+    row = locate_draft_row(arrays, request, i, mask, schedule)
     if arrays.shared is None:
         draft_id = load_draft_ids(arrays, token_id)
         logit = load_logits(arrays.draft_logits, row.row_index, draft_id, row.cutoff, mask)
     else:
-        logit = arrays.shared.load_draft_logit(request.b * plan.rows_per_request + i, mask)
+        logit = arrays.shared.load_draft_logit(request.b * schedule.rows_per_request + i, mask)
     logprob = load_masked(arrays.draft_logprobs, index, mask)
     logsumexp = load_masked(arrays.draft_logsumexp, index, mask)
     one_hot = is_one_hot(row.temperature, logprob, logsumexp)
@@ -277,11 +277,11 @@ def load_drafted_logits(
     i: jax.Array,
     token_id: jax.Array,
     mask: jax.Array,
-    plan: Plan,
+    schedule: Schedule,
 ) -> jax.Array:
     """Loads the target logits of a request's drafted tokens i where `mask` is True."""
     if arrays.shared is not None:
-        return arrays.shared.load_target_logit(request.b * plan.rows_per_request + i, mask)
+        return arrays.shared.load_target_logit(request.b * schedule.rows_per_request + i, mask)
     exists = i <= request.num_draft_tokens
     row = request.first_target_row + jnp.where(exists, i, 0)
     return load_logits(arrays.target_logits, row, token_id, request.cutoff(arrays, i, exists), mask)

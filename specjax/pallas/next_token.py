@@ -31,17 +31,17 @@ from specjax.core.noise import Stream, Words
 from specjax.pallas.blocks import load_blocks, load_maxima
 from specjax.pallas.gumbel_max import BlockNoise, Draw, SamplingRow, draw_token, exclude_token
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import cond_or, select_one
+from specjax.pallas.launch import cond_or, reduce_where
 from specjax.pallas.load_request import (
     DraftedToken,
-    Plan,
     RequestScalars,
+    Schedule,
     load_drafted,
     load_masked,
     load_request,
 )
 from specjax.pallas.reduce_rows import ReducedRows
-from specjax.pallas.split.shared_rows import load_first_token, true_columns
+from specjax.pallas.split.shared_rows import load_first_token, unpadded
 from specjax.pallas.target_rows import VerifiedRows, evaluate_acceptance
 from specjax.types import Verification
 
@@ -49,11 +49,11 @@ __all__ = [
     "AcceptedPrefix",
     "LoadPrefix",
     "draw_row",
-    "emitted",
-    "given_bonus",
+    "has_given_bonus",
     "load_accepted_prefix",
     "next_address",
     "row_block_logprobs",
+    "verification_of",
     "write_result",
 ]
 
@@ -90,54 +90,54 @@ class AcceptedPrefix(NamedTuple):
 
 
 # Returns the accepted prefix of a request from the call's arrays, its rows and its index.
-LoadPrefix = Callable[[VerifyArrays, Any, jax.Array, Plan], AcceptedPrefix]
+LoadPrefix = Callable[[VerifyArrays, Any, jax.Array, Schedule], AcceptedPrefix]
 
 
 def load_accepted_prefix(
-    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, b: jax.Array, plan: Plan
+    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, b: jax.Array, schedule: Schedule
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b.
 
     `ReducedRows` are evaluated here, by every program of the request. `VerifiedRows` hold what
     `verify_accept_kernel` has stored.
     """
-    request = load_request(arrays, b, plan)
-    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    request = load_request(arrays, b, schedule)
+    i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     if isinstance(rows, ReducedRows):
-        result = evaluate_acceptance(arrays, request, i, rows.partials, plan)
+        result = evaluate_acceptance(arrays, request, i, rows.partials, schedule)
         is_end = ~result.accepted & (i <= request.num_draft_tokens)
-        num_accepted = jnp.min(jnp.where(is_end, i, jnp.int32(plan.rows_per_request)))
+        num_accepted = jnp.min(jnp.where(is_end, i, jnp.int32(schedule.rows_per_request)))
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
         mask = i == num_accepted
-        normalizer = LogNormalizer(*[select_one(x, mask) for x in result.normalizer])
-        argmax = select_one(result.argmax, mask)
+        normalizer = LogNormalizer(*[reduce_where(x, mask) for x in result.normalizer])
+        argmax = reduce_where(result.argmax, mask)
         logprobs = result.logprobs
         drafted = None if result.drafted is None else result.drafted.select(mask)
     else:
         # The stop, as `VerifiedRows.counters` holds it.
-        num_accepted = plan.rows_per_request - rows.counters[
-            b, jnp.int32(plan.rows_per_request)
+        num_accepted = schedule.rows_per_request - rows.counters[
+            b, jnp.int32(schedule.rows_per_request)
         ].astype(jnp.int32)
-        if plan.options.skips_greedy_sums:
+        if schedule.options.skips_greedy_sums:
             # No program of a greedy request's bonus row publishes it.
             num_accepted = jnp.minimum(num_accepted, request.num_draft_tokens)
         num_accepted = jnp.where(request.active, num_accepted, jnp.int32(0))
-        index = b * plan.rows_per_request + num_accepted
-        normalizer, argmax = _deciding_row(rows, index, request, plan)
-        logprobs = load_masked(rows.logprobs, b * plan.rows_per_request + i, i < num_accepted)
+        index = b * schedule.rows_per_request + num_accepted
+        normalizer, argmax = _deciding_row(rows, index, request, schedule)
+        logprobs = load_masked(rows.logprobs, b * schedule.rows_per_request + i, i < num_accepted)
         drafted = None
-        if plan.max_draft_tokens:
+        if schedule.max_draft_tokens:
             has_draft = num_accepted < request.num_draft_tokens
-            drafted = load_drafted(arrays, request, num_accepted, has_draft, plan)
+            drafted = load_drafted(arrays, request, num_accepted, has_draft, schedule)
     valid = request.active & jnp.isfinite(normalizer.log_sum)
     rejected = num_accepted < request.num_draft_tokens
     from_residual = num_accepted < 0  # False, as a computed value that Triton can branch on
-    if plan.log_weights is not None and drafted is not None:
+    if schedule.log_weights is not None and drafted is not None:
         from_residual = rejected & valid & ~request.temperature.greedy
     elif arrays.draft_logits is not None and drafted is not None:
         from_residual = rejected & valid & ~request.temperature.greedy & ~drafted.one_hot
     row = SamplingRow(
-        true_columns(arrays.target_logits, arrays),
+        unpadded(arrays.target_logits, arrays),
         request.first_target_row + num_accepted,
         request.temperature.scale,
         request.cutoff(arrays, num_accepted, request.active),
@@ -150,22 +150,22 @@ def load_accepted_prefix(
 
 
 def _deciding_row(
-    rows: VerifiedRows, index: jax.Array, request: RequestScalars, plan: Plan
+    rows: VerifiedRows, index: jax.Array, request: RequestScalars, schedule: Schedule
 ) -> tuple[LogNormalizer, jax.Array]:
     """Returns the normalizer and the argmax of a row that `verify_accept_kernel` has read."""
 
     def load() -> tuple[LogNormalizer, jax.Array]:
         return LogNormalizer(rows.shift[index], rows.log_sum[index]), rows.argmax[index]
 
-    if not plan.options.skips_greedy_sums:
+    if not schedule.options.skips_greedy_sums:
         return load()
     is_greedy = request.temperature.greedy
     return jax.lax.cond(is_greedy, lambda: load_maxima(rows.partials, index), load)
 
 
-def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> Words:
+def next_address(arrays: VerifyArrays, prefix: AcceptedPrefix, schedule: Schedule) -> Words:
     """Returns the address of the draw of the token after the accepted drafted tokens."""
-    return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, plan)
+    return prefix.request.address(arrays, prefix.num_accepted, Stream.TARGET, schedule)
 
 
 def write_result(
@@ -173,7 +173,7 @@ def write_result(
     prefix: AcceptedPrefix,
     draw: Callable[[], Draw] | None,
     out: Any,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Writes a request's accepted drafted tokens and the token after them, if one is emitted.
 
@@ -182,47 +182,53 @@ def write_result(
       prefix: the accepted prefix.
       draw: draws the token after it; None where the request is known to be greedy.
       out: references of the `Verification`.
-      plan: of the launch.
+      schedule: of the launch.
     """
-    result, b = emitted(arrays, prefix, draw, plan), prefix.request.b
+    result, b = verification_of(arrays, prefix, draw, schedule), prefix.request.b
     i = jax.lax.iota(jnp.int32, result.token_ids.shape[0])
-    inside = i < plan.rows_per_request
+    inside = i < schedule.rows_per_request
     plgpu.store(out.token_ids.at[b, i], result.token_ids, mask=inside)
     plgpu.store(out.logprobs.at[b, i], result.logprobs, mask=inside)
     out.num_accepted[b] = result.num_accepted
     out.num_emitted[b] = result.num_emitted
 
 
-def emitted(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw] | None, plan: Plan
+def verification_of(
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    draw: Callable[[], Draw] | None,
+    schedule: Schedule,
 ) -> Verification:
     """Returns what `write_result` writes of a request; tokens are padded to a power of two."""
-    token, logprob, is_emitted = _next_token(arrays, prefix, draw, plan)
+    token, logprob, is_emitted = _next_token(arrays, prefix, draw, schedule)
     request, num_accepted = prefix.request, prefix.num_accepted
     is_emitted &= request.active
-    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     is_next = is_emitted & (i == num_accepted)
     token_ids = jnp.where(is_next, token, jnp.int32(-1))
     logprobs = jnp.where(is_next, logprob, jnp.float32(0))
-    if plan.max_draft_tokens:
+    if schedule.max_draft_tokens:
         is_accepted = i < num_accepted
         draft_ids = load_masked(arrays.token_ids, request.first_draft + i, is_accepted)
         token_ids = jnp.where(is_accepted, draft_ids, token_ids)
         logprobs = jnp.where(is_accepted, prefix.logprobs, logprobs)
-    if not plan.options.greedy_logprobs:
+    if not schedule.options.greedy_logprobs:
         logprobs = jnp.where(request.temperature.greedy, jnp.float32(0), logprobs)
     num_emitted = num_accepted + is_emitted.astype(jnp.int32)
     return Verification(token_ids, num_accepted, num_emitted, logprobs)
 
 
-def given_bonus(arrays: VerifyArrays, prefix: AcceptedPrefix, plan: Plan) -> jax.Array:
+def has_given_bonus(arrays: VerifyArrays, prefix: AcceptedPrefix, schedule: Schedule) -> jax.Array:
     """Returns whether a request's next token is the bonus token that the caller chose, bool[]."""
     bonus = arrays.bonus_token_ids[prefix.request.b]
-    return (bonus >= 0) & (bonus < plan.vocab_size(arrays)) & ~prefix.rejected
+    return (bonus >= 0) & (bonus < schedule.vocab_size(arrays)) & ~prefix.rejected
 
 
 def _next_token(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, draw: Callable[[], Draw] | None, plan: Plan
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    draw: Callable[[], Draw] | None,
+    schedule: Schedule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the token after the accepted ones, its log-probability and whether it is emitted."""
 
@@ -244,7 +250,7 @@ def _next_token(
     if arrays.bonus_token_ids is None:
         return token, logprob, prefix.valid
     bonus = arrays.bonus_token_ids[prefix.request.b]
-    is_given = given_bonus(arrays, prefix, plan)
+    is_given = has_given_bonus(arrays, prefix, schedule)
     bonus_logprob = prefix.row.logprobs(jnp.maximum(bonus, 0))
     # An invalid row gives no probability to a bonus token that the caller has chosen.
     bonus_logprob = jnp.where(prefix.valid, bonus_logprob, -jnp.inf)
@@ -257,13 +263,13 @@ def draw_row(
     rows: ReducedRows | VerifiedRows,
     prefix: AcceptedPrefix,
     noise: BlockNoise,
-    plan: Plan,
+    schedule: Schedule,
 ) -> Draw:
     """Draws from the deciding row, without a one-hot draft that it rejected.
 
     If no other token has mass, the draw is from the row as it is.
     """
-    row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
+    row_log_masses = row_block_logprobs(arrays, rows, prefix, schedule)
     if prefix.drafted is None:
         return draw_token(prefix.row, row_log_masses, noise, lambda _, logprobs: logprobs)
     log_masses, exclude_draft = exclude_token(
@@ -271,7 +277,7 @@ def draw_row(
         row_log_masses,
         prefix.drafted.token_id,
         prefix.rejected & ~prefix.from_residual,
-        plan.vocab_size(arrays),
+        schedule.vocab_size(arrays),
     )
     is_empty = jnp.sum(exp_scaled(log_masses)) <= 0
 
@@ -284,9 +290,12 @@ def draw_row(
 
 
 def row_block_logprobs(
-    arrays: VerifyArrays, rows: ReducedRows | VerifiedRows, prefix: AcceptedPrefix, plan: Plan
+    arrays: VerifyArrays,
+    rows: ReducedRows | VerifiedRows,
+    prefix: AcceptedPrefix,
+    schedule: Schedule,
 ) -> jax.Array:
     """Returns the log-masses of the blocks of the deciding row, f32[N]."""
-    index = prefix.request.b * plan.rows_per_request + prefix.num_accepted
+    index = prefix.request.b * schedule.rows_per_request + prefix.num_accepted
     blocks = load_blocks(rows.partials, index, arrays.target_logits.shape[1])
     return block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale)

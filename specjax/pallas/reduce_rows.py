@@ -24,8 +24,8 @@ from specjax.pallas.blocks import (
 from specjax.pallas.gumbel_max import draw_noise, num_padded_blocks
 from specjax.pallas.launch import divmod_i32, launch, launch_dependents, output
 from specjax.pallas.load_request import (
-    Plan,
     RequestScalars,
+    Schedule,
     load_masked,
     load_request,
     locate_draft_row,
@@ -33,7 +33,7 @@ from specjax.pallas.load_request import (
 from specjax.pallas.split.shared_rows import (
     SharedRows,
     shared_shape,
-    true_columns,
+    unpadded,
     with_shared_tiles,
 )
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class ReducedRows(NamedTuple):
-    """Target rows [B * (K + 1)], those reduced that `Plan.is_reduced` says.
+    """Target rows [B * (K + 1)], those reduced that `Schedule.is_reduced` says.
 
     Attributes:
       partials: of these rows.
@@ -63,40 +63,43 @@ class ReducedRows(NamedTuple):
     shared: Any = None
 
 
-def reduce_rows(arrays: VerifyArrays, plan: Plan, every_row_draws: bool = False) -> ReducedRows:
+def reduce_rows(
+    arrays: VerifyArrays, schedule: Schedule, every_row_draws: bool = False
+) -> ReducedRows:
     """Launches the reduction of every target row.
 
     Args:
       arrays: the call's arrays.
-      plan: of the launch.
+      schedule: of the launch.
       every_row_draws: whether the next launch draws from each row, in one program per row. Then
         this one makes the noise and, from Hopper on, triggers the next early.
     """
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
+    vocab_size = arrays.target_logits.shape[1]
+    num_rows = schedule.num_requests * schedule.rows_per_request
     num_splits, num_blocks = 0, num_padded_blocks(vocab_size)
     if every_row_draws:
-        num_splits = plan.config.noise_splits(num_rows, num_blocks)
-    is_split = plan.options.split is not None
-    triggers = every_row_draws and plan.options.implementation.device_facts().supports_pdl
+        num_splits = schedule.config.noise_splits(num_rows, num_blocks)
+    is_split = schedule.options.split is not None
+    triggers = every_row_draws and schedule.options.implementation.device_facts().supports_pdl
     return launch(
         functools.partial(
-            verify_reduce_kernel, plan=plan, num_splits=num_splits, triggers=triggers
+            verify_reduce_kernel, schedule=schedule, num_splits=num_splits, triggers=triggers
         ),
         arrays,
         ReducedRows(
-            partials_shape(num_rows, vocab_size, plan.tile, has_tiles=not is_split),
-            output((plan.num_requests,), jnp.uint32),
-            output((num_rows, num_blocks), plan.noise_dtype) if num_splits else None,
-            shared_shape(num_rows, plan.tile.num_tiles(vocab_size)) if is_split else None,
+            partials_shape(num_rows, vocab_size, schedule.tile, has_tiles=not is_split),
+            output((schedule.num_requests,), jnp.uint32),
+            output((num_rows, num_blocks), schedule.noise_dtype) if num_splits else None,
+            shared_shape(num_rows, schedule.tile.num_tiles(vocab_size)) if is_split else None,
         ),
-        num_programs=num_rows * (num_splits + plan.tile.num_tiles(vocab_size)),
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        num_programs=num_rows * (num_splits + schedule.tile.num_tiles(vocab_size)),
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
     )
 
 
 def verify_reduce_kernel(
-    arrays: VerifyArrays, out: ReducedRows, *, plan: Plan, num_splits: int, triggers: bool
+    arrays: VerifyArrays, out: ReducedRows, *, schedule: Schedule, num_splits: int, triggers: bool
 ) -> None:
     """Writes m_i = max x and l_i = sum exp((x - m_i) / τ) of every block of a tile of a target row.
 
@@ -114,80 +117,89 @@ def verify_reduce_kernel(
     few, and become resident next to those of this launch.
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867: (m, l).
     """
-    program, num_noise = pl.program_id(0), plan.num_requests * plan.rows_per_request * num_splits
-    if triggers and not plan.interpret:
+    program = pl.program_id(0)
+    num_noise = schedule.num_requests * schedule.rows_per_request * num_splits
+    if triggers and not schedule.interpret:
         program = launch_dependents(program)
     if not num_splits:
-        _reduce_tile(arrays, out, program, plan)
+        _reduce_tile(arrays, out, program, schedule)
         return
 
     @pl.when(program < num_noise)
     def _() -> None:
-        _store_noise(arrays, out, program, num_splits, plan)
+        _store_noise(arrays, out, program, num_splits, schedule)
 
     @pl.when(program >= num_noise)
     def _() -> None:
-        _reduce_tile(arrays, out, program - num_noise, plan)
+        _reduce_tile(arrays, out, program - num_noise, schedule)
 
 
-def _reduce_tile(arrays: VerifyArrays, out: ReducedRows, program: jax.Array, plan: Plan) -> None:
+def _reduce_tile(
+    arrays: VerifyArrays, out: ReducedRows, program: jax.Array, schedule: Schedule
+) -> None:
     """Reduces the tile of a program; the first one of a request zeroes its counter."""
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
     index, tile_index = divmod_i32(program, num_tiles)
-    b, i = divmod_i32(index, plan.rows_per_request)
-    request = load_request(arrays, b, plan)
+    b, i = divmod_i32(index, schedule.rows_per_request)
+    request = load_request(arrays, b, schedule)
 
     @pl.when((i == 0) & (tile_index == 0))
     def _() -> None:
         out.counters[b] = jnp.uint32(0)
 
-    @pl.when(request.active & plan.is_reduced(request, i))
+    @pl.when(request.active & schedule.is_reduced(request, i))
     def _() -> None:
         row_tile = locate_tile(arrays, request, i, tile_index)
-        only_maxima = row_tile.greedy if plan.options.skips_greedy_sums else None
+        only_maxima = row_tile.greedy if schedule.options.skips_greedy_sums else None
         partials = out.partials
         if out.shared is not None:
             partials = with_shared_tiles(partials, out.shared, arrays)
-            pl.when(tile_index == 0)(lambda: _store_drafted(arrays, request, i, out.shared, plan))
-        store_partials(row_tile, partials, index, plan.tile, plan.interpret, only_maxima)
+            pl.when(tile_index == 0)(
+                lambda: _store_drafted(arrays, request, i, out.shared, schedule)
+            )
+        store_partials(row_tile, partials, index, schedule.tile, schedule.interpret, only_maxima)
 
 
 def _store_drafted(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, shared: SharedRows, plan: Plan
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    shared: SharedRows,
+    schedule: Schedule,
 ) -> None:
     """Stores the logits of the drafted token at row i, -inf where another device has it."""
     if arrays.token_ids is None:
         return
-    index, column = request.b * plan.rows_per_request + i, jax.lax.iota(jnp.int32, 1)
+    index, column = request.b * schedule.rows_per_request + i, jax.lax.iota(jnp.int32, 1)
     i += column
     has_draft = i < request.num_draft_tokens
     token_id = load_masked(arrays.token_ids, request.first_draft + i, has_draft)
     token_id -= arrays.first_token[0]
     row, cutoff = request.first_target_row + i, request.cutoff(arrays, i, has_draft)
-    logits = true_columns(arrays.target_logits, arrays)
+    logits = unpadded(arrays.target_logits, arrays)
     logit = load_logits(logits, row, token_id, cutoff, has_draft)
     plgpu.store(shared.target_logit_at(index, column), logit)
     if arrays.draft_logits is not None:
-        draft = locate_draft_row(arrays, request, i, has_draft, plan)
+        draft = locate_draft_row(arrays, request, i, has_draft, schedule)
         row, cutoff = draft.row_index, draft.cutoff
-        logits = true_columns(arrays.draft_logits, arrays)
+        logits = unpadded(arrays.draft_logits, arrays)
         logit = load_logits(logits, row, token_id, cutoff, has_draft)
         plgpu.store(shared.draft_logit_at(index, column), logit)
 
 
 def _store_noise(
-    arrays: VerifyArrays, out: ReducedRows, program: jax.Array, num_splits: int, plan: Plan
+    arrays: VerifyArrays, out: ReducedRows, program: jax.Array, num_splits: int, schedule: Schedule
 ) -> None:
     """Stores the Gumbels of a share of a row's blocks, unless the row's request is greedy."""
     index, split = divmod_i32(program, num_splits)
-    b, i = divmod_i32(index, plan.rows_per_request)
-    request, count = load_request(arrays, b, plan), out.gumbels.shape[1] // num_splits
+    b, i = divmod_i32(index, schedule.rows_per_request)
+    request, count = load_request(arrays, b, schedule), out.gumbels.shape[1] // num_splits
     exists = request.active & (i <= request.num_draft_tokens)
 
     @pl.when(exists & ~request.temperature.greedy)
     def _() -> None:
-        address = request.address(arrays, i, Stream.TARGET, plan)
-        noise = draw_noise(address, split * count, count, plan.noise_dtype, plan.threefry)
+        address = request.address(arrays, i, Stream.TARGET, schedule)
+        noise = draw_noise(address, split * count, count, schedule.noise_dtype, schedule.threefry)
         block = noise.first_block + jax.lax.iota(jnp.int32, count)
         plgpu.store(out.gumbels.at[index, block], noise.gumbels)
 
@@ -198,5 +210,5 @@ def locate_tile(
     """Returns tile `tile_index` of a request's target row i, which exists."""
     cutoff, temperature = request.cutoff(arrays, i, i >= 0), request.temperature
     row, scale = request.first_target_row + i, temperature.scale
-    logits = true_columns(arrays.target_logits, arrays)
+    logits = unpadded(arrays.target_logits, arrays)
     return RowTile(logits, row, tile_index, scale, cutoff, temperature.greedy)

@@ -2,7 +2,7 @@
 
     max(rho p - q, 0)        rho = 1 but in block verification
 
-A rule has log-weights of its own, `Plan.log_weights`, to which any number may be added. These
+A rule has log-weights of its own, `Schedule.log_weights`, to which any number may be added. These
 functions run inside the kernels of `emit_tokens` and of block verification.
 """
 
@@ -33,8 +33,8 @@ from specjax.pallas.gumbel_max import (
     draw_row_noise,
     draw_token,
 )
-from specjax.pallas.launch import make_exp2, output, select_one
-from specjax.pallas.load_request import DraftedToken, Plan, load_draft_ids
+from specjax.pallas.launch import make_exp2, output, reduce_where
+from specjax.pallas.load_request import DraftedToken, Schedule, load_draft_ids
 from specjax.pallas.next_token import AcceptedPrefix, draw_row, next_address, row_block_logprobs
 from specjax.pallas.reduce_rows import ReducedRows
 from specjax.pallas.split.shared_rows import load_first_token
@@ -75,16 +75,16 @@ class TileWinners(NamedTuple):
 _EMPTY_TILE = TileWinners(mass=0, score=-jnp.inf, token=0, logit=0)
 
 
-def masses_shape(vocab_size: int, plan: Plan) -> Any:
+def masses_shape(vocab_size: int, schedule: Schedule) -> Any:
     """Returns the shapes of the blocks' log-masses f32[B, N]; with a rule of their `Partials`."""
-    partials = partials_shape(plan.num_requests, vocab_size, plan.tile, has_tiles=False)
-    return partials.block_max if plan.log_weights is None else partials
+    partials = partials_shape(schedule.num_requests, vocab_size, schedule.tile, has_tiles=False)
+    return partials.block_max if schedule.log_weights is None else partials
 
 
-def winners_shape(tiles: tuple[int, int], plan: Plan) -> TileWinners:
+def winners_shape(tiles: tuple[int, int], schedule: Schedule) -> TileWinners:
     """Returns the shapes of the winners of [residuals, tiles]."""
     return TileWinners(
-        output(tiles), output(tiles, plan.noise_dtype), output(tiles, jnp.int32), output(tiles)
+        output(tiles), output(tiles, schedule.noise_dtype), output(tiles, jnp.int32), output(tiles)
     )
 
 
@@ -139,7 +139,7 @@ def _row_times_rho(prefix: AcceptedPrefix) -> SamplingRow:
 
 
 def reduce_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, plan: Plan
+    arrays: VerifyArrays, prefix: AcceptedPrefix, tile_index: jax.Array, schedule: Schedule
 ) -> jax.Array:
     """Returns sum max(rho p - q, 0) of each block of tile `tile_index`, f32[blocks].
 
@@ -147,7 +147,7 @@ def reduce_masses(
     """
     # Columns of this device: with the id of its first token, which is loaded, Triton would not see
     # that a thread's logits lie together, and would load each by itself.
-    column, exp2 = tile_token_ids(plan.tile, tile_index), make_exp2(plan.interpret)
+    column, exp2 = tile_token_ids(schedule.tile, tile_index), make_exp2(schedule.interpret)
     assert prefix.drafted is not None
     draft_logprobs = _load_draft_columns(arrays, prefix.drafted, column)
     logprobs = _row_times_rho(prefix)._replace(first_token=None).logprobs(column)
@@ -160,18 +160,21 @@ def store_log_masses(
     tile_index: jax.Array,
     out: Any,
     row: jax.Array,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Stores what the blocks of tile `tile_index` weigh in a row of `out`, see `masses_shape`."""
-    blocks = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
-    if plan.log_weights is None:
-        masses = reduce_masses(arrays, prefix, tile_index, plan)
+    num_blocks = schedule.tile.num_blocks
+    blocks = tile_index * num_blocks + jax.lax.iota(jnp.int32, num_blocks)
+    if schedule.log_weights is None:
+        masses = reduce_masses(arrays, prefix, tile_index, schedule)
         plgpu.store(out.at[row, blocks], jnp.log(masses))
         return
-    token_id = tile_token_ids(plan.tile, tile_index)
-    weights = plan.log_weights(arrays, prefix, token_id, prefix.row.logprobs(token_id), plan)
+    token_id = tile_token_ids(schedule.tile, tile_index)
+    weights = schedule.log_weights(
+        arrays, prefix, token_id, prefix.row.logprobs(token_id), schedule
+    )
     one = jnp.ones((1,), jnp.float32)
-    partials = reduce_blocks(weights, one, exp2=make_exp2(plan.interpret))
+    partials = reduce_blocks(weights, one, exp2=make_exp2(schedule.interpret))
     plgpu.store(out.block_max.at[row, blocks], partials.max)
     plgpu.store(out.block_sum.at[row, blocks], partials.sum)
 
@@ -182,7 +185,7 @@ def draw_residual(
     residual_log_masses: Any,
     prefix: AcceptedPrefix,
     noise: BlockNoise,
-    plan: Plan,
+    schedule: Schedule,
 ) -> Draw:
     """Draws from a residual by its blocks' log-masses; from the row if it is empty.
 
@@ -194,14 +197,14 @@ def draw_residual(
     mass_row = prefix.request.b
     if prefix.log_rho is not None:
         assert prefix.drafted is not None
-        mass_row = mass_row * plan.max_draft_tokens + prefix.num_accepted
+        mass_row = mass_row * schedule.max_draft_tokens + prefix.num_accepted
         min_mass = jnp.float32(min_mass) * jnp.exp(prefix.log_rho)
         # Without the token of a one-hot draft rho p is exact: no part of it is rounding.
         min_mass = jnp.where(prefix.drafted.one_hot, jnp.float32(0), min_mass)
     index, other = (mass_row, block_index), jnp.float32(-jnp.inf)
     log_masses = plgpu.load(residual_log_masses.at[index], mask=inside, other=other)
     is_empty = jnp.sum(exp_scaled(log_masses)) <= min_mass
-    row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
+    row_log_masses = row_block_logprobs(arrays, rows, prefix, schedule)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
         terms = load_residual_terms(arrays, prefix, token_id, logprobs)
@@ -218,7 +221,7 @@ def draw_by_rule(
     partials: Any,
     prefix: AcceptedPrefix,
     noise: BlockNoise,
-    plan: Plan,
+    schedule: Schedule,
 ) -> Draw:
     """Draws by a rule's log-weights, less their largest; from the row if none is finite.
 
@@ -229,11 +232,11 @@ def draw_by_rule(
     is_empty = largest == -jnp.inf
     shift = jnp.where(is_empty, jnp.float32(0), largest)
     log_masses = blocks.max - shift + jnp.log(blocks.sum)
-    row_log_masses = row_block_logprobs(arrays, rows, prefix, plan)
+    row_log_masses = row_block_logprobs(arrays, rows, prefix, schedule)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
-        assert plan.log_weights is not None
-        weights = plan.log_weights(arrays, prefix, token_id, logprobs, plan)
+        assert schedule.log_weights is not None
+        weights = schedule.log_weights(arrays, prefix, token_id, logprobs, schedule)
         return jnp.where(is_empty, logprobs, weights - shift)
 
     return draw_token(
@@ -247,13 +250,16 @@ def draw_tile(
     tile_index: jax.Array,
     out: TileWinners,
     row: jax.Array,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Draws a token from one tile of a residual, and stores it as the tile's winner in a row."""
     # The noise depends on no logit: it is computed while the logits are being loaded.
-    address, first_block = next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks
-    noise = draw_noise(address, first_block, plan.tile.num_blocks, plan.noise_dtype, plan.threefry)
-    masses = reduce_masses(arrays, prefix, tile_index, plan)
+    address = next_address(arrays, prefix, schedule)
+    first_block = tile_index * schedule.tile.num_blocks
+    noise = draw_noise(
+        address, first_block, schedule.tile.num_blocks, schedule.noise_dtype, schedule.threefry
+    )
+    masses = reduce_masses(arrays, prefix, tile_index, schedule)
 
     def token_log_weights(token_id: jax.Array, logprobs: jax.Array) -> jax.Array:
         return residual_logprobs(*load_residual_terms(arrays, prefix, token_id, logprobs))
@@ -271,7 +277,7 @@ def choose_winner(
     prefix: AcceptedPrefix,
     winners: TileWinners,
     row: jax.Array,
-    plan: Plan,
+    schedule: Schedule,
 ) -> Draw:
     """Returns the winner of a residual's best tile, or a draw from the row if it is empty.
 
@@ -281,14 +287,14 @@ def choose_winner(
       prefix: the accepted prefix.
       winners: of the tiles of residuals.
       row: i32, the residual among them.
-      plan: of the launch.
+      schedule: of the launch.
     """
     total, winner = _best_tile(winners, row)
 
     def draw_from_row() -> Draw:
-        address, vocab_size = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
-        noise = draw_row_noise(address, vocab_size, plan.noise_dtype, plan.threefry)
-        return draw_row(arrays, rows, prefix, noise, plan)
+        address, vocab_size = next_address(arrays, prefix, schedule), arrays.target_logits.shape[1]
+        noise = draw_row_noise(address, vocab_size, schedule.noise_dtype, schedule.threefry)
+        return draw_row(arrays, rows, prefix, noise, schedule)
 
     has_residual = prefix.from_residual & (total > MIN_RESIDUAL_MASS)
     return jax.lax.cond(has_residual, lambda: winner, draw_from_row)
@@ -300,5 +306,5 @@ def _best_tile(winners: TileWinners, row: jax.Array) -> tuple[jax.Array, Draw]:
         load_padded(values, row, other) for values, other in zip(winners, _EMPTY_TILE, strict=True)
     ]
     mask = jax.lax.iota(jnp.int32, scores.shape[0]) == first_argmax(scores)
-    winner = Draw(select_one(tokens, mask), select_one(logits, mask), jnp.max(scores))
+    winner = Draw(reduce_where(tokens, mask), reduce_where(logits, mask), jnp.max(scores))
     return jnp.sum(masses), winner

@@ -36,7 +36,7 @@ from specjax.pallas.gumbel_max import (
 )
 from specjax.pallas.kernel_config import KernelConfig, Tile
 from specjax.pallas.launch import divmod_i32, launch, output
-from specjax.pallas.split.shared_rows import load_first_token, true_columns
+from specjax.pallas.split.shared_rows import load_first_token, unpadded
 from specjax.pallas.threefry import make_threefry
 from specjax.types import Sample
 
@@ -143,7 +143,7 @@ def sample_reduce_kernel(
         b, tile_index = divmod_i32(tile_program, tile.num_tiles(vocab_size))
         scale = parse_temperature(arrays.temperature[b]).scale
         cutoff = _load_optional(arrays.cutoff, b)
-        logits = true_columns(arrays.logits, arrays)
+        logits = unpadded(arrays.logits, arrays)
         row_tile = RowTile(logits, b, tile_index, scale, cutoff, None)
         store_partials(row_tile, out.partials, b, tile, interpret)
 
@@ -205,7 +205,7 @@ def load_row(operands: DrawOperands, b: jax.Array, noise_dtype: Any, interpret: 
     temperature = parse_temperature(arrays.temperature[b])
     statistics = row_statistics(blocks, temperature.scale)
     row = SamplingRow(
-        true_columns(arrays.logits, arrays),
+        unpadded(arrays.logits, arrays),
         b,
         temperature.scale,
         cutoff,

@@ -44,12 +44,12 @@ from specjax.pallas.launch import (
     is_last_arrival,
     launch,
     output,
-    select_one,
+    reduce_where,
 )
 from specjax.pallas.load_request import (
     DraftedToken,
-    Plan,
     RequestScalars,
+    Schedule,
     load_drafted,
     load_drafted_logit,
     load_drafted_logits,
@@ -113,30 +113,34 @@ class AcceptanceResult(NamedTuple):
 
 
 def evaluate_acceptance(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    partials: Partials,
+    schedule: Schedule,
 ) -> AcceptanceResult:
     """Evaluates the acceptance tests of target rows `i`, i32[R], of a request.
 
     A drafted token x is accepted if `uniform < p(x) / q(x)`. A greedy request accepts the argmax.
     Synthetic acceptance accepts at given rates. Rows that are not reduced are no distributions.
     """
-    exists, has_draft = plan.is_reduced(request, i), i < request.num_draft_tokens
+    exists, has_draft = schedule.is_reduced(request, i), i < request.num_draft_tokens
     scale = request.temperature.scale
-    tiles = load_tiles(partials, request.b * plan.rows_per_request + i, exists)
-    if plan.max_draft_tokens:
-        drafted = load_drafted(arrays, request, i, has_draft, plan)
-        logit = load_drafted_logits(arrays, request, i, drafted.token_id, has_draft, plan)
-        address = request.address(arrays, i, Stream.accept(i), plan)
-        u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
+    tiles = load_tiles(partials, request.b * schedule.rows_per_request + i, exists)
+    if schedule.max_draft_tokens:
+        drafted = load_drafted(arrays, request, i, has_draft, schedule)
+        logit = load_drafted_logits(arrays, request, i, drafted.token_id, has_draft, schedule)
+        address = request.address(arrays, i, Stream.accept(i), schedule)
+        u = uniform(address, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     statistics = row_statistics(tiles, jnp.broadcast_to(scale, i.shape))
     normalizer = statistics.normalizer._replace(
         log_sum=jnp.where(statistics.valid, statistics.normalizer.log_sum, jnp.nan)
     )
     # For a request that is not greedy this loads uninitialized memory, which nothing uses.
-    index = request.b * plan.rows_per_request + i
+    index = request.b * schedule.rows_per_request + i
     best_tile = first_argmax(flush_subnormals(tiles.max))
     argmax = load_masked(partials.tile_argmax, (index, best_tile), exists).astype(jnp.int32)
-    if plan.max_draft_tokens == 0:
+    if schedule.max_draft_tokens == 0:
         return AcceptanceResult(normalizer, jnp.zeros_like(i, jnp.float32), argmax, i < 0, None)
     logprobs = token_logprobs(logit, normalizer, scale)
     if arrays.conditional_rates is None:
@@ -147,14 +151,14 @@ def evaluate_acceptance(
         )
     else:
         rate = load_masked(arrays.conditional_rates, (request.b, i), has_draft)
-        inside = (drafted.token_id >= 0) & (drafted.token_id < plan.vocab_size(arrays))
+        inside = (drafted.token_id >= 0) & (drafted.token_id < schedule.vocab_size(arrays))
         accepted = inside & accept_synthetic(u, rate)
     accepted = accepted & has_draft & statistics.valid
     return AcceptanceResult(normalizer, logprobs, argmax, accepted, drafted)
 
 
 # Evaluates rows i32[R] of a request, as `evaluate_acceptance`; one in `verify_accept_kernel`.
-Evaluate = Callable[[VerifyArrays, RequestScalars, jax.Array, Partials, Plan], AcceptanceResult]
+Evaluate = Callable[[VerifyArrays, RequestScalars, jax.Array, Partials, Schedule], AcceptanceResult]
 
 
 class _Operands(NamedTuple):
@@ -163,33 +167,34 @@ class _Operands(NamedTuple):
 
 
 def accept_rows(
-    arrays: VerifyArrays, plan: Plan, evaluate: Evaluate = evaluate_acceptance
+    arrays: VerifyArrays, schedule: Schedule, evaluate: Evaluate = evaluate_acceptance
 ) -> VerifiedRows:
     """Launches the reduction and evaluation of each request's rows up to its stop."""
-    vocab_size, num_rows = arrays.target_logits.shape[1], plan.num_requests * plan.rows_per_request
+    vocab_size = arrays.target_logits.shape[1]
+    num_rows = schedule.num_requests * schedule.rows_per_request
     # Without log-probabilities of greedy requests a launch after this one counts its programs, too.
-    num_counters = plan.rows_per_request + 1 + plan.options.skips_greedy_sums
-    zeros = jnp.zeros((plan.num_requests, num_counters), jnp.uint32)
+    num_counters = schedule.rows_per_request + 1 + schedule.options.skips_greedy_sums
+    zeros = jnp.zeros((schedule.num_requests, num_counters), jnp.uint32)
     return launch(
-        functools.partial(verify_accept_kernel, plan=plan, evaluate=evaluate),
+        functools.partial(verify_accept_kernel, schedule=schedule, evaluate=evaluate),
         _Operands(arrays, zeros),
         VerifiedRows(
-            partials_shape(num_rows, vocab_size, plan.tile),
+            partials_shape(num_rows, vocab_size, schedule.tile),
             output((num_rows,)),
             output((num_rows,)),
             output((num_rows,)),
             output((num_rows,), jnp.int32),
             output(zeros.shape, jnp.uint32),
         ),
-        num_programs=num_rows * plan.tile.num_tiles(vocab_size),
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        num_programs=num_rows * schedule.tile.num_tiles(vocab_size),
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
         in_place={"counters": zeros},
     )
 
 
 def verify_accept_kernel(
-    operands: _Operands, out: VerifiedRows, *, plan: Plan, evaluate: Evaluate
+    operands: _Operands, out: VerifiedRows, *, schedule: Schedule, evaluate: Evaluate
 ) -> None:
     """Reduces a tile of a target row; the row's last program evaluates its drafted token.
 
@@ -209,11 +214,11 @@ def verify_accept_kernel(
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
     """
     arrays = operands.arrays
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
-    rows_per_request = plan.rows_per_request
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
+    rows_per_request = schedule.rows_per_request
     index, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    i, b = divmod_i32(index, plan.num_requests)
-    request = load_request(arrays, b, plan)
+    i, b = divmod_i32(index, schedule.num_requests)
+    request = load_request(arrays, b, schedule)
     stop_at = (b, jnp.int32(rows_per_request))
 
     def load_published() -> jax.Array:
@@ -226,13 +231,13 @@ def verify_accept_kernel(
     stop = rows_per_request - cond_or(i > 0, load_published, jnp.int32(0))
 
     def arrive() -> jax.Array:
-        return is_last_arrival(out.counters, (b, i), num_tiles, plan.interpret)
+        return is_last_arrival(out.counters, (b, i), num_tiles, schedule.interpret)
 
     @pl.when(request.active & (i <= request.num_draft_tokens) & ~(stop < i))
     def _() -> None:
         row_tile = locate_tile(arrays, request, i, tile_index)
-        _store_tile(arrays, request, i, row_tile, out.partials, plan, publish_stop)
-        if plan.options.skips_greedy_sums and is_decided_by_tiles(arrays, plan):
+        _store_tile(arrays, request, i, row_tile, out.partials, schedule, publish_stop)
+        if schedule.options.skips_greedy_sums and is_decided_by_tiles(arrays, schedule):
             # Every tile of a greedy request has decided for itself.
             is_last = cond_or(~request.temperature.greedy, arrive, i < 0)
         else:
@@ -241,20 +246,20 @@ def verify_accept_kernel(
         @pl.when(is_last)
         def _() -> None:
             row = i + jax.lax.iota(jnp.int32, 1)
-            result = evaluate(arrays, request, row, out.partials, plan)
+            result = evaluate(arrays, request, row, out.partials, schedule)
             at = b * rows_per_request + row
             plgpu.store(out.shift.at[at], result.normalizer.shift)
             plgpu.store(out.log_sum.at[at], result.normalizer.log_sum)
             plgpu.store(out.logprobs.at[at], result.logprobs)
             plgpu.store(out.argmax.at[at], result.argmax)
-            is_accepted = select_one(result.accepted.astype(jnp.int32), row == i)
+            is_accepted = reduce_where(result.accepted.astype(jnp.int32), row == i)
             pl.when(is_accepted == 0)(publish_stop)
 
 
-def is_decided_by_tiles(arrays: VerifyArrays, plan: Plan) -> bool:
+def is_decided_by_tiles(arrays: VerifyArrays, schedule: Schedule) -> bool:
     """Returns whether a greedy request's drafted tokens are compared with each tile's maximum."""
-    has_drafts = plan.max_draft_tokens > 0
-    return arrays.conditional_rates is None and has_drafts and plan.options.greedy_is_argmax
+    has_drafts = schedule.max_draft_tokens > 0
+    return arrays.conditional_rates is None and has_drafts and schedule.options.greedy_is_argmax
 
 
 def _store_tile(
@@ -263,7 +268,7 @@ def _store_tile(
     i: jax.Array,
     row_tile: RowTile,
     partials: Partials,
-    plan: Plan,
+    schedule: Schedule,
     publish_stop: Callable[[], None],
 ) -> None:
     """Stores a tile's partials; its maximum may reject a greedy request's drafted token.
@@ -271,11 +276,13 @@ def _store_tile(
     Without log-probabilities the tiles decide alone: none may exceed the drafted token's logit, nor
     reach it at a lower id. A tile's argmax is then stored only where it may be the row's.
     """
-    at, greedy = request.b * plan.rows_per_request + i, request.temperature.greedy
-    has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(arrays, plan)
-    only_maxima = greedy if plan.options.skips_greedy_sums else None
+    at, greedy = request.b * schedule.rows_per_request + i, request.temperature.greedy
+    has_draft, by_tiles = i < request.num_draft_tokens, is_decided_by_tiles(arrays, schedule)
+    only_maxima = greedy if schedule.options.skips_greedy_sums else None
     if only_maxima is None or not by_tiles:
-        tile_max = store_partials(row_tile, partials, at, plan.tile, plan.interpret, only_maxima)
+        tile_max = store_partials(
+            row_tile, partials, at, schedule.tile, schedule.interpret, only_maxima
+        )
         if by_tiles:
 
             @pl.when(greedy & has_draft)
@@ -285,13 +292,13 @@ def _store_tile(
 
         return
     token_id, logit = load_drafted_logit(arrays, request, i)
-    blocks = reduce_tile(row_tile, plan.tile, plan.interpret, only_maxima)
-    tile_max = store_blocks(blocks, row_tile, partials, at, plan.tile, plan.interpret)
+    blocks = reduce_tile(row_tile, schedule.tile, schedule.interpret, only_maxima)
+    tile_max = store_blocks(blocks, row_tile, partials, at, schedule.tile, schedule.interpret)
     largest, drafted = flush_subnormals(tile_max), flush_subnormals(logit)
 
     @pl.when(greedy & ~(largest < drafted))
     def decide_greedy() -> None:
-        argmax = tile_argmax(row_tile, blocks.max, plan.tile)
+        argmax = tile_argmax(row_tile, blocks.max, schedule.tile)
         partials.tile_argmax[at, row_tile.tile_index] = argmax
         # Ties go to the lowest id. A masked token is not accepted, nor one of +inf.
         is_argmax = (largest == drafted) & (argmax >= token_id) & jnp.isfinite(drafted)

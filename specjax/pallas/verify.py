@@ -24,7 +24,7 @@ from specjax.pallas.draft_statistics import add_draft_statistics
 from specjax.pallas.emit_tokens import emit_tokens
 from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import KernelConfig
-from specjax.pallas.load_request import Plan, RequestScalars
+from specjax.pallas.load_request import RequestScalars, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import load_draft_logprobs
@@ -54,31 +54,31 @@ def verify_rows(arrays: VerifyArrays, options: CallOptions) -> Verification:
     config = options.implementation.config(KernelConfig)
     num_requests, vocab_size = arrays.temperature.shape[0], arrays.target_logits.shape[1]
     unflattened, arrays = arrays, _flatten_drafts(arrays)
-    plan = Plan(num_requests, options, config.target_tile(num_requests, vocab_size))
+    schedule = Schedule(num_requests, options, config.target_tile(num_requests, vocab_size))
     # Without drafts every method draws from the first row, by those launches.
     if options.rule == COUPLED and options.max_draft_tokens:
         if options.split is not None:
             samples = target_samples(unflattened, options.max_draft_tokens)
             return compare_draws(unflattened, sample_split(samples, options), options)
-        return verify_coupled(arrays, plan)
+        return verify_coupled(arrays, schedule)
     has_statistics = arrays.draft_logprobs is not None and arrays.draft_logsumexp is not None
     if arrays.draft_logits is not None and not has_statistics:
         tile = config.reduce_tile(
             num_requests * options.max_draft_tokens, arrays.draft_logits.shape[1]
         )
-        arrays = add_draft_statistics(arrays, plan._replace(tile=tile))
+        arrays = add_draft_statistics(arrays, schedule._replace(tile=tile))
     if options.split is not None:
-        return verify_split(arrays, plan, config.split_residual_tile(num_requests, vocab_size))
+        return verify_split(arrays, schedule, config.split_residual_tile(num_requests, vocab_size))
     if options.rule == BLOCK and arrays.draft_logits is not None:
-        return verify_block(arrays, plan, config.block_residual_tile(num_requests, vocab_size))
+        return verify_block(arrays, schedule, config.block_residual_tile(num_requests, vocab_size))
     rows: ReducedRows | VerifiedRows
     if options.custom_rule is not None:
-        rows = accept_rows(arrays, plan, evaluate_by_rule)
-        plan = plan._replace(log_weights=log_weights_by_rule)
+        rows = accept_rows(arrays, schedule, evaluate_by_rule)
+        schedule = schedule._replace(log_weights=log_weights_by_rule)
     else:
-        rows = (reduce_rows if plan.is_small else accept_rows)(arrays, plan)
+        rows = (reduce_rows if schedule.is_small else accept_rows)(arrays, schedule)
     tile = config.residual_tile(num_requests, vocab_size)
-    return emit_tokens(arrays, rows, plan._replace(tile=tile))
+    return emit_tokens(arrays, rows, schedule._replace(tile=tile))
 
 
 def _flatten_drafts(arrays: VerifyArrays) -> VerifyArrays:
@@ -89,14 +89,18 @@ def _flatten_drafts(arrays: VerifyArrays) -> VerifyArrays:
 
 
 def evaluate_by_rule(
-    arrays: VerifyArrays, request: RequestScalars, i: jax.Array, partials: Partials, plan: Plan
+    arrays: VerifyArrays,
+    request: RequestScalars,
+    i: jax.Array,
+    partials: Partials,
+    schedule: Schedule,
 ) -> AcceptanceResult:
     """Evaluates target row `i`, i32[1], of a request by the call's rule."""
-    result, rule = evaluate_acceptance(arrays, request, i, partials, plan), _rule_of(plan)
+    result, rule = evaluate_acceptance(arrays, request, i, partials, schedule), _rule_of(schedule)
     drafted = result.drafted
     assert drafted is not None
-    address = request.address(arrays, i, Stream.accept(i), plan)
-    u = uniform(address, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
+    address = request.address(arrays, i, Stream.accept(i), schedule)
+    u = uniform(address, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     index = jnp.sum(i, dtype=i.dtype)
     row = SamplingRow(
         arrays.target_logits,
@@ -105,10 +109,10 @@ def evaluate_by_rule(
         request.cutoff(arrays, index, request.active),
         LogNormalizer(*[jnp.sum(x) for x in result.normalizer]),
     )
-    values = _row_values(row, result.logprobs, plan, u.dtype)
+    values = _row_values(row, result.logprobs, schedule, u.dtype)
     accepted = accepts(rule, result.logprobs, drafted.logprob, u, values)
     accepted &= (i < request.num_draft_tokens) & jnp.isfinite(result.normalizer.log_sum)
-    if plan.options.greedy_is_argmax:
+    if schedule.options.greedy_is_argmax:
         accepted = jnp.where(request.temperature.greedy, result.accepted, accepted)
     return result._replace(accepted=accepted)
 
@@ -118,7 +122,7 @@ def log_weights_by_rule(
     prefix: AcceptedPrefix,
     token_id: jax.Array,
     logprobs: jax.Array,
-    plan: Plan,
+    schedule: Schedule,
 ) -> jax.Array:
     """Returns a rule's log-weights of the token in place of a rejected one.
 
@@ -127,7 +131,7 @@ def log_weights_by_rule(
       prefix: the accepted prefix, which a rejection ends.
       token_id: i32 of any shape, tokens of the deciding row.
       logprobs: f32, log p of them.
-      plan: of the launch.
+      schedule: of the launch.
     """
     drafted = prefix.drafted
     assert drafted is not None
@@ -139,18 +143,18 @@ def log_weights_by_rule(
     # An id below 0 is looked up past the row's end, where log p is -inf.
     drafted_id = jnp.where(drafted.token_id >= 0, drafted.token_id, jnp.int32(2**31 - 1))
     logprob = prefix.row.logprobs(drafted_id)
-    values = _row_values(prefix.row, logprob, plan, jnp.dtype(jnp.float32))
-    return log_weights(_rule_of(plan), logprobs, draft_logprobs, values)
+    values = _row_values(prefix.row, logprob, schedule, jnp.dtype(jnp.float32))
+    return log_weights(_rule_of(schedule), logprobs, draft_logprobs, values)
 
 
-def _rule_of(plan: Plan) -> Rule:
+def _rule_of(schedule: Schedule) -> Rule:
     """Returns the rule of a call that has one of functions."""
-    rule = plan.options.custom_rule
+    rule = schedule.options.custom_rule
     assert rule is not None
     return rule
 
 
-def _row_values(row: SamplingRow, logprob: jax.Array, plan: Plan, dtype: Any) -> RowValues:
+def _row_values(row: SamplingRow, logprob: jax.Array, schedule: Schedule, dtype: Any) -> RowValues:
     """Returns the statistics of a target row that a rule names.
 
     Its entropy and a token's rank take another pass over the row, by the program that asks.
@@ -158,9 +162,9 @@ def _row_values(row: SamplingRow, logprob: jax.Array, plan: Plan, dtype: Any) ->
 
     def over_tiles(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
         def add(tile_index: jax.Array, total: jax.Array) -> jax.Array:
-            return total + jnp.sum(term(row.logprobs(tile_token_ids(plan.tile, tile_index))))
+            return total + jnp.sum(term(row.logprobs(tile_token_ids(schedule.tile, tile_index))))
 
-        num_tiles = plan.tile.num_tiles(row.logits.shape[1])
+        num_tiles = schedule.tile.num_tiles(row.logits.shape[1])
         return jax.lax.fori_loop(0, num_tiles, add, jnp.float32(0)).astype(dtype)
 
     def entropy(lp: jax.Array) -> jax.Array:
@@ -170,7 +174,7 @@ def _row_values(row: SamplingRow, logprob: jax.Array, plan: Plan, dtype: Any) ->
         return (lp > jnp.max(logprob)).astype(jnp.float32)
 
     return RowValues(
-        _rule_of(plan).statistics,
+        _rule_of(schedule).statistics,
         # The shift of the normalizer is the largest logit.
         max_logprob=lambda: -row.normalizer.log_sum.astype(dtype),
         entropy=lambda: over_tiles(entropy),

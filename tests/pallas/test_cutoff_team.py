@@ -128,7 +128,7 @@ def ask(memory, out):
     rank, size = memory.own[0], memory.own[1]
     out.counters.arrived[0] = size - 1
     pivot = jax.lax.iota(jnp.int32, num_pivots)
-    out.result[pivot] = teams.ask_shares(
+    out.result[pivot] = teams.reduce_shares(
         teams.Team(rank, size),
         teams.TeamMemory(out.counters, out.sums),
         jnp.int32(0),

@@ -13,7 +13,7 @@ as long as it is neither accepted nor rejected, because Z_j is known by bounds a
 | module | what it holds |
 |---|---|
 | `verify` | the launches and their kernels |
-| `judged_arrays` | what a launch leaves to the next |
+| `request_status` | what a launch stores for the next |
 | `judge` | rho of a request's prefixes, and which of them the next drafted token decides |
 | `bounds` | bounds of an open prefix, from the heaviest blocks of its row |
 | `bonus_row` | the row after a draft that is accepted whole |

@@ -18,11 +18,11 @@ from specjax.core.subnormal import flush_subnormals
 from specjax.pallas.blocks import Partials, load_tiles, store_partials
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or
-from specjax.pallas.load_request import Plan, RequestScalars
+from specjax.pallas.load_request import RequestScalars, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import locate_tile
 
-__all__ = ["reduce_bonus_row", "with_bonus_row"]
+__all__ = ["add_bonus_row", "reduce_bonus_row"]
 
 
 def reduce_bonus_row(
@@ -32,7 +32,7 @@ def reduce_bonus_row(
     first_tile: jax.Array,
     num_programs: int,
     tile: Tile,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Reduces a program's share of a request's bonus row.
 
@@ -43,26 +43,26 @@ def reduce_bonus_row(
       first_tile: i32, the program's first tile; every `num_programs`-th after it is its own, too.
       num_programs: that share the row.
       tile: of target rows.
-      plan: of the launch.
+      schedule: of the launch.
     """
     n, num_tiles = request.num_draft_tokens, tile.num_tiles(arrays.target_logits.shape[1])
-    index = request.b * plan.rows_per_request + n
+    index = request.b * schedule.rows_per_request + n
     for skipped in range(0, num_tiles, num_programs):
         tile_index = first_tile + skipped
 
         @pl.when(tile_index < num_tiles)
         def _(tile_index: jax.Array = tile_index) -> None:
             row_tile = locate_tile(arrays, request, n, tile_index)
-            only_maxima = row_tile.greedy if plan.options.skips_greedy_sums else None
-            store_partials(row_tile, partials, index, tile, plan.interpret, only_maxima)
+            only_maxima = row_tile.greedy if schedule.options.skips_greedy_sums else None
+            store_partials(row_tile, partials, index, tile, schedule.interpret, only_maxima)
 
 
-def with_bonus_row(prefix: AcceptedPrefix, partials: Partials, plan: Plan) -> AcceptedPrefix:
+def add_bonus_row(prefix: AcceptedPrefix, partials: Partials, schedule: Schedule) -> AcceptedPrefix:
     """Returns an accepted prefix with the statistics of the bonus row, if that decides."""
     row, request = prefix.row, prefix.request
 
     def load_bonus() -> tuple[LogNormalizer, jax.Array]:
-        index = request.b * plan.rows_per_request + prefix.num_accepted
+        index = request.b * schedule.rows_per_request + prefix.num_accepted
         tiles = load_tiles(partials, index, request.active)
         normalizer, is_valid = row_statistics(tiles, row.scale)
         log_sum = jnp.where(is_valid, normalizer.log_sum, jnp.nan)

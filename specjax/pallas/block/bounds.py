@@ -23,11 +23,11 @@ from specjax.core.gumbel_max import first_argmax
 from specjax.core.logsumexp import LogNormalizer, block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
 from specjax.core.residual import residual_probs
-from specjax.pallas.block.judge import JudgedRequest, is_read
+from specjax.pallas.block.judge import JudgedRequest, needs_residual
 from specjax.pallas.blocks import Partials, load_some_blocks
 from specjax.pallas.gumbel_max import num_padded_blocks
-from specjax.pallas.launch import cond_or, make_exp2, select_one
-from specjax.pallas.load_request import Plan
+from specjax.pallas.launch import cond_or, make_exp2, reduce_where
+from specjax.pallas.load_request import Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.residual import load_residual_terms
 
@@ -39,7 +39,7 @@ def bound_open(
     judged: JudgedRequest,
     partials: Partials,
     is_own: jax.Array,
-    plan: Plan,
+    schedule: Schedule,
 ) -> JudgedRequest:
     """Returns a judged request whose open prefixes are bounded, from the longest down.
 
@@ -50,39 +50,43 @@ def bound_open(
       judged: the request.
       partials: of the target rows.
       is_own: bool[N], the prefixes that this program bounds.
-      plan: of the launch.
+      schedule: of the launch.
     """
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
 
     def next_open(status: jax.Array, below: jax.Array) -> jax.Array:
-        is_open = is_own & is_read(status, i) & (status == OPEN) & (i < below)
+        is_open = is_own & needs_residual(status, i) & (status == OPEN) & (i < below)
         return jnp.max(jnp.where(is_open, i, jnp.int32(-1)))
 
     def bound(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         status, j = state
-        prefix, u = judged.prefix(arrays, j), select_one(judged.uniform, i == j)
+        prefix, u = judged.prefix(arrays, j), reduce_where(judged.uniform, i == j)
         # Bounds of a one-hot draft are Z already: no block says more.
         assert prefix.drafted is not None
         bounded = cond_or(
             ~prefix.drafted.one_hot,
-            lambda: _bound(arrays, prefix, u, partials, plan),
-            select_one(status, i == j),
+            lambda: _bound(arrays, prefix, u, partials, schedule),
+            reduce_where(status, i == j),
         )
         status = jnp.where(i == j, bounded, status)
         return status, next_open(status, j)
 
-    start = (judged.status, next_open(judged.status, jnp.int32(plan.max_draft_tokens)))
+    start = (judged.status, next_open(judged.status, jnp.int32(schedule.max_draft_tokens)))
     status, _ = jax.lax.while_loop(lambda state: state[1] >= 0, bound, start)
     return judged._replace(status=status)
 
 
 def _bound(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, u: jax.Array, partials: Partials, plan: Plan
+    arrays: VerifyArrays,
+    prefix: AcceptedPrefix,
+    u: jax.Array,
+    partials: Partials,
+    schedule: Schedule,
 ) -> jax.Array:
     """Returns what the heaviest blocks say of an open prefix and its uniform: its status, i32."""
     log_rho = prefix.log_rho
     assert log_rho is not None
-    masses, exp2 = _block_masses(arrays, prefix, partials, plan), make_exp2(plan.interpret)
+    masses, exp2 = _block_masses(arrays, prefix, partials, schedule), make_exp2(schedule.interpret)
     best = first_argmax(masses)
     column = jax.lax.broadcasted_iota(jnp.int32, masses.shape, 1)
     unread = jnp.where(column == best[:, None], jnp.float32(0), masses)
@@ -102,15 +106,15 @@ def _total(x: jax.Array) -> jax.Array:
 
 
 def _block_masses(
-    arrays: VerifyArrays, prefix: AcceptedPrefix, partials: Partials, plan: Plan
+    arrays: VerifyArrays, prefix: AcceptedPrefix, partials: Partials, schedule: Schedule
 ) -> jax.Array:
     """Returns p of the blocks of a prefix's target row, f32[groups, N]."""
     num_blocks = num_padded_blocks(arrays.target_logits.shape[1])
-    groups = min(plan.config.num_bound_groups, num_blocks)
+    groups = min(schedule.config.num_bound_groups, num_blocks)
     shape = (groups, num_blocks // groups)
     block = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1]
     block += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    index = prefix.request.b * plan.rows_per_request + prefix.num_accepted
+    index = prefix.request.b * schedule.rows_per_request + prefix.num_accepted
     blocks = load_some_blocks(partials, index, block, arrays.target_logits.shape[1])
     normalizer = LogNormalizer(*[x[None] for x in prefix.row.normalizer])
     return exp_scaled(block_logprobs(blocks, normalizer, prefix.row.scale[None]))

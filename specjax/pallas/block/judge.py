@@ -32,12 +32,12 @@ from specjax.core.noise import Stream, uniform
 from specjax.pallas.blocks import Partials
 from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import next_power_of_2
-from specjax.pallas.launch import select_one
-from specjax.pallas.load_request import DraftedToken, Plan, RequestScalars
+from specjax.pallas.launch import reduce_where
+from specjax.pallas.load_request import DraftedToken, RequestScalars, Schedule
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.target_rows import AcceptanceResult, evaluate_acceptance
 
-__all__ = ["JudgedRequest", "is_read", "judge_request"]
+__all__ = ["JudgedRequest", "judge_request", "needs_residual"]
 
 
 class JudgedRequest(NamedTuple):
@@ -68,7 +68,7 @@ class JudgedRequest(NamedTuple):
         drafted = self.result.drafted
         assert drafted is not None
         mask = i == n
-        normalizer = LogNormalizer(*[select_one(x, mask) for x in self.result.normalizer])
+        normalizer = LogNormalizer(*[reduce_where(x, mask) for x in self.result.normalizer])
         valid = request.active & jnp.isfinite(normalizer.log_sum)
         rejected = n < request.num_draft_tokens
         row = SamplingRow(
@@ -86,37 +86,37 @@ class JudgedRequest(NamedTuple):
             rejected=rejected,
             drafted=drafted.select(mask),
             from_residual=rejected & valid & self.is_block,
-            argmax=select_one(self.result.argmax, mask),
+            argmax=reduce_where(self.result.argmax, mask),
             logprobs=self.result.logprobs,
             # Token by token, rho is 1.
-            log_rho=jnp.where(self.is_block, select_one(self.log_rho, mask), jnp.float32(0)),
+            log_rho=jnp.where(self.is_block, reduce_where(self.log_rho, mask), jnp.float32(0)),
         )
 
 
 def judge_request(
-    arrays: VerifyArrays, request: RequestScalars, partials: Partials, plan: Plan
+    arrays: VerifyArrays, request: RequestScalars, partials: Partials, schedule: Schedule
 ) -> JudgedRequest:
     """Judges a request by the partials of its target rows, which it reads."""
-    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
-    result = evaluate_acceptance(arrays, request, i, partials, plan)
+    i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
+    result = evaluate_acceptance(arrays, request, i, partials, schedule)
     drafted = result.drafted
     assert drafted is not None
     has_draft = i < request.num_draft_tokens
     is_sampled = (has_draft & ~drafted.one_hot).astype(jnp.int32)
     is_block = (jnp.sum(is_sampled, dtype=jnp.int32) > 0) & ~request.temperature.greedy
     is_distribution = jnp.isfinite(result.normalizer.log_sum)
-    end = jnp.int32(plan.max_draft_tokens)
+    end = jnp.int32(schedule.max_draft_tokens)
     # The longest prefix that may be accepted: it ends at the first row that is no distribution.
     length = jnp.min(jnp.where(has_draft & is_distribution, end, i))
-    log_rho = _log_rhos(log_ratio(result.logprobs, drafted.logprob), i, plan)
+    log_rho = _log_rhos(log_ratio(result.logprobs, drafted.logprob), i, schedule)
     # The uniform of a prefix is its last token's.
-    at = request.address(arrays, i - 1, Stream.accept(i - 1), plan)
-    u = uniform(at, jnp.zeros_like(i, jnp.uint32), plan.noise_dtype, plan.threefry)
+    at = request.address(arrays, i - 1, Stream.accept(i - 1), schedule)
+    u = uniform(at, jnp.zeros_like(i, jnp.uint32), schedule.noise_dtype, schedule.threefry)
     is_below_rho = (i == 0) | (jnp.log(u) < log_rho.astype(u.dtype))
     # The longest one needs no residual: it is accepted where u < rho.
     is_whole = jnp.sum((is_below_rho & (i == length)).astype(jnp.int32), dtype=jnp.int32) > 0
     is_end = ~result.accepted & (i <= request.num_draft_tokens)
-    num_by_token = jnp.min(jnp.where(is_end, i, jnp.int32(plan.rows_per_request)))
+    num_by_token = jnp.min(jnp.where(is_end, i, jnp.int32(schedule.rows_per_request)))
     num_accepted = jnp.where(is_block, jnp.where(is_whole, length, jnp.int32(-1)), num_by_token)
     status = accept_by_bounds(u, log_rho, *_bounds(result, drafted, log_rho))
     status = jnp.where(is_below_rho & (i < length), status, jnp.int32(REJECTED))
@@ -126,9 +126,11 @@ def judge_request(
     return JudgedRequest(request, is_block, num_accepted, log_rho, u, status, result)
 
 
-def _log_rhos(ratios: jax.Array, i: jax.Array, plan: Plan) -> jax.Array:
+def _log_rhos(ratios: jax.Array, i: jax.Array, schedule: Schedule) -> jax.Array:
     # Added in the order of plain JAX: a cumulative sum would round otherwise.
-    token_ratios = [jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(plan.max_draft_tokens)]
+    token_ratios = [
+        jnp.sum(jnp.where(i == n, ratios, 0.0)) for n in range(schedule.max_draft_tokens)
+    ]
     log_rho = jnp.zeros_like(ratios)
     for n, value in enumerate(cap_ratios(token_ratios)):
         log_rho = jnp.where(i == n, value, log_rho)
@@ -145,7 +147,7 @@ def _bounds(
     return least, at_token + rho * (1 - p)
 
 
-def is_read(status: jax.Array, i: jax.Array) -> jax.Array:
+def needs_residual(status: jax.Array, i: jax.Array) -> jax.Array:
     """Returns which prefixes' residuals are read, bool[N]: the longest accepted and open ones."""
     longest = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
     return (status != REJECTED) & (i >= longest)

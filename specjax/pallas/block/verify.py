@@ -26,10 +26,10 @@ from specjax.call_arrays import VerifyArrays
 from specjax.core.block_acceptance import ACCEPTED, OPEN, accept_block
 from specjax.core.logsumexp import block_logprobs, exp_scaled
 from specjax.core.noise import SAMPLING_BLOCK
-from specjax.pallas.block.bonus_row import reduce_bonus_row, with_bonus_row
+from specjax.pallas.block.bonus_row import add_bonus_row, reduce_bonus_row
 from specjax.pallas.block.bounds import bound_open
-from specjax.pallas.block.judge import is_read, judge_request
-from specjax.pallas.block.judged_arrays import (
+from specjax.pallas.block.judge import judge_request, needs_residual
+from specjax.pallas.block.request_status import (
     JudgedArrays,
     judged_shape,
     load_prefix,
@@ -46,9 +46,9 @@ from specjax.pallas.launch import (
     launch,
     launch_dependents,
     output,
-    select_one,
+    reduce_where,
 )
-from specjax.pallas.load_request import Plan, load_request
+from specjax.pallas.load_request import Schedule, load_request
 from specjax.pallas.next_token import AcceptedPrefix
 from specjax.pallas.reduce_rows import reduce_rows
 from specjax.pallas.residual import reduce_masses
@@ -87,54 +87,58 @@ class _Residuals(NamedTuple):
     partials: Partials | None
 
 
-def verify_block(arrays: VerifyArrays, plan: Plan, residual_tile: Tile) -> Verification:
+def verify_block(arrays: VerifyArrays, schedule: Schedule, residual_tile: Tile) -> Verification:
     """Verifies a batch with sampled drafts, K >= 1.
 
     Args:
       arrays: the call's arrays, with the statistics of the drafts.
-      plan: its tile is that of target rows.
+      schedule: its tile is that of target rows.
       residual_tile: cuts a target and a draft row alike.
 
     Returns:
       `Verification`.
     """
-    size, k, vocab_size = plan.num_requests, plan.max_draft_tokens, arrays.target_logits.shape[1]
-    plan = plan._replace(has_bonus_rows=plan.is_small)
-    partials = reduce_rows(arrays, plan).partials
-    triggers = plan.is_small and plan.options.implementation.device_facts().supports_pdl
-    num_programs = plan.config.judge_programs(size, k)
+    size = schedule.num_requests
+    k = schedule.max_draft_tokens
+    vocab_size = arrays.target_logits.shape[1]
+    schedule = schedule._replace(has_bonus_rows=schedule.is_small)
+    partials = reduce_rows(arrays, schedule).partials
+    triggers = schedule.is_small and schedule.options.implementation.device_facts().supports_pdl
+    num_programs = schedule.config.judge_programs(size, k)
     judged = launch(
         functools.partial(
-            block_judge_kernel, plan=plan, num_programs=num_programs, triggers=triggers
+            block_judge_kernel, schedule=schedule, num_programs=num_programs, triggers=triggers
         ),
         _Operands(arrays, partials),
-        judged_shape(plan),
+        judged_shape(schedule),
         num_programs=size * num_programs,
-        num_warps=plan.config.judge_warps(size),
-        interpret=plan.interpret,
+        num_warps=schedule.config.judge_warps(size),
+        interpret=schedule.interpret,
     )
-    row_tile, plan = plan.tile, plan._replace(tile=residual_tile)
-    num_tiles, num_rows = residual_tile.num_tiles(vocab_size), size * plan.rows_per_request
-    in_place = {} if plan.is_small else {"partials": partials}
+    row_tile, schedule = schedule.tile, schedule._replace(tile=residual_tile)
+    num_tiles, num_rows = residual_tile.num_tiles(vocab_size), size * schedule.rows_per_request
+    in_place = {} if schedule.is_small else {"partials": partials}
     residuals = launch(
-        functools.partial(block_residual_kernel, plan=plan, row_tile=row_tile, triggers=triggers),
+        functools.partial(
+            block_residual_kernel, schedule=schedule, row_tile=row_tile, triggers=triggers
+        ),
         _JudgedOperands(arrays, partials, judged),
         _Residuals(
             output((size * k, num_tiles * residual_tile.num_blocks)),
             partials_shape(num_rows, vocab_size, row_tile) if in_place else None,
         ),
-        num_programs=(size * k if plan.is_small else size) * num_tiles,
+        num_programs=(size * k if schedule.is_small else size) * num_tiles,
         num_warps=residual_tile.num_warps,
-        interpret=plan.interpret,
+        interpret=schedule.interpret,
         in_place=in_place,
     )
     partials = residuals.partials if in_place else partials
     verified = _BlockRows(partials, judged, residuals.log_masses)
-    return draw_next(DrawOperands(arrays, verified, residuals.log_masses), plan, _load_accepted)
+    return draw_next(DrawOperands(arrays, verified, residuals.log_masses), schedule, _load_accepted)
 
 
 def block_judge_kernel(
-    operands: _Operands, out: JudgedArrays, *, plan: Plan, num_programs: int, triggers: bool
+    operands: _Operands, out: JudgedArrays, *, schedule: Schedule, num_programs: int, triggers: bool
 ) -> None:
     """Writes rho_j = min(1, rho_{j-1} p(x_j) / q(x_j)), and which prefixes u_j < h_j accepts.
 
@@ -154,19 +158,24 @@ def block_judge_kernel(
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
     (arrays, partials), program = operands, pl.program_id(0)
-    if triggers and not plan.interpret:
+    if triggers and not schedule.interpret:
         program = launch_dependents(program)
     b, share = divmod_i32(program, num_programs)
-    judged = judge_request(arrays, load_request(arrays, b, plan), partials, plan)
+    judged = judge_request(arrays, load_request(arrays, b, schedule), partials, schedule)
     i = jax.lax.iota(jnp.int32, judged.status.shape[0])
     is_own = divmod_i32(i, num_programs)[1] == share
-    if not plan.is_small:
-        judged = bound_open(arrays, judged, partials, is_own, plan)
+    if not schedule.is_small:
+        judged = bound_open(arrays, judged, partials, is_own, schedule)
     store_judged(judged, out, is_own)
 
 
 def block_residual_kernel(
-    operands: _JudgedOperands, out: _Residuals, *, plan: Plan, row_tile: Tile, triggers: bool
+    operands: _JudgedOperands,
+    out: _Residuals,
+    *,
+    schedule: Schedule,
+    row_tile: Tile,
+    triggers: bool,
 ) -> None:
     """Writes log sum max(rho_j p_j - q_j, 0) of the blocks of a tile, for the prefixes to be read.
 
@@ -183,27 +192,27 @@ def block_residual_kernel(
     no program of this launch loads, are read by the next.
     Reference: Sun et al., 2024, arXiv:2403.10444.
     """
-    (arrays, partials, judged), k = operands, plan.max_draft_tokens
-    num_tiles = plan.tile.num_tiles(arrays.target_logits.shape[1])
+    (arrays, partials, judged), k = operands, schedule.max_draft_tokens
+    num_tiles = schedule.tile.num_tiles(arrays.target_logits.shape[1])
     program = pl.program_id(0)
-    if triggers and not plan.interpret:
+    if triggers and not schedule.interpret:
         program = launch_dependents(program)
     index, tile_index = divmod_i32(program, num_tiles)
     # In a large batch the prefix index is 0, and is not used: a program serves all prefixes.
-    prefix_index, b = divmod_i32(index, plan.num_requests)
+    prefix_index, b = divmod_i32(index, schedule.num_requests)
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
-    reads = is_read(load_status(judged, b, i), i)
+    reads = needs_residual(load_status(judged, b, i), i)
 
     def prefix_of(j: jax.Array) -> AcceptedPrefix:
-        return load_prefix(arrays, judged, load_request(arrays, b, plan), j, plan)
+        return load_prefix(arrays, judged, load_request(arrays, b, schedule), j, schedule)
 
     def store_masses(prefix: AcceptedPrefix) -> None:
-        _store_masses(arrays, prefix, partials, tile_index, out.log_masses, plan)
+        _store_masses(arrays, prefix, partials, tile_index, out.log_masses, schedule)
 
-    if plan.is_small:
+    if schedule.is_small:
         # The prefix is loaded before it is known whether its residual is read.
         prefix = prefix_of(prefix_index)
-        is_needed = select_one(reads.astype(jnp.int32), i == prefix_index) > 0
+        is_needed = reduce_where(reads.astype(jnp.int32), i == prefix_index) > 0
         pl.when(is_needed)(lambda: store_masses(prefix))
         return
     bonus_partials = out.partials
@@ -218,11 +227,11 @@ def block_residual_kernel(
 
     jax.lax.while_loop(lambda j: j >= 0, store_and_shorten, longest_needed(jnp.int32(k)))
 
-    request = load_request(arrays, b, plan)
+    request = load_request(arrays, b, schedule)
 
     @pl.when(request.active & (judged.num_accepted[b] == request.num_draft_tokens))
     def _() -> None:
-        reduce_bonus_row(arrays, request, bonus_partials, tile_index, num_tiles, row_tile, plan)
+        reduce_bonus_row(arrays, request, bonus_partials, tile_index, num_tiles, row_tile, schedule)
 
 
 def _store_masses(
@@ -231,19 +240,21 @@ def _store_masses(
     partials: Partials,
     tile_index: jax.Array,
     out: Any,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Stores the log-masses of the blocks of a tile of a prefix's residual."""
     drafted, log_rho = prefix.drafted, prefix.log_rho
     assert drafted is not None
     assert log_rho is not None
     b, n = prefix.request.b, prefix.num_accepted
-    block = tile_index * plan.tile.num_blocks + jax.lax.iota(jnp.int32, plan.tile.num_blocks)
+    block = tile_index * schedule.tile.num_blocks + jax.lax.iota(
+        jnp.int32, schedule.tile.num_blocks
+    )
     # The read stands in no branch: a second path through it would take twice the registers.
-    sampled_log_masses = jnp.log(reduce_masses(arrays, prefix, tile_index, plan))
+    sampled_log_masses = jnp.log(reduce_masses(arrays, prefix, tile_index, schedule))
 
     def exclude_draft() -> jax.Array:
-        index = b * plan.rows_per_request + n
+        index = b * schedule.rows_per_request + n
         blocks = load_some_blocks(partials, index, block, arrays.target_logits.shape[1])
         masses = exp_scaled(block_logprobs(blocks, prefix.row.normalizer, prefix.row.scale))
         drafted_block, _ = divmod_i32(jnp.maximum(drafted.token_id, 0), SAMPLING_BLOCK)
@@ -254,27 +265,29 @@ def _store_masses(
 
     # A one-hot draft, or a draft row that is no distribution, leaves rho p without the token.
     log_masses = jax.lax.cond(drafted.one_hot, exclude_draft, lambda: sampled_log_masses)
-    plgpu.store(out.at[b * plan.max_draft_tokens + n, block], log_masses)
+    plgpu.store(out.at[b * schedule.max_draft_tokens + n, block], log_masses)
 
 
 def _load_accepted(
-    arrays: VerifyArrays, rows: _BlockRows, b: jax.Array, plan: Plan
+    arrays: VerifyArrays, rows: _BlockRows, b: jax.Array, schedule: Schedule
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b; if one is open, its summed residual decides."""
     judged, num_accepted = rows.judged, rows.judged.num_accepted[b]
     num_accepted = cond_or(
-        num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, plan), num_accepted
+        num_accepted < 0, lambda: _find_longest(judged, rows.log_masses, b, schedule), num_accepted
     )
-    prefix = load_prefix(arrays, judged, load_request(arrays, b, plan), num_accepted, plan)
-    return prefix if plan.is_small else with_bonus_row(prefix, rows.partials, plan)
+    prefix = load_prefix(arrays, judged, load_request(arrays, b, schedule), num_accepted, schedule)
+    return prefix if schedule.is_small else add_bonus_row(prefix, rows.partials, schedule)
 
 
-def _find_longest(judged: JudgedArrays, log_masses: Any, b: jax.Array, plan: Plan) -> jax.Array:
+def _find_longest(
+    judged: JudgedArrays, log_masses: Any, b: jax.Array, schedule: Schedule
+) -> jax.Array:
     """Returns the longest accepted prefix, i32: open ones are tested by Z, the longest first."""
-    k = plan.max_draft_tokens
+    k = schedule.max_draft_tokens
     i = jax.lax.iota(jnp.int32, next_power_of_2(k))
     status = load_status(judged, b, i)
-    is_open = is_read(status, i) & (status == OPEN)
+    is_open = needs_residual(status, i) & (status == OPEN)
     accepted = jnp.max(jnp.where(status == ACCEPTED, i, jnp.int32(0)))
 
     def next_open(below: jax.Array) -> jax.Array:

@@ -145,13 +145,13 @@ def search_in_memory(
         weights = mass_weights(x, row.anchor, row.scale, make_exp2(interpret))
         return weights if counts is False else jnp.where(counts, jnp.float32(1), weights)
 
-    def sums_above(asked: Pass) -> jax.Array:
+    def sums_above(one_pass: Pass) -> jax.Array:
         def ask(first: jax.Array, end: jax.Array) -> jax.Array:
-            weights = functools.partial(weigh, counts=asked.counts)
-            return _sum_above(memory, first, end, weights, asked.pivots, interpret)
+            weights = functools.partial(weigh, counts=one_pass.counts)
+            return _sum_above(memory, first, end, weights, one_pass.pivots, interpret)
 
         # Two slots in turn: what one pass stored is read while the next pass stores.
-        return exchange(asked.number % 2, ask, lambda parts: jnp.sum(parts, axis=0))
+        return exchange(one_pass.number % 2, ask, lambda parts: jnp.sum(parts, axis=0))
 
     bounds = RowBounds(row.anchor, row.mass, row.cuts_k, row.cuts_p, low)
     bits = unused_key_bits(memory.dtype)

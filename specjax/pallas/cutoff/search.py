@@ -16,7 +16,7 @@ from specjax.pallas.cutoff.queries import (
     search_in_memory,
     split_steps,
 )
-from specjax.pallas.cutoff.team import NUM_SHARES, Team, TeamMemory, ask_shares
+from specjax.pallas.cutoff.team import NUM_SHARES, Team, TeamMemory, reduce_shares
 from specjax.pallas.kernel_config import KernelConfig
 from specjax.pallas.launch import cond_or, divmod_i32
 
@@ -87,7 +87,7 @@ def search_by_team(
         def ask_share(share: jax.Array) -> jax.Array:
             return ask(share * num_steps, (share + 1) * num_steps)
 
-        return ask_shares(team, memory, b, slot, ask_share, merge, interpret)
+        return reduce_shares(team, memory, b, slot, ask_share, merge, interpret)
 
     num_logits = jnp.int32(vocab_size)
     values = MemoryRow(rows.logits, b, num_logits, dtype, num_columns, num_chunks)

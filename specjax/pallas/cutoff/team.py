@@ -40,9 +40,9 @@ __all__ = [
     "NUM_SHARES",
     "Team",
     "TeamMemory",
-    "ask_shares",
     "counters_shape",
     "form_team",
+    "reduce_shares",
     "sums_shape",
 ]
 
@@ -126,7 +126,7 @@ def form_team(counters: Counters, b: jax.Array, num_programs: int) -> Team:
 
     _, joined = jax.lax.while_loop(is_waiting, poll, (jnp.int32(0), ticket + 1))
 
-    def close() -> jax.Array:
+    def close_team() -> jax.Array:
         before = plgpu.atomic_add(counters.joined, (b,), jnp.int32(_CLOSED))
         # The first to close the team tells its size; others add nothing to that.
         size = jnp.where(before < _CLOSED, before, 0)
@@ -136,7 +136,7 @@ def form_team(counters: Counters, b: jax.Array, num_programs: int) -> Team:
         )
 
     # If all programs have joined, the size is known without closing the team: num_programs.
-    size = cond_or(joined != num_programs, close, joined)
+    size = cond_or(joined != num_programs, close_team, joined)
     return Team(jnp.where(ticket < _CLOSED, ticket, size), size)
 
 
@@ -151,7 +151,7 @@ def _read(counter: Any, b: jax.Array, seen: jax.Array) -> jax.Array:
     return plgpu.atomic_max(counter, (b,), seen)
 
 
-def ask_shares(
+def reduce_shares(
     team: Team,
     memory: TeamMemory,
     b: jax.Array,

@@ -19,5 +19,5 @@ known once the masses of all devices are added up, so a device of no mass sends 
 | `verify` | the launches, what travels between them, and which calls they serve |
 | `shared_rows` | what devices tell each other of their rows, and how a kernel reads it |
 | `sample` | `gumbel_sample`, and `rules.coupled` on its draws |
-| `candidates` | the token that a device proposes, as numbers that travel; the choice |
+| `proposals` | the token that a device proposes, as numbers to exchange; the choice |
 """

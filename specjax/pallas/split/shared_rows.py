@@ -23,7 +23,7 @@ __all__ = [
     "first_token_of",
     "load_first_token",
     "shared_shape",
-    "true_columns",
+    "unpadded",
     "with_shared_tiles",
 ]
 
@@ -69,7 +69,7 @@ class SharedRows(NamedTuple):
         return logit
 
 
-class _TileColumns:
+class _StridedRef:
     """T columns of each device, read as a reference [rows, D * T]: tiles in their order."""
 
     dtype = jnp.dtype(jnp.float32)
@@ -85,7 +85,7 @@ class _TileColumns:
         return rows, self._num_tiles * (devices[0] if devices else 1)
 
     @property
-    def at(self) -> "_TileColumns":
+    def at(self) -> "_StridedRef":
         """Returns what is indexed like a reference."""
         return self
 
@@ -107,7 +107,7 @@ def shared_shape(num_rows: int, num_tiles: int) -> SharedRows:
     return SharedRows(output((num_rows, 3 * num_tiles + _NUM_LOGITS)))
 
 
-class _TrueColumns:
+class _UnpaddedRef:
     """Rows of logits that end where the vocabulary does: what stands after it is not loaded."""
 
     def __init__(self, logits: Any, num_tokens: jax.Array) -> None:
@@ -126,11 +126,11 @@ def first_token_of(width: int, split: VocabularySplit) -> jax.Array:
     return jnp.stack([first, jnp.clip(split.vocab_size - first, 0, width)])
 
 
-def true_columns(logits: Any, arrays: SampleArrays | VerifyArrays) -> Any:
+def unpadded(logits: Any, arrays: SampleArrays | VerifyArrays) -> Any:
     """Returns a reference to logits of this device, without padding."""
     if arrays.first_token is None or arrays.first_token.shape[0] == 1:
         return logits
-    return _TrueColumns(logits, arrays.first_token[1])
+    return _UnpaddedRef(logits, arrays.first_token[1])
 
 
 def load_first_token(arrays: SampleArrays | VerifyArrays) -> jax.Array | None:
@@ -145,7 +145,7 @@ def with_shared_tiles(partials: Partials, shared: SharedRows, arrays: VerifyArra
     """
     num_tiles = shared.num_tiles
     return partials._replace(
-        tile_max=_TileColumns(shared, 0),
-        tile_sum=_TileColumns(shared, num_tiles),
-        tile_argmax=_TileColumns(shared, 2 * num_tiles, load_first_token(arrays)),
+        tile_max=_StridedRef(shared, 0),
+        tile_sum=_StridedRef(shared, num_tiles),
+        tile_argmax=_StridedRef(shared, 2 * num_tiles, load_first_token(arrays)),
     )

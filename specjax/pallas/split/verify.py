@@ -21,11 +21,11 @@ from specjax.devices.placement import pvary_like
 from specjax.pallas.emit_tokens import DrawOperands
 from specjax.pallas.kernel_config import Tile
 from specjax.pallas.launch import cond_or, divmod_i32, is_last_arrival, launch, output
-from specjax.pallas.load_request import Plan
+from specjax.pallas.load_request import Schedule
 from specjax.pallas.next_token import AcceptedPrefix, load_accepted_prefix
 from specjax.pallas.reduce_rows import ReducedRows, reduce_rows
 from specjax.pallas.residual import store_log_masses
-from specjax.pallas.split.candidates import choose, proposal_shape, store_proposal
+from specjax.pallas.split.proposals import choose, proposal_shape, store_proposal
 from specjax.pallas.split.shared_rows import SharedRows, first_token_of, with_shared_tiles
 from specjax.types import Verification
 
@@ -40,57 +40,57 @@ class _Proposed(NamedTuple):
     counters: Any
 
 
-def verify_split(arrays: VerifyArrays, plan: Plan, tile: Tile) -> Verification:
+def verify_split(arrays: VerifyArrays, schedule: Schedule, tile: Tile) -> Verification:
     """Verifies a batch whose vocabulary lies over a mesh axis, token by token.
 
     Args:
       arrays: this device's columns of the rows, and drafted tokens with their statistics.
-      plan: its tile is that of target rows.
+      schedule: its tile is that of target rows.
       tile: that of residuals.
     """
-    split = plan.options.split
+    split = schedule.options.split
     assert split is not None
     width = arrays.target_logits.shape[1]
     arrays = arrays._replace(first_token=first_token_of(width, split))
     # A kernel's operands vary alike.
     arrays = pvary_like(arrays, arrays)
-    rows = reduce_rows(arrays, plan)
+    rows = reduce_rows(arrays, schedule)
     gathered = jax.lax.all_gather(rows.shared.values, split.axis_name)
     arrays = arrays._replace(shared=SharedRows(gathered))
-    plan = plan._replace(tile=tile)
-    proposals = _draw(arrays, rows._replace(shared=None), plan)
+    schedule = schedule._replace(tile=tile)
+    proposals = _draw(arrays, rows._replace(shared=None), schedule)
     gathered = jax.lax.all_gather(proposals, split.axis_name, to="invarying")
-    return choose(gathered, plan)
+    return choose(gathered, schedule)
 
 
-def _draw(arrays: VerifyArrays, rows: ReducedRows, plan: Plan) -> jax.Array:
+def _draw(arrays: VerifyArrays, rows: ReducedRows, schedule: Schedule) -> jax.Array:
     """Launches `split_draw_kernel`, and returns what this device proposes."""
-    num_requests, num_tiles = plan.num_requests, _num_tiles(arrays, plan)
+    num_requests, num_tiles = schedule.num_requests, _num_tiles(arrays, schedule)
     has_residual = arrays.draft_logits is not None
-    num_blocks = num_tiles * plan.tile.num_blocks
+    num_blocks = num_tiles * schedule.tile.num_blocks
     return launch(
-        functools.partial(split_draw_kernel, plan=plan),
+        functools.partial(split_draw_kernel, schedule=schedule),
         DrawOperands(arrays, rows),
         _Proposed(
-            proposal_shape(plan),
+            proposal_shape(schedule),
             output((num_requests, num_blocks)) if has_residual else None,
             output(rows.counters.shape, jnp.uint32),
         ),
         num_programs=num_requests * num_tiles,
-        num_warps=plan.tile.num_warps,
-        interpret=plan.interpret,
+        num_warps=schedule.tile.num_warps,
+        interpret=schedule.interpret,
         in_place={"counters": rows.counters},
     ).proposals
 
 
-def _num_tiles(arrays: VerifyArrays, plan: Plan) -> int:
+def _num_tiles(arrays: VerifyArrays, schedule: Schedule) -> int:
     """Returns the programs of a request: one where no draft has logits."""
     if arrays.draft_logits is None:
         return 1
-    return plan.tile.num_tiles(arrays.target_logits.shape[1])
+    return schedule.tile.num_tiles(arrays.target_logits.shape[1])
 
 
-def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, plan: Plan) -> None:
+def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, schedule: Schedule) -> None:
     """Reduces a tile of a residual; a request's last program draws, and proposes the token.
 
     Formula: that of `residual_mass_kernel`, then that of `verify_draw_kernel`, of this device's
@@ -109,26 +109,26 @@ def split_draw_kernel(operands: DrawOperands, out: _Proposed, *, plan: Plan) -> 
     References: Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318;
     Maddison et al., 2014, arXiv:1411.0030: Gumbel-max.
     """
-    arrays, num_tiles = operands.arrays, _num_tiles(operands.arrays, plan)
+    arrays, num_tiles = operands.arrays, _num_tiles(operands.arrays, schedule)
     b, tile_index = divmod_i32(pl.program_id(0), num_tiles)
-    prefix = _load_prefix(arrays, operands.rows, b, plan)
+    prefix = _load_prefix(arrays, operands.rows, b, schedule)
     is_last = tile_index == 0
     if out.log_masses is not None:
 
         def reduce_and_arrive() -> jax.Array:
-            store_log_masses(arrays, prefix, tile_index, out.log_masses, b, plan)
-            return is_last_arrival(out.counters, (b,), num_tiles, plan.interpret)
+            store_log_masses(arrays, prefix, tile_index, out.log_masses, b, schedule)
+            return is_last_arrival(out.counters, (b,), num_tiles, schedule.interpret)
 
         is_last = cond_or(prefix.from_residual, reduce_and_arrive, is_last)
 
     @pl.when(is_last)
     def _() -> None:
-        store_proposal(arrays, operands.rows, prefix, out.log_masses, out.proposals, plan)
+        store_proposal(arrays, operands.rows, prefix, out.log_masses, out.proposals, schedule)
 
 
 def _load_prefix(
-    arrays: VerifyArrays, rows: ReducedRows, b: jax.Array, plan: Plan
+    arrays: VerifyArrays, rows: ReducedRows, b: jax.Array, schedule: Schedule
 ) -> AcceptedPrefix:
     """Returns the accepted prefix of request b, from the tiles of all devices."""
     partials = with_shared_tiles(rows.partials, arrays.shared, arrays)
-    return load_accepted_prefix(arrays, rows._replace(partials=partials), b, plan)
+    return load_accepted_prefix(arrays, rows._replace(partials=partials), b, schedule)

@@ -118,7 +118,7 @@ MUTATIONS = (
         "the draft's mass of all tokens but the drafted one is left out of the lower bound",
     ),
     Mutation(
-        "specjax.pallas.block.judge.is_read",
+        "specjax.pallas.block.judge.needs_residual",
         "(i >= longest)",
         "(i == longest)",
         block_verification(_SMALL),
@@ -153,7 +153,7 @@ MUTATIONS = (
         "of a bonus row's tiles a program reduces its first alone",
     ),
     Mutation(
-        "specjax.pallas.block.bonus_row.with_bonus_row",
+        "specjax.pallas.block.bonus_row.add_bonus_row",
         "~prefix.rejected & request.active",
         "prefix.rejected & request.active",
         block_verification(_KERNELS),

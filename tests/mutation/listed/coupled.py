@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         "specjax.pallas.coupled.draw_and_compare",
         "i < request.num_draft_tokens",
-        "i < plan.max_draft_tokens",
+        "i < schedule.max_draft_tokens",
         coupled_sampling(f"{_TOKENS}[interpret]"),
         "tokens past those that were drafted are accepted where the target draws them",
     ),

@@ -411,7 +411,7 @@ _KERNELS = (
         "the last logits of a row are in no share",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.team.ask_shares",
+        f"{_PALLAS}cutoff.team.reduce_shares",
         "team.rank + number * team.size",
         "team.rank + number",
         cutoff_teams("test_members_ask_each_share_once_and_know_the_same"),
@@ -425,7 +425,7 @@ _KERNELS = (
         "a team that was closed is taken for full",
     ),
     Mutation(
-        f"{_PALLAS}cutoff.team.form_team.close",
+        f"{_PALLAS}cutoff.team.form_team.close_team",
         "jnp.where(before < _CLOSED, before, 0)",
         "before",
         cutoff_teams("test_a_team_has_those_who_joined_before_it_was_closed[before4-3-3]"),

@@ -36,7 +36,7 @@ def _large(case: str) -> tuple[str, ...]:
 
 MUTATIONS = (
     Mutation(
-        f"{_PALLAS}load_request.Plan.is_reduced",
+        f"{_PALLAS}load_request.Schedule.is_reduced",
         "i <= n if",
         "i < n if",
         _small("V = 1025"),
@@ -92,7 +92,7 @@ MUTATIONS = (
         "a bonus handed in for an invalid row has log p 0",
     ),
     Mutation(
-        f"{_PALLAS}next_token.given_bonus",
+        f"{_PALLAS}next_token.has_given_bonus",
         " & ~prefix.rejected",
         "",
         edges("test_a_given_bonus_does_not_replace_a_recovered_token[interpret]"),
@@ -120,7 +120,7 @@ MUTATIONS = (
         "a large batch draws from what rounding leaves of p == q",
     ),
     Mutation(
-        f"{_PALLAS}next_token.emitted",
+        f"{_PALLAS}next_token.verification_of",
         "is_emitted &= request.active",
         "is_emitted |= request.active",
         edges(
@@ -180,8 +180,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}load_request.locate_draft_row",
-        "arrays.draft_rows[request.b] * plan.max_draft_tokens + i",
-        "request.b * plan.max_draft_tokens + i",
+        "arrays.draft_rows[request.b] * schedule.max_draft_tokens + i",
+        "request.b * schedule.max_draft_tokens + i",
         verify("test_logits_are_found_through_rows[interpret]"),
         "`Draft.rows` is not followed",
     ),
@@ -236,7 +236,7 @@ MUTATIONS = (
         "the first of a row's programs to arrive sums up",
     ),
     Mutation(
-        f"{_PALLAS}launch.select_one",
+        f"{_PALLAS}launch.reduce_where",
         "jnp.sum(jnp.where(mask, values, zero), dtype=values.dtype)",
         "jnp.max(jnp.where(mask, values, zero))",
         _small("random"),
@@ -342,8 +342,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}residual.draw_tile",
-        "next_address(arrays, prefix, plan), tile_index * plan.tile.num_blocks",
-        "next_address(arrays, prefix, plan), tile_index * 0",
+        "first_block = tile_index * schedule.tile.num_blocks",
+        "first_block = tile_index * 0",
         _small("V = 1025"),
         "every tile draws from the first blocks",
     ),
@@ -363,8 +363,8 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}emit_tokens.residual_last_draw_kernel",
-        "plan.rows_per_request + 1)",
-        "plan.rows_per_request)",
+        "schedule.rows_per_request + 1)",
+        "schedule.rows_per_request)",
         greedy_logprobs(f"{_SAME}[interpret-rejection]"),
         "the programs of a residual count themselves where the stop is published",
     ),
@@ -491,16 +491,16 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "reduce_rows if plan.is_small else accept_rows",
-        "accept_rows if plan.is_small else accept_rows",
+        "reduce_rows if schedule.is_small else accept_rows",
+        "accept_rows if schedule.is_small else accept_rows",
         why="a small batch's rows are evaluated as a large one's",
         equivalent="both ways give the same tokens, as "
         "`test_verification_emits_the_reference_s_tokens` shows; a schedule is a matter of time",
     ),
     Mutation(
         f"{_PALLAS}verify.verify_rows",
-        "Plan(num_requests, options,",
-        'Plan(num_requests, CallOptions("float32", options.implementation,'
+        "Schedule(num_requests, options,",
+        'Schedule(num_requests, CallOptions("float32", options.implementation,'
         " options.max_draft_tokens),",
         _large("float64 noise, a draft of fewer tokens"),
         "noise is float32 whatever is asked",

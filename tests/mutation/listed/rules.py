@@ -85,8 +85,8 @@ MUTATIONS = (
     ),
     Mutation(
         "specjax.pallas.verify.evaluate_by_rule",
-        "if plan.options.greedy_is_argmax:",
-        "if not plan.options.greedy_is_argmax:",
+        "if schedule.options.greedy_is_argmax:",
+        "if not schedule.options.greedy_is_argmax:",
         rule_values(f"{_GREEDY}[interpret]"),
         "greedy requests ask the rules that are not for them",
     ),

@@ -13,7 +13,7 @@ from specjax.pallas.block.judge import JudgedRequest
 from specjax.pallas.gumbel_max import SamplingRow
 from specjax.pallas.kernel_config import next_power_of_2
 from specjax.pallas.launch import output
-from specjax.pallas.load_request import Plan, RequestScalars, load_drafted, load_masked
+from specjax.pallas.load_request import RequestScalars, Schedule, load_drafted, load_masked
 from specjax.pallas.next_token import AcceptedPrefix
 
 __all__ = ["JudgedArrays", "judged_shape", "load_prefix", "load_status", "store_judged"]
@@ -48,16 +48,16 @@ class JudgedArrays(NamedTuple):
     argmax: Any
 
 
-def judged_shape(plan: Plan) -> JudgedArrays:
+def judged_shape(schedule: Schedule) -> JudgedArrays:
     """Returns the shapes of the judged requests of a batch."""
-    size, k = plan.num_requests, plan.max_draft_tokens
+    size, k = schedule.num_requests, schedule.max_draft_tokens
     prefixes_shape, rows_shape = (size, k), (size, k + 1)
     return JudgedArrays(
         num_accepted=output((size,), jnp.int32),
         is_block=output((size,), jnp.int32),
         status=output(prefixes_shape, jnp.int32),
         log_rho=output(prefixes_shape),
-        uniform=output(prefixes_shape, plan.noise_dtype),
+        uniform=output(prefixes_shape, schedule.noise_dtype),
         shift=output(rows_shape),
         log_sum=output(rows_shape),
         logprobs=output(rows_shape),
@@ -92,11 +92,15 @@ def load_status(judged: JudgedArrays, b: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def load_prefix(
-    arrays: VerifyArrays, judged: JudgedArrays, request: RequestScalars, n: jax.Array, plan: Plan
+    arrays: VerifyArrays,
+    judged: JudgedArrays,
+    request: RequestScalars,
+    n: jax.Array,
+    schedule: Schedule,
 ) -> AcceptedPrefix:
     """Returns the prefix of n tokens, and the row that decides the next token."""
-    b, k = request.b, plan.max_draft_tokens
-    i = jax.lax.iota(jnp.int32, next_power_of_2(plan.rows_per_request))
+    b, k = request.b, schedule.max_draft_tokens
+    i = jax.lax.iota(jnp.int32, next_power_of_2(schedule.rows_per_request))
     normalizer = LogNormalizer(judged.shift[b, n], judged.log_sum[b, n])
     valid = request.active & jnp.isfinite(normalizer.log_sum)
     rejected = n < request.num_draft_tokens
@@ -116,7 +120,7 @@ def load_prefix(
         row=row,
         valid=valid,
         rejected=rejected,
-        drafted=load_drafted(arrays, request, n, rejected, plan),
+        drafted=load_drafted(arrays, request, n, rejected, schedule),
         from_residual=rejected & valid & is_block,
         argmax=judged.argmax[b, n],
         logprobs=load_masked(judged.logprobs, (b, i), i < n),

@@ -25,13 +25,13 @@ from specjax.pallas.gumbel_max import (
     num_padded_blocks,
 )
 from specjax.pallas.launch import cond_or, divmod_i32, output
-from specjax.pallas.load_request import Plan
+from specjax.pallas.load_request import Schedule
 from specjax.pallas.next_token import (
     AcceptedPrefix,
-    emitted,
-    given_bonus,
+    has_given_bonus,
     next_address,
     row_block_logprobs,
+    verification_of,
 )
 from specjax.pallas.residual import load_residual_terms
 from specjax.types import Verification
@@ -39,7 +39,7 @@ from specjax.types import Verification
 __all__ = ["choose", "proposal_shape", "store_proposal"]
 
 # The first columns of a proposal; its tokens and their log-probabilities follow.
-_ACCEPTED, _EMITTED, _MASS, _LEAST, _SCORE, _OTHER_SCORE, _OTHER_TOKEN, _OTHER_LOGPROB = range(8)
+_ACCEPTED, _EMITTED, _MASS, _MIN_MASS, _SCORE, _OTHER_SCORE, _OTHER_TOKEN, _OTHER_LOGPROB = range(8)
 _NUM_SCALARS = 8
 
 
@@ -51,9 +51,9 @@ class _Candidate(NamedTuple):
     other: Draw
 
 
-def proposal_shape(plan: Plan) -> Any:
+def proposal_shape(schedule: Schedule) -> Any:
     """Returns the shape of the proposals of a device, i32[B, 8 + 2 (K + 1)]."""
-    return output((plan.num_requests, _NUM_SCALARS + 2 * plan.rows_per_request), jnp.int32)
+    return output((schedule.num_requests, _NUM_SCALARS + 2 * schedule.rows_per_request), jnp.int32)
 
 
 def store_proposal(
@@ -62,7 +62,7 @@ def store_proposal(
     prefix: AcceptedPrefix,
     log_masses: Any,
     out: Any,
-    plan: Plan,
+    schedule: Schedule,
 ) -> None:
     """Stores what this device proposes for a request.
 
@@ -72,32 +72,32 @@ def store_proposal(
       prefix: the accepted prefix.
       log_masses: of the blocks of residuals, f32[B, blocks], or None where no draft has logits.
       out: reference of `proposal_shape`.
-      plan: of the launch.
+      schedule: of the launch.
     """
     b, valid, greedy = prefix.request.b, prefix.valid, prefix.request.temperature.greedy
     nothing, is_random = jnp.float32(-jnp.inf), valid & ~greedy
     none = Draw(jnp.int32(0), nothing, nothing)
     candidate = cond_or(
         is_random,
-        lambda: _propose(arrays, rows, prefix, log_masses, plan),
+        lambda: _propose(arrays, rows, prefix, log_masses, schedule),
         _Candidate(none, jnp.float32(0), none),
     )
     score = jnp.where(is_random, candidate.draw.score, jnp.float32(0))
     # What no draw decides is the same on every device, or stands on the one that has the token.
     is_decided = ~is_random
     if arrays.bonus_token_ids is not None:
-        is_given = given_bonus(arrays, prefix, plan)
+        is_given = has_given_bonus(arrays, prefix, schedule)
         column = arrays.bonus_token_ids[b] - arrays.first_token[0]
         is_here = (column >= 0) & (column < arrays.target_logits.shape[1])
         score = jnp.where(is_given, jnp.where(is_here, jnp.float32(0), nothing), score)
         is_decided |= is_given
-    result = emitted(arrays, prefix, lambda: candidate.draw, plan)
+    result = verification_of(arrays, prefix, lambda: candidate.draw, schedule)
     other = candidate.other
     scalars = {
         _ACCEPTED: result.num_accepted,
         _EMITTED: result.num_emitted,
         _MASS: jnp.where(is_decided, jnp.float32(1), candidate.mass),
-        _LEAST: jnp.where(is_decided, jnp.float32(0), _least(prefix)),
+        _MIN_MASS: jnp.where(is_decided, jnp.float32(0), _min_mass(prefix)),
         _SCORE: score,
         _OTHER_SCORE: other.score,
         _OTHER_TOKEN: other.token,
@@ -106,9 +106,9 @@ def store_proposal(
     for column, value in scalars.items():
         out[b, jnp.int32(column)] = _as_i32(value)
     i = jax.lax.iota(jnp.int32, result.token_ids.shape[0])
-    inside = i < plan.rows_per_request
+    inside = i < schedule.rows_per_request
     plgpu.store(out.at[b, _NUM_SCALARS + i], result.token_ids, mask=inside)
-    logprobs_at = out.at[b, _NUM_SCALARS + plan.rows_per_request + i]
+    logprobs_at = out.at[b, _NUM_SCALARS + schedule.rows_per_request + i]
     plgpu.store(logprobs_at, _as_i32(result.logprobs), mask=inside)
 
 
@@ -118,22 +118,26 @@ def _as_i32(value: jax.Array) -> jax.Array:
 
 
 def _propose(
-    arrays: VerifyArrays, rows: Any, prefix: AcceptedPrefix, residual_log_masses: Any, plan: Plan
+    arrays: VerifyArrays,
+    rows: Any,
+    prefix: AcceptedPrefix,
+    residual_log_masses: Any,
+    schedule: Schedule,
 ) -> _Candidate:
     """Draws from this device's share of the residual, or of the row without a one-hot draft."""
-    address, width = next_address(arrays, prefix, plan), arrays.target_logits.shape[1]
+    address, width = next_address(arrays, prefix, schedule), arrays.target_logits.shape[1]
     first_block, _ = divmod_i32(arrays.first_token[0], SAMPLING_BLOCK)
-    num_blocks, dtype, drafted = num_padded_blocks(width), plan.noise_dtype, prefix.drafted
-    noise = draw_noise(address, first_block, num_blocks, dtype, plan.threefry)
+    num_blocks, dtype, drafted = num_padded_blocks(width), schedule.noise_dtype, prefix.drafted
+    noise = draw_noise(address, first_block, num_blocks, dtype, schedule.threefry)
     is_excluded = prefix.rejected & ~prefix.from_residual
 
     def load_row() -> jax.Array:
-        return row_block_logprobs(arrays, rows, prefix, plan)
+        return row_block_logprobs(arrays, rows, prefix, schedule)
 
     def load_rest() -> jax.Array:
         if drafted is None:
             return load_row()
-        vocab_size = plan.vocab_size(arrays)
+        vocab_size = schedule.vocab_size(arrays)
         return exclude_token(prefix.row, load_row(), drafted.token_id, is_excluded, vocab_size)[0]
 
     def load_residual() -> jax.Array:
@@ -163,19 +167,19 @@ def _propose(
     )
     mass, draw = jnp.sum(exp_scaled(log_masses)), draw_token(prefix.row, log_masses, noise, weigh)
     none = draw._replace(score=jnp.full_like(draw.score, -jnp.inf))
-    return _Candidate(draw, mass, cond_or(mass <= _least(prefix), draw_from_whole_row, none))
+    return _Candidate(draw, mass, cond_or(mass <= _min_mass(prefix), draw_from_whole_row, none))
 
 
-def _least(prefix: AcceptedPrefix) -> jax.Array:
+def _min_mass(prefix: AcceptedPrefix) -> jax.Array:
     """Returns the mass of all devices that is no mass."""
     return jnp.where(prefix.from_residual, jnp.float32(MIN_RESIDUAL_MASS), jnp.float32(0))
 
 
-def choose(gathered: jax.Array, plan: Plan) -> Verification:
+def choose(gathered: jax.Array, schedule: Schedule) -> Verification:
     """Returns the result of a batch from the proposals of all devices, i32[D, B, columns]."""
     numbers = jax.lax.bitcast_convert_type(gathered, jnp.float32)
     mass = jnp.sum(numbers[:, :, _MASS], axis=0)
-    has_mass = mass > numbers[0, :, _LEAST]
+    has_mass = mass > numbers[0, :, _MIN_MASS]
     scores = jnp.where(has_mass[None], numbers[:, :, _SCORE], numbers[:, :, _OTHER_SCORE])
     best, score = gathered[0], scores[0]
     # A loop over few devices, so that it is one kernel. Ties go to the lowest token.
@@ -183,7 +187,7 @@ def choose(gathered: jax.Array, plan: Plan) -> Verification:
         is_better = scores[device] > score
         best = jnp.where(is_better[:, None], gathered[device], best)
         score = jnp.where(is_better, scores[device], score)
-    num_rows = plan.rows_per_request
+    num_rows = schedule.rows_per_request
     tokens, logprobs = best[:, _NUM_SCALARS:][:, :num_rows], best[:, _NUM_SCALARS + num_rows :]
     num_accepted = best[:, _ACCEPTED]
     is_next = jnp.arange(num_rows)[None] == num_accepted[:, None]
